@@ -103,7 +103,7 @@ def _logit_gap(
     ids = [token for each in before for part in (each.prompt, each.answer) for token in part]
     text = (*ids, *said.prompt, *said.answer[:answered])
     cache, reader = rule.empty(), rule.reader(len(text))
-    lane = PrefillSequence(cache, common_prompts(engine.scribe))
+    lane = PrefillSequence(cache, common_prompts(engine.tokenizer))
     for block in split_blocks(text[:-1], rule.block):
         reader.settle([lane], block, block, cache.next_position)
     row = BatchSegment(cache, text[-1:], coming=AppendKind.STEP)

@@ -56,7 +56,7 @@ def record_layers(path: Path, tokens: int, asked: int) -> list[RecordedLayer]:
     loaded = load("seed")
     scribe = TokenizerAdapter(loaded.tokenizer)
     conversation = read_conversation(path)
-    ids = scribe.write(conversation).ids
+    ids = scribe.encode_conversation(conversation).ids
     ids = (ids * (1 + tokens // len(ids)))[-tokens:]
     cache = SequenceCache(loaded.decoder.spec, CacheForm.DENSE)
     cache.reserve(tokens)
@@ -96,7 +96,7 @@ def _question_answer_ids(
     """Questions, evenly taken, and their answers as the model would write them."""
     step = max(len(conversation.questions) // asked, 1)
     return [
-        (scribe.question(question.question), scribe.answer(question.answer))
+        (scribe.encode_question(question.question), scribe.encode_answer(question.answer))
         for question in conversation.questions[::step][:asked]
     ]
 

@@ -63,7 +63,7 @@ def _entries(options: argparse.Namespace) -> int:
             for budget in BUDGETS:
                 engine = base.under(policy, str(budget), BLOCK)
                 for name in engine.policy.session.embedders():
-                    engine.desk.embedder(name)  # stays from one reading to the next
+                    engine.runtime.embedder(name)  # stays from one reading to the next
                 before = _storages()
                 memory = engine.read(conversation)
                 after = _storages()
@@ -136,7 +136,7 @@ def _child(policy: str, tokens: int) -> dict[str, Any]:
     size = chosen.budget.tokens or 0
     layers = tuple(layer.index for layer in decoder.spec.managed)
     quotas = chosen.planner.quotas(size, tokens, layers, {})
-    book = {"summarize": base.scribe.question("Summarize the text.")}
+    book = {"summarize": base.tokenizer.encode_question("Summarize the text.")}
     warm = PrefillSequence(SequenceCache(decoder.spec, form), book)
     chosen.schedule.read(
         PrefillReader(decoder, chosen.planner, size, quotas, PeakMemoryMeter()),

@@ -149,7 +149,10 @@ def _policy(
     options: argparse.Namespace,
     row: dict[str, Any],
 ) -> Callable[[], None]:
-    policy, clock = Policy.parse(options.policy).filled(options.budget, None), CLOCKS[options.clock]
+    policy, clock = (
+        Policy.parse(options.policy).with_sizes(options.budget, None),
+        CLOCKS[options.clock],
+    )
     cache, planner = _parked(decoder, policy, streams, clock, row), policy.planner
     layers = [layer for layer in decoder.spec.managed if cache.cache_spec.is_budgeted(layer)]
     tokens = streams[0].keys.shape[1]

@@ -88,12 +88,12 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     engine = Engine.load(policy=options.policy, budget=options.budget)
     memory = engine.read(read_conversation(options.file))
-    cache = memory.recall(QUESTION)[0].fork()
-    tending = decode_planner(engine.desk, memory.policy, [cache])
+    cache = memory.activate_for(QUESTION)[0].fork()
+    tending = decode_planner(engine.runtime, memory.policy, [cache])
     generate(
         engine.loaded.decoder,
         [cache],
-        [engine.scribe.question(QUESTION)],
+        [engine.tokenizer.encode_question(QUESTION)],
         SamplingParams(temperature=1.0, seed=0),
         StoppingCriteria(options.tokens),
         GrowthReporter(cache, options.every, options.out),

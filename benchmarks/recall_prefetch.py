@@ -74,10 +74,10 @@ def main() -> None:
     options = parser.parse_args()
     loaded = load("seed")
     scribe = TokenizerAdapter(loaded.tokenizer)
-    ids = scribe.write(read_conversation(options.dialogue)).ids
+    ids = scribe.encode_conversation(read_conversation(options.dialogue)).ids
     ids = (ids * (1 + options.tokens // len(ids)))[-options.tokens :]
     desk = ModelRuntime(loaded.decoder, scribe, _no_embedder, lambda names: {})
-    policy = Policy.parse(options.policy).filled(options.budget, None)
+    policy = Policy.parse(options.policy).with_sizes(options.budget, None)
     if options.dense is not None:
         policy = replace(policy, recall=replace(policy.recall, dense=options.dense))
     ways = {

@@ -59,7 +59,7 @@ class SavedSession:
 
     def read(self) -> tuple[ChatState, Tensor]:
         """Read from the log, to the first token."""
-        state = ChatCache.read(self._engine.desk, self.policy, self.log).state
+        state = ChatCache.prefill(self._engine.runtime, self.policy, self.log).state
         return state, self._first(state)
 
     def restored(
@@ -77,7 +77,7 @@ class SavedSession:
             for _ in range(RUNS):
                 before()
                 begun = time.perf_counter()
-                resumed = keeper.load(NAME, self._engine.desk, self.policy, self.log)
+                resumed = keeper.load(NAME, self._engine.runtime, self.policy, self.log)
                 assert resumed.state is not None, resumed.reason
                 first = self._first(resumed.state)
                 times.append(time.perf_counter() - begun)
@@ -98,8 +98,8 @@ class SavedSession:
 
     def _first(self, state: ChatState) -> Tensor:
         """Log-probabilities of the first token of an answer."""
-        cache, _ = state.memory.recall(TEXT)
-        ids = self._engine.scribe.question(TEXT)
+        cache, _ = state.memory.activate_for(TEXT)
+        ids = self._engine.tokenizer.encode_question(TEXT)
         decoder = self._engine.loaded.decoder
         return decoder.forward_logits([BatchSegment(cache, ids)], Mode.SCRATCH, [len(ids) - 1])[
             0

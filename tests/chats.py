@@ -74,7 +74,7 @@ class Library:
 def under(loaded: LoadedModel, policy: str) -> Engine:
     limited = policy != "full"
     engine = Engine(loaded, policy, *((str(BUDGET), BLOCK) if limited else (None, None)))
-    engine.desk = replace(engine.desk, embedder=lambda name: TopicEmbedder())
+    engine.runtime = replace(engine.runtime, embedder=lambda name: TopicEmbedder())
     return engine
 
 
@@ -93,18 +93,18 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def states(chat: Chat) -> list[dict[str, Any]]:
     """Every cache of a chat, on a copy of its shelf, so that nothing moves."""
     shelf = chat.memory.caches
-    active, found = shelf.active, []
+    active, found = shelf.active_number, []
     for number in range(len(shelf)):
         found.append(state(shelf.activate(number).fork()))
     if active is None:
-        shelf.rest()
+        shelf.offload_active()
     else:
         shelf.activate(active)
     return found
 
 
 def logits(engine: Engine, cache: SequenceCache, text: str) -> torch.Tensor:
-    ids = engine.scribe.question(text)
+    ids = engine.tokenizer.encode_question(text)
     return engine.loaded.decoder.forward_logits(
         [BatchSegment(cache, ids)], Mode.SCRATCH, [len(ids) - 1]
     )

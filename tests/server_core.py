@@ -91,7 +91,7 @@ class Served:
         sizes = (str(tokens), block) if limited else (None, None)
         engine = Engine(loaded, POLICIES.get(policy, policy), *sizes)
         if embedder is not None:
-            engine.desk = replace(engine.desk, embedder=lambda name: embedder)
+            engine.runtime = replace(engine.runtime, embedder=lambda name: embedder)
         totals = {Tier.DEVICE: device, Tier.HOST: host}
         budgets = ByteBudgets({tier: size for tier, size in totals.items() if size is not None})
         times, self.news = count(1_700_000_000), Event()

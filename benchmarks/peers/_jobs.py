@@ -148,7 +148,7 @@ class ComparisonSetup:
             found = _run([sys.executable, str(HERE / "larder_worker.py")], asked)
         else:
             found = _run([self.options.peer_python, str(HERE / "peer_worker.py")], asked)
-        scribe, items = self.engine.scribe, list[Row]()
+        scribe, items = self.engine.tokenizer, list[Row]()
         for one, ids in zip(questions, found["answers"], strict=True):
             if not self.is_random:
                 items += generated_items(one, scribe.decode(tuple(ids)).strip())
@@ -158,8 +158,8 @@ class ComparisonSetup:
         self, job: ComparisonJob, conversation: Conversation, questions: list[str]
     ) -> dict[str, Any]:
         """What a worker is told."""
-        options, scribe = self.options, self.engine.scribe
-        context = list(scribe.write(conversation).ids)
+        options, scribe = self.options, self.engine.tokenizer
+        context = list(scribe.encode_conversation(conversation).ids)
         kept = MemoryBudget.parse(job.budget).tokens(len(context), self._token_bytes)
         wrap = conversation.question_prompt
         return {
@@ -169,8 +169,8 @@ class ComparisonSetup:
             "kept": kept / len(context),
             "model": str(self.folder),
             "context": context,
-            "questions": [list(scribe.question(wrap.format(question=q))) for q in questions],
-            "stops": [] if self.is_random else sorted(self.engine.stops),
+            "questions": [list(scribe.encode_question(wrap.format(question=q))) for q in questions],
+            "stops": [] if self.is_random else sorted(self.engine.stop_ids),
             "task": spell(job.task),
             "tokens": job.tokens,
             "seed": job.seed,
@@ -245,7 +245,7 @@ def jobs_of(
 
 @lru_cache(maxsize=1)
 def _maker(setting: ComparisonSetup) -> Any:
-    sources = TaskSources(setting.engine.scribe.length, setting.options.corpus)
+    sources = TaskSources(setting.engine.tokenizer.count_tokens, setting.options.corpus)
     return lru_cache(maxsize=1)(lambda task, seed, tokens: task.make(seed, tokens, sources))
 
 

@@ -34,7 +34,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     told = {"device": job["device"], "dtype": job["dtype"]}
     base = Engine.load(job["model"], policy="full", **told)
     engine, conversation = base.under(job["spelling"], job["budget"]), _conversation(base, job)
-    written = list(base.scribe.write(conversation).ids)
+    written = list(base.tokenizer.encode_conversation(conversation).ids)
     if written != job["context"]:
         raise RuntimeError("The conversation was written otherwise than for the peer.")
     _warm_up(base, written)
@@ -68,7 +68,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 def _conversation(engine: Engine, job: dict[str, Any]) -> Conversation:
     corpus = None if job["corpus"] is None else Path(job["corpus"])
-    sources = TaskSources(engine.scribe.length, corpus)
+    sources = TaskSources(engine.tokenizer.count_tokens, corpus)
     return parse_task(job["task"]).make(job["seed"], job["tokens"], sources)
 
 
@@ -84,7 +84,7 @@ def _answer(
 ) -> tuple[list[int], list[float], int]:
     """Greedy tokens up to the end of turn, when each came, and what was held meanwhile."""
     cache = memory.caches.activate(0)
-    tending = decode_planner(engine.desk, memory.policy, [cache])
+    tending = decode_planner(engine.runtime, memory.policy, [cache])
     if tending is not None:
         cache = cache.fork()  # as `Engine.ask` does
     mark, limits = (

@@ -1,4 +1,4 @@
-"""Larder keeps what a language model will need again: its KV cache, under a fixed memory budget."""
+"""KV cache management for language models under a fixed memory budget."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public name -> the module that owns it. Loaded on first use, so that `import larder` is instant
-# and touches neither torch nor transformers.
+# Public name -> module that defines it. Modules load on first use, so that `import larder` is fast
+# and imports neither torch nor transformers.
 _PUBLIC = {
     "Engine": "larder.engine.engine",
     "Answer": "larder.engine.answer",

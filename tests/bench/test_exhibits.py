@@ -20,9 +20,9 @@ def memory() -> ConversationMemory:
 
 
 def test_budgets_are_those_of_every_episode(memory: ConversationMemory) -> None:
-    before = memory.caches.active
+    before = memory.caches.active_number
     rows = budget_rows(memory)
-    assert memory.caches.active == before
+    assert memory.caches.active_number == before
     assert [row["episode"] for row in rows] == [0, 1]
     for row in rows:
         lengths = memory.caches.activate(row["episode"]).lengths()

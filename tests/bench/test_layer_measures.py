@@ -28,7 +28,7 @@ LIFELOG = StudyTask('lifelog(questions=3, kinds="single,list")', (260,))
 def bench() -> ModelContext:
     torch.manual_seed(0)
     engine = Engine(open_model("random:qwen3-tiny"), "full")
-    return ModelContext(engine, TaskSources(engine.scribe.length))
+    return ModelContext(engine, TaskSources(engine.tokenizer.count_tokens))
 
 
 def run(bench: ModelContext, out: Path, policies: tuple[str, ...], measure: str) -> list[Row]:
@@ -51,9 +51,9 @@ def slowly(bench: ModelContext, policy: str, budget: str | None) -> list[tuple[f
     for question in conversation.questions:
         rows: list[torch.Tensor] = []
         for memory in memories:
-            cache, _ = memory.recall(question.question)
-            fork, given = cache.fork(), bench.engine.scribe.question(question.question)
-            answer = bench.engine.scribe.encode(question.answer)
+            cache, _ = memory.activate_for(question.question)
+            fork, given = cache.fork(), bench.engine.tokenizer.encode_question(question.question)
+            answer = bench.engine.tokenizer.encode(question.answer)
             ids = given + answer
             wanted = range(len(given) - 1, len(ids))
             predict = bench.engine.loaded.decoder.forward_logits
@@ -84,7 +84,7 @@ def test_layers_are_profiled_under_the_full_cache(bench: ModelContext, tmp_path:
     row, refused = run(bench, tmp_path / "rows.jsonl", ("full", "keydiff"), "similarity(blocks=3)")
     decoder, ids = (
         bench.engine.loaded.decoder,
-        bench.engine.scribe.write(bench.conversation(_task(), 0, 260)).ids,
+        bench.engine.tokenizer.encode_conversation(bench.conversation(_task(), 0, 260)).ids,
     )
     true = layer_similarities(
         decoder, ids, SensitivityProfile(len(ids), 32, -(-len(ids) // 3), 0.5)

@@ -32,7 +32,7 @@ PROMPTS = 'prompts(utterances=2, step=50, embedder="tokens")'
 def bench() -> ModelContext:
     torch.manual_seed(0)
     engine = Engine(open_model("random:qwen3-tiny"), "full")
-    return ModelContext(engine, TaskSources(engine.scribe.length))
+    return ModelContext(engine, TaskSources(engine.tokenizer.count_tokens))
 
 
 def run(bench: ModelContext, out: Path, policies: tuple[str, ...], **changes: object) -> list[Row]:

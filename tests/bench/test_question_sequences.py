@@ -39,7 +39,7 @@ TASKS = {
 @pytest.fixture(scope="module")
 def bench() -> ModelContext:
     engine = Engine(open_model("random:qwen3-tiny"), "full")
-    return ModelContext(engine, TaskSources(engine.scribe.length))
+    return ModelContext(engine, TaskSources(engine.tokenizer.count_tokens))
 
 
 @dataclass
@@ -51,11 +51,13 @@ class Noting:
     def ask(
         self, engine: Engine, memory: ConversationMemory, posed: Sequence[NumberedQuestion]
     ) -> list[Row]:
-        length = memory.recall(posed[0].question.question)[0].next_position
+        length = memory.activate_for(posed[0].question.question)[0].next_position
         self.asked += [(one.number, length) for one in posed]
         forced = score_answers(engine, memory, [one.question for one in posed])
         pairs = zip(posed, forced, strict=True)
-        return [item for one, each in pairs for item in likelihood_items(one, each, engine.scribe)]
+        return [
+            item for one, each in pairs for item in likelihood_items(one, each, engine.tokenizer)
+        ]
 
 
 def sat(
@@ -91,7 +93,7 @@ def test_what_is_read_anew_and_what_stands_before(
     if name.startswith("rag"):
         assert lengths == sorted(set(lengths))
         return
-    start = len(bench.engine.scribe.write(TALK).ids)
+    start = len(bench.engine.tokenizer.encode_conversation(TALK).ids)
     assert [length > start for length in lengths] == [turn > 0 for turn in turns]
     assert kind != "turns" or lengths == sorted(set(lengths))
 
@@ -110,11 +112,11 @@ def test_a_later_turn_is_as_if_all_were_one_text(bench: ModelContext) -> None:
 
 def test_forks_leave_the_memory_as_it_was(bench: ModelContext) -> None:
     memory = bench.engine.under("h2o", "40").read(TALK)
-    before = memory.recall("?")[0].state()
+    before = memory.activate_for("?")[0].state()
     again = fork_memory(bench.engine, memory)
-    assert again.recall("?")[0] is not memory.recall("?")[0]
+    assert again.recall("?")[0] is not memory.activate_for("?")[0]
     score_answers_stepwise(bench.engine, memory, TALK.questions)
-    after = memory.recall("?")[0].state()
+    after = memory.activate_for("?")[0].state()
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 

@@ -25,7 +25,7 @@ EPISODES = (
 
 def test_stages(tmp_path: Path) -> None:
     engine = Engine(open_model("random:qwen3-tiny"), "full")
-    bench = ModelContext(engine, TaskSources(engine.scribe.length))
+    bench = ModelContext(engine, TaskSources(engine.tokenizer.count_tokens))
     study = Study(
         "tiny",
         (StudyTask('lifelog(questions=2, kinds="single")', (260,)),),

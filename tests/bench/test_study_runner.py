@@ -40,7 +40,7 @@ STUDY = Study(
 def bench() -> ModelContext:
     torch.manual_seed(0)
     engine = Engine(open_model("random:qwen3-tiny"), "full")
-    return ModelContext(engine, TaskSources(engine.scribe.length))
+    return ModelContext(engine, TaskSources(engine.tokenizer.count_tokens))
 
 
 def study(policies: Sequence[str], **changes: object) -> Study:
@@ -156,7 +156,9 @@ def test_text_that_is_looked_up(bench: ModelContext) -> None:
     made = passages.fitting([*ranked[:3], 2], 1000)
     assert [m.content for m in made.messages] == [said[n] for n in sorted({*ranked[:3], 2})]
     for tokens in (40, 80, 160):
-        taken = len(bench.engine.scribe.write(passages.fitting(ranked, tokens)).ids)
+        taken = len(
+            bench.engine.tokenizer.encode_conversation(passages.fitting(ranked, tokens)).ids
+        )
         assert tokens - 20 < taken <= tokens
     assert set(passages.episode("What is the code of box 7?", 3, 0)) < set(range(30))
     with pytest.raises(BudgetError, match="No segment of 1"):

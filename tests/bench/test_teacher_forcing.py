@@ -43,9 +43,9 @@ def slowly(
 ) -> tuple[list[bool], list[float]]:
     """Append the question to a copy of the cache, then the answer one token after the other."""
     cache = memory.caches.activate(0).fork()
-    given = engine.scribe.question(question.question)
+    given = engine.tokenizer.encode_question(question.question)
     hits, likelihoods = [], []
-    for token in engine.scribe.answer(question.answer)[: len(_answer(engine, question))]:
+    for token in engine.tokenizer.encode_answer(question.answer)[: len(_answer(engine, question))]:
         row = BatchSegment(cache, tuple(given))
         logits = engine.loaded.decoder.forward_logits([row], Mode.APPEND, [len(given) - 1])[0]
         hits.append(int(logits.argmax()) == token)
@@ -55,7 +55,7 @@ def slowly(
 
 
 def _answer(engine: Engine, question: Question) -> tuple[int, ...]:
-    return engine.scribe.encode(question.answer) + engine.scribe.closing()[:1]
+    return engine.tokenizer.encode(question.answer) + engine.tokenizer.end_of_turn_ids()[:1]
 
 
 def test_packed_is_one_by_one(engine: Engine, memory: ConversationMemory) -> None:
@@ -71,8 +71,8 @@ def test_packed_is_one_by_one(engine: Engine, memory: ConversationMemory) -> Non
 def test_items_of_an_answer(engine: Engine, memory: ConversationMemory) -> None:
     recital = score_answers(engine, memory, TALK.questions[:1])[0]
     answer = recital.question.answer
-    first, second = split_by_spans(recital, engine.scribe, numbered_item_spans(answer))
-    length = len(engine.scribe.encode(" 2: the van is in Oslo."))
+    first, second = split_by_spans(recital, engine.tokenizer, numbered_item_spans(answer))
+    length = len(engine.tokenizer.encode(" 2: the van is in Oslo."))
     assert second.likelihoods == recital.likelihoods[-1 - length : -1]  # without the end of turn
     assert first.likelihoods + second.likelihoods == recital.likelihoods[:-1]
     assert not second.exact

@@ -116,7 +116,9 @@ def test_damage_is_told_and_read_anew(run: Run, larder_home: Path) -> None:
         blob.write_bytes(blob.read_bytes()[:-1])
     result = run("chat", "s", *SMALL, stdin="What is my cat called?\n")
     assert result.stdout == "Mira\n" and result.exit_code == 0
-    assert result.stderr == "larder: the session 's' is read anew: what was saved is damaged\n"
+    assert (
+        result.stderr == "larder: the session 's' is prefilled again: the saved data is damaged\n"
+    )
 
 
 def test_a_codec_that_is_none_is_refused_early(run: Run) -> None:

@@ -104,7 +104,7 @@ def test_what_cannot_be_is_told_before_a_model_loads(run: Run) -> None:
         said = complaint(run("serve", "--port", str(taken.getsockname()[1])), 1)
     assert "cannot be listened at" in said and "another --port" in said
     said = complaint(run("serve", "--port", "0", "--policy", "exact_question"), 2)
-    assert "needs the question before reading" in said
+    assert "needs the question before prefill" in said
 
 
 @pytest.mark.parametrize("name", ["fastapi", "uvicorn", "prometheus_client", "msgspec"])

@@ -18,7 +18,7 @@ from topic_embedder import TopicEmbedder
 
 def test_asking_gives_the_room_of_the_answer_back(engine: Engine) -> None:
     memory = engine.read(HISTORY)
-    memory.recall("My dog?")
+    memory.activate_for("My dog?")
     before = memory.caches.nbytes
     answer = engine.ask(memory, "My dog?", max_new_tokens=8)
     assert memory.caches.nbytes == before
@@ -27,7 +27,7 @@ def test_asking_gives_the_room_of_the_answer_back(engine: Engine) -> None:
 
 def test_a_failed_answer_gives_its_room_back_too(engine: Engine) -> None:
     memory = engine.read(HISTORY)
-    memory.recall("My dog?")
+    memory.activate_for("My dog?")
     before = memory.caches.nbytes
 
     def fail(text: str) -> None:
@@ -48,7 +48,7 @@ def test_loading_an_embedder_is_setting_up_and_not_reading(loaded: LoadedModel) 
     with pytest.MonkeyPatch.context() as patch:
         now = time.perf_counter
         patch.setattr(time, "perf_counter", lambda: now() + clock[0])
-        engine.desk = replace(engine.desk, embedder=cache(slow))
+        engine.runtime = replace(engine.runtime, embedder=cache(slow))
         figures = engine.read(HISTORY).figures
         again = engine.read(HISTORY).figures
     assert figures.setup_seconds >= 100 > figures.prefill_seconds

@@ -49,9 +49,9 @@ def test_the_whole_turn_is_read_to_its_end(engine: Engine, max_new_tokens: int) 
     chat = Chat(engine, history=HISTORY)
     answer = chat.say("What is dog number 3 called?", max_new_tokens=max_new_tokens)
     [turn] = chat.turns
-    closing = engine.scribe.closing()
-    assert turn.ids == engine.scribe.question(answer.question) + answer.ids + closing
-    cache, _ = memory.recall(answer.question)
+    closing = engine.tokenizer.end_of_turn_ids()
+    assert turn.ids == engine.tokenizer.encode_question(answer.question) + answer.ids + closing
+    cache, _ = memory.activate_for(answer.question)
     engine.loaded.decoder.read([BatchSegment(cache, turn.ids)], Mode.APPEND)
     mine = chat.memory.caches.activate(answer.episode or 0)
     assert mine.next_position == cache.next_position == chat.figures.log_tokens
@@ -75,7 +75,7 @@ def test_a_turn_behind_nothing_opens_the_conversation(engine: Engine) -> None:
         for role, content in (("user", turn.question), ("assistant", turn.answer))
     ]
     ids = tuple(token for turn in chat.turns for token in turn.ids)
-    assert ids == engine.scribe.write(Conversation("same", tuple(said))).ids
+    assert ids == engine.tokenizer.encode_conversation(Conversation("same", tuple(said))).ids
 
 
 def test_what_was_appended_comes_back_when_the_topic_does(engine: Engine) -> None:
@@ -86,12 +86,12 @@ def test_what_was_appended_comes_back_when_the_topic_does(engine: Engine) -> Non
     before = state(left.fork())
     cars = chat.say("The car is slow.", max_new_tokens=6)
     assert cars.episode != dogs and chat.figures.write_backs == 1
-    assert chat.memory.caches.active == cars.episode
+    assert chat.memory.caches.active_number == cars.episode
     back = chat.memory.caches.activate(dogs)
     assert same(state(back.fork()), before)
     for text in ("What does my dog eat?", "Thank you."):
         assert torch.equal(logits(engine, back, text), logits(engine, left, text))
-        ids = engine.scribe.question(text)
+        ids = engine.tokenizer.encode_question(text)
         for cache in (back, left):
             engine.loaded.decoder.read([BatchSegment(cache, ids)], Mode.APPEND)
 
@@ -134,7 +134,7 @@ def test_a_new_episode_holds_the_first_tokens_and_the_turn_as_it_was_read(engine
     twin = engine.read(HISTORY)
     chat = Chat(engine, history=HISTORY)
     answer = chat.say("A star is far away.", max_new_tokens=6)
-    cache, _ = twin.recall(answer.question)
+    cache, _ = twin.activate_for(answer.question)
     mark = cache.next_position
     engine.loaded.decoder.read([BatchSegment(cache, chat.turns[0].ids)], Mode.APPEND)
     opened = chat.memory.caches.activate(2)

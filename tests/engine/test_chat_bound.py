@@ -48,7 +48,7 @@ def small() -> LoadedModel:
 
 def under(loaded: LoadedModel, sentence: str, budget: int = BUDGET) -> Engine:
     engine = Engine(loaded, sentence, str(budget), None if "whole()" in sentence else BLOCK)
-    engine.desk = replace(engine.desk, embedder=lambda name: TopicEmbedder())
+    engine.runtime = replace(engine.runtime, embedder=lambda name: TopicEmbedder())
     return engine
 
 
@@ -130,7 +130,7 @@ def test_a_turn_leaves_what_a_context_in_the_same_blocks_leaves(small: LoadedMod
     [turn], cache = chat.turns, twin.memory.caches.activate(0)
     assert len(turn.ids) <= BLOCK
     length = cache.next_position + len(turn.ids)
-    reader = prefill_reader(engine.desk, twin.policy, length, PeakMemoryMeter())
+    reader = prefill_reader(engine.runtime, twin.policy, length, PeakMemoryMeter())
     reader.settle([PrefillSequence(cache, {})], turn.ids, turn.ids, cache.next_position)
     mine = chat.memory.caches.activate(0)
     assert mine.lengths() == cache.lengths() and mine.next_position == length

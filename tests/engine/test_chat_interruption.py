@@ -48,7 +48,7 @@ def test_a_chat_that_comes_back_is_as_if_read_anew(loaded: LoadedModel, policy: 
     said = [engine.ask(each.memory, "What is old?", max_new_tokens=6) for each in (back, chat)]
     assert said[0].ids == said[1].ids
     kept = SessionFile("mine").load()
-    assert kept is not None and kept.log.exchanges == chat.turns
+    assert kept is not None and kept.log.turns == chat.turns
 
 
 def test_an_interrupted_refresh_leaves_the_old_memory_and_is_made_up_for(engine: Engine) -> None:
@@ -68,7 +68,7 @@ def test_an_interrupted_refresh_leaves_the_old_memory_and_is_made_up_for(engine:
             chat.say("My dog is big and my dog is old.", max_new_tokens=6)
     assert len(chat.turns) == len(turns) + 1, "the turn was finished before the refresh"
     assert chat.figures.refreshes == 0 and within(chat), "the old memory stays within its budget"
-    assert len(SessionFile("mine").load().log.exchanges) == len(chat.turns)  # pyright: ignore
+    assert len(SessionFile("mine").load().log.turns) == len(chat.turns)  # pyright: ignore
     assert chat.memory.router.prompts() == memory.router.prompts()
     stop = False
     heard: list[int] = []
@@ -98,7 +98,7 @@ def test_a_turn_that_cannot_be_filed_or_kept_is_undone(
     chat = Chat(engine, "mine", history=HISTORY)
     before = states(chat)
     with monkeypatch.context() as patch:
-        patch.setattr(NearestEpisodeRouter, "file", interrupt)
+        patch.setattr(NearestEpisodeRouter, "assign_turn", interrupt)
         with pytest.raises(KeyboardInterrupt):
             chat.say("Tell me of the star.", max_new_tokens=6)
     session_path("mine").parent.mkdir(parents=True)
@@ -116,12 +116,12 @@ def test_sliding_windows_come_back_whole_from_an_interrupted_turn(
     module = tiny("gemma3", layers=3)
     module.resize_token_embeddings(len(loaded.tokenizer), mean_resizing=False)
     engine = under(LoadedModel(wrap_model(module), loaded.tokenizer, "tiny"), EPISODES)
-    engine.stops = frozenset()
+    engine.stop_ids = frozenset()
     chat, twin = Chat(engine, history=HISTORY), Chat(engine, history=HISTORY)
     for each in (chat, twin):
         each.say("My dog is old.", max_new_tokens=4)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Chat, "_finish", interrupt)  # 40 tokens are through: five windows
+        patch.setattr(Chat, "_read_rest", interrupt)  # 40 tokens are through: five windows
         chat.say("Tell me of the dog.", max_new_tokens=40)
     assert all(same(a, b) for a, b in zip(states(chat), states(twin), strict=True))
     said = [each.say("A star is far.", max_new_tokens=12) for each in (chat, twin)]

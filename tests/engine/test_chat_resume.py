@@ -37,7 +37,7 @@ def keeper(tmp_path: Path, loaded: LoadedModel) -> Iterator[StorePersistence]:
 
 def equal(one: Chat, other: Chat) -> bool:
     alike = all(same(a, b) for a, b in zip(states(one), states(other), strict=True))
-    routers = [each.memory.router.told() for each in (one, other)]
+    routers = [each.memory.router.to_record() for each in (one, other)]
     return alike and one.turns == other.turns and routers[0] == routers[1]
 
 
@@ -50,7 +50,7 @@ def test_a_restored_chat_goes_on_as_the_one_that_was_saved(
     chat.say("My dog is old.", max_new_tokens=4)
     chat.say("A sea and a star.", max_new_tokens=4)
     assert chat.keep() == ""
-    monkeypatch.setattr(ChatCache, "read", lambda *_: pytest.fail("read anew"))
+    monkeypatch.setattr(ChatCache, "prefill", lambda *_: pytest.fail("read anew"))
     back = Chat(engine, "mine", keeper=keeper)
     assert back.resumed.tokens == chat.figures.log_tokens and equal(back, chat)
     assert back.figures.opened == chat.figures.opened

@@ -51,7 +51,7 @@ def small(loaded: LoadedModel) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def desk(small: LoadedModel) -> ModelRuntime:
-    desk = Engine(small).desk
+    desk = Engine(small).runtime
     return replace(desk, embedder=lambda name: TopicEmbedder(), calibrate=cache(desk.calibrate))
 
 
@@ -71,10 +71,13 @@ def keeper(store: Store, small: LoadedModel) -> StorePersistence:
 def read(desk: ModelRuntime, preset: str) -> ChatState:
     policy = Policy.parse(preset)
     room, log = (ROOM, SHORT) if policy.recall is None else (PAGED_ROOM, LONG)
-    policy = policy.filled(room if policy.budget.tokens is None else policy.budget.tokens, None)
-    source = log.source(log.transcript(desk.scribe))
+    policy = policy.with_sizes(room if policy.budget.tokens is None else policy.budget.tokens, None)
+    source = log.prefill_input(log.transcript(desk.tokenizer))
     return ChatState(
-        prefill_memory(desk, source, policy, {"question": desk.scribe.question("A dog?")}), log
+        prefill_memory(
+            desk, source, policy, {"question": desk.tokenizer.encode_question("A dog?")}
+        ),
+        log,
     )
 
 
@@ -87,7 +90,7 @@ def back(
 
 
 def next_logits(desk: ModelRuntime, cache: SequenceCache) -> torch.Tensor:
-    ids = desk.scribe.question("Which dog?")
+    ids = desk.tokenizer.encode_question("Which dog?")
     return desk.decoder.forward_logits([BatchSegment(cache, ids)], Mode.SCRATCH, [len(ids) - 1])[0]
 
 
@@ -114,7 +117,7 @@ def test_15_every_policy_comes_back_to_the_bit(
     saved = read(desk, preset)
     assert keeper.save(preset, saved) == ""
     memory = back(keeper, preset, desk, saved)
-    assert memory.router.told() == saved.memory.router.told()
+    assert memory.router.to_record() == saved.memory.router.to_record()
     assert len(memory.caches) == len(saved.memory.caches)
     for number in range(len(memory.caches)):
         one, other = (each.caches.activate(number) for each in (saved.memory, memory))
@@ -144,7 +147,7 @@ def test_what_cannot_be_used_is_read_anew_and_why_is_counted(
     saved, counts = read(desk, "snapkv"), store.parts.refusals.counts
     keeper.save("mine", saved)
     policy, before = saved.memory.policy, counts()
-    longer = saved.log.plus(ChatTurn("A dog?", "No.", (5, 6, 7)))
+    longer = saved.log.with_turn(ChatTurn("A dog?", "No.", (5, 6, 7)))
     resumed = keeper.load("mine", desk, policy, longer)
     assert resumed.state is not None and resumed.state.log == saved.log
     other = ChatLog(replace(HISTORY, messages=HISTORY.messages[1:7]))
@@ -157,8 +160,8 @@ def test_what_cannot_be_used_is_read_anew_and_why_is_counted(
     stranger = StorePersistence(store, small, "stranger")
     assert stranger.load("mine", desk, policy, saved.log).reason == "new"
     assert counts()["policy"] == before.get("policy", 0) + 1
-    assert told["policy"].said == "read anew: it was saved under another policy"
-    assert ResumeResult(saved, "", 1200, 0.5).said == "restored 1,200 tokens in 0.50 s"
+    assert told["policy"].summary == "prefilled again: it was saved under another policy"
+    assert ResumeResult(saved, "", 1200, 0.5).summary == "restored 1,200 tokens in 0.50 s"
 
 
 def test_26_reading_is_chosen_where_it_was_quicker_also_in_another_process(

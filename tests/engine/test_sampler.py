@@ -16,7 +16,7 @@ LOGITS = torch.tensor(SHARES).log()
 
 def drawn(sampling: SamplingParams, logits: torch.Tensor = LOGITS) -> set[int]:
     source = sampling.generator()
-    return {sampling.choose(logits, source) for _ in range(200)}
+    return {sampling.sample(logits, source) for _ in range(200)}
 
 
 @pytest.mark.parametrize("temperature", [math.nan, math.inf, -math.inf, -0.1])

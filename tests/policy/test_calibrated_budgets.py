@@ -103,7 +103,7 @@ def test_squeezed_layers_give_to_the_others() -> None:
 
 def test_a_share_of_recent_tokens_does_not_lift_a_squeezed_layer() -> None:
     facts = {"squeeze": (0.2, 0.3, 0.6, 0.95, 0.96)}
-    planner = Policy.parse("squeeze_attention").filled(100, None).planner
+    planner = Policy.parse("squeeze_attention").with_sizes(100, None).planner
     quotas = planner.quotas(100, 1000, (0, 1, 2, 3, 4), facts)
     assert tuple(quotas.values()) == (144, 143, 143, 35, 35)  # p = .35; 50 and 50 before
     scores = torch.zeros(1000)

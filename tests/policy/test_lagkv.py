@@ -18,7 +18,7 @@ PAPER = "whole() > protect(sinks=16, recent=0) > lagkv(lag=32) > uniform()"
 
 def kept_by(sentence: str, seen: Observation, tokens: int) -> list[list[int]]:
     """Positions of the entries that each head keeps."""
-    planner = Policy.parse(sentence).filled(tokens, None).planner
+    planner = Policy.parse(sentence).with_sizes(tokens, None).planner
     scored = planner.judge(seen, planner.score(seen), tokens)
     [plan] = planner.plan({0: scored}, {0: tokens}, lambda _: seen.entries).values()
     stay = seen.entries.packed_positions()[plan.kept].split(plan.lengths)
@@ -47,9 +47,9 @@ def test_entries_of_the_whole_text_are_compared_at_small_budgets(long_text: Obse
     ("tokens", "lag"), [(128, 14), (512, 32), (1024, 32), (4112, 128), (40_000, 1024), (20, 2)]
 )
 def test_the_lag_follows_from_the_budget(tokens: int, lag: int) -> None:
-    filled = Policy.parse("lagkv").filled(tokens, None)
+    filled = Policy.parse("lagkv").with_sizes(tokens, None)
     assert f"lagkv(sinks=16, lag={lag}, " in str(filled)
-    given = Policy.parse("lagkv(lag=7)").filled(tokens, None)
+    given = Policy.parse("lagkv(lag=7)").with_sizes(tokens, None)
     assert "lag=7," in str(given)
 
 
@@ -61,7 +61,7 @@ def test_a_budget_without_room_for_the_sinks_is_refused() -> None:
 
 def test_half_of_the_entries_answer_as_all_do(seed_model: LoadedModel) -> None:
     full = Engine(seed_model, "full")
-    log = lifelog_conversation(1, 1000, lambda text: len(full.scribe.encode(text)), 8)
+    log = lifelog_conversation(1, 1000, lambda text: len(full.tokenizer.encode(text)), 8)
 
     def right(policy: str, budget: str | None) -> int:
         engine = full.under(policy, budget)

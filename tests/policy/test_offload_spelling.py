@@ -20,7 +20,7 @@ def test_what_is_parked_is_found_by_a_tree_unless_another_index_is_named() -> No
 
 
 def test_what_is_parked_may_be_held_in_few_bits_and_the_rest_as_it_is() -> None:
-    policy = Policy.parse("park(host_mib=7) > flat() > quantized(bits=8, group=16)").filled(
+    policy = Policy.parse("park(host_mib=7) > flat() > quantized(bits=8, group=16)").with_sizes(
         64, None
     )
     assert Policy.parse(str(policy)) == policy
@@ -32,13 +32,13 @@ def test_what_is_parked_may_be_held_in_few_bits_and_the_rest_as_it_is() -> None:
 
 
 def test_as_many_tokens_as_stay_are_corrected() -> None:
-    assert Policy.parse("protect(recent=2) > park() > flat(corrected=2)").filled(64, None)
+    assert Policy.parse("protect(recent=2) > park() > flat(corrected=2)").with_sizes(64, None)
     policy = Policy.parse("protect(recent=0.1) > park() > flat(tokens=16, corrected=3)")
-    assert policy.filled(46, None)
+    assert policy.with_sizes(46, None)
     with pytest.raises(BadParameter, match="flat.corrected must be at most the 2 latest tokens"):
-        policy.filled(45, None)
+        policy.with_sizes(45, None)
 
 
 def test_pages_leave_room_even_where_nothing_is_protected() -> None:
     policy = Policy.parse("protect(sinks=0, recent=0) > keydiff() > park() > flat(page=16)")
-    assert [policy.filled(tokens, None).recall.tokens for tokens in (64, 65)] == [48, 64]
+    assert [policy.with_sizes(tokens, None).recall.tokens for tokens in (64, 65)] == [48, 64]

@@ -251,7 +251,7 @@ def test_the_room_of_scope_grows_once_in_nine_tokens() -> None:
     rooms = [filled.quota(2048, 3072, step) - 2048 for step in (0, 8, 9, 18, 8063, 8064)]
     assert rooms == [128, 128, 129, 130, 1023, 1024]
     policy = Policy.parse("snapkv() > uniform() > split(reading=0.5, expected=900, recent=0.1)")
-    assert isinstance(filled := policy.filled(200, None).timing, Split)
+    assert isinstance(filled := policy.with_sizes(200, None).timing, Split)
     assert filled.every == (900 - 10) // 90
 
 

@@ -130,7 +130,9 @@ def test_a_cut_text_is_read_as_if_it_were_short(architecture) -> None:
             desk = ModelRuntime(
                 decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: {}
             )
-            shelf = build_caches(desk, policy.filled(22, None), ids[:50], [{}], PeakMemoryMeter())
+            shelf = build_caches(
+                desk, policy.with_sizes(22, None), ids[:50], [{}], PeakMemoryMeter()
+            )
             caches.append(shelf.activate(0))
         compact, exact = (read_on(decoder, cache, new, 4) for cache in caches)
     assert caches[0].next_position == 60

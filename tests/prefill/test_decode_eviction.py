@@ -135,7 +135,7 @@ def a_desk(decoder: Decoder) -> ModelRuntime:
 
 
 def a_policy(sentence: str) -> Policy:
-    return Policy.parse(sentence).filled(M, None)
+    return Policy.parse(sentence).with_sizes(M, None)
 
 
 def after_reading(decoder: Decoder, policy: Policy, context: int) -> SequenceCache:

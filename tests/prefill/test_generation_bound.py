@@ -89,7 +89,7 @@ def generated(
     steps: int,
     counter: type[Counting] = Counting,
 ) -> Counting:
-    policy = Policy.parse(sentence).filled(tokens, None)
+    policy = Policy.parse(sentence).with_sizes(tokens, None)
     facts = made_up(decoder.spec.managed)
     desk = ModelRuntime(decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: facts)
     book = dict.fromkeys(policy.scorer.wanted(), some_ids(3, seed=7))
@@ -189,7 +189,7 @@ def test_more_than_the_bound_is_noticed(decoder) -> None:
     stricter = Counting(counting.tending, counting.most - 1)
     cache = build_caches(
         ModelRuntime(decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: {}),
-        Policy.parse(sentence).filled(20, None),
+        Policy.parse(sentence).with_sizes(20, None),
         some_ids(30),
         [{}],
         PeakMemoryMeter(),

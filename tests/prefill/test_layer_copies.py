@@ -71,7 +71,7 @@ def counting(monkeypatch: Any, kind: type, name: str) -> list[Any]:
 @pytest.mark.parametrize("name", JUDGED)
 def test_a_judged_step_turns_keys_once(decoder, name, monkeypatch) -> None:
     sentence = f"blockwise(tokens=8) > {JUDGED[name]} > compact() > every_step()"
-    policy = Policy.parse(sentence).filled(M, None)
+    policy = Policy.parse(sentence).with_sizes(M, None)
     desk, cache = read(decoder, policy, PeakMemoryMeter())
     tended = decode_planner(desk, policy, [cache])
     answer(decoder, cache, tended, 1)
@@ -86,7 +86,7 @@ def test_a_judged_step_turns_keys_once(decoder, name, monkeypatch) -> None:
 def test_nobody_looks_where_nothing_is_judged(decoder, monkeypatch) -> None:
     policy = Policy.parse(
         "protect(sinks=0, recent=2) > snapkv(window=4) > uniform() > lagged(tokens=9)"
-    ).filled(M, None)
+    ).with_sizes(M, None)
     desk, cache = read(decoder, policy, PeakMemoryMeter())
     tended = decode_planner(desk, policy, [cache])
     looks = counting(monkeypatch, SequenceCache, "entries")
@@ -156,7 +156,7 @@ class Watching(PeakMemoryMeter):
 def test_the_peak_of_reading_counts_what_looks_copy(decoder) -> None:
     sentence = f"blockwise(tokens=8) > {JUDGED['positions']} > compact()"
     meter = Watching()
-    read(decoder, Policy.parse(sentence).filled(M, None), meter)
+    read(decoder, Policy.parse(sentence).with_sizes(M, None), meter)
     layer = decoder.spec.layers[0]
     fullest = layer.kv_heads * (M + 8) * (layer.head_dim * 4 + 4)
     assert max(copied for _, copied in meter.noted) >= fullest

@@ -25,7 +25,7 @@ def decoder() -> Decoder:
 
 
 def test_all_but_the_first_two_layers_share_in_pairs(decoder) -> None:
-    policy = Policy.parse("mpcache").filled(TOKENS, None)
+    policy = Policy.parse("mpcache").with_sizes(TOKENS, None)
     desk = ModelRuntime(
         decoder, object.__new__(TokenizerAdapter), lambda name: pytest.fail(name), lambda names: {}
     )

@@ -106,11 +106,11 @@ def test_on_a_cpu_one_is_read_after_the_other(read, blockwise, sizes) -> None:
     assert episodic.free_device_bytes(torch.device("cpu")) is None
     one, held = blockwise(EPICACHE)
     sizes.clear()
-    other, also = read(Policy.parse("epicache").filled(TOKENS, BLOCK).schedule)
+    other, also = read(Policy.parse("epicache").with_sizes(TOKENS, BLOCK).schedule)
     assert set(sizes) == {1}
     assert_same(one, other, 0)
     assert (also.peak_bytes, also.peak_entries) == (held.peak_bytes, held.peak_entries)
-    _, more = read(Policy.parse("epicache_batched").filled(TOKENS, BLOCK).schedule)
+    _, more = read(Policy.parse("epicache_batched").with_sizes(TOKENS, BLOCK).schedule)
     assert more.peak_entries > 2 * held.peak_entries
 
 

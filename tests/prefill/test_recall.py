@@ -77,7 +77,7 @@ def policy(name: str, recalled: int) -> Policy:
     sizes = f"tokens={recalled}, dense=0, {SIZES.get(name, '')}".removesuffix(", ")
     parts = f"sinks_and_window(sinks=2) > uniform() > park() > {name}({sizes})"
     sentence = f"blockwise(tokens=8) > protect(sinks=2, recent=2) > {parts} > lagged(tokens={LAG})"
-    return Policy.parse(sentence).filled(STAYING + LAG + recalled, None)
+    return Policy.parse(sentence).with_sizes(STAYING + LAG + recalled, None)
 
 
 def desk(decoder: Decoder, closing: frozenset[int] = frozenset({7, 8})) -> ModelRuntime:
@@ -186,7 +186,7 @@ def test_what_is_recomputed_was_never_missed(decoder, own, manner) -> None:
     """The smallest of budgets answers as the full cache, also from the shelf."""
     ends = f"sinks_and_window(sinks=2) > uniform() > recompute({manner}) > lagged(tokens={LAG})"
     sentence = f"blockwise(tokens=8) > protect(sinks=2, recent=2) > {ends}"
-    wanted, steps = Policy.parse(sentence).filled(STAYING, None), 6
+    wanted, steps = Policy.parse(sentence).with_sizes(STAYING, None), 6
     cache = read(decoder, wanted).activate(0)
     first, heard = said(decoder, wanted, cache, QUESTION, steps)
     shelf = SessionCaches(decoder.spec, [cache])
@@ -222,7 +222,7 @@ def test_pages_that_leave_no_room_for_what_stays_are_refused(decoder) -> None:
 
 
 def test_every_preset_that_recalls_has_room_for_its_lag_inside_the_budget(decoder) -> None:
-    presets = [Policy.parse(name).filled(256, None) for name in PRESETS]
+    presets = [Policy.parse(name).with_sizes(256, None) for name in PRESETS]
     recalling = [each for each in presets if each.recall is not None]
     assert len(recalling) > 10
     for each in recalling:

@@ -94,13 +94,17 @@ def test_no_step_attends_to_more_entries_than_the_budget(
 ) -> None:
     stays = "blockwise(tokens=8) > protect(sinks=2, recent=2) > sinks_and_window(sinks=2)"
     sentence = f"{stays} > uniform() > park() > {recall} > lagged(tokens={lag})"
-    counts = counts_of_steps(decoder, Policy.parse(sentence).filled(budget, None), context, steps)
+    counts = counts_of_steps(
+        decoder, Policy.parse(sentence).with_sizes(budget, None), context, steps
+    )
     assert 0 < max(counts) <= budget
 
 
 def test_icecache_attends_to_the_budget_of_its_paper(decoder) -> None:
     """32 sinks, 17 to 32 recent tokens, and pages of 16 for the rest."""
-    wanted = Policy.parse(PRESETS["icecache"].replace("dci()", "dci(dense=0)")).filled(128, None)
+    wanted = Policy.parse(PRESETS["icecache"].replace("dci()", "dci(dense=0)")).with_sizes(
+        128, None
+    )
     assert max(counts_of_steps(decoder, wanted, 160, 36)) <= 128
 
 
@@ -109,7 +113,7 @@ def test_each_query_head_has_pages_of_its_own_as_in_the_paper(decoder) -> None:
     sentence = f"{stays} > uniform() > park() > {{}} > lagged(tokens=2)"
     part = 'dci(page=2, dense=0, tokens=16, variant="{}")'
     ways = [Policy.parse(sentence.format(part.format(name))) for name in ("code", "paper")]
-    code, paper = (counts_of_steps(decoder, each.filled(24, None), 60, 4) for each in ways)
+    code, paper = (counts_of_steps(decoder, each.with_sizes(24, None), 60, 4) for each in ways)
     group = decoder.spec.layers[0].group
     assert group > 1 and len(paper) == group * len(code)
     assert min(code) > 16 and min(paper) > 16  # sinks and window alone are at most 6
@@ -121,19 +125,19 @@ def test_slots_of_query_heads_are_counted(decoder) -> None:
     shelves = [
         build_caches(
             desk(decoder),
-            Policy.parse(sentence.format(n)).filled(64, None),
+            Policy.parse(sentence.format(n)).with_sizes(64, None),
             some_ids(96),
             [{}],
             PeakMemoryMeter(),
         )
         for n in names
     ]
-    [code], [paper] = (shelf.holdings() for shelf in shelves)
-    assert paper.paged == decoder.spec.layers[0].group * code.paged
+    [code], [paper] = (shelf.usage() for shelf in shelves)
+    assert paper.slot_entries == decoder.spec.layers[0].group * code.slot_entries
     assert paper.fast_tier_bytes > code.fast_tier_bytes == sum(code.layers)
 
 
 def test_a_lag_that_leaves_no_page_is_refused() -> None:
     policy = Policy.parse("icecache")
     with pytest.raises(BudgetError, match="64 tokens has no room for a page of 16 .* the 16 that"):
-        policy.filled(64, None)
+        policy.with_sizes(64, None)

@@ -248,7 +248,7 @@ def test_every_preset_reads(watched, reader_for, lane_for, preset) -> None:
     tokens = room if policy.budget.tokens is None else policy.budget.tokens
     reader = reader_for(watched, policy.planner, tokens, 60)
     lane = lane_for(watched, policy.planner)
-    policy.filled(tokens, None).schedule.read(reader, [lane], some_ids(60), no_progress)
+    policy.with_sizes(tokens, None).schedule.read(reader, [lane], some_ids(60), no_progress)
     assert lane.cache.managed_entries == min(tokens, 60) * 2 * 3
 
 

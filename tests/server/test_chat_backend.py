@@ -67,7 +67,7 @@ def talked(served: Served, name: str, history: list[ChatMessage], said: list[str
 def test_answers_are_those_of_a_chat(deep: LoadedModel, kind: str) -> None:
     served = serving(deep, kind, device=None)
     engine = Engine(deep, KINDS[kind], str(TOKENS))
-    engine.desk = served.core.engine.desk
+    engine.runtime = served.core.engine.runtime
     messages = tuple(Message(turn.role, turn.text) for turn in HISTORY)
     chat = Chat(engine, history=Conversation("x", messages))
     expected = [chat.say(text, max_new_tokens=5).text for text in SAID]

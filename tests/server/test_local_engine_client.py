@@ -200,8 +200,8 @@ def test_a_text_that_could_never_be_read_is_not_taken_apart(
     def fail(*told: object) -> None:
         raise AssertionError("the model's thread is kept from others")
 
-    monkeypatch.setattr(type(hub._core.engine.scribe), "encode", fail)
-    monkeypatch.setattr(type(hub._core.engine.scribe), "prompt", fail)
+    monkeypatch.setattr(type(hub._core.engine.tokenizer), "encode", fail)
+    monkeypatch.setattr(type(hub._core.engine.tokenizer), "prompt", fail)
     text = "x" * (64 * 4096 + 1)
     with pytest.raises(ApiError) as caught:
         ask(hub, [user(text)], "x")

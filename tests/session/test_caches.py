@@ -23,9 +23,9 @@ def test_a_shelf_with_a_cache_replaced_shares_all_others() -> None:
     shelf = SessionCaches(SPEC, [_cache(3), _cache(5)])
     active = shelf.activate(0)
     grown = shelf.with_cache(2, _cache(7)).with_cache(1, _cache(9))
-    assert [holding.next_position for holding in grown.holdings()] == [3, 9, 7]
+    assert [holding.next_position for holding in grown.usage()] == [3, 9, 7]
     assert grown.activate(0) is active
-    assert [holding.next_position for holding in shelf.holdings()] == [3, 5]
+    assert [holding.next_position for holding in shelf.usage()] == [3, 5]
 
 
 def test_what_replaces_the_active_cache_is_active_as_it_is() -> None:
@@ -39,10 +39,10 @@ def test_what_replaces_the_active_cache_is_active_as_it_is() -> None:
 def test_a_shelf_at_rest_holds_everything_once() -> None:
     shelf = SessionCaches(SPEC, [_cache(3), _cache(5)])
     shelf.activate(1)
-    active_bytes = shelf.nbytes - shelf.parked_bytes
-    assert active_bytes == shelf.holdings()[1].nbytes
-    shelf.rest()
-    assert shelf.active is None and shelf.nbytes == shelf.parked_bytes
+    active_bytes = shelf.nbytes - shelf.offloaded_bytes
+    assert active_bytes == shelf.usage()[1].nbytes
+    shelf.offload_active()
+    assert shelf.active_number is None and shelf.nbytes == shelf.offloaded_bytes
     assert len(shelf) == 2
 
 
@@ -52,7 +52,7 @@ def test_what_is_parked_is_not_in_use_but_the_slots_for_pages_are() -> None:
         cache.apply(layer.index, Plan(torch.tensor([0, 1, 39, 40, 41, 79]), (3, 3)))
     shelf = SessionCaches(SPEC, [cache])
     slots = 2 * 2 * 8 * (2 * 8 * 4 + 4)  # rows of all layers and heads, each with its bias
-    [resting] = shelf.holdings()
+    [resting] = shelf.usage()
     assert slots + 2 * 2 * 3 * (2 * 8 * 4 + 4) <= resting.fast_tier_bytes < resting.nbytes
     own = shelf.activate(0)
     assert (

@@ -45,7 +45,7 @@ def test_a_cache_takes_no_more_bytes_than_asked_for_and_nearly_as_many(decoder, 
     tokens = resolve_budget(policy, f"{ASKED // 1024}KiB", CONTEXT, spec)
     desk = ModelRuntime(decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: {})
     shelf = build_caches(
-        desk, policy.filled(tokens, None), some_ids(CONTEXT), [{}], PeakMemoryMeter()
+        desk, policy.with_sizes(tokens, None), some_ids(CONTEXT), [{}], PeakMemoryMeter()
     )
     assert 0.8 * ASKED < shelf.nbytes <= ASKED
     tail = shelf.activate(0).latest.tail

@@ -92,7 +92,7 @@ def _answer(asked: QuestionOutcome) -> PageAnswer:
 def _messages(sitting: QuestionRun) -> tuple[PageMessage, ...]:
     """The transcript cut into messages; every token of the context is in one of them."""
     conversation, transcript = sitting.memory.conversation, sitting.memory.transcript
-    text, starts = sitting.engine.scribe.text(conversation)
+    text, starts = sitting.engine.tokenizer.render_conversation(conversation)
     pieces = token_texts(text, starts)
     last = transcript.spans[-1][1]
     stops = [stop for _, stop in transcript.spans]

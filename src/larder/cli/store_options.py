@@ -100,6 +100,6 @@ def print_resume_result(what: str, resumed: ResumeResult) -> None:
     from larder.cli.console import progress_console
 
     if resumed.reason in QUIET_REASONS:
-        progress_console().print(f"{what}: {resumed.said}")
+        progress_console().print(f"{what}: {resumed.summary}")
     else:
-        print(f"larder: {what} is {resumed.said}", file=sys.stderr)
+        print(f"larder: {what} is {resumed.summary}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What comes back for a question."""
+"""Answers of a model over one cache, with their text, token ids and costs."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer and what it took.
+    """Answer to one question, with the memory and work that it took.
 
     Args:
-        question: as asked.
-        text: the answer, without its end of turn.
-        ids: its tokens.
-        episode: the number of the episode that answered; None where there are none.
-        similarity: of the question to that episode.
-        decode_seconds: from the question's first token read to the answer's last token chosen.
-        question_tokens: tokens of the question's turn.
-        held_bytes: of all caches together while it was given, with the room set aside for it.
-        pages: of the slow tier that were asked for while answering, over layers, heads and steps.
-        pages_moved: those of them that were not in the fast tier already.
-        tokens_rebuilt: keys and values that were computed again while answering, over layers and
-            steps, and those of other layers that had to be run through for it.
-        operations: multiplications and additions that this took.
+        question: the bare question.
+        text: answer without the end of turn.
+        ids: token ids of the answer.
+        episode: number of the episode whose cache answered; None without episodes.
+        similarity: similarity of the question to that episode.
+        decode_seconds: time from reading the first token of the question to choosing the last
+            token of the answer.
+        question_tokens: tokens of the question with its template.
+        held_bytes: bytes of all caches during the answer, reserved capacity included.
+        pages: pages of the slow tier recalled, over layers, heads and steps.
+        pages_moved: recalled pages that were not in the fast tier already.
+        tokens_rebuilt: keys and values recomputed, over layers and steps, including other layers
+            that the recomputation ran through.
+        operations: multiplications and additions of the recomputation.
     """
 
     question: str
@@ -57,14 +58,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was said.
+    """Generated text with its token ids and costs.
 
     Args:
-        text: without the end of turn.
-        ids: its tokens.
-        seconds: from the prompt's first token read to the last token chosen.
-        pages: that were recalled meanwhile, and how many of them had to be moved.
-        work: tokens that were rebuilt meanwhile, over layers, and operations that this took.
+        text: text without the end of turn.
+        ids: generated token ids.
+        seconds: time from reading the first token of the prompt to choosing the last token.
+        pages: pages recalled, and pages moved for it.
+        work: tokens recomputed over all layers, and operations for it.
     """
 
     text: str
@@ -76,10 +77,10 @@ class Completion:
     def answer(
         self, question: str, match: EpisodeMatch | None, question_tokens: int, held_bytes: int
     ) -> Answer:
-        """It as the answer to a question.
+        """Convert to the answer to a question.
 
         Args:
-            match: the episode that answered; None where there are none.
+            match: episode that answered; None without episodes.
             question_tokens, held_bytes: as in `Answer`.
         """
         return Answer(
@@ -100,15 +101,15 @@ class Completion:
 
 @dataclass(frozen=True)
 class AnswerGenerator:
-    """A model that answers.
+    """Text generation over one cache: model, tokenizer and stop token ids.
 
     Args:
-        stops: token ids that end a turn.
+        stop_ids: token ids that end a turn.
     """
 
     decoder: Decoder
-    scribe: TokenizerAdapter
-    stops: frozenset[int]
+    tokenizer: TokenizerAdapter
+    stop_ids: frozenset[int]
 
     def generate(
         self,
@@ -120,16 +121,18 @@ class AnswerGenerator:
         on_text: Callable[[str], None],
         tend: ObserverFactory = no_observer,
     ) -> Completion:
-        """Read the prompt and answer it; the cache keeps both, so the caller settles what stays.
+        """Prefill the prompt and generate the answer; the cache keeps both, the caller truncates
+        it.
 
         Args:
             stop: strings that end the answer.
-            on_text: told of the answer's text as it comes.
-            tend: a policy that acts while the answer is generated.
+            on_text: receives the text of the answer as it is generated.
+            tend: makes the observer of each forward batch, for decode eviction.
         """
-        limits = StoppingCriteria(max_new_tokens, self.stops)
-        stream = IncrementalDetokenizer(self.scribe.decode, stop, on_text)
-        before, started = (cache.pages, recompute_cost(cache.stores)), time.perf_counter()
+        limits = StoppingCriteria(max_new_tokens, self.stop_ids)
+        stream = IncrementalDetokenizer(self.tokenizer.decode, stop, on_text)
+        pages_before, work_before = cache.pages, recompute_cost(cache.stores)
+        started = time.perf_counter()
         [ids] = generate(
             self.decoder,
             [cache],
@@ -141,13 +144,17 @@ class AnswerGenerator:
         )
         seconds = time.perf_counter() - started
         stream.finish()
-        after = cache.pages, recompute_cost(cache.stores)
-        told = [_counter_increase(now, then) for now, then in zip(after, before, strict=True)]
-        return Completion(stream.text.strip(), tuple(ids), seconds, *told)
+        return Completion(
+            text=stream.text.strip(),
+            ids=tuple(ids),
+            seconds=seconds,
+            pages=_counter_increase(cache.pages, pages_before),
+            work=_counter_increase(recompute_cost(cache.stores), work_before),
+        )
 
 
 def _counter_increase(now: tuple[int, int], then: tuple[int, int]) -> tuple[int, int]:
-    """What two counts have grown by; a cache that was laid out anew counts from 0."""
+    """Increase of two counters; those of a rebuilt cache restart at 0, which counts as none."""
     return max(now[0] - then[0], 0), max(now[1] - then[1], 0)
 
 

@@ -1,4 +1,4 @@
-"""A conversation that goes on: every turn is remembered within the budget, and survives."""
+"""Chat: a conversation of turns whose caches stay within the budget, optionally saved to disk."""
 
 from __future__ import annotations
 
@@ -37,30 +37,31 @@ from larder.session.transcript.session_file import (
 
 
 class Chat:
-    """A chat under an engine's policy. Not safe for two threads at once.
+    """Chat under an engine's policy. Not thread-safe.
 
-    A policy that acts while text is generated does so on a copy of the cache, which then takes its
-    place; its caches stay within their budget and are not built anew.
+    Between turns each cache holds at most the budget, and during a turn at most budget + block.
+    Copies made to undo a turn count as well. A policy that evicts while decoding works on a copy of
+    the cache, which then replaces it; caches of such a policy stay within their budget and are
+    never rebuilt.
 
-    Between two turns each cache holds no more than the budget, and while one runs no more than
-    budget + block. The copies that undo a turn are counted with the others.
-
-    A turn counts as a whole or not at all: interrupted or failed, caches and file are as before it.
-    The one exception: see `say`.
-    If only the plan or the refresh behind a turn is interrupted, the turn stands and the next one
-    begins with that.
+    A turn is atomic: if it is interrupted or fails, caches and file are as before it, with the one
+    exception described in `say`. If only the plan or the refresh after a turn is interrupted, the
+    turn is committed, and the next turn begins with the missing work.
 
     Args:
-        name: of the session, which then survives the process; None for one that does not.
-        history: a conversation to begin with. A session that exists has its own already.
-        progress: told of tokens read and to read, at the start and whenever caches are built anew.
-        keeper: restores the caches of a session that exists, and saves them when told to `keep`.
-        state: to begin with in place of a history, taken over; the session must be new.
+        name: session name, under which the chat is saved; None for a chat that ends with the
+            process.
+        history: conversation to begin with. An existing session has its own.
+        progress: receives the number of tokens read and to read, at the start and whenever caches
+            are rebuilt.
+        keeper: restores the caches of an existing session, and saves them on `keep`.
+        state: state to begin with in place of a history; the chat takes it over, and the session
+            must be new.
 
     Raises:
-        InputError: the session's file is damaged, or was written with another model.
-        UsageError: the name is none, or the session has another history; a budget that is a share
-            of a context that is not there; a policy that needs its question in advance.
+        InputError: the session file is damaged, or was written with another model.
+        UsageError: the session name is invalid, or the session has another history; the budget is a
+            share of a context that does not exist; the policy needs the question in advance.
     """
 
     def __init__(
@@ -73,23 +74,21 @@ class Chat:
         state: ChatState | None = None,
     ) -> None:
         check_type("engine", engine, Engine, "an Engine")
-        self._engine, self._name, self._keeper = engine, name, keeper or NoPersistence()
+        self._engine, self._name, self._persistence = engine, name, keeper or NoPersistence()
         self._log_store: ChatLogStore = (
-            NoLogStore() if name is None else SessionFile(name, self._keeper.logs)
+            NoLogStore() if name is None else SessionFile(name, self._persistence.log_encryption)
         )
-        self._kept = self._log_store.load()
-        log = initial_log(self._kept, engine, name, history)
+        self._saved_record = self._log_store.load()
+        log = initial_log(self._saved_record, engine, name, history)
         self._write_backs = 0
         self.outcome: TurnOutcome | None = None
         if state is None:
-            self.resumed = self._open(log, progress)
+            self.resumed = self._resume(log, progress)
             return
-        if self._kept is not None:
-            raise UsageError(f"There is a session {name!r} already: take another name.")
-        self.resumed, self._caches = (
-            ResumeResult(None, NOT_SAVED),
-            ChatCache(engine.desk, state, progress),
-        )
+        if self._saved_record is not None:
+            raise UsageError(f"The session {name!r} exists already: take another name.")
+        self.resumed = ResumeResult(None, NOT_SAVED)
+        self._caches = ChatCache(engine.runtime, state, progress)
         self._log_store.save(state.log, self._identity())
 
     def say(
@@ -99,224 +98,229 @@ class Chat:
         sampling: SamplingParams | None = None,
         max_new_tokens: int = 256,
     ) -> Answer:
-        """Say something and hear the answer; both are remembered.
+        """Send a message and generate the answer; both become a turn of the chat.
 
-        The file is written first, a moment before memory takes the turn over. An interrupt in just
-        that moment leaves the turn in the file alone: open the session anew to go on with it.
+        The session file is written just before the turn is committed in memory. An interrupt
+        between the two leaves the turn in the file alone: open the session again to continue.
 
         Args:
-            on_text: told of the answer's text as it comes; what it raises ends the turn undone.
+            on_text: receives the text of the answer as it is generated; if it raises, the turn is
+                undone.
 
         Raises:
-            InputError: the text is blank, or longer than the budget; the session's file cannot be
+            InputError: the text is blank, or longer than the budget; the session file cannot be
                 written.
         """
-        check_type("text", text, str, "what is said, as a string")
+        check_type("text", text, str, "a message as a string")
         check_count("max_new_tokens", max_new_tokens)
-        cabinet, before = self._caches, self._caches.state.refreshes
-        cabinet.refresh()
+        chat_cache, refreshes_before = self._caches, self._caches.state.refreshes
+        chat_cache.refresh()
         prompt = self._prompt(text)
-        drawer, closing = self._recall(text), self._engine.scribe.closing()
-        cache, turn = drawer.cache, drawer.turn
-        turn.reserve(len(prompt) + len(closing) + max_new_tokens)
-        self._note(drawer)
+        turn, end_ids = self._open_turn(text), self._engine.tokenizer.end_of_turn_ids()
+        turn.reader.reserve(len(prompt) + len(end_ids) + max_new_tokens)
+        self._record_peaks(turn)
         try:
-            rest = run_steps(turn.reading(prompt))
-            told = (
-                cache,
-                rest,
+            completion = self._engine.answer_generator.generate(
+                turn.cache,
+                run_steps(turn.reader.reading(prompt)),
                 sampling or SamplingParams(),
                 max_new_tokens,
-                (),
-                on_text,
-                turn.observer,
+                stop=(),
+                on_text=on_text,
+                tend=turn.reader.observer,
             )
-            reply = self._engine.speaker.generate(*told)
-            ids = prompt + reply.ids + closing
-            self._finish(drawer, ids, len(reply.ids))
-            held_bytes = self._note(drawer)
-            filed = cabinet.file(drawer, ChatTurn(text, reply.text, ids))
-            self._log_store.save(filed.state.log, self._identity())
-            cabinet.accept(drawer, filed)
+            ids = prompt + completion.ids + end_ids
+            self._read_rest(turn, ids, len(completion.ids))
+            held_bytes = self._record_peaks(turn)
+            commit = chat_cache.prepare_commit(turn, ChatTurn(text, completion.text, ids))
+            self._log_store.save(commit.state.log, self._identity())
+            chat_cache.commit(turn, commit)
         except BaseException:
-            cabinet.undo(drawer)
+            chat_cache.abort_turn(turn)
             raise
         finally:
-            cache.compact()
-        run_steps(cabinet.settling(drawer, filed))
-        cabinet.refresh()
-        self.outcome = TurnOutcome(drawer.number, filed.number, cabinet.state.refreshes - before)
-        return reply.answer(text, drawer.match, len(prompt), held_bytes)
+            turn.cache.compact()
+        run_steps(chat_cache.enforce_budget_steps(turn, commit))
+        chat_cache.refresh()
+        refreshes = chat_cache.state.refreshes - refreshes_before
+        self.outcome = TurnOutcome(turn.number, commit.number, refreshes)
+        return completion.answer(text, turn.match, len(prompt), held_bytes)
 
     def keep(self) -> str:
-        """Save the caches of a session; one word for why they were not, empty where they were.
+        """Save the caches of the session.
 
-        What was said is safe without.
+        The chat log is saved with every turn, independently of this.
+
+        Returns:
+            Reason why the caches were not saved, a key of `REASON_TEXTS`; empty if they were.
         """
         restored = self.resumed.state
         if self._name is None or not self.turns:
             return NOT_SAVED
-        if restored is not None and len(restored.log.exchanges) == len(self.turns):
+        if restored is not None and len(restored.log.turns) == len(self.turns):
             return ""
         self._caches.refresh()
-        return self._keeper.save(self._name, self._caches.state)
+        return self._persistence.save(self._name, self._caches.state)
 
     def fork(self, name: str | None = None) -> Chat:
-        """A second chat that begins where this one is, for a side task (CIFLEX) or another way on.
+        """Fork the chat at its present state, for a side task (CIFLEX) or another continuation.
 
         Args:
-            name: of its session; None for one that ends with the process.
+            name: session name of the fork; None for one that ends with the process.
 
         Raises:
-            UsageError: there is such a session already.
+            UsageError: a session of that name exists already.
         """
-        copied = self._caches.before(len(self.turns))
-        assert copied is not None  # nothing is to be undone
-        return Chat(self._engine, name, keeper=self._keeper, state=copied.state)
+        copied = self._caches.copy_before(len(self.turns))
+        assert copied is not None  # no turn is to be undone
+        return Chat(self._engine, name, keeper=self._persistence, state=copied.state)
 
     def roll_back(self, turns: int = 1) -> None:
-        """Forget the last turns, in memory and on disk, as if they had never been said.
+        """Remove the last turns, in memory and on disk.
 
-        The latest are cut off where their caches have only grown since; else what is left of the
-        log is read anew.
+        Turns whose caches have only grown since are truncated; otherwise the rest of the log is
+        prefilled again.
 
         Raises:
-            BadParameter: there are fewer.
-            InputError: the session's file cannot be written.
+            BadParameter: the chat has fewer turns.
+            InputError: the session file cannot be written.
         """
         if not 0 <= turns <= len(self.turns):
             raise BadParameter(f"turns must be 0 to {len(self.turns)}, got {turns}.")
         log = self._caches.state.log
-        log = replace(log, exchanges=log.exchanges[: len(self.turns) - turns])
+        log = replace(log, turns=log.turns[: len(self.turns) - turns])
         self._log_store.save(log, self._identity())
         self._caches.roll_back(log)
 
     @property
     def turns(self) -> tuple[ChatTurn, ...]:
-        """What was said, in order, without the history."""
-        return self._caches.state.log.exchanges
+        """Turns of the chat, in order, without the history."""
+        return self._caches.state.log.turns
 
     @property
     def history(self) -> Conversation:
-        """What was read before the first turn; without messages where nothing was."""
+        """Conversation before the first turn; empty for a chat without one."""
         return self._caches.state.log.history
 
     @property
     def policy(self) -> Policy:
-        """With every size filled in."""
+        """Policy with every size filled in."""
         return self._caches.state.memory.policy
 
     @property
     def beyond_budget(self) -> tuple[str, ...]:
-        """As `Engine.beyond_budget`."""
+        """Exceptions from the budget bound, as `Engine.beyond_budget`."""
         return self._engine.beyond_budget
 
     @property
     def former_policy(self) -> str | None:
-        """The policy that a resumed session was last held under; None for a new one."""
-        return None if self._kept is None else self._kept.stamp.policy
+        """Policy that a resumed session last ran under; None for a new session."""
+        return None if self._saved_record is None else self._saved_record.identity.policy
 
     @property
     def memory(self) -> ConversationMemory:
-        """What it remembers now: `engine.ask` leaves no trace in it. The next turn replaces it."""
-        if not len(self._caches.caches):  # an interruption has left nothing
+        """Current memory, for `Engine.ask`, which does not change it. The next turn replaces it."""
+        if not len(self._caches.caches):  # an interruption has left no caches
             self._caches.refresh()
         return self._caches.state.memory
 
     @property
     def figures(self) -> ChatFigures:
-        """What the memory takes now, and took at its highest."""
-        cabinet, shelf = self._caches, self._caches.caches
+        """Present and peak memory of the chat."""
+        chat_cache, caches = self._caches, self._caches.caches
         return ChatFigures(
             turns=len(self.turns),
-            log_tokens=cabinet.length,
+            log_tokens=chat_cache.num_tokens,
             budget_tokens=budget_tokens(self.policy),
             block_tokens=block_tokens(self.policy),
-            full_kv_bytes=self._engine.loaded.decoder.spec.full_bytes(cabinet.length),
-            active_kv_bytes=shelf.fast_tier_bytes,
-            parked_kv_bytes=max(0, shelf.nbytes - shelf.fast_tier_bytes),
-            peak_kv_bytes=max(cabinet.peak_bytes, shelf.nbytes),
-            peak_entries=cabinet.peak_entries,
-            refreshes=cabinet.state.refreshes,
-            opened=cabinet.state.opened,
+            full_kv_bytes=self._engine.loaded.decoder.spec.full_bytes(chat_cache.num_tokens),
+            active_kv_bytes=caches.fast_tier_bytes,
+            parked_kv_bytes=max(0, caches.nbytes - caches.fast_tier_bytes),
+            peak_kv_bytes=max(chat_cache.peak_bytes, caches.nbytes),
+            peak_entries=chat_cache.peak_entries,
+            refreshes=chat_cache.state.refreshes,
+            opened=chat_cache.state.opened,
             write_backs=self._write_backs,
         )
 
     @property
     def episodes(self) -> tuple[ChatEpisode, ...]:
-        """Its caches, by number; a single one where the policy forms no episodes."""
-        shelf, router = self._caches.caches, self.memory.router
+        """Caches of the chat, by number; a single one where the policy forms no episodes."""
+        caches, router = self._caches.caches, self.memory.router
         layers = budgeted_layers(self.policy, self._engine.loaded.decoder.spec)
         heads = sum(layer.kv_heads for layer in layers)
-        holdings = shelf.holdings()
-        prompts = router.prompts() or [()] * len(holdings)
-        segments = router.segments() or [0] * len(holdings)
+        usage = caches.usage()
+        prompts = router.prompts() or [()] * len(usage)
+        segments = router.segments() or [0] * len(usage)
         return tuple(
             ChatEpisode(
                 number=number,
-                entries_per_head=held.entries / max(1, heads),
-                kv_bytes=held.nbytes,
-                next_position=held.next_position,
+                entries_per_head=cache.entries / max(1, heads),
+                kv_bytes=cache.nbytes,
+                next_position=cache.next_position,
                 segments=segments[number],
                 prompt_texts=prompts[number],
-                is_active=number == shelf.active,
+                is_active=number == caches.active_number,
             )
-            for number, held in enumerate(holdings)
+            for number, cache in enumerate(usage)
         )
 
-    def _open(self, log: ChatLog, progress: Progress) -> ResumeResult:
-        """Restore what was saved and read what was said since, or read everything."""
-        desk, policy = self._engine.desk, sized_policy(self._engine, log)
+    def _resume(self, log: ChatLog, progress: Progress) -> ResumeResult:
+        """Restore the saved caches and replay the turns since, or prefill the whole log."""
+        runtime, policy = self._engine.runtime, sized_policy(self._engine, log)
         resumed = ResumeResult(None, NOT_SAVED)
-        if self._name is not None and self._kept is not None:
-            resumed = self._keeper.load(self._name, desk, policy, log)
+        if self._name is not None and self._saved_record is not None:
+            resumed = self._persistence.load(self._name, runtime, policy, log)
         if resumed.state is None:
-            self._caches = ChatCache.read(desk, policy, log, progress)
-            self._keeper.note_reading(self.memory)
+            self._caches = ChatCache.prefill(runtime, policy, log, progress)
+            self._persistence.record_prefill_time(self.memory)
             return resumed
-        self._caches = ChatCache(desk, resumed.state, progress)
-        for exchange in log.exchanges[len(self.turns) :]:
-            self._hear(exchange)
+        self._caches = ChatCache(runtime, resumed.state, progress)
+        for turn in log.turns[len(self.turns) :]:
+            self._replay_turn(turn)
         return resumed
 
-    def _hear(self, exchange: ChatTurn) -> None:
-        """Read a turn that was said before, in one pass."""
-        cabinet = self._caches
-        cabinet.refresh()
-        drawer = self._recall(exchange.question)
-        drawer.turn.reserve(len(exchange.ids))
-        run_steps(drawer.turn.reading(exchange.ids))
-        self._finish(drawer, exchange.ids, 0)
-        self._note(drawer)
-        cabinet.accept(drawer, filed := cabinet.file(drawer, exchange))
-        run_steps(cabinet.settling(drawer, filed))
-        cabinet.refresh()
+    def _replay_turn(self, logged: ChatTurn) -> None:
+        """Read a turn of the log into the caches, without generation."""
+        chat_cache = self._caches
+        chat_cache.refresh()
+        turn = self._open_turn(logged.question)
+        turn.reader.reserve(len(logged.ids))
+        run_steps(turn.reader.reading(logged.ids))
+        self._read_rest(turn, logged.ids, 0)
+        self._record_peaks(turn)
+        commit = chat_cache.prepare_commit(turn, logged)
+        chat_cache.commit(turn, commit)
+        run_steps(chat_cache.enforce_budget_steps(turn, commit))
+        chat_cache.refresh()
 
     def _prompt(self, text: str) -> tuple[int, ...]:
-        scribe = self._engine.scribe
+        tokenizer = self._engine.tokenizer
         if not text.strip():
-            raise InputError("The message is blank: say something.")
-        asked = self.history.question_prompt.format(question=valid_unicode(text, "The message"))
-        prompt = scribe.question(asked) if self._caches.length else scribe.opening(asked)
+            raise InputError("The message is blank: write at least one word.")
+        question = self.history.question_prompt.format(question=valid_unicode(text, "The message"))
+        is_first = self._caches.num_tokens == 0
+        encode = tokenizer.encode_first_question if is_first else tokenizer.encode_question
+        prompt = encode(question)
         check_prompt_fits(prompt, budget_tokens(self.policy))
         return prompt
 
-    def _recall(self, text: str) -> ActiveTurn:
-        """The cache that answers; a copy of it, where entries go while the answer is generated."""
-        former, drawer = self._caches.caches.active, self._caches.draw(text)
-        self._write_backs += former is not None and former != drawer.number
-        return drawer
+    def _open_turn(self, text: str) -> ActiveTurn:
+        """Open a turn, and count the write-back of another cache that it causes."""
+        former, turn = self._caches.caches.active_number, self._caches.open_turn(text)
+        self._write_backs += former is not None and former != turn.number
+        return turn
 
-    def _finish(self, drawer: ActiveTurn, ids: tuple[int, ...], said: int) -> None:
-        """Read what decoding has left unread: the answer's last token, the end of the turn."""
-        unread = ids[drawer.cache.next_position - drawer.mark :]
-        run_steps(drawer.turn.following(unread, said))
+    def _read_rest(self, turn: ActiveTurn, ids: tuple[int, ...], num_generated: int) -> None:
+        """Read the ids that decoding left unread: the last of the answer, the end of the turn."""
+        unread = ids[turn.cache.next_position - turn.start_position :]
+        run_steps(turn.reader.following(unread, num_generated))
 
-    def _note(self, drawer: ActiveTurn) -> int:
-        """Remember what is held now; the bytes of it."""
-        copied = 0 if drawer.copy is None else drawer.copy.nbytes
-        entries = max(drawer.cache.managed_entries, drawer.turn.meter.peak_entries)
-        self._caches.note(entries, copied)
+    def _record_peaks(self, turn: ActiveTurn) -> int:
+        """Record peak bytes and entries of the turn; the bytes held now."""
+        copied = 0 if turn.copy is None else turn.copy.nbytes
+        entries = max(turn.cache.managed_entries, turn.reader.meter.peak_entries)
+        self._caches.record_peaks(entries, copied)
         return self._caches.caches.nbytes + copied
 
     def _identity(self) -> ChatIdentity:
@@ -328,57 +332,59 @@ EMPTY_HISTORY = Conversation("nothing", ())
 
 
 def initial_log(
-    kept: ChatRecord | None, engine: Engine, name: str | None, history: Conversation | None
+    record: ChatRecord | None, engine: Engine, name: str | None, history: Conversation | None
 ) -> ChatLog:
-    """What a chat begins with: its own log, or the history given.
+    """Log that a chat begins with: that of its session file, or an empty one over the history.
 
     Raises:
         InputError: the session was written with another model.
-        UsageError: it has another history.
+        UsageError: the session has another history.
     """
-    if kept is None:
+    if record is None:
         return ChatLog(EMPTY_HISTORY if history is None else replace(history, questions=()))
-    if kept.stamp.fingerprint != engine.loaded.decoder.spec.fingerprint:
+    if record.identity.fingerprint != engine.loaded.decoder.spec.fingerprint:
+        model = record.identity.model
         raise InputError(
             f"The session file {session_path(str(name))} was written with another model "
-            f"({kept.stamp.model}): take --model {kept.stamp.model}, or another session name."
+            f"({model}): take --model {model}, or another session name."
         )
-    if history is not None and replace(history, questions=()) != kept.log.history:
+    if history is not None and replace(history, questions=()) != record.log.history:
         raise UsageError(
-            f"The session {name!r} began with another history ({kept.log.history.name}): go on "
-            "without giving one, or take another session name."
+            f"The session {name!r} began with another history ({record.log.history.name}): "
+            "continue without one, or take another session name."
         )
-    return kept.log
+    return record.log
 
 
 def sized_policy(engine: Engine, log: ChatLog) -> Policy:
-    """The engine's policy with the sizes that hold for the whole chat: those of its history."""
+    """Policy of the engine with the sizes for the whole chat, which the history determines."""
     spec, sizes, policy = engine.loaded.decoder.spec, engine.sizes, engine.policy
-    context = len(log.transcript(engine.scribe).ids)
+    context = len(log.transcript(engine.tokenizer).ids)
     if context:
         tokens = resolve_budget(policy, sizes.budget, context, spec)
     else:
         tokens = resolve_budget_without_context(policy, sizes.budget, spec)
-    return policy.filled(tokens, sizes.block)
+    return policy.with_sizes(tokens, sizes.block)
 
 
 @dataclass(frozen=True)
 class ChatFigures:
-    """A chat's memory at one moment.
+    """Memory figures of a chat at one moment.
 
     Args:
-        turns: said so far, those of former processes included.
+        turns: number of turns, those of former processes included.
         log_tokens: tokens of history and turns.
         budget_tokens: M, entries per kv head averaged over managed layers.
         block_tokens: M_block; a cache is refreshed when it exceeds M + M_block.
         full_kv_bytes: keys and values of a plain cache of `log_tokens`.
-        active_kv_bytes: of the cache on the device without its slow tier; 0 before the first turn.
-        parked_kv_bytes: of the caches and slow tiers in host memory.
-        peak_kv_bytes: the highest of all caches together at any time, scratch tokens included.
-        peak_entries: the most managed entries of the cache in use, over layers and heads.
-        refreshes: how often caches were built anew since the chat was opened.
-        opened: episodes that turns have opened since then.
-        write_backs: how often an active cache made room for another, its turns included.
+        active_kv_bytes: bytes of the cache on the device without its slow tier; 0 before the first
+            turn.
+        parked_kv_bytes: bytes of the caches and slow tiers in host memory.
+        peak_kv_bytes: peak bytes of all caches together, scratch tokens included.
+        peak_entries: peak of managed entries of the cache in use, over layers and heads.
+        refreshes: number of cache rebuilds since the chat was opened.
+        opened: number of episodes that turns have opened since then.
+        write_backs: number of times an active cache was written back for another.
     """
 
     turns: int
@@ -396,7 +402,7 @@ class ChatFigures:
 
     @property
     def kv_bytes(self) -> int:
-        """All caches together."""
+        """Bytes of all caches together."""
         return self.active_kv_bytes + self.parked_kv_bytes
 
 
@@ -405,11 +411,11 @@ class ChatEpisode:
     """One cache of a chat.
 
     Args:
-        entries_per_head: averaged over managed layers.
-        kv_bytes: every byte held.
-        next_position: tokens it has truly read.
-        segments: that are filed under it; 0 where there are no episodes.
-        prompt_texts: the segments that it was judged by.
+        entries_per_head: entries per kv head, averaged over managed layers.
+        kv_bytes: bytes of all its tensors.
+        next_position: number of tokens read.
+        segments: number of segments assigned to it; 0 without episodes.
+        prompt_texts: segments that its entries were scored with.
         is_active: whether it is on the device.
     """
 
@@ -424,12 +430,12 @@ class ChatEpisode:
 
 @dataclass(frozen=True)
 class TurnOutcome:
-    """What became of the latest turn.
+    """Outcome of the latest turn.
 
     Args:
-        answered_by: the cache that answered.
-        filed_in: the cache that holds the turn; another one if it opened an episode.
-        refreshes: how many refreshes followed.
+        answered_by: number of the cache that answered.
+        filed_in: number of the cache that holds the turn; another one if it opened an episode.
+        refreshes: number of cache rebuilds after the turn.
     """
 
     answered_by: int

@@ -1,30 +1,29 @@
-"""Text as it comes: token ids turned into readable pieces, and stop strings found in time."""
+"""Incremental detokenization of one answer, with stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-REPLACEMENT_CHARACTER = "\ufffd"  # what a tokenizer shows for half a character
-CONTEXT_TOKENS = (
-    12  # tokens that the text of a new one may depend on: characters of 1 to 4 bytes fill it
-)
+REPLACEMENT_CHARACTER = "\ufffd"  # decoded from an incomplete character
+# Tokens that the text of a new one may depend on: characters of 1 to 4 bytes fit in it.
+CONTEXT_TOKENS = 12
 
 
 class IncrementalDetokenizer:
-    """Collects one answer's tokens and hands on text that will not change any more.
+    """Incremental detokenizer of one answer; emits text that will not change any more.
 
-    A piece is held back while its last character is unfinished, or while it may be the beginning of
-    a stop string. The stop string itself is not handed on.
+    Text is withheld while its last character is incomplete, or while it may be the beginning of a
+    stop string. The stop string itself is not emitted.
 
-    What a token says depends on its neighbors: characters are spread over several, and white space
-    comes and goes. So the latest tokens are decoded together, and only what they say beyond those
-    that were settled is new. A token costs the same wherever in an answer it stands, unless a
-    tokenizer takes back what it has shown: then all is decoded once more.
+    The text of a token depends on its neighbors: characters span several tokens, and white space
+    depends on context. So the latest tokens are decoded together, and only the text beyond the
+    settled ones is new. The cost of a token does not depend on its position, unless a tokenizer
+    changes text that it has already decoded: then the whole answer is decoded once more.
 
     Args:
         decode: text of token ids.
         stops: strings that end the answer.
-        on_text: told of every piece, in order.
+        on_text: receives every part of the text, in order.
     """
 
     def __init__(
@@ -39,17 +38,17 @@ class IncrementalDetokenizer:
         self._on_text = on_text
         self._ids: list[int] = []
         self._settled, self._tail = "", ""
-        self._start = 0  # where the latest tokens begin
-        self._before = ""  # what the settled ones of them say
+        self._start = 0  # index of the first of the latest tokens
+        self._before = ""  # text of the settled ones among them
         self._sent = 0
 
     @property
     def text(self) -> str:
-        """All that was said."""
+        """The whole text so far."""
         return self._settled + self._tail
 
     def push(self, token: int) -> bool:
-        """Take one more token; returns whether the answer goes on."""
+        """Add one token; returns False once a stop string ends the answer."""
         self._ids.append(token)
         self._read()
         skipped = max(0, len(self._settled) - self._longest)
@@ -65,7 +64,7 @@ class IncrementalDetokenizer:
         return True
 
     def finish(self) -> None:
-        """Hand on what was held back."""
+        """Emit the withheld text."""
         self._send(self.text, 0)
 
     def _read(self) -> None:
@@ -73,14 +72,12 @@ class IncrementalDetokenizer:
         shown = self._decode(self._ids[self._start :])
         if shown.startswith(self._before):
             self._tail = shown[len(self._before) :]
-        elif not shown.endswith(
-            REPLACEMENT_CHARACTER
-        ):  # else what was whole is so again with the next one
+        elif not shown.endswith(REPLACEMENT_CHARACTER):  # else the next token completes it
             self._start, self._before, self._settled = 0, "", ""
             self._tail = self._decode(self._ids)
 
     def _settle(self) -> None:
-        """Have what was said stay, if the last tokens alone end in a whole character, too."""
+        """Settle the text so far, if the last tokens alone end in a complete character, too."""
         start = len(self._ids) - CONTEXT_TOKENS
         before = self._decode(self._ids[start:])
         if before and not before.endswith(REPLACEMENT_CHARACTER):
@@ -96,8 +93,8 @@ class IncrementalDetokenizer:
                 return size + unfinished
         return unfinished
 
-    def _send(self, text: str, place: int) -> None:
-        """Hand on what is new of a text that stands there in the whole."""
-        if place + len(text) > self._sent:
-            self._on_text(text[self._sent - place :])
-            self._sent = place + len(text)
+    def _send(self, text: str, start: int) -> None:
+        """Emit the new part of a text that begins at `start` in the whole text."""
+        if start + len(text) > self._sent:
+            self._on_text(text[self._sent - start :])
+            self._sent = start + len(text)

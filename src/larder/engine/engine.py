@@ -1,4 +1,4 @@
-"""One object to read conversations with and to ask: the way in for programs."""
+"""Engine: a loaded model under a policy, the entry point of the Python API."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 
 def discard_text(text: str) -> None:
-    """For who does not listen to the stream."""
+    """`on_text` callback that ignores the text."""
     del text
 
 
 class Engine:
-    """A loaded model under a policy.
+    """Loaded model under a policy: prefills conversations and answers questions about them.
 
-    One thread at a time; memories that it read may be asked in any order.
+    Not thread-safe. Memories of one engine may be asked in any order.
 
     Args:
         loaded: a model with its tokenizer, from `larder.models.loader.load`.
-        policy: a preset's name, a sentence of parts, or a `Policy`.
-        budget: of each cache, and episodes have one each: 512 (tokens per kv head, averaged over
-            layers), `"20%"`, `"1/5"` or 0.2 of the context, `"64MiB"`; None takes what the policy
-            says, else 20%.
-        block: tokens read between two plans; None takes what the policy says, else the smaller of
-            512 and the budget.
+        policy: name of a preset, spelling of parts, or a `Policy`.
+        budget: budget of each cache (episodes have one cache each): 512 (tokens per kv head,
+            averaged over layers), `"20%"`, `"1/5"` or 0.2 of the context, `"64MiB"`; None takes
+            that of the policy, else 20%.
+        block: tokens read between two plans; None takes that of the policy, else the smaller
+            of 512 and the budget.
 
     Raises:
-        LarderError: the policy does not parse, or an argument is of a wrong type or no size.
+        LarderError: the policy does not parse, or an argument has a wrong type or is not a size.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Engine:
         self.loaded = loaded
         self.policy = _parse_policy(policy)
         self.sizes = SizeOptions(budget, block)
-        self.scribe = TokenizerAdapter(loaded.tokenizer)
+        self.tokenizer = TokenizerAdapter(loaded.tokenizer)
         self._embedder = lru_cache(maxsize=None)(self._load_embedder)
         self._measured = lru_cache(maxsize=None)(self._calibrate)
 
@@ -79,17 +79,18 @@ class Engine:
         device: str = "cpu",
         dtype: str | torch.dtype | None = None,
     ) -> Engine:
-        """Load a model and put it under a policy; the bundled model is the default.
+        """Load a model under a policy; the bundled model is the default.
 
         Args:
-            dtype: `"float32"` or `torch.float32` and the like; `"auto"` for that of the weights.
+            dtype: `"float32"` or `torch.float32` and the like; `"auto"` for the dtype of the
+                weights.
 
         Raises:
-            LarderError: the model cannot be loaded or honored, the policy does not parse, or an
-                argument is of a wrong type or no size.
+            LarderError: the model cannot be loaded or is not supported, the policy does not parse,
+                or an argument has a wrong type or is not a size.
         """
         chosen = _parse_policy(policy)
-        SizeOptions(budget, block)  # refused before a model is loaded
+        SizeOptions(budget, block)  # validated before a model is loaded
         return cls(load(model, device, dtype), chosen, budget, block)
 
     def under(
@@ -98,7 +99,7 @@ class Engine:
         budget: str | int | float | None = None,
         block: int | None = None,
     ) -> Engine:
-        """The same model, and the embedders already loaded, under another policy."""
+        """Engine with the same model and loaded embedders under another policy."""
         engine = Engine(self.loaded, policy, budget, block)
         engine._embedder = self._embedder
         return engine
@@ -109,22 +110,26 @@ class Engine:
         prompts: Mapping[str, str] | None = None,
         progress: Progress = no_progress,
     ) -> ConversationMemory:
-        """Read a conversation or a document within the budget.
+        """Prefill a conversation or a document within the budget.
 
         Args:
-            conversation: from `read_conversation`; or a text, read as a document; or messages as
-                chat APIs have them, `[{"role": "user", "content": "..."}, ...]`.
-            prompts: texts by name, for a policy that looks them up: `question`, or any name that a
-                `patched(prompt="...")` gives.
-            progress: told of tokens read and tokens to read.
+            conversation: result of `read_conversation`; a text, taken as a document; or messages in
+                the format of chat APIs, `[{"role": "user", "content": "..."}, ...]`.
+            prompts: prompt texts by name, for policies that score with them: `question`, or any
+                name in `patched(prompt="...")`.
+            progress: receives the number of tokens read and the number of tokens to read.
 
         Raises:
-            InputError: there is nothing to read, or a message is none.
-            LarderError: sizes contradict each other, or an argument is of a wrong type.
+            InputError: the conversation is empty, or a message is malformed.
+            LarderError: sizes contradict each other, or an argument has a wrong type.
         """
         source = conversation_of(conversation)
-        book: Prompts = {name: self.scribe.question(text) for name, text in (prompts or {}).items()}
-        return prefill_conversation(self.desk, source, self.policy, self.sizes, book, progress)
+        encoded: Prompts = {
+            name: self.tokenizer.encode_question(text) for name, text in (prompts or {}).items()
+        }
+        return prefill_conversation(
+            self.runtime, source, self.policy, self.sizes, encoded, progress
+        )
 
     @overload
     def ask(
@@ -157,54 +162,56 @@ class Engine:
         stop: Sequence[str] = (),
         on_text: Callable[[str], None] = discard_text,
     ) -> Answer | list[Answer]:
-        """Answer a question, or several, about what was read; the memory stays as it was.
+        """Answer one or several questions about a prefilled conversation; the memory is unchanged.
 
-        The room that an answer takes is given back too, so memories do not grow by being asked.
-        The cache that answers holds no more than budget + block meanwhile; a question and an answer
-        longer than a block leave it as it was by way of a copy.
+        Capacity reserved for an answer is released, so a memory does not grow when asked. The
+        answering cache holds at most budget + block meanwhile; where question and answer are longer
+        than a block, a copy preserves it.
 
         Args:
-            question: one, or a list of questions, each answered as if it was the only one.
+            question: one question, or a list of questions that are answered independently.
             stop: strings that end an answer.
-            on_text: told of an answer's text as it comes.
+            on_text: receives the text of an answer as it is generated.
 
         Returns:
-            An answer to one question; a list of answers, in order, to a list.
+            One answer to one question; a list of answers, in order, to a list.
 
         Raises:
-            LarderError: an argument is of a wrong type or out of range.
+            LarderError: an argument has a wrong type or is out of range.
         """
         check_type("memory", memory, ConversationMemory, "what Engine.read returned")
         check_count("max_new_tokens", max_new_tokens)
-        wanted = "a question as a string, or a list of questions"
-        check_type("question", question, (str, list, tuple), wanted)
+        question_types = "a question as a string, or a list of questions"
+        check_type("question", question, (str, list, tuple), question_types)
         chosen = sampling or SamplingParams()
-        check_type("sampling", chosen, SamplingParams, "a Sampling")
+        check_type("sampling", chosen, SamplingParams, "a SamplingParams")
         if isinstance(question, str):
             return self._answer(memory, question, chosen, max_new_tokens, stop, on_text)
         for one in question:
-            check_type("question", one, str, wanted)
+            check_type("question", one, str, question_types)
         return [
             self._answer(memory, one, chosen, max_new_tokens, stop, on_text) for one in question
         ]
 
     @property
     def beyond_budget(self) -> tuple[str, ...]:
-        """What the policy holds beyond its budget, a clause each; nothing where that bounds all."""
+        """Exceptions from the budget bound, a clause each; empty where the budget bounds
+        everything.
+        """
         return beyond_budget(self.policy, self.loaded.decoder.spec)
 
     @cached_property
-    def desk(self) -> ModelRuntime:
-        """What reading needs; embedder and measurements are fetched when first asked for."""
-        return ModelRuntime(self.loaded.decoder, self.scribe, self._embedder, self._measured)
+    def runtime(self) -> ModelRuntime:
+        """Model, tokenizer, embedders and measurements for prefill; the latter two load on use."""
+        return ModelRuntime(self.loaded.decoder, self.tokenizer, self._embedder, self._measured)
 
     @cached_property
-    def speaker(self) -> AnswerGenerator:
-        """What answers over a cache."""
-        return AnswerGenerator(self.loaded.decoder, self.scribe, self.stops)
+    def answer_generator(self) -> AnswerGenerator:
+        """Text generation over one cache."""
+        return AnswerGenerator(self.loaded.decoder, self.tokenizer, self.stop_ids)
 
     @cached_property
-    def stops(self) -> frozenset[int]:
+    def stop_ids(self) -> frozenset[int]:
         """Token ids that end a turn."""
         return stop_ids(self.loaded)
 
@@ -217,22 +224,25 @@ class Engine:
         stop: Sequence[str],
         on_text: Callable[[str], None],
     ) -> Answer:
-        cache, match = memory.recall(question)
-        prompt = self.scribe.question(memory.conversation.question_prompt.format(question=question))
+        cache, match = memory.activate_for(question)
+        prompt = self.tokenizer.encode_question(
+            memory.conversation.question_prompt.format(question=question)
+        )
         check_prompt_fits(prompt, budget_tokens(memory.policy))
-        is_copy = memory.policy.timing.excess() is not None
-        saved, mark = (cache, cache.next_position) if is_copy else (None, cache.next_position)
+        is_copy, start = memory.policy.timing.excess() is not None, cache.next_position
+        saved = cache if is_copy else None
         if is_copy:
-            cache = cache.fork()  # what goes while the answer is generated cannot come back
-        book = prompts_per_cache(self.desk, memory.router, memory.prompts)[
+            cache = cache.fork()  # entries evicted while decoding cannot be restored
+        cache_prompts = prompts_per_cache(self.runtime, memory.router, memory.prompts)[
             match.episode if match else 0
         ]
-        turn = turn_reader(self.desk, memory.policy, cache, book, saved)
+        turn = turn_reader(self.runtime, memory.policy, cache, cache_prompts, saved)
         turn.reserve(len(prompt) + max_new_tokens)
         try:
             rest = run_steps(turn.reading(prompt))
-            told = cache, rest, sampling, max_new_tokens, stop, on_text, turn.observer
-            reply = self.speaker.generate(*told)
+            completion = self.answer_generator.generate(
+                cache, rest, sampling, max_new_tokens, stop, on_text, tend=turn.observer
+            )
             held_bytes = memory.caches.nbytes
             if is_copy:
                 held_bytes += cache.nbytes - cache.shared_nbytes
@@ -240,32 +250,32 @@ class Engine:
                 held_bytes += turn.saved.nbytes
         finally:
             if turn.saved is None:
-                cache.truncate(mark)
+                cache.truncate(start)
                 cache.compact()
             elif not is_copy:
                 turn.saved.compact()
                 memory.caches.replace_active(turn.saved)
-        return reply.answer(question, match, len(prompt), held_bytes)
+        return completion.answer(question, match, len(prompt), held_bytes)
 
     def _load_embedder(self, name: str) -> Embedder:
         table = self.loaded.decoder.embedding_table()
-        return load_embedder(name, "cpu", table, self.scribe.encode)
+        return load_embedder(name, "cpu", table, self.tokenizer.encode)
 
     def _calibrate(self, names: frozenset[str]) -> Calibration:
-        return calibrate(self.loaded.decoder, self.scribe.encode, names)
+        return calibrate(self.loaded.decoder, self.tokenizer.encode, names)
 
 
 def _parse_policy(policy: str | Policy) -> Policy:
-    check_type("policy", policy, (str, Policy), "a preset's name, a sentence of parts or a Policy")
+    check_type("policy", policy, (str, Policy), "a preset's name, a spelling of parts or a Policy")
     return policy if isinstance(policy, Policy) else Policy.parse(policy)
 
 
 def stop_ids(loaded: LoadedModel) -> frozenset[int]:
-    """End-of-turn tokens that model and tokenizer name, and what the chat template closes with."""
+    """End-of-turn token ids of model, tokenizer and chat template."""
     named: list[Any] = [
         loaded.decoder.module.generation_config.eos_token_id,
         loaded.tokenizer.eos_token_id,
-        *TokenizerAdapter(loaded.tokenizer).closing()[:1],
+        *TokenizerAdapter(loaded.tokenizer).end_of_turn_ids()[:1],
     ]
     flat = [i for entry in named for i in (entry if isinstance(entry, list) else [entry])]
     special = set(loaded.tokenizer.all_special_ids) | set(flat[:-1])

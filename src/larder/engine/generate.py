@@ -1,4 +1,4 @@
-"""The loop: a prompt goes in, tokens come out. Token ids only, no text."""
+"""Generation loop over a batch of caches: prompt ids in, generated ids out."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ from larder.models.forward_batch import BatchSegment, Observer
 
 @dataclass(frozen=True)
 class StoppingCriteria:
-    """When an answer ends.
+    """Stopping criteria of an answer.
 
     Args:
-        max_new_tokens: at most so many tokens.
-        stops: token ids that end a turn.
+        max_new_tokens: largest number of generated tokens, at least 1.
+        stop_ids: token ids that end a turn.
     """
 
     max_new_tokens: int = 256
-    stops: frozenset[int] = frozenset()
+    stop_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise BadParameter(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
 
 
-# Called before each pass with the numbers of its rows, the rows, and the tokens each has generated;
-# gives the observer of the pass.
+# Called before each forward batch with the numbers of its sequences, their segments, and the count
+# of tokens that each has generated; returns the observer of the forward batch.
 ObserverFactory = Callable[[Sequence[int], Sequence[BatchSegment], Sequence[int]], Observer | None]
 
 
 def no_observer(numbers: Sequence[int], rows: Sequence[BatchSegment], steps: Sequence[int]) -> None:
-    """Nothing acts while generating."""
+    """`ObserverFactory` without observers: no eviction while decoding."""
     del numbers, rows, steps
 
 
-# Called with the number of the row and its new token; returns whether the row goes on.
+# Called with the number of a sequence and its new token; returns whether generation continues.
 OnToken = Callable[[int, int], bool]
 
 
 def keep_generating(row: int, token: int) -> bool:
-    """Goes on until the limits say stop."""
+    """`OnToken` that continues until the stopping criteria end the sequence."""
     del row, token
     return True
 
 
 @dataclass
 class _RunningSequence:
-    """One sequence on its way: what it must read next, what it has said."""
+    """Sequence in generation: its cache, the ids to read next, the ids generated so far."""
 
     cache: SequenceCache
     unread: tuple[int, ...]
-    source: torch.Generator
-    said: list[int] = field(default_factory=list)
+    random_generator: torch.Generator
+    generated: list[int] = field(default_factory=list)
 
 
 def generate(
@@ -71,46 +71,51 @@ def generate(
     on_token: OnToken = keep_generating,
     tend: ObserverFactory = no_observer,
 ) -> list[list[int]]:
-    """Continue every cache with its prompt, all rows packed into one pass per step.
+    """Generate from every cache and its prompt, all sequences packed into one batch per step.
 
-    Each row gives what it would give alone. The stop token is not part of the answer. Caches keep
-    the prompt and the answer; where no stop token ended it, its last token was never read, and
-    `next_position` says so.
+    Each sequence gives what it would give alone. The stop token is not part of the answer. Caches
+    keep the prompt and the answer; without a stop token the last token of the answer is not in the
+    cache, and `next_position` does not count it.
 
     Args:
-        caches: one per row; the same cache must not appear twice.
-        prompts: token ids to read first, one per row.
-        on_token: told of every token as it is chosen.
-        tend: gives each pass its observer; a policy that acts while generating.
+        caches: one per sequence; the same cache must not appear twice.
+        prompts: token ids to prefill, one tuple per sequence.
+        on_token: receives every token as it is chosen.
+        tend: makes the observer of each forward batch, for decode eviction.
+
+    Returns:
+        Generated ids per sequence.
     """
-    streams = [
+    sequences = [
         _RunningSequence(cache, prompt, sampling.generator())
         for cache, prompt in zip(caches, prompts, strict=True)
     ]
-    going = dict(enumerate(streams))
-    while going:
-        logits_of = _step(decoder, going, tend)
-        for number, logits in zip(list(going), logits_of, strict=True):
-            stream = going[number]
-            token = sampling.choose(logits, stream.source)
-            if token in limits.stops:
-                del going[number]
+    running = dict(enumerate(sequences))
+    while running:
+        logits_of = _step(decoder, running, tend)
+        for number, logits in zip(list(running), logits_of, strict=True):
+            sequence = running[number]
+            token = sampling.sample(logits, sequence.random_generator)
+            if token in limits.stop_ids:
+                del running[number]
                 continue
-            stream.said.append(token)
-            stream.unread = (token,)
-            if not on_token(number, token) or len(stream.said) >= limits.max_new_tokens:
-                del going[number]
-    return [stream.said for stream in streams]
+            sequence.generated.append(token)
+            sequence.unread = (token,)
+            if not on_token(number, token) or len(sequence.generated) >= limits.max_new_tokens:
+                del running[number]
+    return [sequence.generated for sequence in sequences]
 
 
 def _step(
-    decoder: Decoder, going: Mapping[int, _RunningSequence], tend: ObserverFactory
+    decoder: Decoder, running: Mapping[int, _RunningSequence], tend: ObserverFactory
 ) -> torch.Tensor:
-    """Read what each stream has unread; logits [rows, V] behind its last token."""
+    """Run the unread ids of every sequence; logits [B, V] after the last token of each."""
     rows = [
-        BatchSegment(s.cache, s.unread, coming=AppendKind.STEP if s.said else AppendKind.QUESTION)
-        for s in going.values()
+        BatchSegment(
+            s.cache, s.unread, coming=AppendKind.STEP if s.generated else AppendKind.QUESTION
+        )
+        for s in running.values()
     ]
     ends = torch.tensor([len(row.ids) for row in rows]).cumsum(0) - 1
-    observer = tend(list(going), rows, [len(stream.said) for stream in going.values()])
+    observer = tend(list(running), rows, [len(s.generated) for s in running.values()])
     return decoder.forward_logits(rows, Mode.APPEND, ends.tolist(), observer)

@@ -1,8 +1,8 @@
-"""Memories that outlive the process: saved with their caches, and restored or read again.
+"""Persistence of chats and prefilled conversations: caches saved to a store and restored.
 
-A restored memory goes on as the one that was saved would have gone on: to the bit where the codec
-loses nothing. Whatever is wrong with what was saved, the log of the chat is the source of truth,
-and it is read anew; the reason is logged and counted by the store.
+A restored chat continues exactly as the saved one would have continued where the codec is lossless.
+The chat log is the source of truth: if the saved caches are unusable, the log is prefilled again,
+and the store logs and counts the reason.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ from larder.store.store import Store
 
 NOT_SAVED = "new"
 UNSEALED = NoEncryption()
-# What a reason means to people; the store counts by the word.
+# Text of each reason; the store counts by the keys.
 REASON_TEXTS = {
     NOT_SAVED: "nothing was saved",
-    "tokens only": "only what was said was saved",
-    "evicted": "its cache has made room for others",
+    "tokens only": "only its tokens were saved",
+    "evicted": "its caches were evicted from the store",
     "identity": "it was saved with another model or tokenizer",
     "policy": "it was saved under another policy",
-    "tokens": "what was saved is of another text",
-    "slower": "reading is quicker than loading",
-    "damaged": "what was saved is damaged",
-    "format": "it was saved by another larder",
-    "slow": "the disk does not answer",
+    "tokens": "it was saved with another text",
+    "slower": "prefill is faster than loading",
+    "damaged": "the saved data is damaged",
+    "format": "it was saved by another version of Larder",
+    "slow": "the disk does not respond",
     "budget": "it does not fit in memory",
 }
 
 
 @dataclass(frozen=True)
 class ResumeResult:
-    """What came of an attempt to restore.
+    """Result of restoring a chat.
 
     Args:
-        state: None where all must be read anew.
-        reason: one word for why; empty where it was restored.
-        tokens: that were restored.
-        seconds: that it took.
+        state: restored state; None where the log must be prefilled again.
+        reason: key of `REASON_TEXTS` without a state; empty with one.
+        tokens: number of tokens restored.
+        seconds: time that it took.
     """
 
     state: ChatState | None
@@ -66,40 +66,37 @@ class ResumeResult:
     seconds: float = 0.0
 
     @property
-    def said(self) -> str:
-        """One line for people."""
+    def summary(self) -> str:
+        """One line about the result."""
         if self.state is not None:
             return f"restored {self.tokens:,} tokens in {self.seconds:.2f} s"
-        return f"read anew: {REASON_TEXTS.get(self.reason, self.reason)}"
+        return f"prefilled again: {REASON_TEXTS.get(self.reason, self.reason)}"
 
 
 class ChatPersistence(ABC):
-    """Keeps the states of chats.
+    """Interface that saves and restores chat states; `log_encryption` applies to chat logs."""
 
-    `logs` is how the logs of chats lie.
-    """
-
-    logs: Encryption = UNSEALED
+    log_encryption: Encryption = UNSEALED
 
     @abstractmethod
     def load(self, name: str, desk: ModelRuntime, policy: Policy, log: ChatLog) -> ResumeResult:
-        """The newest state of a chat that its log begins with, or none and why.
+        """Restore the newest saved state that is a prefix of the chat log.
 
         Args:
-            policy: with every size filled in.
+            policy: policy with every size filled in.
         """
 
     @abstractmethod
     def save(self, name: str, state: ChatState) -> str:
-        """Keep a state; one word for why its caches were not kept, empty where they were."""
+        """Save a state; the reason why its caches were not saved, empty where they were."""
 
     @abstractmethod
-    def note_reading(self, memory: ConversationMemory) -> None:
-        """A chat was read anew: so long it takes."""
+    def record_prefill_time(self, memory: ConversationMemory) -> None:
+        """Record the prefill time of a chat, for the choice between loading and prefill."""
 
 
 class NoPersistence(ChatPersistence):
-    """Every chat is read anew."""
+    """Persistence that saves nothing; every chat is prefilled again."""
 
     def load(self, name: str, desk: ModelRuntime, policy: Policy, log: ChatLog) -> ResumeResult:
         del name, desk, policy, log
@@ -109,17 +106,17 @@ class NoPersistence(ChatPersistence):
         del name, state
         return NOT_SAVED
 
-    def note_reading(self, memory: ConversationMemory) -> None:
+    def record_prefill_time(self, memory: ConversationMemory) -> None:
         del memory
 
 
 class StorePersistence(ChatPersistence):
-    """Keeps the states of one tenant's chats with one model in a store.
+    """Chat states of one tenant and one model in a store.
 
     Args:
-        principal: whose chats they are.
-        codec: how keys and values are spelled; a file in `store/codecs`.
-        logs: how the logs of chats lie beside the store.
+        principal: tenant that owns the chats.
+        codec: name of the codec of keys and values, a file in `store/codecs`.
+        logs: encryption of the chat logs beside the store.
     """
 
     def __init__(
@@ -130,30 +127,30 @@ class StorePersistence(ChatPersistence):
         codec: str = RAW_CODEC,
         logs: Encryption = UNSEALED,
     ) -> None:
-        self.logs = logs
+        self.log_encryption = logs
         self._store, self._principal = store, principal
         self._snapshots = ModelSnapshots(store, loaded, codec)
 
     def load(self, name: str, desk: ModelRuntime, policy: Policy, log: ChatLog) -> ResumeResult:
-        begun = time.perf_counter()
-        ids = log.source(log.transcript(desk.scribe)).ids
+        started = time.perf_counter()
+        ids = log.prefill_input(log.transcript(desk.tokenizer)).ids
         try:
-            found = self._snapshots.load(self._principal, name, str(policy), ids)
-            if found is None or found.cache is None:
-                return ResumeResult(None, NOT_SAVED if found is None else found.reason)
-            caches, seconds = [found.cache, *found.others], time.perf_counter() - begun
+            session = self._snapshots.load(self._principal, name, str(policy), ids)
+            if session is None or session.cache is None:
+                return ResumeResult(None, NOT_SAVED if session is None else session.reason)
+            caches, seconds = [session.cache, *session.others], time.perf_counter() - started
             state = restore_chat_state(
-                found.transcript, found.ids, caches, desk, policy, log, seconds
+                session.transcript, session.ids, caches, desk, policy, log, seconds
             )
         except LarderError as error:
             return ResumeResult(None, self._store.parts.refusals.note_error(error))
-        return ResumeResult(state, "", len(found.ids), time.perf_counter() - begun)
+        return ResumeResult(state, "", len(session.ids), time.perf_counter() - started)
 
     def save(self, name: str, state: ChatState) -> str:
         memory = state.memory
-        ids = state.log.source(memory.transcript).ids
+        ids = state.log.prefill_input(memory.transcript).ids
         try:
-            snapshot = self._snapshots.of(str(memory.policy), tuple(memory.caches.copies()))
+            snapshot = self._snapshots.snapshot(str(memory.policy), tuple(memory.caches.copies()))
             record = self._store.sessions.save(
                 self._principal, name, ids, snapshot, transcript=chat_state_record(state)
             )
@@ -161,10 +158,10 @@ class StorePersistence(ChatPersistence):
             return self._store.parts.unwritten.note_error(error)
         return "" if record.spans else "tokens only"
 
-    def note_reading(self, memory: ConversationMemory) -> None:
+    def record_prefill_time(self, memory: ConversationMemory) -> None:
         figures = memory.figures
-        self._snapshots.note_reading(figures.context_tokens, figures.prefill_seconds)
-        self._snapshots.remember(str(memory.policy))
+        self._snapshots.record_prefill_time(figures.context_tokens, figures.prefill_seconds)
+        self._snapshots.save_rates(str(memory.policy))
 
 
 def prefill_or_restore(
@@ -174,27 +171,27 @@ def prefill_or_restore(
     prompts: Mapping[str, str],
     progress: Progress = no_progress,
 ) -> tuple[ConversationMemory, ResumeResult]:
-    """Restore a reading that was kept, or read, and keep that.
+    """Restore a saved prefill of a conversation, or prefill and save it.
 
     Args:
-        prompts: as `Engine.read` takes them; a reading for others is another one.
+        prompts: prompts by name, as for `Engine.read`; they are part of the saved name.
 
     Raises:
         LarderError: as `Engine.read` does.
     """
-    desk, log = engine.desk, ChatLog(replace(conversation, questions=()))
-    ids = log.transcript(desk.scribe).ids
+    desk, log = engine.runtime, ChatLog(replace(conversation, questions=()))
+    ids = log.transcript(desk.tokenizer).ids
     if not ids:
         return engine.read(conversation, prompts, progress), ResumeResult(None, NOT_SAVED)
     tokens = resolve_budget(engine.policy, engine.sizes.budget, len(ids), desk.decoder.spec)
-    policy = engine.policy.filled(tokens, engine.sizes.block)
-    told = [text for name in sorted(prompts) for text in (name, prompts[name])]
-    text = json.dumps(chat_log_record(log))
-    name = f"reading {key_of('reading', text, str(policy), *told)[:32]}"
+    policy = engine.policy.with_sizes(tokens, engine.sizes.block)
+    prompt_fields = [text for name in sorted(prompts) for text in (name, prompts[name])]
+    fields = [json.dumps(chat_log_record(log)), str(policy), *prompt_fields]
+    name = f"reading {key_of('reading', *fields)[:32]}"
     resumed = keeper.load(name, desk, policy, log)
     if resumed.state is not None:
         return replace(resumed.state.memory, conversation=conversation), resumed
     memory = engine.read(conversation, prompts, progress)
-    keeper.note_reading(memory)
+    keeper.record_prefill_time(memory)
     keeper.save(name, ChatState(memory, log))
     return memory, resumed

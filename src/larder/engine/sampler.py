@@ -1,4 +1,4 @@
-"""Choosing the next token."""
+"""Sampling of the next token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from larder.core.errors import BadParameter
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn.
+    """Sampling parameters: temperature, top-k, top-p and seed.
 
     Args:
-        temperature: 0 takes the most likely token; above, logits are divided by it.
-        top_k: draw among the k most likely; 0 for all.
-        top_p: draw among the most likely of these that together hold this share of what the k hold
-            (the order of Hugging Face's generation: top-k first).
-        seed: of the draw.
+        temperature: 0 takes the most likely token; otherwise logits are divided by it.
+        top_k: sample among the k most likely tokens; 0 for all.
+        top_p: nucleus in (0, 1]: sample among the most likely of these k that together reach this
+            share of their probability (the order of Hugging Face's generation: top-k first).
+        seed: seed of the random generator, in 64 bits.
+
+    Raises:
+        BadParameter: a value is outside its range.
     """
 
     temperature: float = 0.0
@@ -42,11 +45,11 @@ class SamplingParams:
             raise BadParameter(f"seed must fit into 64 bits, got {self.seed}.")
 
     def generator(self) -> torch.Generator:
-        """A fresh source of randomness for one answer."""
+        """New random generator for one answer."""
         return torch.Generator().manual_seed(self.seed)
 
-    def choose(self, logits: Float[Tensor, " V"], source: torch.Generator) -> int:
-        """The next token; equal logits go to the smaller id."""
+    def sample(self, logits: Float[Tensor, " V"], random_generator: torch.Generator) -> int:
+        """Sample the next token; of equal logits the smaller id comes first."""
         if self.temperature == 0:
             return int(logits.argmax())
         ranked, ids = torch.sort(logits.float().cpu(), descending=True, stable=True)
@@ -54,4 +57,6 @@ class SamplingParams:
         # The best is 0 before dividing: however small the temperature, nothing overflows upwards.
         shares = ((ranked - ranked[0]) / self.temperature).softmax(-1)
         before = shares.cumsum(-1) - shares
-        return int(ids[torch.multinomial(shares * (before < self.top_p), 1, generator=source)])
+        return int(
+            ids[torch.multinomial(shares * (before < self.top_p), 1, generator=random_generator)]
+        )

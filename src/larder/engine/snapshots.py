@@ -1,4 +1,4 @@
-"""The caches of one model in a store: who has made them, and which way back is the quicker one."""
+"""Snapshots of the caches of one model in a store, and the identity of the model."""
 
 from __future__ import annotations
 
@@ -22,31 +22,30 @@ from larder.store.model_identity import (
     model_identity,
 )
 from larder.store.sessions.cache_io import CacheSnapshot
-from larder.store.sessions.session_store import CacheRequirements
-from larder.store.sessions.session_store import LoadedSession as Found
+from larder.store.sessions.session_store import CacheRequirements, LoadedSession
 from larder.store.store import Store
 
 
 class ModelSnapshots:
-    """Makes snapshots of caches and asks for them. Safe from threads.
+    """Snapshots of session caches of one model in a store. Thread-safe.
 
-    How fast loading and reading go is remembered under `$LARDER_HOME/rates`, so that the quicker
-    way is taken from the first time on.
+    Measured load and prefill rates are saved under `$LARDER_HOME/rates`, so that a new process
+    chooses the faster of the two from the first session on.
 
     Args:
-        codec: how keys and values are spelled; a file in `store/codecs`.
+        codec: name of the codec of keys and values, a file in `store/codecs`.
     """
 
     def __init__(self, store: Store, loaded: LoadedModel, codec: str = RAW_CODEC) -> None:
         self.store, self.codec = store, codec
-        # Caches rest in host memory, whatever they are used on.
-        self.resting = replace(loaded.decoder.spec, device=torch.device("cpu"))
+        # Snapshots lie in host memory, whatever device the caches are used on.
+        self.host_spec = replace(loaded.decoder.spec, device=torch.device("cpu"))
         self.identity = identity_of_model(loaded)
 
-    def of(
+    def snapshot(
         self, policy: str, caches: Sequence[SequenceCache], beside: bytes | None = None
     ) -> CacheSnapshot:
-        """A snapshot of the caches of one session.
+        """Snapshot of the caches of one session.
 
         Args:
             policy: canonical spelling, sizes filled in.
@@ -57,28 +56,28 @@ class ModelSnapshots:
 
     def load(
         self, principal: str, name: str, policy: str, ids: Sequence[int] | None = None
-    ) -> Found | None:
-        """As `Sessions.load`, for this model under a policy.
+    ) -> LoadedSession | None:
+        """Load a session of this model under a policy, as `SessionStore.load` does.
 
         Raises:
-            Refused: not even the tokens can be had.
+            Refused: not even the token ids of the session can be loaded.
         """
-        self.know(policy)
-        asking = CacheRequirements(self.identity, policy, self.resting)
-        found = self.store.sessions.load(principal, name, asking, ids)
-        self.remember(policy)
-        return found
+        self.load_rates(policy)
+        requirements = CacheRequirements(self.identity, policy, self.host_spec)
+        loaded = self.store.sessions.load(principal, name, requirements, ids)
+        self.save_rates(policy)
+        return loaded
 
-    def note_reading(self, tokens: int, seconds: float) -> None:
-        """The model has read so many tokens in that time."""
+    def record_prefill_time(self, tokens: int, seconds: float) -> None:
+        """Record the duration of a prefill for the estimate of the prefill rate."""
         self.store.parts.throughput.read(tokens, seconds)
 
-    def know(self, policy: str) -> None:
-        """Begin with what was measured before, where nothing is known yet."""
+    def load_rates(self, policy: str) -> None:
+        """Load the saved rates of model and policy, unless this process has measured some."""
         self.store.parts.throughput.know(_saved_rates(self._rates_path(policy)))
 
-    def remember(self, policy: str) -> None:
-        """Write down what is known, for the next process."""
+    def save_rates(self, policy: str) -> None:
+        """Save the measured rates for the next process."""
         path = self._rates_path(policy)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,28 +85,27 @@ class ModelSnapshots:
             temporary.write_text(json.dumps(self.store.parts.throughput.known()))
             temporary.replace(path)
         except OSError:
-            return  # it is measured again
+            return  # rates are an optimization: the next process measures them again
 
     def _rates_path(self, policy: str) -> Path:
-        """Reading takes as long as model and policy have it take."""
+        """File of the rates, one per model and policy."""
         return home() / "rates" / f"{key_of('rates', self.identity.key, policy)[:32]}.json"
 
 
 def _saved_rates(path: Path) -> dict[str, float]:
-    """What was measured before; nothing where that cannot be read."""
+    """Saved rates; empty where the file is missing or unreadable."""
     try:
-        known = json.loads(path.read_text())
+        rates = json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    return known if isinstance(known, dict) else {}
+    return rates if isinstance(rates, dict) else {}
 
 
 DIGEST_CACHE_FILE = "digests.json"  # of weight files, by path, size and time of change
 
 
 def identity_of_model(loaded: LoadedModel) -> ModelIdentity:
-    """The identity of a model and its tokenizer. Weight files are read once in their life."""
-    import torch
+    """Identity of a model and its tokenizer. The digests of weight files are cached on disk."""
     import transformers
 
     decoder, tokenizer = loaded.decoder, loaded.tokenizer
@@ -126,9 +124,9 @@ def identity_of_model(loaded: LoadedModel) -> ModelIdentity:
 
 
 def _weights_digest(loaded: LoadedModel) -> str:
-    """Digest of the weights: of their files, where they come from a folder that is known."""
+    """Digest of the weights: of their files where the folder is known, else of the tensors."""
     folder = Path(str(files("larder.models") / "seed") if loaded.name == SEED else loaded.name)
-    found = [file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)]
-    if found:
-        return digest_of_files(found, home() / DIGEST_CACHE_FILE)
+    weight_files = [file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)]
+    if weight_files:
+        return digest_of_files(weight_files, home() / DIGEST_CACHE_FILE)
     return digest_of_weights(loaded.decoder.module.named_parameters())

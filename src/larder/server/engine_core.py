@@ -89,17 +89,17 @@ class EngineCore:
         self._exact = self.rule.exact() if self.rule.is_limited or self.rule.is_chat else self.rule
         self.ledger = ByteLedger(budgets)
         self.purse = DeviceReservations(self.ledger)
-        self.sessions, self.awaited = SessionIndex(engine.scribe, clock), ResidencyLocks()
+        self.sessions, self.awaited = SessionIndex(engine.tokenizer, clock), ResidencyLocks()
         news = self.news = CompletionQueue(wake)
         rule, unload = EVICTIONS.load(eviction)(), self._unload
         self.tiers = TierManager(self.ledger, self.purse, rule, clock, vault, news, unload)
         decoder = engine.loaded.decoder
         self._manners: tuple[SessionBackend, SessionBackend] = (
-            PrefixBackend(self.tiers, self.purse, engine.scribe, self.sessions.sharing),
-            ChatBackend(self.tiers, self.purse, engine.scribe),
+            PrefixBackend(self.tiers, self.purse, engine.tokenizer, self.sessions.sharing),
+            ChatBackend(self.tiers, self.purse, engine.tokenizer),
         )
         directory = self._directory = IndexedSessionPersistence(self.sessions, self.forget, keeper)
-        told = decoder, engine.scribe, engine.stops
+        told = decoder, engine.tokenizer, engine.stop_ids
         self.unwritten = WriteRetryQueue(keeper, news, vault.durability, clock, wake)
         own = ModelRunner(*told), self.tiers, directory, news, self.unwritten, clock
         self.scheduler = Scheduler(*own, RequestQueue(waiting), rows)
@@ -158,7 +158,7 @@ class EngineCore:
             )
         found = self._resolved(request)
         if found.again is not None:
-            told = self.engine.scribe, found.sitting, found.again, listener
+            told = self.engine.tokenizer, found.sitting, found.again, listener
             return replay_answer(*told, self.clock() - asked, self.unwritten.durable(found.sitting))
         try:
             job = self._job(request, found, listener, asked)
@@ -342,7 +342,7 @@ def replay_answer(
         seconds: since it was asked for once more.
         durable: as in `Report`.
     """
-    ids = said.answer[: max(0, len(said.answer) - len(scribe.closing()))]
+    ids = said.answer[: max(0, len(said.answer) - len(scribe.end_of_turn_ids()))]
     stream = IncrementalDetokenizer(scribe.decode, said.asked.stop, listener.on_text)
     all(stream.push(token) for token in ids)
     stream.finish()

@@ -74,7 +74,7 @@ class LocalEngineClient(EngineClient):
         self._core = EngineCore(*told, self._wake, lambda tenant, name: None)
         self._made = clock()
         self._removals = PendingRemovals()
-        self._pieces = TokenTexts(engine.scribe.decode)
+        self._pieces = TokenTexts(engine.tokenizer.decode)
         self._thread = ModelThread(self._core.step, self._core.close)
         core = self._core
         own = core.sessions, self._keeper, core.awaited, self._thread.call, self._recall
@@ -96,7 +96,7 @@ class LocalEngineClient(EngineClient):
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         self._core.check_length(text, param="prompt")
-        return self._thread.call(lambda: self._core.engine.scribe.encode(text))
+        return self._thread.call(lambda: self._core.engine.tokenizer.encode(text))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         engine = self._core.engine
@@ -107,7 +107,7 @@ class LocalEngineClient(EngineClient):
                 f"{engine.loaded.decoder.vocab_size}: send ids of this model.",
                 "tokens",
             )
-        return self._thread.call(lambda: engine.scribe.decode(ids))
+        return self._thread.call(lambda: engine.tokenizer.decode(ids))
 
     def sessions(self, tenant: str) -> tuple[SessionInfo, ...]:
         here = self._thread.call(lambda: tuple(map(session_info, self._core.sessions.of(tenant))))

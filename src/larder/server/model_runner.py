@@ -31,7 +31,7 @@ class ModelRunner:
         stops: frozenset[int],
     ) -> None:
         self._decoder, self._scribe, self._stops = decoder, scribe, stops
-        self._closing = scribe.closing()
+        self._closing = scribe.end_of_turn_ids()
 
     def closing(self, job: RequestState) -> tuple[int, ...]:
         """What ends an answer's turn; nothing behind a text that knows no turns."""
@@ -86,7 +86,7 @@ class ModelRunner:
         for job, own in zip(jobs, logits, strict=True):
             assert job.source is not None
             try:
-                tokens.append(job.request.sampling.choose(own, job.source))
+                tokens.append(job.request.sampling.sample(own, job.source))
             except failures as error:
                 tokens.append(error)
         return tokens
@@ -144,7 +144,7 @@ def _observer(jobs: Sequence[RequestState], rows: Sequence[BatchSegment]) -> Obs
     for number, (job, row) in enumerate(zip(jobs, rows, strict=True)):
         if job.active_turn is None:
             continue
-        turn, said = job.active_turn.turn, len(job.ids)
+        turn, said = job.active_turn.reader, len(job.ids)
         own = turn.last_observer(row, said) if job.ended else turn.observer([0], [row], [said])
         if own is not None:
             watching[number] = own

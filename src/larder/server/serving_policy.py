@@ -96,15 +96,15 @@ class ServingPolicy:
         tokens = resolve_budget_without_context(
             engine.policy, engine.sizes.budget, engine.loaded.decoder.spec
         )
-        policy = engine.policy.filled(tokens, engine.sizes.block)
+        policy = engine.policy.with_sizes(tokens, engine.sizes.block)
         if isinstance(policy.schedule, Episodic):  # its caches equal those read one by one
             policy = replace(policy, schedule=replace(policy.schedule, together=1))
-        return ServingPolicy(engine.desk, policy)
+        return ServingPolicy(engine.runtime, policy)
 
     def exact(self) -> ServingPolicy:
         """The same model, with everything kept."""
         policy = Policy.parse(FULL_POLICY)
-        return ServingPolicy(self.desk, policy.filled(budget_tokens(policy), None))
+        return ServingPolicy(self.desk, policy.with_sizes(budget_tokens(policy), None))
 
     def __str__(self) -> str:
         return str(self.policy)
@@ -196,7 +196,7 @@ class ServingPolicy:
 
     @cached_property
     def _prompts(self) -> dict[str, tuple[int, ...]]:
-        return common_prompts(self.desk.scribe)
+        return common_prompts(self.desk.tokenizer)
 
     def bytes_of(self, per_head: int, length: int, new_tokens: int) -> MemoryDemand:
         """What a cache takes with so many entries in each head that the budget is for.

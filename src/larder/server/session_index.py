@@ -383,7 +383,9 @@ def prompt_ids(
     if not rest or rest[-1].role == ASSISTANT:
         raise UsageError("The last message must be one that can be answered, not the assistant's.")
     told = [Told(turn.role, turn.text) for turn in rest]
-    return array(TOKEN_TYPECODE, scribe.going_on(told) if said else scribe.prompt(told))
+    return array(
+        TOKEN_TYPECODE, scribe.encode_continuation(told) if said else scribe.encode_messages(told)
+    )
 
 
 def prefix_key(tenant: str, ids: Sequence[int]) -> tuple[str, bytes]:

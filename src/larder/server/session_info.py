@@ -52,7 +52,7 @@ def _max_cache_entries(sitting: SessionState) -> int:
     """Entries of the fullest of a session's caches, over layers and heads."""
     if sitting.chat_cache is None:
         return sitting.held.entries
-    return max((held.entries for held in sitting.chat_cache.caches.holdings()), default=0)
+    return max((held.entries for held in sitting.chat_cache.caches.usage()), default=0)
 
 
 def stored_session_info(record: Record, has_cache: bool) -> SessionInfo:
@@ -111,7 +111,7 @@ def cached_positions(sitting: SessionState) -> CachedPositions:
         for layer in cache.spec.layers
     )
     if sitting.chat_cache is not None:
-        tokens = max(tokens, sitting.chat_cache.length)
+        tokens = max(tokens, sitting.chat_cache.num_tokens)
     held = parked if slow else ()
     return CachedPositions(tokens, layers, parked=held, episodes=_episodes(sitting), tier=tier)
 
@@ -131,14 +131,14 @@ def _episodes(sitting: SessionState) -> tuple[EpisodeInfo, ...]:
     return tuple(
         EpisodeInfo(
             number=number,
-            is_active=number == shelf.active,
+            is_active=number == shelf.active_number,
             kept_tokens=held.entries // max(1, sitting.rule.heads),
             segments=segments[number],
             about=about[number],
-            tier="device" if number == shelf.active else "host",
+            tier="device" if number == shelf.active_number else "host",
             nbytes=held.nbytes,
         )
-        for number, held in enumerate(shelf.holdings() if about else ())
+        for number, held in enumerate(shelf.usage() if about else ())
     )
 
 

@@ -1,7 +1,7 @@
-"""Where the caches of one conversation live: one active on the device, the others parked.
+"""Caches of one conversation: one active on the device, the others offloaded to host memory.
 
-A parked cache is in host memory without slack. A switch writes the active one back first, with all
-that was appended to it; interrupted halfway, no cache is lost.
+An offloaded cache has no slack. A switch first writes the active cache back, with everything that
+was appended to it; if it is interrupted, no cache is lost.
 """
 
 from __future__ import annotations
@@ -20,210 +20,214 @@ from larder.prefill.memory import full_precision_entries, recall_slot_entries
 
 @dataclass(frozen=True)
 class OffloadedCache:
-    """A cache at rest in host memory."""
+    """Cache offloaded to host memory, with its usage at that time."""
 
     state: Mapping[str, Tensor]
     meta: Mapping[str, str]
     entries: int
     next_position: int
-    finest: int
+    full_precision_entries: int
     fast_tier_bytes: int
-    paged: int
+    slot_entries: int
     layers: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.state.values())
 
+    @property
+    def usage(self) -> CacheUsage:
+        return CacheUsage(
+            entries=self.entries,
+            nbytes=self.nbytes,
+            next_position=self.next_position,
+            full_precision_entries=self.full_precision_entries,
+            fast_tier_bytes=self.fast_tier_bytes,
+            slot_entries=self.slot_entries,
+            layers=self.layers,
+        )
+
     def restore(self, spec: ModelSpec) -> SequenceCache:
-        """The cache on the device again; nobody may use this any more."""
+        """Move the cache to the device; this object is invalid afterwards."""
         return SequenceCache.adopt(spec, self.state, self.meta)
 
     def shown(self, spec: ModelSpec) -> SequenceCache:
-        """It as it is, where it is: only to be looked at, for both have the same tensors."""
-        resting = replace(spec, device=torch.device("cpu"))
-        return SequenceCache.adopt(resting, dict(self.state), self.meta)
+        """Read-only view in host memory that shares the tensors."""
+        host_spec = replace(spec, device=torch.device("cpu"))
+        return SequenceCache.adopt(host_spec, dict(self.state), self.meta)
 
     def copied(self, spec: ModelSpec) -> SequenceCache:
-        """A second cache on the device, with tensors of its own."""
+        """Copy of the cache on the device, with tensors of its own."""
         return SequenceCache.restore(spec, self.state, self.meta)
 
 
 @dataclass(frozen=True)
 class CacheUsage:
-    """What one cache holds, wherever it is.
+    """Entries and bytes of one cache, on the device or offloaded.
 
     Args:
         entries: managed entries over all layers and heads.
-        nbytes: bytes of every tensor.
-        next_position: tokens it has truly read.
-        finest: those of the entries that are held at full precision.
-        fast_tier_bytes: bytes in the model's memory when it answers: all, or those of the fast tier
-            and of the pages that a step fetches.
-        paged: entries that there are slots for, over all layers and heads, once any are parked.
+        nbytes: bytes of all tensors.
+        next_position: number of tokens read.
+        finest: entries at full precision.
+        fast_tier_bytes: bytes in device memory when the cache answers: all, or those of the fast
+            tier and of the page slots.
+        paged: capacity of the page slots, over all layers and heads, once entries are
+            offloaded.
         layers: bytes of `fast_tier_bytes` by layer.
     """
 
     entries: int
     nbytes: int
     next_position: int
-    finest: int
+    full_precision_entries: int
     fast_tier_bytes: int
-    paged: int
+    slot_entries: int
     layers: tuple[int, ...]
 
 
 class SessionCaches:
-    """The caches of a conversation, by number. Not safe for two threads at once.
+    """Caches of a conversation, by number. Not thread-safe.
 
-    A cache that is given to a shelf is taken over: its tensors move, and it is empty afterwards.
+    It takes ownership of an added cache: the tensors move, and the added object is empty
+    afterwards.
     """
 
     def __init__(self, spec: ModelSpec, caches: Iterable[SequenceCache]) -> None:
         self._spec = spec
-        self._parked: dict[int, OffloadedCache] = {}
+        self._offloaded: dict[int, OffloadedCache] = {}
         self._active: tuple[int, SequenceCache] | None = None
-        self._lent: dict[int, OffloadedCache] = {}
+        self._lent_caches: dict[int, OffloadedCache] = {}
         for cache in caches:
             self.add(cache)
 
     def __len__(self) -> int:
-        return len(self.holdings())
+        return len(self.usage())
 
     def add(self, cache: SequenceCache) -> None:
-        """Park one more cache under the next number."""
-        self._parked[len(self)] = offload(cache)
+        """Offload one more cache under the next number."""
+        self._offloaded[len(self)] = offload(cache)
 
     def activate(self, number: int) -> SequenceCache:
-        """The cache of that number, on the device; the one that was active is written back."""
+        """Move a cache to the device and return it; the active one is written back first."""
         if self._active is not None and self._active[0] == number:
             return self._active[1]
-        self.rest()
-        parked = self._parked[number]
-        is_lent = self._lent.get(number) is parked
-        restored = (parked.copied if is_lent else parked.restore)(self._spec)
+        self.offload_active()
+        offloaded = self._offloaded[number]
+        is_lent = self._lent_caches.get(number) is offloaded
+        restored = (offloaded.copied if is_lent else offloaded.restore)(self._spec)
         self._active = (number, restored)
-        del self._parked[number]
+        del self._offloaded[number]
         return restored
 
     def copies(self) -> Iterator[SequenceCache]:
-        """Each cache by number, on tensors of its own in host memory; none of them moves."""
+        """Copy every cache by number into host memory; the originals stay where they are."""
         spec = replace(self._spec, device=torch.device("cpu"))
         for number in range(len(self)):
             if self._active is not None and self._active[0] == number:
                 cache = self._active[1]
                 yield SequenceCache.restore(spec, cache.state(), cache.meta())
             else:
-                parked = self._parked[number]
-                yield SequenceCache.restore(spec, parked.state, parked.meta)
+                offloaded = self._offloaded[number]
+                yield SequenceCache.restore(spec, offloaded.state, offloaded.meta)
 
     def lend_views(self) -> tuple[SequenceCache, ...]:
-        """Each cache by number, to be looked at by another thread until it is `returned`.
+        """Views of all caches by number, for another thread to read until `end_lending`.
 
-        Those at rest are not copied, unless they are wanted meanwhile; the active one is.
+        The active cache is copied. Offloaded ones share their tensors, and are copied only if they
+        are activated meanwhile.
         """
-        resting = replace(self._spec, device=torch.device("cpu"))
-        caches = {number: parked.shown(self._spec) for number, parked in self._parked.items()}
-        self._lent = dict(self._parked)
+        host_spec = replace(self._spec, device=torch.device("cpu"))
+        caches = {number: each.shown(self._spec) for number, each in self._offloaded.items()}
+        self._lent_caches = dict(self._offloaded)
         if self._active is not None:
             number, cache = self._active
-            caches[number] = SequenceCache.restore(resting, cache.state(), cache.meta())
+            caches[number] = SequenceCache.restore(host_spec, cache.state(), cache.meta())
         return tuple(caches[number] for number in sorted(caches))
 
     def end_lending(self) -> None:
-        """Nobody looks at its caches any more."""
-        self._lent = {}
+        """End the lending of `lend_views`: the views are no longer read."""
+        self._lent_caches = {}
 
-    def rest(self) -> None:
-        """Write the active cache back, so that the device is free."""
+    def offload_active(self) -> None:
+        """Offload the active cache, so that the device is free."""
         if self._active is None:
             return
         number, cache = self._active
-        self._parked[number] = offload(cache)
+        self._offloaded[number] = offload(cache)
         self._active = None
 
     def with_cache(self, number: int, cache: SequenceCache) -> SessionCaches:
-        """A shelf with this cache under that number, new and parked, or in the place of another.
+        """Caches with one added or replaced; a new one is offloaded.
 
-        In the place of the active one it is active, and nothing of it is copied. All other caches
-        are shared with this shelf: go on with one of the two.
+        A cache that replaces the active one becomes active without a copy. All other caches are
+        shared with this object: use only one of the two afterwards.
         """
-        shelf = SessionCaches(self._spec, ())
-        shelf._lent = self._lent
+        caches = SessionCaches(self._spec, ())
+        caches._lent_caches = self._lent_caches
         if self._active is not None and self._active[0] == number:
-            shelf._parked, shelf._active = dict(self._parked), (number, cache)
-            return shelf
-        shelf._parked = {**self._parked, number: offload(cache)}
-        shelf._active = self._active
-        return shelf
+            caches._offloaded, caches._active = dict(self._offloaded), (number, cache)
+            return caches
+        caches._offloaded = {**self._offloaded, number: offload(cache)}
+        caches._active = self._active
+        return caches
 
     def replace_active(self, cache: SequenceCache) -> None:
-        """Have another cache be the active one, in place of the one that is lost for it."""
+        """Replace the active cache by another one; the former is dropped."""
         assert self._active is not None
         self._active = (self._active[0], cache)
 
     @property
-    def active(self) -> int | None:
-        """The number of the active cache."""
+    def active_number(self) -> int | None:
+        """Number of the active cache."""
         return None if self._active is None else self._active[0]
 
     @property
     def active_cache(self) -> SequenceCache | None:
-        """The active cache."""
+        """Active cache; None if all are offloaded."""
         return None if self._active is None else self._active[1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all caches, active and parked."""
-        return self.parked_bytes + (0 if self._active is None else self._active[1].nbytes)
+        """Bytes of all caches, active and offloaded."""
+        return self.offloaded_bytes + (0 if self._active is None else self._active[1].nbytes)
 
     @property
     def fast_tier_bytes(self) -> int:
-        """Bytes of the active cache in the model's memory, as `Holding.in_use`; 0 without one."""
+        """Bytes of the active cache in device memory, page slots included; 0 without one."""
         return 0 if self._active is None else _fast_tier_bytes(self._active[1])
 
     @property
-    def parked_bytes(self) -> int:
-        """Bytes of the parked caches alone."""
+    def offloaded_bytes(self) -> int:
+        """Bytes of the offloaded caches."""
         return sum(
-            parked.nbytes for number, parked in self._parked.items() if number != self.active
+            each.nbytes for number, each in self._offloaded.items() if number != self.active_number
         )
 
-    def holdings(self) -> tuple[CacheUsage, ...]:
-        """What each cache holds, by number."""
-        held = {
-            number: CacheUsage(
-                parked.entries,
-                parked.nbytes,
-                parked.next_position,
-                parked.finest,
-                parked.fast_tier_bytes,
-                parked.paged,
-                parked.layers,
-            )
-            for number, parked in self._parked.items()
-        }
+    def usage(self) -> tuple[CacheUsage, ...]:
+        """Entries and bytes of each cache, by number."""
+        usage = {number: each.usage for number, each in self._offloaded.items()}
         if self._active is not None:
             number, cache = self._active
-            told = (
-                cache.managed_entries,
-                cache.nbytes,
-                cache.next_position,
-                full_precision_entries(cache),
+            usage[number] = CacheUsage(
+                entries=cache.managed_entries,
+                nbytes=cache.nbytes,
+                next_position=cache.next_position,
+                full_precision_entries=full_precision_entries(cache),
+                fast_tier_bytes=_fast_tier_bytes(cache),
+                slot_entries=recall_slot_entries(cache),
+                layers=tuple(_fast_tier_bytes_by_layer(cache)),
             )
-            layers = tuple(_fast_tier_bytes_by_layer(cache))
-            held[number] = CacheUsage(
-                *told, _fast_tier_bytes(cache), recall_slot_entries(cache), layers
-            )
-        return tuple(held[number] for number in sorted(held))
+        return tuple(usage[number] for number in sorted(usage))
 
 
 def offload(cache: SequenceCache) -> OffloadedCache:
-    """Take a cache over into host memory; it is empty afterwards."""
-    held = cache.managed_entries, cache.next_position, full_precision_entries(cache)
-    slots, paged, meta = _slot_bytes(cache), recall_slot_entries(cache), cache.meta()
+    """Move a cache to host memory; the given object is empty afterwards."""
+    entries, finest = cache.managed_entries, full_precision_entries(cache)
+    next_position, slot_entries = cache.next_position, recall_slot_entries(cache)
+    layers, meta = _slot_bytes(cache), cache.meta()
     state = cache.release_state(torch.device("cpu"))
-    layers, fast = slots, sum(slots)
+    fast = sum(layers)
     for name, tensor in state.items():
         if is_slow_tier_tensor(name):
             continue
@@ -231,16 +235,25 @@ def offload(cache: SequenceCache) -> OffloadedCache:
         fast += nbytes
         if (layer := layer_of(name)) is not None:
             layers[layer] += nbytes
-    return OffloadedCache(state, meta, *held, fast, paged, tuple(layers))
+    return OffloadedCache(
+        state=state,
+        meta=meta,
+        entries=entries,
+        next_position=next_position,
+        full_precision_entries=finest,
+        fast_tier_bytes=fast,
+        slot_entries=slot_entries,
+        layers=tuple(layers),
+    )
 
 
 def _fast_tier_bytes(cache: SequenceCache) -> int:
-    """Bytes in the model's memory, slots for pages included even if none was fetched yet."""
+    """Bytes in device memory, with the page slots even before the first recall."""
     return cache.device_nbytes + sum(tier.foreseen_bytes for tier in cache.tiers)
 
 
 def _fast_tier_bytes_by_layer(cache: SequenceCache) -> list[int]:
-    """The same by layer."""
+    """Bytes in device memory by layer, page slots included."""
     layers = [store.device_nbytes for store in cache.stores]
     for tier in cache.tiers:
         layers[tier.layer.index] += tier.foreseen_bytes
@@ -248,9 +261,9 @@ def _fast_tier_bytes_by_layer(cache: SequenceCache) -> list[int]:
 
 
 def _slot_bytes(cache: SequenceCache) -> list[int]:
-    """Bytes of the slots for pages, there or not yet, by layer."""
+    """Bytes of the page slots by layer, allocated or not yet."""
     layers = [0] * len(cache.stores)
     for tier in cache.tiers:
-        there = sum(slot.untyped_storage().nbytes() for slot in tier.finder.slots())
-        layers[tier.layer.index] = there + tier.foreseen_bytes
+        allocated = sum(slot.untyped_storage().nbytes() for slot in tier.finder.slots())
+        layers[tier.layer.index] = allocated + tier.foreseen_bytes
     return layers

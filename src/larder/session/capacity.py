@@ -1,4 +1,4 @@
-"""How many entries a policy's budget comes to, and in what form a cache holds them."""
+"""Capacity of the caches of a policy: budget to entries per kv head, bounds, cache form."""
 
 from __future__ import annotations
 
@@ -12,33 +12,58 @@ from larder.core.spelling import name_of, spell
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT, Unlimited
 from larder.prefill.memory import EntryCapacity
 from larder.prefill.schedules.whole import Whole
-from larder.session.caches import CacheUsage
-from larder.session.memory import Coverage, LayerFigures
+from larder.session.caches import CacheUsage, SessionCaches
+from larder.session.memory import CacheFigures, Coverage, LayerFigures
 from larder.session.policy import Policy
 from larder.session.policy_validation import DEFAULT_BLOCK_TOKENS
 
 
 def budgeted_layers(policy: Policy, spec: ModelSpec) -> tuple[LayerSpec, ...]:
-    """The layers that a policy's budget is for: managed ones that it does not call dense."""
-    dense = 0 if policy.recall is None else policy.recall.dense
-    if policy.rebuilding is not None:
-        dense = policy.rebuilding.depth
+    """Layers that the budget of a policy covers: managed layers that are not dense."""
+    dense = _num_dense_layers(policy)
     return tuple(layer for layer in spec.managed if layer.index >= dense)
 
 
 def layer_coverage(policy: Policy, spec: ModelSpec) -> tuple[Coverage, ...]:
-    """What bounds the entries of each layer."""
+    """Bound of the entries of each layer: budget, none, or sliding window."""
     covered = () if budget_tokens(policy) == WITHOUT_LIMIT else budgeted_layers(policy, spec)
     known = {layer.index: Coverage.DENSE for layer in spec.managed}
     known |= {layer.index: Coverage.BUDGET for layer in covered}
     return tuple(known.get(layer.index, Coverage.WINDOW) for layer in spec.layers)
 
 
+def cache_figures(
+    policy: Policy,
+    spec: ModelSpec,
+    caches: SessionCaches,
+    *,
+    context_tokens: int,
+    peak_kv_bytes: int,
+    peak_entries: int,
+    prefill_seconds: float,
+    setup_seconds: float = 0.0,
+) -> CacheFigures:
+    """Figures of the caches of a prefilled conversation; the arguments are its fields."""
+    largest = max(caches.usage(), key=lambda cache: cache.fast_tier_bytes)
+    return CacheFigures(
+        context_tokens=context_tokens,
+        budget_tokens=min(budget_tokens(policy), context_tokens),
+        full_kv_bytes=spec.full_bytes(context_tokens),
+        kv_bytes=caches.nbytes,
+        active_kv_bytes=largest.fast_tier_bytes,
+        peak_kv_bytes=peak_kv_bytes,
+        peak_entries=peak_entries,
+        prefill_seconds=prefill_seconds,
+        setup_seconds=setup_seconds,
+        layers=layer_figures(policy, spec, largest, context_tokens),
+    )
+
+
 def layer_figures(
-    policy: Policy, spec: ModelSpec, holding: CacheUsage, context: int
+    policy: Policy, spec: ModelSpec, usage: CacheUsage, context: int
 ) -> tuple[LayerFigures, ...]:
-    """What each layer of a cache takes that has read so many tokens."""
-    rows = zip(spec.layers, layer_coverage(policy, spec), holding.layers, strict=True)
+    """Figures of each layer of a cache that has read `context` tokens."""
+    rows = zip(spec.layers, layer_coverage(policy, spec), usage.layers, strict=True)
     return tuple(
         LayerFigures(layer.index, coverage, active, layer.full_bytes(spec.dtype, context))
         for layer, coverage, active in rows
@@ -46,22 +71,26 @@ def layer_figures(
 
 
 def check_recent_fits(policy: Policy, tokens: int) -> None:
-    """Raises: BudgetError: recent tokens are protected that generated text has no room for."""
+    """Validate the protected recent tokens.
+
+    Raises:
+        BudgetError: the capacity for generated text is below the protected recent tokens.
+    """
     recent, room = policy.protect.recent_tokens(tokens), policy.timing.room(tokens)
     if room is not None and recent > room:
         raise BudgetError(
-            f"{spell(policy.timing)} leaves generated text {room} of {tokens} entries, fewer than "
-            f"the {recent} recent tokens that {spell(policy.protect)} keeps: raise --budget, or "
-            "protect fewer."
+            f"{spell(policy.timing)} leaves {room} of {tokens} entries for generated text, fewer "
+            f"than the {recent} recent tokens that {spell(policy.protect)} keeps: "
+            "raise --budget, or protect fewer."
         )
 
 
 def entries_per_head(policy: Policy, spec: ModelSpec) -> int:
-    """Entries per kv head that the bytes of M come to, in the form that the policy stores them.
+    """Entries per kv head that fit in the bytes of M, in the storage form of the policy.
 
     Raises:
-        BudgetError: they cannot hold what the form needs.
-        UsageError: there is no limit whose bytes could be shared.
+        BudgetError: the bytes are below the minimum of the storage form.
+        UsageError: the storage shares the bytes of a budget, but the budget has no limit.
     """
     tokens, storage = budget_tokens(policy), policy.storage
     if policy.recall is not None:
@@ -78,16 +107,17 @@ def entries_per_head(policy: Policy, spec: ModelSpec) -> int:
 
 
 def block_tokens(policy: Policy) -> int:
-    """M_block; schedules without blocks get as much room as a default block."""
+    """M_block; the default block for schedules without blocks."""
     tokens = policy.schedule.tokens
     return min(DEFAULT_BLOCK_TOKENS, budget_tokens(policy)) if tokens is None else tokens
 
 
 def entry_bound(policy: Policy, spec: ModelSpec) -> EntryCapacity | None:
-    """L x K x M at rest, and L x K x M_block more while a turn runs; None without a limit.
+    """Bound of L x K x M entries between turns, L x K x M_block more during a turn; None without
+    limit.
 
-    What is read is at full precision at first: where a policy stores entries in few bits, those
-    that it has not rounded yet are bounded as well, or they would outgrow the bytes of M.
+    New entries are at full precision: where a policy quantizes entries, the number of entries that
+    are not quantized yet is bounded as well, otherwise they would exceed the bytes of M.
     """
     if budget_tokens(policy) == WITHOUT_LIMIT:
         return None
@@ -106,12 +136,12 @@ def entry_bound(policy: Policy, spec: ModelSpec) -> EntryCapacity | None:
 
 
 def recall_budget_tokens(policy: Policy) -> int:
-    """Entries per kv head that a budget leaves for recalled pages."""
+    """Entries per kv head of the budget reserved for recalled pages."""
     return 0 if policy.recall is None else policy.recall.tokens or 0
 
 
 def recall_slot_entries(policy: Policy, spec: ModelSpec) -> int:
-    """Entries per kv head that the slots for recalled pages hold, at most."""
+    """Largest capacity of the page slots, in entries per kv head."""
     if policy.recall is None:
         return 0
     sets = [
@@ -121,47 +151,48 @@ def recall_slot_entries(policy: Policy, spec: ModelSpec) -> int:
 
 
 def prefill_allowance(policy: Policy) -> int:
-    """Entries per kv head beyond the quotas that a cache may hold as long as nothing is parked."""
+    """Entries per kv head beyond the quotas that a cache may hold before entries are offloaded."""
     return recall_budget_tokens(policy) + max(0, policy.lag - 1)
 
 
 def _resident_entries(policy: Policy, tokens: int) -> int:
-    """Entries per kv head that stay in the fast tier for good.
+    """Entries per kv head that stay in the fast tier permanently.
 
-    What piles up between two plans is part of the budget, so that no step attends to more.
+    Entries that accumulate between two plans are part of the budget, so that no step attends to
+    more.
 
     Raises:
-        BudgetError: recalled pages leave no room for any.
-        UsageError: there is no limit, so nothing is ever parked.
+        BudgetError: recalled pages leave no capacity for resident entries.
+        UsageError: the budget has no limit, so nothing is ever offloaded.
     """
     recall = policy.recall
-    assert recall is not None and recall.tokens is not None  # filled in by `Policy.filled`
+    assert recall is not None and recall.tokens is not None  # filled in by `Policy.with_sizes`
     if tokens == WITHOUT_LIMIT:
         raise UsageError(
-            f"{spell(policy.budget)} keeps everything, so nothing is parked that {spell(recall)} "
-            "could find: take uniform(), or drop() in place of park()."
+            f"{spell(policy.budget)} keeps everything, so no entry is offloaded that "
+            f"{spell(recall)} could recall: take uniform(), or drop() in place of park()."
         )
-    rest = tokens - recall.tokens - policy.lag
+    resident = tokens - recall.tokens - policy.lag
     taken = f"the {recall.tokens} that {spell(recall)} fetches"
     if policy.lag:
-        taken += f" and the {policy.lag} that {spell(policy.timing)} lets pile up"
-    if rest < 1:
+        taken += f" and the {policy.lag} that {spell(policy.timing)} lets accumulate"
+    if resident < 1:
         raise BudgetError(
-            f"The budget of {tokens} tokens has no room beside {taken}: raise --budget, fetch "
+            f"The budget of {tokens} tokens has no capacity beside {taken}: raise --budget, fetch "
             "fewer, or lag less."
         )
     least = policy.protect.least(tokens).joined(policy.scorer.least()).tokens
-    if least > rest and not isinstance(policy.protect.recent, float):
+    if least > resident and not isinstance(policy.protect.recent, float):
         raise BudgetError(
-            f"The budget of {tokens} tokens has no room for {taken} beside the {least} that "
+            f"The budget of {tokens} tokens has no capacity for {taken} beside the {least} that "
             f"{spell(policy.protect)} and {spell(policy.scorer)} always keep: raise --budget, "
             "fetch fewer, or protect fewer."
         )
-    return rest
+    return resident
 
 
 def _cache_form(policy: Policy, tokens: int) -> CacheForm:
-    """How the managed layers are held."""
+    """Cache form of the managed layers."""
     if policy.recall is not None:
         return CacheForm.TIERED
     if policy.rebuilding is not None:
@@ -170,14 +201,14 @@ def _cache_form(policy: Policy, tokens: int) -> CacheForm:
 
 
 def budget_tokens(policy: Policy) -> int:
-    """M of a policy whose sizes are filled in."""
+    """M, the budget of a policy whose sizes are filled in."""
     tokens = policy.budget.tokens
-    assert tokens is not None  # filled in by `Policy.filled`
+    assert tokens is not None  # filled in by `Policy.with_sizes`
     return tokens
 
 
 def empty_cache(policy: Policy, spec: ModelSpec) -> SequenceCache:
-    """A cache that has read nothing, in the form that a policy with its sizes filled in asks for.
+    """Empty cache in the form of a policy whose sizes are filled in.
 
     Raises:
         BudgetError, UsageError: as `entries_per_head`.
@@ -185,48 +216,51 @@ def empty_cache(policy: Policy, spec: ModelSpec) -> SequenceCache:
     form = _cache_form(policy, policy.timing.prefill_tokens(entries_per_head(policy, spec)))
     ledger = Ledger() if form is CacheForm.DENSE else policy.planner.ledger
     storage = policy.resident_storage
-    kept = ledger, storage.codecs, storage.pairing, policy.parking, policy.rebuilding
-    return SequenceCache(spec, form, *kept)
+    return SequenceCache(
+        spec, form, ledger, storage.codecs, storage.pairing, policy.parking, policy.rebuilding
+    )
 
 
 DEFAULT_BUDGET = "20%"
-MIN_DEFAULT_TOKENS = 128  # tokens; a short text is kept whole unless a size was asked for
-DEFAULT_CHAT_BUDGET = "512"  # for a chat that starts from nothing
-HEAD_BYTES = 8 + 8  # where a kv head begins, and how many entries it has
-NUMBER_BYTES = 4  # of a column for an entry, of a scalar for a head
+MIN_DEFAULT_TOKENS = 128  # tokens; short texts stay whole without an explicit size
+DEFAULT_CHAT_BUDGET = "512"  # for a chat without a history
+HEAD_BYTES = 8 + 8  # offset and number of entries of a kv head
+NUMBER_BYTES = 4  # of one column of an entry, of one scalar of a head
 
 
 def resolve_budget(
-    policy: Policy, asked: str | int | float | None, context_tokens: int, spec: ModelSpec
+    policy: Policy, requested: str | int | float | None, context_tokens: int, spec: ModelSpec
 ) -> int:
-    """Entries per kv head of one cache that a policy's budget comes to for a context.
+    """Resolve the budget of a policy to entries per kv head of one cache.
 
     Args:
-        asked: the budget as `Amount.parse` takes it, for a spelling that leaves it open; None for
-            20% of the context, but no less than what a question and its surroundings need.
+        requested: budget as for `MemoryBudget.parse`, where the policy leaves it open; None for 20%
+            of the context, but at least `MIN_DEFAULT_TOKENS`.
+        context_tokens: length of the context.
 
     Raises:
-        UsageError: it is no size, or the spelling names one, too.
-        BudgetError: nothing would be left.
+        UsageError: the budget is not a size, or the policy has one already.
+        BudgetError: the budget holds no token.
     """
     budget = policy.budget
-    if asked is not None and (budget.tokens is not None or budget.kept is not None):
+    if requested is not None and (budget.tokens is not None or budget.kept is not None):
         raise UsageError(
-            f"The budget {asked} contradicts {spell(budget)} in the policy: give one of the two."
+            f"The budget {requested} contradicts {spell(budget)} in the policy: "
+            "give one of the two."
         )
     if budget.tokens is not None:
         return budget.tokens
     if budget.kept is not None:
         return max(1, round(context_tokens * budget.kept))
-    if asked is None:
+    if requested is None:
         return max(
             MIN_DEFAULT_TOKENS,
             amount_tokens(MemoryBudget.parse(DEFAULT_BUDGET), context_tokens, policy, spec),
         )
-    tokens = amount_tokens(MemoryBudget.parse(asked), context_tokens, policy, spec)
+    tokens = amount_tokens(MemoryBudget.parse(requested), context_tokens, policy, spec)
     if tokens < 1:
         raise BudgetError(
-            f"The budget of {asked} holds no token: one takes {_one_token_bytes(policy, spec)} "
+            f"The budget of {requested} holds no token: one takes {_one_token_bytes(policy, spec)} "
             "bytes "
             "over all layers. Raise the budget."
         )
@@ -234,22 +268,22 @@ def resolve_budget(
 
 
 def resolve_budget_without_context(
-    policy: Policy, asked: str | int | float | None, spec: ModelSpec
+    policy: Policy, requested: str | int | float | None, spec: ModelSpec
 ) -> int:
-    """Entries per kv head where there is no context yet, as in a chat that starts from nothing.
+    """Resolve the budget of a chat without a history to entries per kv head.
 
     Raises:
-        UsageError: the size is a share of the context.
+        UsageError: the budget is a share of the context.
     """
     budget = policy.budget
-    is_given = budget.tokens is not None or budget.kept is not None or asked is not None
-    size = asked if is_given else DEFAULT_CHAT_BUDGET
+    has_size = budget.tokens is not None or budget.kept is not None or requested is not None
+    size = requested if has_size else DEFAULT_CHAT_BUDGET
     if budget.kept is not None or (
         size is not None and MemoryBudget.parse(size).unit is BudgetUnit.SHARE
     ):
         share = spell(budget) if budget.kept is not None else f"The budget {size}"
         raise UsageError(
-            f"{share} is a share of the context, but a chat that starts from nothing has none: "
+            f"{share} is a share of the context, but a chat without a history has none: "
             "give tokens (512) or bytes (64MiB)."
         )
     return resolve_budget(policy, size, 0, spec)
@@ -258,38 +292,40 @@ def resolve_budget_without_context(
 def amount_tokens(
     amount: MemoryBudget, context_tokens: int, policy: Policy, spec: ModelSpec
 ) -> int:
-    """Entries per kv head of one cache that an amount comes to, averaged over managed layers."""
+    """Convert an amount to entries per kv head of one cache, averaged over managed layers."""
     if amount.unit is BudgetUnit.BYTES:
         return _tokens_in_bytes(int(amount.number), policy, spec)
     return amount.tokens(context_tokens, 1)
 
 
-def _tokens_in_bytes(room: int, policy: Policy, spec: ModelSpec) -> int:
-    """Entries per kv head at full precision whose bytes fit, all that is remembered included."""
-    left = room - _fixed_bytes(policy, spec)
+def _tokens_in_bytes(capacity_bytes: int, policy: Policy, spec: ModelSpec) -> int:
+    """Entries per kv head at full precision that fit in a number of bytes, columns included."""
+    left = capacity_bytes - _fixed_bytes(policy, spec)
     entry, columns = _entry_bytes(policy, spec)
     tokens = left // max(1, entry + columns)
     if tokens < 1 or not columns:
         return tokens
-    # In few bits they are more entries, and each of these has its columns.
-    held = policy.storage.entries(tokens, spec.managed, spec.dtype.itemsize)
-    return left * tokens // (entry * tokens + columns * max(held, tokens))
+    # Quantized entries are more in number, and each of them has its columns.
+    entries = policy.storage.entries(tokens, spec.managed, spec.dtype.itemsize)
+    return left * tokens // (entry * tokens + columns * max(entries, tokens))
 
 
 def _one_token_bytes(policy: Policy, spec: ModelSpec) -> int:
-    """Bytes of one token, and of what there is without any."""
+    """Bytes of a cache with one token, fixed bytes included."""
     return sum(_entry_bytes(policy, spec)) + _fixed_bytes(policy, spec)
 
 
 def _entry_bytes(policy: Policy, spec: ModelSpec) -> tuple[int, int]:
-    """Bytes of one token over all managed layers and heads with its position; of its columns."""
+    """Bytes of one token over all managed layers and heads with its position, and of its
+    columns.
+    """
     heads = _num_managed_heads(spec)
     columns = NUMBER_BYTES * len(policy.planner.ledger.columns)
     return spec.managed_bytes_per_token() + heads * POSITION_BYTES, heads * columns
 
 
 def _fixed_bytes(policy: Policy, spec: ModelSpec) -> int:
-    """Bytes of what is held of each kv head, however many entries it has, and of the last token."""
+    """Bytes that do not depend on the number of entries: per kv head, and of the last token."""
     ledger = policy.planner.ledger
     tail = spec.width * spec.dtype.itemsize if SURPRISE in ledger.columns else 0
     latest = latest_queries_bytes(ledger.queries, spec.managed, spec.dtype.itemsize)
@@ -303,38 +339,43 @@ def _num_managed_heads(spec: ModelSpec) -> int:
 
 
 def beyond_budget(policy: Policy, spec: ModelSpec | None = None) -> tuple[str, ...]:
-    """The exceptions from "budget at rest, budget + block while a turn runs", a clause each.
+    """Exceptions from "budget between turns, budget + block during a turn", a clause each.
 
     Args:
-        spec: of the model, where it is known.
+        spec: spec of the model, where it is known.
     """
     slides = _sliding_layers(spec)
     if spec is not None and not spec.managed:
         return slides
     if isinstance(policy.budget, Unlimited):
         return (f"{spell(policy.budget)} keeps everything that is read", *slides)
-    found = list[str]()
+    clauses = list[str]()
     if isinstance(policy.schedule, Whole):
-        found.append("whole() holds a whole context until all of it is read")
-    found += _dense_layers(policy)
+        clauses.append("whole() holds a whole context until all of it is read")
+    clauses += _dense_layers(policy)
     if policy.recall is not None:
         part = name_of(type(policy.compensation))
-        found.append(f"{part}() keeps what is rejected in host memory, and what finds it")
+        clauses.append(f"{part}() keeps what is rejected in host memory, and what finds it")
     if policy.rebuilding is not None:
         part = name_of(type(policy.compensation))
-        found.append(f"{part}() keeps what rejected entries are rebuilt from")
-    return (*found, *slides)
+        clauses.append(f"{part}() keeps what rejected entries are rebuilt from")
+    return (*clauses, *slides)
 
 
 def beyond_budget_line(clauses: tuple[str, ...]) -> str:
-    """Clauses in one line."""
+    """Clauses of `beyond_budget` in one line."""
     return f"beyond the budget: {'; '.join(clauses)}"
 
 
-def _dense_layers(policy: Policy) -> list[str]:
-    dense = 0 if policy.recall is None else policy.recall.dense
+def _num_dense_layers(policy: Policy) -> int:
+    """Number of first layers that a policy keeps whole."""
     if policy.rebuilding is not None:
-        dense = policy.rebuilding.depth
+        return policy.rebuilding.depth
+    return 0 if policy.recall is None else policy.recall.dense
+
+
+def _dense_layers(policy: Policy) -> list[str]:
+    dense = _num_dense_layers(policy)
     if not dense:
         return []
     return [f"the first {'layer keeps' if dense == 1 else f'{dense} layers keep'} everything"]

@@ -1,11 +1,11 @@
-"""A memory that grows by turns: stage 3b of EpiCache, which its released code leaves out.
+"""Caches of a chat that grow turn by turn: stage 3b of EpiCache, absent from its released code.
 
 Follows M. Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv 2509.17396, section 3.1, stage 3b:
 a turn stays in the cache that answered it (3b-1); a turn like no episode opens one of its own
-(3b-2); a cache to which more than M_block tokens were added beyond M is built anew. The paper
-compares the question with tau; here it is the finished turn, so that a question is always answered
-by the nearest episode. And here every turn ends with a plan, so that no cache rests above M.
+(3b-2); a cache to which more than M_block tokens were added beyond M is rebuilt. The paper compares
+the question with tau; here it is the finished turn, so that the nearest episode always answers a
+question. Also, every turn ends with a plan here, so that no cache stays above M between turns.
 """
 
 from __future__ import annotations
@@ -37,24 +37,23 @@ from larder.session.prefill import (
 )
 from larder.session.transcript.chat_log import ChatLog, ChatTurn
 
-MAX_UNDO_TURNS = 8  # turns that can be cut off; the states before them are kept
+MAX_UNDO_TURNS = 8  # turns that truncation can undo; the states before them are held
 
 
 class ChatCache:
-    """The memory of a chat, one cache or one per episode.
+    """Caches, log and undo of one chat, with one cache or one per episode. Not thread-safe.
 
-    `state` changes in a single step, so an interruption leaves the chat before or after a turn. A
-    refresh builds its caches beside the old ones, which stay until all are ready. Not safe for two
-    threads at once.
+    `state` changes in a single assignment, so an interruption leaves the chat before or after a
+    turn. A refresh builds new caches beside the old ones, which stay until all are ready.
 
     Args:
-        state: that of all that was said so far.
+        state: state after all turns so far.
     """
 
     def __init__(
-        self, desk: ModelRuntime, state: ChatState, progress: Progress = no_progress
+        self, runtime: ModelRuntime, state: ChatState, progress: Progress = no_progress
     ) -> None:
-        self._runtime, self._progress = desk, progress
+        self._runtime, self._progress = runtime, progress
         self.state = state
         self._undo: deque[TurnUndo] = deque(maxlen=MAX_UNDO_TURNS)
         self.peak_bytes = self.state.memory.figures.peak_kv_bytes
@@ -66,154 +65,165 @@ class ChatCache:
         return self.state.memory.caches
 
     @property
-    def length(self) -> int:
-        """Tokens said so far."""
-        said = sum(len(exchange.ids) for exchange in self.state.log.exchanges)
-        return len(self.state.memory.transcript.ids) + said
+    def num_tokens(self) -> int:
+        """Number of tokens of history and turns."""
+        turn_tokens = sum(len(turn.ids) for turn in self.state.log.turns)
+        return len(self.state.memory.transcript.ids) + turn_tokens
 
     @classmethod
-    def read(
-        cls, desk: ModelRuntime, policy: Policy, log: ChatLog, progress: Progress = no_progress
+    def prefill(
+        cls, runtime: ModelRuntime, policy: Policy, log: ChatLog, progress: Progress = no_progress
     ) -> ChatCache:
-        """The memory of a log that is read here.
+        """Prefill a chat log into new caches.
 
         Args:
-            policy: with every size filled in.
+            policy: policy with every size filled in.
         """
-        source = log.source(log.transcript(desk.scribe))
-        return cls(
-            desk, ChatState(prefill_memory(desk, source, policy, {}, progress), log), progress
-        )
+        source = log.prefill_input(log.transcript(runtime.tokenizer))
+        memory = prefill_memory(runtime, source, policy, {}, progress)
+        return cls(runtime, ChatState(memory, log), progress)
 
-    def draw(self, question: str) -> ActiveTurn:
-        """Make the cache for a bare question active, for a turn; a copy of it where entries go at
-        every step: what goes cannot come back, and the turn may have to be taken back.
+    def open_turn(self, question: str) -> ActiveTurn:
+        """Activate the cache for a bare question and open a turn over it.
 
-        The cache that was active is written back.
+        Under a policy that evicts while decoding the turn runs on a copy, because evicted entries
+        cannot be restored if the turn is undone. The cache that was active is written back.
         """
-        cache, match = self.state.memory.recall(question)
+        cache, match = self.state.memory.activate_for(question)
         number = 0 if match is None else match.episode
         if self.state.memory.policy.timing.excess() is None:
-            return self._drawn(number, cache, match)
-        return self._drawn(number, cache.fork(), match, cache)
+            return self._active_turn(number, cache, match)
+        return self._active_turn(number, cache.fork(), match, cache)
 
-    def ahead(self, drawer: ActiveTurn, ids: tuple[int, ...]) -> Steps[ActiveTurn]:
-        """The same question over a copy that has read the beginning of its message as a context."""
-        policy, saved = self.state.memory.policy, self.caches.activate(drawer.number)
-        cache, book = drawer.cache if drawer.is_copy else saved.fork(), self.book(drawer.number)
-        reader = prefill_reader(self._runtime, policy, drawer.mark + len(ids), PeakMemoryMeter())
-        yield from policy.schedule.steps(reader, [PrefillSequence(cache, book)], ids)
-        copied = self._drawn(drawer.number, cache, drawer.match, saved)
-        return replace(copied, mark=drawer.mark)
+    def open_turn_prefilled(self, turn: ActiveTurn, ids: tuple[int, ...]) -> Steps[ActiveTurn]:
+        """Reopen a turn over a copy that has prefilled the beginning of its message."""
+        policy, saved = self.state.memory.policy, self.caches.activate(turn.number)
+        cache = turn.cache if turn.is_copy else saved.fork()
+        sequence = PrefillSequence(cache, self.scoring_prompts(turn.number))
+        reader = prefill_reader(
+            self._runtime, policy, turn.start_position + len(ids), PeakMemoryMeter()
+        )
+        yield from policy.schedule.steps(reader, [sequence], ids)
+        copied = self._active_turn(turn.number, cache, turn.match, saved)
+        return replace(copied, start_position=turn.start_position)
 
-    def book(self, number: int) -> Prompts:
-        """The prompts that judge a cache."""
+    def scoring_prompts(self, number: int) -> Prompts:
+        """Prompts that the entries of a cache are scored with."""
         memory = self.state.memory
         return prompts_per_cache(self._runtime, memory.router, memory.prompts)[number]
 
-    def file(self, drawer: ActiveTurn, exchange: ChatTurn) -> TurnCommit:
-        """The state once a finished turn is filed. Nothing changes before `accept`.
+    def prepare_commit(self, turn: ActiveTurn, finished: ChatTurn) -> TurnCommit:
+        """State with a finished turn. Nothing changes before `commit`.
 
         Args:
-            drawer: whose cache has read the turn from `drawer.mark` on.
+            turn: open turn, whose cache has read all of it.
+            finished: log entry of the turn.
         """
         state, memory = self.state, self.state.memory
-        filing = memory.router.file(exchange.text, drawer.number)
-        shelf, opened, uncut = memory.caches, state.opened, uncut_entries(self.state)
-        added = drawer.cache.next_position - drawer.mark
-        if filing.number != drawer.number:
-            books = prompts_per_cache(self._runtime, filing.router, memory.prompts)
-            shelf = shelf.with_cache(filing.number, self._opened(drawer, books[filing.number]))
+        assignment = memory.router.assign_turn(finished.text, turn.number)
+        caches, opened, uncut = memory.caches, state.opened, uncut_entries(self.state)
+        added = turn.cache.next_position - turn.start_position
+        if assignment.number != turn.number:
+            prompts = prompts_per_cache(self._runtime, assignment.router, memory.prompts)
+            caches = caches.with_cache(
+                assignment.number, self._new_episode_cache(turn, prompts[assignment.number])
+            )
             opened += 1
             uncut.append(shared_prefix_len(memory) + added)
         else:
-            uncut[drawer.number] += added
-            if drawer.is_copy:
-                shelf = shelf.with_cache(drawer.number, drawer.cache)
-        memory = replace(memory, caches=shelf, router=filing.router)
-        told = state.log.plus(exchange), state.refreshes, opened, tuple(uncut)
-        return TurnCommit(ChatState(memory, *told), filing.number)
+            uncut[turn.number] += added
+            if turn.is_copy:
+                caches = caches.with_cache(turn.number, turn.cache)
+        memory = replace(memory, caches=caches, router=assignment.router)
+        log = state.log.with_turn(finished)
+        committed = ChatState(memory, log, state.refreshes, opened, tuple(uncut))
+        return TurnCommit(committed, assignment.number)
 
-    def accept(self, drawer: ActiveTurn, filed: TurnCommit) -> None:
-        """Go over to what `file` has prepared."""
-        self.note(drawer.cache.managed_entries)
-        if filed.number != drawer.number:
+    def commit(self, turn: ActiveTurn, commit: TurnCommit) -> None:
+        """Replace the state by the one of `prepare_commit`."""
+        self.record_peaks(turn.cache.managed_entries)
+        if commit.number != turn.number:
             self._undo.clear()
-            self.undo(drawer)
-        elif drawer.is_planned:
+            self.abort_turn(turn)
+        elif turn.is_planned:
             self._undo.clear()
         else:
-            self._undo.append(TurnUndo(self.state, drawer.number, drawer.mark))
-        self.state = filed.state
-        if drawer.is_copy:
-            self.caches.activate(drawer.number)
+            self._undo.append(TurnUndo(self.state, turn.number, turn.start_position))
+        self.state = commit.state
+        if turn.is_copy:
+            self.caches.activate(turn.number)
 
-    def settling(self, drawer: ActiveTurn, filed: TurnCommit) -> Steps[None]:
-        """Bring the cache that has read an accepted turn back to its budget.
+    def enforce_budget_steps(self, turn: ActiveTurn, commit: TurnCommit) -> Steps[None]:
+        """Reduce the cache that has read a committed turn to its budget.
 
-        Interrupted, the turn stands, and the next one begins by reading all that was said.
+        If interrupted, the turn stays committed, and the next one first prefills the whole log.
         """
-        if filed.number != drawer.number:  # which has its own cache, within its budget
+        if commit.number != turn.number:  # the new cache is within its budget already
             return
         try:
-            yield from drawer.turn.settling()
-            drawer.cache.compact()
+            yield from turn.reader.settling()
+            turn.cache.compact()
         except BaseException:
-            self._lose(self.state.log)
+            self._discard_caches(self.state.log)
             raise
-        self.note(drawer.turn.meter.peak_entries)
-        if drawer.is_planned:
+        self.record_peaks(turn.reader.meter.peak_entries)
+        if turn.is_planned:
             self._undo.clear()
 
-    def undo(self, drawer: ActiveTurn) -> None:
-        """Have the cache of a turn that does not count be as before it."""
-        if drawer.is_copy:
+    def abort_turn(self, turn: ActiveTurn) -> None:
+        """Restore the cache to its state before an unfinished turn."""
+        if turn.is_copy:
             return
-        if drawer.turn.saved is None:
-            drawer.cache.truncate(drawer.mark)
-            drawer.cache.compact()
+        if turn.reader.saved is None:
+            turn.cache.truncate(turn.start_position)
+            turn.cache.compact()
         else:
-            drawer.turn.saved.compact()
-            self.caches.replace_active(drawer.turn.saved)
+            turn.reader.saved.compact()
+            self.caches.replace_active(turn.reader.saved)
 
-    def before(self, exchanges: int) -> ChatCache | None:
-        """A second memory, as when so many exchanges were said; None where that must be read anew.
+    def copy_before(self, num_turns: int) -> ChatCache | None:
+        """Copy in host memory of the chat as of its first turns.
 
-        Its caches are in host memory.
+        Args:
+            num_turns: number of turns in the copy.
+
+        Returns:
+            None if these caches cannot be restored without another prefill.
         """
-        undone = len(self.state.log.exchanges) - exchanges
+        undone = len(self.state.log.turns) - num_turns
         spec, state = self._runtime.decoder.spec, self.state
         slides = len(spec.managed) < len(spec.layers)
         if not 0 <= undone <= (0 if slides else len(self._undo)):
             return None
         caches = list(self.caches.copies())
         for undo in list(self._undo)[::-1][:undone]:
-            caches[undo.number].truncate(undo.mark)
+            caches[undo.number].truncate(undo.start_position)
             state = undo.state
         memory = replace(state.memory, caches=SessionCaches(spec, caches))
         return ChatCache(self._runtime, replace(state, memory=memory), self._progress)
 
     def roll_back(self, log: ChatLog) -> None:
-        """Be as when no more than this beginning of the log was said.
+        """Return to a prefix of the log.
 
-        Where that must be read anew, the old caches go first. Interrupted, the next turn reads it.
+        If that needs another prefill, the old caches are dropped first; if it is interrupted, the
+        next turn prefills the log.
         """
-        while len(self.state.log.exchanges) > len(log.exchanges) and self._take_back():
+        while len(self.state.log.turns) > len(log.turns) and self._undo_last_turn():
             pass
-        if len(self.state.log.exchanges) > len(log.exchanges):
-            self._lose(log)
+        if len(self.state.log.turns) > len(log.turns):
+            self._discard_caches(log)
             self.refresh()
 
     def refresh(self) -> None:
-        """Build caches that are overdue anew, by stage 1 and block prefill over all that was said.
+        """Rebuild overdue caches, by stage 1 and block prefill over the whole log.
 
-        Where a chat has become long enough for more episodes than it has, all are formed anew.
-        Interrupted, the old caches stay, and the next turn refreshes first.
+        If the chat has become long enough for more episodes, all episodes are formed again. If
+        interrupted, the old caches stay, and the next turn refreshes first.
         """
         run_steps(self.refresh_steps(), self._progress)
 
     def refresh_steps(self) -> Steps[None]:
-        """As `refresh`, in steps."""
+        """Steps of `refresh`."""
         spec = self._runtime.decoder.spec
         if not len(self.caches):
             self.refresh_meter = PeakMemoryMeter()
@@ -223,75 +233,85 @@ class ChatCache:
             self._note_peaks()
         while overdue := overdue_caches(self.state, spec):
             self._undo.clear()
-            self.caches.rest()
+            self.caches.offload_active()
             self.refresh_meter = PeakMemoryMeter(self.caches.nbytes)
-            told = self._runtime, self.state, overdue[0], self.refresh_meter
-            self.state = yield from rebuild_steps(*told)
+            self.state = yield from rebuild_steps(
+                self._runtime, self.state, overdue[0], self.refresh_meter
+            )
             self._note_peaks()
 
-    def note(self, entries: int, copied_bytes: int = 0) -> None:
-        """Remember the highest bytes and entries; a copy stands beside the shelf."""
+    def record_peaks(self, entries: int, copied_bytes: int = 0) -> None:
+        """Record peak bytes and entries; a copy counts in addition to the caches."""
         self.peak_bytes = max(self.peak_bytes, self.caches.nbytes + copied_bytes)
         self.peak_entries = max(self.peak_entries, entries)
 
-    def _take_back(self) -> bool:
-        """Cut the last turn off its cache, if that is enough to undo it; whether it was.
+    def _undo_last_turn(self) -> bool:
+        """Undo the last turn by truncation; False if truncation is not enough.
 
-        A sliding window has dropped for it what it cannot bring back.
+        Sliding-window layers cannot restore the entries that the turn has displaced.
         """
         spec = self._runtime.decoder.spec
         if not self._undo or len(spec.managed) < len(spec.layers):
             return False
-        undo, shelf = self._undo.pop(), self.caches
-        cache = shelf.activate(undo.number)
-        cache.truncate(undo.mark)
+        undo, caches = self._undo.pop(), self.caches
+        cache = caches.activate(undo.number)
+        cache.truncate(undo.start_position)
         cache.compact()
-        self.state = replace(undo.state, memory=replace(undo.state.memory, caches=shelf))
+        self.state = replace(undo.state, memory=replace(undo.state.memory, caches=caches))
         return True
 
-    def _drawn(
+    def _active_turn(
         self,
         number: int,
         cache: SequenceCache,
         match: EpisodeMatch | None,
         saved: SequenceCache | None = None,
     ) -> ActiveTurn:
-        policy, mark = self.state.memory.policy, cache.next_position
-        turn = turn_reader(self._runtime, policy, cache, self.book(number), saved)
-        return ActiveTurn(number, cache, match, mark, turn, cache.plans, saved is not None)
+        policy, start = self.state.memory.policy, cache.next_position
+        reader = turn_reader(self._runtime, policy, cache, self.scoring_prompts(number), saved)
+        return ActiveTurn(
+            number=number,
+            cache=cache,
+            match=match,
+            start_position=start,
+            reader=reader,
+            plans=cache.plans,
+            is_copy=saved is not None,
+        )
 
-    def _opened(self, drawer: ActiveTurn, book: Prompts) -> SequenceCache:
-        """A cache of its own for the turn: how the conversation begins, and what it has read.
+    def _new_episode_cache(self, turn: ActiveTurn, prompts: Prompts) -> SequenceCache:
+        """Cache of a new episode: the beginning of the conversation, and the turn.
 
         The beginning is what the old cache still holds of the system prompt, and at least the
         protected first tokens.
         """
-        cache = drawer.cache.fork()
+        cache = turn.cache.fork()
         self.peak_bytes = max(self.peak_bytes, self.caches.nbytes + cache.nbytes)
         beginning = shared_prefix_len(self.state.memory)
-        cache.forget(beginning, drawer.mark)  # sliding-window layers hold their window
-        told = self._runtime, self.state.memory.policy, cache, book, None, drawer.turn.open_ids
-        turn = turn_reader(*told)
-        if turn.is_over:
-            run_steps(turn.settling())
+        cache.forget(beginning, turn.start_position)  # sliding-window layers hold their window
+        reader = turn_reader(
+            self._runtime, self.state.memory.policy, cache, prompts, open_ids=turn.reader.open_ids
+        )
+        if reader.is_over:
+            run_steps(reader.settling())
         return cache
 
     def _note_peaks(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.refresh_meter.peak_bytes)
         self.peak_entries = max(self.peak_entries, self.refresh_meter.peak_entries)
 
-    def _lose(self, log: ChatLog) -> None:
-        """Have no caches, for they are of another text than this log, or incomplete."""
+    def _discard_caches(self, log: ChatLog) -> None:
+        """Drop all caches, which are incomplete or belong to another text than this log."""
         self._undo.clear()
         memory = replace(self.state.memory, caches=SessionCaches(self._runtime.decoder.spec, ()))
         self.state = replace(self.state, memory=memory, log=log)
 
 
 def overdue_caches(state: ChatState, spec: ModelSpec) -> list[int]:
-    """The caches that are to be built anew, by number.
+    """Numbers of the caches that must be rebuilt.
 
-    Those to which turns have added more than a block beyond M, where that changes what they are
-    judged by; and those that hold more than M, as an earlier version left them.
+    These are caches to which turns have added more than a block beyond M, where the prompts that
+    score them depend on the turns; and caches above M, as an earlier version left them.
     """
     memory = state.memory
     bound = entry_bound(memory.policy, spec)
@@ -300,56 +320,56 @@ def overdue_caches(state: ChatState, spec: ModelSpec) -> list[int]:
     most = budget_tokens(memory.policy) + block_tokens(memory.policy)
     grown = uncut_entries(state) if memory.router.prompt_names else []
     numbers = {number for number, count in enumerate(grown) if count > most}
-    for number, held in enumerate(memory.caches.holdings()):
-        if bound.exceeded(held.entries + held.paged, held.finest):
+    for number, cache in enumerate(memory.caches.usage()):
+        if bound.exceeded(cache.entries + cache.slot_entries, cache.full_precision_entries):
             numbers.add(number)
     return sorted(numbers)
 
 
 def uncut_entries(state: ChatState) -> list[int]:
-    """As `State.uncut`, of every cache."""
+    """`ChatState.uncut` of every cache."""
     most, known = budget_tokens(state.memory.policy), state.uncut
-    holdings = state.memory.caches.holdings()
-    return [*known, *(min(most, held.next_position) for held in holdings[len(known) :])]
+    usage = state.memory.caches.usage()
+    return [*known, *(min(most, cache.next_position) for cache in usage[len(known) :])]
 
 
 def prefill_again_steps(
-    desk: ModelRuntime, state: ChatState, meter: PeakMemoryMeter
+    runtime: ModelRuntime, state: ChatState, meter: PeakMemoryMeter
 ) -> Steps[ChatState]:
-    """Read all that was said into new caches, where there are none."""
+    """Prefill the whole log into new caches."""
     log, memory = state.log, state.memory
-    source = log.source(log.transcript(desk.scribe))
-    memory = yield from prefill_memory_steps(desk, source, memory.policy, memory.prompts, meter)
+    source = log.prefill_input(log.transcript(runtime.tokenizer))
+    memory = yield from prefill_memory_steps(runtime, source, memory.policy, memory.prompts, meter)
     return ChatState(memory, log, state.refreshes)
 
 
 def rebuild_steps(
-    desk: ModelRuntime, state: ChatState, number: int, meter: PeakMemoryMeter
+    runtime: ModelRuntime, state: ChatState, number: int, meter: PeakMemoryMeter
 ) -> Steps[ChatState]:
-    """Read all that was said into a new cache, or into new ones for all episodes."""
+    """Prefill the whole log into one new cache, or into new ones for all episodes."""
     memory = state.memory
-    reform = memory.router.refresh(number)
-    books = prompts_per_cache(desk, reform.router, memory.prompts)
-    wanted = [books[each] for each in reform.rebuilt]
-    ids = state.log.source(memory.transcript).ids
-    built = yield from build_caches_steps(desk, memory.policy, ids, wanted, meter)
+    refresh = memory.router.refresh(number)
+    prompts = prompts_per_cache(runtime, refresh.router, memory.prompts)
+    rebuilt = [prompts[each] for each in refresh.rebuilt]
+    ids = state.log.prefill_input(memory.transcript).ids
+    built = yield from build_caches_steps(runtime, memory.policy, ids, rebuilt, meter)
     uncut = uncut_entries(state)
-    if len(built) == len(books):
-        shelf, uncut = built, list[int]()
+    if len(built) == len(prompts):
+        caches, uncut = built, list[int]()
     else:
-        shelf = memory.caches.with_cache(number, built.activate(0))
+        caches = memory.caches.with_cache(number, built.activate(0))
         uncut[number] = min(budget_tokens(memory.policy), len(ids))
-    memory = replace(memory, caches=shelf, router=reform.router)
+    memory = replace(memory, caches=caches, router=refresh.router)
     return ChatState(memory, state.log, state.refreshes + 1, state.opened, tuple(uncut))
 
 
 def shared_prefix_len(memory: ConversationMemory) -> int:
-    """Tokens at the start that belong to every episode: 1 or more."""
+    """Number of first tokens that belong to every episode: 1 or more."""
     return max(1, memory.policy.protect.sinks, system_prompt_len(memory))
 
 
 def system_prompt_len(memory: ConversationMemory) -> int:
-    """Tokens of the system prompt that a chat's history begins with."""
+    """Number of tokens of the system prompt at the beginning of the history."""
     conversation, stop = memory.conversation, 0
     if conversation.form is not PromptLayout.CHAT:
         return stop

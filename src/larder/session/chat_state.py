@@ -1,4 +1,4 @@
-"""What a chat's caches do not say of its state: the way to them, and how they came to be."""
+"""Chat state between turns, its record, and the open turn with its undo and commit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import Damaged
 from larder.prefill.turn_reader import TurnReader
 from larder.session.caches import SessionCaches
-from larder.session.capacity import budget_tokens, layer_figures
+from larder.session.capacity import cache_figures
 from larder.session.episodes.matching import EpisodeMatch
-from larder.session.memory import CacheFigures, ConversationMemory
+from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime
 from larder.session.transcript.chat_log import ChatLog
@@ -23,13 +23,13 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class ChatState:
-    """A chat between two turns; each turn makes another one.
+    """Immutable state of a chat between two turns.
 
     Args:
-        refreshes: how often caches had to be built anew.
-        opened: how many episodes turns have opened.
-        uncut: entries per kv head that each cache would hold, had no turn since it was built been
-            cut down to the budget; a cache without a number counts as just built.
+        refreshes: number of cache rebuilds.
+        opened: number of episodes that turns have opened.
+        uncut: entries per kv head that each cache would hold without the evictions after turns
+            since it was built; a cache without a number counts as just built.
     """
 
     memory: ConversationMemory
@@ -40,13 +40,13 @@ class ChatState:
 
 
 def chat_state_record(state: ChatState) -> bytes:
-    """Everything of a state but its log and its caches."""
+    """JSON record of a state, without its log and its caches."""
     record = {
         "schema": SCHEMA,
-        "turns": len(state.log.exchanges),
+        "turns": len(state.log.turns),
         "counts": [state.refreshes, state.opened],
         "uncut": list(state.uncut),
-        "router": state.memory.router.told(),
+        "router": state.memory.router.to_record(),
     }
     return json.dumps(record, ensure_ascii=False).encode()
 
@@ -55,48 +55,47 @@ def restore_chat_state(
     data: bytes | None,
     ids: Sequence[int],
     caches: Sequence[SequenceCache],
-    desk: ModelRuntime,
+    runtime: ModelRuntime,
     policy: Policy,
     log: ChatLog,
     seconds: float,
 ) -> ChatState:
-    """The state that was told, over its caches, which are taken over.
+    """Restore a state from its record and its caches, which it takes over.
 
     Args:
-        data: from `chat_state_record`.
-        ids: every token of that state.
-        log: as long as that state's or longer; the state has the turns of its time alone.
-        seconds: that loading took so far.
+        data: record by `chat_state_record`.
+        ids: all token ids of the saved state.
+        log: chat log, as long as that of the saved state or longer; later turns are left out.
+        seconds: time that loading took so far.
 
     Raises:
-        Damaged: it is not what `chat_state_record` wrote, or another chat's.
+        Damaged: the record is damaged, or does not fit the log or the caches.
     """
     known = _parsed_record(data)
     try:
-        log = replace(log, exchanges=log.exchanges[: known["turns"]])
+        log = replace(log, turns=log.turns[: known["turns"]])
         refreshes, opened = map(int, known["counts"])
         uncut = tuple(map(int, known.get("uncut", ())))
-        router = policy.session.restore_router(known["router"], desk.embedder)
+        router = policy.session.restore_router(known["router"], runtime.embedder)
     except (KeyError, TypeError, ValueError) as error:
         raise Damaged(f"The saved state of the chat cannot be used ({error}).") from error
-    transcript = log.transcript(desk.scribe)
-    if log.source(transcript).ids != tuple(ids) or len(caches) != max(1, len(router.prompts())):
+    transcript = log.transcript(runtime.tokenizer)
+    if log.prefill_input(transcript).ids != tuple(ids) or len(caches) != max(
+        1, len(router.prompts())
+    ):
         raise Damaged("The saved state of the chat does not fit its log or its caches.")
-    shelf, context = SessionCaches(desk.decoder.spec, caches), len(ids)
-    held, spec = shelf.holdings(), desk.decoder.spec
-    answering = max(held, key=lambda holding: holding.fast_tier_bytes)
-    figures = CacheFigures(
-        context_tokens=context,
-        budget_tokens=min(budget_tokens(policy), context),
-        full_kv_bytes=spec.full_bytes(context),
-        kv_bytes=shelf.nbytes,
-        active_kv_bytes=answering.fast_tier_bytes,
-        peak_kv_bytes=shelf.nbytes,
-        peak_entries=max(each.entries for each in held),
+    spec = runtime.decoder.spec
+    session_caches = SessionCaches(spec, caches)
+    figures = cache_figures(
+        policy,
+        spec,
+        session_caches,
+        context_tokens=len(ids),
+        peak_kv_bytes=session_caches.nbytes,
+        peak_entries=max(cache.entries for cache in session_caches.usage()),
         prefill_seconds=seconds,
-        layers=layer_figures(policy, spec, answering, context),
     )
-    memory = ConversationMemory(policy, log.history, transcript, shelf, router, figures)
+    memory = ConversationMemory(policy, log.history, transcript, session_caches, router, figures)
     return ChatState(memory, log, refreshes, opened, uncut)
 
 
@@ -108,59 +107,60 @@ def _parsed_record(data: bytes | None) -> dict[str, Any]:
     if not isinstance(known, dict) or known.get("schema") != SCHEMA:
         raise Damaged(f"The saved state of the chat is not of schema {SCHEMA}.")
     if type(known.get("turns")) is not int or known["turns"] < 0:
-        raise Damaged("The saved state of the chat does not tell its turns.")
+        raise Damaged("The saved state of the chat does not give the number of its turns.")
     return known
 
 
 @dataclass(frozen=True)
 class ActiveTurn:
-    """The cache that answers a question, and where it stood before.
+    """Open turn: the cache that answers, and its state before the turn.
 
     Args:
-        number: of the cache.
-        mark: true position of the question's first token.
-        turn: what reads the turn into the cache.
-        plans: that the cache had carried out before.
-        is_copy: whether `cache` is a copy, which takes the place of the cache once the turn is
-            filed; else the turn is taken back by `Cabinet.undo`.
+        number: number of the cache.
+        match: episode of the question; None without episodes.
+        start_position: true position of the first token of the question.
+        reader: reads the turn into the cache.
+        plans: number of plans that the cache had executed before.
+        is_copy: whether `cache` is a copy, which replaces the original on commit; otherwise
+            `ChatCache.abort_turn` undoes the turn.
     """
 
     number: int
     cache: SequenceCache
     match: EpisodeMatch | None
-    mark: int
-    turn: TurnReader
+    start_position: int
+    reader: TurnReader
     plans: int
     is_copy: bool = False
 
     @property
     def is_planned(self) -> bool:
-        """Whether the turn can no longer be cut off the cache."""
+        """Whether truncation can no longer undo the turn."""
         return self.is_copy or self.cache.plans != self.plans
 
     @property
     def copy(self) -> SequenceCache | None:
-        """What is held beside the cache of the shelf, so that the turn can be undone."""
-        return self.cache if self.is_copy else self.turn.saved
+        """Cache held in addition to those of the session, so that the turn can be undone."""
+        return self.cache if self.is_copy else self.reader.saved
 
     @property
     def can_be_undone(self) -> bool:
-        """Whether the cache can be had as it was before the turn."""
-        return not self.is_planned or self.is_copy or self.turn.saved is not None
+        """Whether the cache can be restored to its state before the turn."""
+        return not self.is_planned or self.is_copy or self.reader.saved is not None
 
 
 @dataclass(frozen=True)
 class TurnUndo:
-    """How to take a turn back: the state before, and the cache that has grown since `mark`."""
+    """State before a turn, and the cache to truncate to `start_position`."""
 
     state: ChatState
     number: int
-    mark: int
+    start_position: int
 
 
 @dataclass(frozen=True)
 class TurnCommit:
-    """The state behind a turn, and the number of the cache that holds the turn in it."""
+    """State after a turn, and the number of the cache that holds the turn."""
 
     state: ChatState
     number: int

@@ -1,4 +1,4 @@
-"""What is left of a conversation after it was read: its caches, and the way to the right one."""
+"""Memory of a prefilled conversation: caches, router, and figures."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from larder.session.transcript.tokenizer_adapter import Transcript
 
 
 class Coverage(Enum):
-    """What bounds the entries of a layer.
+    """Bound of the entries of a layer.
 
-    BUDGET: the policy's budget.
-    DENSE: nothing; a policy keeps every entry of it, beside the budget.
-    WINDOW: the model's own sliding window.
+    BUDGET: the budget of the policy.
+    DENSE: none; the policy keeps every entry, beyond the budget.
+    WINDOW: the sliding window of the model.
     """
 
     BUDGET = "budget"
@@ -30,7 +30,7 @@ class Coverage(Enum):
 
 @dataclass(frozen=True)
 class LayerFigures:
-    """What one layer takes of the cache that `Figures.active_kv_bytes` is about.
+    """Bytes of one layer of the cache of `CacheFigures.active_kv_bytes`.
 
     Args:
         full_kv_bytes: keys and values of a plain cache of the same length, in this layer.
@@ -44,23 +44,23 @@ class LayerFigures:
 
 @dataclass(frozen=True)
 class CacheFigures:
-    """What reading a conversation took and what it left.
+    """Memory and time of the prefill of a conversation.
 
     Args:
-        context_tokens: tokens of the conversation.
-        budget_tokens: M, entries per kv head averaged over managed layers; the context's own
-            length where nothing limits it.
+        context_tokens: number of tokens of the conversation.
+        budget_tokens: M, entries per kv head averaged over managed layers; the length of the
+            context without a limit.
         full_kv_bytes: keys and values of a plain cache of the same length.
-        kv_bytes: all caches after reading, every byte held.
-        active_kv_bytes: the largest cache that one question attends to; where entries are parked,
-            its fast tier and the pages that a step fetches. Dense layers are counted, so it may
-            be a larger part of `full_kv_bytes` than the budget is of the context.
-        peak_kv_bytes: the highest at any time while reading, scratch tokens included.
-        peak_entries: the most managed entries at any time, over layers, heads and live caches.
-        prefill_seconds: reading, embedding and clustering included.
-        setup_seconds: what only the first reading takes: loading the embedder, and measuring what
-            the budget needs of the model.
-        layers: the same layer by layer, for the active cache.
+        kv_bytes: bytes of all caches after prefill.
+        active_kv_bytes: bytes of the largest cache that one question attends to; where entries are
+            offloaded, of its fast tier and page slots. Dense layers are counted, so it may be a
+            larger part of `full_kv_bytes` than the budget is of the context.
+        peak_kv_bytes: peak bytes during prefill, scratch tokens included.
+        peak_entries: peak of managed entries over layers, heads and live caches.
+        prefill_seconds: time of prefill, embedding and clustering.
+        setup_seconds: time that only the first prefill takes: loading the embedder, and
+            calibration of the model.
+        layers: figures by layer, for the active cache.
     """
 
     context_tokens: int
@@ -76,24 +76,24 @@ class CacheFigures:
 
     @property
     def dense(self) -> tuple[LayerFigures, ...]:
-        """The layers that the budget leaves whole; empty where it covers none."""
+        """Layers that the budget leaves whole; empty where it covers none."""
         if all(each.coverage is not Coverage.BUDGET for each in self.layers):
             return ()
         return tuple(each for each in self.layers if each.coverage is Coverage.DENSE)
 
     @property
     def dense_kv_bytes(self) -> int:
-        """Bytes of `active_kv_bytes` in those layers."""
+        """Bytes of `active_kv_bytes` in dense layers."""
         return sum(each.active_kv_bytes for each in self.dense)
 
 
 @dataclass(frozen=True)
 class ConversationMemory:
-    """A conversation that was read under a policy. The shelf changes; all else stays.
+    """Conversation prefilled under a policy. Immutable except for its caches.
 
     Args:
-        policy: with every size filled in.
-        prompts: that it was read with, beside those of its episodes.
+        policy: policy with every size filled in.
+        prompts: scoring prompts of the prefill, in addition to those of its episodes.
     """
 
     policy: Policy
@@ -104,7 +104,7 @@ class ConversationMemory:
     figures: CacheFigures
     prompts: Prompts = field(default_factory=dict[str, tuple[int, ...]])
 
-    def recall(self, question: str) -> tuple[SequenceCache, EpisodeMatch | None]:
+    def activate_for(self, question: str) -> tuple[SequenceCache, EpisodeMatch | None]:
         """Make the cache for a bare question active and return it with the match."""
         match = self.router.route(question)
         return self.caches.activate(0 if match is None else match.episode), match

@@ -192,7 +192,7 @@ class Policy:
         """Names of the sets of token ids that its parts ask for."""
         return self.unit.lexicon | (frozenset() if self.recall is None else self.recall.lexicon)
 
-    def filled(self, tokens: int, block: int | None) -> Policy:
+    def with_sizes(self, tokens: int, block: int | None) -> Policy:
         """The same policy with the open sizes filled in.
 
         Args:

@@ -1,4 +1,4 @@
-"""Read a conversation under a policy: from messages to a memory."""
+"""Prefill of a conversation under a policy into one cache, or one per episode."""
 
 from __future__ import annotations
 
@@ -25,50 +25,49 @@ from larder.prefill.turn_reader import TurnReader
 from larder.session.caches import SessionCaches
 from larder.session.capacity import (
     block_tokens,
-    budget_tokens,
     budgeted_layers,
+    cache_figures,
     check_recent_fits,
     empty_cache,
     entries_per_head,
     entry_bound,
-    layer_figures,
     prefill_allowance,
     recall_budget_tokens,
     resolve_budget,
 )
 from larder.session.embedders.base import Embedder
 from larder.session.episodes.routing import Router
-from larder.session.memory import CacheFigures, ConversationMemory
+from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter, Transcript
 
 
 @dataclass(frozen=True)
 class ModelRuntime:
-    """What is needed to read: a model, its script, an embedder on demand, its measurements.
+    """Model with what prefill needs: tokenizer, embedders and calibration measurements.
 
     Args:
-        embedder: the embedder that a policy names, loaded once.
-        calibrate: what a budget needs to know of the model, by name, measured once.
+        embedder: loads an embedder by name, once.
+        calibrate: measures calibration data of the model by name, once.
     """
 
     decoder: Decoder
-    scribe: TokenizerAdapter
+    tokenizer: TokenizerAdapter
     embedder: Callable[[str], Embedder]
     calibrate: Callable[[frozenset[str]], Calibration]
 
 
 @dataclass(frozen=True)
 class SizeOptions:
-    """Sizes for what a policy's spelling leaves open; None where nothing is said.
+    """Sizes that the spelling of a policy leaves open; None for the default.
 
     Args:
-        budget: of each cache, as `Amount.parse` takes it.
-        block: tokens read between two plans.
+        budget: budget of each cache, as for `MemoryBudget.parse`.
+        block: tokens read between two plans, at least 1.
 
     Raises:
-        UsageError: the budget is no size.
-        BadParameter: the block is no number of tokens.
+        UsageError: the budget is not a size.
+        BadParameter: the block is not a number of tokens.
     """
 
     budget: str | int | float | None = None
@@ -83,11 +82,11 @@ class SizeOptions:
 
 @dataclass(frozen=True)
 class PrefillInput:
-    """What is read: a conversation, and what was said since.
+    """Input of a prefill: a conversation, and later turns of a chat.
 
     Args:
-        said: question and answer of each later turn, a text each.
-        turn_ids: the tokens of those turns, one after the other.
+        said: texts of the later turns, question and answer in one.
+        turn_ids: token ids of those turns, concatenated.
     """
 
     conversation: Conversation
@@ -97,177 +96,187 @@ class PrefillInput:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """All tokens, in the order they were said."""
+        """All token ids, in order."""
         return self.transcript.ids + self.turn_ids
 
 
 def prefill_conversation(
-    desk: ModelRuntime,
+    runtime: ModelRuntime,
     conversation: Conversation,
     policy: Policy,
     sizes: SizeOptions,
     prompts: Prompts,
     progress: Progress = no_progress,
 ) -> ConversationMemory:
-    """Read a conversation into one cache or into one per episode.
+    """Prefill a conversation into one cache, or one per episode.
 
     Args:
-        prompts: further prompts by name, such as the question for an oracle policy.
+        prompts: token ids of further prompts by name, such as the question for an oracle policy.
 
     Raises:
         InputError: the conversation is empty.
         UsageError, BudgetError: sizes contradict each other or do not fit.
     """
-    transcript = desk.scribe.write(conversation)
+    transcript = runtime.tokenizer.encode_conversation(conversation)
     context = len(transcript.ids)
     if not conversation.messages or not context:
-        raise InputError(f"{conversation.name} holds no messages: there is nothing to read.")
-    tokens = resolve_budget(policy, sizes.budget, context, desk.decoder.spec)
+        raise InputError(f"{conversation.name} holds no messages: give it at least one.")
+    tokens = resolve_budget(policy, sizes.budget, context, runtime.decoder.spec)
     source = PrefillInput(conversation, transcript)
-    return prefill_memory(desk, source, policy.filled(tokens, sizes.block), prompts, progress)
+    return prefill_memory(
+        runtime, source, policy.with_sizes(tokens, sizes.block), prompts, progress
+    )
 
 
 def prefill_memory(
-    desk: ModelRuntime,
+    runtime: ModelRuntime,
     source: PrefillInput,
     policy: Policy,
     prompts: Prompts,
     progress: Progress = no_progress,
 ) -> ConversationMemory:
-    """Form episodes of a source and read it into one cache each.
+    """Form episodes of a prefill input and prefill it into one cache each.
 
     Args:
-        policy: with every size filled in.
+        policy: policy with every size filled in.
     """
     return run_steps(
-        prefill_memory_steps(desk, source, policy, prompts, PeakMemoryMeter()), progress
+        prefill_memory_steps(runtime, source, policy, prompts, PeakMemoryMeter()), progress
     )
 
 
 def prefill_memory_steps(
-    desk: ModelRuntime,
+    runtime: ModelRuntime,
     source: PrefillInput,
     policy: Policy,
     prompts: Prompts,
     meter: PeakMemoryMeter,
 ) -> Steps[ConversationMemory]:
-    """As `prefill_memory`, in steps."""
-    setting_up = time.perf_counter()
-    warm_up(desk, policy)
+    """Steps of `prefill_memory`."""
+    setup_started = time.perf_counter()
+    warm_up(runtime, policy)
     started = time.perf_counter()
     router = policy.session.build_router(
-        source.conversation, desk.embedder, desk.scribe.length, source.said
+        source.conversation, runtime.embedder, runtime.tokenizer.count_tokens, source.said
     )
-    spec, context = desk.decoder.spec, len(source.ids)
-    books = prompts_per_cache(desk, router, prompts)
-    shelf = yield from build_caches_steps(desk, policy, source.ids, books, meter)
-    answering = max(shelf.holdings(), key=lambda holding: holding.fast_tier_bytes)
-    figures = CacheFigures(
-        context_tokens=context,
-        budget_tokens=min(budget_tokens(policy), context),
-        full_kv_bytes=spec.full_bytes(context),
-        kv_bytes=shelf.nbytes,
-        active_kv_bytes=answering.fast_tier_bytes,
+    prompt_sets = prompts_per_cache(runtime, router, prompts)
+    caches = yield from build_caches_steps(runtime, policy, source.ids, prompt_sets, meter)
+    figures = cache_figures(
+        policy,
+        runtime.decoder.spec,
+        caches,
+        context_tokens=len(source.ids),
         peak_kv_bytes=meter.peak_bytes,
         peak_entries=meter.peak_entries,
         prefill_seconds=time.perf_counter() - started,
-        setup_seconds=started - setting_up,
-        layers=layer_figures(policy, spec, answering, context),
+        setup_seconds=started - setup_started,
     )
-    told = policy, source.conversation, source.transcript, shelf, router, figures
-    return ConversationMemory(*told, dict(prompts))
+    return ConversationMemory(
+        policy, source.conversation, source.transcript, caches, router, figures, dict(prompts)
+    )
 
 
-def warm_up(desk: ModelRuntime, policy: Policy) -> None:
-    """Fetch what stays from one reading to the next, so that no reading is charged for it."""
+def warm_up(runtime: ModelRuntime, policy: Policy) -> None:
+    """Load embedders and calibration data, which later prefills reuse, before time is measured."""
     for name in policy.session.embedders():
-        desk.embedder(name)
-    desk.calibrate(policy.calibrations)
+        runtime.embedder(name)
+    runtime.calibrate(policy.calibrations)
 
 
-def prompts_per_cache(desk: ModelRuntime, router: Router, prompts: Prompts) -> list[Prompts]:
-    """One book of prompts per cache to build."""
-    common = {**common_prompts(desk.scribe), **prompts}
+def prompts_per_cache(runtime: ModelRuntime, router: Router, prompts: Prompts) -> list[Prompts]:
+    """Scoring prompts of each cache to build, by name."""
+    common = {**common_prompts(runtime.tokenizer), **prompts}
     shown = router.prompts()
     if not shown:
-        # A chat that starts from nothing has no episodes yet, and nothing to judge by them.
+        # A chat without a history has no episodes yet, so their prompts are empty.
         return [{**common, **dict.fromkeys(router.prompt_names, ())}]
-    return [{**common, "episode": episode_prompt(desk.scribe, texts)} for texts in shown]
+    return [{**common, "episode": episode_prompt(runtime.tokenizer, texts)} for texts in shown]
 
 
 def build_caches(
-    desk: ModelRuntime,
+    runtime: ModelRuntime,
     policy: Policy,
     ids: tuple[int, ...],
-    books: Sequence[Prompts],
+    prompt_sets: Sequence[Prompts],
     meter: PeakMemoryMeter,
     progress: Progress = no_progress,
 ) -> SessionCaches:
-    """Read tokens into one cache per book, each within the policy's budget and parked when done."""
-    return run_steps(build_caches_steps(desk, policy, ids, books, meter), progress)
+    """Prefill tokens into one cache per prompt set, within the budget, and offload each."""
+    return run_steps(build_caches_steps(runtime, policy, ids, prompt_sets, meter), progress)
 
 
 def build_caches_steps(
-    desk: ModelRuntime,
+    runtime: ModelRuntime,
     policy: Policy,
     ids: tuple[int, ...],
-    books: Sequence[Prompts],
+    prompt_sets: Sequence[Prompts],
     meter: PeakMemoryMeter,
 ) -> Steps[SessionCaches]:
-    """As `build_caches`, in steps."""
-    spec = desk.decoder.spec
-    for book in books:
-        require_prompts(book, policy.scorer.wanted())
+    """Steps of `build_caches`."""
+    spec = runtime.decoder.spec
+    for prompts in prompt_sets:
+        require_prompts(prompts, policy.scorer.wanted())
     check_recent_fits(policy, entries_per_head(policy, spec))
-    shelf, reader = SessionCaches(spec, ()), prefill_reader(desk, policy, len(ids), meter)
-    lanes = [PrefillSequence(empty_cache(policy, spec), book, shelf.add) for book in books]
+    caches, reader = SessionCaches(spec, ()), prefill_reader(runtime, policy, len(ids), meter)
+    sequences = [
+        PrefillSequence(empty_cache(policy, spec), prompts, caches.add) for prompts in prompt_sets
+    ]
     if not ids:
-        for lane in lanes:
-            reader.finish(lane)
-        return shelf
-    yield from policy.schedule.steps(reader, lanes, ids)
-    return shelf
+        for sequence in sequences:
+            reader.finish(sequence)
+        return caches
+    yield from policy.schedule.steps(reader, sequences, ids)
+    return caches
 
 
 def prefill_reader(
-    desk: ModelRuntime, policy: Policy, context: int, meter: PeakMemoryMeter
+    runtime: ModelRuntime, policy: Policy, context: int, meter: PeakMemoryMeter
 ) -> PrefillReader:
-    """What reads a text of so many tokens under a policy."""
-    tokens = policy.timing.prefill_tokens(entries_per_head(policy, desk.decoder.spec))
-    planner, quotas = planner_with_quotas(desk, policy, tokens, context)
-    return PrefillReader(desk.decoder, planner, tokens, quotas, meter, prefill_allowance(policy))
+    """Reader that prefills a text of `context` tokens under a policy."""
+    tokens = policy.timing.prefill_tokens(entries_per_head(policy, runtime.decoder.spec))
+    planner, quotas = planner_with_quotas(runtime, policy, tokens, context)
+    return PrefillReader(runtime.decoder, planner, tokens, quotas, meter, prefill_allowance(policy))
 
 
 def turn_reader(
-    desk: ModelRuntime,
+    runtime: ModelRuntime,
     policy: Policy,
     cache: SequenceCache,
-    book: Prompts,
+    prompts: Prompts,
     saved: SequenceCache | None = None,
     open_ids: Sequence[int] = (),
 ) -> TurnReader:
-    """What reads a turn into a cache, within the policy's budget and a block.
+    """Reader that adds a turn to a cache, within budget and block.
 
     Args:
-        book: the prompts that judge it.
-        saved, open_ids: as in `TurnReader`.
+        prompts: prompts that the entries of the cache are scored with.
+        saved, open_ids: as for `TurnReader`.
     """
-    spec = desk.decoder.spec
+    spec = runtime.decoder.spec
     entries, bound = entries_per_head(policy, spec), entry_bound(policy, spec)
 
     def reader(length: int, meter: PeakMemoryMeter) -> PrefillReader:
-        return prefill_reader(desk, policy, max(length, entries), meter)
+        return prefill_reader(runtime, policy, max(length, entries), meter)
 
-    told = desk.decoder, cache, book, reader, bound, block_tokens(policy)
-    return TurnReader(*told, decode_planner(desk, policy, [cache]), saved, open_ids)
+    return TurnReader(
+        runtime.decoder,
+        cache,
+        prompts,
+        reader,
+        bound,
+        block_tokens(policy),
+        decode_planner(runtime, policy, [cache]),
+        saved,
+        open_ids,
+    )
 
 
 def decode_planner(
-    desk: ModelRuntime, policy: Policy, caches: Sequence[SequenceCache]
+    runtime: ModelRuntime, policy: Policy, caches: Sequence[SequenceCache]
 ) -> DecodeEviction | None:
-    """What keeps caches within the policy's budget while text is generated over them.
+    """Decode eviction that keeps caches within the budget while text is generated.
 
-    None where the policy lets what is generated stay whole.
+    None for policies that keep generated text whole.
 
     Args:
         caches: at least one.
@@ -275,26 +284,33 @@ def decode_planner(
     if policy.timing.excess() is None:
         return None
     starts = tuple(cache.next_position for cache in caches)
-    tokens = entries_per_head(policy, desk.decoder.spec)
+    tokens = entries_per_head(policy, runtime.decoder.spec)
     reading = policy.timing.prefill_tokens(tokens)
-    # Generated text goes on filling layers, so the context so far does not limit them.
-    ready = [planner_with_quotas(desk, policy, reading, max(start, tokens)) for start in starts]
-    quotas = tuple(own for _, own in ready)
-    told = tokens, quotas, starts, desk.decoder.foresee, recall_budget_tokens(policy)
-    return DecodeEviction(ready[0][0], *told, block_tokens(policy) - 1)
+    # Generated text continues to fill layers, so the present context does not limit them.
+    ready = [planner_with_quotas(runtime, policy, reading, max(start, tokens)) for start in starts]
+    return DecodeEviction(
+        ready[0][0],
+        tokens,
+        tuple(quotas for _, quotas in ready),
+        starts,
+        runtime.decoder.foresee,
+        recall_budget_tokens(policy),
+        block_tokens(policy) - 1,
+    )
 
 
 def planner_with_quotas(
-    desk: ModelRuntime, policy: Policy, tokens: int, context: int
+    runtime: ModelRuntime, policy: Policy, tokens: int, context: int
 ) -> tuple[Planner, dict[int, int]]:
-    """The planner with its measurements, and how many entries each layer may hold."""
-    managed = tuple(layer.index for layer in desk.decoder.spec.managed)
-    layers = tuple(layer.index for layer in budgeted_layers(policy, desk.decoder.spec))
-    facts = select_layers(desk.calibrate(policy.calibrations), managed, layers)
-    planner = policy.planner.under(facts, layers, desk.scribe.lexicon(policy.lexicon))
+    """Planner with its calibration data, and the quota of entries of each layer."""
+    managed = tuple(layer.index for layer in runtime.decoder.spec.managed)
+    layers = tuple(layer.index for layer in budgeted_layers(policy, runtime.decoder.spec))
+    facts = select_layers(runtime.calibrate(policy.calibrations), managed, layers)
+    planner = policy.planner.under(facts, layers, runtime.tokenizer.lexicon(policy.lexicon))
     if policy.values.projects:
         planner = replace(
-            planner, projections=output_projections(desk.decoder.body, desk.decoder.spec.layers)
+            planner,
+            projections=output_projections(runtime.decoder.body, runtime.decoder.spec.layers),
         )
     if tokens == WITHOUT_LIMIT:
         return planner, {}
@@ -316,22 +332,28 @@ EPISODE = (
 )
 
 
-def common_prompts(scribe: TokenizerAdapter) -> dict[str, tuple[int, ...]]:
-    """The prompts that depend on nothing but the model."""
+def common_prompts(tokenizer: TokenizerAdapter) -> dict[str, tuple[int, ...]]:
+    """Scoring prompts that depend on the tokenizer alone."""
     texts = {"repeat": REPEAT, "summarize": SUMMARIZE, "guidance": GUIDANCE}
-    return {name: scribe.question(text) for name, text in texts.items()}
+    return {name: tokenizer.encode_question(text) for name, text in texts.items()}
 
 
-def episode_prompt(scribe: TokenizerAdapter, texts: Sequence[str]) -> tuple[int, ...]:
-    """A request for key facts, answered with the episode's representative segments."""
-    return scribe.question(EPISODE) + scribe.encode("\n\n".join(texts))
+def episode_prompt(tokenizer: TokenizerAdapter, texts: Sequence[str]) -> tuple[int, ...]:
+    """Scoring prompt of an episode: a request for key facts, and its representative segments."""
+    return tokenizer.encode_question(EPISODE) + tokenizer.encode("\n\n".join(texts))
 
 
-def require_prompts(book: Prompts, names: frozenset[str]) -> None:
-    """Raises: UsageError: a prompt is needed that nothing provides."""
-    for name in sorted(names - book.keys()):
+def require_prompts(prompts: Prompts, names: frozenset[str]) -> None:
+    """Validate that all required prompts are there.
+
+    Raises:
+        UsageError: a required prompt is missing.
+    """
+    for name in sorted(names - prompts.keys()):
         way = {
-            "question": "it needs the question before reading: use it where questions are known",
+            "question": "it needs the question before prefill: use it where questions are known",
             "episode": "it needs episodes: put episodes() in front",
-        }.get(name, f"only {', '.join(sorted(book))} are known: give its text with prompts={{...}}")
-        raise UsageError(f"The policy looks for the prompt {name!r}, but {way}.")
+        }.get(
+            name, f"only {', '.join(sorted(prompts))} are known: give its text with prompts={{...}}"
+        )
+        raise UsageError(f"The policy scores with the prompt {name!r}, but {way}.")

@@ -233,7 +233,9 @@ def _study_run(study: Study, options: BenchOptions) -> StudyRunner:
 
         with progress_bar(f"Loading {model}"):
             engine = Engine(open_model(model, options.device, options.dtype), "full")
-        return ModelContext(engine, TaskSources(engine.scribe.length, options.corpus, options.data))
+        return ModelContext(
+            engine, TaskSources(engine.tokenizer.count_tokens, options.corpus, options.data)
+        )
 
     out = options.out or RESULTS / f"{study.name}.jsonl"
     threads = get_num_threads()

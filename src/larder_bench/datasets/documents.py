@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from larder.core.conversation import Conversation, PromptLayout, Question
 from larder.core.errors import BadParameter
-from larder.session.files.document import read_document
+from larder.session.files.loader import read_document
 from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.sources import TaskSources

@@ -80,7 +80,7 @@ class Decode(Measure):
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
         policy, engine = sized_policy(bench, cell), bench.engine
-        made = build_synthetic_cache(engine.desk, policy, cell.tokens, 2 * self.steps + 1)
+        made = build_synthetic_cache(engine.runtime, policy, cell.tokens, 2 * self.steps + 1)
         made.cache.compact()
         fast, slow = made.fast_bytes, made.slow_bytes
         full = engine.loaded.decoder.spec.full_bytes(cell.tokens)
@@ -182,7 +182,7 @@ class _StepRunner:
         self, bench: ModelContext, policy: Policy, caches: list[SequenceCache], made: SyntheticCache
     ) -> None:
         self._decoder, self._caches, self._policy = bench.engine.loaded.decoder, caches, policy
-        desk = replace_decoder(bench.engine.desk, self._decoder)
+        desk = replace_decoder(bench.engine.runtime, self._decoder)
         self._tending = decode_planner(desk, policy, caches)
         self._go_to = inject_streams(caches, made.streams) if made.streams else None
         self._said = 0
@@ -241,7 +241,7 @@ def sized_policy(bench: ModelContext, cell: Cell) -> Policy:
     spec, asked = bench.engine.loaded.decoder.spec, None
     if cell.amount is not None:
         asked = str(_tokens(bench, cell, policy))
-    return policy.filled(resolve_budget(policy, asked, cell.tokens, spec), None)
+    return policy.with_sizes(resolve_budget(policy, asked, cell.tokens, spec), None)
 
 
 def _tokens(bench: ModelContext, cell: Cell, policy: Policy) -> int:

@@ -51,8 +51,8 @@ class Fidelity(Measure):
 
         def read(tokens: int | None) -> ConversationMemory:
             asked = None if tokens is None else str(tokens)
-            filled = policy.filled(resolve_budget(policy, asked, context, spec), None)
-            return prefill_memory(bench.engine.desk, truth.passage.source, filled, {})
+            filled = policy.with_sizes(resolve_budget(policy, asked, context, spec), None)
+            return prefill_memory(bench.engine.runtime, truth.passage.source, filled, {})
 
         if cell.amount is None:
             memory, tries = read(None), 1

@@ -39,7 +39,9 @@ class ForcedAnswers(Measure):
         results = (score_answers_stepwise if recalls else score_answers)(engine, memory, questions)
         pairs = zip(posed, results, strict=True)
         return [
-            item for one, result in pairs for item in likelihood_items(one, result, engine.scribe)
+            item
+            for one, result in pairs
+            for item in likelihood_items(one, result, engine.tokenizer)
         ]
 
 

@@ -91,14 +91,16 @@ def generate_timed(engine: Engine, memory: ConversationMemory, question: Questio
     Raises:
         InputError: the question is longer than the budget.
     """
-    cache, _ = memory.recall(question.question)
+    cache, _ = memory.activate_for(question.question)
     wrapped = memory.conversation.question_prompt.format(question=question.question)
-    prompt = engine.scribe.question(wrapped)
+    prompt = engine.tokenizer.encode_question(wrapped)
     check_prompt_fits(prompt, budget_tokens(memory.policy))
-    longest = max(engine.scribe.length(answer) for answer in (question.answer, *question.others))
-    limits = StoppingCriteria(SPARE_ANSWER_TOKENS + 2 * longest, engine.stops)
+    longest = max(
+        engine.tokenizer.count_tokens(answer) for answer in (question.answer, *question.others)
+    )
+    limits = StoppingCriteria(SPARE_ANSWER_TOKENS + 2 * longest, engine.stop_ids)
     fork, stamps = cache.fork(), list[float]()
-    tending = decode_planner(engine.desk, memory.policy, [fork])
+    tending = decode_planner(engine.runtime, memory.policy, [fork])
     fork.reserve(len(prompt) + (limits.max_new_tokens if tending is None else 1))
 
     def note(row: int, token: int) -> bool:
@@ -110,7 +112,7 @@ def generate_timed(engine: Engine, memory: ConversationMemory, question: Questio
     observe = no_observer if tending is None else tending.observer
     decoder = engine.loaded.decoder
     [ids] = generate(decoder, [fork], [prompt], SamplingParams(), limits, note, observe)
-    text = engine.scribe.decode(ids).strip()
+    text = engine.tokenizer.decode(ids).strip()
     between = tuple(later - sooner for sooner, later in zip(stamps, stamps[1:], strict=False))
     # Without a policy at work `Engine.ask` needs no copy: the fork stands for the cache itself.
     spared = cache.nbytes if tending is None else fork.shared_nbytes

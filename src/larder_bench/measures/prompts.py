@@ -59,8 +59,8 @@ class PromptsMeasure(Measure):
         policy = _policy(cell)
         conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
         asked = [one for sitting in number_questions(cell.task, conversation) for one in sitting]
-        scribe = bench.engine.scribe
-        exact = [scribe.question(one.question.question) for one in asked]
+        scribe = bench.engine.tokenizer
+        exact = [scribe.encode_question(one.question.question) for one in asked]
         found = _PromptReader(bench, conversation, policy)
         told, filled = found.first(cell, exact[0], guess)
         rows: list[Row] = []
@@ -85,7 +85,7 @@ class PromptsMeasure(Measure):
                 f"{conversation.name} has {len(said)} utterances, fewer than the {self.utterances} "
                 "of a prompt: take prompts(utterances=...) with less, or a longer conversation."
             )
-        embedder = bench.engine.desk.embedder(self.embedder)
+        embedder = bench.engine.runtime.embedder(self.embedder)
         questions = embedder.embed_questions([one.question.question for one in asked])
         likeness = questions @ embedder.embed_segments(said).T
         order = np.argsort(-likeness, axis=1, kind="stable")
@@ -94,7 +94,7 @@ class PromptsMeasure(Measure):
             chosen = self._around(percentile, order)
             near = np.take_along_axis(likeness, chosen, axis=1).mean(axis=1)
             texts = [[said[place] for place in row] for row in chosen.tolist()]
-            scribe = bench.engine.scribe
+            scribe = bench.engine.tokenizer
             found[percentile] = near.tolist(), [episode_prompt(scribe, own) for own in texts]
         return found
 
@@ -120,7 +120,7 @@ class _PromptReader:
             memory, tries = self._read(None, prompt), 1
         else:
             engine = self.bench.engine
-            context = len(engine.scribe.write(self.conversation).ids)
+            context = len(engine.tokenizer.encode_conversation(self.conversation).ids)
             wanted = TargetSize(cell.amount, cell.matched, context, engine.loaded.decoder.spec)
             found = wanted.read(lambda tokens: self._read(tokens, prompt), guess)
             memory, tries = found.made, found.tries
@@ -145,7 +145,7 @@ class _PromptReader:
         sizes = SizeOptions(tokens)
         book = {"question": prompt}
         return prefill_conversation(
-            self.bench.engine.desk, self.conversation, self.policy, sizes, book
+            self.bench.engine.runtime, self.conversation, self.policy, sizes, book
         )
 
 

@@ -49,11 +49,11 @@ class Reading(Measure):
         policy, decoder = sized_policy(bench, cell), bench.engine.loaded.decoder
         clocked, meter = TimedDecoder(decoder, time.perf_counter), PeakMemoryMeter()
         ids, book = random_ids(decoder, cell.tokens), random_prompts(decoder, policy)
-        desk = replace_decoder(bench.engine.desk, clocked)
+        desk = replace_decoder(bench.engine.runtime, clocked)
         started = time.perf_counter()
         shelf = build_caches(desk, policy, ids, [book] * self.caches, meter)
         seconds = time.perf_counter() - started
-        active = max(holding.fast_tier_bytes for holding in shelf.holdings())
+        active = max(holding.fast_tier_bytes for holding in shelf.usage())
         full = decoder.spec.full_bytes(cell.tokens)
         parts = {MODEL: seconds - clocked.observer_seconds - clocked.scratch}
         parts |= {PROMPTS: clocked.scratch, POLICY: clocked.observer_seconds}

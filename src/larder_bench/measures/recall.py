@@ -87,10 +87,10 @@ class RecallMeasure(Measure):
         self, engine: Engine, memory: ConversationMemory, one: NumberedQuestion, heard: _RecallTally
     ) -> SequenceCache:
         """Give the expected answer over a fork of the cache, heard step by step."""
-        cache = memory.recall(one.question.question)[0].fork()
+        cache = memory.activate_for(one.question.question)[0].fork()
         wrapped = memory.conversation.question_prompt.format(question=one.question.question)
-        decoder, scribe = engine.loaded.decoder, engine.scribe
-        decoder.read([Tokens(cache, scribe.question(wrapped))], Mode.APPEND)
+        decoder, scribe = engine.loaded.decoder, engine.tokenizer
+        decoder.read([Tokens(cache, scribe.encode_question(wrapped))], Mode.APPEND)
         answer = scribe.encode(one.question.answer)[: self.steps]
         for step, token in enumerate(answer):
 

@@ -49,7 +49,9 @@ class SimilarityMeasure(Measure):
                 f"similarity is a profile of the model, which {subject.name} does not change: "
                 "take --control full alone."
             )
-        ids = bench.engine.scribe.write(bench.conversation(cell.task, cell.seed, cell.tokens)).ids
+        ids = bench.engine.tokenizer.encode_conversation(
+            bench.conversation(cell.task, cell.seed, cell.tokens)
+        ).ids
         block = -(-len(ids) // self.blocks)
         found = layer_similarities(
             decoder, ids, SensitivityProfile(len(ids), self.sinks, block, self.overlap)

@@ -131,12 +131,12 @@ def _time_clustering(engine: Engine, memory: ConversationMemory) -> Row:
     found: dict[str, _TimedEmbedder] = {}
 
     def clocked(name: str) -> Embedder:
-        return found.setdefault(name, _TimedEmbedder(engine.desk.embedder(name)))
+        return found.setdefault(name, _TimedEmbedder(engine.runtime.embedder(name)))
 
-    desk = replace(engine.desk, embedder=clocked)
+    desk = replace(engine.runtime, embedder=clocked)
     _, seconds = _time_call(
         lambda: memory.policy.session.build_router(
-            memory.conversation, desk.embedder, desk.scribe.length
+            memory.conversation, desk.embedder, desk.tokenizer.count_tokens
         )
     )
     embedded = float(sum(sum(one.seconds) for one in found.values()))
@@ -146,13 +146,13 @@ def _time_clustering(engine: Engine, memory: ConversationMemory) -> Row:
 def _time_turn(engine: Engine, memory: ConversationMemory, question: Question, answer: int) -> Row:
     """Seconds of finding the cache, and of reading the question and answering."""
     _, match = _time_call(lambda: memory.router.route(question.question))
-    cache, _ = memory.recall(question.question)
-    prompt = engine.scribe.question(
+    cache, _ = memory.activate_for(question.question)
+    prompt = engine.tokenizer.encode_question(
         memory.conversation.question_prompt.format(question=question.question)
     )
     fork, decoder = cache.fork(), engine.loaded.decoder
     fork.reserve(len(prompt) + answer)
-    tending = decode_planner(engine.desk, memory.policy, [fork])
+    tending = decode_planner(engine.runtime, memory.policy, [fork])
 
     def decode() -> None:
         given = prompt

@@ -94,7 +94,7 @@ class SegmentIndex:
                 left -= cost
         while chosen:
             made = self._only(sorted(chosen))
-            if len(self.scribe.write(made).ids) <= tokens:
+            if len(self.scribe.encode_conversation(made).ids) <= tokens:
                 return made
             chosen.pop()  # texts that are joined may take a few tokens more
         raise BudgetError(
@@ -122,7 +122,7 @@ class SegmentIndex:
     def _lengths(self) -> list[int]:
         """Tokens of the text of each segment."""
         return [
-            sum(self.scribe.length(self._text(piece)) for piece in segment.pieces)
+            sum(self.scribe.count_tokens(self._text(piece)) for piece in segment.pieces)
             for segment in self.segments
         ]
 
@@ -130,7 +130,7 @@ class SegmentIndex:
     def _frame(self) -> int:
         """Tokens around a message; a transcript or a document is one."""
         nothing = replace(self.conversation, messages=(Message("user", ""),), questions=())
-        return len(self.scribe.write(nothing).ids)
+        return len(self.scribe.encode_conversation(nothing).ids)
 
     def _text(self, piece: MessageSpan) -> str:
         return self.conversation.messages[piece.message].content[piece.start : piece.stop]

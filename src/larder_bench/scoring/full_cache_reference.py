@@ -50,7 +50,7 @@ def split_context(
     Raises:
         BadParameter: it is too short for that.
     """
-    written = engine.scribe.write(conversation)
+    written = engine.tokenizer.encode_conversation(conversation)
     spans = written.spans
     ids = written.ids[: spans[-1][1]]  # without what the template puts behind the last message
     most = len(ids) - following
@@ -87,20 +87,20 @@ class FullCacheReference:
     def of(engine: Engine, cut: ContextContinuation) -> FullCacheReference:
         """Read a passage under the full cache, which is the engine's."""
         recorded = dict[int, LayerActivations]()
-        memory = prefill_memory(engine.desk, cut.source, engine.policy, {})
+        memory = prefill_memory(engine.runtime, cut.source, engine.policy, {})
 
         def note(row: int, layer: int, own: LayerActivations) -> None:
             del row
             recorded[layer] = own
 
-        cache, _ = memory.recall(cut.last_utterance)
+        cache, _ = memory.activate_for(cut.last_utterance)
         rows, wanted = [Tokens(cache, cut.following)], range(len(cut.following))
         logits = engine.loaded.decoder.forward_logits(rows, Mode.SCRATCH, wanted, note)
         return FullCacheReference(engine, cut, memory, logits, recorded)
 
     def expected(self, memory: ConversationMemory) -> tuple[Float[Tensor, "N V"], SequenceCache]:
         """What another cache expects, and the cache."""
-        cache, _ = memory.recall(self.passage.last_utterance)
+        cache, _ = memory.activate_for(self.passage.last_utterance)
         rows = [Tokens(cache, self.passage.following)]
         wanted = range(len(self.passage.following))
         return self.engine.loaded.decoder.forward_logits(rows, Mode.SCRATCH, wanted), cache
@@ -110,7 +110,7 @@ class FullCacheReference:
 
         A mean over managed layers and query heads.
         """
-        own, _ = self.memory.recall(self.passage.last_utterance)
+        own, _ = self.memory.activate_for(self.passage.last_utterance)
         layers = own.spec.managed
         shares = [self._of_layer(layer, own, other) for layer in layers]
         return torch.stack(shares).mean(0)

@@ -70,7 +70,7 @@ def split_by_spans(
 
     A token belongs to the part that its first character stands in. The end of turn belongs to none.
     """
-    starts = scribe.starts(forced.question.answer)
+    starts = scribe.token_starts(forced.question.answer)
     borders = [(bisect_left(starts, start), bisect_left(starts, stop)) for start, stop in spans]
     return [forced.part(*border) for border in borders]
 
@@ -137,7 +137,7 @@ def answer_logits(
         sections = [
             _PackedAnswer(
                 place,
-                engine.scribe.question(wrap.format(question=question.question)),
+                engine.tokenizer.encode_question(wrap.format(question=question.question)),
                 _answer_ids(engine, question.answer),
             )
             for place, question in enumerate(questions)
@@ -157,9 +157,9 @@ def answer_logits_stepwise(
     """
     wrap = memory.conversation.question_prompt
     for place, question in enumerate(questions):
-        cache, match = memory.recall(question.question)
+        cache, match = memory.activate_for(question.question)
         fork, rows = cache.fork(), list[Tensor]()
-        given = engine.scribe.question(wrap.format(question=question.question))
+        given = engine.tokenizer.encode_question(wrap.format(question=question.question))
         answer = _answer_ids(engine, question.answer)
         for token in answer:
             row = BatchSegment(fork, given)
@@ -180,7 +180,7 @@ def _in_order(
 
 def _answer_ids(engine: Engine, answer: str) -> tuple[int, ...]:
     """The answer's tokens and the one that ends the turn."""
-    return engine.scribe.encode(answer) + engine.scribe.closing()[:1]
+    return engine.tokenizer.encode(answer) + engine.tokenizer.end_of_turn_ids()[:1]
 
 
 def _packed_groups(sections: Sequence[_PackedAnswer]) -> Iterator[list[_PackedAnswer]]:

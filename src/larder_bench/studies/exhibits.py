@@ -41,7 +41,7 @@ def budget_rows(memory: ConversationMemory) -> list[Row]:
     The shelf's caches are made active one after the other, and then the one that was so before.
     """
     count = max(1, len(memory.router.prompts()))
-    before, rows = memory.caches.active, list[Row]()
+    before, rows = memory.caches.active_number, list[Row]()
     for number in range(count):
         cache = memory.caches.activate(number)
         sliding = [layer.index for layer in cache.spec.layers if layer.sliding_window is not None]
@@ -55,7 +55,7 @@ def budget_rows(memory: ConversationMemory) -> list[Row]:
         }
         rows.append(data)
     if before is None:
-        memory.caches.rest()
+        memory.caches.offload_active()
     else:
         memory.caches.activate(before)
     return rows

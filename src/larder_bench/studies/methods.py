@@ -178,7 +178,7 @@ class RetrievalMethod(ComparedMethod):
         passages = bench.passages(conversation, *kind)
         made = passages.fitting(self.retrieval.ranked(passages, question.question), room)
         memory = bench.engine.under("full").read(made)
-        context = len(bench.engine.scribe.write(conversation).ids)
+        context = len(bench.engine.tokenizer.encode_conversation(conversation).ids)
         full = bench.engine.loaded.decoder.spec.full_bytes(context)
         told = {"context_tokens": context, "full_kv_bytes": full, "budget_tokens": room}
         return replace(memory, figures=replace(memory.figures, **told))

@@ -62,8 +62,8 @@ class ModelContext:
         return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
     def _cut(self, conversation: Conversation, embedder: str, size: int) -> SegmentIndex:
-        loaded = self.engine.desk.embedder(embedder)
-        return SegmentIndex(conversation, self.engine.scribe, loaded, size)
+        loaded = self.engine.runtime.embedder(embedder)
+        return SegmentIndex(conversation, self.engine.tokenizer, loaded, size)
 
     def _made(self, task: Task, seed: int, tokens: int) -> Conversation:
         return task.make(seed, tokens, self.sources)

@@ -78,7 +78,7 @@ class ContextReader:
             memory = under(None)
         else:
             spec = self.bench.engine.loaded.decoder.spec
-            context = len(self.bench.engine.scribe.write(self.conversation).ids)
+            context = len(self.bench.engine.tokenizer.encode_conversation(self.conversation).ids)
             matched = self.subject.matched(self.matched)
             found = TargetSize(self.amount, matched, context, spec).read(under, self.guess)
             memory = found.made
@@ -165,13 +165,13 @@ def _append_turns(
     engine: Engine, memory: ConversationMemory, questions: Sequence[Question]
 ) -> None:
     """Have the caches that answer hold questions and expected answers for good."""
-    scribe, decoder = engine.scribe, engine.loaded.decoder
+    scribe, decoder = engine.tokenizer, engine.loaded.decoder
     for question in questions:
-        cache, _ = memory.recall(question.question)
+        cache, _ = memory.activate_for(question.question)
         wrapped = memory.conversation.question_prompt.format(question=question.question)
-        tending = decode_planner(engine.desk, memory.policy, [cache])
-        answer = scribe.answer(question.answer)
-        for ids, said in ((scribe.question(wrapped), 0), (answer, len(answer))):
+        tending = decode_planner(engine.runtime, memory.policy, [cache])
+        answer = scribe.encode_answer(question.answer)
+        for ids, said in ((scribe.encode_question(wrapped), 0), (answer, len(answer))):
             row = Tokens(cache, ids)
             observer = None if tending is None else tending.observer([0], [row], [said])
             decoder.read([row], Mode.APPEND, observer)

@@ -15,7 +15,7 @@ from random import Random
 
 from larder.core.conversation import Conversation, PromptLayout, Question
 from larder.core.errors import BadParameter, InputError
-from larder.session.files.document import read_document
+from larder.session.files.loader import read_document
 from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
 from larder_bench.datasets.documents import LETTERS_PER_TOKEN, head_tokens
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS

@@ -12,12 +12,12 @@ def test_a_question_goes_with_its_answer_and_the_system_prompt_with_none() -> No
     chat = Conversation("chat", tuple(Message(role, text) for role, text in told))
     found = history_turns(chat, cut_segments(chat, size=3))
     assert [one.text for one in found] == ["q1\na1", "q2", "q3"]
-    assert [one.places for one in found] == [(0,), (0,), (1,)]
+    assert [one.segment_indices for one in found] == [(0,), (0,), (1,)]
 
 
 def test_an_exchange_across_a_border_belongs_to_both_segments() -> None:
     chat = Conversation("chat", (Message("user", "q"), Message("assistant", "a")))
-    assert history_turns(chat, cut_segments(chat, size=1))[0].places == (0, 1)
+    assert history_turns(chat, cut_segments(chat, size=1))[0].segment_indices == (0, 1)
 
 
 def test_utterances_lose_the_names_that_no_turn_of_a_chat_carries() -> None:
@@ -27,7 +27,7 @@ def test_utterances_lose_the_names_that_no_turn_of_a_chat_carries() -> None:
     )
     found = history_turns(talk, cut_segments(talk))
     assert [one.text for one in found] == ['Hello.\nA "hi".', "Hello."]
-    assert [one.places for one in found] == [(0,), (0,)]
+    assert [one.segment_indices for one in found] == [(0,), (0,)]
 
 
 def test_a_document_is_cut_into_pairs_of_sentences() -> None:
@@ -35,4 +35,4 @@ def test_a_document_is_cut_into_pairs_of_sentences() -> None:
     paper = Conversation("paper", (Message("user", text),), form=PromptLayout.DOCUMENT)
     found = history_turns(paper, cut_segments(paper))
     assert len(found) == 4 and found[0].text.count("sentence") == 2
-    assert [one.places for one in found] == [(0,), (0,), (1,), (1,)]
+    assert [one.segment_indices for one in found] == [(0,), (0,), (1,), (1,)]

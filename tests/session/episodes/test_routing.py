@@ -53,7 +53,7 @@ DOGS_AND_CARS = talk(*(f"my dog {n}" for n in range(6)), *(f"the car {n}" for n 
 
 def test_a_turn_on_a_known_topic_grows_the_episode_that_answered() -> None:
     router = arranged(DOGS_AND_CARS)
-    filing = router.file("a dog barks", 0)
+    filing = router.assign_turn("a dog barks", 0)
     grown = filing.router
     assert isinstance(grown, NearestEpisodeRouter)
     assert filing.number == 0 and len(grown.episodes) == 2
@@ -65,7 +65,7 @@ def test_a_turn_on_a_known_topic_grows_the_episode_that_answered() -> None:
 
 def test_a_turn_on_a_new_topic_opens_an_episode() -> None:
     router = arranged(DOGS_AND_CARS)
-    filing = router.file("the star shines", 1)
+    filing = router.assign_turn("the star shines", 1)
     grown = filing.router
     assert isinstance(grown, NearestEpisodeRouter)
     assert filing.number == 2
@@ -78,15 +78,15 @@ def test_a_turn_on_a_new_topic_opens_an_episode() -> None:
 def test_a_filed_turn_leaves_the_former_router_as_it_was() -> None:
     router = arranged(DOGS_AND_CARS)
     before = router.segments()
-    router.file("a dog barks", 0)
-    router.file("the star shines", 0)
+    router.assign_turn("a dog barks", 0)
+    router.assign_turn("the star shines", 0)
     assert router.segments() == before and router.tau is None
 
 
 def test_tau_is_calibrated_once_on_what_the_episodes_were_formed_of() -> None:
     router = arranged(DOGS_AND_CARS)
-    first = router.file("a dog barks", 0).router
-    second = first.file("a strange dog", 0).router
+    first = router.assign_turn("a dog barks", 0).router
+    second = first.assign_turn("a strange dog", 0).router
     assert isinstance(first, NearestEpisodeRouter) and isinstance(second, NearestEpisodeRouter)
     rows = router.embedder.embed_segments(_texts(DOGS_AND_CARS))
     assert router.clusterer.tau(rows, rows, _places(rows), 2) == first.tau
@@ -95,9 +95,9 @@ def test_tau_is_calibrated_once_on_what_the_episodes_were_formed_of() -> None:
 
 def test_with_too_few_segments_no_turn_is_new() -> None:
     router = arranged(talk())
-    first = router.file("my dog", 0)
+    first = router.assign_turn("my dog", 0)
     assert first.number == 0
-    second = first.router.file("the star shines", 0)
+    second = first.router.assign_turn("the star shines", 0)
     assert second.number == 0
     assert second.router.segments() == [2]
 
@@ -127,7 +127,7 @@ def test_a_new_segment_can_come_to_stand_for_its_episode() -> None:
     router = arranged(talk("the car", "dog sea", "dog star"), count=2, representatives=1)
     number = router.route("dog").episode  # pyright: ignore
     for text in ("dog dog", "dog a dog", "a dog dog"):
-        router = router.file(text, number).router
+        router = router.assign_turn(text, number).router
     assert router.refresh(number).router.prompts()[number][0] in (
         "dog dog",
         "dog a dog",
@@ -138,7 +138,7 @@ def test_a_new_segment_can_come_to_stand_for_its_episode() -> None:
 def test_a_chat_that_has_grown_is_divided_into_topics_in_the_order_of_its_turns() -> None:
     router = arranged(talk())
     for text in ("my dog", "the car", "a dog barks", "a car stops"):
-        router = router.file(text, 0).router
+        router = router.assign_turn(text, 0).router
     reform = router.refresh(0)
     after = reform.router
     assert isinstance(after, NearestEpisodeRouter)
@@ -151,7 +151,7 @@ def test_a_chat_that_has_grown_is_divided_into_topics_in_the_order_of_its_turns(
 
 
 def test_too_few_segments_are_not_divided() -> None:
-    router = arranged(talk()).file("my dog", 0).router.file("the car", 0).router
+    router = arranged(talk()).file("my dog", 0).router.assign_turn("the car", 0).router
     assert router.refresh(0).rebuilt == (0,)
     assert router.refresh(0).router.segments() == [2]
 
@@ -160,7 +160,7 @@ def test_segments_keep_their_order_through_new_episodes_and_refreshes() -> None:
     router = arranged(DOGS_AND_CARS)
     said = ["a dog barks", "the star shines", "a car stops"]
     for text, number in zip(said, (0, 0, 1), strict=True):
-        router = router.file(text, number).router
+        router = router.assign_turn(text, number).router
     router = router.refresh(0).router
     assert isinstance(router, NearestEpisodeRouter)
     assert router._rows()[0] == (*_texts(DOGS_AND_CARS), *said)
@@ -178,7 +178,7 @@ def test_a_short_chat_comes_back_as_one_episode() -> None:
 
 def test_one_cache_files_everything_where_it_is() -> None:
     router = Single().build_router(talk("a"), topics, words, ("b",))
-    assert router.file("anything", 0).number == 0
+    assert router.assign_turn("anything", 0).number == 0
     assert router.refresh(0).rebuilt == (0,)
 
 
@@ -226,7 +226,7 @@ FOUR_TOPICS = talk(*(f"{topic} {n}" for topic in ("dog", "car", "sea", "star") f
 def test_tau_and_refresh_follow_the_number_of_episodes_that_silhouette_chose() -> None:
     router = arranged(FOUR_TOPICS, count=0)
     assert len(router.episodes) == router.formed == 4
-    filed = router.file("dog", 0).router
+    filed = router.assign_turn("dog", 0).router
     assert isinstance(filed, NearestEpisodeRouter)
     rows = TopicEmbedder().embed_segments(_texts(FOUR_TOPICS))
     assert filed.tau == router.clusterer.tau(rows, rows, _places(rows), 4)
@@ -267,7 +267,7 @@ def test_tau_is_calibrated_on_exchanges_and_embeds_them_in_one_call() -> None:
     part = Episodes(count=2, segment=4)
     router = part.build_router(history, lambda name: embedder, words)
     assert len(embedder.calls) == 1, "reading does not pay for a chat"
-    router.file("my dog", 0).router.file("my car", 0)
+    router.assign_turn("my dog", 0).router.assign_turn("my car", 0)
     [_, first, exchanges, second] = embedder.calls
     assert (first, second) == (["my dog"], ["my car"])
     assert exchanges == [f"user speaks of dog {n}\nassistant speaks of dog {n}" for n in range(6)]

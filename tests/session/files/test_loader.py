@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from larder.core.conversation import Conversation, Message, PromptLayout, Question
 from larder.core.errors import InputError
-from larder.session.files import document, find_files, read_conversation
+from larder.session.files import find_files, read_conversation
+from larder.session.files.loader import read_document
 
 
 def write(folder: Path, content: object, name: str = "talk.json") -> Path:
@@ -97,7 +98,7 @@ class TestDocuments:
 
     @given(st.text(alphabet="a \n\r\t", min_size=1).filter(str.strip))
     def test_paragraphs_joined_are_the_file(self, text: str) -> None:
-        conversation = document.read_document(text, "any")
+        conversation = read_document(text, "any")
         assert text_of(conversation) == text
         assert all(message.utterance for message in conversation.messages)
 

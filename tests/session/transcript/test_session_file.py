@@ -41,7 +41,7 @@ def written(name: str = "mine") -> tuple[Path, dict[str, Any]]:
 def test_what_is_saved_is_loaded() -> None:
     written()
     kept = SessionFile("mine").load()
-    assert kept is not None and kept.log == LOG and kept.stamp == STAMP
+    assert kept is not None and kept.log == LOG and kept.identity == STAMP
 
 
 def test_a_new_name_has_nothing_kept_and_leaves_no_folder(larder_home: Path) -> None:
@@ -62,9 +62,9 @@ def test_the_file_says_what_was_said_in_plain_words() -> None:
 def test_every_save_replaces_the_file_and_leaves_nothing_beside_it() -> None:
     book = SessionFile("mine")
     book.save(LOG, STAMP)
-    book.save(LOG.plus(ChatTurn("More?", "No.", (4,))), STAMP)
+    book.save(LOG.with_turn(ChatTurn("More?", "No.", (4,))), STAMP)
     kept = SessionFile("mine").load()
-    assert kept is not None and len(kept.log.exchanges) == 2
+    assert kept is not None and len(kept.log.turns) == 2
     assert [file.name for file in book.path.parent.iterdir()] == ["mine.json"]
 
 
@@ -99,7 +99,7 @@ def test_a_crash_while_writing_leaves_the_old_file(monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", fail)
         with pytest.raises(KeyboardInterrupt):
-            book.save(LOG.plus(ChatTurn("More?", "No.", (4,))), STAMP)
+            book.save(LOG.with_turn(ChatTurn("More?", "No.", (4,))), STAMP)
     assert path.read_bytes() == before
     assert [file.name for file in path.parent.iterdir()] == ["mine.json"]
 
@@ -167,7 +167,7 @@ def test_a_file_that_another_chat_has_changed_is_not_overwritten() -> None:
     path, _ = written()
     first, second = SessionFile("mine"), SessionFile("mine")
     first.load(), second.load()
-    second.save(LOG.plus(ChatTurn("More?", "No.", (4,))), STAMP)
+    second.save(LOG.with_turn(ChatTurn("More?", "No.", (4,))), STAMP)
     before = path.read_bytes()
     with pytest.raises(InputError, match="changed by someone else"):
         first.save(LOG, STAMP)

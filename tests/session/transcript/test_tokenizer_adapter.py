@@ -25,7 +25,7 @@ def a_chat() -> Conversation:
 
 
 def test_a_short_message_is_not_found_in_a_header(seed: LoadedModel) -> None:
-    written = TokenizerAdapter(seed.tokenizer).write(a_chat())
+    written = TokenizerAdapter(seed.tokenizer).encode_conversation(a_chat())
     shown = [seed.tokenizer.decode(list(written.ids[a:b])) for a, b in written.spans]
     for place, (one, said) in enumerate(zip(shown, CONTENTS, strict=True)):
         # The header of its own turn, and nothing of the next one.
@@ -37,8 +37,8 @@ def test_a_short_message_is_not_found_in_a_header(seed: LoadedModel) -> None:
 
 def test_utterances_are_not_found_in_the_opening(seed: LoadedModel) -> None:
     talk = replace(a_chat(), form=PromptLayout.TRANSCRIPT, opening="a user said a word:\n")
-    text, starts = TokenizerAdapter(seed.tokenizer).text(talk)
-    spans = TokenizerAdapter(seed.tokenizer).write(talk).spans
+    text, starts = TokenizerAdapter(seed.tokenizer).render_conversation(talk)
+    spans = TokenizerAdapter(seed.tokenizer).encode_conversation(talk).spans
     stops = [text.index(talk.opening) + len(talk.opening)]
     for content in CONTENTS:
         stops.append(stops[-1] + len(content))

@@ -62,7 +62,7 @@ class ChatBackend(SessionBackend):
         """The caches are there, or are to be built: see what is left to be read."""
         sitting, said = job.sitting, _tokens(job.said)
         if sitting.chat_cache is not None:
-            exchanges = len(sitting.chat_cache.state.log.exchanges)
+            exchanges = len(sitting.chat_cache.state.log.turns)
             job.mark = job.counts.cached = _tokens(job.said[:exchanges])
             job.counts.restored = job.mark if job.counts.tier in ("host", "disk") else 0
         job.counts.recomputed = said - job.mark
@@ -94,15 +94,15 @@ class ChatBackend(SessionBackend):
         del plans
         self._check(job)
         assert job.active_turn is not None
-        if not job.ended and job.active_turn.turn.room < 1:
-            job.course = job.active_turn.turn.end_block_steps(1)
+        if not job.ended and job.active_turn.reader.room < 1:
+            job.course = job.active_turn.reader.end_block_steps(1)
 
     def needs_closing_pass(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> bool:
         drawer = job.active_turn
         assert drawer is not None
         ids, job.course = (*job.new_ids, *job.ids, *closing), None
-        job.tail, job.ended = ids[drawer.cache.next_position - drawer.mark :], reason
-        if drawer.turn.is_within_after(len(job.tail)):
+        job.tail, job.ended = ids[drawer.cache.next_position - drawer.start_position :], reason
+        if drawer.reader.is_within_after(len(job.tail)):
             return bool(job.tail)
         job.course = self._ending(job, drawer, closing)
         return True
@@ -113,25 +113,25 @@ class ChatBackend(SessionBackend):
             assert sitting.chat_cache is not None and job.active_turn is not None
             said = job.completed_turn = job.exchange(closing, len(job.tail), reason)
             exchange = ChatTurn(job.turns[-1].text, said.text, (*job.new_ids, *said.answer))
-            job.turn_commit = sitting.chat_cache.file(job.active_turn, exchange)
+            job.turn_commit = sitting.chat_cache.prepare_commit(job.active_turn, exchange)
         return job.completed_turn
 
     def _ending(
         self, job: RequestState, drawer: ActiveTurn, closing: tuple[int, ...]
     ) -> PrefillSteps:
         """Read the end of a turn, and bring the cache that holds it back to its budget."""
-        yield from drawer.turn.following(job.tail, len(job.ids))
+        yield from drawer.reader.following(job.tail, len(job.ids))
         self.file(job, job.ended, closing)
         assert job.turn_commit is not None
         if job.turn_commit.number == drawer.number:
-            yield from drawer.turn.settling()
+            yield from drawer.reader.settling()
 
     def accept(self, job: RequestState) -> None:
         sitting, drawer = job.sitting, job.active_turn
         assert sitting.chat_cache is not None and drawer is not None and job.turn_commit is not None
-        start = sitting.chat_cache.length
-        sitting.chat_cache.accept(drawer, job.turn_commit)
-        sitting.spots.file(drawer.number, job.turn_commit.number, drawer.mark, start)
+        start = sitting.chat_cache.num_tokens
+        sitting.chat_cache.commit(drawer, job.turn_commit)
+        sitting.spots.file(drawer.number, job.turn_commit.number, drawer.start_position, start)
         drawer.cache.compact()
         job.active_turn, sitting.episode = None, drawer.number
         sitting.read = sitting.ids
@@ -144,7 +144,7 @@ class ChatBackend(SessionBackend):
         job.course = job.active_turn = None
         if drawer is not None and sitting.chat_cache is not None:
             if drawer.can_be_undone:
-                sitting.chat_cache.undo(drawer)
+                sitting.chat_cache.abort_turn(drawer)
             else:
                 self._tiers.drop(sitting)
         if sitting.chat_cache is None:
@@ -226,7 +226,7 @@ class ChatBackend(SessionBackend):
             return "none"
         if origin.rule is not sitting.rule:
             return "none"
-        sitting.chat_cache = origin.chat_cache.before(len(job.said))
+        sitting.chat_cache = origin.chat_cache.copy_before(len(job.said))
         if sitting.chat_cache is not None:
             sitting.read, sitting.is_coded = sitting.ids, origin.is_coded
         sitting.episode, sitting.base = origin.episode, min(origin.base, len(job.said))
@@ -250,7 +250,7 @@ class ChatBackend(SessionBackend):
 
 def _is_complete(cabinet: ChatCache, job: RequestState) -> bool:
     """Whether a session's caches are of all that was said."""
-    return len(cabinet.state.log.exchanges) == len(job.said)
+    return len(cabinet.state.log.turns) == len(job.said)
 
 
 def _tokens(said: Sequence[CompletedTurn]) -> int:

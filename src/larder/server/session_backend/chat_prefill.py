@@ -45,21 +45,21 @@ class ChatPrefill:
             yield from self._caught_up(job, sitting.chat_cache)
         sitting.read = sitting.ids
         yield from _refresh_steps(sitting, sitting.chat_cache)
-        room = len(job.new_ids) + job.new_tokens + len(self._scribe.closing())
+        room = len(job.new_ids) + job.new_tokens + len(self._scribe.end_of_turn_ids())
         told = sitting, sitting.chat_cache, job.turns[-1].text, job.new_ids, room
         drawer, asked = yield from self._drawn(*told)
         job.active_turn = drawer
-        job.asked = yield from drawer.turn.reading(asked)
+        job.asked = yield from drawer.reader.reading(asked)
         if job.ids:  # they were said before, and are read once more
-            drawer.turn.ask(job.asked)
-            yield from drawer.turn.replay_steps(tuple(job.ids[:-1]))
+            drawer.reader.ask(job.asked)
+            yield from drawer.reader.replay_steps(tuple(job.ids[:-1]))
 
     def leads_on(self, job: RequestState, cabinet: ChatCache) -> bool:
         """Whether caches are of a beginning of what was said, so that they can hear the rest."""
-        heard = cabinet.state.log.exchanges
+        heard = cabinet.state.log.turns
         if len(heard) == len(job.said):  # what was said in a session is never changed
             return True
-        return self._log(job).exchanges[: len(heard)] == heard
+        return self._log(job).turns[: len(heard)] == heard
 
     def skipped(self, job: RequestState) -> int:
         """Tokens of a first prompt that are read before the question."""
@@ -69,9 +69,9 @@ class ChatPrefill:
         """Everything that was said, read anew."""
         sitting, desk = job.sitting, job.sitting.rule.desk
         log = self._log(job)
-        before = replace(log, exchanges=log.exchanges[: sitting.base])
+        before = replace(log, turns=log.turns[: sitting.base])
         sitting.spots = PositionMaps()
-        meter, source = PeakMemoryMeter(), before.source(before.transcript(self._scribe))
+        meter, source = PeakMemoryMeter(), before.prefill_input(before.transcript(self._scribe))
         memory = yield from prefill_memory_steps(desk, source, sitting.rule.policy, {}, meter)
         cabinet = ChatCache(desk, ChatState(memory, before))
         cabinet.refresh_meter = meter
@@ -80,10 +80,10 @@ class ChatPrefill:
 
     def _caught_up(self, job: RequestState, cabinet: ChatCache) -> PrefillSteps:
         """Turns that the caches have not heard, as they were when they were said."""
-        done = len(cabinet.state.log.exchanges)
+        done = len(cabinet.state.log.turns)
         if done == len(job.said):
             return
-        exchanges = self._log(job).exchanges
+        exchanges = self._log(job).turns
         for said, exchange in list(zip(job.said, exchanges, strict=True))[done:]:
             yield from _refresh_steps(job.sitting, cabinet)
             yield from self._heard(job.sitting, cabinet, said, exchange)
@@ -99,22 +99,22 @@ class ChatPrefill:
         self, sitting: SessionState, cabinet: ChatCache, said: CompletedTurn, exchange: ChatTurn
     ) -> PrefillSteps:
         """A turn once more, as it was when it was said."""
-        answer, closing = tuple(said.answer), self._scribe.closing()
+        answer, closing = tuple(said.answer), self._scribe.end_of_turn_ids()
         prompt = exchange.ids[: len(exchange.ids) - len(answer)]
         told = sitting, cabinet, exchange.question, prompt, len(exchange.ids)
         drawer, asked = yield from self._drawn(*told)
-        turn, stop = drawer.turn, len(answer) - said.unread
+        turn, stop = drawer.reader, len(answer) - said.unread
         asked = yield from turn.reading(asked)
         turn.ask(asked)
         yield
         yield from turn.replay_steps(answer[:stop])
         generated = len(answer) - (len(closing) if answer[-len(closing) :] == closing else 0)
         yield from turn.following(answer[stop:], generated)
-        filed = cabinet.file(drawer, exchange)
-        sitting.spots.file(drawer.number, filed.number, drawer.mark, cabinet.length)
-        cabinet.accept(drawer, filed)
+        filed = cabinet.prepare_commit(drawer, exchange)
+        sitting.spots.file(drawer.number, filed.number, drawer.start_position, cabinet.num_tokens)
+        cabinet.commit(drawer, filed)
         drawer.cache.compact()
-        yield from cabinet.settling(drawer, filed)
+        yield from cabinet.enforce_budget_steps(drawer, filed)
         yield
 
     def _drawn(
@@ -131,11 +131,11 @@ class ChatPrefill:
         Args:
             room: tokens of the whole turn.
         """
-        drawer, block = cabinet.draw(question), sitting.rule.block
+        drawer, block = cabinet.open_turn(question), sitting.rule.block
         if len(prompt) > budget_tokens(sitting.rule.policy):
-            drawer = yield from cabinet.ahead(drawer, prompt[:-block])
+            drawer = yield from cabinet.open_turn_prefilled(drawer, prompt[:-block])
             prompt = prompt[-block:]
-        drawer.turn.reserve(room)
+        drawer.reader.reserve(room)
         return drawer, prompt
 
 
@@ -144,6 +144,6 @@ def _refresh_steps(sitting: SessionState, cabinet: ChatCache) -> PrefillSteps:
     before = cabinet.state.refreshes
     yield from cabinet.refresh_steps()
     if cabinet.state.refreshes > before:
-        sitting.base = len(cabinet.state.log.exchanges)
-        read = [held.next_position for held in cabinet.caches.holdings()]
-        sitting.spots.refresh(read, cabinet.length)
+        sitting.base = len(cabinet.state.log.turns)
+        read = [held.next_position for held in cabinet.caches.usage()]
+        sitting.spots.refresh(read, cabinet.num_tokens)

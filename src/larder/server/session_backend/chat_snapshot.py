@@ -27,7 +27,7 @@ SCHEMA = 1
 def has_all_turns(sitting: SessionState) -> bool:
     """Whether the caches of a chat are those of all that was said, and no turn is half in them."""
     cabinet = sitting.chat_cache
-    return cabinet is not None and len(cabinet.state.log.exchanges) == len(sitting.said)
+    return cabinet is not None and len(cabinet.state.log.turns) == len(sitting.said)
 
 
 def encode_chat_state(sitting: SessionState) -> bytes:
@@ -69,7 +69,7 @@ def restore_chat(
         raise Damaged(f"What stands beside the chat's caches cannot be used ({error}).") from error
     if not (sitting.said and 0 <= episode < len(caches) and 0 <= base <= len(sitting.said)):
         raise Damaged("What stands beside the chat's caches does not fit them.")
-    log = session_log(sitting.root, sitting.said, rule.desk.scribe)
+    log = session_log(sitting.root, sitting.said, rule.desk.tokenizer)
     state = restore_chat_state(data, ids, caches, rule.desk, rule.policy, log, 0.0)
     sitting.chat_cache = ChatCache(rule.desk, state)
     sitting.base, sitting.episode, sitting.spots = base, episode, spots
@@ -107,7 +107,7 @@ def opening_history(
     messages = tuple(Message(turn.role, turn.text) for turn in turns[:-1])
     history = Conversation(name, messages)
     try:
-        ids = scribe.write(history).ids
+        ids = scribe.encode_conversation(history).ids
     except LarderError:  # not every template can be closed anywhere
         return EMPTY_HISTORY, 0
     return (history, len(ids)) if tuple(prompt[: len(ids)]) == ids else (EMPTY_HISTORY, 0)

@@ -134,7 +134,7 @@ class StoreDiskTier(DiskTier):
 
         def saved() -> SavedCache:
             try:
-                snapshot = self._snapshots.of(policy, caches, beside)
+                snapshot = self._snapshots.snapshot(policy, caches, beside)
                 with self._snapshots.store.turns.stage(sitting.tenant, ids, snapshot) as made:
                     record = self._keeper.attach(sitting, made, labels).result()
             except LarderError as error:
@@ -171,7 +171,7 @@ class StoreDiskTier(DiskTier):
         self._parts.refusals.note_error(error)
 
     def note_reading(self, tokens: int, seconds: float) -> None:
-        self._snapshots.note_reading(tokens, seconds)
+        self._snapshots.record_prefill_time(tokens, seconds)
 
     def seconds_to_read(self, tokens: int) -> float:
         seconds = self._parts.throughput.prefill_seconds(tokens)
@@ -209,7 +209,7 @@ def write_memory_bytes(sitting: SessionState) -> int:
     """
     if sitting.chat_cache is None:
         return WRITE_COPIES * sitting.nbytes
-    largest = max(held.nbytes for held in sitting.chat_cache.caches.holdings())
+    largest = max(held.nbytes for held in sitting.chat_cache.caches.usage())
     return sitting.nbytes + WRITE_COPIES * largest
 
 

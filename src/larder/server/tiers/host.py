@@ -100,7 +100,7 @@ class ChatHostMemory:
         if not self._room(sitting, sitting.device_bytes):
             return False
         self.hold(sitting, sitting.nbytes)
-        sitting.chat_cache.caches.rest()
+        sitting.chat_cache.caches.offload_active()
         self.hold(sitting, sitting.nbytes)
         return True
 

@@ -1,4 +1,4 @@
-"""What every arrangement can be asked: how many caches a conversation gets."""
+"""Interface of arrangements: how a conversation is divided among caches."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from larder.session.episodes.routing import Router
 
 
 class Arrangement(ABC):
-    """The first slot of a policy: one cache for all, or one per episode. A frozen dataclass."""
+    """First slot of a policy: one cache for all, or one per episode. A frozen dataclass."""
 
     def embedders(self) -> tuple[str, ...]:
-        """The embedders that `arrange` asks for, by name; none by default."""
+        """Names of the embedders that `build_router` loads; none by default."""
         return ()
 
     @abstractmethod
@@ -24,22 +24,22 @@ class Arrangement(ABC):
         conversation: Conversation,
         embedder: Callable[[str], Embedder],
         count: Callable[[str], int],
-        said: Sequence[str] = (),
+        turn_texts: Sequence[str] = (),
     ) -> Router:
-        """The way from a question to a cache.
+        """Build the router from questions to caches.
 
         Args:
             embedder: loads an embedder by name.
-            count: tokens of a text.
-            said: what was said since the conversation, one segment per turn of a chat.
+            count: number of tokens of a text.
+            turn_texts: later turns of a chat, one segment each.
         """
 
     @abstractmethod
     def restore_router(
-        self, told: Mapping[str, Any], embedder: Callable[[str], Embedder]
+        self, record: Mapping[str, Any], embedder: Callable[[str], Embedder]
     ) -> Router:
-        """The router that told this, without arranging anything.
+        """Restore a router from `Router.to_record`, without clustering.
 
         Raises:
-            KeyError, TypeError, ValueError: no router of this arrangement has.
+            KeyError, TypeError, ValueError: the record is not one of this arrangement.
         """

@@ -1,4 +1,4 @@
-"""One cache per episode of the conversation; a question goes to the nearest one.
+"""Episodes: one cache per episode of the conversation; a question goes to the nearest one.
 
 Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv:2509.17396, section 3.1, stage 1. Where the
@@ -35,20 +35,20 @@ MIN_SEGMENTS = 2  # per episode, before a chat that has grown is divided into to
 
 @dataclass(frozen=True)
 class Episodes(Arrangement):
-    """Clusters of segments, a cache for each.
+    """Clusters of segments with one cache each.
 
     Args:
-        count: E; 0 chooses it by silhouette between 2 and 8.
-        segment: size of a segment, in units.
+        count: E, the number of episodes; 0 chooses it by silhouette between 2 and 8.
+        segment: size of a segment, in units, at least 1.
         unit: `utterances`, `words` or `tokens`.
-        representatives: segments nearest to the centroid that make an episode's prompt.
+        representatives: number of segments nearest to the centroid in the prompt of an episode.
         embedder: `minilm`, `tokens`, or the name or folder of an embedding model.
         match: `cosine` or `dot`.
         tau_quantile: a chat turn opens a new episode when it is less similar to every centroid
             than this share of held-out turns of the history; questions about an old history are
             less like it than its own turns, so more of them do (`calibrate_tau` has the measured
             rates: 0 to 21% at the default).
-        seed: of the clustering.
+        seed: seed of the clustering.
     """
 
     count: int = 4
@@ -84,35 +84,39 @@ class Episodes(Arrangement):
         conversation: Conversation,
         embedder: Callable[[str], Embedder],
         count: Callable[[str], int],
-        said: Sequence[str] = (),
+        turn_texts: Sequence[str] = (),
     ) -> Router:
         segments = cut_segments(conversation, self.unit, self.segment, count)
         loaded = embedder(self.embedder)
-        texts = [*(segment.text for segment in segments), *said]
+        texts = [*(segment.text for segment in segments), *turn_texts]
         if not texts:
             return NearestEpisodeRouter(loaded, self.match, (), self)
         turns = [
             *history_turns(conversation, segments),
-            *(HistoryTurn(text, (len(segments) + number,)) for number, text in enumerate(said)),
+            *(
+                HistoryTurn(text, (len(segments) + number,))
+                for number, text in enumerate(turn_texts)
+            ),
         ]
-        # What was read forms as many episodes as when it was read; turns add some as they suffice.
-        formed = max(min(self._asked, len(segments)), self.fitting(len(texts)))
-        former = self if formed >= self._asked else replace(self, count=formed)
-        episodes = former.episodes(texts, loaded.embed_segments(texts))
+        # The history forms as many episodes as when it was prefilled; turns add more once they
+        # suffice.
+        formed = max(min(self._target_count, len(segments)), self.min_episodes(len(texts)))
+        clusterer = self if formed >= self._target_count else replace(self, count=formed)
+        episodes = clusterer.episodes(texts, loaded.embed_segments(texts))
         return NearestEpisodeRouter(
             loaded, self.match, episodes, self, tuple(turns), len(episodes), len(texts)
         )
 
     def restore_router(
-        self, told: Mapping[str, Any], embedder: Callable[[str], Embedder]
+        self, record: Mapping[str, Any], embedder: Callable[[str], Embedder]
     ) -> Router:
         loaded = embedder(self.embedder)
-        if told["embedder"] != loaded.name:
-            raise ValueError(f"its texts were embedded by {told['embedder']}")
-        episodes = tuple(_episode_from_record(episode) for episode in told["episodes"])
-        turns = tuple(HistoryTurn(str(text), _numbers(places)) for text, places in told["turns"])
-        formed, formed_of = _numbers(told["formed"])
-        tau = None if told["tau"] is None else float(told["tau"])
+        if record["embedder"] != loaded.name:
+            raise ValueError(f"its texts were embedded by {record['embedder']}")
+        episodes = tuple(_episode_from_record(episode) for episode in record["episodes"])
+        turns = tuple(HistoryTurn(str(text), _numbers(places)) for text, places in record["turns"])
+        formed, formed_of = _numbers(record["formed"])
+        tau = None if record["tau"] is None else float(record["tau"])
         return NearestEpisodeRouter(
             loaded, self.match, episodes, self, turns, formed, formed_of, tau
         )
@@ -120,7 +124,7 @@ class Episodes(Arrangement):
     def episodes(
         self, texts: Sequence[str], rows: Float32[np.ndarray, "N D"]
     ) -> tuple[Episode, ...]:
-        """Segments sorted into episodes, each with its representatives."""
+        """Cluster segments into episodes, each with its representatives."""
         clusters = cluster(
             rows, self.count or choose_cluster_count(rows, seed=self.seed), self.seed
         )
@@ -136,13 +140,13 @@ class Episodes(Arrangement):
         )
 
     def refresh_episode(self, episode: Episode) -> Episode:
-        """The same segments under a new centroid and new representatives."""
+        """Recompute centroid and representatives of an episode over the same segments."""
         [formed] = replace(self, count=1).episodes(episode.texts, episode.rows)
         return replace(formed, places=episode.places)
 
-    def fitting(self, segments: int) -> int:
-        """How many episodes so many segments should form at least."""
-        return max(1, min(self._asked, segments // MIN_SEGMENTS))
+    def min_episodes(self, segments: int) -> int:
+        """Smallest number of episodes for a number of segments."""
+        return max(1, min(self._target_count, segments // MIN_SEGMENTS))
 
     def tau(
         self,
@@ -151,12 +155,12 @@ class Episodes(Arrangement):
         places: Sequence[tuple[int, ...]],
         count: int,
     ) -> float:
-        """The similarity below which a turn opens an episode of its own."""
+        """Similarity below which a turn opens a new episode."""
         return calibrate_tau(rows, turns, places, count, self.tau_quantile, seed=self.seed)
 
     @property
-    def _asked(self) -> int:
-        """Episodes that a conversation of any length should have, at least."""
+    def _target_count(self) -> int:
+        """Number of episodes that a conversation of sufficient length should have, at least."""
         return self.count or CLUSTER_COUNTS.start
 
 
@@ -176,26 +180,30 @@ def _episode(
     )
 
 
-def _episode_from_record(told: Mapping[str, Any]) -> Episode:
-    """Raises: ValueError: the numbers of its segments do not fit together."""
+def _episode_from_record(record: Mapping[str, Any]) -> Episode:
+    """Restore an episode.
+
+    Raises:
+        ValueError: the lengths of its fields contradict each other.
+    """
     episode = Episode(
-        array_from_json(told["centroid"]),
-        array_from_json(told["rows"]),
-        tuple(map(str, told["texts"])),
-        _numbers(told["representatives"]),
-        _numbers(told["places"]),
+        array_from_json(record["centroid"]),
+        array_from_json(record["rows"]),
+        tuple(map(str, record["texts"])),
+        _numbers(record["representatives"]),
+        _numbers(record["places"]),
     )
     count = len(episode.texts)
     fits = episode.rows.shape == (count, *episode.centroid.shape) and len(episode.places) == count
     if not fits or not all(0 <= number < count for number in episode.representatives):
-        raise ValueError("an episode's segments do not fit together")
+        raise ValueError("the fields of an episode have different lengths")
     return episode
 
 
-def _numbers(told: Any) -> tuple[int, ...]:
-    if not all(type(number) is int for number in told):
+def _numbers(values: Any) -> tuple[int, ...]:
+    if not all(type(number) is int for number in values):
         raise TypeError("numbers")
-    return tuple(told)
+    return tuple(values)
 
 
 Part = Episodes

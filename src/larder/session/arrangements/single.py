@@ -1,6 +1,6 @@
-"""One cache answers every question.
+"""Single cache for the whole conversation.
 
-No paper: what every method does that knows no episodes.
+No paper: the arrangement of every method without episodes.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from larder.session.episodes.routing import Router, SingleCacheRouter
 
 @dataclass(frozen=True)
 class Single(Arrangement):
-    """The whole conversation in one cache."""
+    """Whole conversation in one cache."""
 
     def build_router(
         self,
         conversation: Conversation,
         embedder: Callable[[str], Embedder],
         count: Callable[[str], int],
-        said: Sequence[str] = (),
+        turn_texts: Sequence[str] = (),
     ) -> Router:
-        del conversation, embedder, count, said
+        del conversation, embedder, count, turn_texts
         return SingleCacheRouter()
 
     def restore_router(
-        self, told: Mapping[str, Any], embedder: Callable[[str], Embedder]
+        self, record: Mapping[str, Any], embedder: Callable[[str], Embedder]
     ) -> Router:
         del embedder
-        if told:
+        if record:
             raise ValueError("a single cache has no episodes")
         return SingleCacheRouter()
 

@@ -1,1 +1,1 @@
-"""Embedders: what turns segments and questions into vectors. The file name is the public name."""
+"""Text embedders for segments and questions. The file name is the public name."""

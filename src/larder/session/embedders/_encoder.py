@@ -1,7 +1,4 @@
-"""A Hugging Face text model, held to turn texts into one vector each.
-
-What the embedders share: loading, batches of texts of like length, unit rows.
-"""
+"""Hugging Face text encoder shared by the embedders: loading, batches by length, unit rows."""
 
 from __future__ import annotations
 
@@ -23,14 +20,14 @@ Pool = Callable[[Float[Tensor, "B S D"], Int[Tensor, "B S"]], Float[Tensor, "B D
 
 
 class Encoder:
-    """A text model and its tokenizer. It is never trained and holds no state between calls.
+    """Text encoder with its tokenizer: one vector per text, no state between calls.
 
     Args:
         source: a local folder or a Hugging Face name.
-        pool: makes one vector of the last hidden states, given the mask of real tokens.
-        max_tokens: longer texts are cut at their end.
-        padding_side: `left` or `right`; where a batch fills up its shorter texts.
-        device: where the model runs, always in float32.
+        pool: pools the last hidden states to one vector, given the mask of real tokens.
+        max_tokens: longer texts are truncated at their end.
+        padding_side: `left` or `right`, for shorter texts of a batch.
+        device: device of the model, which runs in float32.
 
     Raises:
         ModelError: the model cannot be loaded, or its weights are incomplete.
@@ -45,7 +42,7 @@ class Encoder:
         self._model.eval()
 
     def embed(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
-        """One unit row per text. Texts of like length share a batch, so little is padded."""
+        """One unit row per text. Texts of similar length share a batch, to reduce padding."""
         rows = torch.zeros(len(texts), self._model.config.hidden_size)
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         for start in range(0, len(order), BATCH):
@@ -67,15 +64,15 @@ class Encoder:
 
 
 def unit_rows(rows: Float[Tensor, "N D"], name: str) -> Float32[np.ndarray, "N D"]:
-    """Give every row length 1; a row of zeros stays.
+    """Normalize every row to length 1; a row of zeros stays.
 
     Raises:
-        ModelError: a number is not finite.
+        ModelError: a value is not finite.
     """
     if not torch.isfinite(rows).all():
         raise ModelError(
-            f"embedder {name} gave numbers that are not finite; "
-            "its weights are damaged, take another."
+            f"embedder {name} returned values that are not finite; "
+            "its weights are damaged, take another embedder."
         )
     return torch.nn.functional.normalize(rows.float(), dim=-1).cpu().numpy()
 
@@ -90,7 +87,7 @@ def _load(source: str, padding_side: str) -> tuple[Any, Any]:
             model, report = AutoModel.from_pretrained(source, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(load_failure_message(source, error)) from error
-    # The pooler of BERT models plays no part in sentence embeddings.
+    # Sentence embeddings do not use the pooler of BERT models.
     missing = sorted(key for key in report["missing_keys"] if not key.startswith("pooler."))
     if missing:
         raise ModelError(
@@ -101,7 +98,7 @@ def _load(source: str, padding_side: str) -> tuple[Any, Any]:
 
 
 def load_failure_message(source: str, error: Exception) -> str:
-    """The sentence for a model that does not load: the reason's first line, and the way out."""
+    """Error message for a model that does not load: first line of the reason, and the way out."""
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
     return (
         f"embedder {source} cannot be loaded: {reason}. "

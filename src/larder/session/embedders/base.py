@@ -1,4 +1,4 @@
-"""What every embedder can do."""
+"""Interface of embedders, and their loading by name."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from larder.core.family import Family, unknown_name_message
 
 
 class Embedder(ABC):
-    """Turns texts into vectors whose cosine says how much they speak of the same thing.
+    """Text embedder, whose cosine measures how similar two texts are in topic.
 
-    Rows have length 1. No text gives an array [0, D]. A text's row does not depend on the texts
-    beside it, but for rounding.
+    Rows have length 1. An empty list gives an array [0, D]. The row of a text depends on the other
+    texts of a call by rounding alone.
     """
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name by which `load_embedder` finds it again."""
+        """Name by which `load_embedder` loads it again."""
 
     @abstractmethod
     def embed_segments(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
-        """Embed parts of a conversation: what is clustered, and turns to be filed."""
+        """Embed parts of a conversation: segments to cluster, and turns of a chat."""
 
     @abstractmethod
     def embed_questions(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
-        """Embed bare questions, to be matched against the centroids of segments."""
+        """Embed bare questions, to match against the centroids of segments."""
 
 
 EMBEDDERS = Family("embedder", "larder.session.embedders")
@@ -45,14 +45,14 @@ def load_embedder(
     table: Float[Tensor, "V D"] | None = None,
     encode: Callable[[str], Sequence[int]] | None = None,
 ) -> Embedder:
-    """Load what embeds segments and questions.
+    """Load an embedder by name.
 
     Args:
         name: `minilm` (the default of Larder), `tokens` (the language model's own table), `qwen3`
             (its smallest), or any Qwen3-Embedding or sentence-transformers model: a local folder,
             or a Hugging Face name written `owner/model`.
-        device: where it runs.
-        table: the language model's input embeddings, for `tokens`.
+        device: device of the embedder.
+        table: input embedding table of the language model, for `tokens`.
         encode: token ids of a text, for `tokens`.
 
     Raises:
@@ -79,11 +79,11 @@ def load_embedder(
 
 
 def _model_source(name: str) -> str:
-    """A folder that can be loaded, or a hub name.
+    """Folder of a model, or a name on the Hugging Face hub.
 
     Raises:
-        UnknownName: it cannot be either.
-        ModelError: it is a folder that is absent or incomplete.
+        UnknownName: the name can be neither.
+        ModelError: the folder is missing or incomplete.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -115,7 +115,7 @@ def _checked_folder(folder: Path) -> Path:
 
 
 def _embedder_family(name: str) -> str:
-    """Which of our embedders runs a model: told by a folder's model type, or by a hub name."""
+    """Embedder class of a model, by the model type of its folder or by its hub name."""
     settings = Path(name).expanduser() / "config.json"
     if not settings.is_file():
         return "qwen3" if "qwen3-embedding" in name.lower() else "sentence_transformers"

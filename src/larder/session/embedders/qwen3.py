@@ -1,4 +1,4 @@
-"""Qwen3-Embedding of any size, by name or folder: the best in EpiCache's ablation."""
+"""Qwen3-Embedding of any size, by name or folder: the best encoder of EpiCache's ablation."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ QUESTION_FORM = "\nQuery: {text}"
 
 
 class Qwen3(Embedder):
-    """The encoder of EpiCache's published results.
+    """Encoder of EpiCache's published results.
 
     Y. Zhang et al., "Qwen3 Embedding: Advancing Text Embedding and Reranking Through Foundation
-    Models" (2025), arXiv 2506.05176: the hidden state of the last token, made unit. As in
-    EpiCache's released code, segments carry a task and questions a label alone, which is the
-    reverse of the model's own habit; the wording is ours. The code runs it in bfloat16, Larder in
-    float32.
+    Models" (2025), arXiv 2506.05176: the hidden state of the last token, normalized. As in
+    EpiCache's released code, segments have an instruction and questions a label alone, the reverse
+    of the usage that the model was trained for; the wording is ours. The code runs it in bfloat16,
+    Larder in float32.
 
     Args:
         source: a local folder or a Hugging Face name; the paper finds 0.6B sufficient.
-        device: where it runs.
+        device: device of the encoder.
 
     Raises:
         ModelError: the model cannot be loaded.
@@ -55,7 +55,7 @@ class Qwen3(Embedder):
 
 
 def last_pool(hidden: Float[Tensor, "B S D"], mask: Int[Tensor, "B S"]) -> Float[Tensor, "B D"]:
-    """The hidden state of the last token; padding stands on the left, so it is the last column."""
+    """Hidden state of the last token; padding is on the left, so it is the last column."""
     return hidden[:, -1]
 
 

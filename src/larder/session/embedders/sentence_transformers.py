@@ -1,4 +1,4 @@
-"""Any model of the sentence-transformers library, by name or folder."""
+"""Embedder over any model of the sentence-transformers library, by name or folder."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from larder.session.embedders.base import Embedder
 
 
 class SentenceTransformers(Embedder):
-    """A sentence-transformers model with its own pooling, prompts and length.
+    """Sentence-transformers model with its own pooling, prompts and length.
 
-    Models that tell questions from documents get each with its own prompt.
+    Models with separate prompts for queries and documents use both.
 
     Args:
         source: a local folder or a Hugging Face name.
-        device: where it runs.
+        device: device of the model.
 
     Raises:
         DependencyError: the library is not installed.

@@ -1,4 +1,4 @@
-"""The language model's own token embeddings: the fallback that needs nothing installed."""
+"""Embedder over the token embeddings of the language model: needs no further package."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from larder.session.embedders.base import Embedder
 
 
 class TokenTable(Embedder):
-    """The mean of a text's rows in the model's input embedding table.
+    """Mean of the rows of a text in the input embedding table of the model.
 
     "LLM-embedding" in the ablation of M. Kim et al., "EpiCache: Episodic KV Cache Management for
     Long-Term Conversation on Resource-Constrained Environments" (2025), arXiv 2509.17396, table 2,
     where it is the weakest encoder.
 
     Args:
-        table: the embedding table; it is held, not copied.
+        table: embedding table; it is referenced, not copied.
         encode: token ids of a text, without special tokens.
     """
 
@@ -42,7 +42,7 @@ class TokenTable(Embedder):
         return self.embed_segments(texts)
 
     def _mean(self, ids: list[int]) -> Float[Tensor, " D"]:
-        # A text without tokens counts as the average token, which is like no topic in particular.
+        # A text without tokens is the average token, which is near no particular topic.
         return (self._table[ids] if ids else self._table).float().mean(0)
 
 

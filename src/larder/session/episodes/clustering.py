@@ -1,4 +1,4 @@
-"""Episodes: segments that speak of the same thing, found by k-means.
+"""K-means clustering of segments into episodes, and keywords of episodes.
 
 Follows M. Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv 2509.17396, section 3.1, equations 5
@@ -25,11 +25,11 @@ DUPLICATE_DISTANCE = 1e-4  # equal texts of different batches are about 1e-6 apa
 
 @dataclass(frozen=True, eq=False)
 class SegmentClusters:
-    """Which episode each segment belongs to. Episodes are numbered by their first segment.
+    """Assignment of segments to episodes. Episodes are numbered by their first segment.
 
     Args:
-        labels: the episode of each segment.
-        centroids: the plain mean of each episode's rows, not made unit again.
+        labels: episode of each segment.
+        centroids: mean of the rows of each episode, not normalized.
     """
 
     labels: Int64[np.ndarray, " N"]
@@ -37,7 +37,7 @@ class SegmentClusters:
 
     @property
     def members(self) -> tuple[tuple[int, ...], ...]:
-        """The segments of each episode, in order."""
+        """Segments of each episode, in order."""
         episodes = range(len(self.centroids))
         return tuple(tuple(np.flatnonzero(self.labels == e).tolist()) for e in episodes)
 
@@ -45,15 +45,15 @@ class SegmentClusters:
 def cluster(
     embeddings: Float32[np.ndarray, "N D"], count: int = 4, seed: int = SEED
 ) -> SegmentClusters:
-    """Sort segments into episodes.
+    """Cluster segments into episodes.
 
-    There are never more episodes than different segments, so none is empty. Paper and released code
+    There are never more episodes than distinct segments, so none is empty. Paper and released code
     agree on this part; the code fails on fewer segments than episodes.
 
     Args:
         embeddings: unit rows, one per segment, at least one.
-        count: episodes wanted, at least 1.
-        seed: of the starting points.
+        count: number of episodes, at least 1.
+        seed: seed of the initial centroids.
 
     Raises:
         BadParameter: no segments, or `count` below 1.
@@ -68,11 +68,11 @@ def cluster(
 def choose_cluster_count(
     embeddings: Float32[np.ndarray, "N D"], counts: range = CLUSTER_COUNTS, seed: int = SEED
 ) -> int:
-    """The number of episodes whose clusters are best apart, by the silhouette.
+    """Number of episodes with the best silhouette score.
 
     P. Rousseeuw, "Silhouettes: a graphical aid to the interpretation and validation of cluster
     analysis" (1987). The paper takes 4 and leaves the choice by data to future work. The smallest
-    of equals wins; 1 where the silhouette has no say (fewer than 3 segments, or all the same).
+    of equals wins; 1 where the silhouette is undefined (fewer than 3 segments, or all equal).
     """
     from sklearn.metrics import silhouette_score
 
@@ -89,7 +89,7 @@ def choose_cluster_count(
 def representatives(
     embeddings: Float32[np.ndarray, "N D"], clusters: SegmentClusters, episode: int, count: int
 ) -> tuple[int, ...]:
-    """The segments that stand for an episode in its patched prompt, in chronological order.
+    """Representative segments of an episode for its patched prompt, in chronological order.
 
     They are the `count` members with the highest cosine to the centroid; of equals the earlier. The
     paper takes 1 (equation 6), the released code 4 by default, its published scripts 8.
@@ -124,7 +124,7 @@ def _labels(embeddings: Float32[np.ndarray, "N D"], count: int, seed: int) -> np
 
 
 def _distinct_rows(embeddings: Float32[np.ndarray, "N D"]) -> int:
-    """How many different rows, where a distance within rounding is none."""
+    """Number of distinct rows; rows within rounding distance count as equal."""
     rows = embeddings.astype(np.float64)
     squares = (rows * rows).sum(axis=1)
     distances = squares[:, None] + squares[None, :] - 2 * rows @ rows.T  # [N, N], squared
@@ -146,9 +146,9 @@ WORD = r"(?u)\b[^\W\d_]{3,}\b"  # no numbers, no fragments
 
 
 def episode_keywords(texts: Sequence[str], count: int = 5) -> list[tuple[str, ...]]:
-    """For each text the words it has much of and the others little, the most telling first.
+    """TF-IDF keywords of each text against the others, highest weight first.
 
-    Nothing for a single text, which has nothing to be told apart from.
+    Empty for a single text, which has nothing to compare with.
     """
     from sklearn.feature_extraction.text import CountVectorizer
 
@@ -156,11 +156,11 @@ def episode_keywords(texts: Sequence[str], count: int = 5) -> list[tuple[str, ..
         return [()] * len(texts)
     vectorizer = CountVectorizer(stop_words="english", token_pattern=WORD)
     try:
-        found: Any = vectorizer.fit_transform(texts)
+        matrix: Any = vectorizer.fit_transform(texts)
     except ValueError:  # nothing but stop words
         return [()] * len(texts)
-    counts = found.toarray()  # [E, words]
-    # A word that all texts have weighs nothing, however often each has it.
+    counts = matrix.toarray()  # [E, words]
+    # A word that occurs in all texts has weight 0, however frequent it is.
     rarity = np.log(len(texts) / (counts > 0).sum(axis=0))
     weights = np.log1p(counts) * rarity
     words = vectorizer.get_feature_names_out()

@@ -1,4 +1,4 @@
-"""Which episode a question belongs to, and when a turn belongs to none.
+"""Episode matching of questions (cosine or dot), and the threshold tau for new topics.
 
 Follows M. Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv 2509.17396, section 3.1, equation 7
@@ -22,10 +22,10 @@ TAU_NEVER = -1.0  # a threshold that no cosine is below
 
 
 class MatchRule(Enum):
-    """How near a question is to an episode.
+    """Similarity of a question to an episode.
 
-    COSINE: the paper's; the length of a centroid does not count.
-    DOT: the released code's; the unit question with the plain mean, so tight episodes are favored.
+    COSINE: as in the paper; the length of a centroid does not count.
+    DOT: as in the released code; unit question times mean, so tight episodes are favored.
     """
 
     COSINE = "cosine"
@@ -34,7 +34,7 @@ class MatchRule(Enum):
 
 @dataclass(frozen=True)
 class EpisodeMatch:
-    """The episode chosen, and how near it is by the rule asked for."""
+    """Matched episode, and its similarity by the rule."""
 
     episode: int
     similarity: float
@@ -47,7 +47,7 @@ def match_episode(
 ) -> EpisodeMatch:
     """Find the episode nearest to a question; of equals the first.
 
-    What is embedded should be the bare question. The released code embeds the whole formatted
+    The embedded text should be the bare question. The released code embeds the whole formatted
     prompt, which pulls all questions in one direction. A question always has an episode: no
     threshold applies here.
 
@@ -60,7 +60,7 @@ def match_episode(
     similarities = rows @ question.astype(np.float64)
     if rule is MatchRule.COSINE:
         lengths = np.linalg.norm(rows, axis=1) * np.linalg.norm(question)
-        # Rows that cancel have a centroid at zero, without direction: nothing is like it.
+        # Rows that cancel have a centroid at zero, without direction: its similarity is 0.
         similarities = np.divide(
             similarities, lengths, out=np.zeros_like(similarities), where=lengths > 0
         )
@@ -69,10 +69,10 @@ def match_episode(
 
 
 def is_new_topic(similarity: float, tau: float) -> bool:
-    """Whether a chat turn, about to be filed, opens an episode of its own (the paper's 3b-2).
+    """Test whether a chat turn opens a new episode (the paper's 3b-2).
 
     The paper applies its threshold to the query and gives it no value; the released code has none.
-    Here it is for turns alone: questions always go to the nearest episode.
+    Here it applies to turns alone: questions always go to the nearest episode.
     """
     return similarity < tau
 
@@ -86,28 +86,29 @@ def calibrate_tau(
     folds: int = FOLDS,
     seed: int = SEED,
 ) -> float:
-    """The cosine that only a share `quantile` of turns on known topics stay below.
+    """Calibrate tau: the cosine below which a share `quantile` of turns on known topics lie.
 
-    Text that took part in a centroid is nearer to it than a new turn will be, so each turn is
-    measured against episodes formed without it: segments are dealt into `folds`; a turn falls into
-    the fold of its first segment, and the turns of a fold meet the centroids of the segments that
-    hold nothing of them. Where nothing can be held out the answer is -1: no turn is ever new.
+    Text that is part of a centroid is nearer to it than a new turn will be, so each turn is
+    compared with episodes formed without it (cross-validation): segments are divided into `folds`;
+    a turn belongs to the fold of its first segment, and the turns of a fold are compared with the
+    centroids of the segments that share no text with them. Without held-out segments the result is
+    -1: no turn is ever new.
 
     The share holds for turns like those of the history. Measured at the nominal 0.05 with MiniLM
-    and four episodes, questions about the history with their expected answers, filed as turns,
+    and four episodes, questions about the history with their expected answers, added as turns,
     opened an episode in 0.21 of 24 on the demo conversation, 0.06 of 53 and 0.02 of 43 on two
     4000-token lifelogs, and 0.00 of 85 and 0.00 of 70 on two RealTalk transcripts (calibrated on
     the segments themselves: 0.25, 0.15, 0.07, 0.36, 0.21). Taking the higher of the similarities of
     turn and bare question, in calibration too, gave 0.21, 0.09, 0.05, 0.00, 0.00: no better.
 
     Args:
-        segments: unit rows of what episodes are formed of.
-        turns: unit rows of single exchanges, embedded as turns will be when they are filed.
-        places: per turn, the segments that hold some of it, at least one.
-        count: episodes to form.
+        segments: unit rows of the segments that form episodes.
+        turns: unit rows of single turns, embedded as new turns will be.
+        places: per turn, the segments that share text with it, at least one.
+        count: number of episodes to form.
         quantile: in [0, 1]; the share of turns on old topics that open an episode by mistake.
-        folds: parts to deal the segments into, at least 2.
-        seed: of the deal and of the episodes.
+        folds: number of folds, at least 2.
+        seed: seed of the folds and of the episodes.
 
     Raises:
         BadParameter: `quantile` or `folds` outside its range.
@@ -116,10 +117,10 @@ def calibrate_tau(
         raise BadParameter(f"tau.quantile must be in [0, 1], got {quantile}.")
     if folds < 2:
         raise BadParameter(f"tau.folds must be at least 2, got {folds}.")
-    deal = np.random.default_rng(seed).permutation(len(segments)) % folds
+    fold_of_segment = np.random.default_rng(seed).permutation(len(segments)) % folds
     similarities: list[float] = []
     for fold in range(folds):
-        held_out = [turn for turn, own in enumerate(places) if deal[own[0]] == fold]
+        held_out = [turn for turn, own in enumerate(places) if fold_of_segment[own[0]] == fold]
         rest = np.ones(len(segments), bool)
         rest[[place for turn in held_out for place in places[turn]]] = False
         if held_out and rest.any():

@@ -1,7 +1,7 @@
-"""Which cache answers, and where a finished turn belongs: the only cache, or episodes.
+"""Routers: assignment of questions and finished turns to caches, one or one per episode.
 
-Routers are values: filing a turn or forming episodes anew gives another router, so that a chat
-changes from one state to the next in a single step.
+Routers are immutable: assigning a turn or forming episodes again returns another router, so that a
+chat changes its state in a single assignment.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from larder.session.episodes.segments import HistoryTurn
 
 @dataclass(frozen=True)
 class Episode:
-    """A topic of the conversation and what stands for it.
+    """Episode: a cluster of segments on one topic, with centroid and representatives.
 
     Args:
-        centroid: mean of its segments' embeddings.
-        rows: those embeddings, one per segment.
-        texts: its segments, in order.
-        representatives: which of them make its prompt.
-        places: where its segments stand among all segments of the conversation.
+        centroid: mean of the embeddings of its segments.
+        rows: embeddings, one per segment.
+        texts: texts of its segments, in order.
+        representatives: indices of the segments in its prompt.
+        places: indices of its segments among all segments of the conversation.
     """
 
     centroid: Float32[np.ndarray, " D"]
@@ -46,11 +46,11 @@ class Episode:
 
     @property
     def prompt_texts(self) -> tuple[str, ...]:
-        """The segments that its cache is judged by."""
+        """Representative segments, which the entries of its cache are scored with."""
         return tuple(self.texts[index] for index in self.representatives)
 
     def with_segment(self, row: Float32[np.ndarray, " D"], text: str, place: int) -> Episode:
-        """The episode with one more segment; centroid and prompt wait for the next refresh."""
+        """Episode with one more segment; centroid and prompt change at the next refresh."""
         return replace(
             self,
             rows=np.vstack([self.rows, row]),
@@ -61,20 +61,20 @@ class Episode:
 
 @runtime_checkable
 class EpisodeClusterer(Protocol):
-    """Stage 1 of EpiCache: sorts segments into episodes."""
+    """Interface of stage 1 of EpiCache: clustering of segments into episodes."""
 
     def episodes(
         self, texts: Sequence[str], rows: Float32[np.ndarray, "N D"]
     ) -> tuple[Episode, ...]:
-        """Segments sorted into episodes, each with its representatives."""
+        """Cluster segments into episodes, each with its representatives."""
         ...
 
     def refresh_episode(self, episode: Episode) -> Episode:
-        """The same segments under a new centroid and new representatives."""
+        """Recompute centroid and representatives of an episode over the same segments."""
         ...
 
-    def fitting(self, segments: int) -> int:
-        """How many episodes so many segments should form at least."""
+    def min_episodes(self, segments: int) -> int:
+        """Smallest number of episodes for a number of segments."""
         ...
 
     def tau(
@@ -84,24 +84,24 @@ class EpisodeClusterer(Protocol):
         places: Sequence[tuple[int, ...]],
         count: int,
     ) -> float:
-        """The similarity below which a turn opens an episode of its own.
+        """Similarity below which a turn opens a new episode.
 
         Args:
-            rows: of all segments.
-            turns: of all exchanges.
-            places: per exchange, the segments that hold some of it.
-            count: episodes that the segments form.
+            rows: embeddings of all segments.
+            turns: embeddings of all turns.
+            places: per turn, the segments that share text with it.
+            count: number of episodes that the segments form.
         """
         ...
 
 
 @dataclass(frozen=True)
 class TurnAssignment:
-    """Where a finished turn belongs.
+    """Assignment of a finished turn to a cache.
 
     Args:
-        router: the way to the caches once the turn is filed.
-        number: the cache that holds the turn; not the one that answered if its topic is new.
+        router: router with the turn.
+        number: cache that holds the turn; another one than answered if the topic is new.
     """
 
     router: Router
@@ -110,11 +110,11 @@ class TurnAssignment:
 
 @dataclass(frozen=True)
 class EpisodeRefresh:
-    """What a refresh changes.
+    """Result of a refresh.
 
     Args:
-        router: with new centroids and prompts.
-        rebuilt: the caches to build anew.
+        router: router with new centroids and prompts.
+        rebuilt: numbers of the caches to rebuild.
     """
 
     router: Router
@@ -122,25 +122,25 @@ class EpisodeRefresh:
 
 
 class Router(ABC):
-    """Chooses a cache for a question and files finished turns."""
+    """Interface of routers: match questions to caches, and assign finished turns."""
 
-    prompt_names: ClassVar[frozenset[str]]  # the names of the prompts that it provides
+    prompt_names: ClassVar[frozenset[str]]  # names of the scoring prompts that it provides
 
     @abstractmethod
     def route(self, question: str) -> EpisodeMatch | None:
-        """The episode that a bare question belongs to; None where there are no episodes."""
+        """Match a bare question to an episode; None without episodes."""
 
     @abstractmethod
     def prompts(self) -> list[tuple[str, ...]]:
-        """Per episode, the segments that its cache is judged by; none where all share a cache."""
+        """Representative segments per episode; empty with a single cache."""
 
     @abstractmethod
     def segments(self) -> list[int]:
-        """Per episode, how many segments are filed under it; none where all share a cache."""
+        """Number of segments per episode; empty with a single cache."""
 
     @abstractmethod
-    def file(self, text: str, number: int) -> TurnAssignment:
-        """Find out where a turn belongs that cache `number` has answered.
+    def assign_turn(self, text: str, number: int) -> TurnAssignment:
+        """Assign a turn that cache `number` has answered to a cache.
 
         Args:
             text: question and answer, as one segment.
@@ -148,20 +148,20 @@ class Router(ABC):
 
     @abstractmethod
     def refresh(self, number: int) -> EpisodeRefresh:
-        """Run stage 1 again, because cache `number` has grown beyond its bound."""
+        """Run stage 1 again after cache `number` has exceeded its bound."""
 
     @abstractmethod
-    def told(self) -> dict[str, Any]:
-        """All that it knows, as JSON can say it; its arrangement makes it again of that."""
+    def to_record(self) -> dict[str, Any]:
+        """JSON record of the router, for `Arrangement.restore_router`."""
 
 
-# New topics open episodes; beyond this many times the number once formed, a refresh forms all anew,
-# so that the bytes of all episodes together stay bounded.
+# New topics open episodes; beyond this multiple of the number once formed, a refresh forms all of
+# them again, so that the bytes of all episodes together stay bounded.
 MAX_EPISODE_FACTOR = 2
 
 
 class SingleCacheRouter(Router):
-    """Nothing to choose."""
+    """Router of a single cache."""
 
     prompt_names = frozenset()
 
@@ -175,29 +175,29 @@ class SingleCacheRouter(Router):
     def segments(self) -> list[int]:
         return []
 
-    def file(self, text: str, number: int) -> TurnAssignment:
+    def assign_turn(self, text: str, number: int) -> TurnAssignment:
         del text
         return TurnAssignment(self, number)
 
     def refresh(self, number: int) -> EpisodeRefresh:
         return EpisodeRefresh(self, (number,))
 
-    def told(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         return {}
 
 
 @dataclass(frozen=True, eq=False)
 class NearestEpisodeRouter(Router):
-    """The episode whose centroid is nearest to the bare question (arXiv:2509.17396, eq. 7).
+    """Router to the episode with the nearest centroid (arXiv:2509.17396, eq. 7).
 
-    Turns are filed by the paper's stage 3b. Its threshold applies to turns alone, by cosine
+    Turns are assigned by the paper's stage 3b. Its threshold applies to turns alone, by cosine
     whatever the rule for questions: a question always has an episode.
 
     Args:
-        turns: all that was said, exchange by exchange, to calibrate tau on.
-        formed: how many episodes stage 1 has formed; turns have opened the others.
-        formed_of: the number of segments it had then.
-        tau: calibrated when the first turn after stage 1 is filed; None until then.
+        turns: all turns so far, to calibrate tau on.
+        formed: number of episodes formed by stage 1; turns have opened the others.
+        formed_of: number of segments at that time.
+        tau: threshold, calibrated at the first turn after stage 1; None until then.
     """
 
     prompt_names = frozenset({"episode"})
@@ -223,7 +223,7 @@ class NearestEpisodeRouter(Router):
     def segments(self) -> list[int]:
         return [len(episode.texts) for episode in self.episodes]
 
-    def file(self, text: str, number: int) -> TurnAssignment:
+    def assign_turn(self, text: str, number: int) -> TurnAssignment:
         row = self.embedder.embed_segments([text])[0]
         place = sum(len(episode.texts) for episode in self.episodes)
         alone = Episode(row, row[None], (text,), (0,), (place,))
@@ -244,9 +244,11 @@ class NearestEpisodeRouter(Router):
 
     def refresh(self, number: int) -> EpisodeRefresh:
         texts, rows = self._rows()
-        fitting = self.clusterer.fitting(len(texts))
-        has_grown = fitting > max(len(self.episodes), self.clusterer.fitting(self.formed_of))
-        if has_grown or len(self.episodes) > MAX_EPISODE_FACTOR * max(fitting, self.formed):
+        min_episodes = self.clusterer.min_episodes(len(texts))
+        has_grown = min_episodes > max(
+            len(self.episodes), self.clusterer.min_episodes(self.formed_of)
+        )
+        if has_grown or len(self.episodes) > MAX_EPISODE_FACTOR * max(min_episodes, self.formed):
             episodes = self.clusterer.episodes(texts, rows)
             router = replace(
                 self, episodes=episodes, formed=len(episodes), formed_of=len(texts), tau=None
@@ -256,25 +258,25 @@ class NearestEpisodeRouter(Router):
         episodes[number] = self.clusterer.refresh_episode(episodes[number])
         return EpisodeRefresh(replace(self, episodes=tuple(episodes)), (number,))
 
-    def told(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, Any]:
         return {
             "embedder": self.embedder.name,
             "episodes": [arrays_to_json(vars(episode)) for episode in self.episodes],
-            "turns": [[turn.text, list(turn.places)] for turn in self.turns],
+            "turns": [[turn.text, list(turn.segment_indices)] for turn in self.turns],
             "formed": [self.formed, self.formed_of],
             "tau": self.tau,
         }
 
     def _tau(self) -> float:
         turns = self.embedder.embed_segments([turn.text for turn in self.turns])
-        places = [turn.places for turn in self.turns]
+        places = [turn.segment_indices for turn in self.turns]
         return self.clusterer.tau(self._rows()[1], turns, places, self.formed)
 
     def _centroids(self) -> Float32[np.ndarray, "E D"]:
         return np.stack([episode.centroid for episode in self.episodes])
 
     def _rows(self) -> tuple[tuple[str, ...], Float32[np.ndarray, "N D"]]:
-        """All segments in the order they were said."""
+        """Texts and embeddings of all segments, in the order of the conversation."""
         order = np.argsort([place for episode in self.episodes for place in episode.places])
         texts = [text for episode in self.episodes for text in episode.texts]
         rows = np.concatenate([episode.rows for episode in self.episodes])
@@ -285,18 +287,18 @@ _TYPE = "<f4"
 
 
 def arrays_to_json(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values by name, with arrays as `{"shape", "base64"}` and tuples as lists."""
+    """Convert values to JSON: arrays as `{"shape", "base64"}`, tuples as lists."""
     return {name: _value_to_json(value) for name, value in values.items()}
 
 
-def array_from_json(told: Any) -> Float32[np.ndarray, "..."]:
-    """The array that was spelled.
+def array_from_json(record: Any) -> Float32[np.ndarray, "..."]:
+    """Decode an array of `arrays_to_json`.
 
     Raises:
-        KeyError, TypeError, ValueError: this is none.
+        KeyError, TypeError, ValueError: the record is malformed.
     """
-    data = b64decode(told["base64"], validate=True)
-    return np.frombuffer(data, _TYPE).reshape(told["shape"]).astype(np.float32)
+    data = b64decode(record["base64"], validate=True)
+    return np.frombuffer(data, _TYPE).reshape(record["shape"]).astype(np.float32)
 
 
 def _value_to_json(value: Any) -> Any:

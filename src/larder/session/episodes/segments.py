@@ -280,7 +280,7 @@ class HistoryTurn:
     """
 
     text: str
-    places: tuple[int, ...]
+    segment_indices: tuple[int, ...]
 
 
 def history_turns(

@@ -1,4 +1,4 @@
-"""Read what people bring: chats, LoCoMo and RealTalk transcripts, documents."""
+"""Readers of conversation files: chats, LoCoMo and RealTalk transcripts, documents."""
 
 from larder.session.files.loader import (
     ConversationLike,

@@ -1,4 +1,4 @@
-"""A JSON list of chat messages, as chat programs and APIs write it."""
+"""Reader of JSON chat messages, with or without questions."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ ROLES = ("system", "user", "assistant")
 
 
 def is_chat_messages(data: object) -> bool:
-    """Any list is taken for messages, so that a slip in one is named, not the whole refused."""
+    """Test for the format: any list, so that errors name the malformed message."""
     return isinstance(data, list)
 
 
 def read_chat_messages(data: object, name: str) -> Conversation:
-    """The messages as a chat, without questions."""
+    """Read a list of messages as a chat without questions."""
     return Conversation(name=name, messages=read_messages(data))
 
 
 def read_messages(data: object) -> tuple[Message, ...]:
-    """The messages of a list, in order.
+    """Read the messages of a list, in order.
 
-    A date is shown to the model where it changes, on a line of its own before a message that is not
-    the assistant's: a model that reads dates in its own turns goes on to write them. `utterance` is
-    the text alone.
+    The model sees a date where it changes, on a line before a message that is not the assistant's:
+    a model that reads dates in its own turns continues to write them. `utterance` is the text
+    alone.
     """
     messages: list[Message] = []
     shown = ""
@@ -62,12 +62,12 @@ CHAT_WITH_QUESTIONS_SHAPE = (
 
 
 def is_chat_with_questions(data: object) -> bool:
-    """Whether `data` has messages under that name."""
+    """Test for the format: an object with `messages`."""
     return isinstance(data, dict) and "messages" in data
 
 
 def read_chat_with_questions(data: object, name: str) -> Conversation:
-    """The messages as a chat, with the questions under `qa`, if any."""
+    """Read messages as a chat, with the questions under `qa`, if any."""
     fields = fields_of(data, "the file")
     entries = list_of(fields.get("qa", []), "'qa'")
     return Conversation(

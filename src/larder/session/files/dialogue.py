@@ -1,4 +1,4 @@
-"""How a transcript of two named people is laid before the model.
+"""Text form of a dialogue of two named people, as the model reads it.
 
     The following is ... between A and B ...         opening
 
@@ -30,7 +30,7 @@ SESSION_KEY = re.compile(r"session_(\d+)")
 
 @dataclass(frozen=True)
 class Utterance:
-    """One thing said: by whom, what, when, and the line about a picture, if one was shared."""
+    """Utterance with speaker, text, date, and the line about a shared picture, if any."""
 
     speaker: str
     text: str
@@ -40,23 +40,23 @@ class Utterance:
 
 @dataclass(frozen=True)
 class DialogueSession:
-    """The utterances of one sitting under its date."""
+    """Utterances of one session under its date."""
 
     date: str
     utterances: tuple[Utterance, ...]
 
 
 def utterance_text(message: Message) -> str:
-    """What was said, without the name that `messages` puts before it."""
-    said = message.utterance.strip() or message.content
+    """Text of an utterance, without the name that `messages` puts before it."""
+    text = message.utterance.strip() or message.content
     head = f'{message.speaker} said, "'
-    if message.speaker and said.startswith(head):
-        return said.removeprefix(head).removesuffix('"')
-    return said
+    if message.speaker and text.startswith(head):
+        return text.removeprefix(head).removesuffix('"')
+    return text
 
 
 def opening(first: str, second: str) -> str:
-    """The sentence that tells the model what it reads."""
+    """First sentence of the transcript, which describes it to the model."""
     return (
         f"The following is everything that {first} and {second} wrote to each other over many "
         "sessions; the date of each session stands at its head.\n\n"
@@ -64,22 +64,22 @@ def opening(first: str, second: str) -> str:
 
 
 def messages(sessions: Iterable[DialogueSession]) -> tuple[Message, ...]:
-    """One message per utterance, the session's header before the first of each."""
-    found: list[Message] = []
+    """One message per utterance, with the header of the session before its first."""
+    result: list[Message] = []
     for session in sessions:
         header = f"DATE: {session.date}\nCONVERSATION:\n"
-        if found:
+        if result:
             header = "\n" + header
         for utterance in session.utterances:
-            found.append(_message(utterance, header))
+            result.append(_message(utterance, header))
             header = ""
-    if not found:
-        raise InputError("no session holds an utterance: the transcript has nothing to read.")
-    return tuple(found)
+    if not result:
+        raise InputError("no session holds an utterance: give the transcript at least one.")
+    return tuple(result)
 
 
 def session_numbers(fields: Fields) -> list[int]:
-    """The numbers n of all fields `session_n`, ascending."""
+    """Numbers n of all fields `session_n`, ascending."""
     return sorted(int(match[1]) for match in map(SESSION_KEY.fullmatch, fields) if match)
 
 

@@ -1,4 +1,4 @@
-"""Take typed fields out of parsed JSON; each complaint says where it looked."""
+"""Typed fields of parsed JSON, with errors that name their place."""
 
 from __future__ import annotations
 
@@ -11,21 +11,33 @@ Fields = Mapping[str, object]
 
 
 def fields_of(value: object, place: str) -> Fields:
-    """`value` as a JSON object, or a complaint that `place` must be one."""
+    """Return `value` if it is a JSON object.
+
+    Raises:
+        InputError: `value` has another type.
+    """
     if not isinstance(value, dict):
         raise InputError(f"{place} must be an object {{...}}, got {json_type_name(value)}.")
     return cast(Fields, value)
 
 
 def list_of(value: object, place: str) -> list[object]:
-    """`value` as a JSON list, or a complaint that `place` must be one."""
+    """Return `value` if it is a JSON list.
+
+    Raises:
+        InputError: `value` has another type.
+    """
     if not isinstance(value, list):
         raise InputError(f"{place} must be a list [...], got {json_type_name(value)}.")
     return cast(list[object], value)
 
 
 def text_of(fields: Fields, key: str, place: str) -> str:
-    """The text under `key`, which must be there and say something."""
+    """Return the text under `key`.
+
+    Raises:
+        InputError: the text is missing or blank, or not a text.
+    """
     if key not in fields:
         raise InputError(f"{place} has no {key!r}: give it one, a text.")
     value = fields[key]
@@ -37,7 +49,7 @@ def text_of(fields: Fields, key: str, place: str) -> str:
 
 
 def text_or_number_of(fields: Fields, key: str, place: str) -> str:
-    """The text or number under `key` as text, empty if there is none."""
+    """Return the text or number under `key` as text; empty if it is missing."""
     value = fields.get(key, "")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise InputError(
@@ -47,14 +59,14 @@ def text_or_number_of(fields: Fields, key: str, place: str) -> str:
 
 
 def valid_unicode(text: str, place: str) -> str:
-    """`text`, unless it holds half a character: JSON can spell one, and no tokenizer takes it."""
+    """Return `text` if it has no lone surrogate, which JSON can express and no tokenizer takes."""
     if any("\ud800" <= letter <= "\udfff" for letter in text):
         raise InputError(f"{place} holds half a surrogate pair: write the whole character.")
     return text
 
 
 def json_type_name(value: object) -> str:
-    """What JSON calls `value`, with a short value itself."""
+    """JSON type of `value` for error messages, with the value if it is short."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):

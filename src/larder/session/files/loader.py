@@ -1,22 +1,23 @@
-"""Read one file, whatever its format, as a conversation."""
+"""Loader of conversations from files of any format, from texts and from message lists."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from larder.core.arguments import check_type
-from larder.core.conversation import Conversation
+from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.core.errors import InputError
-from larder.session.files import chat_messages, document, locomo, realtalk
+from larder.session.files import chat_messages, locomo, realtalk
 from larder.session.files.locomo import Adversarial
 
 
 @dataclass(frozen=True)
 class JsonFormat:
-    """One shape that a JSON file may have: how to describe, recognise and read it."""
+    """JSON format of conversations: its description, its test, and its reader."""
 
     shape: str
     matches: Callable[[object], bool]
@@ -24,7 +25,7 @@ class JsonFormat:
 
 
 ConversationLike = Conversation | str | Path | Sequence[Mapping[str, object]]
-MAX_FILE_NAME_CHARS = 256  # characters of a text that may be the name of a file by mistake
+MAX_FILE_NAME_CHARS = 256  # longer texts are never reported as misplaced file names
 ACCEPTED_INPUTS = "a Conversation, a text, a list of messages with role and content, or a Path"
 FORMATS = (
     JsonFormat(
@@ -49,7 +50,7 @@ def read_conversation(
 
     Args:
         path: a `.json`, `.txt` or `.md` file in UTF-8.
-        adversarial: whether LoCoMo's questions without an answer are asked too.
+        adversarial: whether LoCoMo's questions without an answer are included.
 
     Raises:
         InputError: the file is missing, unreadable, empty, or of no known form.
@@ -64,34 +65,47 @@ def read_conversation(
     text = _text(path)
     try:
         if ending in DOCUMENT_SUFFIXES:
-            return document.read_document(text, path.stem)
+            return read_document(text, path.stem)
         return _read_json(_parse(text), path.stem, adversarial)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
 
 
 def conversation_of(given: ConversationLike) -> Conversation:
-    """A conversation from whatever a program has at hand.
+    """Convert a value to a conversation.
 
     Args:
-        given: a conversation; a text, which is a document; messages as chat APIs have them,
-            `[{"role": "user", "content": "..."}, ...]`; or the path of a file.
+        given: conversation; text, taken as a document; messages in the format of chat APIs,
+            `[{"role": "user", "content": "..."}, ...]`; or path of a file.
 
     Raises:
-        InputError: it is empty, a message is none, or a string is the name of a file.
-        BadParameter: it is of another type.
+        InputError: it is empty, a message is malformed, or a string looks like a file name.
+        BadParameter: it has another type.
     """
     if isinstance(given, Conversation):
         return given
     if isinstance(given, Path):
         return read_conversation(given)
     if isinstance(given, str):
-        return _document(given)
+        return _text_as_document(given)
     check_type("conversation", given, (list, tuple), ACCEPTED_INPUTS)
     return chat_messages.read_chat_messages(list(given), "messages")
 
 
-def _document(text: str) -> Conversation:
+# A paragraph keeps the blank lines after it, so that the paragraphs joined are the file.
+PARAGRAPH = re.compile(r"\s*\S.*?(?:\n\s*(?:\n|\Z)|\Z)", re.DOTALL)
+
+
+def read_document(text: str, name: str) -> Conversation:
+    """Document with one message per paragraph; the paragraphs joined are exactly `text`."""
+    messages = tuple(
+        Message("user", paragraph, utterance=paragraph.strip())
+        for paragraph in PARAGRAPH.findall(text)
+    )
+    return Conversation(name=name, messages=messages, form=PromptLayout.DOCUMENT)
+
+
+def _text_as_document(text: str) -> Conversation:
     if not text.strip():
         raise InputError("The text is empty: give a conversation or a document.")
     if (
@@ -102,7 +116,7 @@ def _document(text: str) -> Conversation:
         raise InputError(
             f"{text!r} looks like the name of a file: give pathlib.Path({text!r}), or the text."
         )
-    return document.read_document(text, "text")
+    return read_document(text, "text")
 
 
 def _text(path: Path) -> str:
@@ -137,7 +151,7 @@ def _parse(text: str) -> object:
             f"broken JSON at line {error.lineno}, column {error.colno}: {error.msg}; mend it there."
         ) from error
     except (RecursionError, ValueError) as error:
-        # What json cannot hold though it parses: nesting or integers beyond Python's limits.
+        # Beyond the limits of the json module: nesting or integers beyond Python's limits.
         raise InputError(
             "the JSON nests too deeply or holds a number of thousands of digits: simplify it."
         ) from error
@@ -156,19 +170,19 @@ DOCUMENT_SUFFIXES = (".txt", ".md")
 
 
 def find_files(paths: Iterable[Path | str]) -> list[Path]:
-    """The files meant by `paths`: a file stands for itself, a folder for what lies directly in it.
+    """Expand paths to files: a file gives itself, a folder the files directly in it.
 
-    A folder yields its `.json` files in order of name. Only if it has none does it yield its
-    documents, so that a README beside a data set is not taken for part of it. Hidden files are
-    passed over, and a file named twice is read once.
+    A folder gives its `.json` files in order of name, and its documents only if it has none, so
+    that a README beside a data set is not taken for part of it. Hidden files are skipped, and
+    duplicates are removed.
 
     Raises:
-        InputError: a path does not exist, or a folder holds nothing that can be read.
+        InputError: a path does not exist, or a folder has no readable file.
     """
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     for path in map(Path, paths):
-        found.update(dict.fromkeys(_files_of(path)))
-    return list(found)
+        files.update(dict.fromkeys(_files_of(path)))
+    return list(files)
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""LoCoMo conversations.
+"""Reader of LoCoMo conversations.
 
 Adyasha Maharana, Dong-Ho Lee, Sergey Tulyakov, Mohit Bansal, Francesco Barbieri and Yuwei Fang,
 "Evaluating Very Long-Term Conversational Memory of LLM Agents" (2024), arXiv 2402.17753.
@@ -31,19 +31,19 @@ REFUSAL_INSTRUCTION = f' If the conversation does not tell, answer "{REFUSAL}".'
 
 
 class Adversarial(Enum):
-    """What becomes of questions whose true answer is that nothing was said about it."""
+    """Treatment of adversarial questions, which the conversation does not answer."""
 
     LEFT_OUT = "left_out"
     ASKED = "asked"
 
 
 def matches(data: object) -> bool:
-    """Whether `data` has a conversation under that name."""
+    """Test for the format: an object with `conversation`."""
     return isinstance(data, dict) and "conversation" in data
 
 
 def read(data: object, name: str, adversarial: Adversarial) -> Conversation:
-    """The transcript and its questions; asked adversarial ones, the prompt allows to refuse."""
+    """Read transcript and questions; with adversarial questions the prompt permits a refusal."""
     fields = fields_of(data, "the file")
     talk = fields_of(fields["conversation"], "'conversation'")
     speakers = [text_of(talk, key, "'conversation'") for key in ("speaker_a", "speaker_b")]
@@ -70,7 +70,7 @@ def _session(talk: Fields, number: int) -> DialogueSession:
 
 def _utterance(entry: object, place: str, date: str) -> Utterance:
     fields = fields_of(entry, place)
-    # Some releases carry a version of the text without mistakes beside the original.
+    # Some releases have a corrected version of the text beside the original.
     text = text_of(fields, "clean_text" if "clean_text" in fields else "text", place)
     caption = text_or_number_of(fields, "blip_caption", place).strip()
     picture = f"and shared {caption}" if caption else ""
@@ -94,7 +94,7 @@ def _questions(entries: list[object], adversarial: Adversarial) -> tuple[Questio
 
 
 def category_of(fields: Fields, kinds: dict[int, str], place: str) -> int:
-    """The category of a question, one of `kinds`."""
+    """Category of a question, a key of `kinds`."""
     category = fields.get("category")
     if not isinstance(category, int) or category not in kinds:
         known = ", ".join(f"{number} ({kind})" for number, kind in kinds.items())

@@ -1,4 +1,4 @@
-"""RealTalk conversations.
+"""Reader of RealTalk conversations.
 
 Dong-Ho Lee, Adyasha Maharana, Jay Pujara, Xiang Ren and Francesco Barbieri, "REALTALK: A 21-Day
 Real-World Dataset for Long-Term Conversation" (2025), arXiv 2502.13270.
@@ -22,12 +22,12 @@ PROMPT = (
 
 
 def matches(data: object) -> bool:
-    """Whether `data` holds sessions at its top, beside the names of the speakers."""
+    """Test for the format: an object with sessions at the top, beside the names of the speakers."""
     return isinstance(data, dict) and "name" in data and "session_1" in data
 
 
 def read(data: object, name: str) -> Conversation:
-    """The transcript and its questions."""
+    """Read transcript and questions."""
     fields = fields_of(data, "the file")
     names = fields_of(fields["name"], "'name'")
     speakers = [text_of(names, key, "'name'") for key in ("speaker_1", "speaker_2")]

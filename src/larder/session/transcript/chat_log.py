@@ -39,20 +39,24 @@ class ChatLog:
     """
 
     history: Conversation
-    exchanges: tuple[ChatTurn, ...] = ()
+    turns: tuple[ChatTurn, ...] = ()
 
-    def plus(self, exchange: ChatTurn) -> ChatLog:
+    def with_turn(self, turn: ChatTurn) -> ChatLog:
         """The log with one more exchange."""
-        return replace(self, exchanges=(*self.exchanges, exchange))
+        return replace(self, turns=(*self.turns, turn))
 
     def transcript(self, scribe: TokenizerAdapter) -> Transcript:
         """The history as the model reads it."""
-        return scribe.write(self.history) if self.history.messages else Transcript((), ())
+        return (
+            scribe.encode_conversation(self.history)
+            if self.history.messages
+            else Transcript((), ())
+        )
 
-    def source(self, transcript: Transcript) -> PrefillInput:
+    def prefill_input(self, transcript: Transcript) -> PrefillInput:
         """All of it, to be read."""
-        texts = tuple(exchange.text for exchange in self.exchanges)
-        ids = tuple(token for exchange in self.exchanges for token in exchange.ids)
+        texts = tuple(exchange.text for exchange in self.turns)
+        ids = tuple(token for exchange in self.turns for token in exchange.ids)
         return PrefillInput(self.history, transcript, texts, ids)
 
 
@@ -72,7 +76,7 @@ def chat_log_record(log: ChatLog) -> dict[str, Any]:
                 {key: getattr(message, key) for key in _MESSAGE} for message in history.messages
             ],
         },
-        "turns": [_turn_record(exchange) for exchange in log.exchanges],
+        "turns": [_turn_record(exchange) for exchange in log.turns],
     }
 
 

@@ -76,18 +76,18 @@ class ChatTemplate:
 
     def user_message(self, content: str, end: PromptEnd) -> str:
         """What a user's turn adds behind a finished answer."""
-        return self.going_on([TemplateMessage("user", content)], end)
+        return self.continuation([TemplateMessage("user", content)], end)
 
-    def going_on(self, turns: Sequence[TemplateMessage], end: PromptEnd) -> str:
+    def continuation(self, turns: Sequence[TemplateMessage], end: PromptEnd) -> str:
         """What further turns add behind a finished answer."""
         told = [
             TemplateMessage("user", "?"),
             TemplateMessage("assistant", ANSWER_PLACEHOLDER),
             *turns,
         ]
-        return self._behind_mark(told, end).removeprefix(self.closing())
+        return self._behind_mark(told, end).removeprefix(self.end_of_turn())
 
-    def closing(self) -> str:
+    def end_of_turn(self) -> str:
         """What the template puts behind an answer to end the assistant's turn."""
         return self._behind_mark(
             [TemplateMessage("user", "?"), TemplateMessage("assistant", ANSWER_PLACEHOLDER)],

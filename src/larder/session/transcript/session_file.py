@@ -47,7 +47,7 @@ class ChatRecord:
     """A chat as the disk has it."""
 
     log: ChatLog
-    stamp: ChatIdentity
+    identity: ChatIdentity
 
 
 class ChatLogStore(ABC):

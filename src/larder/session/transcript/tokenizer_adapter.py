@@ -47,14 +47,14 @@ class TokenizerAdapter:
         """Token ids of a bare text."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
-    def starts(self, text: str) -> list[int]:
+    def token_starts(self, text: str) -> list[int]:
         """Where in a bare text each of its tokens starts."""
         encoded = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         return [start for start, _ in encoded["offset_mapping"]]
 
-    def length(self, text: str) -> int:
+    def count_tokens(self, text: str) -> int:
         """Tokens of a bare text."""
         return len(self.encode(text))
 
@@ -62,7 +62,7 @@ class TokenizerAdapter:
         """Text of token ids, without special tokens."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def write(self, conversation: Conversation) -> Transcript:
+    def encode_conversation(self, conversation: Conversation) -> Transcript:
         """A whole conversation. A document or a transcript becomes one user's turn, acknowledged,
         so that whatever follows is an ordinary exchange.
         """
@@ -78,7 +78,7 @@ class TokenizerAdapter:
         cuts = [0, *(bisect_left(starts, stop) for stop in stops)]
         return Transcript(ids, tuple(zip(cuts, cuts[1:], strict=False)))
 
-    def text(self, conversation: Conversation) -> tuple[str, list[int]]:
+    def render_conversation(self, conversation: Conversation) -> tuple[str, list[int]]:
         """A whole conversation as `write` tokenizes it, and where in it each token starts."""
         text, _, starts = self._encoded(conversation)
         return text, starts
@@ -104,34 +104,34 @@ class TokenizerAdapter:
         found = {token for token, text in texts if SENTENCE_END.search(text)}
         return frozenset(found | set(self.tokenizer.all_special_ids))
 
-    def question(self, text: str) -> tuple[int, ...]:
+    def encode_question(self, text: str) -> tuple[int, ...]:
         """A user's turn after a finished exchange, up to where the answer begins."""
         return self.encode(self._template.user_message(text, PromptEnd.ANSWER))
 
-    def opening(self, text: str) -> tuple[int, ...]:
+    def encode_first_question(self, text: str) -> tuple[int, ...]:
         """A user's turn at the very start, up to where the answer begins."""
         return self.encode(self._template.render([TemplateMessage("user", text)], PromptEnd.ANSWER))
 
-    def prompt(self, turns: Sequence[TemplateMessage]) -> tuple[int, ...]:
+    def encode_messages(self, turns: Sequence[TemplateMessage]) -> tuple[int, ...]:
         """A whole conversation, up to where the next answer begins."""
         return self.encode(self._template.render(turns, PromptEnd.ANSWER))
 
-    def going_on(self, turns: Sequence[TemplateMessage]) -> tuple[int, ...]:
+    def encode_continuation(self, turns: Sequence[TemplateMessage]) -> tuple[int, ...]:
         """What further turns add behind a finished exchange, up to where the answer begins."""
-        return self.encode(self._template.going_on(turns, PromptEnd.ANSWER))
+        return self.encode(self._template.continuation(turns, PromptEnd.ANSWER))
 
-    def answer(self, text: str) -> tuple[int, ...]:
+    def encode_answer(self, text: str) -> tuple[int, ...]:
         """An answer as it stands behind `question`, its end of turn included."""
-        return self.encode(text + self._template.closing())
+        return self.encode(text + self._template.end_of_turn())
 
-    def closing(self) -> tuple[int, ...]:
+    def end_of_turn_ids(self) -> tuple[int, ...]:
         """What ends an assistant's turn."""
-        return self.encode(self._template.closing())
+        return self.encode(self._template.end_of_turn())
 
-    def message(self, role: str, text: str) -> tuple[int, ...]:
+    def encode_message(self, role: str, text: str) -> tuple[int, ...]:
         """A finished turn in the middle of a conversation."""
         if role == "assistant":
-            return self.answer(text)
+            return self.encode_answer(text)
         return self.encode(self._template.user_message(text, PromptEnd.CLOSED))
 
 
