@@ -178,7 +178,7 @@ def test_more_recent_tokens_than_there_is_room_for_are_refused(decoder) -> None:
     sentence = (
         "whole() > protect(sinks=0, recent=9) > column_mass() > uniform() > split(reading=0.6)"
     )
-    with pytest.raises(BudgetError, match=r"leaves generated text 8 of 20 entries, fewer than"):
+    with pytest.raises(BudgetError, match=r"leaves 8 of 20 entries for generated text, fewer than"):
         generated(decoder, sentence, 20, 40, 4)
 
 

@@ -178,13 +178,13 @@ def _resident_entries(policy: Policy, tokens: int) -> int:
         taken += f" and the {policy.lag} that {spell(policy.timing)} lets accumulate"
     if resident < 1:
         raise BudgetError(
-            f"The budget of {tokens} tokens has no capacity beside {taken}: raise --budget, fetch "
+            f"The budget of {tokens} tokens has no room beside {taken}: raise --budget, fetch "
             "fewer, or lag less."
         )
     least = policy.protect.least(tokens).joined(policy.scorer.least()).tokens
     if least > resident and not isinstance(policy.protect.recent, float):
         raise BudgetError(
-            f"The budget of {tokens} tokens has no capacity for {taken} beside the {least} that "
+            f"The budget of {tokens} tokens has no room for {taken} beside the {least} that "
             f"{spell(policy.protect)} and {spell(policy.scorer)} always keep: raise --budget, "
             "fetch fewer, or protect fewer."
         )

@@ -1,4 +1,4 @@
-"""A whole policy: one part in each slot, in a fixed order.
+"""Policy: one part in each slot, in a fixed order.
 
 session    schedule    protect   scorer    aggregation  heads       values       unit
 episodes > blockwise > protect > patched > max        > group_max > keys_alone > token >
@@ -6,8 +6,9 @@ episodes > blockwise > protect > patched > max        > group_max > keys_alone >
     budget        compensation   recall   storage   timing
     sensitivity > park         > dci    > exact   > prefill_only
 
-Aggregation and heads say how a scorer by attention joins queries and query heads; left out, as its
-paper does. Scorers that look at no attention have neither. Only what is parked can be recalled.
+Aggregation and heads reduce attention over queries and query heads for scorers by attention; by
+default as in the paper of the scorer. Other scorers have neither. Only offloaded entries can be
+recalled.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ NULL_PARTS = (
     KeysAlone(),
     Token(),
     Exact(),
-)  # what does nothing is not spelled
+)  # not part of a spelling
 DEFAULTS = {
     "session": "single",
     "schedule": "whole",
@@ -103,7 +104,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Policy:
-    """What is kept of a conversation, and how it is decided. `str()` is its canonical spelling."""
+    """Cache policy of a conversation, one part per slot. `str()` is its canonical spelling."""
 
     session: Arrangement
     schedule: Schedule
@@ -121,12 +122,12 @@ class Policy:
 
     @staticmethod
     def parse(sentence: str) -> Policy:
-        """A policy from a preset's name or a sentence of parts; omitted slots take defaults.
+        """Parse the name of a preset or a spelling of parts; omitted slots take defaults.
 
         Raises:
-            SpellingError: it does not parse, or parts are out of order.
-            UnknownName: no such preset, part or parameter.
-            BadParameter: a value out of range.
+            SpellingError: the spelling does not parse, or parts are out of order.
+            UnknownName: a preset, part or parameter does not exist.
+            BadParameter: a value is out of range.
         """
         text = sentence.strip()
         if text in PRESETS:
@@ -136,7 +137,7 @@ class Policy:
         order = [SLOTS.index(slot) for slot in slots]
         if order != sorted(set(order)):
             raise SpellingError(
-                f"The parts of {sentence!r} are out of order or doubled: write at most one each of "
+                f"The parts of {sentence!r} are out of order or repeated: write at most one each of "
                 f"{' > '.join(SLOTS)}."
             )
         given = dict(zip(slots, calls, strict=True))
@@ -155,7 +156,7 @@ class Policy:
         return Policy(**chosen, recall=recall, **reduction_parts(chosen["scorer"], given))
 
     def __str__(self) -> str:
-        """Every part that does something, with all its parameters."""
+        """Canonical spelling: every part except null parts, with all its parameters."""
         parts = [getattr(self, slot) for slot in SLOTS]
         return " > ".join(
             spell(part) for part in parts if part is not None and part not in NULL_PARTS
@@ -163,7 +164,7 @@ class Policy:
 
     @property
     def planner(self) -> Planner:
-        """The part of the policy that decides."""
+        """Planner of the policy, which scores entries and makes plans."""
         return Planner(
             self.protect,
             self.scorer,
@@ -179,44 +180,51 @@ class Policy:
 
     @property
     def resident_storage(self) -> Storage:
-        """How what stays in the fast tier is held; what is parked may be held in fewer bits."""
+        """Storage of the fast tier; offloaded entries may be quantized further."""
         return self.storage if self.recall is None else Exact()
 
     @property
     def calibrations(self) -> frozenset[str]:
-        """Names of the measurements of the model that its parts look up."""
+        """Names of the calibration data that its parts require."""
         return self.budget.measured() | self.heads.calibrations | self.timing.calibrations
 
     @property
     def lexicon(self) -> frozenset[str]:
-        """Names of the sets of token ids that its parts ask for."""
+        """Names of the sets of token ids that its parts require."""
         return self.unit.lexicon | (frozenset() if self.recall is None else self.recall.lexicon)
 
     def with_sizes(self, tokens: int, block: int | None) -> Policy:
-        """The same policy with the open sizes filled in.
+        """Policy with its open sizes filled in.
 
         Args:
-            tokens: entries per kv head, for a budget left open.
-            block: M_block from the command line, for a schedule left open.
+            tokens: entries per kv head, for an open budget.
+            block: M_block, for an open schedule.
 
         Raises:
-            UsageError: a block was given that contradicts the spelling, or exceeds the budget.
-            BudgetError: no page fits the budget beside what always stays.
-            BadParameter: more tokens are corrected than always stay.
+            UsageError: the block contradicts the spelling, or exceeds the budget.
+            BudgetError: no page fits in the budget beside the protected entries.
+            BadParameter: more tokens are corrected than are protected.
         """
         budget, schedule, scorer = self.budget, self.schedule, self.scorer.under(tokens)
         if budget.tokens is None:
             budget = replace(budget, tokens=tokens, kept=None)  # pyright: ignore
-        own = with_block_size(schedule, tokens, block)
-        settled = self.compensation.under(tokens), self._recalling(tokens)
-        if (recall := settled[1]) is not None:
-            staying = (budget.tokens or tokens) - (recall.tokens or 0) - self.lag
-            check_correction(self.protect, recall, max(0, staying))
-        sized = replace(self, budget=budget, schedule=own, scorer=scorer, recall=recall)
-        return replace(sized, compensation=settled[0], timing=self.timing.under(tokens))
+        schedule = with_block_size(schedule, tokens, block)
+        compensation, recall = self.compensation.under(tokens), self._sized_recall(tokens)
+        if recall is not None:
+            resident = (budget.tokens or tokens) - (recall.tokens or 0) - self.lag
+            check_correction(self.protect, recall, max(0, resident))
+        return replace(
+            self,
+            budget=budget,
+            schedule=schedule,
+            scorer=scorer,
+            recall=recall,
+            compensation=compensation,
+            timing=self.timing.under(tokens),
+        )
 
-    def _recalling(self, tokens: int) -> RecallPart | None:
-        """The recall part with its size filled in."""
+    def _sized_recall(self, tokens: int) -> RecallPart | None:
+        """Recall part with its size filled in."""
         if self.recall is None or self.recall.tokens is not None:
             return self.recall
         least = max(1, self.protect.least(tokens).joined(self.scorer.least()).tokens)
@@ -232,20 +240,21 @@ class Policy:
 
     @property
     def lag(self) -> int:
-        """Entries per kv head that pile up between two plans, the newest token included, for which
-        a policy that recalls has room inside its budget; 0 for all others.
+        """Entries per kv head that accumulate between two plans, the newest token included.
+
+        A policy with recall reserves them inside its budget; 0 for all others.
         """
         excess = self.timing.excess()
         return 0 if self.recall is None or excess is None else excess + 1
 
     @property
     def rebuilding(self) -> RecomputeSpec | None:
-        """How rejected entries are made anew; None where none are."""
+        """Recomputation of rejected entries; None without one."""
         return getattr(self.compensation, "rebuilding", None)
 
     @property
     def parking(self) -> OffloadSpec | None:
-        """Where rejected entries go; None where nothing is parked."""
+        """Offload of rejected entries; None without one."""
         if self.recall is None:
             return None
         host_mib = getattr(self.compensation, "host_mib", None)
@@ -255,10 +264,11 @@ class Policy:
 def _recall_part(
     compensation: Compensation, storage: Storage, given: Call | None
 ) -> RecallPart | None:
-    """How parked entries are found; the default where that is left open, None where none are.
+    """Recall part, or the default one for an open slot; None without offload.
 
     Raises:
-        SpellingError: nothing is parked that could be recalled, or a storage has no slow tier.
+        SpellingError: no entry is offloaded for the recall part, or the storage has no slow
+            tier.
     """
     if not compensation.parks:
         if given is not None:

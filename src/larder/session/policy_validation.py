@@ -1,4 +1,6 @@
-"""Which parts of a policy do not go together, told when it is parsed or its sizes are filled in."""
+"""Validation of combinations of policy parts, when a policy is parsed or its sizes are filled
+in.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ DEFAULT_BLOCK_TOKENS = 512
 
 
 def check_timing(scorer: Scorer, timing: Timing) -> None:
-    """Raises: SpellingError: a prompt of the scorer would have to be read at every step."""
+    """Validate that no scorer needs scratch prompts at decode steps.
+
+    Raises:
+        SpellingError: a prompt of the scorer would have to be read at every step.
+    """
     generating = timing.scorers[0] if timing.scorers else scorer
     if timing.excess() is not None and needs_scratch_prompts(generating):
         raise SpellingError(
@@ -35,7 +41,11 @@ def check_timing(scorer: Scorer, timing: Timing) -> None:
 
 
 def check_query_positions(scorer: Scorer, storage: Storage) -> None:
-    """Raises: SpellingError: queries are held as they were, but keys turned to other positions."""
+    """Validate that stored queries and keys have the same positions.
+
+    Raises:
+        SpellingError: queries keep true positions, but the storage rotates keys to others.
+    """
     if scorer.queries() and storage.turns:
         raise SpellingError(
             f"{spell(scorer)} judges by queries at their true positions, but {spell(storage)} "
@@ -44,7 +54,11 @@ def check_query_positions(scorer: Scorer, storage: Storage) -> None:
 
 
 def check_weights(scorer: Scorer, values: ValueRule) -> None:
-    """Raises: SpellingError: values ask for attention weights, which a scorer does not look at."""
+    """Validate that a value rule has the attention weights that it needs.
+
+    Raises:
+        SpellingError: the scorer computes no attention weights.
+    """
     if values.wants_weights and scorer.default_reduction() is None:
         raise SpellingError(
             f"{spell(values)} asks how much attention entries hold, but {spell(scorer)} looks at "
@@ -53,7 +67,11 @@ def check_weights(scorer: Scorer, values: ValueRule) -> None:
 
 
 def check_single_cut(schedule: Schedule, compensation: Compensation) -> None:
-    """Raises: SpellingError: a text would be cut once, but is read in blocks with plans between."""
+    """Validate that a compensation with a single cut prefills the whole text first.
+
+    Raises:
+        SpellingError: the schedule makes plans between blocks.
+    """
     if compensation.once and not isinstance(schedule, Whole):
         raise SpellingError(
             f"{spell(compensation)} cuts a text once, when all of it was read, but "
@@ -62,7 +80,11 @@ def check_single_cut(schedule: Schedule, compensation: Compensation) -> None:
 
 
 def check_heads(budget: Budget, compensation: Compensation) -> None:
-    """Raises: SpellingError: streaming heads lose what they reject, but they look alike."""
+    """Validate that a compensation for retrieval heads knows which heads these are.
+
+    Raises:
+        SpellingError: the budget does not separate retrieval heads from streaming heads.
+    """
     if compensation.separates_streaming_heads and not isinstance(budget, RetrievalHeads):
         raise SpellingError(
             f"{spell(compensation)} parks for retrieval heads only, but {spell(budget)} does not "
@@ -71,7 +93,11 @@ def check_heads(budget: Budget, compensation: Compensation) -> None:
 
 
 def check_recompute(compensation: Compensation, storage: Storage) -> None:
-    """Raises: SpellingError: entries come back whole, but the others are held otherwise."""
+    """Validate that recomputed entries equal stored ones.
+
+    Raises:
+        SpellingError: the storage does not hold entries exactly.
+    """
     if isinstance(compensation, Recompute) and storage != Exact():
         raise SpellingError(
             f"{spell(compensation)} makes entries anew as the model made them, which "
@@ -82,13 +108,13 @@ def check_recompute(compensation: Compensation, storage: Storage) -> None:
 def check_correction(
     protect: Protect, recall: RecallPart | None, tokens: int | None = None
 ) -> None:
-    """See that what is read once more is held still.
+    """Validate that corrected tokens are protected.
 
     Args:
-        tokens: entries that stay; None where that is not known yet, nor what a share of it is.
+        tokens: resident entries per kv head; None before sizes are filled in.
 
     Raises:
-        BadParameter: more tokens are corrected than always stay.
+        BadParameter: more tokens are corrected than are protected.
     """
     if recall is None or not recall.corrected:
         return
@@ -103,10 +129,10 @@ def check_correction(
 
 
 def with_block_size(schedule: Schedule, tokens: int, block: int | None) -> Schedule:
-    """A schedule with the size of its blocks filled in, if it reads any.
+    """Schedule with its block size filled in, if it reads blocks.
 
     Raises:
-        UsageError: it reads none, or others than asked for, or they exceed the budget.
+        UsageError: the schedule reads no blocks, has another block size, or it exceeds the budget.
     """
     names = [f.name for f in fields(schedule)]  # pyright: ignore
     if "tokens" not in names:
@@ -131,5 +157,5 @@ def with_block_size(schedule: Schedule, tokens: int, block: int | None) -> Sched
 
 
 def needs_scratch_prompts(scorer: Scorer) -> bool:
-    """Whether a scorer has anything read behind the cache before it judges."""
+    """Test whether a scorer reads scratch prompts after the cache before it scores."""
     return bool(scorer.scratch((0,), 0, dict.fromkeys(scorer.wanted(), (0,))))

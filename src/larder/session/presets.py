@@ -1,4 +1,4 @@
-"""Published methods by name, each a sentence of parts. Budgets and blocks are left open.
+"""Presets: published methods by name, each a spelling of parts with open budgets and blocks.
 
 The bare name of a paper is the paper's method. Methods that attend to the whole prompt before they
 drop, merge or round anything read `whole()`; `NAME_blockwise` bounds memory while it reads. Papers

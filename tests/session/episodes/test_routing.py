@@ -110,7 +110,7 @@ def test_a_quantile_of_zero_is_stricter_than_a_high_one() -> None:
 
 
 def test_a_refresh_gives_one_episode_a_new_centroid_and_new_representatives() -> None:
-    router = arranged(DOGS_AND_CARS, representatives=2).file("a dog barks", 0).router
+    router = arranged(DOGS_AND_CARS, representatives=2).assign_turn("a dog barks", 0).router
     reform = router.refresh(0)
     after = reform.router
     assert isinstance(router, NearestEpisodeRouter) and isinstance(after, NearestEpisodeRouter)
@@ -151,7 +151,7 @@ def test_a_chat_that_has_grown_is_divided_into_topics_in_the_order_of_its_turns(
 
 
 def test_too_few_segments_are_not_divided() -> None:
-    router = arranged(talk()).file("my dog", 0).router.assign_turn("the car", 0).router
+    router = arranged(talk()).assign_turn("my dog", 0).router.assign_turn("the car", 0).router
     assert router.refresh(0).rebuilt == (0,)
     assert router.refresh(0).router.segments() == [2]
 

@@ -1,8 +1,8 @@
-"""Segments: a conversation cut into the short stretches that are embedded and clustered.
+"""Segments of a conversation for embedding and clustering; sentences; turns of a history.
 
 Follows M. Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv 2509.17396, section 3.1, equation 4:
-w = 4 utterances each, running across session borders, the last segment as short as it comes.
+w = 4 utterances each, across session borders; the last segment may be shorter.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _WORD = re.compile(r"\s*\S+")
 
 
 class SegmentUnit(Enum):
-    """What a segment's size counts. The paper's ablation: utterances serve best.
+    """Unit of the size of a segment. In the paper's ablation utterances are best.
 
-    UTTERANCES: whole messages; of a long chat message and of a document, sentences.
-    WORDS: what white space separates.
-    TOKENS: tokens of words counted one by one, so that no word is torn.
+    UTTERANCES: whole messages; sentences in long chat messages and documents.
+    WORDS: words separated by white space.
+    TOKENS: tokens, counted word by word, so that no word is divided.
     """
 
     UTTERANCES = "utterances"
@@ -46,13 +46,13 @@ class MessageSpan:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a conversation.
+    """Contiguous part of a conversation.
 
     Args:
-        index: its place among the segments.
-        pieces: the characters it holds, message by message, in order.
-        text: what is embedded: a line per utterance, without session headers, dates and captions.
-            Who speaks is in the utterance where the source names its speakers.
+        index: index among the segments.
+        pieces: its spans of characters, message by message, in order.
+        text: text to embed: a line per utterance, without session headers, dates and captions. It
+            has the name of the speaker where the source names its speakers.
     """
 
     index: int
@@ -61,16 +61,16 @@ class Segment:
 
     @property
     def messages(self) -> range:
-        """The messages it touches; neighbours share a message that is cut between them."""
+        """Range of its messages; neighbors share a message that is divided between them."""
         return range(self.pieces[0].message, self.pieces[-1].message + 1)
 
 
 @dataclass(frozen=True)
 class _Atom:
-    """The smallest part that is never cut: what it covers, what of it is embedded, its weight."""
+    """Indivisible part of a message: its span, the text to embed, its weight in units."""
 
     piece: MessageSpan
-    said: str
+    text: str
     weight: int
 
 
@@ -80,21 +80,21 @@ def cut_segments(
     size: int = 4,
     count: Callable[[str], int] | None = None,
 ) -> tuple[Segment, ...]:
-    """Cut a conversation into segments; every character of every message is in exactly one.
+    """Divide a conversation into segments; every character of every message is in exactly one.
 
     In a chat, a message of more than 500 characters counts sentence by sentence. EpiCache's
-    released code does so for the assistant's messages; people paste long texts too, so here it is
-    every message. In a transcript an utterance stays whole, whatever its length, as in the paper.
-    System messages weigh nothing, are not embedded, and join the segment of what follows them.
+    released code does so for messages of the assistant; users paste long texts too, so here it
+    applies to every message. In a transcript an utterance stays whole, whatever its length, as in
+    the paper. System messages have weight 0, are not embedded, and join the next segment.
 
     Args:
         conversation: the messages, in order.
-        unit: what `size` counts.
-        size: units per segment, at least 1; only a single unit that is larger exceeds it.
-        count: tokens of a text, needed for `Unit.TOKENS` alone.
+        unit: unit of `size`.
+        size: units per segment, at least 1; only a single larger unit exceeds it.
+        count: number of tokens of a text, required for `SegmentUnit.TOKENS` alone.
 
     Raises:
-        BadParameter: `size` is below 1, or tokens shall be counted and `count` is missing.
+        BadParameter: `size` is below 1, or `count` is missing for tokens.
     """
     if size < 1:
         raise BadParameter(f"segment size must be at least 1, got {size}.")
@@ -109,11 +109,11 @@ def cut_segments(
 
 
 def _weight_function(unit: SegmentUnit, count: Callable[[str], int] | None) -> Callable[[str], int]:
-    """What a unit's text weighs."""
+    """Function from the text of a unit to its weight."""
     if unit is SegmentUnit.UTTERANCES:
-        return lambda said: 1
+        return lambda text: 1
     if unit is SegmentUnit.WORDS:
-        return lambda said: len(said.split())
+        return lambda text: len(text.split())
     if count is None:
         raise BadParameter(
             "segments counted in tokens need `count`, a function from text to tokens."
@@ -125,38 +125,38 @@ def _atoms(
     form: PromptLayout, index: int, message: Message, unit: SegmentUnit, weigh: Callable[[str], int]
 ) -> Iterator[_Atom]:
     content = message.content
-    said = message.utterance if message.utterance.strip() else content
-    offset = content.find(said)
+    spoken = message.utterance if message.utterance.strip() else content
+    offset = content.find(spoken)
     if message.role == "system" or offset < 0:
-        # An utterance that is not part of the content cannot be cut in the content's characters.
-        weight = 0 if message.role == "system" else weigh(said)
-        yield _Atom(MessageSpan(index, 0, len(content)), said, weight)
+        # An utterance that is not part of the content cannot be divided by spans of the content.
+        weight = 0 if message.role == "system" else weigh(spoken)
+        yield _Atom(MessageSpan(index, 0, len(content)), spoken, weight)
         return
-    spans = _spans(said, form, unit)
+    spans = _spans(spoken, form, unit)
     for start, stop in spans:
-        # What surrounds the utterance (headers, captions) goes to its first and last piece.
+        # Text around the utterance (headers, captions) joins its first and last span.
         piece = MessageSpan(
             index,
             0 if start == 0 else offset + start,
-            len(content) if stop == len(said) else offset + stop,
+            len(content) if stop == len(spoken) else offset + stop,
         )
-        yield _Atom(piece, said[start:stop], weigh(said[start:stop]))
+        yield _Atom(piece, spoken[start:stop], weigh(spoken[start:stop]))
 
 
-def _spans(said: str, form: PromptLayout, unit: SegmentUnit) -> list[tuple[int, int]]:
-    """The units of one utterance, as spans that leave nothing out."""
+def _spans(spoken: str, form: PromptLayout, unit: SegmentUnit) -> list[tuple[int, int]]:
+    """Spans of the units of one utterance, without gaps."""
     if unit is not SegmentUnit.UTTERANCES:
-        stops = [word.end() for word in _WORD.finditer(said)][:-1]
-        borders = [0, *stops, len(said)]
+        stops = [word.end() for word in _WORD.finditer(spoken)][:-1]
+        borders = [0, *stops, len(spoken)]
         return list(zip(borders, borders[1:], strict=False))
-    is_long = form is PromptLayout.CHAT and len(said) > LONG_CHARACTERS
-    if said and (is_long or form is PromptLayout.DOCUMENT):
-        return sentences(said)
-    return [(0, len(said))]
+    is_long = form is PromptLayout.CHAT and len(spoken) > LONG_CHARACTERS
+    if spoken and (is_long or form is PromptLayout.DOCUMENT):
+        return sentences(spoken)
+    return [(0, len(spoken))]
 
 
 def _group_atoms(atoms: list[_Atom], size: int) -> list[list[_Atom]]:
-    """Group atoms in order, as many as `size` allows; weightless ones go with the next."""
+    """Group atoms in order up to `size`; atoms of weight 0 join the next one."""
     groups: list[list[_Atom]] = []
     waiting: list[_Atom] = []
     room = 0
@@ -181,8 +181,8 @@ def _segment(index: int, atoms: list[_Atom], messages: tuple[Message, ...]) -> S
     for place, group in groupby(atoms, key=lambda atom: atom.piece.message):
         parts = list(group)
         pieces.append(MessageSpan(place, parts[0].piece.start, parts[-1].piece.stop))
-        said = "".join(part.said for part in parts).strip()
-        (headers if messages[place].role == "system" else lines).append(said)
+        spoken = "".join(part.text for part in parts).strip()
+        (headers if messages[place].role == "system" else lines).append(spoken)
     return Segment(index, tuple(pieces), "\n".join(lines or headers))
 
 
@@ -197,17 +197,18 @@ _TITLES = frozenset("mr mrs ms dr prof st vs e.g i.e cf fig eq approx jr sr mt c
 
 
 def sentences(text: str) -> list[tuple[int, int]]:
-    """Cut a text into spans [start, stop) of a sentence each, in order, without gaps.
+    """Divide a text into spans [start, stop) of a sentence each, in order, without gaps.
 
     White space after a sentence belongs to it. A sentence of at most `SHORT_CHARACTERS` joins the
-    next one; one of more than `LONG_CHARACTERS` is cut at white space, or hard where there is none.
+    next one; one of more than `LONG_CHARACTERS` is divided at white space, or within a word where
+    there is none.
     """
     spans = _sentence_spans(_ends(text), len(text))
     return [part for span in _join_short(text, spans) for part in _cut_long(text, *span)]
 
 
 def _ends(text: str) -> list[int]:
-    """Where sentences end, white space included."""
+    """Ends of sentences, white space included."""
     ends = []
     for stop in _STOP.finditer(text):
         if stop["mark"] and not _ends_sentence(text, stop.start("mark"), stop.end()):
@@ -217,7 +218,7 @@ def _ends(text: str) -> list[int]:
 
 
 def _ends_sentence(text: str, mark: int, end: int) -> bool:
-    """Whether the marks at `mark` end a sentence, not an abbreviation, initial or list number."""
+    """Test whether a mark ends a sentence, not an abbreviation, initial or list number."""
     following = text[_skip_space(text, end) :][:1]
     if following.islower():
         return False
@@ -265,18 +266,16 @@ def _cut_long(text: str, start: int, stop: int) -> list[tuple[int, int]]:
     return [*parts, (start, stop)]
 
 
-UTTERANCES_PER_TURN = (
-    2  # utterances, or sentences of a document, that stand for a question and its answer
-)
+UTTERANCES_PER_TURN = 2  # utterances, or sentences of a document, that count as one turn
 
 
 @dataclass(frozen=True)
 class HistoryTurn:
-    """A turn, embedded as turns are when they are filed.
+    """Turn of a history, embedded like later turns of a chat.
 
     Args:
         text: question and answer.
-        places: the segments of the conversation that hold some of it.
+        segment_indices: segments of the conversation that share text with it.
     """
 
     text: str
@@ -286,27 +285,27 @@ class HistoryTurn:
 def history_turns(
     conversation: Conversation, segments: Sequence[Segment]
 ) -> tuple[HistoryTurn, ...]:
-    """Cut a conversation into exchanges and find the segments that share text with each.
+    """Divide a conversation into turns, with the segments that share text with each.
 
-    In a chat, a user's message with what the assistant replies; in a transcript, two utterances,
-    without the names of who said them, which no turn of a chat carries; in a document, two
-    sentences.
+    A turn is a user message with the reply of the assistant in a chat; two utterances without the
+    names of speakers, which later turns do not have either, in a transcript; two sentences in a
+    document.
     """
     holders: defaultdict[int, list[tuple[int, MessageSpan]]] = defaultdict(list)
     for segment in segments:
         for piece in segment.pieces:
             holders[piece.message].append((segment.index, piece))
-    found: list[HistoryTurn] = []
+    turns: list[HistoryTurn] = []
     for text, pieces in _turn_texts(conversation):
         places = {
             place
             for piece in pieces
-            for place, held in holders[piece.message]
-            if held.start < piece.stop and piece.start < held.stop
+            for place, span in holders[piece.message]
+            if span.start < piece.stop and piece.start < span.stop
         }
         if places:
-            found.append(HistoryTurn(text, tuple(sorted(places))))
-    return tuple(found)
+            turns.append(HistoryTurn(text, tuple(sorted(places))))
+    return tuple(turns)
 
 
 def _turn_texts(conversation: Conversation) -> list[tuple[str, tuple[MessageSpan, ...]]]:
@@ -320,7 +319,7 @@ def _turn_texts(conversation: Conversation) -> list[tuple[str, tuple[MessageSpan
 
 
 def _turns(messages: Sequence[Message]) -> list[list[int]]:
-    """Each user's message, by number, with the assistant's messages right behind it."""
+    """Indices of each user message and of the assistant messages right after it."""
     turns: list[list[int]] = []
     for number, message in enumerate(messages):
         if message.role == "user":

@@ -1,4 +1,4 @@
-"""What was said in a chat, token by token: all that is needed to read it again."""
+"""Chat log: history and turns of a chat with their token ids, enough to prefill it again."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from larder.session.transcript.tokenizer_adapter import TokenizerAdapter, Transc
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """A question and its answer, as said.
+    """Turn of a chat: question, answer and their token ids.
 
     Args:
-        ids: the tokens of both turns as the model read them, from the header of the question's to
-            the end of the answer's.
+        ids: token ids of both messages as the model read them, from the header of the question to
+            the end of turn of the answer.
     """
 
     question: str
@@ -25,7 +25,7 @@ class ChatTurn:
 
     @property
     def text(self) -> str:
-        """Both as one segment, for embedding."""
+        """Question and answer as one segment, for embedding."""
         return f"{self.question}\n{self.answer}"
 
 
@@ -34,29 +34,29 @@ class ChatLog:
     """A chat from its beginning.
 
     Args:
-        history: what was read before the first turn; without messages where nothing was.
-        exchanges: in the order they were said, whichever episode answered.
+        history: conversation before the first turn; empty for a chat without one.
+        turns: turns in order, whichever episode answered.
     """
 
     history: Conversation
     turns: tuple[ChatTurn, ...] = ()
 
     def with_turn(self, turn: ChatTurn) -> ChatLog:
-        """The log with one more exchange."""
+        """Log with one more turn."""
         return replace(self, turns=(*self.turns, turn))
 
-    def transcript(self, scribe: TokenizerAdapter) -> Transcript:
-        """The history as the model reads it."""
+    def transcript(self, tokenizer: TokenizerAdapter) -> Transcript:
+        """Token ids of the history."""
         return (
-            scribe.encode_conversation(self.history)
+            tokenizer.encode_conversation(self.history)
             if self.history.messages
             else Transcript((), ())
         )
 
     def prefill_input(self, transcript: Transcript) -> PrefillInput:
-        """All of it, to be read."""
-        texts = tuple(exchange.text for exchange in self.turns)
-        ids = tuple(token for exchange in self.turns for token in exchange.ids)
+        """History and turns as input of a prefill."""
+        texts = tuple(turn.text for turn in self.turns)
+        ids = tuple(token for turn in self.turns for token in turn.ids)
         return PrefillInput(self.history, transcript, texts, ids)
 
 
@@ -64,7 +64,7 @@ _MESSAGE = ("role", "content", "speaker", "date", "utterance")
 
 
 def chat_log_record(log: ChatLog) -> dict[str, Any]:
-    """A log as plain data. Questions of the history's file are not part of the chat."""
+    """JSON record of a log, without the questions of the history."""
     history = log.history
     return {
         "history": {
@@ -76,33 +76,33 @@ def chat_log_record(log: ChatLog) -> dict[str, Any]:
                 {key: getattr(message, key) for key in _MESSAGE} for message in history.messages
             ],
         },
-        "turns": [_turn_record(exchange) for exchange in log.turns],
+        "turns": [_turn_record(turn) for turn in log.turns],
     }
 
 
 def chat_log_from_record(record: dict[str, Any]) -> ChatLog:
-    """The log that `chat_log_record` wrote.
+    """Restore a log from a record of `chat_log_record`.
 
     Raises:
-        KeyError, TypeError, ValueError: something is missing or of a wrong kind.
+        KeyError, TypeError, ValueError: a field is missing or has a wrong type.
     """
-    told = _object(record["history"], "history")
+    fields = _object(record["history"], "history")
     history = Conversation(
-        name=_text(told, "name"),
-        messages=tuple(_message(each) for each in _list(told, "messages")),
-        form=PromptLayout(told["form"]),
-        opening=_text(told, "opening"),
-        question_prompt=_text(told, "question_prompt"),
+        name=_text(fields, "name"),
+        messages=tuple(_message(each) for each in _list(fields, "messages")),
+        form=PromptLayout(fields["form"]),
+        opening=_text(fields, "opening"),
+        question_prompt=_text(fields, "question_prompt"),
     )
     return ChatLog(history, tuple(_turn_from_record(each) for each in _list(record, "turns")))
 
 
-def _turn_record(exchange: ChatTurn) -> dict[str, Any]:
+def _turn_record(turn: ChatTurn) -> dict[str, Any]:
     messages = [
-        {"role": "user", "content": exchange.question},
-        {"role": "assistant", "content": exchange.answer},
+        {"role": "user", "content": turn.question},
+        {"role": "assistant", "content": turn.answer},
     ]
-    return {"messages": messages, "ids": list(exchange.ids)}
+    return {"messages": messages, "ids": list(turn.ids)}
 
 
 def _turn_from_record(value: Any) -> ChatTurn:
@@ -115,10 +115,10 @@ def _turn_from_record(value: Any) -> ChatTurn:
 
 
 def _message(value: Any) -> Message:
-    told = _object(value, "message")
-    if told["role"] not in ("system", "user", "assistant"):
+    fields = _object(value, "message")
+    if fields["role"] not in ("system", "user", "assistant"):
         raise ValueError("role")
-    return Message(**{key: _text(told, key) for key in _MESSAGE})
+    return Message(**{key: _text(fields, key) for key in _MESSAGE})
 
 
 def _object(value: Any, name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A tokenizer's chat template, asked for whole conversations and for what one turn adds."""
+"""Chat template of a tokenizer: renders whole conversations, and the text that a message adds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from larder.core.errors import ModelError
 
 PLAIN_ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
-ANSWER_PLACEHOLDER = "0mark0"  # stands for an answer; no template changes it
-# What a template's own code can run into; `render_template` says the rest.
+ANSWER_PLACEHOLDER = "0mark0"  # placeholder of an answer; no template changes it
+# Errors of the code of a template itself; `render_template` raises the others.
 TEMPLATE_ERRORS = (
     ArithmeticError,
     AttributeError,
@@ -28,14 +28,14 @@ TEMPLATE_ERRORS = (
 
 @dataclass(frozen=True)
 class TemplateMessage:
-    """One message in the template's own terms."""
+    """Message with role and content, as templates take it."""
 
     role: str
     content: str
 
 
 class PromptEnd(Enum):
-    """How a rendering ends: after the last turn, or where the assistant's answer begins."""
+    """End of a rendered prompt: after the last message, or where the assistant's answer begins."""
 
     CLOSED = "closed"
     ANSWER = "answer"
@@ -43,19 +43,19 @@ class PromptEnd(Enum):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Renders turns as the model was trained to see them.
+    """Chat template of a tokenizer, which renders messages as the model was trained on.
 
-    A template that refuses system turns inside a conversation, or two turns of one role, gets them
-    folded into the user's turns instead. Without a template, turns are plain lines.
+    For a template that rejects system messages inside a conversation, or two messages of one role
+    in a row, they are merged into user messages. Without a template, messages are plain lines.
     """
 
     tokenizer: Any
 
     def render(self, turns: Sequence[TemplateMessage], end: PromptEnd) -> str:
-        """The text of a conversation.
+        """Render a conversation as text.
 
         Raises:
-            ModelError: the template fails even on plain alternating turns, or exceeds a bound of
+            ModelError: the template fails even on alternating messages, or exceeds a bound of
                 output or time.
         """
         if not self.tokenizer.chat_template:
@@ -70,34 +70,37 @@ class ChatTemplate:
             return self._apply(_alternating_messages(turns), end)
         except TemplateError as error:
             raise ModelError(
-                f"The tokenizer's chat template refuses the conversation: {error}. Give a model "
+                f"The tokenizer's chat template rejects the conversation: {error}. Give a model "
                 "whose template takes user and assistant turns."
             ) from error
 
     def user_message(self, content: str, end: PromptEnd) -> str:
-        """What a user's turn adds behind a finished answer."""
+        """Text that a user message adds after a finished answer."""
         return self.continuation([TemplateMessage("user", content)], end)
 
     def continuation(self, turns: Sequence[TemplateMessage], end: PromptEnd) -> str:
-        """What further turns add behind a finished answer."""
-        told = [
+        """Text that further messages add after a finished answer."""
+        messages = [
             TemplateMessage("user", "?"),
             TemplateMessage("assistant", ANSWER_PLACEHOLDER),
             *turns,
         ]
-        return self._behind_mark(told, end).removeprefix(self.end_of_turn())
+        return self._after_placeholder(messages, end).removeprefix(self.end_of_turn())
 
     def end_of_turn(self) -> str:
-        """What the template puts behind an answer to end the assistant's turn."""
-        return self._behind_mark(
+        """Text that ends the assistant's turn after an answer."""
+        return self._after_placeholder(
             [TemplateMessage("user", "?"), TemplateMessage("assistant", ANSWER_PLACEHOLDER)],
             PromptEnd.CLOSED,
         )
 
-    def _behind_mark(self, turns: Sequence[TemplateMessage], end: PromptEnd) -> str:
-        _, found, rest = self.render(turns, end).partition(ANSWER_PLACEHOLDER)
-        if not found:
-            raise ModelError("The tokenizer's chat template drops the assistant's answers.")
+    def _after_placeholder(self, turns: Sequence[TemplateMessage], end: PromptEnd) -> str:
+        _, placeholder, rest = self.render(turns, end).partition(ANSWER_PLACEHOLDER)
+        if not placeholder:
+            raise ModelError(
+                "The tokenizer's chat template drops the assistant's answers: "
+                "give a model whose template keeps them."
+            )
         return rest
 
     def _apply(self, turns: Sequence[TemplateMessage], end: PromptEnd) -> str:
@@ -127,10 +130,10 @@ def _plain_text(turns: Sequence[TemplateMessage], end: PromptEnd) -> str:
 
 
 def _alternating_messages(turns: Sequence[TemplateMessage]) -> list[TemplateMessage]:
-    """The same words in strictly alternating user and assistant turns."""
-    told = [TemplateMessage("user", t.content) if t.role == "system" else t for t in turns]
+    """Merge messages into strictly alternating user and assistant messages."""
+    renamed = [TemplateMessage("user", t.content) if t.role == "system" else t for t in turns]
     merged = [
         TemplateMessage(role, "\n".join(turn.content for turn in group))
-        for role, group in groupby(told, key=lambda turn: turn.role)
+        for role, group in groupby(renamed, key=lambda turn: turn.role)
     ]
     return [TemplateMessage("user", "..."), *merged] if merged[0].role == "assistant" else merged

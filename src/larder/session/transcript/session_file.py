@@ -1,7 +1,7 @@
-"""Where chats outlive the process: one JSON file each under `$LARDER_HOME/sessions`.
+"""Session files: chat logs as one JSON file each under `$LARDER_HOME/sessions`.
 
-What is kept is what was said, token by token. Caches are not: they are read again. A file is
-replaced in one step, after every turn; a reader or a crash finds the old one or the new one.
+A file holds the log with its token ids, not the caches, which are prefilled again. It is replaced
+atomically after every turn; a reader or a crash finds the old version or the new one.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from larder.store.digests import key_of
 from larder.store.encryption import Encryption, NoEncryption
 
 SCHEMA = 1
-SEAL_HEADER = b"larder sealed 1\n"  # what a file begins with that is under a key
+SEAL_HEADER = b"larder sealed 1\n"  # first bytes of an encrypted file
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True)
 class ChatIdentity:
-    """Under what a chat was held.
+    """Model and policy of a chat.
 
     Args:
-        model: the name it was loaded by.
-        fingerprint: of its weights and configuration.
+        model: name that the model was loaded by.
+        fingerprint: fingerprint of weights and configuration.
         policy: canonical spelling, sizes filled in.
     """
 
@@ -44,82 +44,82 @@ class ChatIdentity:
 
 @dataclass(frozen=True)
 class ChatRecord:
-    """A chat as the disk has it."""
+    """Log and identity of a chat, as read from disk."""
 
     log: ChatLog
     identity: ChatIdentity
 
 
 class ChatLogStore(ABC):
-    """Keeps the log of one chat."""
+    """Interface that saves and loads the log of one chat."""
 
     @abstractmethod
     def load(self) -> ChatRecord | None:
-        """What was kept; None for a new chat."""
+        """Load the saved log; None for a new chat."""
 
     @abstractmethod
-    def save(self, log: ChatLog, stamp: ChatIdentity) -> None:
-        """Replace what was kept."""
+    def save(self, log: ChatLog, identity: ChatIdentity) -> None:
+        """Replace the saved log."""
 
 
 class NoLogStore(ChatLogStore):
-    """For a chat that ends with the process."""
+    """Null log store of a chat that ends with the process."""
 
     def load(self) -> ChatRecord | None:
         return None
 
-    def save(self, log: ChatLog, stamp: ChatIdentity) -> None:
-        del log, stamp
+    def save(self, log: ChatLog, identity: ChatIdentity) -> None:
+        del log, identity
 
 
 class SessionFile(ChatLogStore):
-    """A chat by name. A file that this object did not read or write is never overwritten.
+    """Session file of a chat. It never overwrites a version that it has not read or written.
 
     Args:
-        name: as `larder.core.session_name` allows it.
-        sealing: how the file is hidden. Under a key one that lies open is refused.
+        name: session name, valid by `larder.core.session_name`.
+        sealing: encryption of the file. With a key, an unencrypted file is rejected.
 
     Raises:
-        InputError: the name is none.
+        InputError: the name is invalid.
     """
 
     def __init__(self, name: str, sealing: Encryption = NoEncryption()) -> None:  # noqa: B008, no state
         self.path, self._sealing = session_path(name), sealing
-        self._seen: tuple[int, int, int] | None = None
+        self._last_version: tuple[int, int, int] | None = None
 
     def load(self) -> ChatRecord | None:
-        """What was kept; None where there is no such file.
+        """Load the file; None if it does not exist.
 
         Raises:
-            InputError: the file cannot be read, is damaged, or is of another schema.
+            InputError: the file cannot be read, is damaged, or has another schema.
         """
-        seen = self._file_version()
-        if seen is None:
+        version = self._file_version()
+        if version is None:
             return None
-        kept = _chat_record(self.path, self._read_json())
-        self._seen = seen
-        return kept
+        record = _chat_record(self.path, self._read_json())
+        self._last_version = version
+        return record
 
-    def save(self, log: ChatLog, stamp: ChatIdentity) -> None:
-        """Replace the file in one step.
+    def save(self, log: ChatLog, identity: ChatIdentity) -> None:
+        """Replace the file atomically.
 
         Raises:
-            InputError: it cannot be written, or another process has changed it.
+            InputError: the file cannot be written, or another process has changed it.
         """
-        if self._file_version() != self._seen:
+        if self._file_version() != self._last_version:
             raise InputError(
                 f"The session file {self.path} was changed by someone else since this chat read "
                 "it: end the other chat, or go on under another name."
             )
         try:
-            text = json.dumps(_record(log, stamp), ensure_ascii=False, indent=1)
+            text = json.dumps(_record(log, identity), ensure_ascii=False, indent=1)
             _atomic_write(self.path, self._closed(text.encode()))
         except OSError as error:
             raise InputError(
                 f"The session file {self.path} cannot be written ({error.strerror}): make room, or "
                 "set LARDER_HOME to another folder."
             ) from error
-        self._seen = self._file_version()
+        self._last_version = self._file_version()
 
     def _closed(self, data: bytes) -> bytes:
         return _sealed_bytes(self._sealing, data, self.path.name)
@@ -150,21 +150,21 @@ class SessionFile(ChatLogStore):
             raise InputError(_damaged_message(self.path, why)) from error
 
     def _file_version(self) -> tuple[int, int, int] | None:
-        """Tells one version of the file from the next: every save makes a new one."""
+        """Inode, size and time of change, which differ for every save; None without a file."""
         try:
-            found = self.path.stat()
+            stat = self.path.stat()
         except FileNotFoundError:
             return None
         except OSError as error:
             raise InputError(_unreadable_message(self.path, error)) from error
-        return found.st_ino, found.st_size, found.st_mtime_ns
+        return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def session_path(name: str) -> Path:
-    """The file of a chat: called like it, or by a digest where the name is not a plain file name.
+    """Path of a session file: its name, or a digest where that is not a plain file name.
 
     Raises:
-        InputError: a name that no session can have.
+        InputError: the name is invalid.
     """
     check_session_name(name)
     plain = name if _PLAIN.fullmatch(name) else f"~{key_of('chat', name)}"
@@ -172,10 +172,10 @@ def session_path(name: str) -> Path:
 
 
 def seal_session_files(sealing: Encryption) -> int:
-    """Seal the files of chats that lie open, as they stand; how many there were.
+    """Encrypt all unencrypted session files in place; the number of them.
 
     Raises:
-        InputError: one cannot be read or written.
+        InputError: a file cannot be read or written.
     """
     count = 0
     for path in sorted((home() / "sessions").glob("*.json")):
@@ -195,7 +195,11 @@ def _sealed_bytes(sealing: Encryption, data: bytes, name: str) -> bytes:
 
 
 def _chat_record(path: Path, record: Any) -> ChatRecord:
-    """Raises: InputError: it is no session, or one of another schema."""
+    """Parse a session file.
+
+    Raises:
+        InputError: it is not a session file, or has another schema.
+    """
     if not isinstance(record, dict) or not isinstance(record.get("schema"), int):
         raise InputError(_damaged_message(path, "it has no schema number"))
     if record["schema"] != SCHEMA:
@@ -204,18 +208,22 @@ def _chat_record(path: Path, record: Any) -> ChatRecord:
             "use the Larder that wrote it, or another session name."
         )
     try:
-        told = record["model"]
-        stamp = ChatIdentity(str(told["name"]), str(told["fingerprint"]), str(record["policy"]))
-        return ChatRecord(chat_log_from_record(record), stamp)
+        model = record["model"]
+        identity = ChatIdentity(
+            model=str(model["name"]),
+            fingerprint=str(model["fingerprint"]),
+            policy=str(record["policy"]),
+        )
+        return ChatRecord(chat_log_from_record(record), identity)
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(
             _damaged_message(path, f"{error} is missing or of a wrong kind")
         ) from error
 
 
-def _record(log: ChatLog, stamp: ChatIdentity) -> dict[str, Any]:
-    model = {"name": stamp.model, "fingerprint": stamp.fingerprint}
-    return {"schema": SCHEMA, "model": model, "policy": stamp.policy, **chat_log_record(log)}
+def _record(log: ChatLog, identity: ChatIdentity) -> dict[str, Any]:
+    model = {"name": identity.model, "fingerprint": identity.fingerprint}
+    return {"schema": SCHEMA, "model": model, "policy": identity.policy, **chat_log_record(log)}
 
 
 def _unreadable_message(path: Path, error: OSError) -> str:
@@ -233,7 +241,7 @@ def _damaged_message(path: Path, why: str) -> str:
 
 
 def _atomic_write(path: Path, data: bytes) -> None:
-    """Write beside the file, force it to the disk, and only then take its place."""
+    """Write a temporary file, sync it to disk, and rename it over the target."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=path.parent)
     try:

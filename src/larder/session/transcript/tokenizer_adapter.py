@@ -1,4 +1,4 @@
-"""From text to token ids: the model's chat template around a conversation, turn by turn."""
+"""Tokenizer adapter: conversations, questions and answers to token ids with the chat template."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from larder.core.conversation import Conversation, PromptLayout
 from larder.core.observation import Lexicon
 from larder.session.transcript.chat_template import ChatTemplate, PromptEnd, TemplateMessage
 
-# Punctuation that ends a sentence, perhaps with a quote or bracket closed behind it; or a new line.
+# Punctuation that ends a sentence, perhaps with a closing quote or bracket; or a line break.
 SENTENCE_END = re.compile(r"""[.!?\u2026\u3002\uff01\uff1f]["')\]\u2019\u201d]*\s*$|\n""")
 ACKNOWLEDGEMENT = "I have read the text. Ask me anything about it."
 
 
 @dataclass(frozen=True)
 class Transcript:
-    """A conversation as the model reads it.
+    """Token ids of a conversation, with the span of each message.
 
     Args:
-        ids: its tokens.
-        spans: tokens [start, stop) of each message, the header of its turn included. What the
-            template puts behind the last message belongs to none.
+        ids: token ids.
+        spans: tokens [start, stop) of each message, with the header of its turn. Text that the
+            template adds after the last message belongs to none.
     """
 
     ids: tuple[int, ...]
@@ -33,7 +33,7 @@ class Transcript:
 
 
 class TokenizerAdapter:
-    """Writes conversations, questions and requests in the form that a model was trained on.
+    """Encoder of conversations, questions and answers in the chat format of a model.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -48,14 +48,14 @@ class TokenizerAdapter:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def token_starts(self, text: str) -> list[int]:
-        """Where in a bare text each of its tokens starts."""
+        """Index of the first character of each token of a bare text."""
         encoded = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         return [start for start, _ in encoded["offset_mapping"]]
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of a bare text."""
+        """Number of tokens of a bare text."""
         return len(self.encode(text))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -63,8 +63,10 @@ class TokenizerAdapter:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
     def encode_conversation(self, conversation: Conversation) -> Transcript:
-        """A whole conversation. A document or a transcript becomes one user's turn, acknowledged,
-        so that whatever follows is an ordinary exchange.
+        """Encode a whole conversation.
+
+        A document or a transcript becomes one user message with an acknowledgement, so that a
+        question after it is an ordinary turn.
         """
         text, ids, starts = self._encoded(conversation)
         marked = tuple(
@@ -79,13 +81,13 @@ class TokenizerAdapter:
         return Transcript(ids, tuple(zip(cuts, cuts[1:], strict=False)))
 
     def render_conversation(self, conversation: Conversation) -> tuple[str, list[int]]:
-        """A whole conversation as `write` tokenizes it, and where in it each token starts."""
+        """Rendered text of a conversation, and the index of the first character of each token."""
         text, _, starts = self._encoded(conversation)
         return text, starts
 
     def _encoded(self, conversation: Conversation) -> tuple[str, tuple[int, ...], list[int]]:
         text = self._template.render(_template_messages(conversation), PromptEnd.CLOSED)
-        # Not verbose: how long a text may be is not the tokenizer's to say on stderr.
+        # Not verbose: the tokenizer would warn about long texts on stderr.
         encoded = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
@@ -98,38 +100,38 @@ class TokenizerAdapter:
 
     @cached_property
     def _closing_tokens(self) -> frozenset[int]:
-        """Tokens that end a sentence: by their text, or because they are special."""
+        """Tokens that end a sentence: by their text, or special ones."""
         every = range(len(self.tokenizer))
         texts = ((token, self.tokenizer.decode([token])) for token in every)
-        found = {token for token, text in texts if SENTENCE_END.search(text)}
-        return frozenset(found | set(self.tokenizer.all_special_ids))
+        closing = {token for token, text in texts if SENTENCE_END.search(text)}
+        return frozenset(closing | set(self.tokenizer.all_special_ids))
 
     def encode_question(self, text: str) -> tuple[int, ...]:
-        """A user's turn after a finished exchange, up to where the answer begins."""
+        """Encode a user message after a finished turn, up to the beginning of the answer."""
         return self.encode(self._template.user_message(text, PromptEnd.ANSWER))
 
     def encode_first_question(self, text: str) -> tuple[int, ...]:
-        """A user's turn at the very start, up to where the answer begins."""
+        """Encode the first user message, up to the beginning of the answer."""
         return self.encode(self._template.render([TemplateMessage("user", text)], PromptEnd.ANSWER))
 
     def encode_messages(self, turns: Sequence[TemplateMessage]) -> tuple[int, ...]:
-        """A whole conversation, up to where the next answer begins."""
+        """Encode a whole conversation, up to the beginning of the next answer."""
         return self.encode(self._template.render(turns, PromptEnd.ANSWER))
 
     def encode_continuation(self, turns: Sequence[TemplateMessage]) -> tuple[int, ...]:
-        """What further turns add behind a finished exchange, up to where the answer begins."""
+        """Encode further messages after a finished turn, up to the beginning of the answer."""
         return self.encode(self._template.continuation(turns, PromptEnd.ANSWER))
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
-        """An answer as it stands behind `question`, its end of turn included."""
+        """Encode an answer as it follows a question, end of turn included."""
         return self.encode(text + self._template.end_of_turn())
 
     def end_of_turn_ids(self) -> tuple[int, ...]:
-        """What ends an assistant's turn."""
+        """Token ids that end the assistant's turn."""
         return self.encode(self._template.end_of_turn())
 
     def encode_message(self, role: str, text: str) -> tuple[int, ...]:
-        """A finished turn in the middle of a conversation."""
+        """Encode a finished message in the middle of a conversation."""
         if role == "assistant":
             return self.encode_answer(text)
         return self.encode(self._template.user_message(text, PromptEnd.CLOSED))
@@ -144,16 +146,16 @@ def _template_messages(conversation: Conversation) -> list[TemplateMessage]:
 
 
 def _placeholder(number: int) -> str:
-    """Stands for the content of a message; no template changes it."""
+    """Placeholder of the content of a message; no template changes it."""
     return f"0mark{number}0"
 
 
 def _content_stops(text: str, frame: str, contents: Sequence[str]) -> list[int]:
-    """Where each content ends in the rendered text.
+    """End of each content in the rendered text.
 
     Args:
-        frame: the same rendering with marks for contents. What stands between two marks is stepped
-            over first, so that a short content is not found in the header of its own turn.
+        frame: the same rendering with placeholders for contents. The text between two placeholders
+            is skipped first, so that a short content is not found in the header of its own turn.
     """
     cursor, place, stops = 0, 0, []
     for number, content in enumerate(contents):
@@ -167,7 +169,7 @@ def _content_stops(text: str, frame: str, contents: Sequence[str]) -> list[int]:
 
 
 def _end_of_content(text: str, content: str, cursor: int) -> int:
-    """Templates may trim white space around a content."""
+    """End of a content, whose white space the template may have trimmed."""
     for form in (content, content.lstrip(), content.rstrip()):
         if text.startswith(form, cursor):
             return cursor + len(form)
