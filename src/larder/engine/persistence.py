@@ -79,7 +79,7 @@ class ChatPersistence(ABC):
     log_encryption: Encryption = UNSEALED
 
     @abstractmethod
-    def load(self, name: str, desk: ModelRuntime, policy: Policy, log: ChatLog) -> ResumeResult:
+    def load(self, name: str, runtime: ModelRuntime, policy: Policy, log: ChatLog) -> ResumeResult:
         """Restore the newest saved state that is a prefix of the chat log.
 
         Args:
@@ -98,8 +98,8 @@ class ChatPersistence(ABC):
 class NoPersistence(ChatPersistence):
     """Persistence that saves nothing; every chat is prefilled again."""
 
-    def load(self, name: str, desk: ModelRuntime, policy: Policy, log: ChatLog) -> ResumeResult:
-        del name, desk, policy, log
+    def load(self, name: str, runtime: ModelRuntime, policy: Policy, log: ChatLog) -> ResumeResult:
+        del name, runtime, policy, log
         return ResumeResult(None, NOT_SAVED)
 
     def save(self, name: str, state: ChatState) -> str:
@@ -131,16 +131,16 @@ class StorePersistence(ChatPersistence):
         self._store, self._principal = store, principal
         self._snapshots = ModelSnapshots(store, loaded, codec)
 
-    def load(self, name: str, desk: ModelRuntime, policy: Policy, log: ChatLog) -> ResumeResult:
+    def load(self, name: str, runtime: ModelRuntime, policy: Policy, log: ChatLog) -> ResumeResult:
         started = time.perf_counter()
-        ids = log.prefill_input(log.transcript(desk.tokenizer)).ids
+        ids = log.prefill_input(log.transcript(runtime.tokenizer)).ids
         try:
             session = self._snapshots.load(self._principal, name, str(policy), ids)
             if session is None or session.cache is None:
                 return ResumeResult(None, NOT_SAVED if session is None else session.reason)
             caches, seconds = [session.cache, *session.others], time.perf_counter() - started
             state = restore_chat_state(
-                session.transcript, session.ids, caches, desk, policy, log, seconds
+                session.transcript, session.ids, caches, runtime, policy, log, seconds
             )
         except LarderError as error:
             return ResumeResult(None, self._store.parts.refusals.note_error(error))
@@ -179,16 +179,16 @@ def prefill_or_restore(
     Raises:
         LarderError: as `Engine.read` does.
     """
-    desk, log = engine.runtime, ChatLog(replace(conversation, questions=()))
-    ids = log.transcript(desk.tokenizer).ids
+    runtime, log = engine.runtime, ChatLog(replace(conversation, questions=()))
+    ids = log.transcript(runtime.tokenizer).ids
     if not ids:
         return engine.read(conversation, prompts, progress), ResumeResult(None, NOT_SAVED)
-    tokens = resolve_budget(engine.policy, engine.sizes.budget, len(ids), desk.decoder.spec)
+    tokens = resolve_budget(engine.policy, engine.sizes.budget, len(ids), runtime.decoder.spec)
     policy = engine.policy.with_sizes(tokens, engine.sizes.block)
     prompt_fields = [text for name in sorted(prompts) for text in (name, prompts[name])]
     fields = [json.dumps(chat_log_record(log)), str(policy), *prompt_fields]
     name = f"reading {key_of('reading', *fields)[:32]}"
-    resumed = keeper.load(name, desk, policy, log)
+    resumed = keeper.load(name, runtime, policy, log)
     if resumed.state is not None:
         return replace(resumed.state.memory, conversation=conversation), resumed
     memory = engine.read(conversation, prompts, progress)

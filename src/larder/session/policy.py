@@ -137,8 +137,8 @@ class Policy:
         order = [SLOTS.index(slot) for slot in slots]
         if order != sorted(set(order)):
             raise SpellingError(
-                f"The parts of {sentence!r} are out of order or repeated: write at most one each of "
-                f"{' > '.join(SLOTS)}."
+                f"The parts of {sentence!r} are out of order or repeated: write at most one each "
+                f"of {' > '.join(SLOTS)}."
             )
         given = dict(zip(slots, calls, strict=True))
         chosen = {
@@ -273,14 +273,14 @@ def _recall_part(
     if not compensation.parks:
         if given is not None:
             raise SpellingError(
-                f"{given.name}() finds parked entries again, but {spell(compensation)} parks none: "
+                f"{given.name}() recalls offloaded entries, but {spell(compensation)} offloads none: "
                 "write park() before it."
             )
         return None
     if storage != Exact() and storage.parked is None:
         raise SpellingError(
             f"{spell(storage)} has no slow tier to park entries in: leave it out, take drop(), or "
-            "quantized() to hold what is parked in few bits."
+            "quantized() to hold offloaded entries in few bits."
         )
     return _build_part("recall", given)
 

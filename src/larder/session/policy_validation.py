@@ -100,7 +100,7 @@ def check_recompute(compensation: Compensation, storage: Storage) -> None:
     """
     if isinstance(compensation, Recompute) and storage != Exact():
         raise SpellingError(
-            f"{spell(compensation)} makes entries anew as the model made them, which "
+            f"{spell(compensation)} recomputes entries as the model made them, which "
             f"{spell(storage)} does not hold: leave the storage out, or take drop()."
         )
 
