@@ -119,10 +119,10 @@ def test_what_a_paper_joins_by_is_spelled_and_may_be_changed(slot) -> None:
 WRONG = {
     "morph() > compact()": (SpellingError, "judges by queries at their true positions"),
     "criticality(mass=0.9)": (SpellingError, "asks how much attention entries hold, but sinks"),
-    "flat()": (SpellingError, "flat() finds parked entries again, but drop() parks none: write"),
-    "recompute() > quantized()": (SpellingError, "makes entries anew as the model made them"),
+    "flat()": (SpellingError, "flat() recalls offloaded entries, but drop() offloads none: write"),
+    "recompute() > quantized()": (SpellingError, "recomputes entries as the model made them"),
     "recompute(depth=0)": (BadParameter, "recompute.depth must be at least 1, got 0: before"),
-    "recompute() > flat()": (SpellingError, 'but recompute(held="every", depth=1) parks none'),
+    "recompute() > flat()": (SpellingError, 'but recompute(held="every", depth=1) offloads none'),
     "park() > mikv()": (SpellingError, "has no slow tier to park entries in: leave it out"),
     "park(host_mib=0)": (BadParameter, "park.host_mib must be at least 1 MiB, got 0"),
     'blockwise() > park(cut="split")': (SpellingError, "cuts a text once, when all of it was read"),

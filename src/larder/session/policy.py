@@ -273,8 +273,8 @@ def _recall_part(
     if not compensation.parks:
         if given is not None:
             raise SpellingError(
-                f"{given.name}() recalls offloaded entries, but {spell(compensation)} offloads none: "
-                "write park() before it."
+                f"{given.name}() recalls offloaded entries, but {spell(compensation)} offloads "
+                "none: write park() before it."
             )
         return None
     if storage != Exact() and storage.parked is None:
