@@ -55,9 +55,9 @@ class Hearing(SamplingParams):
 
     heard: list[Tensor] = field(default_factory=list)
 
-    def choose(self, logits: Tensor, source: Any) -> int:
+    def sample(self, logits: Tensor, random_generator: Any) -> int:
         self.heard.append(logits.clone())
-        return super().choose(logits, source)
+        return super().sample(logits, random_generator)
 
 
 @pytest.fixture(scope="module")

@@ -41,11 +41,11 @@ class Failing(SamplingParams):
 
     left = [3]
 
-    def choose(self, logits: Tensor, source: Generator) -> int:
+    def sample(self, logits: Tensor, random_generator: Generator) -> int:
         if not self.left[0]:
             raise RuntimeError("probability tensor contains nan")
         self.left[0] -= 1
-        return super().choose(logits, source)
+        return super().sample(logits, random_generator)
 
 
 def test_a_draw_that_fails_changes_no_other_answer(small: LoadedModel) -> None:
@@ -190,8 +190,8 @@ class Spoken(SamplingParams):
 
     script = list[str]()
 
-    def choose(self, logits: Tensor, source: Generator) -> int:
-        del logits, source
+    def sample(self, logits: Tensor, random_generator: Generator) -> int:
+        del logits, random_generator
         return ord(self.script.pop(0))
 
 

@@ -172,7 +172,7 @@ def test_what_templates_do_is_no_attack(name) -> None:
 def test_an_engine_says_what_is_wrong_with_the_template() -> None:
     with pytest.raises(ModelError, match="more than .* characters.*plain chat template"):
         ChatTemplate(tokenizer("{{ 'a' * 10**9 }}")).render(TURNS, PromptEnd.CLOSED)
-    with pytest.raises(ModelError, match="refuses the conversation: ZeroDivisionError"):
+    with pytest.raises(ModelError, match="rejects the conversation: ZeroDivisionError"):
         ChatTemplate(tokenizer("{{ 1 / 0 }}")).render(TURNS, PromptEnd.CLOSED)
 
 

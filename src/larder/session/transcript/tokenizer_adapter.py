@@ -130,12 +130,6 @@ class TokenizerAdapter:
         """Token ids that end the assistant's turn."""
         return self.encode(self._template.end_of_turn())
 
-    def encode_message(self, role: str, text: str) -> tuple[int, ...]:
-        """Encode a finished message in the middle of a conversation."""
-        if role == "assistant":
-            return self.encode_answer(text)
-        return self.encode(self._template.user_message(text, PromptEnd.CLOSED))
-
 
 def _template_messages(conversation: Conversation) -> list[TemplateMessage]:
     if conversation.form is PromptLayout.CHAT:
