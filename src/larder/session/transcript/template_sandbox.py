@@ -1,11 +1,11 @@
 """Sandbox that renders a model's chat template within bounds of output, memory and time.
 
-A chat template is a program that came with the model. It gets what transformers gives it (loop
+A chat template is a program supplied with the model. It gets what transformers gives it (loop
 controls, `generation` blocks, `tojson`, `raise_exception`, `strftime_now`, `namespace`, `dict`) and
 renders the same text. In addition every operation that can make a value grow is checked before it
-runs, what is made lazily is counted as it comes, and every loop and macro body checks the time: a
-template that exceeds a bound, or asks for an operation without one, raises ModelError instead of
-filling memory.
+runs, lazy values are counted as they are produced, and every loop and macro body checks the time: a
+template that exceeds a bound, or uses an operation without one, raises ModelError instead of
+exhausting memory.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from larder.core.errors import ModelError
 
 BASE_CHARS = 1 << 20  # of output and of every intermediate value, for an empty conversation
 CHARS_PER_CHAR = 8  # added for every character of the conversation
-MAX_OUTPUT_FACTOR = 16  # that all output is shown, if macros in macros hand it on
+MAX_OUTPUT_FACTOR = 16  # of all output, which macros may hand to other macros
 MAX_SECONDS = 3.0  # processor time of one rendering
 
 
 def compile_template(source: str) -> CodeType:
-    """The code of a chat template, for `render_template`; compile once per template.
+    """Compile a chat template for `render_template`, once per template.
 
     Raises:
-        jinja2.TemplateError: it does not parse.
+        jinja2.TemplateError: the template does not parse.
     """
     environment = _Sandbox(BASE_CHARS, MAX_SECONDS)
     return environment.compile(
@@ -64,17 +64,17 @@ def render_template(
     seconds: float = MAX_SECONDS,
     **named: Any,
 ) -> str:
-    """A conversation as text.
+    """Render a conversation as text.
 
     Args:
-        code: what `compile_template` returned.
+        code: result of `compile_template`.
         messages: mappings with `role` and `content`.
         seconds: processor time that the rendering may take.
         **named: further variables of the template, such as `bos_token`.
 
     Raises:
-        ModelError: the output, a value on the way or the time exceeds its bound.
-        jinja2.TemplateError: the template refuses the conversation.
+        ModelError: the output, an intermediate value or the time exceeds its bound.
+        jinja2.TemplateError: the template rejects the conversation.
     """
     chars = BASE_CHARS + CHARS_PER_CHAR * size_of(messages, 1 << 62)
     environment = _Sandbox(chars, seconds)
@@ -88,7 +88,7 @@ def render_template(
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant writes; only its body is rendered here."""
+    """`{% generation %}`, which marks text of the assistant; only its body is rendered here."""
 
     tags = {"generation"}
 
@@ -99,7 +99,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """A namespace without names that reach into Python."""
+    """Namespace without names that reach into Python."""
 
     def __init__(*args: Any, **named: Any) -> None:
         self, *rest = args
@@ -124,13 +124,12 @@ class _Dict:
         return dict(*args, **named)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """What `dict.fromkeys` gives."""
+        """Result of `dict.fromkeys`."""
         return dict.fromkeys(*args)
 
 
 class _CheckInserter(NodeTransformer):
-    """Puts a check of the time into every body, and makes `~`, lists, tuples and mappings calls
-    that are checked."""
+    """Transformer that adds a time check to every body, and size checks to `~` and collections."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         if node.test is not None:
@@ -210,17 +209,21 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return ""
 
     def concatenate(self, *parts: Any) -> str:
-        """What `~` gives."""
+        """Result of `~`, within the size bound."""
         self.check_size(sum(map(self._sized, parts)))
         return "".join(map(str, parts))
 
     def collected(self, made: Any) -> Any:
-        """A list, a tuple or a mapping that the template has put together."""
+        """Validate the size of a list, tuple or mapping made by the template."""
         self.check_size(self._sized(made))
         return made
 
     def check_size(self, size: int) -> None:
-        """Raises: ModelError: a value of so many characters is beyond the bound."""
+        """Validate the size of a value in characters.
+
+        Raises:
+            ModelError: the size is beyond the bound.
+        """
         if size > self._chars:
             raise ModelError(
                 f"The chat template of this model makes a text of more than {self._chars:,} "
@@ -248,7 +251,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             if isinstance(__obj.__self__, str):
                 args = tuple(map(materialized, args))
                 own = (__obj.__self__, *args)
-                if __obj.__name__ == "join":  # as the filter has it: what is joined, by what
+                if __obj.__name__ == "join":  # arguments in the order of the filter
                     own = own[::-1]
                 __self.check_size(output_size_bound(__self._chars, __obj.__name__, *own, **named))
         made = super().call(__context, __obj, *args, **named)
@@ -268,7 +271,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return checked
 
     def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter whose result is estimated before it runs."""
+        """Filter with a size bound that is checked before it runs."""
 
         @functools.wraps(function)
         def checked(*args: Any, **named: Any) -> Any:
@@ -284,7 +287,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return checked
 
     def _counted(self, parts: Iterable[Any]) -> Iterator[Any]:
-        """The same parts, which together are no more than a value may be."""
+        """Yield the parts, as long as their total size is within the bound."""
         total = 0
         for part in parts:
             self.tick()
@@ -312,7 +315,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return "".join(self._counted(encoder.iterencode(value)))
 
     def _range(self, *args: int) -> range:
-        """What loops may count through: no more than the bound of a text."""
+        """Range within the size bound."""
         made = range(*args)
         self.check_size(len(made))
         return made
@@ -343,7 +346,7 @@ def _now(format: str) -> str:
 LARGEST_ARGUMENT = 10_000  # of a width, an indentation or a count
 LARGEST_BITS = 4096  # of an integer
 LARGEST_DEPTH = 100  # of lists in lists: hashes and comparisons recurse
-MAX_SEARCH_CHARS = 1000  # characters that are sought from the end, which takes a product of lengths
+MAX_SEARCH_CHARS = 1000  # of a text searched from the end, which takes a product of lengths
 WIDTH = re.compile(r"\d{5,}|%[^a-zA-Z%]*\*|\{[^{}]*\{")  # a field as wide as an attacker likes
 FIELD, NUMBER = re.compile(r"[%{]"), re.compile(r"\d+")
 # Filters and methods that no chat template needs, whose results or times have no simple bound.
@@ -361,15 +364,15 @@ COLLECTIONS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 
 
 def output_size_bound(limit: int, name: str, value: Any = "", /, *args: Any, **named: Any) -> int:
-    """Characters that an operation makes at most; more than the limit where that has no bound.
+    """Upper bound of the characters of a result; above the limit where there is no bound.
 
     Args:
-        limit: of characters; a value is counted no further.
-        name: of the filter or the method of a text; `join` is the filter.
-        value: that it is called on.
+        limit: limit in characters; larger values are counted no further.
+        name: name of the filter or of the text method; `join` is the filter.
+        value: value that the operation is called on.
 
     Raises:
-        ModelError: no template needs the operation, or its arguments.
+        ModelError: the operation or its arguments are not permitted.
     """
     rest = [*args, *named.values()]
     check_operation(name, rest)
@@ -389,7 +392,7 @@ def output_size_bound(limit: int, name: str, value: Any = "", /, *args: Any, **n
         widths = [a if isinstance(a, int) else size_of(a, limit) for a in rest]
         lines = len(_text(value).splitlines()) + _text(value).count("\t")
         return size + (1 + lines) * sum(widths)
-    if name == "tojson":  # what is written is counted, but for one line's indentation
+    if name == "tojson":  # the output is counted, except the indentation of one line
         return size + LARGEST_DEPTH * other
     return size + other
 
@@ -400,8 +403,10 @@ def materialized(value: Any) -> Any:
 
 
 def size_of(value: Any, limit: int) -> int:
-    """Characters of a value as text, counted no further than just beyond the limit; beyond it
-    where lists in lists are too deep."""
+    """Characters of a value as text, counted up to just above the limit.
+
+    Above the limit also for collections nested too deeply.
+    """
     total, level, depth = 0, [value], 0
     while level and total <= limit:
         inner = list[Any]()
@@ -424,7 +429,11 @@ def size_of(value: Any, limit: int) -> int:
 
 
 def check_operation(name: str, arguments: Sequence[Any]) -> None:
-    """Raises: ModelError: a filter or a method is none for a template, or its arguments are."""
+    """Validate a filter or method and its arguments.
+
+    Raises:
+        ModelError: the operation or its arguments are not permitted.
+    """
     if name in WIDTH_OPERATIONS and any(
         isinstance(a, int) and abs(a) > LARGEST_ARGUMENT for a in arguments
     ):
@@ -444,7 +453,11 @@ def check_operation(name: str, arguments: Sequence[Any]) -> None:
 
 
 def check_number(operator: str, left: int | float, right: int | float) -> None:
-    """Raises: ModelError: an operation makes an integer that is too large, or has one."""
+    """Validate the integers of an operation.
+
+    Raises:
+        ModelError: an operand or the result has too many bits.
+    """
     bits = [abs(int(n)).bit_length() if abs(n) < float("inf") else 0 for n in (left, right)]
     if (bits[0] * abs(right) if operator == "**" else sum(bits)) > LARGEST_BITS:
         raise ModelError(
