@@ -1,4 +1,5 @@
-"""The most that a turn of a session that is held as a chat may take, before any of it is there."""
+"""Admission control: upper bound of the memory of a turn, computed before any
+of it is allocated."""
 
 from __future__ import annotations
 
@@ -13,31 +14,32 @@ from larder.server.tiers.device import MemoryDemand
 from larder.session.arrangements.single import Single
 from larder.session.capacity import budgeted_layers, recall_slot_entries
 
-END_OF_TURN_TOKENS = 32  # what ends a turn, at most
-MOST_EPISODES = 16  # twice what is chosen by itself
-# What finds parked entries again: in bytes of the entries, and of each head whatever it holds.
+END_OF_TURN_TOKENS = 32  # at most, for the end of a turn
+MOST_EPISODES = 16  # twice the default
+# Size of a recall index: a factor of the offloaded bytes, and a constant per head.
 INDEX_FACTOR, INDEX_HEAD_BYTES = 2, 8192
-UNDO_COPIES = 2  # while a turn may be undone
+UNDO_COPIES = 2  # while a turn may be rolled back
 
 
 def chat_turn_demand(
     rule: ServingPolicy, length: int, prompt: int, new_tokens: int, episodes: int
 ) -> MemoryDemand:
-    """What the caches come to, at most.
+    """Upper bound of the memory that a turn of a chat session takes.
 
     Args:
-        length: of the whole text once the prompt is read.
-        prompt: tokens of it that are new.
+        rule: the policy of the session.
+        length: tokens of the whole text once the prompt is read.
+        prompt: new tokens among them.
         new_tokens: the longest answer.
-        episodes: caches that there are.
+        episodes: the number of caches that the session has.
     """
     whole = length + new_tokens + END_OF_TURN_TOKENS
     resting = min(whole, _idle_entries(rule))
     answering = min(whole, _active_entries(rule))
-    device = rule.bytes_of(answering, whole, 0)
+    device = rule.cache_demand(answering, whole, 0)
     if _has_second_cache(rule, prompt + new_tokens):
-        device = _joined(device, rule.bytes_of(resting, whole, 0))
-    built = rule.bytes_of(min(whole, _rebuild_entries(rule, length)), whole, 0)
+        device = _sum(device, rule.cache_demand(resting, whole, 0))
+    built = rule.cache_demand(min(whole, _rebuild_entries(rule, length)), whole, 0)
     passing = max(device.transient_bytes, built.transient_bytes) + _scratch_bytes(rule, whole)
     nbytes = max(device.bytes, built.bytes) + _source_bytes(rule, whole)
     return MemoryDemand(nbytes, passing, _host_bytes(rule, whole, resting, episodes))
@@ -58,30 +60,31 @@ def _slack(rule: ServingPolicy) -> int:
 
 
 def _active_entries(rule: ServingPolicy) -> int:
-    """Entries per head of a cache that answers, slots for pages included."""
+    """Entries per head of a cache while it answers, page slots included."""
     return rule.tokens + 2 * _slots(rule) + rule.block + GROWTH_TOKENS
 
 
 def _rebuild_entries(rule: ServingPolicy, length: int) -> int:
-    """Entries per head of a cache that is read anew."""
+    """Entries per head of a cache that is rebuilt from its text."""
     if isinstance(rule.policy.schedule, Whole):
         return length
     return rule.tokens + _slots(rule) + rule.block + GROWTH_TOKENS
 
 
 def _has_second_cache(rule: ServingPolicy, tokens: int) -> bool:
-    """Whether a turn of so many tokens has a second cache on the device: a copy, or a new
+    """True if a turn of this many tokens needs a second cache on the device: a copy, or a new
     episode's."""
     is_single = isinstance(rule.policy.session, Single)
     return rule.evicts_while_decoding or not is_single or tokens + END_OF_TURN_TOKENS > rule.block
 
 
-def _joined(one: MemoryDemand, other: MemoryDemand) -> MemoryDemand:
+def _sum(one: MemoryDemand, other: MemoryDemand) -> MemoryDemand:
     return MemoryDemand(one.bytes + other.bytes, max(one.transient_bytes, other.transient_bytes))
 
 
 def _scratch_bytes(rule: ServingPolicy, length: int) -> int:
-    """Keys and values of a layer that are read behind a cache to judge all of it at once."""
+    """Bytes of one layer's keys and values beyond the cache, read to score the
+    whole text at once."""
     if not isinstance(rule.policy.schedule, Whole):
         return 0
     spec = rule.desk.decoder.spec
@@ -90,7 +93,7 @@ def _scratch_bytes(rule: ServingPolicy, length: int) -> int:
 
 
 def _source_bytes(rule: ServingPolicy, length: int) -> int:
-    """What stands for tokens whose keys and values are rebuilt, and a layer of it twice."""
+    """Bytes of the inputs that keys and values are rebuilt from, and one layer of them twice."""
     rebuilding, spec = rule.policy.rebuilding, rule.desk.decoder.spec
     if rebuilding is None:
         return 0
@@ -101,14 +104,14 @@ def _source_bytes(rule: ServingPolicy, length: int) -> int:
 
 
 def _host_bytes(rule: ServingPolicy, length: int, resting: int, episodes: int) -> int:
-    """Caches that do not answer, what is parked of those that do, and what finds it."""
+    """Bytes of inactive caches, of offloaded entries and of their recall indexes."""
     policy, spec = rule.policy, rule.desk.decoder.spec
     count = 0
     if not isinstance(policy.session, Single):
         count = 2 * max(episodes + 1, MOST_EPISODES)
     elif episodes:
         count = 1
-    held = count * rule.bytes_of(resting, length, 0).bytes
+    held = count * rule.cache_demand(resting, length, 0).bytes
     if policy.recall is None:
         return held
     parked = sum(layer.bytes_per_token(spec.dtype) for layer in budgeted_layers(policy, spec))
@@ -119,7 +122,7 @@ def _host_bytes(rule: ServingPolicy, length: int, resting: int, episodes: int) -
 def turn_demand(
     rule: ServingPolicy, said: Sequence[CompletedTurn], length: int, new_tokens: int
 ) -> MemoryDemand:
-    """Of a turn that begins with nothing but the text, however its session is held."""
+    """Upper bound of the memory of a turn that starts from text alone, under either backend."""
     if rule.is_chat:
         prompt = length - sum(each.tokens for each in said)
         return chat_turn_demand(rule, length, prompt, new_tokens, 0)
