@@ -20,11 +20,11 @@ from larder.store.ledger import Reservation
 
 def idle_demand(session: SessionState) -> MemoryDemand:
     """Upper bound of the device memory of an idle session."""
-    rule, held = session.rule, session.occupancy
+    rule, occupancy = session.rule, session.occupancy
     return (
-        chat_turn_demand(rule, held.read, 0, 0, 1)
+        chat_turn_demand(rule, occupancy.read, 0, 0, 1)
         if rule.is_chat
-        else rule.lossless_turn_demand(held, held.read, 0)
+        else rule.lossless_turn_demand(occupancy, occupancy.read, 0)
     )
 
 
@@ -67,31 +67,35 @@ class AdminOperations:
             ApiError: 503 `overloaded`, no memory is free now.
         """
         done: Future[SessionState] = Future()
-        kept = None if session.has_resident_cache else session.saved_cache
+        saved = None if session.has_resident_cache else session.saved_cache
         is_parked = session.has_resident_cache and session.active is None
-        if not is_parked and kept is None:
+        if not is_parked and saved is None:
             done.set_result(session)
             return done
-        room, session.is_running = None, True  # not a candidate for its own eviction
+        reservation, session.is_running = None, True  # not a candidate for its own eviction
         try:
             self._tiers.grant(session, idle_demand(session))
-            if kept is not None:
-                room = self._tiers.host_room(session, kept.nbytes + WRITE_COPIES * kept.cache_bytes)
+            if saved is not None:
+                reservation = self._tiers.host_room(
+                    session, saved.nbytes + WRITE_COPIES * saved.cache_bytes
+                )
         except BudgetError as error:
             raise overloaded(self._waiting()) from error
         finally:
             session.is_running = False
-        if kept is None:
+        if saved is None:
             self._tiers.restore_from_host(session)
             self._tiers.shrink_to_fit(session)
             done.set_result(session)
-        elif room is None:
+        elif reservation is None:
             self._tiers.drop(session)
             raise overloaded(self._waiting())
         else:
             session.is_answering = session.is_running = True
-            loading = self._tiers.disk.load(session, kept)
-            self._completions.when_done(loading, partial(self._arrived, session, kept, room, done))
+            loading = self._tiers.disk.load(session, saved)
+            self._completions.when_done(
+                loading, partial(self._arrived, session, saved, reservation, done)
+            )
         return done
 
     def compact(self, session: SessionState) -> Future[SessionState]:
@@ -102,9 +106,9 @@ class AdminOperations:
         """
         done: Future[SessionState] = Future()
 
-        def give_back(there: Future[SessionState]) -> None:
+        def give_back(prefetched: Future[SessionState]) -> None:
             try:
-                self._tiers.shrink_to_fit(there.result())
+                self._tiers.shrink_to_fit(prefetched.result())
             except FAILURES as error:
                 self._tiers.drop(session)
                 done.set_exception(error)
@@ -117,20 +121,22 @@ class AdminOperations:
     def _arrived(
         self,
         session: SessionState,
-        kept: SavedCache,
-        room: Reservation,
+        saved: SavedCache,
+        reservation: Reservation,
         done: Future[SessionState],
         loading: Future[LoadedCaches],
     ) -> None:
         session.is_answering = session.is_running = False
-        is_there = loading.exception() is None
+        is_loaded = loading.exception() is None
         try:
-            if is_there:
-                self._tiers.restore_from_disk(session, session, kept, loading.result(), room)
+            if is_loaded:
+                self._tiers.restore_from_disk(
+                    session, session, saved, loading.result(), reservation
+                )
                 self._tiers.shrink_to_fit(session)
         except FAILURES:
-            is_there = False
-        if not is_there:  # it will be recomputed
-            room.release()
+            is_loaded = False
+        if not is_loaded:  # it will be recomputed
+            reservation.release()
             self._tiers.drop(session)
         done.set_result(session)

@@ -34,15 +34,15 @@ def chat_turn_demand(
         episodes: the number of caches that the session has.
     """
     whole = length + new_tokens + END_OF_TURN_TOKENS
-    resting = min(whole, _idle_entries(rule))
-    answering = min(whole, _active_entries(rule))
-    device = rule.cache_demand(answering, whole, 0)
+    idle_entries = min(whole, _idle_entries(rule))
+    active_entries = min(whole, _active_entries(rule))
+    device = rule.cache_demand(active_entries, whole, 0)
     if _has_second_cache(rule, prompt + new_tokens):
-        device = _sum(device, rule.cache_demand(resting, whole, 0))
-    built = rule.cache_demand(min(whole, _rebuild_entries(rule, length)), whole, 0)
-    passing = max(device.transient_bytes, built.transient_bytes) + _scratch_bytes(rule, whole)
-    nbytes = max(device.bytes, built.bytes) + _source_bytes(rule, whole)
-    return MemoryDemand(nbytes, passing, _host_bytes(rule, whole, resting, episodes))
+        device = _sum(device, rule.cache_demand(idle_entries, whole, 0))
+    rebuilt = rule.cache_demand(min(whole, _rebuild_entries(rule, length)), whole, 0)
+    transient = max(device.transient_bytes, rebuilt.transient_bytes) + _scratch_bytes(rule, whole)
+    nbytes = max(device.bytes, rebuilt.bytes) + _source_bytes(rule, whole)
+    return MemoryDemand(nbytes, transient, _host_bytes(rule, whole, idle_entries, episodes))
 
 
 def _idle_entries(rule: ServingPolicy) -> int:
@@ -103,7 +103,7 @@ def _source_bytes(rule: ServingPolicy, length: int) -> int:
     return length * row * UNDO_COPIES
 
 
-def _host_bytes(rule: ServingPolicy, length: int, resting: int, episodes: int) -> int:
+def _host_bytes(rule: ServingPolicy, length: int, idle_entries: int, episodes: int) -> int:
     """Bytes of inactive caches, of offloaded entries and of their recall indexes."""
     policy, spec = rule.policy, rule.desk.decoder.spec
     count = 0
@@ -111,19 +111,21 @@ def _host_bytes(rule: ServingPolicy, length: int, resting: int, episodes: int) -
         count = 2 * max(episodes + 1, MOST_EPISODES)
     elif episodes:
         count = 1
-    held = count * rule.cache_demand(resting, length, 0).bytes
+    cache_bytes = count * rule.cache_demand(idle_entries, length, 0).bytes
     if policy.recall is None:
-        return held
-    parked = sum(layer.bytes_per_token(spec.dtype) for layer in budgeted_layers(policy, spec))
+        return cache_bytes
+    offloaded = sum(layer.bytes_per_token(spec.dtype) for layer in budgeted_layers(policy, spec))
     heads = sum(layer.kv_heads for layer in spec.managed)
-    return held + UNDO_COPIES * (length * parked * (1 + INDEX_FACTOR) + heads * INDEX_HEAD_BYTES)
+    return cache_bytes + UNDO_COPIES * (
+        length * offloaded * (1 + INDEX_FACTOR) + heads * INDEX_HEAD_BYTES
+    )
 
 
 def turn_demand(
-    rule: ServingPolicy, said: Sequence[CompletedTurn], length: int, new_tokens: int
+    rule: ServingPolicy, turns: Sequence[CompletedTurn], length: int, new_tokens: int
 ) -> MemoryDemand:
     """Upper bound of the memory of a turn that starts from text alone, under either backend."""
     if rule.is_chat:
-        prompt = length - sum(each.tokens for each in said)
+        prompt = length - sum(each.tokens for each in turns)
         return chat_turn_demand(rule, length, prompt, new_tokens, 0)
     return rule.lossless_turn_demand(CacheOccupancy(), length, new_tokens)

@@ -169,7 +169,7 @@ class EngineCore:
         self._indexed_persistence.close()
         self.tiers.disk.close()
 
-    def submit(self, request: Request, listener: Listener, asked: float) -> Ticket:
+    def submit(self, request: Request, listener: Listener, arrived: float) -> Ticket:
         """Queue a request, as `EngineClient.submit`.
 
         Args:
@@ -181,22 +181,22 @@ class EngineCore:
                 f"max_tokens must be at least 1, got {request.max_new_tokens}.",
                 "max_tokens",
             )
-        found = self._resolved(request)
-        if found.repeated_turn is not None:
+        resolved = self._resolved(request)
+        if resolved.repeated_turn is not None:
             return replay_answer(
                 self.engine.scribe,
-                found.session,
-                found.repeated_turn,
+                resolved.session,
+                resolved.repeated_turn,
                 listener,
-                seconds=self.clock() - asked,
-                durable=self.unwritten.durable(found.session),
+                seconds=self.clock() - arrived,
+                durable=self.unwritten.durable(resolved.session),
             )
         try:
-            job = self._request_state(request, found, listener, asked)
-            self._indexed_persistence.acquire(found.session)
+            job = self._request_state(request, resolved, listener, arrived)
+            self._indexed_persistence.acquire(resolved.session)
         except BaseException:
-            if found.session.is_provisional:
-                self.forget(found.session)
+            if resolved.session.is_provisional:
+                self.forget(resolved.session)
             raise
         self.scheduler.enqueue(job)
         self._wake()
@@ -223,11 +223,11 @@ class EngineCore:
         """Copy a session, as `EngineClient.fork`."""
         self._recall(tenant, new_name)
         source = self.idle(tenant, name)
-        made = self.sessions.fork(source, new_name, source.rule, len(source.turns))
-        made.epoch = source.epoch
-        if made.turns:
-            self.sessions.remember(made)
-        return self._persisted(self._charged(made))
+        forked = self.sessions.fork(source, new_name, source.rule, len(source.turns))
+        forked.epoch = source.epoch
+        if forked.turns:
+            self.sessions.remember(forked)
+        return self._persisted(self._charged(forked))
 
     def compact(self, tenant: str, name: str) -> Future[SessionState]:
         """Start `EngineClient.compact`; the future is done when it is."""
@@ -268,8 +268,8 @@ class EngineCore:
     def remove(self, tenant: str, *names: str) -> list[Future[None]]:
         """Delete sessions, or none if one is answering; the futures of their
         deletion in the store."""
-        leaving = [self.idle(tenant, name) for name in names]
-        removals = [self._indexed_persistence.remove(each) for each in leaving]
+        idle_sessions = [self.idle(tenant, name) for name in names]
+        removals = [self._indexed_persistence.remove(each) for each in idle_sessions]
         return [each for each in removals if each is not None]
 
     def forget(self, session: SessionState) -> None:
@@ -290,15 +290,15 @@ class EngineCore:
         )
 
     def _resolve(self, request: Request, rule: ServingPolicy) -> ResolvedSession:
-        found = self.sessions.resolve(request, rule)
+        resolved = self.sessions.resolve(request, rule)
         for _ in range(MAX_REFRESHES):
             try:
-                if not self._is_refreshed(found.session):
+                if not self._is_refreshed(resolved.session):
                     break
             except SessionUnreadableError as error:
                 self.restorer.restart_from_request(error, request)
-            found = self.sessions.resolve(request, rule)
-        return found
+            resolved = self.sessions.resolve(request, rule)
+        return resolved
 
     def rule_of(self, request: Request) -> ServingPolicy:
         """The policy that a request is answered under."""
@@ -331,17 +331,17 @@ class EngineCore:
         return True
 
     def _request_state(
-        self, request: Request, found: ResolvedSession, listener: Listener, asked: float
+        self, request: Request, resolved: ResolvedSession, listener: Listener, arrived: float
     ) -> RequestState:
-        length = len(found.prompt_ids)
+        length = len(resolved.prompt_ids)
         if length >= self.context:
             raise context_length_exceeded(length, self.context)
         new_tokens = min(request.max_new_tokens, self.context - length)
-        need = turn_demand(found.session.rule, found.past_turns, length, new_tokens)
-        if not self.reservations.fits(request.tenant, need):
+        demand = turn_demand(resolved.session.rule, resolved.past_turns, length, new_tokens)
+        if not self.reservations.fits(request.tenant, demand):
             raise kv_budget_exceeded(
                 BudgetError(
-                    f"The conversation may need {need.total} bytes of keys and values, more "
+                    f"The conversation may need {demand.total} bytes of keys and values, more "
                     "than the budget allows: shorten it, ask for fewer new tokens, or raise the "
                     "budget."
                 )
@@ -349,14 +349,14 @@ class EngineCore:
         return RequestState(
             request=request,
             listener=listener,
-            session=found.session,
-            past_turns=found.past_turns,
-            new_messages=found.new_messages,
-            prompt_ids=found.prompt_ids,
+            session=resolved.session,
+            past_turns=resolved.past_turns,
+            new_messages=resolved.new_messages,
+            prompt_ids=resolved.prompt_ids,
             new_tokens=new_tokens,
-            times=RequestTimes(asked),
+            times=RequestTimes(arrived),
             wake=self._wake,
-            backend=self._backends[found.session.rule.is_chat],
+            backend=self._backends[resolved.session.rule.is_chat],
         )
 
     def _charged(self, session: SessionState) -> SessionState:
@@ -378,7 +378,7 @@ class CompletedTicket(Ticket):
 def replay_answer(
     tokenizer: TokenizerAdapter,
     session: SessionState,
-    said: CompletedTurn,
+    completed_turn: CompletedTurn,
     listener: Listener,
     seconds: float,
     durable: bool | None,
@@ -390,11 +390,13 @@ def replay_answer(
         seconds: time since the repeated request arrived.
         durable: as in `Report`.
     """
-    ids = said.answer_ids[: max(0, len(said.answer_ids) - len(tokenizer.closing()))]
-    stream = IncrementalDetokenizer(tokenizer.decode, said.params.stop, listener.on_text)
+    ids = completed_turn.answer_ids[
+        : max(0, len(completed_turn.answer_ids) - len(tokenizer.closing()))
+    ]
+    stream = IncrementalDetokenizer(tokenizer.decode, completed_turn.params.stop, listener.on_text)
     all(stream.push(token) for token in ids)
     stream.finish()
-    prompt, view = session.tokens - len(said.answer_ids), session_info(session)
+    prompt, view = session.tokens - len(completed_turn.answer_ids), session_info(session)
     report = Report(
         session=session.name,
         prompt_tokens=prompt,
@@ -406,7 +408,7 @@ def replay_answer(
         merged_tokens=view.merged_tokens,
         lossless=session.is_lossless,
         tier=session.tier,
-        reason=said.reason,
+        reason=completed_turn.reason,
         wait_seconds=0.0,
         first_seconds=seconds,
         seconds=seconds,
@@ -428,11 +430,11 @@ class IndexedSessionPersistence(SessionPersistence):
         self._sessions, self._forget, self._persistence = sessions, forget, persistence
 
     def commit(
-        self, session: SessionState, said: CompletedTurn
+        self, session: SessionState, completed_turn: CompletedTurn
     ) -> Future[LarderError | None] | None:
         if len(session.turns) == 1 or session.epoch == 1:
             self._sessions.remember(session)
-        return self._persistence.commit(session, said)
+        return self._persistence.commit(session, completed_turn)
 
     def discard_new(self, session: SessionState) -> None:
         self._forget(session)

@@ -96,9 +96,9 @@ class LocalEngineClient(EngineClient):
         )
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
-        core, asked = self._core, self._core.clock()
+        core, arrived = self._core, self._core.clock()
         try:
-            take = partial(self._submit_now, request, listener, asked)
+            take = partial(self._submit_now, request, listener, arrived)
             return self._candidates.resolve_resident(request, core.rule_of(request), take)
         except ApiError as error:
             core.refused.note(error.code)
@@ -132,10 +132,12 @@ class LocalEngineClient(EngineClient):
         return self._thread.call(lambda: engine.scribe.decode(ids))
 
     def sessions(self, tenant: str) -> tuple[SessionInfo, ...]:
-        here = self._thread.call(lambda: tuple(map(session_info, self._core.sessions.of(tenant))))
-        names = {view.name for view in here}
+        resident = self._thread.call(
+            lambda: tuple(map(session_info, self._core.sessions.of(tenant)))
+        )
+        names = {view.name for view in resident}
         kept = [view for view in self._persistence.list_sessions(tenant) if view.name not in names]
-        return tuple(sorted((*here, *kept), key=lambda view: -view.last_used))
+        return tuple(sorted((*resident, *kept), key=lambda view: -view.last_used))
 
     def session(self, tenant: str, name: str) -> SessionTranscript:
         with self._candidates.resident(tenant, name):
@@ -195,41 +197,45 @@ class LocalEngineClient(EngineClient):
             )
 
     def remove(self, tenant: str, name: str, branches: bool = False) -> tuple[str, ...]:
-        core, own = self._core, [name]
+        core, to_load = self._core, [name]
         if branches and root_name(name) == name:
-            own += self._persistence.branches(tenant, name)
+            to_load += self._persistence.branches(tenant, name)
         elif root_name(name) == name:
-            own += self._candidates.family(tenant, name)
+            to_load += self._candidates.family(tenant, name)
 
         def removed() -> tuple[list[str], list[str], list[str], list[Future[None]]]:
-            away = [each for each in lost if not core.sessions.has(tenant, each)]
-            made = core.sessions.branches(tenant, name) + [each for each in away if each != name]
+            unloaded = [each for each in unreadable if not core.sessions.has(tenant, each)]
+            made = core.sessions.branches(tenant, name) + [
+                each for each in unloaded if each != name
+            ]
             wanted = [name, *(made if branches else ())]
-            if len(wanted) > 1 and not (name in away or core.sessions.has(tenant, name)):
+            if len(wanted) > 1 and not (name in unloaded or core.sessions.has(tenant, name)):
                 wanted.remove(name)  # the root is removed already, only branches are left
-            gone = core.remove(tenant, *(each for each in wanted if each not in away))
+            deletions = core.remove(tenant, *(each for each in wanted if each not in unloaded))
             self._removals.begin(tenant, wanted)
-            return wanted, [] if branches else made, away, gone
+            return wanted, [] if branches else made, unloaded, deletions
 
         with core.residency_locks.hold(tenant, name):
-            lost = self._candidates.restore_candidates(
-                tenant, own
+            unreadable = self._candidates.restore_candidates(
+                tenant, to_load
             )  # sessions that cannot be read can be removed
-            wanted, staying, away, gone = self._thread.call(removed)
-        discarded = (self._persistence.discard(tenant, each) for each in wanted if each in away)
-        gone += [future for future in discarded if future is not None]
-        wait(gone)
+            wanted, remaining, unloaded, deletions = self._thread.call(removed)
+        discarded = (self._persistence.discard(tenant, each) for each in wanted if each in unloaded)
+        deletions += [future for future in discarded if future is not None]
+        wait(deletions)
         self._removals.end(tenant, wanted)
-        for future in gone:
+        for future in deletions:
             future.result()
-        return tuple(staying)
+        return tuple(remaining)
 
     def kept(self, tenant: str, name: str) -> CachedPositions:
         def kept() -> CachedPositions:
             session = self._core.find(tenant, name)
-            held = cached_positions(session)
+            positions = cached_positions(session)
             return (
-                replace(held, texts=self._token_texts.texts(session.ids)) if held.tokens else held
+                replace(positions, texts=self._token_texts.texts(session.ids))
+                if positions.tokens
+                else positions
             )
 
         with self._candidates.resident(tenant, name):
@@ -265,8 +271,8 @@ class LocalEngineClient(EngineClient):
         complete."""
         return self._thread.call(lambda: self._core.tiers.lower(tier, count))
 
-    def _submit_now(self, request: Request, listener: Listener, asked: float) -> Ticket:
-        ticket = self._core.submit(request, listener, asked)
+    def _submit_now(self, request: Request, listener: Listener, arrived: float) -> Ticket:
+        ticket = self._core.submit(request, listener, arrived)
         self._core.sessions.announce(request.tenant, request.steps)
         return ticket
 

@@ -60,19 +60,19 @@ class ModelRunner:
         self,
         job: RequestState,
         plans: int,
-        beside: int,
+        batch_size: int,
         error: Exception,
         failures: tuple[type[Exception], ...],
     ) -> Outcome:
-        if beside == 1:
+        if batch_size == 1:
             return _mark_unrecoverable(job, plans, error)
         try:
             if _plans(job) != plans:  # the failed step has evicted entries
                 job.backend.restart_prefill(job)
                 return CONTINUES
             [token] = self._tokens([job], failures)
-        except failures as own:
-            return _mark_unrecoverable(job, plans, own)
+        except failures as row_logits:
+            return _mark_unrecoverable(job, plans, row_logits)
         return self._outcome(job, token, plans, failures)
 
     def _tokens(
@@ -85,10 +85,10 @@ class ModelRunner:
         ends = [stop - 1 for stop in accumulate(len(row.ids) for row in rows)]
         logits = self._decoder.forward_logits(rows, Mode.APPEND, ends, observer)
         tokens = list[int | Exception]()
-        for job, own in zip(jobs, logits, strict=True):
+        for job, row_logits in zip(jobs, logits, strict=True):
             assert job.generator is not None
             try:
-                tokens.append(job.request.sampling.choose(own, job.generator))
+                tokens.append(job.request.sampling.choose(row_logits, job.generator))
             except failures as error:
                 tokens.append(error)
         return tokens
@@ -144,23 +144,23 @@ def _mark_unrecoverable(job: RequestState, plans: int, error: Exception) -> Exce
 
 def _observer(jobs: Sequence[RequestState], rows: Sequence[BatchSegment]) -> Observer | None:
     """Observer that lets each cache's policy act on its own row while text is generated."""
-    watching: dict[int, Observer] = {}
+    observers: dict[int, Observer] = {}
     for number, (job, row) in enumerate(zip(jobs, rows, strict=True)):
         if job.active_turn is None:
             continue
-        turn, said = job.active_turn.turn, len(job.output_ids)
-        own = (
-            turn.last_observer(row, said)
+        turn, generated = job.active_turn.turn, len(job.output_ids)
+        row_logits = (
+            turn.last_observer(row, generated)
             if job.finish_reason
-            else turn.observer([0], [row], [said])
+            else turn.observer([0], [row], [generated])
         )
-        if own is not None:
-            watching[number] = own
-    if not watching:
+        if row_logits is not None:
+            observers[number] = row_logits
+    if not observers:
         return None
 
     def observe(row: int, layer: int, recorded: LayerActivations) -> None:
-        if row in watching:
-            watching[row](0, layer, recorded)
+        if row in observers:
+            observers[row](0, layer, recorded)
 
     return observe

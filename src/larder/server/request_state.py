@@ -179,8 +179,8 @@ class RequestState(Ticket):
     @property
     def workflow_steps(self) -> float:
         """Workflow steps until the session is used again, as the request announced."""
-        said = self.request.steps
-        return float(said.get("", said.get(self.session.name, math.inf)))
+        announced = self.request.steps
+        return float(announced.get("", announced.get(self.session.name, math.inf)))
 
     @property
     def prompt(self) -> array:
@@ -209,9 +209,9 @@ class RequestState(Ticket):
 
     def report(self, reason: str, now: float) -> Report:
         """Measurements of the request."""
-        session, held = self.session, self.session.occupancy
-        per_head = held.entries // max(1, session.rule.heads)
-        gone = max(0, held.read - per_head) if session.rule.is_limited else 0
+        session, occupancy = self.session, self.session.occupancy
+        per_head = occupancy.entries // max(1, session.rule.heads)
+        lost_entries = max(0, occupancy.read - per_head) if session.rule.is_limited else 0
         merges, times = session.rule.merges, self.times
         return Report(
             session=session.name,
@@ -220,8 +220,8 @@ class RequestState(Ticket):
             restored_tokens=self.counts.restored,
             recomputed_tokens=self.counts.recomputed,
             new_tokens=len(self.output_ids),
-            evicted_tokens=0 if merges else gone,
-            merged_tokens=gone if merges else 0,
+            evicted_tokens=0 if merges else lost_entries,
+            merged_tokens=lost_entries if merges else 0,
             lossless=session.is_lossless,
             tier=self.counts.tier,
             reason=reason,

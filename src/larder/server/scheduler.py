@@ -71,9 +71,9 @@ class Scheduler:
     def enqueue(self, job: RequestState) -> None:
         """Queue a request; its session is busy from now on."""
         tenant = job.session.tenant
-        here = {each.session.tenant for each in self.running}.union(self.queue.tenants)
-        if here and tenant not in here:
-            least = min(self._served[each] for each in here)
+        present = {each.session.tenant for each in self.running}.union(self.queue.tenants)
+        if present and tenant not in present:
+            least = min(self._served[each] for each in present)
             self._served[tenant] = max(self._served[tenant], least)
         job.session.is_answering = True
         self.queue.add(job)
@@ -216,18 +216,18 @@ class Scheduler:
         session = job.session
         assert job.stream is not None
         try:
-            said = job.backend.prepare_turn(job, reason, self._runner.closing(job))
+            turn = job.backend.prepare_turn(job, reason, self._runner.closing(job))
         except FAILURES as error:
             job.backend.rollback(job)
             self._fail(job, error)
             return
-        session.turns.append(said)
+        session.turns.append(turn)
         session.record_think_time(job.times.asked)
         session.epoch += 1
         job.was_new, session.is_provisional = session.is_provisional, False
         try:
             self._charge(session)
-            written = self._persistence.commit(session, said)
+            written = self._persistence.commit(session, turn)
         except FAILURES as error:
             self._rollback(job, error)
             return
@@ -305,9 +305,9 @@ class Scheduler:
     def _release(self, job: RequestState, now: float) -> None:
         """Release the session of a request that has ended in any way."""
         session = job.session
-        for held in (self.running, self.finishing):
-            if job in held:
-                held.remove(job)
+        for requests in (self.running, self.finishing):
+            if job in requests:
+                requests.remove(job)
         session.is_answering = session.is_running = False
         session.last_used, session.uses = now, session.uses + 1
         session.workflow_steps = job.workflow_steps

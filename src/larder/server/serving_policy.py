@@ -119,8 +119,8 @@ class ServingPolicy:
     def budget_tokens(self) -> int | None:
         """Entries per kv head of one cache between two turns, slots for recalled pages included;
         None without a limit."""
-        beside = recall_budget_tokens(self.policy) + self.policy.lag
-        return self.tokens + beside if self.is_limited else None
+        extra = recall_budget_tokens(self.policy) + self.policy.lag
+        return self.tokens + extra if self.is_limited else None
 
     @property
     def is_limited(self) -> bool:
@@ -157,7 +157,7 @@ class ServingPolicy:
         return self.policy.timing.excess() is not None
 
     def lossless_turn_demand(
-        self, held: CacheOccupancy, length: int, new_tokens: int
+        self, before: CacheOccupancy, length: int, new_tokens: int
     ) -> MemoryDemand:
         """Upper bound of the memory of a turn over a lossless cache.
 
@@ -166,15 +166,17 @@ class ServingPolicy:
             length: tokens of the whole text once the prompt is read.
             new_tokens: the longest answer.
         """
-        return self.cache_demand(max(held.read, length) + new_tokens, length, new_tokens)
+        return self.cache_demand(max(before.read, length) + new_tokens, length, new_tokens)
 
     def is_lossless(self, cache: SequenceCache) -> bool:
         """True if the cache holds everything it has read, at full precision."""
         if not self.is_limited:
             return True
         everything = self.heads * cache.next_position
-        finest = sum(sum(cache.full_precision_lengths()[each.index]) for each in self._layers)
-        return self.policy.storage == Exact() and finest == everything
+        full_precision = sum(
+            sum(cache.full_precision_lengths()[each.index]) for each in self._layers
+        )
+        return self.policy.storage == Exact() and full_precision == everything
 
     def occupancy(self, cache: SequenceCache) -> CacheOccupancy:
         """Entries that a cache gives access to, offloaded ones included."""
@@ -213,16 +215,16 @@ class ServingPolicy:
         tail = spec.width * spec.dtype.itemsize if SURPRISE in ledger.columns else 0
         tail += latest_queries_bytes(ledger.queries, spec.managed, spec.dtype.itemsize)
         scratch = max(layer.bytes_per_token(spec.dtype) for layer in spec.layers) * self._scratch
-        passing = TRANSIENT_LAYERS * max(layers) if self.is_limited else max(layers)
-        return MemoryDemand(sum(layers) + fixed + tail, passing + scratch)
+        transient = TRANSIENT_LAYERS * max(layers) if self.is_limited else max(layers)
+        return MemoryDemand(sum(layers) + fixed + tail, transient + scratch)
 
     def _layer_bytes(self, layer: LayerSpec, per_head: int, length: int, new_tokens: int) -> int:
         spec, columns = self.desk.decoder.spec, len(self.policy.planner.ledger.columns)
         entries = per_head if layer in self._layers else length + new_tokens
         if layer.sliding_window is not None:
             entries = min(length + new_tokens, layer.sliding_window + self.block + new_tokens)
-        beside = layer.kv_heads * (POSITION_BYTES + NUMBER_BYTES * columns)
-        return entries * (layer.bytes_per_token(spec.dtype) + beside)
+        extra = layer.kv_heads * (POSITION_BYTES + NUMBER_BYTES * columns)
+        return entries * (layer.bytes_per_token(spec.dtype) + extra)
 
     @cached_property
     def _scratch(self) -> int:
@@ -230,5 +232,5 @@ class ServingPolicy:
         if not self.is_limited:
             return 0
         names = self.policy.scorer.wanted() & self._prompts.keys()
-        wanted = [len(self._prompts[name]) for name in names]
-        return self.block + sum(wanted) + REREAD_TOKENS
+        lengths = [len(self._prompts[name]) for name in names]
+        return self.block + sum(lengths) + REREAD_TOKENS

@@ -127,13 +127,13 @@ class SessionIndex:
         number, avoided = len(self.family(source)), self._avoided.get((source.tenant, source.root))
         while name is None:
             number += 1
-            tried = branch_name(source.root, number)
-            is_taken = self.has(source.tenant, tried) or tried in (avoided or ())
-            name = None if is_taken else tried
-        made = self.open(source.tenant, name, rule)
-        made.turns, made.origin = list(source.turns[:exchanges]), source
-        made.opening_messages = () if exchanges else source.opening_messages
-        return made
+            candidate = branch_name(source.root, number)
+            is_taken = self.has(source.tenant, candidate) or candidate in (avoided or ())
+            name = None if is_taken else candidate
+        forked = self.open(source.tenant, name, rule)
+        forked.turns, forked.origin = list(source.turns[:exchanges]), source
+        forked.opening_messages = () if exchanges else source.opening_messages
+        return forked
 
     def remember(self, session: SessionState) -> None:
         """Index the session by its first messages and tokens; after each first turn."""

@@ -22,7 +22,7 @@ def session_info(session: SessionState) -> SessionInfo:
     """Summary of a session in memory."""
     held, rule = session.occupancy, session.rule
     kept = held.entries // max(1, rule.heads) if rule.is_limited else held.read
-    gone = max(0, held.read - kept)
+    lost = max(0, held.read - kept)
     return SessionInfo(
         name=session.name,
         state=session_status(session),
@@ -35,8 +35,8 @@ def session_info(session: SessionState) -> SessionInfo:
             "disk": 0 if session.saved_cache is None else session.saved_cache.nbytes,
         },
         kept_tokens=kept,
-        evicted_tokens=0 if rule.merges else gone,
-        merged_tokens=gone if rule.merges else 0,
+        evicted_tokens=0 if rule.merges else lost,
+        merged_tokens=lost if rule.merges else 0,
         lossless=session.is_lossless,
         pinned=session.is_pinned,
         epoch=session.epoch,

@@ -53,7 +53,7 @@ class SessionPersistence:
     """Contract of session persistence, and its null object, which stores nothing."""
 
     def commit(
-        self, session: SessionState, said: CompletedTurn
+        self, session: SessionState, turn: CompletedTurn
     ) -> Future[LarderError | None] | None:
         """Write a session that has a new turn.
 

@@ -46,7 +46,7 @@ class LeasedSessionPersistence(SessionPersistence):
         self.failed: Counter[str] = Counter()
 
     def commit(
-        self, session: SessionState, said: CompletedTurn
+        self, session: SessionState, turn: CompletedTurn
     ) -> Future[LarderError | None] | None:
         """Write the session, as `SessionPersistence.commit`.
 
@@ -60,7 +60,7 @@ class LeasedSessionPersistence(SessionPersistence):
                 raise session_superseded(session.name)
         except StoreError as error:
             self._note(error)
-        return self._persistence.commit(session, said)
+        return self._persistence.commit(session, turn)
 
     def discard_new(self, session: SessionState) -> None:
         self._persistence.discard_new(session)

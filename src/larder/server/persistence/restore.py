@@ -50,10 +50,10 @@ class SessionRestorer:
         sessions: SessionIndex,
         lookup: Lookup,
         rules: Sequence[ServingPolicy],
-        weigh: Callable[[SessionState], SessionState],
+        charge: Callable[[SessionState], SessionState],
     ) -> None:
         self._decoder, self._sessions, self._lookup = decoder, sessions, lookup
-        self._rules, self._weigh = rules, weigh
+        self._rules, self._weigh = rules, charge
         self.passed_over, self.restarted = ReasonCounter(), ReasonCounter()
 
     def restore(self, tenant: str, *names: str | None) -> None:
@@ -61,9 +61,9 @@ class SessionRestorer:
         for name in names:
             if name is None or self._sessions.has(tenant, name):
                 continue
-            found = self._lookup(tenant, name)
-            if found is not None:
-                self.install(tenant, name, found, self.decode(found.data, "session"))
+            stored = self._lookup(tenant, name)
+            if stored is not None:
+                self.install(tenant, name, stored, self.decode(stored.data, "session"))
 
     @contextmanager
     def tolerate_failures(self, name: str) -> Iterator[None]:
@@ -115,17 +115,15 @@ class SessionRestorer:
             ApiError: 409 `session_exists`.
         """
         session = self._sessions.open(tenant, name, self._rules[0])
-        session.opening_messages, session.turns, session.epoch = (
-            transcript.opening_messages,
-            transcript.turns,
-            len(transcript.turns),
-        )
+        session.opening_messages = transcript.opening_messages
+        session.turns = transcript.turns
+        session.epoch = len(transcript.turns)
         if transcript.turns:
             self._sessions.remember(session)
         return session
 
     def install(
-        self, tenant: str, name: str, found: StoredSession, transcript: TranscriptSnapshot
+        self, tenant: str, name: str, stored: StoredSession, transcript: TranscriptSnapshot
     ) -> SessionState:
         """Create a session from its stored state, unless it is in memory already.
 
@@ -135,16 +133,16 @@ class SessionRestorer:
         if self._sessions.has(tenant, name):
             return self._sessions.find(tenant, name)
         session = self.imported(tenant, name, transcript)
-        session.durable_epoch, session.durable_turns = found.epoch, len(session.turns)
-        session.epoch = int(found.labels.get("epoch", len(session.turns)))
-        session.made = float(found.labels.get("made", session.made))
-        session.answered = float(found.labels.get(ANSWERED_LABEL, 0.0))
-        session.think_times.extend(map(float, found.labels.get(PAUSES_LABEL, "").split()))
-        session.is_pinned = found.labels.get(PINNED_LABEL) == YES
+        session.durable_epoch, session.durable_turns = stored.epoch, len(session.turns)
+        session.epoch = int(stored.labels.get("epoch", len(session.turns)))
+        session.made = float(stored.labels.get("made", session.made))
+        session.answered = float(stored.labels.get(ANSWERED_LABEL, 0.0))
+        session.think_times.extend(map(float, stored.labels.get(PAUSES_LABEL, "").split()))
+        session.is_pinned = stored.labels.get(PINNED_LABEL) == YES
         for rule in self._rules:
-            if found.saved_cache is not None and str(rule.policy) == found.policy:
-                session.rule, session.saved_cache = rule, found.saved_cache
-                session.is_lossless = found.saved_cache.is_lossless
+            if stored.saved_cache is not None and str(rule.policy) == stored.policy:
+                session.rule, session.saved_cache = rule, stored.saved_cache
+                session.is_lossless = stored.saved_cache.is_lossless
                 break
         return self._weigh(session)
 
@@ -173,11 +171,9 @@ class CandidateLoader:
         recall: Callable[[str, str], object],
         restorer: SessionRestorer,
     ) -> None:
-        self._sessions, self._persistence, self._residency_locks = (
-            sessions,
-            persistence,
-            residency_locks,
-        )
+        self._sessions = sessions
+        self._persistence = persistence
+        self._residency_locks = residency_locks
         self._call, self._recall, self._restorer = call, recall, restorer
 
     @contextmanager
@@ -208,19 +204,19 @@ class CandidateLoader:
         tenant, sessions = request.tenant, self._sessions
         named = [name for name in (request.session, request.follows) if name is not None]
         with self._residency_locks.hold(tenant, *named):
-            made = list[Result]()  # one call of the model's thread suffices if all are in memory
-            lacking = self._call(
-                lambda: self._resolve_if_resident(request, rule, named, take, made)
+            results = list[Result]()  # one call of the model's thread suffices if all are in memory
+            missing = self._call(
+                lambda: self._resolve_if_resident(request, rule, named, take, results)
             )
-            lost = [name for name in lacking if not self._load_named(request, name)]
-            if made:
-                return made[0]
-            names = [name for name in self._names(request) if name not in lost]
+            failed = [name for name in missing if not self._load_named(request, name)]
+            if results:
+                return results[0]
+            names = [name for name in self._names(request) if name not in failed]
             with self._residency_locks.hold(tenant, *names):
                 self.restore_candidates(tenant, names)
-                root = self._call(lambda: self._branch_root(request, rule, take, made))
+                root = self._call(lambda: self._branch_root(request, rule, take, results))
                 if root is None:
-                    return made[0]
+                    return results[0]
                 with self._residency_locks.hold(tenant, root):
                     family = self.family(tenant, root)
 
@@ -245,28 +241,26 @@ class CandidateLoader:
 
     def restore_candidates(self, tenant: str, names: Iterable[str]) -> list[str]:
         """Load sessions that the request did not name; the names of those that failed."""
-        lost = self._lacking(tenant, names)
-        for name in tuple(lost):
+        failed = self._lacking(tenant, names)
+        for name in tuple(failed):
             with self._restorer.tolerate_failures(name):
                 self._recall(tenant, name)
-                lost.remove(name)
-        return lost
+                failed.remove(name)
+        return failed
 
     def family(self, tenant: str, name: str) -> Sequence[str]:
         """The root of a session, and all stored branches of it, as far as the
         store can list them."""
         root = root_name(name)
-        found = [root]
+        stored = [root]
         with self._restorer.tolerate_failures(root):
-            found += self._persistence.branches(tenant, root)
-        return found
+            stored += self._persistence.branches(tenant, root)
+        return stored
 
     def _lacking(self, tenant: str, names: Iterable[str | None]) -> list[str]:
         """Names of sessions that are not in memory."""
-        unique, has = (
-            [name for name in dict.fromkeys(names) if name is not None],
-            self._sessions.has,
-        )
+        unique = [name for name in dict.fromkeys(names) if name is not None]
+        has = self._sessions.has
         return self._call(lambda: [e for e in unique if not has(tenant, e)]) if unique else []
 
     def _resolve_if_resident(
@@ -275,26 +269,26 @@ class CandidateLoader:
         rule: ServingPolicy,
         named: Sequence[str],
         take: Callable[[], Any],
-        made: list[Any],
+        results: list[Any],
     ) -> list[str]:
         """Resolve a request whose session is in memory or new; else return the named sessions that
         are missing. On the thread that owns the sessions."""
         sessions = self._sessions
-        lacking = [name for name in named if not sessions.has(request.tenant, name)]
+        missing = [name for name in named if not sessions.has(request.tenant, name)]
         is_looked_for = request.is_nameless or request.session is not None
-        if lacking or (is_looked_for and not sessions.settles(request)):
-            return lacking
-        self._branch_root(request, rule, take, made)
+        if missing or (is_looked_for and not sessions.settles(request)):
+            return missing
+        self._branch_root(request, rule, take, results)
         return []
 
     def _branch_root(
-        self, request: Request, rule: ServingPolicy, take: Callable[[], Any], made: list[Any]
+        self, request: Request, rule: ServingPolicy, take: Callable[[], Any], results: list[Any]
     ) -> str | None:
         """The root of the session that a request branches from; without a branch the request is
         resolved. On the thread that owns the sessions."""
         root = self._sessions.branching(request, rule)
         if root is None:
-            made.append(take())
+            results.append(take())
         return root
 
     def _names(self, request: Request) -> Sequence[str]:

@@ -72,8 +72,11 @@ class StoreSessionPersistence(SessionPersistence):
         self, session: SessionState, said: CompletedTurn
     ) -> Future[LarderError | None] | None:
         transcript = session_file.take_snapshot(session)
-        noted = {"epoch": str(session.epoch), PAUSES_LABEL: " ".join(map(str, session.think_times))}
-        return self._pool.submit(self._write, session, transcript, session.ids, noted)
+        extra_labels = {
+            "epoch": str(session.epoch),
+            PAUSES_LABEL: " ".join(map(str, session.think_times)),
+        }
+        return self._pool.submit(self._write, session, transcript, session.ids, extra_labels)
 
     def attach(
         self, session: SessionState, prepared: StagedCache, labels: Mapping[str, str]
@@ -121,13 +124,13 @@ class StoreSessionPersistence(SessionPersistence):
         firsts = list(self._rolling(turns))
         wholes = list(self._rolling(map(_stripped, turns)))
         with self._naming:
-            known = self._names[tenant]
+            index = self._names[tenant]
         try:
-            known.load(lambda: self._keys_of(tenant))
+            index.load(lambda: self._keys_of(tenant))
         except LarderError as error:
             self.failed[type(error).__name__] += 1
             return ()
-        return known.found(firsts, wholes, MAX_CANDIDATES)
+        return index.found(firsts, wholes, MAX_CANDIDATES)
 
     def branches(self, tenant: str, root: str) -> Sequence[str]:
         try:
@@ -166,7 +169,7 @@ class StoreSessionPersistence(SessionPersistence):
         session: SessionState,
         transcript: session_file.TranscriptSnapshot,
         ids: Sequence[int],
-        noted: Mapping[str, str],
+        extra_labels: Mapping[str, str],
     ) -> LarderError | None:
         """Write a session; the error that prevented it, or None.
 
@@ -184,7 +187,7 @@ class StoreSessionPersistence(SessionPersistence):
             "turns": str(sum(len(each.messages) + 1 for each in transcript.turns)),
             "made": str(session.made),
             ANSWERED_LABEL: str(self._store.parts.clock()),
-            **noted,
+            **extra_labels,
             PINNED_LABEL: YES if session.is_pinned else NO,
         }
         data = session_file.encode(transcript, self._fingerprint)
@@ -206,9 +209,9 @@ class StoreSessionPersistence(SessionPersistence):
             return error
         session.durable_turns = len(transcript.turns)
         with self._naming:
-            known = self._names.get(session.tenant)
-        if known is not None:  # otherwise the index is loaded on first use
-            known.add(session.name, first, whole)
+            index = self._names.get(session.tenant)
+        if index is not None:  # otherwise the index is loaded on first use
+            index.add(session.name, first, whole)
         return None
 
     def _rolling(self, turns: Iterable[ChatMessage]) -> Iterator[str]:
@@ -273,9 +276,9 @@ class StoreSessionPersistence(SessionPersistence):
 
     def _lose(self, tenant: str, name: str) -> None:
         with self._naming:
-            known = self._names.get(tenant)
-        if known is not None:
-            known.remove(name)
+            index = self._names.get(tenant)
+        if index is not None:
+            index.remove(name)
 
     def _keys_of(self, tenant: str) -> Iterator[tuple[str, str, str]]:
         """Name and keys of a tenant's sessions of this model, most recently used last."""

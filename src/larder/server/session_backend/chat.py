@@ -42,7 +42,7 @@ class ChatBackend(SessionBackend):
         self._prefill = ChatPrefill(tokenizer, tiers.disk)
 
     def start(self, job: RequestState) -> None:
-        session, said = job.session, _tokens(job.past_turns)
+        session, past_tokens = job.session, _tokens(job.past_turns)
         if session.chat_cache is not None and not self._prefill.leads_on(job, session.chat_cache):
             self._tiers.drop(session)
         job.counts.tier, held, source = session.tier, session.chat_cache, self._source(job)
@@ -51,12 +51,13 @@ class ChatBackend(SessionBackend):
             episodes = max(episodes, source.saved_cache.caches)
         length = len(job.prompt_ids)
         job.new_ids = (
-            job.prompt_ids[said:]
+            job.prompt_ids[past_tokens:]
             if job.past_turns
             else job.prompt_ids[self._prefill.skipped(job) :]
         )
         self._grant(
-            session, chat_turn_demand(session.rule, length, length - said, job.new_tokens, episodes)
+            session,
+            chat_turn_demand(session.rule, length, length - past_tokens, job.new_tokens, episodes),
         )
         if held is None:
             job.counts.tier = self._take_over(job)
@@ -67,26 +68,24 @@ class ChatBackend(SessionBackend):
 
     def _started(self, job: RequestState) -> None:
         """Prepare the prefill: the caches are present, or are to be rebuilt."""
-        session, said = job.session, _tokens(job.past_turns)
+        session, past_tokens = job.session, _tokens(job.past_turns)
         if session.chat_cache is not None:
-            exchanges = len(session.chat_cache.state.log.exchanges)
-            job.cached_len = job.counts.cached = _tokens(job.past_turns[:exchanges])
+            num_turns = len(session.chat_cache.state.log.exchanges)
+            job.cached_len = job.counts.cached = _tokens(job.past_turns[:num_turns])
             job.counts.restored = job.cached_len if job.counts.tier in ("host", "disk") else 0
-        job.counts.recomputed = said - job.cached_len
+        job.counts.recomputed = past_tokens - job.cached_len
         unread = len(job.prompt_ids) - job.cached_len
-        job.estimated_blocks, job.prefill_steps = (
-            unread // session.rule.block,
-            self._prefill.steps(job),
-        )
+        job.estimated_blocks = unread // session.rule.block
+        job.prefill_steps = self._prefill.steps(job)
 
     def prefill_block(self, job: RequestState) -> int:
         session = job.session
         assert job.prefill_steps is not None
         job.estimated_blocks -= 1
-        begun = perf_counter()
+        started = perf_counter()
         try:
             next(job.prefill_steps)
-            job.prefill_seconds += perf_counter() - begun
+            job.prefill_seconds += perf_counter() - started
         except StopIteration:
             job.prefill_steps = None
             if job.stream is None:
@@ -113,10 +112,8 @@ class ChatBackend(SessionBackend):
         active_turn = job.active_turn
         assert active_turn is not None
         ids, job.prefill_steps = (*job.new_ids, *job.output_ids, *closing), None
-        job.closing_ids, job.finish_reason = (
-            ids[active_turn.cache.next_position - active_turn.mark :],
-            reason,
-        )
+        job.closing_ids = ids[active_turn.cache.next_position - active_turn.mark :]
+        job.finish_reason = reason
         if active_turn.turn.is_within_after(len(job.closing_ids)):
             return bool(job.closing_ids)
         job.prefill_steps = self._ending(job, active_turn, closing)
@@ -128,11 +125,11 @@ class ChatBackend(SessionBackend):
         session = job.session
         if job.completed_turn is None:
             assert session.chat_cache is not None and job.active_turn is not None
-            said = job.completed_turn = job.complete_turn(closing, len(job.closing_ids), reason)
-            exchange = ChatTurn(
-                job.new_messages[-1].text, said.text, (*job.new_ids, *said.answer_ids)
+            turn = job.completed_turn = job.complete_turn(closing, len(job.closing_ids), reason)
+            chat_turn = ChatTurn(
+                job.new_messages[-1].text, turn.text, (*job.new_ids, *turn.answer_ids)
             )
-            job.turn_commit = session.chat_cache.file(job.active_turn, exchange)
+            job.turn_commit = session.chat_cache.file(job.active_turn, chat_turn)
         return job.completed_turn
 
     def _ending(
@@ -191,8 +188,8 @@ class ChatBackend(SessionBackend):
                 self._tiers.restore_from_disk(
                     session, load.source, load.saved_cache, load.future.result(), load.reservation
                 )
-            except LarderError as refused:  # counted by the tier manager
-                error = refused
+            except LarderError as rejected:  # counted by the tier manager
+                error = rejected
             except BaseException:  # the rollback releases the session's reservation only
                 self._tiers.chats.return_reservation(session, load.reservation)
                 raise
@@ -210,11 +207,11 @@ class ChatBackend(SessionBackend):
             job.load.reservation.release()
             job.load = None
 
-    def _grant(self, session: SessionState, need: MemoryDemand) -> None:
+    def _grant(self, session: SessionState, demand: MemoryDemand) -> None:
         before = 0 if session.host_reservation is None else session.host_reservation.bytes
-        self._tiers.chats.reserve(session, max(before, need.host))
+        self._tiers.chats.reserve(session, max(before, demand.host))
         try:
-            self._tiers.grant(session, need)
+            self._tiers.grant(session, demand)
         except BudgetError:
             self._tiers.chats.shrink(session, before)
             raise
@@ -222,10 +219,10 @@ class ChatBackend(SessionBackend):
     def _source(self, job: RequestState) -> SessionState | None:
         """Session whose stored caches this one can use: its own, or those of the session it was
         forked from."""
-        session, said = job.session, _tokens(job.past_turns)
+        session, past_tokens = job.session, _tokens(job.past_turns)
         for each in (session, session.origin):
             if each is not None and each.saved_cache is not None and each.rule is session.rule:
-                if each.saved_cache.tokens <= said:
+                if each.saved_cache.tokens <= past_tokens:
                     return each
         return None
 
@@ -233,16 +230,14 @@ class ChatBackend(SessionBackend):
         """Start a cache load; False if there is no host memory for it."""
         kept = source.saved_cache
         assert kept is not None
-        room = self._tiers.chats.set_aside(
+        reservation = self._tiers.chats.set_aside(
             job.session, kept.nbytes + WRITE_COPIES * kept.cache_bytes
         )
-        if room is None:
+        if reservation is None:
             return False
         future = self._tiers.disk.load(source, kept)
-        job.counts.tier, job.load = (
-            Tier.DISK.value,
-            CacheLoad(source, kept, kept.tokens, room, future),
-        )
+        job.counts.tier = Tier.DISK.value
+        job.load = CacheLoad(source, kept, kept.tokens, reservation, future)
         return True
 
     def _take_over(self, job: RequestState) -> str:
@@ -257,14 +252,10 @@ class ChatBackend(SessionBackend):
         session.chat_cache = origin.chat_cache.before(len(job.past_turns))
         if session.chat_cache is not None:
             session.cached_ids, session.is_coded = session.ids, origin.is_coded
-        session.episode, session.rebuilt_turns = (
-            origin.episode,
-            min(origin.rebuilt_turns, len(job.past_turns)),
-        )
-        session.chat_occupancy, session.position_maps = (
-            origin.chat_occupancy,
-            PositionMaps(dict(origin.position_maps.own)),
-        )
+        session.episode = origin.episode
+        session.rebuilt_turns = min(origin.rebuilt_turns, len(job.past_turns))
+        session.chat_occupancy = origin.chat_occupancy
+        session.position_maps = PositionMaps(dict(origin.position_maps.own))
         return session.tier
 
     def _check(self, job: RequestState) -> None:
@@ -287,5 +278,5 @@ def _is_complete(chat_cache: ChatCache, job: RequestState) -> bool:
     return len(chat_cache.state.log.exchanges) == len(job.past_turns)
 
 
-def _tokens(said: Sequence[CompletedTurn]) -> int:
-    return sum(each.tokens for each in said)
+def _tokens(turns: Sequence[CompletedTurn]) -> int:
+    return sum(each.tokens for each in turns)

@@ -69,13 +69,13 @@ class ChatPrefill:
 
     def _rebuild(self, job: RequestState) -> Generator[object, None, ChatCache]:
         """Rebuild the caches from the transcript."""
-        session, desk = job.session, job.session.rule.desk
+        session, runtime = job.session, job.session.rule.desk
         log = self._log(job)
         before = replace(log, exchanges=log.exchanges[: session.rebuilt_turns])
         session.position_maps = PositionMaps()
         meter, source = PeakMemoryMeter(), before.source(before.transcript(self._tokenizer))
-        memory = yield from prefill_memory_steps(desk, source, session.rule.policy, {}, meter)
-        chat_cache = ChatCache(desk, ChatState(memory, before))
+        memory = yield from prefill_memory_steps(runtime, source, session.rule.policy, {}, meter)
+        chat_cache = ChatCache(runtime, ChatState(memory, before))
         chat_cache.refresh_meter = meter
         yield from self._catch_up(job, chat_cache)
         return chat_cache
@@ -86,9 +86,9 @@ class ChatPrefill:
         if done == len(job.past_turns):
             return
         exchanges = self._log(job).exchanges
-        for said, exchange in list(zip(job.past_turns, exchanges, strict=True))[done:]:
+        for completed, exchange in list(zip(job.past_turns, exchanges, strict=True))[done:]:
             yield from _refresh_steps(job.session, chat_cache)
-            yield from self._replay(job.session, chat_cache, said, exchange)
+            yield from self._replay(job.session, chat_cache, completed, exchange)
 
     def _log(self, job: RequestState) -> ChatLog:
         """Log of the turns before the request."""
@@ -100,28 +100,32 @@ class ChatPrefill:
         return ChatLog(history)
 
     def _replay(
-        self, session: SessionState, chat_cache: ChatCache, said: CompletedTurn, exchange: ChatTurn
+        self,
+        session: SessionState,
+        chat_cache: ChatCache,
+        completed: CompletedTurn,
+        exchange: ChatTurn,
     ) -> PrefillSteps:
         """A turn once more, as it was when it was said."""
-        answer, closing = tuple(said.answer_ids), self._tokenizer.closing()
+        answer, closing = tuple(completed.answer_ids), self._tokenizer.closing()
         prompt = exchange.ids[: len(exchange.ids) - len(answer)]
         active_turn, prompt_tail = yield from self._drawn(
             session, chat_cache, exchange.question, prompt, len(exchange.ids)
         )
-        turn, stop = active_turn.turn, len(answer) - said.unread_tokens
+        turn, stop = active_turn.turn, len(answer) - completed.unread_tokens
         prompt_tail = yield from turn.reading(prompt_tail)
         turn.ask(prompt_tail)
         yield
         yield from turn.replay_steps(answer[:stop])
         generated = len(answer) - (len(closing) if answer[-len(closing) :] == closing else 0)
         yield from turn.following(answer[stop:], generated)
-        filed = chat_cache.file(active_turn, exchange)
+        commit = chat_cache.file(active_turn, exchange)
         session.position_maps.file(
-            active_turn.number, filed.number, active_turn.mark, chat_cache.length
+            active_turn.number, commit.number, active_turn.mark, chat_cache.length
         )
-        chat_cache.accept(active_turn, filed)
+        chat_cache.accept(active_turn, commit)
         active_turn.cache.compact()
-        yield from chat_cache.settling(active_turn, filed)
+        yield from chat_cache.settling(active_turn, commit)
         yield
 
     def _drawn(

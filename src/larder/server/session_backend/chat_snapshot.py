@@ -32,13 +32,13 @@ def has_all_turns(session: SessionState) -> bool:
 def encode_chat_state(session: SessionState) -> bytes:
     """The record that `restore_chat` needs beside caches and transcript."""
     assert session.chat_cache is not None
-    spots = session.position_maps.own.items()
+    maps_by_cache = session.position_maps.own.items()
     record = {
         "schema": SCHEMA,
         "chat": chat_state_record(session.chat_cache.state).decode(),
         "base": session.rebuilt_turns,
         "episode": session.episode,
-        "spots": [[number, each.starts, each.texts] for number, each in spots],
+        "spots": [[number, each.starts, each.texts] for number, each in maps_by_cache],
     }
     return json.dumps(record, ensure_ascii=False).encode()
 
@@ -56,13 +56,16 @@ def restore_chat(
     Raises:
         Damaged: caches and record do not match the transcript; the session is unchanged.
     """
-    known, rule = _parsed(beside), session.rule
+    decoded, rule = _parsed(beside), session.rule
     try:
-        base, episode = int(known["base"]), int(known["episode"])
+        base, episode = int(decoded["base"]), int(decoded["episode"])
         position_maps = PositionMaps(
-            {int(number): _position_map(starts, texts) for number, starts, texts in known["spots"]}
+            {
+                int(number): _position_map(starts, texts)
+                for number, starts, texts in decoded["spots"]
+            }
         )
-        data = str(known["chat"]).encode()
+        data = str(decoded["chat"]).encode()
     except (KeyError, TypeError, ValueError) as error:
         raise Damaged(
             f"The chat state beside the caches is invalid ({error}): discard it."
@@ -77,12 +80,12 @@ def restore_chat(
 
 def _parsed(beside: bytes | None) -> Mapping[str, Any]:
     try:
-        known = json.loads(beside or b"")
+        decoded = json.loads(beside or b"")
     except (ValueError, RecursionError) as error:
         raise Damaged("The chat state beside the caches is not JSON: discard it.") from error
-    if not isinstance(known, dict) or known.get("schema") != SCHEMA:
+    if not isinstance(decoded, dict) or decoded.get("schema") != SCHEMA:
         raise Damaged(f"The chat state beside the caches is not of schema {SCHEMA}: discard it.")
-    return known
+    return decoded
 
 
 def _position_map(starts: Sequence[int], texts: Sequence[int]) -> PositionMap:
@@ -117,19 +120,23 @@ def opening_history(
     return (history, len(ids)) if tuple(prompt[: len(ids)]) == ids else (EMPTY_HISTORY, 0)
 
 
-def session_log(name: str, said: Sequence[CompletedTurn], tokenizer: TokenizerAdapter) -> ChatLog:
+def session_log(
+    name: str, completed: Sequence[CompletedTurn], tokenizer: TokenizerAdapter
+) -> ChatLog:
     """Log of completed turns.
 
     Args:
         name: root name of the session.
         said: completed turns, one or more.
     """
-    history, skipped = opening_history(name, said[0].messages, said[0].prompt_ids, tokenizer)
-    return ChatLog(history, tuple(_exchanges(said, skipped)))
+    history, skipped = opening_history(
+        name, completed[0].messages, completed[0].prompt_ids, tokenizer
+    )
+    return ChatLog(history, tuple(_exchanges(completed, skipped)))
 
 
-def _exchanges(said: Sequence[CompletedTurn], skipped: int) -> Iterator[ChatTurn]:
-    for each in said:
+def _exchanges(completed: Sequence[CompletedTurn], skipped: int) -> Iterator[ChatTurn]:
+    for each in completed:
         ids = (*each.prompt_ids[skipped:], *each.answer_ids)
         yield ChatTurn(each.messages[-1].text, each.text, ids)
         skipped = 0

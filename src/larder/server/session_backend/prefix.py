@@ -39,12 +39,10 @@ class PrefixBackend(SessionBackend):
         tokenizer: TokenizerAdapter,
         find: FindPrefix,
     ) -> None:
-        self._tiers, self._reservations, self._tokenizer, self._find = (
-            tiers,
-            reservations,
-            tokenizer,
-            find,
-        )
+        self._tiers = tiers
+        self._reservations = reservations
+        self._tokenizer = tokenizer
+        self._find = find
 
     def start(self, job: RequestState) -> None:
         session = job.session
@@ -100,37 +98,35 @@ class PrefixBackend(SessionBackend):
         cache = job.session.cache
         assert cache is not None
         job.cached_len = cache.next_position
-        said = sum(each.tokens for each in job.past_turns) - sum(
+        past_tokens = sum(each.tokens for each in job.past_turns) - sum(
             each.unread_tokens for each in job.past_turns[-1:]
         )
         job.counts.cached = job.cached_len
         job.counts.restored = job.cached_len if job.counts.tier in ("host", "disk") else 0
-        job.counts.recomputed = max(0, said - job.cached_len)
+        job.counts.recomputed = max(0, past_tokens - job.cached_len)
         self._lay_out(job, job.prompt_ids)
 
     def prefill_block(self, job: RequestState) -> int:
-        session, piece = job.session, job.prefill_blocks[job.next_block]
+        session, block = job.session, job.prefill_blocks[job.next_block]
         cache = session.cache
         assert cache is not None
-        reader, begun = session.rule.reader(len(job.prompt_ids)), perf_counter()
-        cache.reserve(len(piece))
-        reader.append([PrefillSequence(cache, {})], piece)
-        if 2 * len(piece) > session.rule.block:  # short prefills are slower per token
-            self._tiers.disk.note_reading(len(piece), perf_counter() - begun)
-        session.cached_ids.extend(piece)
+        reader, started = session.rule.reader(len(job.prompt_ids)), perf_counter()
+        cache.reserve(len(block))
+        reader.append([PrefillSequence(cache, {})], block)
+        if 2 * len(block) > session.rule.block:  # short prefills are slower per token
+            self._tiers.disk.note_reading(len(block), perf_counter() - started)
+        session.cached_ids.extend(block)
         self._reservations.check(session.key, max(cache.nbytes, reader.meter.peak_bytes))
         job.next_block += 1
         if job.is_prefilled:
             self._prepare(job)
-        return len(piece)
+        return len(block)
 
     def restart_prefill(self, job: RequestState) -> None:
         session = job.session
-        session.cache, session.cached_ids, session.settled_tokens = (
-            session.rule.empty_cache(),
-            array(TOKEN_TYPECODE),
-            0,
-        )
+        session.cache = session.rule.empty_cache()
+        session.cached_ids = array(TOKEN_TYPECODE)
+        session.settled_tokens = 0
         job.cached_len = 0
         self._lay_out(job, (*job.prompt_ids, *job.output_ids))
 
@@ -161,8 +157,8 @@ class PrefixBackend(SessionBackend):
     def rollback(self, job: RequestState) -> None:
         session, cache = job.session, job.session.cache
         mark = job.cached_len
-        is_kept = session.rule.can_truncate and cache is not None and mark > 0
-        if cache is None or not is_kept or mark < session.settled_tokens:
+        can_undo = session.rule.can_truncate and cache is not None and mark > 0
+        if cache is None or not can_undo or mark < session.settled_tokens:
             self._tiers.drop(session)
             return
         cache.truncate(mark)
@@ -209,31 +205,31 @@ class PrefixBackend(SessionBackend):
         Raises:
             BudgetError: no device memory is free now.
         """
-        session, kept = job.session, source.saved_cache
-        assert kept is not None
-        needs = self._need(job, source), self._need(job, None)
+        session, saved = job.session, source.saved_cache
+        assert saved is not None
+        demands = self._need(job, source), self._need(job, None)
         self._tiers.grant(
             session,
             MemoryDemand(
-                max(each.bytes for each in needs), max(each.transient_bytes for each in needs)
+                max(each.bytes for each in demands), max(each.transient_bytes for each in demands)
             ),
         )
-        room = self._tiers.host_room(session, kept.nbytes + WRITE_COPIES * kept.cache_bytes)
-        if room is None:
+        reservation = self._tiers.host_room(
+            session, saved.nbytes + WRITE_COPIES * saved.cache_bytes
+        )
+        if reservation is None:
             return False
-        future = self._tiers.disk.load(source, kept)
+        future = self._tiers.disk.load(source, saved)
         job.counts.tier = source.tier
-        job.load = CacheLoad(source, kept, usable, room, future)
+        job.load = CacheLoad(source, saved, usable, reservation, future)
         return True
 
     def _empty(self, session: SessionState) -> None:
         """Start with an empty cache, in memory that is reserved."""
         session.origin = None
-        session.cache, session.cached_ids, session.settled_tokens = (
-            session.rule.empty_cache(),
-            array(TOKEN_TYPECODE),
-            0,
-        )
+        session.cache = session.rule.empty_cache()
+        session.cached_ids = array(TOKEN_TYPECODE)
+        session.settled_tokens = 0
         session.is_coded, session.is_lossless = False, True
 
     def _begin(self, job: RequestState) -> None:
@@ -283,23 +279,27 @@ class PrefixBackend(SessionBackend):
         shareable sessions."""
         session = job.session
         origin = session.origin
-        own = (
+        own_len = (
             0 if origin is None or origin.rule is not session.rule else _usable_tokens(job, origin)
         )
         other = self._find(session, job.prompt_ids)
-        if other is not None and _usable_tokens(job, other) > own:
+        if other is not None and _usable_tokens(job, other) > own_len:
             return other
-        return origin if own else None
+        return origin if own_len else None
 
     def _need(self, job: RequestState, source: SessionState | None) -> MemoryDemand:
         """Memory demand of the turn over the cache of `source`."""
-        held = job.session.occupancy if source is None else source.occupancy
-        need = job.session.rule.lossless_turn_demand(held, len(job.prompt_ids), job.new_tokens)
+        occupancy = job.session.occupancy if source is None else source.occupancy
+        demand = job.session.rule.lossless_turn_demand(
+            occupancy, len(job.prompt_ids), job.new_tokens
+        )
         if source is None:
-            return need
+            return demand
         nbytes = source.nbytes
         return replace(
-            need, bytes=max(need.bytes, nbytes), transient_bytes=max(need.transient_bytes, nbytes)
+            demand,
+            bytes=max(demand.bytes, nbytes),
+            transient_bytes=max(demand.transient_bytes, nbytes),
         )
 
 

@@ -46,21 +46,21 @@ class DeviceReservations:
         self.violations = 0
         self.peak = 0
 
-    def grant(self, key: int, tenant: str, need: MemoryDemand) -> None:
+    def grant(self, key: int, tenant: str, demand: MemoryDemand) -> None:
         """Set the reservation of a cache, larger or smaller than before.
 
         Raises:
             BudgetError: there is no room; nothing has changed.
         """
         before = self._reserved.get(key)
-        held = 0 if before is None else before[0].bytes
-        more = self._ledger.reserve(Tier.DEVICE, tenant, max(0, need.bytes - held))
+        reserved = 0 if before is None else before[0].bytes
+        extra = self._ledger.reserve(Tier.DEVICE, tenant, max(0, demand.bytes - reserved))
         try:
-            self._reserve_transient(max(need.transient_bytes, self._most_transient(key)))
+            self._reserve_transient(max(demand.transient_bytes, self._most_transient(key)))
         except BudgetError:
-            more.release()
+            extra.release()
             raise
-        self._join(key, tenant, need, before, more)
+        self._join(key, tenant, demand, before, extra)
         self.peak = max(self.peak, self._ledger.used(Tier.DEVICE))
 
     def release(self, key: int) -> None:
@@ -73,58 +73,66 @@ class DeviceReservations:
     def check(self, key: int, held_bytes: int) -> None:
         """Compare the bytes in use with the reservation; an excess is charged and counted as a
         violation."""
-        need, reservation = self._reserved[key]
-        limit = need.bytes + self._transient.bytes
+        demand, reservation = self._reserved[key]
+        limit = demand.bytes + self._transient.bytes
         if held_bytes > limit:
             self.violations += 1
             self._ledger.charge(Tier.DEVICE, reservation.tenant, held_bytes - limit)
             reservation.bytes += held_bytes - limit
 
-    def fits(self, tenant: str, need: MemoryDemand) -> bool:
+    def fits(self, tenant: str, demand: MemoryDemand) -> bool:
         """True if the demand could be granted on an otherwise empty device."""
         ledger = self._ledger
-        own = need.bytes <= ledger.tenant_limit(Tier.DEVICE, tenant)
+        device_bytes = demand.bytes <= ledger.tenant_limit(Tier.DEVICE, tenant)
         host = min(ledger.limit(Tier.HOST), ledger.tenant_limit(Tier.HOST, tenant))
-        return own and need.total <= ledger.limit(Tier.DEVICE) and need.host <= host
+        return device_bytes and demand.total <= ledger.limit(Tier.DEVICE) and demand.host <= host
 
-    def missing_bytes(self, key: int, tenant: str, need: MemoryDemand) -> int:
+    def missing_bytes(self, key: int, tenant: str, demand: MemoryDemand) -> int:
         """Bytes that other caches must release before the demand can be granted."""
         before = self._reserved.get(key)
-        held = 0 if before is None else before[0].bytes
-        beside = max(need.transient_bytes, self._most_transient(key)) - self._transient.bytes
-        own = need.bytes - held
+        reserved = 0 if before is None else before[0].bytes
+        transient = max(demand.transient_bytes, self._most_transient(key)) - self._transient.bytes
+        device_bytes = demand.bytes - reserved
         total = self._ledger.limit(Tier.DEVICE) - self._ledger.used(Tier.DEVICE)
-        return max(0, own + beside - total, own - self._ledger.room(Tier.DEVICE, tenant))
+        return max(
+            0,
+            device_bytes + transient - total,
+            device_bytes - self._ledger.room(Tier.DEVICE, tenant),
+        )
 
     def bytes_of(self, key: int) -> int:
         """Reserved bytes of a cache; 0 if it is not on the device."""
-        held = self._reserved.get(key)
-        return 0 if held is None else held[0].bytes
+        reserved = self._reserved.get(key)
+        return 0 if reserved is None else reserved[0].bytes
 
-    def _most_transient(self, but: int) -> int:
+    def _most_transient(self, excluded: int) -> int:
         return max(
-            (need.transient_bytes for key, (need, _) in self._reserved.items() if key != but),
+            (
+                demand.transient_bytes
+                for key, (demand, _) in self._reserved.items()
+                if key != excluded
+            ),
             default=0,
         )
 
     def _reserve_transient(self, count: int) -> None:
         if count > self._transient.bytes:
-            more = self._ledger.reserve(Tier.DEVICE, NO_TENANT, count - self._transient.bytes)
-            self._transient.bytes += more.bytes
+            extra = self._ledger.reserve(Tier.DEVICE, NO_TENANT, count - self._transient.bytes)
+            self._transient.bytes += extra.bytes
         self._transient.shrink(count)
 
     def _join(
         self,
         key: int,
         tenant: str,
-        need: MemoryDemand,
+        demand: MemoryDemand,
         before: tuple[MemoryDemand, Reservation] | None,
-        more: Reservation,
+        extra: Reservation,
     ) -> None:
         if before is None:
-            self._reserved[key] = need, more
+            self._reserved[key] = demand, extra
             return
         reservation = before[1]
-        reservation.bytes += more.bytes
-        reservation.shrink(need.bytes)
-        self._reserved[key] = need, reservation
+        reservation.bytes += extra.bytes
+        reservation.shrink(demand.bytes)
+        self._reserved[key] = demand, reservation

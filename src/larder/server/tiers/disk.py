@@ -57,7 +57,7 @@ class DiskTier:
         done."""
         raise NotImplementedError
 
-    def load(self, source: SessionState, kept: SavedCache) -> Future[LoadedCaches]:
+    def load(self, source: SessionState, stored: SavedCache) -> Future[LoadedCaches]:
         """Load a session's caches into host memory; fails with `Refused` if they must be
         recomputed."""
         raise NotImplementedError
@@ -122,13 +122,13 @@ class StoreDiskTier(DiskTier):
     ) -> Future[SavedCache]:
         ids, policy = tuple(session.cached_ids), str(session.rule.policy)
         is_coded = session.is_coded or not is_lossless_codec(self._snapshots.codec)
-        is_whole = session.is_lossless and not is_coded
+        is_lossless = session.is_lossless and not is_coded
         view = session_info(session)
         labels = {
             "settled": str(session.settled_tokens),
             "entries": str(session.occupancy.entries),
             "coded": "yes" if is_coded else "no",
-            "whole": "yes" if is_whole else "no",
+            "whole": "yes" if is_lossless else "no",
             "kept": str(view.kept_tokens),
             "held": str(view.held_tokens),
             "budget": "" if view.budget_tokens is None else str(view.budget_tokens),
@@ -139,8 +139,8 @@ class StoreDiskTier(DiskTier):
         def saved() -> SavedCache:
             try:
                 snapshot = self._snapshots.of(policy, caches, beside)
-                with self._snapshots.store.turns.stage(session.tenant, ids, snapshot) as made:
-                    record = self._persistence.attach(session, made, labels).result()
+                with self._snapshots.store.turns.stage(session.tenant, ids, snapshot) as staged:
+                    record = self._persistence.attach(session, staged, labels).result()
             except LarderError as error:
                 self._parts.unwritten.note_error(error)
                 raise
@@ -150,9 +150,9 @@ class StoreDiskTier(DiskTier):
 
         return self._saving.submit(saved)
 
-    def load(self, source: SessionState, kept: SavedCache) -> Future[LoadedCaches]:
+    def load(self, source: SessionState, stored: SavedCache) -> Future[LoadedCaches]:
         policy = str(source.rule.policy)
-        ids = tuple(source.ids[: kept.tokens])
+        ids = tuple(source.ids[: stored.tokens])
 
         def loaded() -> LoadedCaches:
             found = self._snapshots.load(source.tenant, source.name, policy)
@@ -268,10 +268,12 @@ class DiskTierWriter:
     def start(self, session: SessionState) -> Future[SavedCache] | None:
         """Write a session's caches; None if there is no host memory for the copies."""
         try:
-            room = self._ledger.reserve(Tier.HOST, session.tenant, write_memory_bytes(session))
+            reservation = self._ledger.reserve(
+                Tier.HOST, session.tenant, write_memory_bytes(session)
+            )
         except BudgetError:
             return None
-        return self._begin(session, room)
+        return self._begin(session, reservation)
 
     def release_after_write(self, session: SessionState, reservation: Reservation) -> None:
         """Release a reservation once the session's write is done; at once if there is none."""
@@ -280,7 +282,7 @@ class DiskTierWriter:
         else:
             reservation.release()
 
-    def _begin(self, session: SessionState, room: Reservation) -> Future[SavedCache]:
+    def _begin(self, session: SessionState, reservation: Reservation) -> Future[SavedCache]:
         chat_cache = session.chat_cache
         beside = None if chat_cache is None else encode_chat_state(session)
         caches = (
@@ -288,7 +290,7 @@ class DiskTierWriter:
         )
         session.is_saving = True
         session.pending_writes += 1
-        self._late[session.key] = [room]
+        self._late[session.key] = [reservation]
         future = self._under_way[session.key] = self._disk.save(session, caches, beside)
         self._completions.when_done(future, partial(self._over, session, len(session.cached_ids)))
         return future
@@ -312,9 +314,9 @@ class DiskTierWriter:
 def install_caches(
     session: SessionState,
     source: SessionState,
-    kept: SavedCache,
-    fetched: LoadedCaches,
-    room: Reservation,
+    stored: SavedCache,
+    loaded_caches: LoadedCaches,
+    reservation: Reservation,
 ) -> None:
     """Install loaded caches in a session, in host memory.
 
@@ -324,18 +326,16 @@ def install_caches(
     Raises:
         Damaged: the chat caches do not match the transcript; nothing has changed.
     """
-    read = source.ids[: kept.tokens]
+    read = source.ids[: stored.tokens]
     if session.rule.is_chat:
-        restore_chat(session, read, fetched.caches, fetched.beside)
+        restore_chat(session, read, loaded_caches.caches, loaded_caches.beside)
     else:
-        session.offloaded_cache = offload(fetched.caches[0])
-        room.shrink(session.offloaded_cache.nbytes)
-    session.host_reservation, session.cached_ids, session.settled_tokens = (
-        room,
-        read,
-        kept.settled_tokens,
-    )
-    session.is_coded = kept.is_coded
+        session.offloaded_cache = offload(loaded_caches.caches[0])
+        reservation.shrink(session.offloaded_cache.nbytes)
+    session.host_reservation = reservation
+    session.cached_ids = read
+    session.settled_tokens = stored.settled_tokens
+    session.is_coded = stored.is_coded
 
 
 def _read_only_cache(session: SessionState) -> SequenceCache:

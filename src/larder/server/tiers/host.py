@@ -41,14 +41,14 @@ class ChatHostMemory:
         Raises:
             BudgetError: sessions in use hold too much.
         """
-        held = 0 if session.host_reservation is None else session.host_reservation.bytes
-        if count > held:
-            self._room(session, count - held)
-        more = self._ledger.reserve(Tier.HOST, session.tenant, max(0, count - held))
+        reserved = 0 if session.host_reservation is None else session.host_reservation.bytes
+        if count > reserved:
+            self._room(session, count - reserved)
+        extra = self._ledger.reserve(Tier.HOST, session.tenant, max(0, count - reserved))
         if session.host_reservation is None:
-            session.host_reservation = more
+            session.host_reservation = extra
         else:
-            session.host_reservation.bytes += more.bytes
+            session.host_reservation.bytes += extra.bytes
             session.host_reservation.shrink(count)
         self._in_host[session.key] = session
 
@@ -152,13 +152,13 @@ class TranscriptMemory:
         Raises:
             BudgetError: there is no room.
         """
-        want, had = session.transcript_bytes, session.transcript_reservation
-        more = self._ledger.reserve(Tier.HOST, session.tenant, max(0, self.missing(session)))
-        if had is None:
-            session.transcript_reservation = more
+        size, reservation = session.transcript_bytes, session.transcript_reservation
+        extra = self._ledger.reserve(Tier.HOST, session.tenant, max(0, self.missing(session)))
+        if reservation is None:
+            session.transcript_reservation = extra
         else:
-            had.bytes += more.bytes
-            had.shrink(want)
+            reservation.bytes += extra.bytes
+            reservation.shrink(size)
         self._charged[session.key] = session
         self._count(session, self._unstored_bytes(session))
 
@@ -182,9 +182,9 @@ class TranscriptMemory:
         return any(self._unload(each) for each in self._idle() if each is not but)
 
     def _is_crowding(self, session: SessionState) -> bool:
-        more = self._unstored_bytes(session) - self._pinned_bytes.get(session.key, 0)
-        own, held = self._of[session.tenant] + more, self._of.total() + more
-        return more > 0 and own > self._ledger.limit(Tier.HOST) - held
+        extra = self._unstored_bytes(session) - self._pinned_bytes.get(session.key, 0)
+        own, reserved = self._of[session.tenant] + extra, self._of.total() + extra
+        return extra > 0 and own > self._ledger.limit(Tier.HOST) - reserved
 
     def _unstored_bytes(self, session: SessionState) -> int:
         return 0 if session.durable_epoch else session.transcript_bytes

@@ -71,17 +71,17 @@ class TierManager:
         """True if a cache is being written, whose memory will then be free."""
         return self._writer.is_busy
 
-    def grant(self, session: SessionState, need: MemoryDemand) -> None:
+    def grant(self, session: SessionState, demand: MemoryDemand) -> None:
         """Reserve device memory, evicting idle sessions if necessary.
 
         Raises:
             BudgetError: the remaining sessions are in use or being written; evictions so far are
                 not undone.
         """
-        missing = self._reservations.missing_bytes(session.key, session.tenant, need)
-        while missing and self._free_device(session, need, missing):
-            missing = self._reservations.missing_bytes(session.key, session.tenant, need)
-        self._reservations.grant(session.key, session.tenant, need)
+        missing = self._reservations.missing_bytes(session.key, session.tenant, demand)
+        while missing and self._free_device(session, demand, missing):
+            missing = self._reservations.missing_bytes(session.key, session.tenant, demand)
+        self._reservations.grant(session.key, session.tenant, demand)
         self.on_device[session.key] = session
         session.clock = self._order.clock(Tier.DEVICE)
 
@@ -99,9 +99,9 @@ class TierManager:
         self,
         session: SessionState,
         source: SessionState,
-        kept: SavedCache,
-        fetched: LoadedCaches,
-        room: Reservation,
+        saved: SavedCache,
+        loaded: LoadedCaches,
+        reservation: Reservation,
     ) -> None:
         """Install loaded caches, and bring the one that answered last to the device, where memory
         is reserved.
@@ -114,7 +114,7 @@ class TierManager:
             LarderError: the chat caches do not match the transcript; `room` is still the caller's.
         """
         try:
-            install_caches(session, source, kept, fetched, room)
+            install_caches(session, source, saved, loaded, reservation)
         except LarderError as error:
             self.disk.reject(error)
             raise
@@ -149,12 +149,12 @@ class TierManager:
         assert cache is not None
         count = idle_bytes(session)
         self._free_written_host(session, count + self._writer.soon(WRITE_COPIES * count))
-        room = self.host_room(session, count)
-        if room is None:
+        reservation = self.host_room(session, count)
+        if reservation is None:
             return False
         session.offloaded_cache, session.cache = offload(cache), None
-        room.shrink(session.offloaded_cache.nbytes)
-        session.host_reservation = room
+        reservation.shrink(session.offloaded_cache.nbytes)
+        session.host_reservation = reservation
         self.in_host[session.key] = session
         return self._parked(session, True)
 
@@ -196,11 +196,9 @@ class TierManager:
         if session.has_resident_cache and not session.is_saved:
             self.dropped += 1
         session.cache = session.offloaded_cache = session.chat_cache = None
-        session.cached_ids, session.settled_tokens, session.is_coded = (
-            array(TOKEN_TYPECODE),
-            0,
-            False,
-        )
+        session.cached_ids = array(TOKEN_TYPECODE)
+        session.settled_tokens = 0
+        session.is_coded = False
         session.is_lossless = session.saved_cache is None or session.saved_cache.is_lossless
         self._release_host(session)
         self._leave(session)
@@ -222,20 +220,20 @@ class TierManager:
     def lower(self, tier: Tier, count: int) -> int:
         """Set a tier's budget, and evict sessions until it holds; the bytes still above it."""
         above = self._ledger.lower(tier, count)
-        held = self.on_device if tier is Tier.DEVICE else self.in_host
-        while above > 0 and (leaving := self._order.first(tier, held.values(), None, above)):
+        sessions = self.on_device if tier is Tier.DEVICE else self.in_host
+        while above > 0 and (leaving := self._order.first(tier, sessions.values(), None, above)):
             for session in leaving:
                 if tier is Tier.HOST or not self.offload(session):
                     self.drop(session)
             above = self._ledger.used(tier) - count
         return max(0, above)
 
-    def _free_device(self, session: SessionState, need: MemoryDemand, missing: int) -> bool:
+    def _free_device(self, session: SessionState, demand: MemoryDemand, missing: int) -> bool:
         """Evict idle sessions from the device; true if any was evicted.
 
         Only the tenant's own ones, if the tier has room but the tenant's limit is reached.
         """
-        is_own = not self._reservations.missing_bytes(session.key, NO_TENANT, need)
+        is_own = not self._reservations.missing_bytes(session.key, NO_TENANT, demand)
         whose = session.tenant if is_own else None
         victims = self._order.first(Tier.DEVICE, self.on_device.values(), session, missing, whose)
         return any([self._evict_from_device(each) for each in victims])
@@ -293,12 +291,12 @@ class TierManager:
         return True
 
     def _evict_from_host(
-        self, session: SessionState, held: Iterable[SessionState], count: int, missing: int
+        self, session: SessionState, sessions: Iterable[SessionState], count: int, missing: int
     ) -> bool:
         """Evict sessions from host memory; true if any was evicted."""
         is_own = self._ledger.limit(Tier.HOST) - self._ledger.used(Tier.HOST) >= count
         whose = session.tenant if is_own else None
-        leaving = self._order.first(Tier.HOST, held, session, missing, whose)
+        leaving = self._order.first(Tier.HOST, sessions, session, missing, whose)
         for each in leaving:
             self.evict(each)
         return bool(leaving)
@@ -349,14 +347,14 @@ class SessionEvictionOrder:
     def first(
         self,
         tier: Tier,
-        held: Iterable[SessionState],
-        but: SessionState | None,
+        sessions: Iterable[SessionState],
+        excluded: SessionState | None,
         missing: int,
         tenant: str | None = None,
     ) -> list[SessionState]:
         """Sessions to evict for this many bytes, except for running ones and ones being written."""
-        idle = [each for each in held if not (each.is_running or each.is_saving)]
-        idle = [each for each in idle if each is not but]
+        idle = [each for each in sessions if not (each.is_running or each.is_saving)]
+        idle = [each for each in idle if each is not excluded]
         idle = [each for each in idle if tenant in (None, each.tenant)]
         columns = CandidateColumns.of([self._candidate(each) for each in idle])
         leaving = self._rule.select_victims(columns, self._now(), missing)
