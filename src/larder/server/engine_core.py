@@ -98,7 +98,6 @@ class EngineCore:
         self.tiers = TierManager(
             self.ledger, self.reservations, rule, clock, disk, completions, unload
         )
-        decoder = engine.loaded.decoder
         self._backends: tuple[SessionBackend, SessionBackend] = (
             PrefixBackend(self.tiers, self.reservations, engine.scribe, self.sessions.sharing),
             ChatBackend(self.tiers, self.reservations, engine.scribe),
@@ -108,7 +107,7 @@ class EngineCore:
         )
         self.unwritten = WriteRetryQueue(persistence, completions, disk.durability, clock, wake)
         self.scheduler = Scheduler(
-            ModelRunner(decoder, engine.scribe, engine.stops),
+            ModelRunner(engine.loaded.decoder, engine.scribe, engine.stops),
             self.tiers,
             indexed,
             completions,
@@ -118,14 +117,9 @@ class EngineCore:
             rows,
         )
         self._admin = AdminOperations(self.tiers, completions, lambda: len(self.scheduler.queue))
-        rules = (self.rule,) if self._exact is self.rule else (self.rule, self._exact)
         self._persistence, self._loads_candidates = persistence, lookup is None
-        self.restorer = SessionRestorer(
-            decoder, self.sessions, lookup or persistence.load, rules, self._charged
-        )
-        self._refresher = SessionRestorer(
-            decoder, self.sessions, persistence.load, rules, self._charged
-        )
+        self.restorer = self._session_restorer(lookup or persistence.load)
+        self._refresher = self._session_restorer(persistence.load)
         self._candidates = CandidateLoader(
             self.sessions,
             persistence,
@@ -135,6 +129,12 @@ class EngineCore:
             self.restorer,
         )
         self.refused = ReasonCounter()
+
+    def _session_restorer(self, lookup: Lookup) -> SessionRestorer:
+        rules = (self.rule,) if self._exact is self.rule else (self.rule, self._exact)
+        return SessionRestorer(
+            self.engine.loaded.decoder, self.sessions, lookup, rules, self._charged
+        )
 
     @property
     def context(self) -> int:
