@@ -184,7 +184,7 @@ def test_who_deletes_branches_hears_that_they_cannot_be_told(
     with hub_in(tmp_path, small) as hub:
         assert isinstance(hub._persistence, StoreSessionPersistence)
         with failing(hub._persistence._store.turns, "branches", SLOW):
-            with pytest.raises(ApiError, match="Which branches") as refused:
+            with pytest.raises(ApiError, match="branches of session") as refused:
                 hub.remove("a", "x", branches=True)
             assert refused.value.status == 503
             assert names(hub) == {"x", "x~2", "x~3"}

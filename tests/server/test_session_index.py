@@ -72,11 +72,11 @@ def test_14_another_text_goes_on_in_a_fork(small: LoadedModel, policy: str) -> N
     first = served.ask(turns, "x")
     served.ask(answered(turns, first, "Why?"), "x")
     before = served.core.sessions.find("a", "x")
-    said, read = list(before.turns), bytes(before.read)
+    said, read = list(before.turns), bytes(before.cached_ids)
     edited = answered(turns, first, "Who?")
     fork = served.ask(edited, "x")
     assert fork.told.session == "x~2"
-    assert (before.turns, bytes(before.read)) == (said, read)
+    assert (before.turns, bytes(before.cached_ids)) == (said, read)
     alone.ask(turns, "x")
     assert fork.text == alone.ask(edited, "x").text
     more = answered(edited, fork, "Sure?")

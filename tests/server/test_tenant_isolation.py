@@ -56,7 +56,7 @@ def test_27_the_same_text_hits_for_its_tenant_and_for_no_other(
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """What is compared and looked up meanwhile."""
     counts: Counter[str] = Counter()
-    usable, reading = SessionState.usable, Manifest.reading
+    usable, reading = SessionState.usable_prefix_len, Manifest.reading
 
     def seen(session: SessionState, wanted: tuple[int, ...]) -> int:
         counts["compared"] += 1

@@ -135,8 +135,13 @@ def _local_hub(
     persistence = StoreSessionPersistence(store, engine.loaded.decoder.spec)
     snapshots = ModelSnapshots(store, engine.loaded, options.codec)
     disk = StoreDiskTier(persistence, snapshots, Durability(options.durability))
-    told = {"eviction": options.eviction, "persistence": kept(persistence), "disk": disk}
-    hub = LocalEngineClient(engine, tier_budgets(options), **told)
+    hub = LocalEngineClient(
+        engine,
+        tier_budgets(options),
+        eviction=options.eviction,
+        persistence=kept(persistence),
+        disk=disk,
+    )
     try:
         with StoreSweeper(store):
             yield hub

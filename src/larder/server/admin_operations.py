@@ -94,7 +94,7 @@ class AdminOperations:
             session.is_answering = session.is_running = True
             loading = self._tiers.disk.load(session, saved)
             self._completions.when_done(
-                loading, partial(self._arrived, session, saved, reservation, done)
+                loading, partial(self._on_loaded, session, saved, reservation, done)
             )
         return done
 
@@ -118,7 +118,7 @@ class AdminOperations:
         self.prefetch(session).add_done_callback(give_back)
         return done
 
-    def _arrived(
+    def _on_loaded(
         self,
         session: SessionState,
         saved: SavedCache,

@@ -99,7 +99,9 @@ class EngineCore:
             self.ledger, self.reservations, rule, clock, disk, completions, unload
         )
         self._backends: tuple[SessionBackend, SessionBackend] = (
-            PrefixBackend(self.tiers, self.reservations, engine.scribe, self.sessions.sharing),
+            PrefixBackend(
+                self.tiers, self.reservations, engine.scribe, self.sessions.find_shared_prefix
+            ),
             ChatBackend(self.tiers, self.reservations, engine.scribe),
         )
         indexed = self._indexed_persistence = IndexedSessionPersistence(
@@ -125,7 +127,7 @@ class EngineCore:
             persistence,
             self.residency_locks,
             lambda act: act(),
-            self._recall,
+            self._load,
             self.restorer,
         )
         self.refused = ReasonCounter()
@@ -214,19 +216,19 @@ class EngineCore:
 
     def open(self, tenant: str, name: str, turns: Sequence[ChatMessage]) -> SessionState:
         """Create a session, as `EngineClient.open`."""
-        self._recall(tenant, name)
+        self._load(tenant, name)
         session = self.sessions.open(tenant, name, self.rule)
         session.opening_messages = tuple(turns)
         return self._charged(session)
 
     def fork(self, tenant: str, name: str, new_name: str | None) -> SessionState:
         """Copy a session, as `EngineClient.fork`."""
-        self._recall(tenant, new_name)
+        self._load(tenant, new_name)
         source = self.idle(tenant, name)
         forked = self.sessions.fork(source, new_name, source.rule, len(source.turns))
         forked.epoch = source.epoch
         if forked.turns:
-            self.sessions.remember(forked)
+            self.sessions.index_session(forked)
         return self._persisted(self._charged(forked))
 
     def compact(self, tenant: str, name: str) -> Future[SessionState]:
@@ -243,8 +245,8 @@ class EngineCore:
 
     def import_(self, tenant: str, name: str, transcript: TranscriptSnapshot) -> SessionState:
         """Create a session from a transcript that `SessionRestorer.decode` has returned."""
-        self._recall(tenant, name)
-        return self._persisted(self._charged(self.restorer.imported(tenant, name, transcript)))
+        self._load(tenant, name)
+        return self._persisted(self._charged(self.restorer.create(tenant, name, transcript)))
 
     def find(self, tenant: str, name: str) -> SessionState:
         """A session; loaded from the store if necessary.
@@ -252,8 +254,8 @@ class EngineCore:
         Raises:
             ApiError: 404 `session_not_found`.
         """
-        self._recall(tenant, name)
-        self._is_refreshed(self.sessions.find(tenant, name))
+        self._load(tenant, name)
+        self._reloaded(self.sessions.find(tenant, name))
         return self.sessions.find(tenant, name)
 
     def idle(self, tenant: str, name: str) -> SessionState:
@@ -293,7 +295,7 @@ class EngineCore:
         resolved = self.sessions.resolve(request, rule)
         for _ in range(MAX_REFRESHES):
             try:
-                if not self._is_refreshed(resolved.session):
+                if not self._reloaded(resolved.session):
                     break
             except SessionUnreadableError as error:
                 self.restorer.restart_from_request(error, request)
@@ -304,7 +306,7 @@ class EngineCore:
         """The policy that a request is answered under."""
         return self._exact if request.exact else self.rule
 
-    def _is_refreshed(self, session: SessionState) -> bool:
+    def _reloaded(self, session: SessionState) -> bool:
         """Reload a session if another server has written it since; true if it was reloaded."""
         if session.is_answering or not self._indexed_persistence.is_outdated(session):
             return False
@@ -312,7 +314,7 @@ class EngineCore:
         self._refresher.restore(session.tenant, session.name)
         return True
 
-    def _recall(self, tenant: str, *names: str | None) -> None:
+    def _load(self, tenant: str, *names: str | None) -> None:
         self.restorer.restore(tenant, *names)
 
     def _persisted(self, session: SessionState) -> SessionState:
@@ -433,7 +435,7 @@ class IndexedSessionPersistence(SessionPersistence):
         self, session: SessionState, completed_turn: CompletedTurn
     ) -> Future[LarderError | None] | None:
         if len(session.turns) == 1 or session.epoch == 1:
-            self._sessions.remember(session)
+            self._sessions.index_session(session)
         return self._persistence.commit(session, completed_turn)
 
     def discard_new(self, session: SessionState) -> None:

@@ -91,7 +91,7 @@ class LocalEngineClient(EngineClient):
             self._persistence,
             core.residency_locks,
             self._thread.call,
-            self._recall,
+            self._load,
             core.restorer,
         )
 
@@ -167,7 +167,7 @@ class LocalEngineClient(EngineClient):
 
         def forked() -> SessionInfo:
             if family:
-                core.sessions.avoid(tenant, root_name(name), family)
+                core.sessions.reserve_names(tenant, root_name(name), family)
             return session_info(core.fork(tenant, name, new_name))
 
         with candidates.resident(tenant, name, new_name):
@@ -273,18 +273,18 @@ class LocalEngineClient(EngineClient):
 
     def _submit_now(self, request: Request, listener: Listener, arrived: float) -> Ticket:
         ticket = self._core.submit(request, listener, arrived)
-        self._core.sessions.announce(request.tenant, request.steps)
+        self._core.sessions.set_workflow_steps(request.tenant, request.steps)
         return ticket
 
     def _wake(self) -> None:
         self._thread.wake()
 
-    def _recall(self, tenant: str, name: str) -> None:
+    def _load(self, tenant: str, name: str) -> None:
         """Load a stored session into memory; a slow store does not block the model's thread."""
-        while not self._is_settled(tenant, name):
+        while not self._is_loaded(tenant, name):
             continue
 
-    def _is_settled(self, tenant: str, name: str) -> bool:
+    def _is_loaded(self, tenant: str, name: str) -> bool:
         """One attempt of `_recall`; False if the session may have been removed
         while it was read."""
         core, removals = self._core, self._removals

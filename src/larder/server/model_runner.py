@@ -51,12 +51,12 @@ class ModelRunner:
             tokens = self._tokens(jobs, failures)
         except failures as error:
             for job, before in zip(jobs, plans, strict=True):
-                yield job, self._alone(job, before, len(jobs), error, failures)
+                yield job, self._retry_alone(job, before, len(jobs), error, failures)
             return
         for job, token, before in zip(jobs, tokens, plans, strict=True):
             yield job, self._outcome(job, token, before, failures)
 
-    def _alone(
+    def _retry_alone(
         self,
         job: RequestState,
         plans: int,
@@ -80,7 +80,7 @@ class ModelRunner:
     ) -> list[int | Exception]:
         """The next token of each request, or the error of its sampling; the
         forward pass was made."""
-        rows = [self._row(job) for job in jobs]
+        rows = [self._segment(job) for job in jobs]
         observer = _observer(jobs, rows)
         ends = [stop - 1 for stop in accumulate(len(row.ids) for row in rows)]
         logits = self._decoder.forward_logits(rows, Mode.APPEND, ends, observer)
@@ -93,7 +93,7 @@ class ModelRunner:
                 tokens.append(error)
         return tokens
 
-    def _row(self, job: RequestState) -> BatchSegment:
+    def _segment(self, job: RequestState) -> BatchSegment:
         coming = AppendKind.STEP if job.output_ids else AppendKind.QUESTION
         return BatchSegment(
             job.cache, job.step_ids, coming=AppendKind.TEXT if job.finish_reason else coming

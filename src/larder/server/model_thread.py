@@ -136,11 +136,11 @@ class CompletionQueue:
             return
         session.pending_writes += 1
 
-        def heard(done: Future[Any]) -> None:
+        def on_written(done: Future[Any]) -> None:
             session.pending_writes -= 1
             then(done)
 
-        self.when_done(future, heard)
+        self.when_done(future, on_written)
 
     def run_ready(self) -> bool:
         """Run callbacks that are ready; true if there were any."""

@@ -85,9 +85,9 @@ class Scheduler:
         self._sweep()
         self._admit()
         ready = self._ready()
-        has_tail, answered = any(job.reads_prompt_tail for job in ready), self._answer(ready)
+        has_tail, answered = any(job.reads_prompt_tail for job in ready), self._decode(ready)
         return (
-            was_completed or (not has_tail and self._read()) or answered
+            was_completed or (not has_tail and self._prefill()) or answered
         )  # a prompt tail is as long as a block
 
     def cancel_all(self) -> None:
@@ -114,7 +114,7 @@ class Scheduler:
             try:
                 self._start(job)
             except BudgetError as error:
-                if self.running or self.finishing or self._tiers.is_leaving:
+                if self.running or self.finishing or self._tiers.is_writing:
                     return
                 self.queue.remove(job)
                 self._fail(job, kv_budget_exceeded(error))
@@ -126,7 +126,7 @@ class Scheduler:
                 self.queue.remove(job)
                 self.running.append(job)
                 if job.load is not None:
-                    self._completions.when_done(job.load.future, partial(self._arrived, job))
+                    self._completions.when_done(job.load.future, partial(self._on_loaded, job))
 
     def _start(self, job: RequestState) -> None:
         job.session.is_running = True
@@ -137,7 +137,7 @@ class Scheduler:
             raise
         job.times.started = self._clock()
 
-    def _arrived(self, job: RequestState, _: Future[Any]) -> None:
+    def _on_loaded(self, job: RequestState, _: Future[Any]) -> None:
         """The cache load of a request has ended, successful or not."""
         if job not in self.running:
             job.backend.abandon_load(job)
@@ -163,7 +163,7 @@ class Scheduler:
         )
         return [job for job in ready if id(job) not in later][: self._rows]
 
-    def _answer(self, ready: list[RequestState]) -> bool:
+    def _decode(self, ready: list[RequestState]) -> bool:
         """One token for every answer that is ready."""
         if not ready:
             return False
@@ -184,7 +184,7 @@ class Scheduler:
                 self.running.append(job)  # after those that were not in this decode step
         return True
 
-    def _read(self) -> bool:
+    def _prefill(self) -> bool:
         """One prefill block of one request."""
         left = [job for job in self.running if not job.is_prefilled and job.load is None]
         if not left:
@@ -236,7 +236,7 @@ class Scheduler:
             self._completions.track_write(session, written, partial(self._unwritten.note, session))
             self._turn_stored(job, reason)
         else:
-            self._completions.track_write(session, written, partial(self._written, job, reason))
+            self._completions.track_write(session, written, partial(self._on_written, job, reason))
 
     def _charge(self, session: SessionState) -> None:
         """Charge the transcript to host memory before the turn is reported as stored.
@@ -251,21 +251,21 @@ class Scheduler:
             )
             raise kv_budget_exceeded(BudgetError(message))
 
-    def _written(self, job: RequestState, reason: str, done: Future[Any] | None) -> None:
+    def _on_written(self, job: RequestState, reason: str, done: Future[Any] | None) -> None:
         """The turn's write has ended, successful or not."""
         error, job.durable = self._unwritten.outcome(job.session, done)
         if isinstance(error, Exception):
             self._rollback(job, error)
             return
-        self._saved(job, partial(self._turn_stored, job, reason))
+        self._save_then(job, partial(self._turn_stored, job, reason))
 
-    def _saved(self, job: RequestState, then: Callable[[], None]) -> None:
+    def _save_then(self, job: RequestState, then: Callable[[], None]) -> None:
         """Continue once no cache of the session is left to save."""
         saving = self._tiers.save_at_once(job.session)
         if saving is None:
             then()
         else:
-            self._completions.track_write(job.session, saving, lambda _: self._saved(job, then))
+            self._completions.track_write(job.session, saving, lambda _: self._save_then(job, then))
 
     def _turn_stored(self, job: RequestState, reason: str) -> None:
         """The turn is stored as far as it will be: commit it."""
@@ -277,7 +277,9 @@ class Scheduler:
         except FAILURES as error:
             self._rollback(job, error)
             return
-        self._saved(job, partial(self._close, job, reason))  # chat caches contain the turn only now
+        self._save_then(
+            job, partial(self._close, job, reason)
+        )  # chat caches contain the turn only now
 
     def _rollback(self, job: RequestState, error: Exception) -> None:
         """Roll back a turn that could not be stored."""

@@ -135,9 +135,9 @@ class SessionIndex:
         forked.opening_messages = () if exchanges else source.opening_messages
         return forked
 
-    def remember(self, session: SessionState) -> None:
+    def index_session(self, session: SessionState) -> None:
         """Index the session by its first messages and tokens; after each first turn."""
-        self._leave_indexes(session)
+        self._unindex(session)
         first, tenant = session.turns[0], session.tenant
         keys = (
             (tenant, list(prefix_hashes(first.messages))[-1]),
@@ -146,12 +146,12 @@ class SessionIndex:
         self._indexed[session.key] = keys
         self._firsts[keys[0]][session.key] = self._prefixes[keys[1]][session.key] = session
 
-    def avoid(self, tenant: str, root: str, names: Iterable[str]) -> None:
+    def reserve_names(self, tenant: str, root: str, names: Iterable[str]) -> None:
         """Reserve names that branches of a session must not get, although they
         are not in memory."""
         self._avoided[tenant, root] = frozenset(names)
 
-    def announce(self, tenant: str, steps: Mapping[str, int]) -> None:
+    def set_workflow_steps(self, tenant: str, steps: Mapping[str, int]) -> None:
         """Set the number of workflow steps until sessions are used again, by name."""
         for name, count in steps.items():
             session = self._sessions.get((tenant, name))
@@ -164,9 +164,9 @@ class SessionIndex:
         _discard_key(self._families, own := (session.tenant, session.root), session)
         if own not in self._families:
             self._avoided.pop(own, None)
-        self._leave_indexes(session)
+        self._unindex(session)
 
-    def _leave_indexes(self, session: SessionState) -> None:
+    def _unindex(self, session: SessionState) -> None:
         keys = self._indexed.pop(session.key, None)
         if keys is not None:
             _discard_key(self._firsts, keys[0], session)
@@ -181,14 +181,16 @@ class SessionIndex:
         family = self._families.get((tenant, name), {}).values()
         return [each.name for each in family if each.name != name]
 
-    def sharing(self, session: SessionState, wanted: tuple[int, ...]) -> SessionState | None:
+    def find_shared_prefix(
+        self, session: SessionState, prompt_tokens: tuple[int, ...]
+    ) -> SessionState | None:
         """Another session of the tenant with the longest common prefix in its cache.
 
         Only lossless caches are shared, except within a family.
         """
-        key = prefix_key(session.tenant, wanted)
+        key = prefix_key(session.tenant, prompt_tokens)
         ranked = [
-            (each.usable_prefix_len(wanted), each.has_resident_cache, each.key, each)
+            (each.usable_prefix_len(prompt_tokens), each.has_resident_cache, each.key, each)
             for each in self._prefixes.get(key, {}).values()
             if each is not session
             and each.rule is session.rule
@@ -205,22 +207,25 @@ class SessionIndex:
                 answer.
         """
         if request.raw_prompt is not None:
-            wanted = self._tokenizer.encode(request.raw_prompt)
-            if not wanted:
+            prompt_tokens = self._tokenizer.encode(request.raw_prompt)
+            if not prompt_tokens:
                 raise invalid_request("The prompt is empty: send at least one token.", "prompt")
             return ResolvedSession(
-                self._named(request, rule), (), (ChatMessage("", request.raw_prompt),), wanted
+                self._create(request, rule),
+                (),
+                (ChatMessage("", request.raw_prompt),),
+                prompt_tokens,
             )
         if request.follows is not None:
-            return self._following(request, rule)
-        return self._matching(request, rule)
+            return self._resolve_follows(request, rule)
+        return self._resolve_messages(request, rule)
 
     def _provisional(self, session: SessionState) -> SessionState:
         """Mark a session that is removed if its first turn fails."""
         session.is_provisional = True
         return session
 
-    def _named(self, request: Request, rule: ServingPolicy) -> SessionState:
+    def _create(self, request: Request, rule: ServingPolicy) -> SessionState:
         """Create a session, under the client's name if it is free."""
         name = request.session
         if name is not None and (request.tenant, name) in self._sessions:
@@ -229,22 +234,22 @@ class SessionIndex:
             name = f"s-{request.routing_tag}-{secrets.token_hex(8)}"
         return self._provisional(self.open(request.tenant, name, rule))
 
-    def _following(self, request: Request, rule: ServingPolicy) -> ResolvedSession:
+    def _resolve_follows(self, request: Request, rule: ServingPolicy) -> ResolvedSession:
         name = str(request.follows)
         session = self.find(request.tenant, name)
         last = session.turns[-1:]
-        is_same = bool(last) and self._is_again(last[0], request, request.turns)
+        is_same = bool(last) and self._is_same_request(last[0], request, request.turns)
         if is_same and session.rule is rule:
             return ResolvedSession(session, repeated_turn=last[0])
         self.idle(request.tenant, name)
         turns = request.turns if session.turns else session.opening_messages + request.turns
-        said = tuple(session.turns)
-        wanted = self._wanted(said, turns)
+        past_turns = tuple(session.turns)
+        prompt_tokens = self._prompt_ids(past_turns, turns)
         if session.rule is not rule:
-            session = self._provisional(self.fork(session, None, rule, len(said)))
-        return ResolvedSession(session, said, turns, wanted)
+            session = self._provisional(self.fork(session, None, rule, len(past_turns)))
+        return ResolvedSession(session, past_turns, turns, prompt_tokens)
 
-    def _matching(self, request: Request, rule: ServingPolicy) -> ResolvedSession:
+    def _resolve_messages(self, request: Request, rule: ServingPolicy) -> ResolvedSession:
         candidates = self.candidates(request)
         best, match = self._best(candidates, request, rule)
         if best is not None and self._is_repeated(best, match, request, rule):
@@ -254,15 +259,15 @@ class SessionIndex:
         if request.session is not None and waiting and (not is_whole or best in waiting):
             raise session_busy(request.session)
         exchanges = match.exchanges if best is not None else 0
-        said = tuple(best.turns[:exchanges]) if best is not None else ()
-        wanted = self._wanted(said, match.rest)
+        past_turns = tuple(best.turns[:exchanges]) if best is not None else ()
+        prompt_tokens = self._prompt_ids(past_turns, match.rest)
         if best is None or (not exchanges and self._is_free(request)):
-            return ResolvedSession(self._named(request, rule), (), request.turns, wanted)
+            return ResolvedSession(self._create(request, rule), (), request.turns, prompt_tokens)
         if not is_whole or best.is_answering or best.rule is not rule:
             best = self._provisional(self.fork(best, None, rule, exchanges))
-        return ResolvedSession(best, said, match.rest, wanted)
+        return ResolvedSession(best, past_turns, match.rest, prompt_tokens)
 
-    def branching(self, request: Request, rule: ServingPolicy) -> str | None:
+    def branch_root(self, request: Request, rule: ServingPolicy) -> str | None:
         """Root of the session that a request branches from; None if it creates no branch."""
         name = request.follows or request.session
         if request.follows is not None or request.raw_prompt is not None:
@@ -289,7 +294,7 @@ class SessionIndex:
         keys = ((tenant, digest) for digest in prefix_hashes(request.turns))
         return [each for key in keys for each in self._firsts.get(key, {}).values()]
 
-    def settles(self, request: Request) -> bool:
+    def has_exact_match(self, request: Request) -> bool:
         """True if no session outside memory can match the request better."""
         return any(
             continues_session(each.turns, request.turns) for each in self.candidates(request)
@@ -315,22 +320,25 @@ class SessionIndex:
         """True if the request equals the last one of the session, under the same policy."""
         if session.rule is not rule or match.exchanges != len(session.turns) - 1:
             return False
-        return self._is_again(session.turns[-1], request, match.rest)
+        return self._is_same_request(session.turns[-1], request, match.rest)
 
-    def _is_again(
-        self, said: CompletedTurn, request: Request, rest: tuple[ChatMessage, ...]
+    def _is_same_request(
+        self, turn: CompletedTurn, request: Request, rest: tuple[ChatMessage, ...]
     ) -> bool:
-        return said.messages == rest and said.params == GenerationParams.of(request)
+        return turn.messages == rest and turn.params == GenerationParams.of(request)
 
-    def _wanted(
-        self, said: tuple[CompletedTurn, ...], rest: tuple[ChatMessage, ...]
+    def _prompt_ids(
+        self, past_turns: tuple[CompletedTurn, ...], rest: tuple[ChatMessage, ...]
     ) -> tuple[int, ...]:
         try:
-            new = prompt_ids(self._tokenizer, said, rest)
+            new = prompt_ids(self._tokenizer, past_turns, rest)
         except UsageError as error:
             raise invalid_request(str(error), "messages") from error
         ids = [
-            token for each in said for part in (each.prompt_ids, each.answer_ids) for token in part
+            token
+            for each in past_turns
+            for part in (each.prompt_ids, each.answer_ids)
+            for token in part
         ]
         return (*ids, *new)
 
@@ -359,27 +367,27 @@ class PrefixMatch:
     rest: tuple[ChatMessage, ...]
 
 
-def match_prefix(said: Sequence[CompletedTurn], turns: tuple[ChatMessage, ...]) -> PrefixMatch:
+def match_prefix(turns: Sequence[CompletedTurn], messages: tuple[ChatMessage, ...]) -> PrefixMatch:
     """Compare messages with completed turns; white space around an answer does not count."""
-    place = exchanges = 0
-    for each in said:
-        stop = place + len(each.messages)
-        if turns[place:stop] != each.messages or stop >= len(turns) - 1:
+    position = exchanges = 0
+    for each in turns:
+        stop = position + len(each.messages)
+        if messages[position:stop] != each.messages or stop >= len(messages) - 1:
             break
-        answer = turns[stop]
+        answer = messages[stop]
         if answer.role != ASSISTANT or answer.text.strip() != each.text.strip():
             break
-        place, exchanges = stop + 1, exchanges + 1
-    return PrefixMatch(exchanges, turns[place:])
+        position, exchanges = stop + 1, exchanges + 1
+    return PrefixMatch(exchanges, messages[position:])
 
 
-def continues_session(said: Sequence[CompletedTurn], turns: tuple[ChatMessage, ...]) -> bool:
+def continues_session(turns: Sequence[CompletedTurn], messages: tuple[ChatMessage, ...]) -> bool:
     """True if the messages are the whole transcript and a new question, or repeat the last
     question; otherwise another session may match better."""
-    match = match_prefix(said, turns)
-    if match.exchanges == len(said):
-        return all(turn.role != ASSISTANT for turn in match.rest)
-    return match.exchanges == len(said) - 1 and match.rest == said[-1].messages
+    match = match_prefix(turns, messages)
+    if match.exchanges == len(turns):
+        return all(message.role != ASSISTANT for message in match.rest)
+    return match.exchanges == len(turns) - 1 and match.rest == turns[-1].messages
 
 
 def prefix_hashes(turns: Iterable[ChatMessage]) -> Iterator[int]:
@@ -391,7 +399,7 @@ def prefix_hashes(turns: Iterable[ChatMessage]) -> Iterator[int]:
 
 
 def prompt_ids(
-    tokenizer: TokenizerAdapter, said: Sequence[CompletedTurn], rest: Sequence[ChatMessage]
+    tokenizer: TokenizerAdapter, past_turns: Sequence[CompletedTurn], rest: Sequence[ChatMessage]
 ) -> array:
     """Token ids that new messages add after completed turns.
 
@@ -401,7 +409,7 @@ def prompt_ids(
     if not rest or rest[-1].role == ASSISTANT:
         raise UsageError("The last message must not be the assistant's: send a message to answer.")
     messages = [TemplateMessage(message.role, message.text) for message in rest]
-    ids = tokenizer.going_on(messages) if said else tokenizer.prompt(messages)
+    ids = tokenizer.going_on(messages) if past_turns else tokenizer.prompt(messages)
     return array(TOKEN_TYPECODE, ids)
 
 

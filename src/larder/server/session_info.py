@@ -164,7 +164,7 @@ class TokenTexts:
         start = 0
         while start < len(texts):
             if REPLACEMENT_CHARACTER in texts[start]:
-                start = self._mend(texts, ids, start)
+                start = self._join_characters(texts, ids, start)
             start += 1
         return tuple(texts)
 
@@ -173,7 +173,7 @@ class TokenTexts:
             self._known[token] = self._decode([token])
         return self._known[token]
 
-    def _mend(self, texts: list[str], ids: Sequence[int], start: int) -> int:
+    def _join_characters(self, texts: list[str], ids: Sequence[int], start: int) -> int:
         """Join tokens from `start` on until they decode to whole characters;
         index of the last one."""
         for stop in range(start + 2, min(start + MAX_CHARACTER_TOKENS, len(ids)) + 1):

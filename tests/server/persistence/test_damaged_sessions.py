@@ -119,7 +119,7 @@ def test_1_only_who_does_not_send_the_text_hears_that_it_is_gone(
     with hub_in(tmp_path, small) as hub:
         for _ in range(2):
             for call in (hub.session, hub.export, hub.fork):
-                with pytest.raises(ApiError, match="cannot be read") as refused:
+                with pytest.raises(ApiError, match="cannot be loaded") as refused:
                     call("a", "x")
                 assert refused.value.code == "session_unreadable"
         went_on = ask(hub, answered(told(1), first, "Sure?"), "x")

@@ -163,7 +163,7 @@ def test_another_secret_claims_nothing(small: LoadedModel, two: Two, tmp_path: P
     [path] = (tmp_path / "blobs" / "claims").glob("*/*/*.json")
     path.write_bytes(path.read_bytes().replace(b"holder", b"h0lder"))
     second.served.submit([user("Hello.")], "x")  # what is no claim holds nobody up
-    assert not first.claims.holds(first.persistence._held[1])
+    assert not first.claims.holds(first.persistence._active[1])
 
 
 def test_what_the_dead_leave_is_deleted(two: Two, clock: Clock, tmp_path: Path) -> None:

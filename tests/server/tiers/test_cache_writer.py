@@ -294,9 +294,11 @@ def test_a_cache_is_made_as_small_as_its_policy_wants(small: LoadedModel, tmp_pa
     assert before.entries <= bound, "at rest it is as small as its budget already"
     done = stored.core.compact("a", "x")
     stored.run()
-    assert done.result().held.entries <= bound and done.result().held.read == before.read
+    assert done.result().occupancy.entries <= bound and done.result().occupancy.read == before.read
     stored.served.check()
     stored.close()
     again = Stored(small, tmp_path, policy="limited")
     assert again.ask(turns, "x").told.recomputed_tokens == 0
-    assert again.core.find("a", "x").held.entries <= never.core.find("a", "x").held.entries
+    assert (
+        again.core.find("a", "x").occupancy.entries <= never.core.find("a", "x").occupancy.entries
+    )

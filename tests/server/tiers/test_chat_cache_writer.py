@@ -65,7 +65,7 @@ def test_a_restarted_server_goes_on_from_the_restored_caches(
     first.close()
     again = stored(deep, tmp_path, kind)
     assert again.tier() == "disk"
-    assert again.core.find("a", "x").kept.caches == len(caches.caches)  # pyright: ignore
+    assert again.core.find("a", "x").saved_cache.caches == len(caches.caches)  # pyright: ignore
     last, expected = blocks(again.served, turns), blocks(never, turns)
     assert last == expected  # no block more than without the restart
     more = answered(turns, again.served.ask(turns, "x"), "And?")
@@ -75,8 +75,11 @@ def test_a_restarted_server_goes_on_from_the_restored_caches(
     before = sum(each.tokens for each in again.core.find("a", "x").turns[:-2])
     assert again.core.scheduler.sums["restored_tokens"] == before
     sessions = [each.core.sessions.find("a", "x") for each in (again, never)]
-    assert sessions[0].held == sessions[1].held
-    assert sessions[0].spots == sessions[1].spots and sessions[0].base == sessions[1].base
+    assert sessions[0].occupancy == sessions[1].occupancy
+    assert (
+        sessions[0].position_maps == sessions[1].position_maps
+        and sessions[0].rebuilt_turns == sessions[1].rebuilt_turns
+    )
 
 
 @pytest.mark.parametrize("name", ways(each for each in PRESETS if each not in REFUSED))
@@ -219,7 +222,7 @@ def test_who_leaves_while_it_waits_for_memory_leaves_nothing_there(
     own.run()
     assert late.told.reason == "cancelled" and busy.told.new_tokens == 40
     session, tiers = own.core.find("a", "x"), own.core.tiers
-    assert session.host is None and session.key not in tiers.in_host
+    assert session.host_reservation is None and session.key not in tiers.in_host
     assert tiers.offload(own.core.find("a", "y"))  # what is there is looked through for the store
     own.run()
     last = own.ask(turns, "x")

@@ -44,19 +44,19 @@ class EpochFence:
             BudgetError, StoreError: the state is not stored, or the outcome is unknown.
         """
         try:
-            return self._tried(session, write)
+            return self._attempt(session, write)
         except Superseded:
-            if not self.catches_up(session):
+            if not self.adopts_own_write(session):
                 raise
-        return self._tried(session, write)
+        return self._attempt(session, write)
 
-    def catches_up(self, session: SessionState) -> bool:
+    def adopts_own_write(self, session: SessionState) -> bool:
         """True if the newest stored state is an own write whose outcome was unknown; it is adopted.
 
         Raises:
             StoreError: the store cannot be read.
         """
-        newest = self._own(session)
+        newest = self._own_attempt(session)
         if newest is None:
             return False
         session.durable_epoch, session.write_mark = newest.epoch, ""
@@ -69,7 +69,7 @@ class EpochFence:
             StoreError: the store cannot be read.
         """
         moved = self._store.sessions.has_moved(session.tenant, session.name, session.durable_epoch)
-        return moved and self._own(session) is None
+        return moved and self._own_attempt(session) is None
 
     def remove(self, session: SessionState) -> None:
         """Delete a session from the store, also if an own write of it may still take effect.
@@ -85,11 +85,11 @@ class EpochFence:
             except Superseded:
                 continue
             except InputError:  # not in the store
-                if not session.write_mark or not self._forestalls(session):
+                if not session.write_mark or not self._occupies_first_epoch(session):
                     return
         sessions.remove(session.tenant, session.name)
 
-    def _tried(
+    def _attempt(
         self, session: SessionState, write: Callable[[int, Mapping[str, str]], Record]
     ) -> Record:
         session.write_mark = session.write_mark or secrets.token_hex(MARK_BYTES)
@@ -97,7 +97,7 @@ class EpochFence:
         session.durable_epoch, session.write_mark = record.epoch, ""
         return record
 
-    def _own(self, session: SessionState) -> Record | None:
+    def _own_attempt(self, session: SessionState) -> Record | None:
         """The newest stored state, if it is an own write with unknown outcome."""
         if not session.write_mark:
             return None
@@ -108,7 +108,7 @@ class EpochFence:
         # of a first state is unknown.
         return newest if session.durable_epoch in (0, newest.previous) else None
 
-    def _forestalls(self, session: SessionState) -> bool:
+    def _occupies_first_epoch(self, session: SessionState) -> bool:
         """True if the first epoch is occupied, so that a delayed first write cannot take effect; an
         empty placeholder is written if necessary, to be removed by the caller."""
         nothing = SessionTurn((), b"", {ROOT_LABEL: session.root})

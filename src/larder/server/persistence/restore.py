@@ -108,7 +108,7 @@ class SessionRestorer:
         except InputError as error:
             raise invalid_request(str(error), param) from error
 
-    def imported(self, tenant: str, name: str, transcript: TranscriptSnapshot) -> SessionState:
+    def create(self, tenant: str, name: str, transcript: TranscriptSnapshot) -> SessionState:
         """Create a session from a transcript.
 
         Raises:
@@ -119,7 +119,7 @@ class SessionRestorer:
         session.turns = transcript.turns
         session.epoch = len(transcript.turns)
         if transcript.turns:
-            self._sessions.remember(session)
+            self._sessions.index_session(session)
         return session
 
     def install(
@@ -132,7 +132,7 @@ class SessionRestorer:
         """
         if self._sessions.has(tenant, name):
             return self._sessions.find(tenant, name)
-        session = self.imported(tenant, name, transcript)
+        session = self.create(tenant, name, transcript)
         session.durable_epoch, session.durable_turns = stored.epoch, len(session.turns)
         session.epoch = int(stored.labels.get("epoch", len(session.turns)))
         session.made = float(stored.labels.get("made", session.made))
@@ -184,7 +184,7 @@ class CandidateLoader:
             ApiError: a stored session cannot be loaded.
         """
         with self._residency_locks.hold(tenant, *names):
-            for name in self._lacking(tenant, names):
+            for name in self._missing(tenant, names):
                 self._recall(tenant, name)
             yield
 
@@ -221,7 +221,7 @@ class CandidateLoader:
                     family = self.family(tenant, root)
 
                     def branched() -> Result:
-                        sessions.avoid(tenant, root, family)
+                        sessions.reserve_names(tenant, root, family)
                         return take()
 
                     return self._call(branched)
@@ -241,7 +241,7 @@ class CandidateLoader:
 
     def restore_candidates(self, tenant: str, names: Iterable[str]) -> list[str]:
         """Load sessions that the request did not name; the names of those that failed."""
-        failed = self._lacking(tenant, names)
+        failed = self._missing(tenant, names)
         for name in tuple(failed):
             with self._restorer.tolerate_failures(name):
                 self._recall(tenant, name)
@@ -257,7 +257,7 @@ class CandidateLoader:
             stored += self._persistence.branches(tenant, root)
         return stored
 
-    def _lacking(self, tenant: str, names: Iterable[str | None]) -> list[str]:
+    def _missing(self, tenant: str, names: Iterable[str | None]) -> list[str]:
         """Names of sessions that are not in memory."""
         unique = [name for name in dict.fromkeys(names) if name is not None]
         has = self._sessions.has
@@ -276,7 +276,7 @@ class CandidateLoader:
         sessions = self._sessions
         missing = [name for name in named if not sessions.has(request.tenant, name)]
         is_looked_for = request.is_nameless or request.session is not None
-        if missing or (is_looked_for and not sessions.settles(request)):
+        if missing or (is_looked_for and not sessions.has_exact_match(request)):
             return missing
         self._branch_root(request, rule, take, results)
         return []
@@ -286,7 +286,7 @@ class CandidateLoader:
     ) -> str | None:
         """The root of the session that a request branches from; without a branch the request is
         resolved. On the thread that owns the sessions."""
-        root = self._sessions.branching(request, rule)
+        root = self._sessions.branch_root(request, rule)
         if root is None:
             results.append(take())
         return root

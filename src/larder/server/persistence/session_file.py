@@ -190,10 +190,10 @@ def decode(
     try:
         check_session_name(document.root)
         opening = tuple(_message(each) for each in document.opening)
-        said = [_completed_turn(each, vocabulary) for each in document.said]
+        turns = [_completed_turn(each, vocabulary) for each in document.said]
     except (TypeError, ValueError, OverflowError, LarderError) as error:
         raise _damaged(str(error)) from error
-    return TranscriptSnapshot(document.root, opening, said)
+    return TranscriptSnapshot(document.root, opening, turns)
 
 
 def _unpacked(data: bytes, limit_bytes: int) -> bytes:

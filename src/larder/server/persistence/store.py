@@ -62,14 +62,14 @@ class StoreSessionPersistence(SessionPersistence):
         self._names: dict[str, SessionNameIndex] = defaultdict(
             SessionNameIndex
         )  # by tenant, created on first use
-        self._naming = threading.Lock()
+        self._names_lock = threading.Lock()
         self._damaged: set[tuple[str, str]] = (
             set()
         )  # sessions that may be restarted under their names
         self.failed: Counter[str] = Counter()
 
     def commit(
-        self, session: SessionState, said: CompletedTurn
+        self, session: SessionState, turn: CompletedTurn
     ) -> Future[LarderError | None] | None:
         transcript = session_file.take_snapshot(session)
         extra_labels = {
@@ -102,7 +102,7 @@ class StoreSessionPersistence(SessionPersistence):
         try:
             found = self._store.turns.newest(tenant, name)
             if found is None:  # removed, perhaps by another server, or evicted
-                self._lose(tenant, name)
+                self._unindex(tenant, name)
                 return None
             record, data = found
             kept = saved_cache(record) if self._store.turns.has_cache(record) else None
@@ -121,16 +121,16 @@ class StoreSessionPersistence(SessionPersistence):
         return StoredSession(data, record.epoch, kept, record.policy, record.labels)
 
     def candidates(self, tenant: str, turns: Sequence[ChatMessage]) -> Sequence[str]:
-        firsts = list(self._rolling(turns))
-        wholes = list(self._rolling(map(_stripped, turns)))
-        with self._naming:
+        firsts = list(self._message_hashes(turns))
+        wholes = list(self._message_hashes(map(_stripped, turns)))
+        with self._names_lock:
             index = self._names[tenant]
         try:
             index.load(lambda: self._keys_of(tenant))
         except LarderError as error:
             self.failed[type(error).__name__] += 1
             return ()
-        return index.found(firsts, wholes, MAX_CANDIDATES)
+        return index.candidates(firsts, wholes, MAX_CANDIDATES)
 
     def branches(self, tenant: str, root: str) -> Sequence[str]:
         try:
@@ -177,8 +177,8 @@ class StoreSessionPersistence(SessionPersistence):
             ApiError: 409 `session_superseded`.
         """
         tenant, name = own = session.tenant, session.name
-        *_, first = self._rolling(transcript.turns[0].messages)
-        *_, whole = self._rolling(map(_stripped, _messages(transcript.turns)))
+        *_, first = self._message_hashes(transcript.turns[0].messages)
+        *_, whole = self._message_hashes(map(_stripped, _messages(transcript.turns)))
         labels = {
             FIRST_MESSAGES_LABEL: first,
             ALL_MESSAGES_LABEL: whole,
@@ -208,13 +208,13 @@ class StoreSessionPersistence(SessionPersistence):
             self._note(error)
             return error
         session.durable_turns = len(transcript.turns)
-        with self._naming:
+        with self._names_lock:
             index = self._names.get(session.tenant)
         if index is not None:  # otherwise the index is loaded on first use
             index.add(session.name, first, whole)
         return None
 
-    def _rolling(self, turns: Iterable[ChatMessage]) -> Iterator[str]:
+    def _message_hashes(self, turns: Iterable[ChatMessage]) -> Iterator[str]:
         """A keyed hash of each prefix of some messages, unlinkable without the store's secret;
         matches are compared before use."""
         key = FIRST_MESSAGES_LABEL
@@ -236,7 +236,7 @@ class StoreSessionPersistence(SessionPersistence):
             )
 
         try:
-            if session.durable_epoch or self._fence.catches_up(
+            if session.durable_epoch or self._fence.adopts_own_write(
                 session
             ):  # otherwise the first turn carries the flag
                 self._fence.write(session, labeled)
@@ -263,19 +263,19 @@ class StoreSessionPersistence(SessionPersistence):
             if session.durable_epoch or session.write_mark:
                 raise
             self._note(error)
-        self._lose(session.tenant, session.name)
+        self._unindex(session.tenant, session.name)
 
     def _discard(self, tenant: str, name: str) -> None:
         with suppress(InputError):  # removed already
             self._store.sessions.remove(tenant, name)
-        self._lose(tenant, name)
+        self._unindex(tenant, name)
 
     def _note(self, error: LarderError) -> None:
         self.failed[type(error).__name__] += 1
         self._store.parts.unwritten.note_error(error)
 
-    def _lose(self, tenant: str, name: str) -> None:
-        with self._naming:
+    def _unindex(self, tenant: str, name: str) -> None:
+        with self._names_lock:
             index = self._names.get(tenant)
         if index is not None:
             index.remove(name)
@@ -293,8 +293,8 @@ class StoreSessionPersistence(SessionPersistence):
                 )
 
 
-def _messages(said: Sequence[CompletedTurn]) -> Iterator[ChatMessage]:
-    for each in said:
+def _messages(turns: Sequence[CompletedTurn]) -> Iterator[ChatMessage]:
+    for each in turns:
         yield from each.messages
         yield ChatMessage(ASSISTANT, each.text)
 
@@ -332,7 +332,7 @@ class SessionNameIndex:
     def __init__(self) -> None:
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self._is_loaded = False
-        self._late: list[Callable[[], None]] | None = None  # changes during the load
+        self._changes: list[Callable[[], None]] | None = None  # changes during the load
         self._keys: dict[str, tuple[str, str]] = {}
         self._firsts: dict[str, dict[str, None]] = {}
         self._wholes: dict[str, dict[str, None]] = {}
@@ -348,19 +348,19 @@ class SessionNameIndex:
             if self._is_loaded:
                 return
             with self._lock:
-                self._late = []
+                self._changes = []
             try:
                 found = list(read())
             except BaseException:
                 with self._lock:
-                    self._late = None
+                    self._changes = None
                 raise
             with self._lock:
                 for name, first, whole in found:
                     self._add(name, first, whole)
-                for change in self._late:
+                for change in self._changes:
                     change()
-                self._late, self._is_loaded = None, True
+                self._changes, self._is_loaded = None, True
 
     def add(self, name: str, first: str, whole: str) -> None:
         """Add or update a session as the most recently used one."""
@@ -370,7 +370,7 @@ class SessionNameIndex:
         """Remove a session, if the index has it."""
         self._change(partial(self._remove, name))
 
-    def found(self, firsts: Sequence[str], wholes: Sequence[str], most: int) -> list[str]:
+    def candidates(self, firsts: Sequence[str], wholes: Sequence[str], most: int) -> list[str]:
         """Sessions that messages may continue: those whose whole transcript is a prefix, longest
         first, then those with equal first messages, most recently used first.
 
@@ -388,8 +388,8 @@ class SessionNameIndex:
         with self._lock:
             if self._is_loaded:
                 change()
-            elif self._late is not None:  # before a load the store has the change
-                self._late.append(change)
+            elif self._changes is not None:  # before a load the store has the change
+                self._changes.append(change)
 
     def _add(self, name: str, first: str, whole: str) -> None:
         self._remove(name)

@@ -43,7 +43,7 @@ class ChatBackend(SessionBackend):
 
     def start(self, job: RequestState) -> None:
         session, past_tokens = job.session, _tokens(job.past_turns)
-        if session.chat_cache is not None and not self._prefill.leads_on(job, session.chat_cache):
+        if session.chat_cache is not None and not self._prefill.extends(job, session.chat_cache):
             self._tiers.drop(session)
         job.counts.tier, held, source = session.tier, session.chat_cache, self._source(job)
         episodes = 0 if held is None else len(held.caches)
@@ -53,20 +53,20 @@ class ChatBackend(SessionBackend):
         job.new_ids = (
             job.prompt_ids[past_tokens:]
             if job.past_turns
-            else job.prompt_ids[self._prefill.skipped(job) :]
+            else job.prompt_ids[self._prefill.opening_len(job) :]
         )
         self._grant(
             session,
             chat_turn_demand(session.rule, length, length - past_tokens, job.new_tokens, episodes),
         )
         if held is None:
-            job.counts.tier = self._take_over(job)
+            job.counts.tier = self._copy_from_origin(job)
             if session.chat_cache is None and source is not None and self._fetch(job, source):
                 return
         self._tiers.restored["host"] += job.counts.tier == "host"
-        self._started(job)
+        self._plan_prefill(job)
 
-    def _started(self, job: RequestState) -> None:
+    def _plan_prefill(self, job: RequestState) -> None:
         """Prepare the prefill: the caches are present, or are to be rebuilt."""
         session, past_tokens = job.session, _tokens(job.past_turns)
         if session.chat_cache is not None:
@@ -116,7 +116,7 @@ class ChatBackend(SessionBackend):
         job.finish_reason = reason
         if active_turn.turn.is_within_after(len(job.closing_ids)):
             return bool(job.closing_ids)
-        job.prefill_steps = self._ending(job, active_turn, closing)
+        job.prefill_steps = self._closing_steps(job, active_turn, closing)
         return True
 
     def prepare_turn(
@@ -132,7 +132,7 @@ class ChatBackend(SessionBackend):
             job.turn_commit = session.chat_cache.file(job.active_turn, chat_turn)
         return job.completed_turn
 
-    def _ending(
+    def _closing_steps(
         self, job: RequestState, active_turn: ActiveTurn, closing: tuple[int, ...]
     ) -> PrefillSteps:
         """Read the end of a turn, and bring the cache that holds it back to its budget."""
@@ -199,7 +199,7 @@ class ChatBackend(SessionBackend):
             if not isinstance(error, Refused) or error.reason != SLOWER_THAN_RECOMPUTE:
                 load.source.saved_cache = None
         session.origin = None
-        self._started(job)
+        self._plan_prefill(job)
 
     def abandon_load(self, job: RequestState) -> None:
         """Release the cache load of a cancelled request."""
@@ -230,7 +230,7 @@ class ChatBackend(SessionBackend):
         """Start a cache load; False if there is no host memory for it."""
         kept = source.saved_cache
         assert kept is not None
-        reservation = self._tiers.chats.set_aside(
+        reservation = self._tiers.chats.detach(
             job.session, kept.nbytes + WRITE_COPIES * kept.cache_bytes
         )
         if reservation is None:
@@ -240,7 +240,7 @@ class ChatBackend(SessionBackend):
         job.load = CacheLoad(source, kept, kept.tokens, reservation, future)
         return True
 
-    def _take_over(self, job: RequestState) -> str:
+    def _copy_from_origin(self, job: RequestState) -> str:
         """Copy the caches of the session it was forked from, if they match;
         the tier of the result."""
         session, origin = job.session, job.session.origin

@@ -44,7 +44,7 @@ class ChatPrefill:
         session.cached_ids = session.ids
         yield from _refresh_steps(session, session.chat_cache)
         room = len(job.new_ids) + job.new_tokens + len(self._tokenizer.closing())
-        active_turn, prompt_tail = yield from self._drawn(
+        active_turn, prompt_tail = yield from self._open_turn(
             session, session.chat_cache, job.new_messages[-1].text, job.new_ids, room
         )
         job.active_turn = active_turn
@@ -53,7 +53,7 @@ class ChatPrefill:
             active_turn.turn.ask(job.prompt_tail)
             yield from active_turn.turn.replay_steps(tuple(job.output_ids[:-1]))
 
-    def leads_on(self, job: RequestState, chat_cache: ChatCache) -> bool:
+    def extends(self, job: RequestState, chat_cache: ChatCache) -> bool:
         """True if the caches contain a prefix of the completed turns, so that
         they can be extended."""
         cached = chat_cache.state.log.exchanges
@@ -61,7 +61,7 @@ class ChatPrefill:
             return True
         return self._log(job).exchanges[: len(cached)] == cached
 
-    def skipped(self, job: RequestState) -> int:
+    def opening_len(self, job: RequestState) -> int:
         """Tokens of a first prompt that precede its question."""
         return opening_history(job.session.root, job.new_messages, job.prompt_ids, self._tokenizer)[
             1
@@ -106,10 +106,10 @@ class ChatPrefill:
         completed: CompletedTurn,
         exchange: ChatTurn,
     ) -> PrefillSteps:
-        """A turn once more, as it was when it was said."""
+        """Replay of a completed turn over the caches, with the same steps as at first."""
         answer, closing = tuple(completed.answer_ids), self._tokenizer.closing()
         prompt = exchange.ids[: len(exchange.ids) - len(answer)]
-        active_turn, prompt_tail = yield from self._drawn(
+        active_turn, prompt_tail = yield from self._open_turn(
             session, chat_cache, exchange.question, prompt, len(exchange.ids)
         )
         turn, stop = active_turn.turn, len(answer) - completed.unread_tokens
@@ -128,7 +128,7 @@ class ChatPrefill:
         yield from chat_cache.settling(active_turn, commit)
         yield
 
-    def _drawn(
+    def _open_turn(
         self,
         session: SessionState,
         chat_cache: ChatCache,

@@ -127,7 +127,7 @@ def session_log(
 
     Args:
         name: root name of the session.
-        said: completed turns, one or more.
+        completed: one or more turns.
     """
     history, skipped = opening_history(
         name, completed[0].messages, completed[0].prompt_ids, tokenizer

@@ -52,13 +52,13 @@ class PrefixBackend(SessionBackend):
             self._tiers.drop(session)
             usable = _usable_tokens(job, session)  # the store may have an earlier state
         if not usable:
-            self._begin(job)
+            self._start_over(job)
         elif session.has_resident_cache:
-            self._go_on(job, usable)
+            self._continue(job, usable)
         elif not self._fetch(job, session, usable):
-            self._begin(job)
+            self._start_over(job)
         if job.load is None:
-            self._started(job)
+            self._plan_prefill(job)
 
     def on_loaded(self, job: RequestState) -> None:
         """Install the loaded cache, or start with an empty one if the load failed."""
@@ -69,15 +69,15 @@ class PrefixBackend(SessionBackend):
             load.reservation.release()
             if not isinstance(error, Refused) or error.reason != SLOWER_THAN_RECOMPUTE:
                 load.source.saved_cache = None
-            self._empty(session)
+            self._reset(session)
         else:
-            self._take(session, load)
-            self._cut(session, load.usable_tokens)
+            self._install(session, load)
+            self._truncate(session, load.usable_tokens)
             session.origin = None
             session.update_occupancy()
-        self._started(job)
+        self._plan_prefill(job)
 
-    def _take(self, session: SessionState, load: CacheLoad) -> None:
+    def _install(self, session: SessionState, load: CacheLoad) -> None:
         try:
             self._tiers.restore_from_disk(
                 session, load.source, load.saved_cache, load.future.result(), load.reservation
@@ -93,7 +93,7 @@ class PrefixBackend(SessionBackend):
             job.load.reservation.release()
             job.load = None
 
-    def _started(self, job: RequestState) -> None:
+    def _plan_prefill(self, job: RequestState) -> None:
         """Count cached tokens and split the rest into blocks: the cache is present."""
         cache = job.session.cache
         assert cache is not None
@@ -104,7 +104,7 @@ class PrefixBackend(SessionBackend):
         job.counts.cached = job.cached_len
         job.counts.restored = job.cached_len if job.counts.tier in ("host", "disk") else 0
         job.counts.recomputed = max(0, past_tokens - job.cached_len)
-        self._lay_out(job, job.prompt_ids)
+        self._split_prefill(job, job.prompt_ids)
 
     def prefill_block(self, job: RequestState) -> int:
         session, block = job.session, job.prefill_blocks[job.next_block]
@@ -128,7 +128,7 @@ class PrefixBackend(SessionBackend):
         session.cached_ids = array(TOKEN_TYPECODE)
         session.settled_tokens = 0
         job.cached_len = 0
-        self._lay_out(job, (*job.prompt_ids, *job.output_ids))
+        self._split_prefill(job, (*job.prompt_ids, *job.output_ids))
 
     def on_step(self, job: RequestState, plans: int) -> None:
         session = job.session
@@ -166,7 +166,7 @@ class PrefixBackend(SessionBackend):
         session.update_occupancy()
         self._tiers.shrink_to_fit(session)
 
-    def _lay_out(self, job: RequestState, text: tuple[int, ...]) -> None:
+    def _split_prefill(self, job: RequestState, text: tuple[int, ...]) -> None:
         session = job.session
         job.prefill_blocks = split_blocks(text[len(session.cached_ids) : -1], session.rule.block)
         job.next_block = 0
@@ -184,15 +184,15 @@ class PrefixBackend(SessionBackend):
             job.stream = IncrementalDetokenizer(self._tokenizer.decode, stop, job.listener.on_text)
             job.generator = job.request.sampling.generator()
 
-    def _go_on(self, job: RequestState, usable: int) -> None:
+    def _continue(self, job: RequestState, usable: int) -> None:
         """Continue with the session's own cache."""
         session = job.session
-        self._tiers.grant(session, self._need(job, session))
+        self._tiers.grant(session, self._demand(job, session))
         if session.cache is None:
             self._tiers.restore_from_host(session)
-        self._cut(session, usable)
+        self._truncate(session, usable)
 
-    def _cut(self, session: SessionState, usable: int) -> None:
+    def _truncate(self, session: SessionState, usable: int) -> None:
         """Truncate the cache to the common prefix."""
         assert session.cache is not None
         if usable < session.cache.next_position:
@@ -207,7 +207,7 @@ class PrefixBackend(SessionBackend):
         """
         session, saved = job.session, source.saved_cache
         assert saved is not None
-        demands = self._need(job, source), self._need(job, None)
+        demands = self._demand(job, source), self._demand(job, None)
         self._tiers.grant(
             session,
             MemoryDemand(
@@ -224,7 +224,7 @@ class PrefixBackend(SessionBackend):
         job.load = CacheLoad(source, saved, usable, reservation, future)
         return True
 
-    def _empty(self, session: SessionState) -> None:
+    def _reset(self, session: SessionState) -> None:
         """Start with an empty cache, in memory that is reserved."""
         session.origin = None
         session.cache = session.rule.empty_cache()
@@ -232,7 +232,7 @@ class PrefixBackend(SessionBackend):
         session.settled_tokens = 0
         session.is_coded, session.is_lossless = False, True
 
-    def _begin(self, job: RequestState) -> None:
+    def _start_over(self, job: RequestState) -> None:
         """Start with a copy of another session's cache, or with an empty one."""
         session = job.session
         source = self._source(job)
@@ -242,19 +242,19 @@ class PrefixBackend(SessionBackend):
                     if self._fetch(job, source, source.usable_prefix_len(job.prompt_ids)):
                         return
                 else:
-                    self._tiers.grant(session, self._need(job, source))
+                    self._tiers.grant(session, self._demand(job, source))
                     if self._copy(job, source):
                         return
             except BudgetError:
                 pass  # the whole copy may take more than the turn
-        self._tiers.grant(session, self._need(job, None))
-        self._empty(session)
+        self._tiers.grant(session, self._demand(job, None))
+        self._reset(session)
 
     def _copy(self, job: RequestState, source: SessionState) -> bool:
         """Copy the prefix from another session; False if its cache is no longer in memory."""
         session = job.session
         usable = source.usable_prefix_len(job.prompt_ids) if source.has_resident_cache else 0
-        cache = self._copied(source) if usable else None
+        cache = self._fork_cache(source) if usable else None
         if cache is None:
             return False
         if usable < cache.next_position:
@@ -267,7 +267,7 @@ class PrefixBackend(SessionBackend):
         session.update_occupancy()
         return True
 
-    def _copied(self, source: SessionState) -> SequenceCache | None:
+    def _fork_cache(self, source: SessionState) -> SequenceCache | None:
         if source.cache is not None:
             return source.cache.fork()
         if source.offloaded_cache is not None:
@@ -287,7 +287,7 @@ class PrefixBackend(SessionBackend):
             return other
         return origin if own_len else None
 
-    def _need(self, job: RequestState, source: SessionState | None) -> MemoryDemand:
+    def _demand(self, job: RequestState, source: SessionState | None) -> MemoryDemand:
         """Memory demand of the turn over the cache of `source`."""
         occupancy = job.session.occupancy if source is None else source.occupancy
         demand = job.session.rule.lossless_turn_demand(

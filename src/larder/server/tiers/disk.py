@@ -233,29 +233,29 @@ class DiskTierWriter:
         ended: Callable[[], None],
     ) -> None:
         self._ledger, self._disk, self._completions, self._ended = ledger, disk, completions, ended
-        self._late: dict[int, list[Reservation]] = {}
-        self._under_way: dict[int, Future[SavedCache]] = {}
+        self._reservations: dict[int, list[Reservation]] = {}
+        self._futures: dict[int, Future[SavedCache]] = {}
         self.saved = 0
 
     @property
     def is_busy(self) -> bool:
         """True while a write is in progress."""
-        return bool(self._late)
+        return bool(self._reservations)
 
-    def under_way(self, session: SessionState) -> Future[SavedCache] | None:
+    def write_in_progress(self, session: SessionState) -> Future[SavedCache] | None:
         """The write of this session's caches, if it is in progress."""
-        return self._under_way.get(session.key)
+        return self._futures.get(session.key)
 
-    def soon(self, count: int) -> int:
+    def start_bytes(self, count: int) -> int:
         """Host memory of a write that could start now: `count`, or 0 if none could."""
         return 0 if self.is_busy or not self._disk.is_open else count
 
-    def wants(self, session: SessionState) -> bool:
+    def may_write(self, session: SessionState) -> bool:
         """True if an idle session's cache may be written and is not in the store."""
         is_idle = not (session.is_answering or session.is_running or session.is_saving)
-        return is_idle and self.needs(session) and not session.pending_writes
+        return is_idle and self.can_write(session) and not session.pending_writes
 
-    def needs(self, session: SessionState) -> bool:
+    def can_write(self, session: SessionState) -> bool:
         """True if the store could have the session's cache, but does not."""
         if not session.has_resident_cache:  # reservations precede the cache
             return False
@@ -278,7 +278,7 @@ class DiskTierWriter:
     def release_after_write(self, session: SessionState, reservation: Reservation) -> None:
         """Release a reservation once the session's write is done; at once if there is none."""
         if session.is_saving:
-            self._late[session.key].append(reservation)
+            self._reservations[session.key].append(reservation)
         else:
             reservation.release()
 
@@ -290,18 +290,20 @@ class DiskTierWriter:
         )
         session.is_saving = True
         session.pending_writes += 1
-        self._late[session.key] = [reservation]
-        future = self._under_way[session.key] = self._disk.save(session, caches, beside)
-        self._completions.when_done(future, partial(self._over, session, len(session.cached_ids)))
+        self._reservations[session.key] = [reservation]
+        future = self._futures[session.key] = self._disk.save(session, caches, beside)
+        self._completions.when_done(
+            future, partial(self._on_written, session, len(session.cached_ids))
+        )
         return future
 
-    def _over(self, session: SessionState, tokens: int, future: Future[SavedCache]) -> None:
+    def _on_written(self, session: SessionState, tokens: int, future: Future[SavedCache]) -> None:
         session.is_saving = False
         session.pending_writes -= 1
         if session.chat_cache is not None:
             session.chat_cache.caches.end_lending()
-        del self._under_way[session.key]
-        for reservation in self._late.pop(session.key):
+        del self._futures[session.key]
+        for reservation in self._reservations.pop(session.key):
             reservation.release()
         if future.exception() is None:
             session.saved_cache, session.failed_write_tokens = future.result(), -1

@@ -61,7 +61,7 @@ class ChatHostMemory:
             session.host_reservation = None
             del self._in_host[session.key]
 
-    def set_aside(self, session: SessionState, count: int) -> Reservation | None:
+    def detach(self, session: SessionState, count: int) -> Reservation | None:
         """Detach the session's reservation, enlarged to `count` bytes if smaller, for a cache load;
         None if there is no room, with nothing changed."""
         assert session.host_reservation is not None
@@ -74,7 +74,7 @@ class ChatHostMemory:
         return room
 
     def return_reservation(self, session: SessionState, room: Reservation) -> None:
-        """Undo `set_aside`."""
+        """Undo `detach`."""
         session.host_reservation = room
         self._in_host[session.key] = session
 
@@ -128,7 +128,7 @@ class TranscriptMemory:
         self._ledger, self._unload = ledger, unload
         self._charged: dict[int, SessionState] = {}
         self._pinned_bytes: dict[int, int] = {}
-        self._of: Counter[str] = Counter()
+        self._tenant_bytes: Counter[str] = Counter()
 
     def missing(self, session: SessionState) -> int:
         """Bytes of a transcript beyond its reservation."""
@@ -139,12 +139,12 @@ class TranscriptMemory:
     def exceeds_share(self, session: SessionState) -> bool:
         """True if the tenant's transcripts that only memory has would exceed the memory left to
         others."""
-        if not self._is_crowding(session):
+        if not self._is_above_share(session):
             return False
         for each in self._charged.values():
             if each.durable_epoch:  # written since the charge
                 self._count(each, 0)
-        return self._is_crowding(session)
+        return self._is_above_share(session)
 
     def charge(self, session: SessionState) -> None:
         """Charge the present size of a transcript.
@@ -181,20 +181,23 @@ class TranscriptMemory:
         if one was unloaded."""
         return any(self._unload(each) for each in self._idle() if each is not but)
 
-    def _is_crowding(self, session: SessionState) -> bool:
+    def _is_above_share(self, session: SessionState) -> bool:
         extra = self._unstored_bytes(session) - self._pinned_bytes.get(session.key, 0)
-        own, reserved = self._of[session.tenant] + extra, self._of.total() + extra
+        own, reserved = (
+            self._tenant_bytes[session.tenant] + extra,
+            self._tenant_bytes.total() + extra,
+        )
         return extra > 0 and own > self._ledger.limit(Tier.HOST) - reserved
 
     def _unstored_bytes(self, session: SessionState) -> int:
         return 0 if session.durable_epoch else session.transcript_bytes
 
     def _count(self, session: SessionState, staying: int) -> None:
-        self._of[session.tenant] += staying - self._pinned_bytes.pop(session.key, 0)
+        self._tenant_bytes[session.tenant] += staying - self._pinned_bytes.pop(session.key, 0)
         if staying:
             self._pinned_bytes[session.key] = staying
-        if not self._of[session.tenant]:
-            del self._of[session.tenant]
+        if not self._tenant_bytes[session.tenant]:
+            del self._tenant_bytes[session.tenant]
 
     def _idle(self) -> list[SessionState]:
         """Idle sessions of which only the transcript is in memory, in order of unloading."""

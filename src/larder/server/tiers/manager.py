@@ -67,7 +67,7 @@ class TierManager:
         self.dropped = 0
 
     @property
-    def is_leaving(self) -> bool:
+    def is_writing(self) -> bool:
         """True if a cache is being written, whose memory will then be free."""
         return self._writer.is_busy
 
@@ -142,13 +142,13 @@ class TierManager:
     def offload(self, session: SessionState) -> bool:
         """Move a cache from the device to host memory; False if there is no room, and it stays."""
         if session.chat_cache is not None:
-            soon = self._writer.soon(write_memory_bytes(session))
+            soon = self._writer.start_bytes(write_memory_bytes(session))
             self._free_written_host(session, session.device_bytes + soon)
             return self._parked(session, self.chats.offload(session))
         cache = session.cache
         assert cache is not None
         count = idle_bytes(session)
-        self._free_written_host(session, count + self._writer.soon(WRITE_COPIES * count))
+        self._free_written_host(session, count + self._writer.start_bytes(WRITE_COPIES * count))
         reservation = self.host_room(session, count)
         if reservation is None:
             return False
@@ -170,7 +170,7 @@ class TierManager:
         """Start writing the cache that would leave host memory first, unless a write is in
         progress."""
         self.parked[Tier.DISK.value] = self._writer.saved
-        wanting = [each for each in self.in_host.values() if self._writer.wants(each)]
+        wanting = [each for each in self.in_host.values() if self._writer.may_write(each)]
         if wanting and not self._writer.is_busy:
             first = self._order.first(Tier.HOST, wanting, None, 1)[0]
             self._free_written_host(first, write_memory_bytes(first))
@@ -185,8 +185,8 @@ class TierManager:
     def save(self, session: SessionState) -> Future[SavedCache] | None:
         """Start writing a session's cache, if possible and necessary."""
         if session.is_saving:
-            return self._writer.under_way(session)
-        if not session.has_resident_cache or not self._writer.needs(session):
+            return self._writer.write_in_progress(session)
+        if not session.has_resident_cache or not self._writer.can_write(session):
             return None
         self._host_room(session, write_memory_bytes(session))
         return self._writer.start(session)
@@ -243,7 +243,7 @@ class TierManager:
         if self.offload(session):
             return True
         may_fit = 0 < idle_bytes(session) <= self._host_limit(session.tenant)
-        if may_fit and self.is_leaving and not session.is_saved:
+        if may_fit and self.is_writing and not session.is_saved:
             return False
         self.evict(session)
         return True
@@ -262,7 +262,7 @@ class TierManager:
         while not self._free_written_host(session, count):
             self.write_next()
             missing = self._missing_host(session, count)
-            if self.is_leaving or not self._evict_from_host(
+            if self.is_writing or not self._evict_from_host(
                 session, self.in_host.values(), count, missing
             ):
                 return False
@@ -272,7 +272,7 @@ class TierManager:
         """Make room by evicting only caches that the store has or cannot take, and idle
         transcripts."""
         while (missing := self._missing_host(session, count)) > 0:
-            idle = [each for each in self.in_host.values() if not self._writer.needs(each)]
+            idle = [each for each in self.in_host.values() if not self._writer.can_write(each)]
             if not self._evict_from_host(
                 session, idle, count, missing
             ) and not self.transcripts.unload_one(session):
