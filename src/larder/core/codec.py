@@ -48,7 +48,7 @@ class QuantizationScheme:
     head_dim: int
 
     @property
-    def pieces(self) -> int:
+    def scales_per_entry(self) -> int:
         """Offsets and scales of one entry, where each entry has its own."""
         return math.ceil(self.channels / self.group)
 
@@ -60,7 +60,7 @@ class QuantizationScheme:
         """What every entry costs; a number that stays as it is has `itemsize` bytes."""
         if not self.bits:
             return self.channels * itemsize
-        shared = 2 * SCALE_BYTES * self.pieces if self.sharing is ScaleGranularity.ENTRY else 0
+        shared = 2 * SCALE_BYTES * self.scales_per_entry if self.sharing is ScaleGranularity.ENTRY else 0
         return math.ceil(self.channels / (8 // self.bits)) + shared
 
     @property

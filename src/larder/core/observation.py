@@ -34,7 +34,7 @@ class StorageStatistics:
     weights: Packed = field(default_factory=lambda: empty_tensor(torch.float32, 0))
     numbers: tuple[float, ...] = ()
 
-    def after(self, plan: Plan) -> StorageStatistics:
+    def after_plan(self, plan: Plan) -> StorageStatistics:
         """The same of those entries that a plan kept."""
         return replace(self, weights=self.weights[plan.kept]) if len(self.weights) else self
 
@@ -80,7 +80,7 @@ class Entries:
         return self.places if len(self.places) else self.positions
 
     @property
-    def like(self) -> Float[Tensor, "0 D"]:
+    def empty_like(self) -> Float[Tensor, "0 D"]:
         """No entry; of the keys' size, type and device."""
         return self.keys[:0]
 
@@ -268,7 +268,7 @@ class LayerScores:
         """Scores with the protected entries above all others."""
         return self.scores.masked_fill(self.protected, torch.inf)
 
-    def after(self, plan: Plan) -> LayerScores:
+    def after_plan(self, plan: Plan) -> LayerScores:
         """The same judgement of those entries that a plan kept."""
         kept = plan.kept
         return replace(
@@ -276,7 +276,7 @@ class LayerScores:
             scores=self.scores[kept],
             protected=self.protected[kept],
             lengths=plan.lengths,
-            storage_statistics=self.storage_statistics.after(plan),
+            storage_statistics=self.storage_statistics.after_plan(plan),
             protection=None,
         )
 
@@ -351,7 +351,7 @@ class LatestQueries:
         count = int((self.positions < position).sum())
         return LatestQueries(self.queries[:, :count], self.positions[:count])
 
-    def copied(self) -> LatestQueries:
+    def clone(self) -> LatestQueries:
         """The same on tensors of its own."""
         return LatestQueries(self.queries.clone(), self.positions.clone())
 

@@ -61,7 +61,7 @@ class RecallResult:
     estimate: Estimate | None = None
     share: Float[Tensor, " H"] | None = None
     mean: Float[Tensor, "K D"] | None = None
-    is_whole: bool = False
+    attends_all: bool = False
 
 
 class RecallIndex(ABC):
@@ -288,13 +288,13 @@ class OffloadSpec:
     host_mib: int | None = None
     codec: Codec | None = None
 
-    def told(self) -> str:
+    def to_text(self) -> str:
         """All of it as text."""
         rounded = "" if self.codec is None else f" > {spell(self.codec)}"
         return f"{'' if self.host_mib is None else self.host_mib} {spell(self.recall)}{rounded}"
 
     @staticmethod
-    def of(text: str) -> OffloadSpec:
+    def from_text(text: str) -> OffloadSpec:
         """What `told` gave."""
         host, _, sentence = text.partition(" ")
         call, *rounded = parse(sentence)

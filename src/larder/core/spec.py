@@ -140,7 +140,7 @@ class RecomputeSpec:
         BadParameter: before the first layer stand the ids.
     """
 
-    manner: RecomputeSource = RecomputeSource.EVERY
+    source: RecomputeSource = RecomputeSource.EVERY
     layer: int = 1
 
     def __post_init__(self) -> None:
@@ -153,19 +153,19 @@ class RecomputeSpec:
     @property
     def depth(self) -> int:
         """How many layers hold all of their entries."""
-        return self.layer if self.manner is RecomputeSource.ONE else 0
+        return self.layer if self.source is RecomputeSource.ONE else 0
 
     @property
     def rereads(self) -> bool:
         """Whether tokens are read again, all of them in order."""
-        return self.manner is not RecomputeSource.EVERY
+        return self.source is not RecomputeSource.EVERY
 
-    def told(self) -> str:
+    def to_text(self) -> str:
         """All of it as text."""
-        return f"{self.manner.value} {self.layer}"
+        return f"{self.source.value} {self.layer}"
 
     @staticmethod
-    def of(text: str) -> RecomputeSpec:
+    def from_text(text: str) -> RecomputeSpec:
         """What `told` gave."""
         manner, layer = text.split()
         return RecomputeSpec(RecomputeSource(manner), int(layer))

@@ -67,7 +67,7 @@ class AttentionReduction:
         """With the parameters that the parts have by default."""
         return AttentionReduction(AGGREGATIONS.load(aggregation)(), HEAD_RULES.load(heads)())
 
-    def join(self, look: ObservationWindow, seen: Observation) -> list[Float[Tensor, " _"]]:
+    def reduce(self, look: ObservationWindow, seen: Observation) -> list[Float[Tensor, " _"]]:
         """One number per entry and kv head; the entries' softmax weights are never all held."""
         entries = look.entries
         judged = (

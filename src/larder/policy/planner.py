@@ -96,7 +96,7 @@ class Planner:
         return tuple(TALLIES.load(name)() for name in sorted(named))
 
     @property
-    def counts(self) -> bool:
+    def has_tallies(self) -> bool:
         """Whether anything is counted of every pass, judged or not."""
         return bool(self._tallies or self.queries)
 
@@ -120,7 +120,7 @@ class Planner:
         updates = [tally.update(seen) for tally in self._tallies]
         return {name: column for update in updates for name, column in update.items()}
 
-    def under(
+    def with_calibration(
         self, facts: Calibration, layers: tuple[int, ...], lexicon: Lexicon = MappingProxyType({})
     ) -> Planner:
         """The same, knowing what was measured of the model.
@@ -165,7 +165,7 @@ class Planner:
         Raises:
             BudgetError: what is protected and what the scorer always keeps do not fit together.
         """
-        least = self.protect.least(tokens).joined(self.scorer.least())
+        least = self.protect.least(tokens).union(self.scorer.least())
         if least.tokens > tokens:
             raise BudgetError(
                 f"The budget of {tokens} tokens is smaller than the {least.tokens} that "
@@ -182,7 +182,7 @@ class Planner:
         """The fewest entries of a layer that hold what is protected of so many."""
         always = self.scorer.least()
         sizes = (
-            own for own in range(tokens) if self.protect.ends(own).joined(always).tokens <= own
+            own for own in range(tokens) if self.protect.ends(own).union(always).tokens <= own
         )
         return next(sizes, tokens)
 
@@ -225,7 +225,7 @@ class Planner:
                 f"layer {seen.layer.index}, which cannot be ranked: return numbers or infinities."
             )
 
-    def judge(self, seen: Observation, scores: Packed, tokens: int, start: int = 0) -> LayerScores:
+    def with_protection(self, seen: Observation, scores: Packed, tokens: int, start: int = 0) -> LayerScores:
         """A layer's scores together with what is protected.
 
         Args:
@@ -274,10 +274,10 @@ class Planner:
         plans: dict[int, Plan] = {}
         for index, plan in self.budget.choose(ready, quotas).items():
             told = ready[index], quotas[index], share_of[index]
-            plans[index] = self._settled(plan, entries(index), *told)
+            plans[index] = self._finish_plan(plan, entries(index), *told)
         return plans
 
-    def _settled(
+    def _finish_plan(
         self, plan: Plan, held: Entries, scored: LayerScores, quota: int, share: float
     ) -> Plan:
         """By itself, so that of copies of what layers hold there is one at a time."""

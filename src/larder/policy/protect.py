@@ -84,6 +84,6 @@ class ProtectedTokens:
         """Entries per head that they take up."""
         return self.first + self.last
 
-    def joined(self, other: ProtectedTokens) -> ProtectedTokens:
+    def union(self, other: ProtectedTokens) -> ProtectedTokens:
         """What stays when both must: the same end is kept once."""
         return ProtectedTokens(max(self.first, other.first), max(self.last, other.last))

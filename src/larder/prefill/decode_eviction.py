@@ -48,11 +48,11 @@ class DecodeEviction:
     tokens: int
     quotas: tuple[Mapping[int, int], ...]
     starts: tuple[int, ...]
-    foresee: SurpriseForecast = no_surprise
-    pages: int = 0
+    forecast: SurpriseForecast = no_surprise
+    recall_entries: int = 0
     max_excess: int | None = None
 
-    def resting(self) -> DecodeEviction:
+    def at_turn_end(self) -> DecodeEviction:
         """The same at the end of a turn, when nothing may be held beyond the budget."""
         return replace(self, max_excess=0)
 
@@ -86,10 +86,10 @@ class DecodeEviction:
             if len(row.ids) == 1 and self.planner.needs_logits(is_due):
                 row.cache.record_logits(own)
         asked = [ScratchPrompt(r.ids, (0, n)) for r, n in zip(rows, lengths, strict=True)]
-        judge.expect(asked, turns, 0)
+        judge.begin_pass(asked, turns, 0)
         watching: Observer = judge
         if SURPRISE in self.planner.ledger.columns:
-            watching = surprise_observer(judge, caches, list(self.quotas[0]), self.foresee(rows))
+            watching = surprise_observer(judge, caches, list(self.quotas[0]), self.forecast(rows))
         if max(len(row.ids) for row in rows) > 1 or self._copies(caches):
             return watching
         return DeferredObserver(watching, len(rows) * len(caches[0].spec.layers))
@@ -111,7 +111,7 @@ class DecodeEviction:
             excess = min(excess, self.max_excess)
         lengths, new = row.cache.lengths(), len(row.ids)
         if not any(tier.has_offloaded for tier in row.cache.tiers):
-            excess += self.pages
+            excess += self.recall_entries
         held = {layer: sum(lengths[layer]) + new * len(lengths[layer]) for layer in quotas}
         allowed = {layer: (quota + excess) * len(lengths[layer]) for layer, quota in quotas.items()}
         return self.planner.budget.is_plan_due(held, allowed) or self._is_rounding_due(

@@ -85,7 +85,7 @@ class EvictionPass:
         self._leading = SharedLayerScores(planner.unit.layers_together)
         self._places = {layer: place for place, layer in enumerate(quotas[0])}
 
-    def expect(
+    def begin_pass(
         self, asked: Sequence[ScratchPrompt], turns: Sequence[ScoringPhase], scratch_tokens: int
     ) -> None:
         """Say what the next pass reads and is for, one entry per row.
@@ -100,7 +100,7 @@ class EvictionPass:
             cache = self._caches[row]
             replaced = 0 if self._scratch_tokens else cache.replaced_bytes(layer)
             self._note(layer, max(replaced, cache.attention_copy_bytes(layer)))
-        is_watched = self._turns[row] is not ScoringPhase.OBSERVE or self._planner.counts
+        is_watched = self._turns[row] is not ScoringPhase.OBSERVE or self._planner.has_tallies
         if layer in self._quotas[row] and is_watched:
             self._carry_out(row, layer, self._plans(row, layer, recorded))
 
@@ -122,7 +122,7 @@ class EvictionPass:
         if self._meter is not None:
             others = max((cache.entries_copy_bytes(index) for index in ready), default=0)
             self._note(layer, cache.entries_copy_bytes(layer) + others)
-        ready[layer] = self._planner.judge(seen, scores, self._tokens, self._starts[row])
+        ready[layer] = self._planner.with_protection(seen, scores, self._tokens, self._starts[row])
         held = lambda index: seen.entries if index == layer else cache.entries(index)  # noqa: E731
         return self._planner.plan(ready, self._quotas[row], held)
 
@@ -174,7 +174,7 @@ class EvictionPass:
         for layer, plan in plans.items():
             judged = ready.pop(layer)
             if self._planner.budget.replans:
-                ready[layer] = judged.after(plan)
+                ready[layer] = judged.after_plan(plan)
             if self._carry is EvictionMode.APPLY:
                 cache.apply(layer, plan)
             else:
@@ -185,7 +185,7 @@ class EvictionPass:
     def _note(self, layer: int, passing_bytes: int) -> None:
         """Tell the meter what is held for a moment, beside a scratch pass's own in that layer."""
         if self._meter is not None:
-            self._meter.note(self._caches, self._in_flight(layer) + passing_bytes)
+            self._meter.observe(self._caches, self._in_flight(layer) + passing_bytes)
 
 
 @dataclass(frozen=True)

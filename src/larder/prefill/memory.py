@@ -20,21 +20,21 @@ class EntryCapacity:
         full_precision_heads: kv heads that share these.
     """
 
-    resting: int
+    entries: int
     heads: int
     block: int
-    finest: int | None = None
+    full_precision: int | None = None
     full_precision_heads: int = 0
 
-    def room(self, cache: SequenceCache) -> int:
+    def free_tokens(self, cache: SequenceCache) -> int:
         """Tokens that a cache may read before it holds budget + block."""
-        rooms = [self.block + (self.resting - resident_entries(cache)) // max(1, self.heads)]
-        if self.finest is not None:
-            left = self.finest - full_precision_entries(cache)
+        rooms = [self.block + (self.entries - resident_entries(cache)) // max(1, self.heads)]
+        if self.full_precision is not None:
+            left = self.full_precision - full_precision_entries(cache)
             rooms.append(self.block + left // max(1, self.full_precision_heads))
         return max(0, min(rooms))
 
-    def is_over(self, cache: SequenceCache, more: int = 0) -> bool:
+    def is_exceeded(self, cache: SequenceCache, more: int = 0) -> bool:
         """Whether a cache holds more than may rest, once it has read so many more tokens."""
         entries = resident_entries(cache) + self.heads * more
         return self.exceeded(
@@ -43,7 +43,7 @@ class EntryCapacity:
 
     def exceeded(self, entries: int, finest: int) -> bool:
         """Whether so many entries, slots for pages included, are more than may rest."""
-        return entries > self.resting or (self.finest is not None and finest > self.finest)
+        return entries > self.entries or (self.full_precision is not None and finest > self.full_precision)
 
 
 def resident_entries(cache: SequenceCache) -> int:
@@ -82,11 +82,11 @@ class PeakMemoryMeter:
         self.peak_live_bytes = 0
         self.peak_entries = 0
 
-    def park(self, cache: SequenceCache) -> None:
+    def add_finished(self, cache: SequenceCache) -> None:
         """Count a finished cache from now on as held elsewhere."""
         self.parked_bytes += cache.nbytes
 
-    def note(self, caches: Sequence[SequenceCache], passing_bytes: int) -> None:
+    def observe(self, caches: Sequence[SequenceCache], passing_bytes: int) -> None:
         """Look at the caches right after a change.
 
         Args:

@@ -35,7 +35,7 @@ class PrefillSequence:
     """
 
     cache: SequenceCache
-    book: Prompts
+    prompts: Prompts
     finish: Callable[[SequenceCache], None] = _keep_in_place
 
 
@@ -54,7 +54,7 @@ class PrefillReader:
     tokens: int
     quotas: Mapping[int, int]
     meter: PeakMemoryMeter
-    pages: int = 0
+    recall_entries: int = 0
 
     def append(self, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]) -> None:
         """Read tokens into every lane; nothing is judged."""
@@ -67,7 +67,7 @@ class PrefillReader:
             for layer in self.quotas:
                 record_surprise(row.cache, layer, start, surprises)
 
-    def settle(
+    def read_and_evict(
         self,
         lanes: Sequence[PrefillSequence],
         ids: tuple[int, ...],
@@ -81,10 +81,10 @@ class PrefillReader:
             block: the tokens to judge by; `ids` are its last ones.
             start: true position of the first token of `block`.
         """
-        for _ in self.settling(lanes, ids, block, start):
+        for _ in self.read_and_evict_steps(lanes, ids, block, start):
             pass
 
-    def settling(
+    def read_and_evict_steps(
         self,
         lanes: Sequence[PrefillSequence],
         ids: tuple[int, ...],
@@ -100,7 +100,7 @@ class PrefillReader:
         length = start + len(block)
         judge = self._judge(caches, length)
         if not scratches[0]:
-            judge.expect(
+            judge.begin_pass(
                 [ScratchPrompt(ids, (0, length))] * len(lanes),
                 [ScoringPhase.DECIDE] * len(lanes),
                 0,
@@ -118,7 +118,7 @@ class PrefillReader:
             turn = ScoringPhase.DECIDE if number == len(rounds) else ScoringPhase.ACCUMULATE
             asked = with_drafts(self.decoder, caches, prompts, following)
             behind = sum(scratch.tokens for scratch in asked)
-            judge.expect(asked, [turn] * len(asked), behind)
+            judge.begin_pass(asked, [turn] * len(asked), behind)
             pairs = zip(caches, asked, strict=True)
             rows = [BatchSegment(cache, each.ids, shift=each.shift) for cache, each in pairs]
             self.decoder.read(rows, Mode.SCRATCH, judge, self.planner.needs)
@@ -131,9 +131,9 @@ class PrefillReader:
         """
         # Giving back and handing over go layer by layer, and hold one layer twice.
         caches = [lane.cache, *(each.cache for each in waiting)]
-        self.meter.note(caches, lane.cache.largest_layer_bytes)
+        self.meter.observe(caches, lane.cache.largest_layer_bytes)
         lane.cache.compact()
-        self.meter.park(lane.cache)
+        self.meter.add_finished(lane.cache)
         lane.finish(lane.cache)
 
     def _appending(
@@ -142,7 +142,7 @@ class PrefillReader:
         """Rows that every lane reads, and who watches them without judging."""
         caches = [lane.cache for lane in lanes]
         judge = self._judge(caches, lanes[0].cache.next_position + len(ids))
-        judge.expect(
+        judge.begin_pass(
             [ScratchPrompt(ids, (0, 0))] * len(lanes), [ScoringPhase.OBSERVE] * len(lanes), 0
         )
         return _rows(caches, ids), judge
@@ -154,7 +154,7 @@ class PrefillReader:
 
         How surprising tokens are is known only once they have passed, when all layers have gone by.
         """
-        scratches = self.planner.scorer.scratch(block, start, lane.book)
+        scratches = self.planner.scorer.scratch(block, start, lane.prompts)
         if scratches or SURPRISE not in self.planner.ledger.columns:
             return scratches
         return (ScratchPrompt(block[-REREAD_TOKENS:], (0, start + len(block))),)
@@ -171,7 +171,7 @@ class PrefillReader:
         longest = max(lane.cache.next_position for lane in lanes) + new_tokens
         spec, finest = self.decoder.spec, self.planner.storage.finest
         return all(
-            longest <= finest(quota, spec.layers[index], spec.dtype.itemsize) + self.pages
+            longest <= finest(quota, spec.layers[index], spec.dtype.itemsize) + self.recall_entries
             for index, quota in self.quotas.items()
         )
 

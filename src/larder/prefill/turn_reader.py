@@ -59,14 +59,14 @@ class TurnReader:
         saved: SequenceCache | None = None,
         open_ids: Sequence[int] = (),
     ) -> None:
-        self.cache, self.saved, self.meter = cache, saved, PeakMemoryMeter()
+        self.cache, self.snapshot, self.meter = cache, saved, PeakMemoryMeter()
         self._decoder, self._lane, self._reader_of = (
             decoder,
             PrefillSequence(cache, book),
             reader_of,
         )
         self._bound, self._block, self._tending = bound, block, tending
-        self._resting = None if tending is None else tending.resting()
+        self._resting = None if tending is None else tending.at_turn_end()
         self._open, self._start = list(open_ids), cache.next_position - len(open_ids)
 
     @property
@@ -75,12 +75,12 @@ class TurnReader:
         return tuple(self._open)
 
     @property
-    def room(self) -> int:
+    def free_tokens(self) -> int:
         """Tokens that the next pass may read; 0 where a block has to end first."""
         if self._bound is None:
             return self._block
         if self._tending is not None:
-            return min(self._block, self._bound.room(self.cache))
+            return min(self._block, self._bound.free_tokens(self.cache))
         return self._block - len(self._open)
 
     def reserve(self, tokens: int) -> None:
@@ -89,30 +89,30 @@ class TurnReader:
             tokens = 1 if self._tending is not None else min(tokens, self._block)
         self.cache.reserve(tokens)
 
-    def reading(self, ids: tuple[int, ...]) -> Steps[tuple[int, ...]]:
+    def message_steps(self, ids: tuple[int, ...]) -> Steps[tuple[int, ...]]:
         """Read a message but for its last part, which the next pass may read; returns that."""
         if self._tending is None:
             *blocks, ids = split_blocks(ids, self._block)
             for block in blocks:
                 yield from self._block_end(block)
                 yield
-        while len(ids) > self.room:
-            count = max(1, self.room)
+        while len(ids) > self.free_tokens:
+            count = max(1, self.free_tokens)
             self._read(ids[:count], AppendKind.QUESTION, 0, self._tending)
             ids = ids[count:]
             yield
         return ids
 
-    def ask(self, ids: tuple[int, ...]) -> None:
+    def read_last_part(self, ids: tuple[int, ...]) -> None:
         """Read the last part of a message that was answered before."""
         self._read(ids, AppendKind.QUESTION, 0, self._tending)
 
     def end_block_steps(self, tokens: int) -> Steps[None]:
         """End the open block where so many more tokens would not fit behind it."""
-        if self._tending is None and self.room < tokens:
+        if self._tending is None and self.free_tokens < tokens:
             yield from self._block_end()
 
-    def following(self, ids: tuple[int, ...], said: int) -> Steps[None]:
+    def closing_steps(self, ids: tuple[int, ...], said: int) -> Steps[None]:
         """Read the end of the turn, which was not generated.
 
         Args:
@@ -120,7 +120,7 @@ class TurnReader:
         """
         while ids:
             yield from self.end_block_steps(1)
-            count = max(1, self.room)
+            count = max(1, self.free_tokens)
             self._read(ids[:count], AppendKind.TEXT, said, self._resting)
             ids = ids[count:]
             yield
@@ -133,37 +133,37 @@ class TurnReader:
         most, place = 1 if is_single else REPLAYED_TOKENS, 0
         while place < len(ids):
             yield from self.end_block_steps(1)
-            part = ids[place : place + min(most, self.room)]
+            part = ids[place : place + min(most, self.free_tokens)]
             place += len(part)
             coming = AppendKind.STEP if is_single else AppendKind.TEXT
             self._read(part, coming, place, self._tending)
             if not is_single or place % REPLAYED_TOKENS == 0:
                 yield
 
-    def settling(self) -> Steps[None]:
+    def end_turn_steps(self) -> Steps[None]:
         """The end of the turn: bring the cache back to its budget."""
         if self._tending is None:
             if self._is_judged(0):
                 yield from self._judging(self._taken_back())
             self._open = []
-        elif self.is_over:  # no pass was left at the end of the turn: its last token has one more
+        elif self.is_over_budget:  # no pass was left at the end of the turn: its last token has one more
             last = tuple(self._open[-1:])
             self.cache.truncate(self.cache.next_position - len(last))
             self._read(last, AppendKind.TEXT, 0, self._resting)
-        self.meter.note([self.cache], 0)
+        self.meter.observe([self.cache], 0)
 
     def is_within_after(self, tokens: int) -> bool:
         """Whether the cache is within its budget once the next pass has read so many tokens."""
         if self._tending is None:
-            return tokens <= self.room and not self._is_judged(tokens)
-        return 0 < tokens <= self.room if tokens else not self.is_over
+            return tokens <= self.free_tokens and not self._is_judged(tokens)
+        return 0 < tokens <= self.free_tokens if tokens else not self.is_over_budget
 
     @property
-    def is_over(self) -> bool:
+    def is_over_budget(self) -> bool:
         """Whether the cache holds more than it may between two turns."""
         if self._bound is None:
             return False
-        return self._bound.is_over(self.cache)
+        return self._bound.is_exceeded(self.cache)
 
     def observer(
         self, numbers: Sequence[int], rows: Sequence[BatchSegment], steps: Sequence[int]
@@ -183,7 +183,7 @@ class TurnReader:
         self, row: BatchSegment, said: int, tending: DecodeEviction | None
     ) -> Observer | None:
         """Who watches a pass, whose tokens are open from now on."""
-        self.meter.note([self.cache], 0)
+        self.meter.observe([self.cache], 0)
         del self._open[self.cache.next_position - self._start :]  # of a pass that has failed
         self._open.extend(row.ids)
         return None if tending is None else tending.observer([0], [row], [said])
@@ -198,9 +198,9 @@ class TurnReader:
         """The end of a block within the turn, for which more of it may have to be read."""
         if self._is_judged(len(more)):
             ids = (*self._taken_back(), *more)
-            if self.saved is None:
-                self.saved = self.cache.fork()
-                self.meter.parked_bytes += self.saved.nbytes
+            if self.snapshot is None:
+                self.snapshot = self.cache.fork()
+                self.meter.parked_bytes += self.snapshot.nbytes
             yield from self._judging(ids)
         else:
             if more:
@@ -212,8 +212,8 @@ class TurnReader:
         if self._bound is None or not (self._open or more):
             return False
         planner = self._reader_of(self.cache.next_position + more, self.meter).planner
-        is_counted = planner.counts or SURPRISE in planner.ledger.columns
-        return is_counted or self._bound.is_over(self.cache, more)
+        is_counted = planner.has_tallies or SURPRISE in planner.ledger.columns
+        return is_counted or self._bound.is_exceeded(self.cache, more)
 
     def _taken_back(self) -> tuple[int, ...]:
         """Forget the open block; its tokens."""
@@ -226,7 +226,7 @@ class TurnReader:
         cache = self.cache
         reader = self._reader_of(cache.next_position + len(ids), self.meter)
         for block in split_blocks(ids, self._block):
-            yield from reader.settling([self._lane], block, block, cache.next_position)
+            yield from reader.read_and_evict_steps([self._lane], block, block, cache.next_position)
         self._close()
 
     def _close(self) -> None:

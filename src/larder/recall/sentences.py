@@ -143,7 +143,7 @@ class SentencesIndex(EntryIndex):
 
     def _found(self, scores: Float[Tensor, "K M"], count: int) -> RecallResult:
         best = top_rows(mask_missing(scores, self.paged.known), count)
-        return RecallResult(best, is_whole=int(self._course[0]) == 1)
+        return RecallResult(best, attends_all=int(self._course[0]) == 1)
 
     def tensors(self) -> tuple[Tensor, ...]:
         tables = self._labels, self._sizes, self._numbers, self._counts, self._sums

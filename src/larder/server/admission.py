@@ -94,7 +94,7 @@ def _source_bytes(rule: ServingPolicy, length: int) -> int:
     rebuilding, spec = rule.policy.rebuilding, rule.desk.decoder.spec
     if rebuilding is None:
         return 0
-    layers = len(spec.layers) + 1 if rebuilding.manner is RecomputeSource.EVERY else 2
+    layers = len(spec.layers) + 1 if rebuilding.source is RecomputeSource.EVERY else 2
     heads = sum(layer.kv_heads for layer in spec.layers)
     row = max(spec.width, 1) * spec.dtype.itemsize * layers + 2 * heads * 8
     return length * row * UNDO_COPIES

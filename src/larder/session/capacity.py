@@ -150,7 +150,7 @@ def _resident_entries(policy: Policy, tokens: int) -> int:
             f"The budget of {tokens} tokens has no room beside {taken}: raise --budget, fetch "
             "fewer, or lag less."
         )
-    least = policy.protect.least(tokens).joined(policy.scorer.least()).tokens
+    least = policy.protect.least(tokens).union(policy.scorer.least()).tokens
     if least > rest and not isinstance(policy.protect.recent, float):
         raise BudgetError(
             f"The budget of {tokens} tokens has no room for {taken} beside the {least} that "

@@ -219,7 +219,7 @@ class Policy:
         """The recall part with its size filled in."""
         if self.recall is None or self.recall.tokens is not None:
             return self.recall
-        least = max(1, self.protect.least(tokens).joined(self.scorer.least()).tokens)
+        least = max(1, self.protect.least(tokens).union(self.scorer.least()).tokens)
         fitting = (tokens - least - self.lag) // self.recall.page * self.recall.page
         if fitting < 1:
             raise BudgetError(

@@ -117,10 +117,10 @@ class AttentionScorer(Scorer):
         return self.judge(seen, self._own_joining)
 
     def judge(self, seen: Observation, joining: AttentionReduction) -> Packed:
-        return self.finish(seen, joining.join(self.look(seen), seen))
+        return self.finish(seen, joining.reduce(self.look(seen), seen))
 
     def weights(self, seen: Observation) -> Packed:
-        return torch.cat(self._plain_joining.join(self.look(seen), seen))
+        return torch.cat(self._plain_joining.reduce(self.look(seen), seen))
 
     @cached_property
     def _plain_joining(self) -> AttentionReduction:

@@ -115,7 +115,7 @@ class Kvpress(Scorer):
             DependencyError: kvpress is not installed.
             UnknownName: it has no such press, or the press no such parameter.
         """
-        told: dict[str, int] = self._made.__dict__
+        told: dict[str, int] = self._press.__dict__
         first, last = (max((told.get(n, 0) for n in names), default=0) for names in (FIRST, LAST))
         return ProtectedTokens(first, last)
 
@@ -147,7 +147,7 @@ class Kvpress(Scorer):
         told = {"position_embeddings": standing.position_embeddings}
         given = standing, states, standing.keys, standing.values, weights, told
         try:
-            scores = self._made.score(*given)
+            scores = self._press.score(*given)
         except FAULTS as error:
             self._refuse(seen, count, f"{type(error).__name__}: {error}", error)
         if tuple(scores.shape) != (1, len(heads), count):
@@ -173,7 +173,7 @@ class Kvpress(Scorer):
         ) from cause
 
     @cached_property
-    def _made(self) -> Any:
+    def _press(self) -> Any:
         """The press itself, with what it has learned."""
         made = _build_press(_parse_press(self.press))
         try:

@@ -48,21 +48,21 @@ class MixedPrecisionStorage(Storage):
         return tuple(tier.codec for tier in self.tiers())
 
     @property
-    def waiting(self) -> int:
+    def residual_window(self) -> int:
         """Entries per head that may wait for their group to be full."""
         return max(codec.group for codec in self.codecs)
 
     def entries(self, tokens: int, layers: Sequence[LayerSpec], itemsize: int) -> int:
         self.check(layers, itemsize)
         spare = self.reserved_entries(layers, itemsize)
-        if tokens <= self.waiting + spare:
+        if tokens <= self.residual_window + spare:
             raise BudgetError(
-                f"The budget of {tokens} tokens is no more than the {self.waiting + spare} that "
+                f"The budget of {tokens} tokens is no more than the {self.residual_window + spare} that "
                 f"{spell(self)} keeps at full precision until a group is full: raise --budget, or "
                 "lower its group."
             )
         gains = [self._gain(layer.head_dim, itemsize) for layer in layers]
-        return self.waiting + int((tokens - spare - self.waiting) * min(gains, default=1.0))
+        return self.residual_window + int((tokens - spare - self.residual_window) * min(gains, default=1.0))
 
     def reserved_entries(self, layers: Sequence[LayerSpec], itemsize: int) -> int:
         """Entries' worth of bytes per head that are kept free of entries; none by default."""
@@ -91,9 +91,9 @@ class MixedPrecisionStorage(Storage):
             quota: entries per head in all.
             share: of the room at full precision; what is left of it stays empty.
         """
-        beyond = max(quota - self.waiting, 0) / self._gain(head_dim, itemsize)
+        beyond = max(quota - self.residual_window, 0) / self._gain(head_dim, itemsize)
         left = 1 - sum(tier.share for tier in self.tiers())
-        rooms = [min(quota, self.waiting) + int(share * left * beyond)]
+        rooms = [min(quota, self.residual_window) + int(share * left * beyond)]
         for tier in self.tiers()[:-1]:
             rooms.append(int(tier.share * beyond * _ratio(tier.codec, head_dim, itemsize)))
         return rooms
@@ -106,7 +106,7 @@ class MixedPrecisionStorage(Storage):
     def grade(
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
     ) -> Plan:
-        like = entries.like
+        like = entries.empty_like
         rooms = self.capacities(quota, like.shape[1], like.dtype.itemsize, share)
         ranked, held = self.rank(scored, entries)[plan.kept], kept_grades(plan, entries)
         grades = assign_grades(plan, ranked, held, rooms, [codec.group for codec in self.codecs])

@@ -134,7 +134,7 @@ def cache_bytes(
 
 def activation_bytes(reader: PrefillReader, lane: PrefillSequence, block: tuple[int, ...]) -> int:
     """The most that a lane's tokens take while they pass through the model."""
-    asked = reader.planner.scorer.scratch(block, len(block), lane.book)
+    asked = reader.planner.scorer.scratch(block, len(block), lane.prompts)
     tokens = max(len(block), *(scratch.tokens for scratch in asked), 0)
     spec = reader.decoder.spec
     width = max(layer.query_heads * layer.head_dim for layer in spec.layers)

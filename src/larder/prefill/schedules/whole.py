@@ -46,7 +46,7 @@ class Whole(Schedule):
         for cut in range(0, last, PIECE_TOKENS):
             reader.append((lane,), ids[cut : min(cut + PIECE_TOKENS, last)])
             yield None
-        yield from reader.settling((lane,), ids[last:], ids, start)
+        yield from reader.read_and_evict_steps((lane,), ids[last:], ids, start)
 
 
 Part = Whole

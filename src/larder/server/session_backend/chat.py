@@ -94,7 +94,7 @@ class ChatBackend(SessionBackend):
         del plans
         self._check(job)
         assert job.active_turn is not None
-        if not job.ended and job.active_turn.turn.room < 1:
+        if not job.ended and job.active_turn.turn.free_tokens < 1:
             job.course = job.active_turn.turn.end_block_steps(1)
 
     def needs_closing_pass(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> bool:
@@ -120,11 +120,11 @@ class ChatBackend(SessionBackend):
         self, job: RequestState, drawer: ActiveTurn, closing: tuple[int, ...]
     ) -> PrefillSteps:
         """Read the end of a turn, and bring the cache that holds it back to its budget."""
-        yield from drawer.turn.following(job.tail, len(job.ids))
+        yield from drawer.turn.closing_steps(job.tail, len(job.ids))
         self.file(job, job.ended, closing)
         assert job.turn_commit is not None
         if job.turn_commit.number == drawer.number:
-            yield from drawer.turn.settling()
+            yield from drawer.turn.end_turn_steps()
 
     def accept(self, job: RequestState) -> None:
         sitting, drawer = job.sitting, job.active_turn

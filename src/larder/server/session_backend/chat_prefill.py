@@ -49,9 +49,9 @@ class ChatPrefill:
         told = sitting, sitting.chat_cache, job.turns[-1].text, job.new_ids, room
         drawer, asked = yield from self._drawn(*told)
         job.active_turn = drawer
-        job.asked = yield from drawer.turn.reading(asked)
+        job.asked = yield from drawer.turn.message_steps(asked)
         if job.ids:  # they were said before, and are read once more
-            drawer.turn.ask(job.asked)
+            drawer.turn.read_last_part(job.asked)
             yield from drawer.turn.replay_steps(tuple(job.ids[:-1]))
 
     def leads_on(self, job: RequestState, cabinet: ChatCache) -> bool:
@@ -104,12 +104,12 @@ class ChatPrefill:
         told = sitting, cabinet, exchange.question, prompt, len(exchange.ids)
         drawer, asked = yield from self._drawn(*told)
         turn, stop = drawer.turn, len(answer) - said.unread
-        asked = yield from turn.reading(asked)
-        turn.ask(asked)
+        asked = yield from turn.message_steps(asked)
+        turn.read_last_part(asked)
         yield
         yield from turn.replay_steps(answer[:stop])
         generated = len(answer) - (len(closing) if answer[-len(closing) :] == closing else 0)
-        yield from turn.following(answer[stop:], generated)
+        yield from turn.closing_steps(answer[stop:], generated)
         filed = cabinet.file(drawer, exchange)
         sitting.spots.file(drawer.number, filed.number, drawer.mark, cabinet.length)
         cabinet.accept(drawer, filed)
