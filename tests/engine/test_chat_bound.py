@@ -131,7 +131,7 @@ def test_a_turn_leaves_what_a_context_in_the_same_blocks_leaves(small: LoadedMod
     assert len(turn.ids) <= BLOCK
     length = cache.next_position + len(turn.ids)
     reader = prefill_reader(engine.desk, twin.policy, length, PeakMemoryMeter())
-    reader.settle([PrefillSequence(cache, {})], turn.ids, turn.ids, cache.next_position)
+    reader.read_and_evict([PrefillSequence(cache, {})], turn.ids, turn.ids, cache.next_position)
     mine = chat.memory.caches.activate(0)
     assert mine.lengths() == cache.lengths() and mine.next_position == length
     for layer in range(len(mine.spec.layers)):

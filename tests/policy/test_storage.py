@@ -105,7 +105,7 @@ def test_what_may_be_held_fits_the_bytes_of_the_budget(
     rooms.append(quota - sum(rooms))
     assert min(rooms) >= 0
     assert sum(room * cost for room, cost in zip(rooms, costs, strict=True)) <= tokens * full + 1
-    assert part.finest(quota, layer, itemsize) <= quota
+    assert part.full_precision_entries(quota, layer, itemsize) <= quota
 
 
 def test_a_budget_that_cannot_hold_a_waiting_group_is_refused() -> None:

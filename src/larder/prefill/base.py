@@ -72,7 +72,9 @@ def prefill_blocks(
     done, total = 0, len(ids) * sum(len(group) for group in groups)
     for group in groups:
         for block in split_blocks(ids, tokens):
-            yield from reader.read_and_evict_steps(group, block, block, group[0].cache.next_position)
+            yield from reader.read_and_evict_steps(
+                group, block, block, group[0].cache.next_position
+            )
             done += len(block) * len(group)
             yield done, total
         for number, lane in enumerate(group, start=1):

@@ -124,7 +124,10 @@ class DecodeEviction:
         if not storage.codecs:
             return False
         finest, itemsize = row.cache.full_precision_lengths(), spec.dtype.itemsize
-        room = {i: storage.finest(q, spec.layers[i], itemsize) for i, q in quotas.items()}
+        room = {
+            i: storage.full_precision_entries(q, spec.layers[i], itemsize)
+            for i, q in quotas.items()
+        }
         return any(
             sum(finest[layer]) > (room[layer] + excess - len(row.ids)) * len(finest[layer])
             for layer in quotas

@@ -247,7 +247,7 @@ def rotate_to_cache_positions(seen: Observation, own: int) -> Observation:
         own: how many of the entries of each head are the queries' own tokens.
     """
     true, radians = seen.query_positions, seen.layer.radians
-    if radians is None or not len(seen.entries.places):
+    if radians is None or not len(seen.entries.rope_positions):
         return seen
     shift = true[0] - (seen.length - own)
     lengths = torch.tensor(seen.entries.lengths, device=true.device)
@@ -258,7 +258,7 @@ def rotate_to_cache_positions(seen: Observation, own: int) -> Observation:
         seen,
         queries=rerotate_per_head(seen.queries, true, places, turning),
         keys=rerotate_per_head(seen.keys, true, places, turning),
-        places=places,
+        rope_positions=places,
     )
 
 

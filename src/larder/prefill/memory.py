@@ -43,7 +43,9 @@ class EntryCapacity:
 
     def exceeded(self, entries: int, finest: int) -> bool:
         """Whether so many entries, slots for pages included, are more than may rest."""
-        return entries > self.entries or (self.full_precision is not None and finest > self.full_precision)
+        return entries > self.entries or (
+            self.full_precision is not None and finest > self.full_precision
+        )
 
 
 def resident_entries(cache: SequenceCache) -> int:

@@ -169,7 +169,7 @@ class PrefillReader:
         What has all been kept so far parks nothing, and needs no room for pages.
         """
         longest = max(lane.cache.next_position for lane in lanes) + new_tokens
-        spec, finest = self.decoder.spec, self.planner.storage.finest
+        spec, finest = self.decoder.spec, self.planner.storage.full_precision_entries
         return all(
             longest <= finest(quota, spec.layers[index], spec.dtype.itemsize) + self.recall_entries
             for index, quota in self.quotas.items()

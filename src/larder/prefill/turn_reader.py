@@ -146,7 +146,9 @@ class TurnReader:
             if self._is_judged(0):
                 yield from self._judging(self._taken_back())
             self._open = []
-        elif self.is_over_budget:  # no pass was left at the end of the turn: its last token has one more
+        elif (
+            self.is_over_budget
+        ):  # no pass was left at the end of the turn: its last token has one more
             last = tuple(self._open[-1:])
             self.cache.truncate(self.cache.next_position - len(last))
             self._read(last, AppendKind.TEXT, 0, self._resting)

@@ -77,7 +77,8 @@ class ServingPolicy:
     def __post_init__(self) -> None:
         policy, is_single = self.policy, isinstance(self.policy.session, Single)
         require_prompts(
-            self._prompts, policy.scorer.wanted() - (frozenset() if is_single else {"episode"})
+            self._prompts,
+            policy.scorer.required_prompts() - (frozenset() if is_single else {"episode"}),
         )
         if self.is_limited:  # what is too small for the policy is refused now, not when asked
             check_recent_fits(policy, self.tokens)
@@ -227,6 +228,6 @@ class ServingPolicy:
         """Tokens that may be read behind the cache to judge it."""
         if not self.is_limited:
             return 0
-        names = self.policy.scorer.wanted() & self._prompts.keys()
+        names = self.policy.scorer.required_prompts() & self._prompts.keys()
         wanted = [len(self._prompts[name]) for name in names]
         return self.block + sum(wanted) + REREAD_TOKENS

@@ -217,7 +217,7 @@ def build_caches_steps(
     """As `build_caches`, in steps."""
     spec = desk.decoder.spec
     for book in books:
-        require_prompts(book, policy.scorer.wanted())
+        require_prompts(book, policy.scorer.required_prompts())
     check_recent_fits(policy, entries_per_head(policy, spec))
     shelf, reader = SessionCaches(spec, ()), prefill_reader(desk, policy, len(ids), meter)
     lanes = [PrefillSequence(empty_cache(policy, spec), book, shelf.add) for book in books]

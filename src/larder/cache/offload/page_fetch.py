@@ -71,7 +71,7 @@ class PageFetcher:
             stays: as `Index.follow` has them.
         """
         self.learn(entries, observed)
-        self.shared_index.index.follow(queries[:, 0].detach().float().cpu(), stays)
+        self.shared_index.index.observe_step(queries[:, 0].detach().float().cpu(), stays)
 
     def recalled(
         self, queries: Queries, entries: Entries, observed: ObservedQueries

@@ -27,7 +27,7 @@ class Sum(Aggregation):
         del first, total
         state[0].add_(weights[:, 0] if weights.shape[1] == 1 else weights.sum(1))
 
-    def alone(self, weights: Float[Tensor, "R S"]) -> Float[Tensor, "R S"]:
+    def single_query(self, weights: Float[Tensor, "R S"]) -> Float[Tensor, "R S"]:
         return weights
 
     def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:

@@ -60,7 +60,7 @@ class HeadKV(Budget):
         if not 1 <= self.beta < math.inf:
             raise BadParameter(f"headkv.beta must be 1 or more, got {self.beta}.")
 
-    def measured(self) -> frozenset[str]:
+    def required_calibrations(self) -> frozenset[str]:
         return frozenset({self.trial.value})
 
     def head_weights(self, facts: Calibration) -> tuple[float, ...]:

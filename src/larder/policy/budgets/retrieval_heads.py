@@ -76,7 +76,7 @@ class RetrievalHeads(Budget):
                 f"retrieval_heads.share must be a fraction in (0, 1], got {self.share}."
             )
 
-    def measured(self) -> frozenset[str]:
+    def required_calibrations(self) -> frozenset[str]:
         single = SINGLE.get(self.trial)
         return frozenset({"echo", "induction"} if single is None else {single})
 

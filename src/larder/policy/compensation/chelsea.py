@@ -60,7 +60,7 @@ class Chelsea(Compensation):
         if self.chunk < 2:
             raise BadParameter(f"chelsea.chunk must be at least 2, got {self.chunk}.")
 
-    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
+    def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         if not len(rejected_indices(plan, entries)):
             return plan
         spared = kept_mask(plan, entries) & scored.protected
@@ -100,15 +100,15 @@ class Chelsea(Compensation):
     ) -> tuple[Float[Tensor, " M"], Int64[Tensor, " M"], Int64[Tensor, " M"]]:
         """Every entry of a first half, the most similar one of the second, and how similar."""
         grid = self._chunks(alive, heads)
-        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        matches: list[tuple[Tensor, Tensor, Tensor]] = []
         for some in torch.split(grid, max(ROWS // self.chunk, 1)):
             ones, others = some[:, 0::2], some[:, 1::2]
             likeness = normalize(keys[ones], dim=-1) @ normalize(keys[others], dim=-1).mT
             best = likeness.masked_fill((others < 0)[:, None], -torch.inf).max(-1)
             matched = (ones >= 0) & (best.values > -math.inf)
             targets = others.gather(1, best.indices)
-            found.append((best.values[matched], ones[matched], targets[matched]))
-        likeness, sources, targets = zip(*found, strict=True)
+            matches.append((best.values[matched], ones[matched], targets[matched]))
+        likeness, sources, targets = zip(*matches, strict=True)
         return torch.cat(likeness), torch.cat(sources), torch.cat(targets)
 
     def _chunks(self, alive: Indices, heads: Indices) -> Int64[Tensor, "N C"]:

@@ -16,7 +16,7 @@ from larder.policy.compensation.base import Compensation
 class Drop(Compensation):
     """Forget the rejected entries."""
 
-    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
+    def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         del entries, scored
         return plan
 

@@ -51,7 +51,7 @@ class Elastic(Compensation):
     variant: Variant = Variant.LARDER
     ledger = Ledger(columns=(LOG_COUNT,))
 
-    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
+    def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         if self.variant is not Variant.LARDER and scored.stage is Phase.DECODE:
             return plan
         anchors = kept_mask(plan, entries)

@@ -61,7 +61,7 @@ class Kvmerger(Compensation):
         if not 0 < self.width < math.inf:
             raise BadParameter(f"kvmerger.width must be above 0, got {self.width}.")
 
-    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
+    def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         """A plan of its own, with no more entries of any head than the one given."""
         if not len(rejected_indices(plan, entries)):
             return plan

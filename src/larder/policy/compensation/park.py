@@ -81,11 +81,11 @@ class Park(Compensation):
             raise BadParameter(f"park.tokens must be at least 1, got {self.tokens}.")
 
     @property
-    def once(self) -> bool:
+    def needs_whole_text(self) -> bool:
         return self.cut not in (Cut.NOTHING, Cut.STREAMING)
 
-    def under(self, tokens: int) -> Park:
-        if not self.once or self.tokens is not None:
+    def with_budget(self, tokens: int) -> Park:
+        if not self.needs_whole_text or self.tokens is not None:
             return self
         return replace(self, tokens=tokens)
 
@@ -93,10 +93,10 @@ class Park(Compensation):
     def separates_streaming_heads(self) -> bool:
         return self.cut is Cut.STREAMING
 
-    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
+    def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         if self.separates_streaming_heads:
             return self._without_streams(plan, entries, scored)
-        if not self.once or scored.stage is not Phase.PREFILL or not entries.lengths:
+        if not self.needs_whole_text or scored.stage is not Phase.PREFILL or not entries.lengths:
             return plan
         stays = max(self.remaining(max(entries.lengths)), *plan.lengths, 0)
         kept = mask_of(plan.kept, sum(entries.lengths))

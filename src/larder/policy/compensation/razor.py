@@ -41,7 +41,7 @@ class Razor(Compensation):
 
     ledger = Ledger(columns=(LOG_COUNT,))
 
-    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
+    def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         gone = rejected_indices(plan, entries)
         if not len(gone):
             return plan

@@ -45,7 +45,7 @@ class Recompute(Compensation):
     def rebuilding(self) -> RecomputeSpec:
         return RecomputeSpec(self.held, self.depth)
 
-    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
+    def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         del entries, scored
         return plan
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from larder.core.observation import Calibration, Entries
 from larder.core.spec import LayerSpec
 from larder.ops.moments import layer_mean
-from larder.policy.heads.base import HeadRule, mean_by_position, places_of
+from larder.policy.heads.base import HeadRule, mean_by_position, positions_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LayerMean(HeadRule):
         del layer, facts
         if _alike(entries):
             return [torch.cat(list(statistics)).mean(0)] * len(statistics)
-        places = places_of(entries)
+        places = positions_of(entries)
         own = [head.mean(0) for head in statistics]
         means = mean_by_position(list(zip(own, places, strict=True)), places)
         return [means[place] for place in places]

@@ -22,7 +22,7 @@ from torch import Tensor
 from larder.core.errors import BadParameter, ModelError
 from larder.core.observation import Calibration, Entries
 from larder.core.spec import LayerSpec
-from larder.policy.heads.base import HeadRule, mean_by_position, places_of
+from larder.policy.heads.base import HeadRule, mean_by_position, positions_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Retrieval(HeadRule):
         layer: LayerSpec,
         facts: Calibration,
     ) -> list[Float[Tensor, " _"]]:
-        places = places_of(entries)
+        places = positions_of(entries)
         voices = [
             (statistics[head // layer.group][head % layer.group], places[head // layer.group])
             for head in self._speaking(layer, facts["retrieval"])

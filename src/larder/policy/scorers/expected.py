@@ -55,7 +55,7 @@ class Expected(Scorer):
         if not self.epsilon >= 0:
             raise BadParameter(f"expected.epsilon must be 0 or more, got {self.epsilon}.")
 
-    def least(self) -> ProtectedTokens:
+    def protected_tokens(self) -> ProtectedTokens:
         """The sinks."""
         return ProtectedTokens(self.sinks)
 

@@ -47,7 +47,7 @@ class InfiniPot(AttentionScorer):
         if not 0 <= self.novel <= 1:
             raise BadParameter(f"infinipot.novel must be a fraction in [0, 1], got {self.novel}.")
 
-    def wanted(self) -> frozenset[str]:
+    def required_prompts(self) -> frozenset[str]:
         return frozenset({self.prompt})
 
     def scratch(
@@ -58,7 +58,7 @@ class InfiniPot(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return "sum", "group_sum"
 
-    def look(self, seen: Observation) -> ObservationWindow:
+    def observation_window(self, seen: Observation) -> ObservationWindow:
         return ObservationWindow(seen.queries, seen.entries)
 
     def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:

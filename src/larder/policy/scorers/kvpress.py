@@ -108,7 +108,7 @@ class Kvpress(Scorer):
         states = {Need.STATES} if name in STATES else set[Need]()
         return frozenset(states if name in LITTLE else {*states, Need.TEXT})
 
-    def least(self) -> ProtectedTokens:
+    def protected_tokens(self) -> ProtectedTokens:
         """Sinks and the window that the press has parameters for.
 
         Raises:

@@ -66,10 +66,10 @@ class LagKV(Scorer):
         if self.lag is not None and self.lag < 2:
             raise BadParameter(f"lagkv.lag must be at least 2 entries, got {self.lag}.")
 
-    def under(self, tokens: int) -> LagKV:
+    def with_budget(self, tokens: int) -> LagKV:
         return self if self.lag is not None else replace(self, lag=self._lag(tokens))
 
-    def least(self) -> ProtectedTokens:
+    def protected_tokens(self) -> ProtectedTokens:
         """The sinks."""
         return ProtectedTokens(first=self.sinks)
 

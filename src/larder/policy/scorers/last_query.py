@@ -24,7 +24,7 @@ class LastQuery(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return ("sum", "layer_mean")
 
-    def look(self, seen: Observation) -> ObservationWindow:
+    def observation_window(self, seen: Observation) -> ObservationWindow:
         return ObservationWindow(seen.queries[:, -1:], seen.entries, seen.query_positions[-1:])
 
 

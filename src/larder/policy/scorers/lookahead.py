@@ -53,7 +53,7 @@ class Lookahead(AttentionScorer):
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise BadParameter(f"lookahead.kernel must be odd, got {self.kernel}.")
 
-    def wanted(self) -> frozenset[str]:
+    def required_prompts(self) -> frozenset[str]:
         return frozenset({self.prompt} - {""})
 
     def scratch(
@@ -65,7 +65,7 @@ class Lookahead(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return "sum", "group_sum"
 
-    def look(self, seen: Observation) -> ObservationWindow:
+    def observation_window(self, seen: Observation) -> ObservationWindow:
         return ObservationWindow(seen.queries[:, -self.tokens :], seen.entries)
 
     def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:

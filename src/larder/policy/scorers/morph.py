@@ -55,7 +55,7 @@ class Morph(Scorer):
     def queries(self) -> int:
         return self.window
 
-    def least(self) -> ProtectedTokens:
+    def protected_tokens(self) -> ProtectedTokens:
         """The window, and the newest token beside it while text is generated."""
         return ProtectedTokens(last=self.window + 1)
 

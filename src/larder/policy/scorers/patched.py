@@ -43,7 +43,7 @@ class Patched(AttentionScorer):
     prompt: str = "episode"
     variant: Variant = Variant.LARDER
 
-    def wanted(self) -> frozenset[str]:
+    def required_prompts(self) -> frozenset[str]:
         return frozenset({self.prompt})
 
     def scratch(
@@ -54,7 +54,7 @@ class Patched(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return "max", "group_max"
 
-    def look(self, seen: Observation) -> ObservationWindow:
+    def observation_window(self, seen: Observation) -> ObservationWindow:
         if self.variant is not Variant.PAPER:
             return ObservationWindow(seen.queries, seen.entries)
         return ObservationWindow(

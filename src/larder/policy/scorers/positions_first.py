@@ -65,7 +65,7 @@ class PositionsFirst(AttentionScorer):
         if self.tokens < 1:
             raise BadParameter(f"positions_first.tokens must be at least 1, got {self.tokens}.")
 
-    def wanted(self) -> frozenset[str]:
+    def required_prompts(self) -> frozenset[str]:
         fixed = {"repeat"} if self.content is Content.FIXED else frozenset[str]()
         return frozenset({self.prompt} - {""}) | fixed
 
@@ -81,7 +81,7 @@ class PositionsFirst(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return "mean", "group_mean"
 
-    def look(self, seen: Observation) -> ObservationWindow:
+    def observation_window(self, seen: Observation) -> ObservationWindow:
         return ObservationWindow(seen.queries[:, -self.tokens :], seen.entries)
 
     def _text(self, block: tuple[int, ...], book: Prompts) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ class Reconstruct(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return "max", "group_max"
 
-    def look(self, seen: Observation) -> ObservationWindow:
+    def observation_window(self, seen: Observation) -> ObservationWindow:
         if self.variant is Variant.LARDER:
             return ObservationWindow(seen.queries, seen.entries.position_range(*seen.span))
         shared = select_keys(seen, self._shared(seen))

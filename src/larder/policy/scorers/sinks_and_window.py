@@ -32,7 +32,7 @@ class SinksAndWindow(Scorer):
         if self.sinks < 0:
             raise BadParameter(f"sinks_and_window.sinks must be 0 or more, got {self.sinks}.")
 
-    def least(self) -> ProtectedTokens:
+    def protected_tokens(self) -> ProtectedTokens:
         """The sinks, and the latest token."""
         return ProtectedTokens(self.sinks, 1)
 

@@ -70,7 +70,7 @@ class SnapKV(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return ("max", "group_max") if self.variant is Variant.CODE else ("sum", "group_sum")
 
-    def look(self, seen: Observation) -> ObservationWindow:
+    def observation_window(self, seen: Observation) -> ObservationWindow:
         if self.variant is Variant.CODE:
             return ObservationWindow(seen.queries, seen.entries)
         voters = seen.query_positions[-self.window :]
@@ -89,7 +89,7 @@ class SnapKV(AttentionScorer):
         pooled = torch.cat([smooth(head, self.kernel) for head in parts])
         return pooled.masked_fill(is_voter, torch.inf)
 
-    def least(self) -> ProtectedTokens:
+    def protected_tokens(self) -> ProtectedTokens:
         """The window that votes."""
         return (
             ProtectedTokens() if self.variant is Variant.CODE else ProtectedTokens(last=self.window)

@@ -69,7 +69,7 @@ class ARKV(MixedPrecisionStorage):
         self.check(layers, itemsize)
         return tokens
 
-    def finest(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
+    def full_precision_entries(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
         del layer, itemsize
         return quota
 

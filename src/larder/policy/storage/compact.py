@@ -23,7 +23,7 @@ class Compact(Storage):
     """Positions without gaps; everything at the precision of the model."""
 
     form: ClassVar[str] = "compact"
-    turns: ClassVar[bool] = True
+    rerotates_keys: ClassVar[bool] = True
 
     def grade(
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float

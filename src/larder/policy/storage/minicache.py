@@ -51,7 +51,7 @@ class MiniCache(Storage):
     def pairing(self) -> LayerPairing:
         return LayerPairing(self.start, self.weight, self.apart)
 
-    def finest(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
+    def full_precision_entries(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
         del layer, itemsize
         return min(quota, self.recent)
 

@@ -108,7 +108,9 @@ class QAQ(MixedPrecisionStorage):
     ) -> Plan:
         del share
         held = kept_grades(plan, entries)
-        room = self.capacities(quota, entries.empty_like.shape[1], entries.empty_like.dtype.itemsize)[0]
+        room = self.capacities(
+            quota, entries.empty_like.shape[1], entries.empty_like.dtype.itemsize
+        )[0]
         ranked, found = self.rank(scored, entries)[plan.kept], self.found(entries, scored)
         leaving = assign_grades(plan, ranked, held, [room], [self.group])
         grades = torch.where((held == 0) & (leaving > 0), found[plan.kept], held)

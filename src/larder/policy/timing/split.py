@@ -100,7 +100,7 @@ class Split(Timing):
     def scoring(self) -> Scoring | None:
         return None if self.scorer is None else _parse_scoring(self.scorer)
 
-    def under(self, tokens: int) -> Split:
+    def with_budget(self, tokens: int) -> Split:
         """With `every` filled in from the tokens that are expected."""
         if self.expected is None:
             return self
@@ -132,7 +132,7 @@ class Split(Timing):
             return quota + free
         return quota + min(free, self.recent_tokens(tokens) + step // self._every)
 
-    def room(self, tokens: int) -> int | None:
+    def generation_capacity(self, tokens: int) -> int | None:
         return self.quota(0, tokens, 0)
 
     def generation_protection(

@@ -40,7 +40,7 @@ class Whole(Schedule):
     ) -> Steps[None]:
         start = lane.cache.next_position
         scorer = reader.planner.scorer
-        voters = max(PIECE_TOKENS, scorer.least().last)  # they stay themselves
+        voters = max(PIECE_TOKENS, scorer.protected_tokens().last)  # they stay themselves
         last = 0 if Need.TEXT in reader.planner.needs else max(0, len(ids) - voters)
         lane.cache.allocate(len(ids))
         for cut in range(0, last, PIECE_TOKENS):
