@@ -176,7 +176,7 @@ def test_an_interrupted_plan_at_the_end_of_a_turn_is_made_up_for(
 ) -> None:
     chat = Chat(under(small, KEYDIFF), history=HISTORY)
     with monkeypatch.context() as patch:
-        patch.setattr(TurnReader, "_judging", interrupt)
+        patch.setattr(TurnReader, "_read_with_plans", interrupt)
         with pytest.raises(KeyboardInterrupt):
             chat.say("Hi.", max_new_tokens=2)
     assert len(chat.turns) == 1, "the turn stands"

@@ -188,7 +188,7 @@ def test_rows_of_one_pass_have_their_own_hidden_states(watched, reader_for, lane
 def test_who_asks_for_the_text_has_it_in_one_piece(
     watched, reader_for, lane_for, monkeypatch
 ) -> None:
-    monkeypatch.setattr(whole_module, "PIECE_TOKENS", 16)
+    monkeypatch.setattr(whole_module, "BLOCK_TOKENS", 16)
     [some, *_] = looked(reader_for, lane_for, watched)
     [all_of_it, *_] = looked(reader_for, lane_for, watched, Need.TEXT)
     assert some.queries.shape[1] == 16

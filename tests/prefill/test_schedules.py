@@ -112,7 +112,7 @@ def test_whole_reads_any_pieces_alike_and_decides_once(
 ) -> None:
     caches = []
     for piece in (11, 1024):
-        monkeypatch.setattr(whole_module, "PIECE_TOKENS", piece)
+        monkeypatch.setattr(whole_module, "BLOCK_TOKENS", piece)
         planner = planner_of(sentence)
         lane, reader = lane_for(watched, planner), reader_for(watched, planner, 14, 50)
         watched.told.clear()
@@ -183,7 +183,7 @@ def test_a_scorer_that_judges_by_more_than_a_piece_is_served(
     planner = Planner(Protect(1, 2), Voters(window=20), Pooled(), Drop())
     caches = []
     for piece in (11, 1024):
-        monkeypatch.setattr(whole_module, "PIECE_TOKENS", piece)
+        monkeypatch.setattr(whole_module, "BLOCK_TOKENS", piece)
         lane, reader = lane_for(watched), reader_for(watched, planner, 25, 60)
         Whole().read(reader, [lane], some_ids(60), no_progress)
         caches.append(lane.cache)
@@ -199,7 +199,7 @@ def test_a_short_last_chunk_does_not_outrank_the_others(watched, reader_for, lan
 
 
 def test_a_whole_text_leaves_windows_as_wide_as_they_are(reader_for, lane_for, monkeypatch) -> None:
-    monkeypatch.setattr(whole_module, "PIECE_TOKENS", 16)
+    monkeypatch.setattr(whole_module, "BLOCK_TOKENS", 16)
     decoder = wrap_model(tiny("gemma3", layers=4))
     reader = reader_for(decoder, planner_of("snapkv(window=4) > unlimited()"), 1 << 62, 200)
     lane, widest = lane_for(decoder), []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from larder.cache.forms.ragged import GROWTH_TOKENS
 from larder.core.spec import RecomputeSource
-from larder.prefill.schedules.whole import PIECE_TOKENS, Whole
+from larder.prefill.schedules.whole import BLOCK_TOKENS, Whole
 from larder.server.serving_policy import CacheOccupancy, ServingPolicy
 from larder.server.session_state import CompletedTurn
 from larder.server.tiers.device import MemoryDemand
@@ -86,7 +86,7 @@ def _scratch_bytes(rule: ServingPolicy, length: int) -> int:
         return 0
     spec = rule.desk.decoder.spec
     largest = max(layer.bytes_per_token(spec.dtype) for layer in spec.layers)
-    return largest * (length + PIECE_TOKENS)
+    return largest * (length + BLOCK_TOKENS)
 
 
 def _source_bytes(rule: ServingPolicy, length: int) -> int:
