@@ -61,7 +61,7 @@ def test_only_distances_count(part, by) -> None:
 @pytest.mark.parametrize("part", PARTS)
 def test_a_rotation_that_is_not_known_is_refused(part) -> None:
     seen = a_view(a_layer(2, 2, index=3), HEADS, 3)
-    with pytest.raises(ScoreError, match="Layer 3 turns its"):
+    with pytest.raises(ScoreError, match="Layer 3 rotates its"):
         part.score(replace(seen, layer=replace(seen.layer, radians=None)))
 
 

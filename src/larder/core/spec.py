@@ -156,7 +156,7 @@ class RecomputeSpec:
 
     @property
     def rereads(self) -> bool:
-        """Whether the model runs over all tokens again, in order."""
+        """True if the model runs over all tokens again, in order."""
         return self.source is not RecomputeSource.EVERY
 
     def to_text(self) -> str:

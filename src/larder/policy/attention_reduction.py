@@ -41,7 +41,7 @@ class ObservationWindow:
     before: int | None = None
 
     def is_own_pass(self, seen: Observation) -> bool:
-        """Whether this is the attention of the pass itself: its own queries over all entries."""
+        """True if this is the attention of the pass itself: its own queries over all entries."""
         return (
             self.entries is seen.entries
             and self.queries.shape == seen.queries.shape

@@ -97,7 +97,7 @@ class Planner:
 
     @property
     def has_tallies(self) -> bool:
-        """Whether state is updated on every pass, even without a plan."""
+        """True if state is updated on every pass, even without a plan."""
         return bool(self._tallies or self.queries)
 
     @property
@@ -137,7 +137,7 @@ class Planner:
         return replace(self, facts=split_by_layer(facts, layers), weights=weights, lexicon=lexicon)
 
     def needs_logits(self, is_due: bool) -> bool:
-        """Whether attention logits of the newest token are needed.
+        """True if attention logits of the newest token are needed.
 
         Args:
             is_due: whether a plan, and so scores, will be made.

@@ -96,7 +96,7 @@ class DecodeEviction:
         return DeferredObserver(observer, len(rows) * len(caches[0].spec.layers))
 
     def _copies(self, caches: Sequence[SequenceCache]) -> bool:
-        """Whether reading the entries of a layer copies them."""
+        """True if reading the entries of a layer copies them."""
         return any(cache.entries_copy_bytes(layer) for cache in caches for layer in self.quotas[0])
 
     def _quotas(self, number: int, step: int) -> dict[int, int]:
@@ -104,7 +104,7 @@ class DecodeEviction:
         return {layer: timing.quota(q, self.tokens, step) for layer, q in quotas.items()}
 
     def _is_due(self, row: BatchSegment, quotas: Mapping[int, int]) -> bool:
-        """Whether the cache exceeds its capacity once the row is read."""
+        """True if the cache exceeds its capacity once the row is read."""
         excess = self.planner.timing.excess()
         if excess is None:
             return False
@@ -120,7 +120,7 @@ class DecodeEviction:
         )
 
     def _is_rounding_due(self, row: BatchSegment, quotas: Mapping[int, int], excess: int) -> bool:
-        """Whether entries at full precision exceed their capacity once the row is read."""
+        """True if entries at full precision exceed their capacity once the row is read."""
         storage, spec = self.planner.storage, row.cache.spec
         if not storage.codecs:
             return False

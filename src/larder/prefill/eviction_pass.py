@@ -205,7 +205,7 @@ class LeaderScores:
     lengths: tuple[int, ...]
 
     def fits(self, seen: Observation) -> bool:
-        """Whether the heads of another layer hold the same positions."""
+        """True if the heads of another layer hold the same positions."""
         entries = seen.entries
         if entries.lengths != self.lengths:
             return False

@@ -35,14 +35,14 @@ class EntryCapacity:
         return max(0, min(free))
 
     def is_exceeded(self, cache: SequenceCache, more: int = 0) -> bool:
-        """Whether a cache exceeds its capacity at rest once it has read `more` tokens."""
+        """True if a cache exceeds its capacity at rest once it has read `more` tokens."""
         entries = resident_entries(cache) + self.heads * more
         return self.exceeded(
             entries, full_precision_entries(cache) + self.full_precision_heads * more
         )
 
     def exceeded(self, entries: int, finest: int) -> bool:
-        """Whether numbers of entries, recall slots included, exceed the capacity at rest."""
+        """True if numbers of entries, recall slots included, exceed the capacity at rest."""
         return entries > self.entries or (
             self.full_precision is not None and finest > self.full_precision
         )

@@ -166,7 +166,7 @@ class PrefillReader:
         return EvictionPass(self.planner, caches, self.tokens, quotas, self.meter, lengths)
 
     def _fits(self, lanes: Sequence[PrefillSequence], new_tokens: int) -> bool:
-        """Whether every layer of every sequence stays within its budget without a plan.
+        """True if every layer of every sequence stays within its budget without a plan.
 
         A cache that has kept everything has offloaded nothing, and needs no recall slots.
         """

@@ -154,14 +154,14 @@ class TurnReader:
         self.meter.observe([self.cache], 0)
 
     def is_within_after(self, tokens: int) -> bool:
-        """Whether the cache is within its budget after the next pass reads `tokens` tokens."""
+        """True if the cache is within its budget after the next pass reads `tokens` tokens."""
         if self._eviction is None:
             return tokens <= self.free_tokens and not self._needs_plan(tokens)
         return 0 < tokens <= self.free_tokens if tokens else not self.is_over_budget
 
     @property
     def is_over_budget(self) -> bool:
-        """Whether the cache exceeds its capacity between two turns."""
+        """True if the cache exceeds its capacity between two turns."""
         if self._bound is None:
             return False
         return self._bound.is_exceeded(self.cache)
@@ -210,7 +210,7 @@ class TurnReader:
             self._close()
 
     def _needs_plan(self, more: int) -> bool:
-        """Whether a block that ends after `more` tokens needs a plan."""
+        """True if a block that ends after `more` tokens needs a plan."""
         if self._bound is None or not (self._open or more):
             return False
         planner = self._reader_of(self.cache.next_position + more, self.meter).planner

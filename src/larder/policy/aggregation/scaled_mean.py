@@ -1,4 +1,4 @@
-"""The mean over queries of each weight times the number of keys that the query sees.
+"""Mean over queries of each weight times the number of keys that the query sees (FINCH).
 
 Corallo and Papotti, "FINCH: Prompt-guided Key-Value Cache Compression for Large Language Models"
 (2024), arXiv:2408.00167: a later query shares its weight among more keys, so its weights are
@@ -21,7 +21,7 @@ from larder.policy.aggregation.mean import Mean
 
 @dataclass(frozen=True)
 class ScaledMean(Mean):
-    """Queries are averaged, each scaled by the number of keys that it sees."""
+    """Mean over queries, each scaled by the number of keys that it sees."""
 
     depends_on_visible_count = True
 

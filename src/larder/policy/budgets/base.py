@@ -77,7 +77,7 @@ class Budget(ABC):
         return ()
 
     def is_plan_due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
-        """Whether a plan is due during decode.
+        """True if a plan is due during decode.
 
         Args:
             held: entries of each managed layer, all heads together, by layer index.
@@ -99,7 +99,7 @@ class Budget(ABC):
 
 
 def exceeds_total(held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
-    """Whether all layers together exceed their capacity, for layers that share one pool."""
+    """True if all layers together exceed their capacity, for layers that share one pool."""
     return sum(held[layer] for layer in allowed) > sum(allowed.values())
 
 

@@ -1,4 +1,4 @@
-"""A head keeps what is worth at least a share of its best, and never more than its quota.
+"""Budget by a threshold relative to the best score of a head, at most its quota.
 
 Nguyen et al., "Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs" (2024),
 arXiv:2407.01082, section 3, have this rule for next tokens; here scores stand in place of

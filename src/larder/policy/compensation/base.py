@@ -28,12 +28,12 @@ class Compensation(ABC):
 
     @property
     def needs_whole_text(self) -> bool:
-        """Whether the whole text must be read before anything is evicted."""
+        """True if the whole text must be read before anything is evicted."""
         return False
 
     @property
     def separates_streaming_heads(self) -> bool:
-        """Whether retrieval heads and streaming heads are treated differently."""
+        """True if retrieval heads and streaming heads are treated differently."""
         return False
 
     def with_budget(self, tokens: int) -> Compensation:

@@ -1,4 +1,4 @@
-"""Add the value of an entry that leaves while text is generated to the entries that follow it.
+"""Merging of an evicted entry's value into the entries that follow it, during decode (CaM).
 
 Zhang et al., "CaM: Cache Merging for Memory-efficient LLMs Inference" (2024), ICML, PMLR
 235:58840-58850. Its cache holds sinks and recent tokens; at every step of generation the oldest of

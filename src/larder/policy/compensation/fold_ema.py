@@ -1,4 +1,4 @@
-"""Merge what is rejected into the kept entry most like it, where it is like enough.
+"""Merging of rejected entries into the most similar kept entry, above a moving threshold (D2O).
 
 Wan et al., "D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large
 Language Models" (2024), arXiv:2406.13035, section 4.2.2, eq. 9 to 12. Likeness u is the cosine of
@@ -56,24 +56,24 @@ TIE = 1e-5  # so that rounding does not decide between equal likenesses
 
 
 class Likeness(Enum):
-    """Which vectors are compared; the paper's choice is keys."""
+    """Vectors that are compared; the paper's choice is keys."""
 
     KEYS = "keys"
     VALUES = "values"
 
 
 class Threshold(Enum):
-    """Whether what is not like enough is dropped; the paper's ablation folds everything."""
+    """Threshold below which entries are dropped; the paper's ablation merges everything."""
 
     EMA = "ema"
     NONE = "none"
 
 
 class Weights(Enum):
-    """What entries that become one weigh.
+    """Weights of merged entries.
 
     VARIANT: as the variant has it, `larder` by attention, `paper` exponentially, `code` by the
-    likeness itself. ATTENTION: what each received per query. EXPONENTIAL: exp of the likeness.
+    likeness itself. ATTENTION: attention received per query. EXPONENTIAL: exp of the likeness.
     AVERAGE: all the same.
     """
 
@@ -123,7 +123,7 @@ class FoldEma(Compensation):
 
     @property
     def _counts(self) -> bool:
-        """Whether keys do not change and `LOG_COUNT` accounts for merged entries."""
+        """True if keys do not change and `LOG_COUNT` accounts for merged entries."""
         return self.variant is Variant.LARDER
 
     @property

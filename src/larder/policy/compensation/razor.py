@@ -1,4 +1,4 @@
-"""One entry of each head stands for everything that the head has rejected.
+"""Compensation token: one entry per head that represents all rejected ones (RazorAttention).
 
 Tang et al., "RazorAttention: Efficient KV Cache Compression Through Retrieval Heads" (2024),
 arXiv:2407.15891, section 3, equations 4 and 5: the compensation token. Its key and value are the

@@ -1,4 +1,4 @@
-"""What is rejected is computed once more, from what its keys and values follow from.
+"""Recomputation of rejected entries from residuals or token ids (KV-Direct).
 
 Qasim et al., "The Residual Stream Is All You Need: On the Redundancy of the KV Cache in
 Transformer Inference" (2026), arXiv:2603.19664: KV-Direct holds the residual stream of every token,
@@ -27,11 +27,11 @@ from larder.policy.compensation.base import Compensation
 
 @dataclass(frozen=True)
 class Recompute(Compensation):
-    """Make rejected entries anew whenever they are attended to.
+    """Recomputation of rejected entries whenever they are attended to.
 
     Args:
-        held: what stands for them: `every` layer's residual, `one` residual, or `ids`.
-        depth: before which layer the one residual is, where there is one.
+        held: stored source: `every` layer's residual, `one` residual, or `ids`.
+        depth: layer whose input is stored, for `one`.
     """
 
     held: RecomputeSource = RecomputeSource.EVERY

@@ -1,4 +1,4 @@
-"""A kv head's own opinion, and as much again of what its whole layer thinks.
+"""Mean over the group plus mean over the layer (KVCompose).
 
 Akulov et al., "KVCompose: Efficient Structured KV Cache Compression with Composite Tokens" (2025),
 arXiv:2509.05165, and its code in NVIDIA's kvpress: the mean over the query heads of a kv head, plus

@@ -1,4 +1,4 @@
-"""Keep what the newest token looks at.
+"""Scorer by attention from the newest token (TOVA).
 
 Oren et al., "Transformers are Multi-State RNNs" (2024), arXiv:2401.06104 (TOVA): the weights of the
 last query, averaged over all heads of the layer (`layer_mean`), so that all heads keep the same

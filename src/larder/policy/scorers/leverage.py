@@ -1,4 +1,4 @@
-"""Keep keys that the others could not make up; no attention needed.
+"""Scorer by statistical leverage of keys; no attention needed.
 
 Chari and Van Durme, "Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate
 Leverage Scores" (2025), arXiv:2507.08143: the statistical leverage of a key among those of its
@@ -29,7 +29,7 @@ from larder.policy.scorers.base import Scorer
 
 @dataclass(frozen=True)
 class Leverage(Scorer):
-    """How much of a key lies outside what the other keys of its head span.
+    """Leverage score of a key among the keys of its head.
 
     Args:
         sketch: dimensions that keys are sketched in; as many as a key has, or more, sketch nothing.
@@ -51,8 +51,8 @@ class Leverage(Scorer):
         entries, radians = seen.entries, seen.layer.radians
         if radians is None:
             raise ScoreError(
-                f"Layer {seen.layer.index} turns its keys in a way that Larder does not know, so "
-                "leverage cannot turn them back: take a scorer that looks at keys as they are."
+                f"Layer {seen.layer.index} rotates its keys in an unknown way, so "
+                "leverage cannot undo the rotation: take a scorer that uses cached keys."
             )
         turning = torch.tensor(radians, device=entries.keys.device)
         places, heads = entries.effective_rope_positions, range(seen.layer.kv_heads)

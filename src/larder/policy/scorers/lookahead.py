@@ -1,4 +1,4 @@
-"""Keep what the model looks at when it goes on talking.
+"""Scorer by attention from tokens that the model drafts (Lookahead Q-Cache).
 
 Wang et al., "Lookahead Q-Cache: Achieving More Consistent KV Cache Eviction via Pseudo Query"
 (2025), arXiv:2505.20334 (LAQ). A few tokens are decoded greedily behind the context and forgotten

@@ -1,4 +1,4 @@
-"""Keep what came as a surprise.
+"""Scorer by surprise of a token when it was read (SirLLM).
 
 Yao et al., "SirLLM: Streaming Infinite Retentive LLM" (2024), arXiv:2405.12528, section 3: what the
 paper calls token entropy, -log p of a token given all before it. The model has seen what it was
@@ -25,7 +25,7 @@ from larder.policy.scorers.base import Scorer
 
 @dataclass(frozen=True)
 class Novelty(Scorer):
-    """How surprising a token was when it was read, times decay ** (turns since then).
+    """Surprise of a token when it was read, times decay ** (turns since then).
 
     Args:
         decay: what is left of a value after each turn, in (0, 1]. The paper's tasks take 0.7 to 1;

@@ -1,4 +1,4 @@
-"""Keep what a prompt looks at, read behind every block and then forgotten.
+"""Scorer by attention from a prompt that is read behind every block and discarded.
 
 Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv:2509.17396, section 2.3, eq. 3. The prompt decides

@@ -1,4 +1,4 @@
-"""Keep what the model needs to repeat the context.
+"""Scorer by attention while the model repeats the context (KVzip).
 
 Kim et al., "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction" (2025),
 arXiv:2505.23416, section 3. The text just read is asked for again, chunk by chunk: a request to

@@ -1,4 +1,4 @@
-"""Keep the first tokens and the most recent ones.
+"""Scorer by position: the first tokens and the most recent ones (StreamingLLM).
 
 Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), arXiv:2309.17453,
 section 3. Differs from the paper: keys stay rotated at their true positions, unless the policy's

@@ -1,4 +1,4 @@
-"""Keep what the last queries looked at.
+"""Scorer by attention from the last queries of the context (SnapKV).
 
 Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation" (2024),
 arXiv:2404.14469, section 4 (window 32, max pooling over 7 in the authors' main setting). Query
@@ -31,7 +31,7 @@ from larder.policy.scorers.base import AttentionScorer
 
 
 class Pool(Enum):
-    """How an entry's votes and those of its neighbors become one."""
+    """Pooling over neighboring entries."""
 
     MAX = "max"
     MEAN = "mean"

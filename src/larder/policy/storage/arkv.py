@@ -1,4 +1,4 @@
-"""Exact, rounded or gone: layers that matter more keep more of their entries exact.
+"""Storage with a share of exact entries per layer, the others quantized (ARKV).
 
 Lei and Ilager, "ARKV: Adaptive and Resource-Efficient KV Cache Management under Limited Memory
 Budget for Long-Context Inference in LLMs" (2026), arXiv:2603.08727. A layer's preference is
@@ -78,7 +78,7 @@ class ARKV(MixedPrecisionStorage):
         return [int(share * quota)]
 
     def inspect(self, seen: Observation) -> StorageStatistics:
-        """The logarithm of the layer's preference."""
+        """Logarithm of the layer's preference."""
         sums = sum_statistics(gather_last_queries(_WeightMoments(), seen, self.window), 3)
         factors = zip(sums, (self.tau1, self.tau2, self.tau3), strict=True)
         tiny = torch.finfo(torch.float64).tiny

@@ -1,4 +1,4 @@
-"""Turn keys to their places in the cache instead of in the text.
+"""Storage that rotates keys to cache positions instead of text positions (StreamingLLM).
 
 Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), arXiv:2309.17453,
 section 3.2 (rolling cache): keys are held as they were before rotation, and at every step turned to

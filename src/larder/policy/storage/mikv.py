@@ -1,4 +1,4 @@
-"""What would be evicted stays, at low precision.
+"""Storage of unimportant entries at low precision instead of their eviction (MiKV).
 
 Yang et al., "No Token Left Behind: Reliable KV Cache Compression via Importance-Aware Mixed
 Precision Quantization" (2024), arXiv:2402.18096. The scorer says who is important: those stay

@@ -1,4 +1,4 @@
-"""Two neighboring layers share the directions of their entries.
+"""Storage in which two neighboring layers share the directions of their entries (MiniCache).
 
 Liu et al., "MiniCache: KV Cache Compression in Depth Dimension for Large Language Models" (2024),
 arXiv:2405.14366, section 4: from the middle of the model on, keys and values of two layers become

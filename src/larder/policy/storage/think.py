@@ -1,4 +1,4 @@
-"""Keys without the channels that matter least.
+"""Storage of keys without their least important channels (ThinK).
 
 Xu et al., "ThinK: Thinner Key Cache by Query-Driven Pruning" (2024), arXiv:2407.21018, section 3:
 a channel of a kv head counts what its queries times its keys amount to, the Frobenius norm of their

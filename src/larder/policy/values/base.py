@@ -39,7 +39,7 @@ class ValueRule(ABC):
 
     @property
     def wants_weights(self) -> bool:
-        """Whether it needs `Selection.weights`, which only attention scorers provide."""
+        """True if it needs `Selection.weights`, which only attention scorers provide."""
         return False
 
     @abstractmethod
