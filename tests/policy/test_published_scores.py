@@ -260,7 +260,7 @@ def test_the_room_of_scope_grows_once_in_nine_tokens() -> None:
     [
         ("last_quary()", "last_query"),
         ("last_query() > uniform()", "uniform has no place"),
-        ("keydiff() > sum()", "looks at no attention"),
+        ("keydiff() > sum()", "uses no attention"),
         ("last_query() > group_mean() > sum()", "sum has no place"),
         ("last_query(", "does not parse"),
     ],

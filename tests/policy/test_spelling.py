@@ -139,7 +139,7 @@ WRONG = {
     "patched() > every_step()": (SpellingError, "not read while text is generated"),
     'snapkv(variant="code") > lagged()': (SpellingError, "take another scorer"),
     "cake(tau1=0.001)": (BadParameter, "cake.tau1 must be at least 0.05, got 0.001"),
-    "keydiff() > max()": (SpellingError, "looks at no attention, so max() has nothing to join"),
+    "keydiff() > max()": (SpellingError, "uses no attention, so max() has nothing to reduce"),
     "snapkw()": (UnknownName, "Did you mean 'snapkv'"),
     "epicash": (UnknownName, "Did you mean 'epicache'"),
     "icecache > quantized()": (SpellingError, "icecache is a whole policy, not a part of one"),

@@ -160,7 +160,9 @@ def graded(part: QAQ, vectors: torch.Tensor, weights: torch.Tensor) -> list[int]
     entries = Entries(torch.zeros_like(vectors), vectors, places, (0,), (count,))
     seen = StorageStatistics(weights=weights, numbers=(1.0,))
     scores, spared = torch.zeros(count), torch.zeros(count, dtype=torch.bool)
-    grades = part.sufficient_grades(entries, LayerScores(scores, spared, (count,), storage_statistics=seen))
+    grades = part.sufficient_grades(
+        entries, LayerScores(scores, spared, (count,), storage_statistics=seen)
+    )
     return [part.tiers()[grade - 1].codec.value_bits for grade in grades.tolist()]
 
 

@@ -60,8 +60,8 @@ class Entries:
         starts, lengths: one number per kv head.
         columns: float32 ledger columns by name, one number per row of the storage.
         scalars: float32 ledger scalars [K] by name.
-        places: what positions the keys are turned to, one per row of the storage; empty where they
-            are turned to their true ones.
+        rope_positions: positions that keys are rotated to, one per row of the storage; empty where
+            these are the true ones.
         grades: precision of each row, 0 the finest; empty where all have that.
     """
 
@@ -206,8 +206,8 @@ class Observation:
         stage: prefill or decode.
         facts: calibration of this layer.
         lexicon: sets of token ids that the policy needs.
-        places: what positions queries and `keys` are turned to, for each kv head; empty where they
-            are turned to their true ones.
+        rope_positions: positions that queries and `keys` are rotated to, for each kv head; empty
+            where these are the true ones.
         states: hidden states of the tokens at the attention input; empty where no part needs them.
         projection: output projection of each query head; None where no part needs it.
         latest: queries of the last tokens before the pass; None where no part needs them or there

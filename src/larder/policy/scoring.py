@@ -67,7 +67,7 @@ def reduction_parts(scorer: Scorer, given: Mapping[str, Call]) -> dict[str, Any]
         wrong = [given[slot].name for slot in REDUCTION_SLOTS if slot in given]
         if wrong:
             raise SpellingError(
-                f"{spell(scorer)} looks at no attention, so {wrong[0]}() has nothing to join: "
+                f"{spell(scorer)} uses no attention, so {wrong[0]}() has nothing to reduce: "
                 "leave it out, or take a scorer by attention such as snapkv."
             )
         return dict(zip(REDUCTION_SLOTS, (NoAggregation(), NoHeadRule()), strict=True))

@@ -112,16 +112,16 @@ class TurnReader:
         if self._eviction is None and self.free_tokens < tokens:
             yield from self._block_end()
 
-    def closing_steps(self, ids: tuple[int, ...], said: int) -> Steps[None]:
+    def closing_steps(self, ids: tuple[int, ...], answer_tokens: int) -> Steps[None]:
         """Read the closing tokens of a turn, which were not generated.
 
         Args:
-            said: tokens of the answer.
+            answer_tokens: tokens of the answer.
         """
         while ids:
             yield from self.end_block_steps(1)
             count = max(1, self.free_tokens)
-            self._read(ids[:count], AppendKind.TEXT, said, self._final_eviction)
+            self._read(ids[:count], AppendKind.TEXT, answer_tokens, self._final_eviction)
             ids = ids[count:]
             yield
 
@@ -177,24 +177,28 @@ class TurnReader:
         run_steps(self.end_block_steps(len(rows[0].ids)))
         return self._observer(rows[0], steps[0], self._eviction)
 
-    def last_observer(self, row: BatchSegment, said: int) -> Observer | None:
+    def last_observer(self, row: BatchSegment, answer_tokens: int) -> Observer | None:
         """Observer of the last pass of a turn, after which the cache is within its budget."""
-        return self._observer(row, said, self._final_eviction)
+        return self._observer(row, answer_tokens, self._final_eviction)
 
     def _observer(
-        self, row: BatchSegment, said: int, eviction: DecodeEviction | None
+        self, row: BatchSegment, answer_tokens: int, eviction: DecodeEviction | None
     ) -> Observer | None:
         """Observer of a pass, whose tokens join the open block."""
         self.meter.observe([self.cache], 0)
         del self._open[self.cache.next_position - self._start :]  # tokens of a failed pass
         self._open.extend(row.ids)
-        return None if eviction is None else eviction.observer([0], [row], [said])
+        return None if eviction is None else eviction.observer([0], [row], [answer_tokens])
 
     def _read(
-        self, ids: tuple[int, ...], coming: AppendKind, said: int, eviction: DecodeEviction | None
+        self,
+        ids: tuple[int, ...],
+        coming: AppendKind,
+        answer_tokens: int,
+        eviction: DecodeEviction | None,
     ) -> None:
         row = BatchSegment(self.cache, ids, coming=coming)
-        self._decoder.read([row], Mode.APPEND, self._observer(row, said, eviction))
+        self._decoder.read([row], Mode.APPEND, self._observer(row, answer_tokens, eviction))
 
     def _block_end(self, more: tuple[int, ...] = ()) -> Steps[None]:
         """End a block within the turn, after reading `more` tokens of it."""

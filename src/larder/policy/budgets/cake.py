@@ -50,7 +50,7 @@ class Cake(Budget):
     Args:
         tokens: entries per kv head, averaged over layers.
         kept: the same as a fraction of the context.
-        window: last queries whose weights are looked at, in tokens.
+        window: last queries whose weights are observed, in tokens.
         tau1: tempers the entropy; higher is more even.
         tau2: tempers the variance; higher is more even.
     """

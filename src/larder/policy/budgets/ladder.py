@@ -54,7 +54,7 @@ class Ladder(Budget):
         span: layers in succession that keep a token; a whole number is layers, a fraction in
             (0, 1) is that share of them, rounded up.
         overlap: of these, how many also keep the next one; fewer than `span`.
-        variant: `larder` and `paper` climb from shallow to deep, `code` begins anew every few
+        variant: `larder` and `paper` climb from shallow to deep, `code` starts again every few
             layers.
     """
 

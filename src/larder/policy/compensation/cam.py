@@ -8,12 +8,12 @@ these as v / m each; keys stay as they are. What leaves while a context is read 
 released code merges one entry per step, and many that are merged at once add up to values several
 times as long as any that the model has made.
 
-A value that others have joined leaves as the mean of what it stands for, so that each value is
+A value with merged ones is evicted as the mean of all of them, so that each value is
 counted once: no value grows to more than twice the length of the longest one. The released code
 hands on the sum, which counts values again in every window that they pass through, and grows with
 the text where attention is even.
 
-`sampled` draws as the paper does, for each head by itself; the draw depends on `seed`, on the
+`sampled` draws as the paper does, for each head separately; the draw depends on `seed`, on the
 entry's true position and on its head, so that a run can be repeated. `expected` adds p * v / m
 without a draw, which is the same on average.
 

@@ -20,7 +20,7 @@ earlier ones did on average, the merged entry gives what its entries gave togeth
 `code` averages likeness over the heads of a layer, by the rank that entries have among the
 rejected, and merges a rank in all heads or in none; weights are u, and 1 for itself, over one plus
 the number merged, so that keys and values shrink. Its threshold is the paper's here, and starts
-anew with every cache.
+again with every cache.
 """
 
 from __future__ import annotations

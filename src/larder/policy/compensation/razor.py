@@ -13,7 +13,7 @@ An earlier compensation token that is rejected itself joins by its count, so tha
 counts twice or not at all. A head all of whose kept entries are protected has no such slot and
 forgets what it rejects. Which heads are spared is up to the budget; the paper keeps all entries of
 its retrieval heads. No code came with the paper. Huawei's msModelSlim and MindSpore Golden Stick
-ship the choice of heads, with the same shares; how they make the token was not looked at.
+ship the choice of heads, with the same shares; how they make the token was not checked.
 """
 
 from __future__ import annotations

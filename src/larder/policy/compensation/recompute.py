@@ -2,9 +2,9 @@
 
 Qasim et al., "The Residual Stream Is All You Need: On the Redundancy of the KV Cache in
 Transformer Inference" (2026), arXiv:2603.19664: KV-Direct holds the residual stream of every token,
-and keys and values of those that a budget has room for; the others are made anew whenever they are
-attended to, so that answers are those of the full cache at every budget. The paper's figures do not
-keep two ways apart:
+and keys and values of those that a budget has room for; the others are computed again whenever they
+are attended to, so that answers are those of the full cache at every budget. The paper's figures do
+not keep two ways apart:
 
 every  A residual per token and layer, from which each layer projects its own. Under grouped queries
        that is more than the keys and values take (hidden size against 2 K D numbers).

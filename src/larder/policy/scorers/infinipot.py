@@ -4,14 +4,15 @@ Kim et al., "InfiniPot: Infinite Context Processing on Memory-Constrained LLMs" 
 arXiv:2410.01518, section 3.3. Novelty under compression (NuC): -log p of a token, given what was
 still held when it was read, the same for all heads. Catalyst prompt (CaP): the sum of weights that
 the tokens of a general request, read behind the cache, give an entry, head by head. A share of the
-room, half in the paper, goes to the most novel entries, and what remains to those most looked at.
+room, half in the paper, goes to the most novel entries, and the rest to those with the most
+attention.
 
 The paper's text was not available: both signals and their shares follow secondary summaries.
 
 A scorer does not know how much room there is, so both lists are merged into one: however it is cut,
 the first of each list are in, in their shares. Where both name the same entry, the place left over
 goes to both lists in their shares, and in the paper to attention. Weights are shared among cached
-entries only, as in `patched`. The paper counts positions anew, which the storage `compact` does.
+entries only, as in `patched`. The paper uses cache positions, which the storage `compact` does.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ head, approximated by a Gaussian sketch of its dimensions. Follows the code that
 NVIDIA/kvpress: keys before rotation, centered over the sequence. The paper adds attention without a
 causal mask; this is the one half of it, and so no preset has the paper's name.
 
-There the sketch is drawn anew each time and 0.01 is added to the Gram matrix; here one seed gives
+There the sketch is drawn at every call and 0.01 is added to the Gram matrix; here one seed gives
 all layers, heads and calls the same sketch, and `ridge` counts in mean squared lengths of a
 sketched dimension, so that leverage does not depend on how long keys are. Scores there are in
 standard deviations from a layer's mean, which changes no order within a layer.

@@ -1,9 +1,9 @@
 """Scorer by attention from tokens that the model drafts (Lookahead Q-Cache).
 
 Wang et al., "Lookahead Q-Cache: Achieving More Consistent KV Cache Eviction via Pseudo Query"
-(2025), arXiv:2505.20334 (LAQ). A few tokens are decoded greedily behind the context and forgotten
-again; what their queries look at stays. As in the released code, weights are shared among cached
-entries only and summed over the drafted queries, then pooled by maximum.
+(2025), arXiv:2505.20334 (LAQ). A few tokens are decoded greedily behind the context and then
+discarded; entries that their queries attend to stay. As in the released code, weights are shared
+among cached entries only and summed over the drafted queries, then pooled by maximum.
 
 Differs: the paper drafts over a small SnapKV cache of its own, to spare time; here over all that is
 held, which needs no second cache and comes nearer to the true queries. A draft goes on behind the

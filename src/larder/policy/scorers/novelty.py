@@ -6,7 +6,7 @@ given when the token was read: of a context that was cut before, what was left. 
 nothing before it, and is as surprising as the most surprising one that was read with it.
 
 Stored values fade by `decay` with every turn of a dialogue there; a cache knows no turns, so here
-they fade with every `turn` tokens. The paper counts positions anew in the cache, which the storage
+they fade with every `turn` tokens. The paper uses cache positions, which the storage
 `compact` does. All heads of all layers agree, so `uniform` is the budget that fits.
 """
 

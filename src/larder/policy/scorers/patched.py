@@ -37,7 +37,7 @@ class Patched(AttentionScorer):
     Args:
         prompt: its name: `episode`, `question`, `summarize`, `guidance`, `repeat`, or any other
             whose text is given to `Engine.read`.
-        variant: `larder` and `code` look at the cache alone, `paper` at the prompt too.
+        variant: `larder` and `code` attend to the cache only, `paper` to the prompt too.
     """
 
     prompt: str = "episode"

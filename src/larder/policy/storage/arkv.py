@@ -8,7 +8,7 @@ layers it is the share of a layer's entries that stay exact, the best ones; the 
 and what the budget does not keep is gone. Formulas as in the released code, its least variance of
 1e-8 under the kurtosis included. The paper's score of entries is `mean_variance`, its budget
 uniform. Differences: int8 or less where that code takes 8-bit floats, in groups; shares are taken
-anew at every decision, where that code takes them once, after the prompt.
+again at every decision, where that code takes them once, after the prompt.
 
 The bytes that it saves are not spent on more entries: this holds less than the budget allows.
 """
@@ -45,7 +45,7 @@ class ARKV(MixedPrecisionStorage):
         tau1: tempers the entropy; higher is more even.
         tau2: tempers the variance; higher is more even.
         tau3: tempers the kurtosis; higher is more even.
-        window: queries at the end that are looked at, at most 64 tokens.
+        window: last queries that are observed, at most 64 tokens.
     """
 
     bits: int = 8

@@ -30,7 +30,7 @@ class MiniCache(Storage):
     """Pairs of layers hold one direction for what both hold.
 
     Args:
-        start: share of the layers, counted from the first, that stay by themselves.
+        start: share of the layers, counted from the first, that are not paired.
         weight: of the upper layer's direction in the shared one, in [0, 1].
         apart: the upper part of the range of angles between directions that is not shared.
         recent: latest entries of each head that are not shared.

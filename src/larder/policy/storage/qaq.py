@@ -7,14 +7,14 @@ sqrt(12 / |q|^2 * ln(T^3 / (T - 1) * error^2 + 1)). A vector from its least to i
 then takes ceil(log2(range / (2 * deviation) + 1)) bits. Formulas as in the released code.
 
 The range is that without the numbers that stand out, which are kept apart: half a percent at either
-end in the paper. The newest tokens, which too few queries have looked at, take the most bits: all
+end in the paper. The newest tokens, which too few queries have attended to, take the most bits: all
 but one of as many as the last queries are.
 
 Differences: bits are rounded up to 2, 4 or 8, and no more than 8, where the paper takes any whole
 number; q is scaled as the model scales it and |q|^2 is the 90th percentile of the last queries,
 where the released code divides by a constant of 300; keys share a grid per channel instead of one
 per vector about its mean; the latest entries are exact until they make a group, and an entry's bits
-are decided once, when it is rounded, or rounded anew because others were merged into it. The ends
+are decided once, when it is rounded, or rounded again because others were merged into it. The ends
 of a vector are interpolated between its numbers (inferred).
 
 A budget is spent as if all took 8 bits, so this holds fewer bytes than the budget allows.
@@ -60,7 +60,7 @@ class QAQ(MixedPrecisionStorage):
         key_error, value_error: the deviation of attention's output that rounding may bring.
         group: entries rounded together, and channels of a value that share a scale.
         outliers: share of the numbers that are kept apart.
-        window: queries at the end that say what is looked at, in tokens.
+        window: last queries whose attention is observed, in tokens.
     """
 
     key_error: float = 1e-4

@@ -4,7 +4,7 @@ Zhu et al., "SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV 
 arXiv:2504.00970, cuts texts at punctuation tokens. The column holds the true position of the
 sentence's first token, plus 1, and below 0 where the token ends the sentence. A pass knows its own
 tokens only: its first sentence goes on with what stood before, in every head that still holds the
-very last token, and begins anew in the others.
+very last token, and starts new in the others.
 """
 
 from __future__ import annotations
