@@ -121,7 +121,7 @@ class Chat:
         turn.reserve(len(prompt) + len(closing) + max_new_tokens)
         self._note(drawer)
         try:
-            rest = run_steps(turn.reading(prompt))
+            rest = run_steps(turn.message_steps(prompt))
             told = (
                 cache,
                 rest,
@@ -285,7 +285,7 @@ class Chat:
         cabinet.refresh()
         drawer = self._recall(exchange.question)
         drawer.turn.reserve(len(exchange.ids))
-        run_steps(drawer.turn.reading(exchange.ids))
+        run_steps(drawer.turn.message_steps(exchange.ids))
         self._finish(drawer, exchange.ids, 0)
         self._note(drawer)
         cabinet.accept(drawer, filed := cabinet.file(drawer, exchange))
@@ -310,7 +310,7 @@ class Chat:
     def _finish(self, drawer: ActiveTurn, ids: tuple[int, ...], said: int) -> None:
         """Read what decoding has left unread: the answer's last token, the end of the turn."""
         unread = ids[drawer.cache.next_position - drawer.mark :]
-        run_steps(drawer.turn.following(unread, said))
+        run_steps(drawer.turn.closing_steps(unread, said))
 
     def _note(self, drawer: ActiveTurn) -> int:
         """Remember what is held now; the bytes of it."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from larder.cache.forms.ragged import GROWTH_TOKENS
 from larder.core.spec import RecomputeSource
-from larder.prefill.schedules.whole import PIECE_TOKENS, Whole
+from larder.prefill.schedules.whole import BLOCK_TOKENS, Whole
 from larder.server.serving_policy import CacheOccupancy, ServingPolicy
 from larder.server.session_state import CompletedTurn
 from larder.server.tiers.device import MemoryDemand
@@ -89,7 +89,7 @@ def _scratch_bytes(rule: ServingPolicy, length: int) -> int:
         return 0
     spec = rule.desk.decoder.spec
     largest = max(layer.bytes_per_token(spec.dtype) for layer in spec.layers)
-    return largest * (length + PIECE_TOKENS)
+    return largest * (length + BLOCK_TOKENS)
 
 
 def _source_bytes(rule: ServingPolicy, length: int) -> int:
@@ -97,7 +97,7 @@ def _source_bytes(rule: ServingPolicy, length: int) -> int:
     rebuilding, spec = rule.policy.rebuilding, rule.desk.decoder.spec
     if rebuilding is None:
         return 0
-    layers = len(spec.layers) + 1 if rebuilding.manner is RecomputeSource.EVERY else 2
+    layers = len(spec.layers) + 1 if rebuilding.source is RecomputeSource.EVERY else 2
     heads = sum(layer.kv_heads for layer in spec.layers)
     row = max(spec.width, 1) * spec.dtype.itemsize * layers + 2 * heads * 8
     return length * row * UNDO_COPIES

@@ -77,7 +77,8 @@ class ServingPolicy:
     def __post_init__(self) -> None:
         policy, is_single = self.policy, isinstance(self.policy.session, Single)
         require_prompts(
-            self._prompts, policy.scorer.wanted() - (frozenset() if is_single else {"episode"})
+            self._prompts,
+            policy.scorer.required_prompts() - (frozenset() if is_single else {"episode"}),
         )
         if self.is_limited:  # reject a budget that is too small now, not at the first request
             check_recent_fits(policy, self.tokens)

@@ -47,7 +47,7 @@ def layer_figures(
 
 def check_recent_fits(policy: Policy, tokens: int) -> None:
     """Raises: BudgetError: recent tokens are protected that generated text has no room for."""
-    recent, room = policy.protect.recent_tokens(tokens), policy.timing.room(tokens)
+    recent, room = policy.protect.recent_tokens(tokens), policy.timing.generation_capacity(tokens)
     if room is not None and recent > room:
         raise BudgetError(
             f"{spell(policy.timing)} leaves generated text {room} of {tokens} entries, fewer than "
@@ -100,7 +100,10 @@ def entry_bound(policy: Policy, spec: ModelSpec) -> EntryCapacity | None:
     if not policy.resident_storage.codecs:
         return EntryCapacity(resting, heads, block)
     size = spec.dtype.itemsize
-    rooms = [layer.kv_heads * policy.storage.finest(entries, layer, size) for layer in spec.managed]
+    rooms = [
+        layer.kv_heads * policy.storage.full_precision_entries(entries, layer, size)
+        for layer in spec.managed
+    ]
     finest_heads = sum(layer.kv_heads for layer in spec.managed)
     return EntryCapacity(resting, heads, block, sum(rooms), finest_heads)
 
@@ -150,7 +153,7 @@ def _resident_entries(policy: Policy, tokens: int) -> int:
             f"The budget of {tokens} tokens has no room beside {taken}: raise --budget, fetch "
             "fewer, or lag less."
         )
-    least = policy.protect.least(tokens).joined(policy.scorer.least()).tokens
+    least = policy.protect.least(tokens).union(policy.scorer.protected_tokens()).tokens
     if least > rest and not isinstance(policy.protect.recent, float):
         raise BudgetError(
             f"The budget of {tokens} tokens has no room for {taken} beside the {least} that "

@@ -156,7 +156,7 @@ class ChatCache:
         if filed.number != drawer.number:  # which has its own cache, within its budget
             return
         try:
-            yield from drawer.turn.settling()
+            yield from drawer.turn.end_turn_steps()
             drawer.cache.compact()
         except BaseException:
             self._lose(self.state.log)
@@ -169,12 +169,12 @@ class ChatCache:
         """Have the cache of a turn that does not count be as before it."""
         if drawer.is_copy:
             return
-        if drawer.turn.saved is None:
+        if drawer.turn.snapshot is None:
             drawer.cache.truncate(drawer.mark)
             drawer.cache.compact()
         else:
-            drawer.turn.saved.compact()
-            self.caches.replace_active(drawer.turn.saved)
+            drawer.turn.snapshot.compact()
+            self.caches.replace_active(drawer.turn.snapshot)
 
     def before(self, exchanges: int) -> ChatCache | None:
         """A second memory, as when so many exchanges were said; None where that must be read anew.
@@ -272,8 +272,8 @@ class ChatCache:
         cache.forget(beginning, drawer.mark)  # sliding-window layers hold their window
         told = self._runtime, self.state.memory.policy, cache, book, None, drawer.turn.open_ids
         turn = turn_reader(*told)
-        if turn.is_over:
-            run_steps(turn.settling())
+        if turn.is_over_budget:
+            run_steps(turn.end_turn_steps())
         return cache
 
     def _note_peaks(self) -> None:

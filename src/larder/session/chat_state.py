@@ -141,12 +141,12 @@ class ActiveTurn:
     @property
     def copy(self) -> SequenceCache | None:
         """What is held beside the cache of the shelf, so that the turn can be undone."""
-        return self.cache if self.is_copy else self.turn.saved
+        return self.cache if self.is_copy else self.turn.snapshot
 
     @property
     def can_be_undone(self) -> bool:
         """Whether the cache can be had as it was before the turn."""
-        return not self.is_planned or self.is_copy or self.turn.saved is not None
+        return not self.is_planned or self.is_copy or self.turn.snapshot is not None
 
 
 @dataclass(frozen=True)

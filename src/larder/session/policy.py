@@ -185,7 +185,9 @@ class Policy:
     @property
     def calibrations(self) -> frozenset[str]:
         """Names of the measurements of the model that its parts look up."""
-        return self.budget.measured() | self.heads.calibrations | self.timing.calibrations
+        return (
+            self.budget.required_calibrations() | self.heads.calibrations | self.timing.calibrations
+        )
 
     @property
     def lexicon(self) -> frozenset[str]:
@@ -204,22 +206,22 @@ class Policy:
             BudgetError: no page fits the budget beside what always stays.
             BadParameter: more tokens are corrected than always stay.
         """
-        budget, schedule, scorer = self.budget, self.schedule, self.scorer.under(tokens)
+        budget, schedule, scorer = self.budget, self.schedule, self.scorer.with_budget(tokens)
         if budget.tokens is None:
             budget = replace(budget, tokens=tokens, kept=None)  # pyright: ignore
         own = with_block_size(schedule, tokens, block)
-        settled = self.compensation.under(tokens), self._recalling(tokens)
+        settled = self.compensation.with_budget(tokens), self._recalling(tokens)
         if (recall := settled[1]) is not None:
             staying = (budget.tokens or tokens) - (recall.tokens or 0) - self.lag
             check_correction(self.protect, recall, max(0, staying))
         sized = replace(self, budget=budget, schedule=own, scorer=scorer, recall=recall)
-        return replace(sized, compensation=settled[0], timing=self.timing.under(tokens))
+        return replace(sized, compensation=settled[0], timing=self.timing.with_budget(tokens))
 
     def _recalling(self, tokens: int) -> RecallPart | None:
         """The recall part with its size filled in."""
         if self.recall is None or self.recall.tokens is not None:
             return self.recall
-        least = max(1, self.protect.least(tokens).joined(self.scorer.least()).tokens)
+        least = max(1, self.protect.least(tokens).union(self.scorer.protected_tokens()).tokens)
         fitting = (tokens - least - self.lag) // self.recall.page * self.recall.page
         if fitting < 1:
             raise BudgetError(

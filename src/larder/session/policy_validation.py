@@ -36,7 +36,7 @@ def check_timing(scorer: Scorer, timing: Timing) -> None:
 
 def check_query_positions(scorer: Scorer, storage: Storage) -> None:
     """Raises: SpellingError: queries are held as they were, but keys turned to other positions."""
-    if scorer.queries() and storage.turns:
+    if scorer.queries() and storage.rerotates_keys:
         raise SpellingError(
             f"{spell(scorer)} judges by queries at their true positions, but {spell(storage)} "
             "turns keys to other ones: leave the storage out, or take another scorer."
@@ -54,7 +54,7 @@ def check_weights(scorer: Scorer, values: ValueRule) -> None:
 
 def check_single_cut(schedule: Schedule, compensation: Compensation) -> None:
     """Raises: SpellingError: a text would be cut once, but is read in blocks with plans between."""
-    if compensation.once and not isinstance(schedule, Whole):
+    if compensation.needs_whole_text and not isinstance(schedule, Whole):
         raise SpellingError(
             f"{spell(compensation)} cuts a text once, when all of it was read, but "
             f"{spell(schedule)} plans in between: take whole(), or park() without a cut."
@@ -132,4 +132,4 @@ def with_block_size(schedule: Schedule, tokens: int, block: int | None) -> Sched
 
 def needs_scratch_prompts(scorer: Scorer) -> bool:
     """Whether a scorer has anything read behind the cache before it judges."""
-    return bool(scorer.scratch((0,), 0, dict.fromkeys(scorer.wanted(), (0,))))
+    return bool(scorer.scratch((0,), 0, dict.fromkeys(scorer.required_prompts(), (0,))))

@@ -217,7 +217,7 @@ def build_caches_steps(
     """As `build_caches`, in steps."""
     spec = desk.decoder.spec
     for book in books:
-        require_prompts(book, policy.scorer.wanted())
+        require_prompts(book, policy.scorer.required_prompts())
     check_recent_fits(policy, entries_per_head(policy, spec))
     shelf, reader = SessionCaches(spec, ()), prefill_reader(desk, policy, len(ids), meter)
     lanes = [PrefillSequence(empty_cache(policy, spec), book, shelf.add) for book in books]
@@ -291,7 +291,7 @@ def planner_with_quotas(
     managed = tuple(layer.index for layer in desk.decoder.spec.managed)
     layers = tuple(layer.index for layer in budgeted_layers(policy, desk.decoder.spec))
     facts = select_layers(desk.calibrate(policy.calibrations), managed, layers)
-    planner = policy.planner.under(facts, layers, desk.scribe.lexicon(policy.lexicon))
+    planner = policy.planner.with_calibration(facts, layers, desk.scribe.lexicon(policy.lexicon))
     if policy.values.projects:
         planner = replace(
             planner, projections=output_projections(desk.decoder.body, desk.decoder.spec.layers)
