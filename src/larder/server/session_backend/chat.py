@@ -105,7 +105,7 @@ class ChatBackend(SessionBackend):
         del plans
         self._check(job)
         assert job.active_turn is not None
-        if not job.finish_reason and job.active_turn.turn.room < 1:
+        if not job.finish_reason and job.active_turn.turn.free_tokens < 1:
             job.prefill_steps = job.active_turn.turn.end_block_steps(1)
 
     def needs_closing_pass(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> bool:
@@ -136,11 +136,11 @@ class ChatBackend(SessionBackend):
         self, job: RequestState, active_turn: ActiveTurn, closing: tuple[int, ...]
     ) -> PrefillSteps:
         """Read the end of a turn, and bring the cache that holds it back to its budget."""
-        yield from active_turn.turn.following(job.closing_ids, len(job.output_ids))
+        yield from active_turn.turn.closing_steps(job.closing_ids, len(job.output_ids))
         self.prepare_turn(job, job.finish_reason, closing)
         assert job.turn_commit is not None
         if job.turn_commit.number == active_turn.number:
-            yield from active_turn.turn.settling()
+            yield from active_turn.turn.end_turn_steps()
 
     def commit_turn(self, job: RequestState) -> None:
         session, active_turn = job.session, job.active_turn

@@ -48,9 +48,9 @@ class ChatPrefill:
             session, session.chat_cache, job.new_messages[-1].text, job.new_ids, room
         )
         job.active_turn = active_turn
-        job.prompt_tail = yield from active_turn.turn.reading(prompt_tail)
+        job.prompt_tail = yield from active_turn.turn.message_steps(prompt_tail)
         if job.output_ids:  # replay of generated tokens
-            active_turn.turn.ask(job.prompt_tail)
+            active_turn.turn.read_last_part(job.prompt_tail)
             yield from active_turn.turn.replay_steps(tuple(job.output_ids[:-1]))
 
     def extends(self, job: RequestState, chat_cache: ChatCache) -> bool:
@@ -113,12 +113,12 @@ class ChatPrefill:
             session, chat_cache, exchange.question, prompt, len(exchange.ids)
         )
         turn, stop = active_turn.turn, len(answer) - completed.unread_tokens
-        prompt_tail = yield from turn.reading(prompt_tail)
-        turn.ask(prompt_tail)
+        prompt_tail = yield from turn.message_steps(prompt_tail)
+        turn.read_last_part(prompt_tail)
         yield
         yield from turn.replay_steps(answer[:stop])
         generated = len(answer) - (len(closing) if answer[-len(closing) :] == closing else 0)
-        yield from turn.following(answer[stop:], generated)
+        yield from turn.closing_steps(answer[stop:], generated)
         commit = chat_cache.file(active_turn, exchange)
         session.position_maps.file(
             active_turn.number, commit.number, active_turn.mark, chat_cache.length
