@@ -151,8 +151,8 @@ def run(model: str, count: int, folder: Path) -> list[dict[str, Any]]:
     source = random.Random(0)
     engine = Engine(load(model), "full")
     store = Store(str(folder / "blobs"), folder)
-    keeper = StoreSessionPersistence(store, engine.loaded.decoder.spec)
-    hub = LocalEngineClient(engine, ByteBudgets({Tier.DEVICE: 64 << 20}), keeper=keeper)
+    persistence = StoreSessionPersistence(store, engine.loaded.decoder.spec)
+    hub = LocalEngineClient(engine, ByteBudgets({Tier.DEVICE: 64 << 20}), persistence=persistence)
     audit = TenantTimingProbe(hub, source)
     try:
         for arm in ARMS:  # what is slow the first time

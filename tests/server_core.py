@@ -79,8 +79,8 @@ class Served:
         policy: str = "full",
         device: int | None = None,
         host: int | None = None,
-        keeper: SessionPersistence | None = None,
-        vault: DiskTier | None = None,
+        persistence: SessionPersistence | None = None,
+        disk: DiskTier | None = None,
         rows: int = 64,
         tokens: int = BUDGET,
         block: int | None = BLOCK,
@@ -101,8 +101,8 @@ class Served:
             eviction,
             rows,
             64,
-            keeper or SessionPersistence(),
-            vault or DiskTier(),
+            persistence or SessionPersistence(),
+            disk or DiskTier(),
             lambda: float(next(times)),
             self.news.set,
         )
@@ -126,8 +126,8 @@ class Served:
 
     def run(self) -> None:
         """Go on until nothing is left to do, also by other threads."""
-        while self.step() or self.core.news.in_flight:
-            if not self.step() and self.core.news.in_flight:
+        while self.step() or self.core.completions.in_flight:
+            if not self.step() and self.core.completions.in_flight:
                 assert self.news.wait(30)
                 self.news.clear()
 
@@ -143,7 +143,7 @@ class Served:
     def check(self) -> None:
         """What is held and spoken for is within the budget, and nothing else is held."""
         core = self.core
-        assert core.purse.violations == 0
+        assert core.reservations.violations == 0
         for tier in (Tier.DEVICE, Tier.HOST):
             assert core.ledger.used(tier) <= core.ledger.limit(tier)
         held = sum(each.device_bytes for each in core.sessions)

@@ -62,7 +62,7 @@ def hub_in(
 ) -> Iterator[LocalEngineClient]:
     engine = Engine(loaded, policy, *((None, None) if policy == "full" else ("32", 16)))
     budgets = ByteBudgets({} if host is None else {Tier.HOST: host})
-    with closing(LocalEngineClient(engine, budgets, keeper=keeper_in(folder, loaded))) as hub:
+    with closing(LocalEngineClient(engine, budgets, persistence=keeper_in(folder, loaded))) as hub:
         yield hub
 
 
@@ -76,9 +76,9 @@ def ask(
 
 
 @contextmanager
-def unheard(keeper: StoreSessionPersistence, method: str = "append") -> Iterator[None]:
+def unheard(persistence: StoreSessionPersistence, method: str = "append") -> Iterator[None]:
     """While what is written comes about, and nobody hears of it."""
-    turns = keeper._store.turns
+    turns = persistence._store.turns
     write = getattr(turns, method)
 
     def late(*given: object) -> None:

@@ -32,11 +32,11 @@ class Stored:
     ) -> None:
         url = str(folder / "blobs") if place is None else place
         self.store = Store(url, folder / "home", secret=b"s" * 32)
-        self.keeper = StoreSessionPersistence(self.store, loaded.decoder.spec)
-        self.vault = StoreDiskTier(
-            self.keeper, ModelSnapshots(self.store, loaded, codec), durability
+        self.persistence = StoreSessionPersistence(self.store, loaded.decoder.spec)
+        self.disk = StoreDiskTier(
+            self.persistence, ModelSnapshots(self.store, loaded, codec), durability
         )
-        own = {"keeper": self.keeper, "vault": self.vault, **served}
+        own = {"persistence": self.persistence, "disk": self.disk, **served}
         self.served = Served(loaded, **own)  # pyright: ignore
         self.core, self.ask, self.run = self.served.core, self.served.ask, self.served.run
 
@@ -48,5 +48,5 @@ class Stored:
         """Where a session's cache is, without bringing it to memory."""
         if self.core.sessions.has(tenant, name):
             return self.core.sessions.find(tenant, name).tier
-        [view] = [view for view in self.keeper.list_sessions(tenant) if view.name == name]
+        [view] = [view for view in self.persistence.list_sessions(tenant) if view.name == name]
         return view.tier

@@ -131,7 +131,7 @@ def test_a_turn_leaves_what_a_context_in_the_same_blocks_leaves(small: LoadedMod
     assert len(turn.ids) <= BLOCK
     length = cache.next_position + len(turn.ids)
     reader = prefill_reader(engine.runtime, twin.policy, length, PeakMemoryMeter())
-    reader.settle([PrefillSequence(cache, {})], turn.ids, turn.ids, cache.next_position)
+    reader.read_and_evict([PrefillSequence(cache, {})], turn.ids, turn.ids, cache.next_position)
     mine = chat.memory.caches.activate(0)
     assert mine.lengths() == cache.lengths() and mine.next_position == length
     for layer in range(len(mine.spec.layers)):
@@ -176,7 +176,7 @@ def test_an_interrupted_plan_at_the_end_of_a_turn_is_made_up_for(
 ) -> None:
     chat = Chat(under(small, KEYDIFF), history=HISTORY)
     with monkeypatch.context() as patch:
-        patch.setattr(TurnReader, "_judging", interrupt)
+        patch.setattr(TurnReader, "_read_with_plans", interrupt)
         with pytest.raises(KeyboardInterrupt):
             chat.say("Hi.", max_new_tokens=2)
     assert len(chat.turns) == 1, "the turn stands"

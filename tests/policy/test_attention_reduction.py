@@ -144,7 +144,7 @@ def row_of(
 def test_joining_equals_the_loops_on_uneven_heads(aggregation, heads, loop_of, causal) -> None:
     seen, joining = view(), AttentionReduction(aggregation, heads)
     positions = seen.query_positions if causal else None
-    got = joining.join(ObservationWindow(seen.queries, seen.entries, positions), seen)
+    got = joining.reduce(ObservationWindow(seen.queries, seen.entries, positions), seen)
     assert_equal(got, looped(joining, seen, causal, loop_of))
 
 
@@ -153,7 +153,7 @@ def test_queries_that_see_nothing_and_heads_that_hold_nothing(aggregation, heads
     joining = AttentionReduction(aggregation, heads)
     assert int(seen.query_positions[0]) == 5
     early = replace(seen, query_positions=seen.query_positions - 2)
-    got = joining.join(
+    got = joining.reduce(
         ObservationWindow(early.queries, early.entries, early.query_positions), early
     )
     assert_equal(got, looped(joining, early, True, loop_of))
@@ -176,7 +176,7 @@ def test_no_head_has_the_weights_of_all_its_queries_at_once(aggregation, heads) 
     queries, entries, group = 8 * CHUNK, 32, 2
     seen = view(group, [list(range(600 - entries, 600))] * 2, queries)
     with Largest() as largest:
-        AttentionReduction(aggregation, heads).join(
+        AttentionReduction(aggregation, heads).reduce(
             ObservationWindow(seen.queries, seen.entries), seen
         )
     assert 2 * group * CHUNK * entries <= largest.numbers < group * queries * entries
@@ -186,7 +186,7 @@ def test_what_is_looked_at_is_not_written_to(aggregation, heads) -> None:
     seen = view()
     tensors = (seen.queries, seen.query_positions, seen.entries.keys, seen.entries.positions)
     before = [tensor.clone() for tensor in tensors]
-    AttentionReduction(aggregation, heads).join(
+    AttentionReduction(aggregation, heads).reduce(
         ObservationWindow(seen.queries, seen.entries, seen.query_positions), seen
     )
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
@@ -202,17 +202,17 @@ def test_the_order_of_kv_heads_does_not_matter(aggregation, heads) -> None:
         starts=tuple(old.starts[head] for head in order),
         lengths=tuple(old.lengths[head] for head in order),
     )
-    straight = joining.join(ObservationWindow(seen.queries, old, seen.query_positions), seen)
+    straight = joining.reduce(ObservationWindow(seen.queries, old, seen.query_positions), seen)
     other = replace(seen, facts={"retrieval": tuple(scores[row] for row in rows)})
-    got = joining.join(ObservationWindow(seen.queries[rows], turned, seen.query_positions), other)
+    got = joining.reduce(ObservationWindow(seen.queries[rows], turned, seen.query_positions), other)
     assert_equal(got, [straight[head].tolist() for head in order])
 
 
 def test_half_precision_is_joined_in_float32(aggregation, heads) -> None:
     seen, joining = view(), AttentionReduction(aggregation, heads)
     keys, queries = seen.entries.keys.bfloat16(), seen.queries.bfloat16()
-    low = joining.join(ObservationWindow(queries, replace(seen.entries, keys=keys)), seen)
-    wide = joining.join(
+    low = joining.reduce(ObservationWindow(queries, replace(seen.entries, keys=keys)), seen)
+    wide = joining.reduce(
         ObservationWindow(queries.float(), replace(seen.entries, keys=keys.float())), seen
     )
     assert_equal(low, [head.tolist() for head in wide])
@@ -257,7 +257,7 @@ def test_the_newest_token_is_scaled_by_the_entries_of_its_own_head() -> None:
     seen = replace(seen, logits=torch.zeros(1, len(seen.entries.positions)))
     joining = AttentionReduction(ScaledMean(), GroupMean())
     assert_equal(
-        joining.join(ObservationWindow(seen.queries, seen.entries), seen), [[1.0] * 2, [1.0] * 8]
+        joining.reduce(ObservationWindow(seen.queries, seen.entries), seen), [[1.0] * 2, [1.0] * 8]
     )
 
 
@@ -269,7 +269,7 @@ def test_all_heads_of_a_layer_keep_the_same_entries() -> None:
         name = "layer_mean()" if rule == LayerMean() else "group_mean()"
         planner = Policy.parse(sentence.format(name)).planner
         seen = view(2, held, 5)
-        scored = planner.judge(seen, planner.score(seen), 6)
+        scored = planner.with_protection(seen, planner.score(seen), 6)
         plan = planner.plan({0: scored}, {0: 6}, lambda index, seen=seen: seen.entries)[0]
         heads = torch.split(plan.kept, list(plan.lengths))
         kept[name] = [(head - 20 * index).tolist() for index, head in enumerate(heads)]

@@ -58,7 +58,10 @@ def test_headkv_rounds_its_pool_down_and_names_what_it_measures() -> None:
     assert HeadKV().layer_tokens(123, 2, 32, 4000, facts) == (32 + 16, 32 + 16 + 150)
     other = HeadKV(trial=Kind.RETRIEVAL)
     assert other.layer_tokens(128, 2, 32, 4000, facts) == (32 + 16 + 160, 32 + 16)
-    assert (HeadKV().measured(), other.measured()) == ({"reasoning"}, {"retrieval"})
+    assert (HeadKV().required_calibrations(), other.required_calibrations()) == (
+        {"reasoning"},
+        {"retrieval"},
+    )
     assert Policy.parse("headkv").budget == HeadKV()
 
 
@@ -88,8 +91,8 @@ def test_repeats_choose_echo_and_induction_heads() -> None:
     part = RetrievalHeads()
     chosen = part.head_weights({"echo": echo, "induction": induction})
     assert [head for head, weight in enumerate(chosen) if weight] == [0, 2, 3, 7]  # 1 echo of 20
-    assert part.measured() == {"echo", "induction"}
-    assert RetrievalHeads(trial=Trial.PASSKEYS).measured() == {"streaming_error"}
+    assert part.required_calibrations() == {"echo", "induction"}
+    assert RetrievalHeads(trial=Trial.PASSKEYS).required_calibrations() == {"streaming_error"}
 
 
 def test_squeezed_layers_give_to_the_others() -> None:

@@ -32,7 +32,7 @@ def looked_at(entries: Entries, weights: list[float], joined: list[float] | None
 def settled(part: Cam, kept: list[int], entries: Entries, stage: Phase = Phase.DECODE) -> Plan:
     count = len(entries.keys)
     scored = replace(judged([0.0] * count), stage=stage)
-    return part.settle(a_plan([kept], (count,)), entries, scored)
+    return part.compensate(a_plan([kept], (count,)), entries, scored)
 
 
 def test_cam_by_hand() -> None:
@@ -105,7 +105,7 @@ def test_draws_are_even_over_positions_and_differ_between_heads() -> None:
     scored = LayerScores(
         torch.zeros(2000), torch.zeros(2000).bool(), (1000, 1000), stage=Phase.DECODE
     )
-    plan = Cam().settle(a_plan([[999], [999]], (1000, 1000)), entries, scored)
+    plan = Cam().compensate(a_plan([[999], [999]], (1000, 1000)), entries, scored)
     joins = plan.folds.sources[plan.folds.sources != plan.folds.targets]
     assert abs(len(joins) - 500) < 60  # 3 standard deviations of 19
     heads = [set((joins[joins // 1000 == head] % 1000).tolist()) for head in range(2)]
@@ -125,7 +125,7 @@ def test_values_do_not_grow_however_long_the_text(merge: Merge) -> None:
         if sum(store.lengths) > held:
             kept = [0, 1, *range(3, held + 1)]
             scored = replace(judged([0.0] * (held + 1)), stage=Phase.DECODE)
-            store.apply(part.settle(a_plan([kept], store.lengths), store.entries(), scored))
+            store.apply(part.compensate(a_plan([kept], store.lengths), store.entries(), scored))
     assert float(store.entries().pack(store.entries().values).max()) <= 2.0001
 
 

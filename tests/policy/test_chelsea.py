@@ -31,7 +31,7 @@ def turned(degrees: list[float]) -> Entries:
 
 def settled(part: Chelsea, entries: Entries, kept: list[int], spared: tuple[int, ...] = ()) -> Plan:
     scored = judged([0.0] * len(entries.keys), spared)
-    return part.settle(a_plan([kept], entries.lengths), entries, scored)
+    return part.compensate(a_plan([kept], entries.lengths), entries, scored)
 
 
 def pairs(plan: Plan) -> dict[int, int]:
@@ -98,7 +98,7 @@ def test_a_chunk_ends_with_its_head() -> None:
     # What is most like the first entry is the first one of the next head.
     one = turned([0.0, 90.0, 80.0, 0.0, 0.0, 0.0])
     entries = replace(one, starts=(0, 3), lengths=(3, 3))
-    plan = Chelsea(4).settle(a_plan([[1, 2], [0, 1, 2]], (3, 3)), entries, judged([0.0] * 6))
+    plan = Chelsea(4).compensate(a_plan([[1, 2], [0, 1, 2]], (3, 3)), entries, judged([0.0] * 6))
     assert plan.kept.tolist() == [0, 1, 3, 4, 5] and pairs(plan) == {2: 1}
 
 

@@ -40,11 +40,11 @@ def judged(compensation, case: str, stage: Phase, remembered: str) -> tuple[Entr
     layer, source = a_layer(len(held), 2), torch.Generator().manual_seed(5)
     entries = some_entries(layer, held)
     columns = some_columns(len(entries.keys), 1)
-    for name in compensation.remembered().columns:
+    for name in compensation.required_ledger().columns:
         drawn = torch.rand(len(entries.keys), generator=source)
         columns[name] = drawn if remembered == "written" else torch.zeros_like(drawn)
     scalars = {
-        name: torch.full((len(held),), torch.nan) for name in compensation.remembered().scalars
+        name: torch.full((len(held),), torch.nan) for name in compensation.required_ledger().scalars
     }
     if remembered == "written":
         scalars = {name: torch.rand(len(held), generator=source) for name in scalars}
@@ -90,7 +90,7 @@ def test_a_compensation_equals_its_loop(compensation, loop_of, case, stage, reme
     entries, scored = judged(compensation, case, stage, remembered)
     plan = a_plan(CASES[case][1], entries.lengths)
     before = [plan.kept.clone(), entries.keys.clone(), entries.values.clone()]
-    settled = compensation.settle(plan, entries, scored)
+    settled = compensation.compensate(plan, entries, scored)
     expected = loop_of(compensation).settle(compensation, entries, scored, CASES[case][1])
     assert [len(head) for head in expected.heads] == list(settled.lengths)
     got = carried_out(settled, entries)

@@ -161,7 +161,7 @@ def test_three_to_one_is_of_each_layers_own_entries() -> None:
         scalars = {"share": torch.full((2,), math.nan)}
         views[index] = replace(seen.entries, columns=columns, scalars=scalars)
         seen = replace(seen, entries=views[index])
-        ready[index] = planner.judge(seen, planner.score(seen), tokens)
+        ready[index] = planner.with_protection(seen, planner.score(seen), tokens)
     quotas = dict.fromkeys(range(3), tokens)
     plans = planner.plan(ready, quotas, views.__getitem__)
     own = [plan.lengths[0] for plan in plans.values()]

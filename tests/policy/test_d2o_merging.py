@@ -41,7 +41,7 @@ def two_folded_into_one(tau: float = math.nan) -> Entries:
 )
 def test_merged_keys_and_values_by_hand(part, expected) -> None:
     entries = two_folded_into_one()
-    plan = replace(part, threshold=Threshold.NONE).settle(
+    plan = replace(part, threshold=Threshold.NONE).compensate(
         a_plan([[0]], (3,)), entries, judged((3,))
     )
     merged = merge_entries(plan, entries)
@@ -55,7 +55,7 @@ def test_larder_leaves_keys_and_counts_attention_by_hand() -> None:
     # Per query that could see them 6 / 3, 2 / 2 and 3 / 1: 2, 1 and 3 of 6, three times its own.
     entries = two_folded_into_one()
     part = FoldEma(threshold=Threshold.NONE)
-    plan = part.settle(a_plan([[0]], (3,)), entries, judged((3,)))
+    plan = part.compensate(a_plan([[0]], (3,)), entries, judged((3,)))
     merged = merge_entries(plan, entries)
     assert merged.keys[0].tolist() == [1.0, 0.0]
     value = [10 * (2 * 1.0 + 0.9 + 3 * 0.8) / 6, 10 * (0.1 + 3 * 0.2) / 6]
@@ -80,7 +80,7 @@ def test_merging_loses_nothing_for_a_query_like_those_before() -> None:
     lost = dict[Variant, float]()
     for variant in Variant:
         part = FoldEma(threshold=Threshold.NONE, variant=variant)
-        plan = part.settle(a_plan([[0, 4, 7, 11]], (12,)), entries, judged((12,)))
+        plan = part.compensate(a_plan([[0, 4, 7, 11]], (12,)), entries, judged((12,)))
         merged, rows = merge_entries(plan, entries), [keys.clone(), values.clone()]
         rows[0][merged.targets], rows[1][merged.targets] = merged.keys, merged.values
         logs = plan.columns.get(LOG_COUNT, torch.zeros(4))
@@ -98,12 +98,12 @@ def test_the_threshold_starts_at_the_mean_and_follows_by_the_closed_form() -> No
     mean, tau = sum(likeness) / 2, math.nan
     for step in range(5):
         entries = two_folded_into_one(tau)
-        plan = FoldEma(beta=0.7).settle(a_plan([[0]], (3,)), entries, judged((3,)))
+        plan = FoldEma(beta=0.7).compensate(a_plan([[0]], (3,)), entries, judged((3,)))
         tau = float(plan.scalars["tau"])
         assert tau == pytest.approx(mean, abs=1e-6), step
     entries = two_folded_into_one(0.5)
     for step in range(1, 6):
-        plan = FoldEma(beta=0.7).settle(a_plan([[0]], (3,)), entries, judged((3,)))
+        plan = FoldEma(beta=0.7).compensate(a_plan([[0]], (3,)), entries, judged((3,)))
         entries = replace(entries, scalars=plan.scalars)
         closed = 0.3**step * 0.5 + (1 - 0.3**step) * mean
         assert float(plan.scalars["tau"]) == pytest.approx(closed, abs=1e-6)
@@ -111,7 +111,7 @@ def test_the_threshold_starts_at_the_mean_and_follows_by_the_closed_form() -> No
 
 @pytest.mark.parametrize("tau, sources", [(0.0, [1, 2, 0]), (math.nan, [1, 0]), (1.2, [])])
 def test_what_is_not_like_enough_is_dropped(tau, sources) -> None:
-    plan = FoldEma().settle(a_plan([[0]], (3,)), two_folded_into_one(tau), judged((3,)))
+    plan = FoldEma().compensate(a_plan([[0]], (3,)), two_folded_into_one(tau), judged((3,)))
     assert plan.folds.sources.tolist() == sources
 
 
@@ -125,8 +125,8 @@ def test_the_code_folds_a_rank_in_all_heads_or_in_none() -> None:
     columns = {"mass": torch.ones(6), LOG_COUNT: torch.zeros(6)}
     entries = Entries(keys, keys, places, (0, 3), (3, 3), columns, scalars)
     plan = a_plan([[0], [0]], (3, 3))
-    by_head = FoldEma().settle(plan, entries, judged((3, 3))).folds.sources.tolist()
-    by_rank = FoldEma(variant=Variant.CODE).settle(plan, entries, judged((3, 3)))
+    by_head = FoldEma().compensate(plan, entries, judged((3, 3))).folds.sources.tolist()
+    by_rank = FoldEma(variant=Variant.CODE).compensate(plan, entries, judged((3, 3)))
     assert sorted(set(by_head) - {0, 3}) == [1, 5]
     assert sorted(set(by_rank.folds.sources.tolist()) - {0, 3}) == [2, 5]
 
@@ -143,7 +143,7 @@ def test_equal_likenesses_share_one_fate() -> None:
         columns = {"mass": torch.ones(51), LOG_COUNT: torch.zeros(51)}
         entries = Entries(keys, keys, places, (0,), (51,), columns, scalars)
         for _ in range(3):
-            plan = FoldEma().settle(a_plan([[0]], (51,)), entries, judged((51,)))
+            plan = FoldEma().compensate(a_plan([[0]], (51,)), entries, judged((51,)))
             assert len(plan.folds) == 51
             entries = replace(entries, scalars=plan.scalars)
 

@@ -74,7 +74,7 @@ def test_what_a_press_asks_to_see() -> None:
 
 def test_without_the_package_the_extra_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "kvpress", None)
-    for ask in (lambda: Kvpress().least(), lambda: Kvpress().score(whole())):
+    for ask in (lambda: Kvpress().protected_tokens(), lambda: Kvpress().score(whole())):
         with pytest.raises(DependencyError, match=r"pip install \"larder\[kvpress\]\""):
             ask()
 
@@ -115,9 +115,9 @@ def test_the_stand_in_weighs_by_position_and_count() -> None:
 
 @with_kvpress
 def test_windows_and_sinks_of_a_press_are_kept_from_the_budget() -> None:
-    assert Kvpress("SnapKVPress(window_size=8)").least() == ProtectedTokens(last=8)
-    assert Kvpress("CompactorPress").least() == ProtectedTokens(8, 4)
-    assert Kvpress("ExpectedAttentionPress(n_sink=3)").least() == ProtectedTokens(3)
+    assert Kvpress("SnapKVPress(window_size=8)").protected_tokens() == ProtectedTokens(last=8)
+    assert Kvpress("CompactorPress").protected_tokens() == ProtectedTokens(8, 4)
+    assert Kvpress("ExpectedAttentionPress(n_sink=3)").protected_tokens() == ProtectedTokens(3)
 
 
 @with_kvpress
@@ -228,7 +228,7 @@ def test_heads_of_different_lengths_are_shown_one_by_one() -> None:
 )
 def test_another_press_is_told_apart(press, error, message) -> None:
     with pytest.raises(error, match=message):
-        Kvpress(press).least()
+        Kvpress(press).protected_tokens()
 
 
 @with_kvpress

@@ -19,7 +19,7 @@ PAPER = "whole() > protect(sinks=16, recent=0) > lagkv(lag=32) > uniform()"
 def kept_by(sentence: str, seen: Observation, tokens: int) -> list[list[int]]:
     """Positions of the entries that each head keeps."""
     planner = Policy.parse(sentence).with_sizes(tokens, None).planner
-    scored = planner.judge(seen, planner.score(seen), tokens)
+    scored = planner.with_protection(seen, planner.score(seen), tokens)
     [plan] = planner.plan({0: scored}, {0: tokens}, lambda _: seen.entries).values()
     stay = seen.entries.packed_positions()[plan.kept].split(plan.lengths)
     return [head.tolist() for head in stay]

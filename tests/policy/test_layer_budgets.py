@@ -165,7 +165,7 @@ def cascade(layers: list[LayerScores], tokens: int) -> Iterator[dict[int, LayerS
     for index, layer in enumerate(layers):
         ready[index] = layer
         for cut, plan in Cake().choose(ready, quotas).items():
-            ready[cut] = replace(ready[cut].after(plan), scalars=plan.scalars)
+            ready[cut] = replace(ready[cut].after_plan(plan), scalars=plan.scalars)
         yield dict(ready)
 
 
@@ -217,7 +217,7 @@ def test_dynamic_budgets_are_cut_again_after_every_few_layers() -> None:
     for index, layer in layers.items():
         held[index] = layer
         for cut, plan in part.choose(held, quotas).items():
-            held[cut] = held[cut].after(plan)
+            held[cut] = held[cut].after_plan(plan)
         left.append([len(scored.scores) for scored in held.values()])
     # Of two layers, the best 20 are all of the second, which has the most it may, 3 averages. Of
     # four, the best 40 are 10 of the third and 30 of the last; the others have the least.

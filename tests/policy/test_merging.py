@@ -52,7 +52,7 @@ def some(heads: list[int], counted: bool = True) -> tuple[Entries, LayerScores]:
 def after(compensation, heads: list[int]) -> dict[int, list[Tensor]]:
     """Keys, values, positions and columns of each head once its plan is carried out."""
     entries, scored = some(heads)
-    plan = compensation.settle(
+    plan = compensation.compensate(
         a_plan([KEPT[head] for head in heads], scored.lengths), entries, scored
     )
     merged, held = merge_entries(plan, entries), [entries.keys.clone(), entries.values.clone()]
@@ -75,7 +75,7 @@ def test_the_order_of_heads_does_not_matter(compensation, order) -> None:
 def test_protected_entries_stay_at_their_positions(compensation) -> None:
     entries, scored = some([0, 1, 2])
     before = a_plan(KEPT, HELD)
-    plan = compensation.settle(before, entries, scored)
+    plan = compensation.compensate(before, entries, scored)
     if isinstance(compensation, Kvmerger):  # the threshold decides how many stay
         held = zip(plan.lengths, before.lengths, strict=True)
         assert all(now <= most for now, most in held)
@@ -91,7 +91,7 @@ def test_what_is_merged_is_a_weighted_mean(compensation) -> None:
     if (name_of(type(compensation)), getattr(compensation, "variant", None)) in UNNORMALISED:
         return
     entries, scored = some([0, 1, 2])
-    folds = compensation.settle(a_plan(KEPT, HELD), entries, scored).folds
+    folds = compensation.compensate(a_plan(KEPT, HELD), entries, scored).folds
     sums = torch.zeros(2, sum(HELD))
     sums[0].index_add_(0, folds.targets, folds.key_weights)
     assert bool((folds.key_weights >= 0).all() and (folds.value_weights >= 0).all())
@@ -122,10 +122,10 @@ def test_elastic_by_hand(variant, keys, counts) -> None:
     entries = line(PLACES, NUMBERS, [1, 1, 3, 2, 1, 1, 1, 4])
     plan = a_plan([[0, 4, 7]], (8,))
     scored, part = judged([0.0] * 8, (0,)), Elastic(variant)
-    got = numbers(part.settle(plan, entries, scored), entries)
+    got = numbers(part.compensate(plan, entries, scored), entries)
     assert got[0] == pytest.approx(keys) and got[2] == pytest.approx(counts)
     assert got[1] == pytest.approx([10 * key for key in keys])
-    later = part.settle(plan, entries, replace(scored, stage=Phase.DECODE))
+    later = part.compensate(plan, entries, replace(scored, stage=Phase.DECODE))
     assert bool(len(later.folds)) == (variant is Variant.LARDER)
 
 
@@ -133,13 +133,13 @@ def test_elastic_by_hand(variant, keys, counts) -> None:
 def test_merging_at_once_or_one_by_one_is_the_same(part) -> None:
     # All into entry 0, in one plan or in two: counts make the means agree.
     entries, alone = line([0, 1, 2, 3], [1.0, 2.0, 6.0, 7.0], [1, 1, 1, 1]), judged([1.0, 0, 0, 0])
-    [key], [value], [count] = numbers(part.settle(a_plan([[0]], (4,)), entries, alone), entries)
-    first = part.settle(
+    [key], [value], [count] = numbers(part.compensate(a_plan([[0]], (4,)), entries, alone), entries)
+    first = part.compensate(
         a_plan([[0, 3]], (4,)), line([0, 1, 2, 9], [1.0, 2.0, 6.0, 7.0], [1] * 4), alone
     )
     keys, _, counts = numbers(first, entries)
     between = line([0, 9], keys, [round(n) for n in counts])
-    second = part.settle(a_plan([[0]], (2,)), between, judged([1.0, 0.0]))
+    second = part.compensate(a_plan([[0]], (2,)), between, judged([1.0, 0.0]))
     assert numbers(second, between) == (
         [pytest.approx(key)],
         [pytest.approx(value)],
@@ -153,7 +153,7 @@ def test_a_merged_entry_never_gets_more_than_its_tokens_got() -> None:
     keys, query = torch.randn(6, 8, generator=source), torch.randn(8, generator=source)
     places = torch.arange(6, dtype=torch.int32)
     entries = Entries(keys, keys, places, (0,), (6,), {LOG_COUNT: torch.zeros(6)})
-    plan = Elastic().settle(a_plan([[2]], (6,)), entries, judged([0.0] * 6))
+    plan = Elastic().compensate(a_plan([[2]], (6,)), entries, judged([0.0] * 6))
     logit = merge_entries(plan, entries).keys[0] @ query + plan.columns[LOG_COUNT][0]
     assert float(logit) <= float((keys @ query).logsumexp(0))
     assert math.isclose(float(plan.columns[LOG_COUNT][0]), math.log(6), rel_tol=1e-6)
@@ -179,7 +179,7 @@ def test_a_merged_entry_never_gets_more_than_its_tokens_got() -> None:
 def test_razor_by_hand(counts, protected, kept, keys, now) -> None:
     entries = line([0, 1, 2, 3, 4, 5], [4.0, 2.0, 6.0, 8.0, 1.0, 3.0], counts)
     scored = judged([0.9, 0.1, 0.2, 0.3, 0.0, 0.5], protected)
-    got = numbers(Razor().settle(a_plan([kept], (6,)), entries, scored), entries)
+    got = numbers(Razor().compensate(a_plan([kept], (6,)), entries, scored), entries)
     assert got[0] == pytest.approx(keys) and got[2] == pytest.approx(now)
     assert got[1] == pytest.approx([10 * key for key in keys])
 
@@ -191,7 +191,7 @@ def test_razor_is_exact_for_equal_keys() -> None:
     query, places = torch.randn(8, generator=source), torch.arange(7, dtype=torch.int32)
     entries = Entries(keys, values, places, (0,), (7,), {LOG_COUNT: torch.zeros(7)})
     plan = a_plan([[0, 3, 4, 6]], (7,))
-    plan = Razor().settle(plan, entries, judged([1.0, 0, 0, 1, 0.5, 0, 1]))
+    plan = Razor().compensate(plan, entries, judged([1.0, 0, 0, 1, 0.5, 0, 1]))
     merged, keys, values = merge_entries(plan, entries), keys.clone(), values.clone()
     keys[merged.targets], values[merged.targets] = merged.keys, merged.values
     logits = keys[plan.kept] @ query + plan.columns[LOG_COUNT]
@@ -226,7 +226,7 @@ def a_plane() -> Entries:
 def test_kvmerger_sets_and_pivots_by_hand(scores, protected, most, degrees, sets) -> None:
     part, entries = Kvmerger(threshold=math.cos(math.radians(degrees))), a_plane()
     given = a_plan([range(most)], (7,))
-    plan = part.settle(given, entries, judged(scores, protected))
+    plan = part.compensate(given, entries, judged(scores, protected))
     pairs = list(zip(plan.folds.sources.tolist(), plan.folds.targets.tolist(), strict=True))
     assert plan.kept.tolist() == list(sets) and plan.lengths == (len(sets),)
     merged = {kept: [s for s, t in pairs if t == kept != s] for kept in sets}
@@ -237,16 +237,16 @@ def test_kvmerger_weights_by_hand() -> None:
     # Distances 0, 1 and 1: sigma 2 / (3 sqrt 2), weights 1 and twice exp(-9/4) = .1054.
     entries = line([0, 1, 2], [4.0, 5.0, 3.0], [1] * 3)
     plan, scored = a_plan([[0]], (3,)), judged([1.0, 0.0, 0.0])
-    folds = Kvmerger().settle(plan, entries, scored).folds
+    folds = Kvmerger().compensate(plan, entries, scored).folds
     shares = dict(zip(folds.sources.tolist(), folds.key_weights.tolist(), strict=True))
     assert [shares[s] for s in range(3)] == pytest.approx([0.826, 0.087, 0.087], abs=5e-4)
     assert torch.equal(folds.key_weights, folds.value_weights)
     # Half as wide: exp(-9) = .0001.
-    wide = Kvmerger(width=0.5).settle(plan, entries, scored).folds
+    wide = Kvmerger(width=0.5).compensate(plan, entries, scored).folds
     assert float(wide.key_weights.max()) == pytest.approx(1 / (1 + 2 * math.exp(-9)))
     # Equal keys all weigh the same.
     same = replace(entries, keys=torch.full((3, 1), 4.0))
-    assert numbers(Kvmerger().settle(plan, same, scored), same)[1] == pytest.approx([40.0])
+    assert numbers(Kvmerger().compensate(plan, same, scored), same)[1] == pytest.approx([40.0])
 
 
 @pytest.mark.parametrize(
@@ -266,8 +266,8 @@ def test_a_kernel_out_of_range_is_refused(given, said) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_keys_taken_a_few_at_a_time_make_the_same_sets(monkeypatch, rows) -> None:
     (entries, scored), plan = some([0, 1, 2]), a_plan(KEPT, HELD)
-    whole = Kvmerger(threshold=-0.1).settle(plan, entries, scored).folds
+    whole = Kvmerger(threshold=-0.1).compensate(plan, entries, scored).folds
     monkeypatch.setattr(f"{Kvmerger.__module__}.ROWS", rows)
-    pieces = Kvmerger(threshold=-0.1).settle(plan, entries, scored).folds
+    pieces = Kvmerger(threshold=-0.1).compensate(plan, entries, scored).folds
     assert len(whole) and torch.equal(whole.sources, pieces.sources)
     torch.testing.assert_close(whole.key_weights, pieces.key_weights)

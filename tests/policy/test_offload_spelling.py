@@ -26,8 +26,8 @@ def test_what_is_parked_may_be_held_in_few_bits_and_the_rest_as_it_is() -> None:
     assert Policy.parse(str(policy)) == policy
     parking = policy.parking
     assert parking is not None and parking.codec == Codec(8, 8, 16)
-    assert OffloadSpec.of(parking.told()) == parking
-    assert OffloadSpec.of("7 flat(tokens=4)") == OffloadSpec(Flat(tokens=4), 7)
+    assert OffloadSpec.from_text(parking.to_text()) == parking
+    assert OffloadSpec.from_text("7 flat(tokens=4)") == OffloadSpec(Flat(tokens=4), 7)
     assert policy.resident_storage == policy.planner.storage == Exact()
 
 

@@ -33,7 +33,7 @@ def scored(stage: Phase = Phase.PREFILL) -> LayerScores:
 def test_a_cut_drops_the_lowest_scores_of_each_head(part, stays) -> None:
     entries, judged = some_entries(a_layer(2, 2), HELD), scored()
     plan = a_plan(KEPT, entries.lengths)
-    settled = part.settle(plan, entries, judged)
+    settled = part.compensate(plan, entries, judged)
     scores = [head.tolist() for head in torch.split(judged.scores, [30, 26])]
     one, other = dropped(scores, KEPT, stays)
     assert one and settled.dropped.tolist() == [*one, *(30 + s for s in other)]
@@ -44,8 +44,8 @@ def test_nothing_that_is_generated_is_dropped_and_nothing_without_a_cut() -> Non
     entries = some_entries(a_layer(2, 2), HELD)
     plan = a_plan(KEPT, entries.lengths)
     cutting = Park(cut=Cut.SHARE, size=0.5)
-    assert not len(cutting.settle(plan, entries, scored(Phase.DECODE)).dropped)
-    assert not len(Park().settle(plan, entries, scored()).dropped)
+    assert not len(cutting.compensate(plan, entries, scored(Phase.DECODE)).dropped)
+    assert not len(Park().compensate(plan, entries, scored()).dropped)
 
 
 @pytest.mark.parametrize("held", [4, 8, 9, 100, 1500, 128_000])
@@ -56,15 +56,15 @@ def test_the_split_is_rocketkvs(held) -> None:
 
 
 def test_a_budget_left_open_is_the_policys() -> None:
-    assert Park(cut=Cut.SPLIT).under(64) == Park(cut=Cut.SPLIT, tokens=64)
-    assert Park(cut=Cut.SPLIT, tokens=9).under(64).tokens == 9
-    assert Park().under(64) == Park() != replace(Park(), tokens=64)
+    assert Park(cut=Cut.SPLIT).with_budget(64) == Park(cut=Cut.SPLIT, tokens=64)
+    assert Park(cut=Cut.SPLIT, tokens=9).with_budget(64).tokens == 9
+    assert Park().with_budget(64) == Park() != replace(Park(), tokens=64)
 
 
 @pytest.mark.parametrize("stage", Phase)
 @pytest.mark.parametrize(("weights", "head"), [((1.0, 0.0), 1), ((0.0, 0.5), 0)])
 def test_streaming_heads_lose_what_they_reject(weights, head, stage) -> None:
     entries, judged = some_entries(a_layer(2, 2), HELD), replace(scored(stage), weights=weights)
-    settled = Park(cut=Cut.STREAMING).settle(a_plan(KEPT, entries.lengths), entries, judged)
+    settled = Park(cut=Cut.STREAMING).compensate(a_plan(KEPT, entries.lengths), entries, judged)
     lost = [s for s in range(len(HELD[head])) if s not in KEPT[head]]
     assert settled.dropped.tolist() == [30 * head + s for s in lost]

@@ -68,7 +68,10 @@ def test_scores_become_float32_and_may_be_infinite() -> None:
 
 def test_a_budget_must_hold_what_a_scorer_always_keeps() -> None:
     wide = SinksAndWindow(sinks=40)
-    assert (wide.least(), KeyDiff().least()) == (ProtectedTokens(40, 1), ProtectedTokens())
+    assert (wide.protected_tokens(), KeyDiff().protected_tokens()) == (
+        ProtectedTokens(40, 1),
+        ProtectedTokens(),
+    )
     with pytest.raises(BudgetError, match=r"40 tokens is smaller than the 41 that") as caught:
         planner(wide).quotas(40, 100, (0, 1), {})
     assert "raise --budget" in str(caught.value) and "\n" not in str(caught.value)
@@ -96,9 +99,9 @@ def test_an_accepted_budget_holds_what_is_protected_and_what_a_scorer_keeps(name
     for tokens in range(least, least + 4):
         quotas = whole.quotas(tokens, 100, (0,), {})
         seen = a_view(a_layer(2, 2), [range(100)] * 2, 50)
-        judged = whole.judge(seen, whole.score(seen), tokens)
+        judged = whole.with_protection(seen, whole.score(seen), tokens)
         [kept] = whole.plan({0: judged}, quotas, lambda index, seen=seen: seen.entries).values()
-        ends = protect.least(tokens).joined(scorer.least())
+        ends = protect.least(tokens).union(scorer.protected_tokens())
         stays = {*range(ends.first), *range(100 - ends.last, 100)}
         for head in (kept.kept[: kept.lengths[0]], kept.kept[kept.lengths[0] :] - 100):
             assert stays <= set(head.tolist())

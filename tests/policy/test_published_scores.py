@@ -159,7 +159,7 @@ def test_the_preset_keeps_what_its_stages_say() -> None:
     seen = attended(rows, values)
     policy = Policy.parse(str(Policy.parse("defensivekv")).replace("window=32", "window=1"))
     planner = policy.planner
-    scored = planner.judge(seen, planner.score(seen, 5, 5), 5)
+    scored = planner.with_protection(seen, planner.score(seen, 5, 5), 5)
     plan = planner.plan({0: scored}, {0: 5}, lambda index: seen.entries)[0]
     assert plan.kept.tolist() == [0, 2, 4, 5, 6]
     assert scored.scores.isposinf().nonzero().flatten().tolist() == [0, 4, 6]
@@ -246,7 +246,7 @@ def test_scope_reads_by_the_scorer_of_prompts_and_goes_on_by_the_newest_query() 
 def test_the_room_of_scope_grows_once_in_nine_tokens() -> None:
     """8192 tokens are expected; 128 of 1024 entries are for the latest: 8064 // 896."""
     split = Split(reading=2 / 3, strategy=Strategy.ADAPTIVE, recent=128, expected=8192)
-    filled = split.under(3072)
+    filled = split.with_budget(3072)
     assert filled.every == 9 and filled.recent_tokens(3072) == 128
     rooms = [filled.quota(2048, 3072, step) - 2048 for step in (0, 8, 9, 18, 8063, 8064)]
     assert rooms == [128, 128, 129, 130, 1023, 1024]
@@ -260,7 +260,7 @@ def test_the_room_of_scope_grows_once_in_nine_tokens() -> None:
     [
         ("last_quary()", "last_query"),
         ("last_query() > uniform()", "uniform has no place"),
-        ("keydiff() > sum()", "looks at no attention"),
+        ("keydiff() > sum()", "uses no attention"),
         ("last_query() > group_mean() > sum()", "sum has no place"),
         ("last_query(", "does not parse"),
     ],

@@ -26,7 +26,7 @@ def right(seed_model: LoadedModel) -> dict[str, int]:
 
 
 def _right(engine: Engine, log) -> int:
-    asks_first = "question" in engine.policy.scorer.wanted()
+    asks_first = "question" in engine.policy.scorer.required_prompts()
     found = 0
     for question in log.questions:
         one = replace(log, questions=(question,))

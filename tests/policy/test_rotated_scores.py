@@ -25,8 +25,8 @@ def a_compact_view() -> Observation:
     places = torch.zeros_like(seen.entries.positions)
     for head, length in enumerate(seen.entries.lengths):
         places[seen.entries.rows(head)] = torch.arange(length, dtype=places.dtype)
-    entries = replace(seen.entries, places=places)
-    return replace(seen, entries=entries, places=torch.tensor([[4, 5, 6], [3, 4, 5]]))
+    entries = replace(seen.entries, rope_positions=places)
+    return replace(seen, entries=entries, rope_positions=torch.tensor([[4, 5, 6], [3, 4, 5]]))
 
 
 def shifted(seen: Observation, by: int) -> Observation:
@@ -35,8 +35,10 @@ def shifted(seen: Observation, by: int) -> Observation:
     keys = rotate(seen.entries.keys[None], rows, radians)[0]
     moved = seen.effective_rope_positions + by
     queries = rotate_per_head(seen.queries, torch.full_like(moved, by), radians)
-    entries = replace(seen.entries, keys=keys, places=seen.entries.effective_rope_positions + by)
-    return replace(seen, entries=entries, queries=queries, places=moved)
+    entries = replace(
+        seen.entries, keys=keys, rope_positions=seen.entries.effective_rope_positions + by
+    )
+    return replace(seen, entries=entries, queries=queries, rope_positions=moved)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -59,7 +61,7 @@ def test_only_distances_count(part, by) -> None:
 @pytest.mark.parametrize("part", PARTS)
 def test_a_rotation_that_is_not_known_is_refused(part) -> None:
     seen = a_view(a_layer(2, 2, index=3), HEADS, 3)
-    with pytest.raises(ScoreError, match="Layer 3 turns its"):
+    with pytest.raises(ScoreError, match="Layer 3 rotates its"):
         part.score(replace(seen, layer=replace(seen.layer, radians=None)))
 
 

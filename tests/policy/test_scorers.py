@@ -174,7 +174,7 @@ def test_a_scorer_is_frozen_and_names_its_paper(scorer) -> None:
 
 
 def test_prompts_that_a_scorer_reads_are_announced(scorer) -> None:
-    book = {name: (7, 8, 9) for name in scorer.wanted()}
+    book = {name: (7, 8, 9) for name in scorer.required_prompts()}
     block = tuple(range(10, 30))
     for start in (0, 40):
         for scratch in scorer.scratch(block, start, book):

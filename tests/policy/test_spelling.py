@@ -91,7 +91,7 @@ def test_any_policy_round_trips(slots) -> None:
         parts["storage"] = Exact()
     if parts["compensation"].separates_streaming_heads:
         parts["budget"] = RetrievalHeads()
-    if parts["compensation"].once:
+    if parts["compensation"].needs_whole_text:
         parts["schedule"] = Whole()
     policy = Policy(**parts)
     written = str(policy)
@@ -121,7 +121,7 @@ WRONG = {
     "criticality(mass=0.9)": (SpellingError, "asks how much attention entries hold, but sinks"),
     "flat()": (SpellingError, "flat() recalls offloaded entries, but drop() offloads none: write"),
     "recompute() > quantized()": (SpellingError, "recomputes entries as the model made them"),
-    "recompute(depth=0)": (BadParameter, "recompute.depth must be at least 1, got 0: before"),
+    "recompute(depth=0)": (BadParameter, "recompute.depth must be at least 1, got 0: the input"),
     "recompute() > flat()": (SpellingError, 'but recompute(held="every", depth=1) offloads none'),
     "park() > mikv()": (SpellingError, "has no slow tier to park entries in: leave it out"),
     "park(host_mib=0)": (BadParameter, "park.host_mib must be at least 1 MiB, got 0"),
@@ -139,7 +139,7 @@ WRONG = {
     "patched() > every_step()": (SpellingError, "not read while text is generated"),
     'snapkv(variant="code") > lagged()': (SpellingError, "take another scorer"),
     "cake(tau1=0.001)": (BadParameter, "cake.tau1 must be at least 0.05, got 0.001"),
-    "keydiff() > max()": (SpellingError, "looks at no attention, so max() has nothing to join"),
+    "keydiff() > max()": (SpellingError, "uses no attention, so max() has nothing to reduce"),
     "snapkw()": (UnknownName, "Did you mean 'snapkv'"),
     "epicash": (UnknownName, "Did you mean 'epicache'"),
     "icecache > quantized()": (SpellingError, "icecache is a whole policy, not a part of one"),

@@ -105,7 +105,7 @@ def test_what_may_be_held_fits_the_bytes_of_the_budget(
     rooms.append(quota - sum(rooms))
     assert min(rooms) >= 0
     assert sum(room * cost for room, cost in zip(rooms, costs, strict=True)) <= tokens * full + 1
-    assert part.finest(quota, layer, itemsize) <= quota
+    assert part.full_precision_entries(quota, layer, itemsize) <= quota
 
 
 def test_a_budget_that_cannot_hold_a_waiting_group_is_refused() -> None:
@@ -160,7 +160,9 @@ def graded(part: QAQ, vectors: torch.Tensor, weights: torch.Tensor) -> list[int]
     entries = Entries(torch.zeros_like(vectors), vectors, places, (0,), (count,))
     seen = StorageStatistics(weights=weights, numbers=(1.0,))
     scores, spared = torch.zeros(count), torch.zeros(count, dtype=torch.bool)
-    grades = part.found(entries, LayerScores(scores, spared, (count,), storage_statistics=seen))
+    grades = part.sufficient_grades(
+        entries, LayerScores(scores, spared, (count,), storage_statistics=seen)
+    )
     return [part.tiers()[grade - 1].codec.value_bits for grade in grades.tolist()]
 
 

@@ -221,7 +221,7 @@ def test_units_stay_whole_where_the_budget_allows() -> None:
     seen = a_view(a_layer(2, 2), [list(range(24))] * 2, 3)
     sentence = "protect(sinks=0, recent=0) > column_mass() > chunk(size=4) > uniform(tokens=8)"
     planner = Policy.parse(sentence).planner
-    scored = planner.judge(seen, planner.score(seen), 8)
+    scored = planner.with_protection(seen, planner.score(seen), 8)
     plan = planner.plan({0: scored}, {0: 8}, lambda index: seen.entries)[0]
     for head in (plan.kept[:8], plan.kept[8:] - 24):
         assert len(set((head // 4).tolist())) == 2

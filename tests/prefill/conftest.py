@@ -35,8 +35,8 @@ class Witness(PeakMemoryMeter):
         super().__init__()
         self.highest = 0
 
-    def note(self, caches: Any, passing_bytes: int) -> None:
-        super().note(caches, passing_bytes)
+    def observe(self, caches: Any, passing_bytes: int) -> None:
+        super().observe(caches, passing_bytes)
         self.highest = max(self.highest, *(cache.managed_entries for cache in caches))
 
 
@@ -65,10 +65,10 @@ class Checked(PrefillReader):
 
     wrong: list[str] = field(default_factory=list)
 
-    def settle(self, lanes: Any, ids: Any, block: Any, start: int) -> None:
+    def read_and_evict(self, lanes: Any, ids: Any, block: Any, start: int) -> None:
         spec = self.decoder.spec
         before = [[sum(lengths) for lengths in lane.cache.lengths()] for lane in lanes]
-        super().settle(lanes, ids, block, start)
+        super().read_and_evict(lanes, ids, block, start)
         for lane, held in zip(lanes, before, strict=True):
             now = [sum(lengths) for lengths in lane.cache.lengths()]
             rows = [spec.layers[i].kv_heads for i in self.quotas]
@@ -97,7 +97,7 @@ def a_reader(decoder: Decoder, planner: Planner, tokens: int, context: int) -> C
     layers = tuple(layer.index for layer in decoder.spec.managed)
     facts = {**made_up(decoder.spec.managed), "sensitivity": SIGMA[: len(layers)]}
     quotas = planner.quotas(tokens, context, layers, facts)
-    return Checked(decoder, planner.under(facts, layers), tokens, quotas, Witness())
+    return Checked(decoder, planner.with_calibration(facts, layers), tokens, quotas, Witness())
 
 
 def a_lane(decoder: Decoder, planner: Planner | None = None, **prompts: Any) -> PrefillSequence:

@@ -108,7 +108,7 @@ def test_a_shifted_text_is_read_as_at_true_positions_where_nothing_left() -> Non
 
 def test_true_positions_are_shown_as_they_are() -> None:
     store, new = a_store(), draw(a_layer(2, 2), 3, HELD)
-    entries = replace(store.entries(), places=torch.empty(0, dtype=torch.int32))
+    entries = replace(store.entries(), rope_positions=torch.empty(0, dtype=torch.int32))
     seen = Observation(store.layer, entries, new.queries, new.positions, HELD, (0, HELD))
     assert rotate_to_cache_positions(seen, 0) is seen
     assert seen.effective_rope_positions.tolist() == [[11, 12, 13]] * 2

@@ -63,14 +63,14 @@ def test_a_draft_can_answer_a_prompt(watched, reader_for, lane_for) -> None:
     assert part.scratch(ids, 0, {"question": request}) == (
         ScratchPrompt(request, (0, 16), drafts=4),
     )
-    assert part.wanted() == {"question"} and Lookahead().wanted() == frozenset()
+    assert part.required_prompts() == {"question"} and Lookahead().required_prompts() == frozenset()
 
 
 def test_presets_draft_and_look_behind_the_question() -> None:
     # Behind the end of a turn there is nothing to go on with.
-    assert Policy.parse("laq").scorer.wanted() == {"question"}
-    assert Policy.parse("laq_guidance").scorer.wanted() == {"guidance"}
-    assert Policy.parse("dapq").scorer.wanted() == {"question"}
+    assert Policy.parse("laq").scorer.required_prompts() == {"question"}
+    assert Policy.parse("laq_guidance").scorer.required_prompts() == {"guidance"}
+    assert Policy.parse("dapq").scorer.required_prompts() == {"question"}
 
 
 def test_pseudo_tokens_stand_behind_a_prompt() -> None:
@@ -82,7 +82,7 @@ def test_pseudo_tokens_stand_behind_a_prompt() -> None:
     [asked] = part.scratch(block, 50, book)
     assert asked == ScratchPrompt((70, 71, 0, 1, 70, 71), (0, 59))
     fixed = PositionsFirst(4, Content.FIXED, prompt="question")
-    assert fixed.wanted() == {"question", "repeat"}
+    assert fixed.required_prompts() == {"question", "repeat"}
     assert fixed.scratch(block, 0, {**book, "repeat": (5,)})[0].ids == (70, 71, 5, 5, 5, 5)
 
 
@@ -115,7 +115,7 @@ def test_every_block_is_judged_by_what_stands_behind_it(
     planner = Policy.parse(f"blockwise(tokens=8) > {PARTS} > {scorer} > uniform()").planner
     reader, lane = reader_for(watched, planner, 9, 24), lane_for(watched)
     Blockwise(8).read(reader, [lane], some_ids(16), no_progress)
-    twin = type(lane)(lane.cache.fork(), lane.book)
+    twin = type(lane)(lane.cache.fork(), lane.prompts)
     told = heard(watched, monkeypatch)
     Blockwise(8).read(reader, [lane], some_ids(8, seed=2), no_progress)
     asked, mode, positions = told[-1]
@@ -173,7 +173,7 @@ def test_pseudo_tokens_are_turned_to_where_they_stand(watched, reader_for, lane_
 @pytest.mark.parametrize("tokens", [1, 6, 7])
 def test_what_pseudo_tokens_say(content, length, tokens) -> None:
     part, block = PositionsFirst(tokens, content), tuple(range(100, 100 + length))
-    book = {"repeat": (1, 2, 3)} if part.wanted() else {}
+    book = {"repeat": (1, 2, 3)} if part.required_prompts() else {}
     [asked] = part.scratch(block, 50, book)
     expected = positions_first.text(content.value, tokens, list(block), [1, 2, 3])
     assert list(asked.ids) == expected and asked.span == (0, 50 + length)

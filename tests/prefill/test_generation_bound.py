@@ -92,7 +92,7 @@ def generated(
     policy = Policy.parse(sentence).with_sizes(tokens, None)
     facts = made_up(decoder.spec.managed)
     desk = ModelRuntime(decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: facts)
-    book = dict.fromkeys(policy.scorer.wanted(), some_ids(3, seed=7))
+    book = dict.fromkeys(policy.scorer.required_prompts(), some_ids(3, seed=7))
     cache = build_caches(desk, policy, some_ids(context), [book], PeakMemoryMeter()).activate(0)
     tending = decode_planner(desk, policy, [cache])
     assert tending is not None
@@ -113,7 +113,9 @@ def while_generating(slot: str) -> Iterator[str]:
         part = FAMILIES[slot].load(name)
         if slot == "budget" and name == "unlimited":
             continue
-        if slot == "scorer" and part().scratch((1,), 0, dict.fromkeys(part().wanted(), (1,))):
+        if slot == "scorer" and part().scratch(
+            (1,), 0, dict.fromkeys(part().required_prompts(), (1,))
+        ):
             continue  # judges by prompts of its own, which are not read while generating
         yield name
 

@@ -179,7 +179,7 @@ def test_rows_of_one_pass_have_their_own_hidden_states(watched, reader_for, lane
     planner = Planner(Protect(0, 0), Curious(frozenset({Need.STATES})), Uniform(), Drop())
     reader = reader_for(watched, planner, KEPT, CONTEXT)
     lanes = [lane_for(watched, planner) for _ in range(2)]
-    reader.settle(lanes, IDS, IDS, 0)
+    reader.read_and_evict(lanes, IDS, IDS, 0)
     first, second = planner.scorer.saw[:2]
     torch.testing.assert_close(first.states, second.states)
     assert len(first.states) == CONTEXT
@@ -188,7 +188,7 @@ def test_rows_of_one_pass_have_their_own_hidden_states(watched, reader_for, lane
 def test_who_asks_for_the_text_has_it_in_one_piece(
     watched, reader_for, lane_for, monkeypatch
 ) -> None:
-    monkeypatch.setattr(whole_module, "PIECE_TOKENS", 16)
+    monkeypatch.setattr(whole_module, "BLOCK_TOKENS", 16)
     [some, *_] = looked(reader_for, lane_for, watched)
     [all_of_it, *_] = looked(reader_for, lane_for, watched, Need.TEXT)
     assert some.queries.shape[1] == 16

@@ -102,7 +102,7 @@ def test_what_a_look_copies_is_counted() -> None:
     assert (
         store.entries_copy_bytes
         == store.attention_copy_bytes
-        == shown.keys.nbytes + shown.places.nbytes
+        == shown.keys.nbytes + shown.rope_positions.nbytes
     )
     store.record_logits()
     new = draw(store.layer, 1, 9)
@@ -147,8 +147,8 @@ class Watching(PeakMemoryMeter):
         super().__init__()
         self.noted: list[tuple[int, int]] = []
 
-    def note(self, caches: Sequence[SequenceCache], passing_bytes: int) -> None:
-        super().note(caches, passing_bytes)
+    def observe(self, caches: Sequence[SequenceCache], passing_bytes: int) -> None:
+        super().observe(caches, passing_bytes)
         copied = max(cache.entries_copy_bytes(layer) for cache in caches for layer in range(LAYERS))
         self.noted.append((passing_bytes, copied))
 

@@ -19,7 +19,7 @@ from model_runs import some_ids
 def test_the_code_measures_all_queries_of_a_text_read_whole(
     monkeypatch, watched, reader_for, lane_for, variant, queries
 ) -> None:
-    monkeypatch.setattr(whole, "PIECE_TOKENS", 16)
+    monkeypatch.setattr(whole, "BLOCK_TOKENS", 16)
     planner = Planner(Protect(4, 0.25), ColumnMass(), InverseVariance(variant=variant), Drop())
     seen, measure = list[int](), InverseVariance.measure
 

@@ -94,7 +94,7 @@ def test_a_reader_that_keeps_too_much_is_noticed(watched, reader_for, lane_for) 
     assert reader.wrong == []
     reader.quotas.update({index: quota + 1 for index, quota in before.items()})
     object.__setattr__(reader, "quotas", Larger(reader.quotas))
-    reader.settle([lane], some_ids(8), some_ids(8), 24)
+    reader.read_and_evict([lane], some_ids(8), some_ids(8), 24)
     assert reader.wrong
 
 

@@ -29,13 +29,13 @@ class Sizes(list[int]):
     """How many lanes each settlement had, while a test lasts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        settling = PrefillReader.settling
+        reading = PrefillReader.read_and_evict_steps
 
         def spy(reader: PrefillReader, lanes: Any, *rest: Any) -> Any:
             self.append(len(lanes))
-            return settling(reader, lanes, *rest)
+            return reading(reader, lanes, *rest)
 
-        monkeypatch.setattr(PrefillReader, "settling", spy)
+        monkeypatch.setattr(PrefillReader, "read_and_evict_steps", spy)
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def test_the_peak_is_what_was_held(
         longest = max(
             len(each.ids)
             for start in (0, 9)
-            for each in planner.scorer.scratch(some_ids(9), start, lanes[0].book)
+            for each in planner.scorer.scratch(some_ids(9), start, lanes[0].prompts)
         )
         scratch = together * longest * watched.spec.layers[0].bytes_per_token(watched.spec.dtype)
     # A Whole pass allocates before anything is read, and hands over one layer at a time.

@@ -112,7 +112,7 @@ def test_whole_reads_any_pieces_alike_and_decides_once(
 ) -> None:
     caches = []
     for piece in (11, 1024):
-        monkeypatch.setattr(whole_module, "PIECE_TOKENS", piece)
+        monkeypatch.setattr(whole_module, "BLOCK_TOKENS", piece)
         planner = planner_of(sentence)
         lane, reader = lane_for(watched, planner), reader_for(watched, planner, 14, 50)
         watched.told.clear()
@@ -134,7 +134,7 @@ def test_a_scratch_pass_changes_nothing_but_by_the_plan(
     reader = reader_for(watched, planner, 8, 20)
     reader.append([plain], some_ids(20))
     monkeypatch.setattr(SequenceCache, "apply", lambda self, layer, plan: None)
-    reader.settle([lane], some_ids(20), some_ids(20), 0)
+    reader.read_and_evict([lane], some_ids(20), some_ids(20), 0)
     one, two = lane.cache.state(), plain.cache.state()
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert lane.cache.meta() == plain.cache.meta()
@@ -151,8 +151,8 @@ def test_two_conversations_do_not_leak_into_one_another(
     before = copy.deepcopy(planner)
     Blockwise(8).read(reader, [alone], first, no_progress)
     for one, two in zip(split_blocks(first, 8), split_blocks(second, 8), strict=True):
-        reader.settle([mixed], one, one, mixed.cache.next_position)
-        reader.settle([other], two, two, other.cache.next_position)
+        reader.read_and_evict([mixed], one, one, mixed.cache.next_position)
+        reader.read_and_evict([other], two, two, other.cache.next_position)
     mixed.cache.compact()
     assert_same(alone.cache, mixed.cache, 0)
     assert positions(other.cache) != positions(mixed.cache)
@@ -173,7 +173,7 @@ def test_pieces_are_of_nearly_the_same_length(total, size) -> None:
 class Voters(SnapKV):
     """SnapKV that says how many voters it keeps."""
 
-    def least(self) -> ProtectedTokens:
+    def protected_tokens(self) -> ProtectedTokens:
         return ProtectedTokens(last=self.window)
 
 
@@ -183,7 +183,7 @@ def test_a_scorer_that_judges_by_more_than_a_piece_is_served(
     planner = Planner(Protect(1, 2), Voters(window=20), Pooled(), Drop())
     caches = []
     for piece in (11, 1024):
-        monkeypatch.setattr(whole_module, "PIECE_TOKENS", piece)
+        monkeypatch.setattr(whole_module, "BLOCK_TOKENS", piece)
         lane, reader = lane_for(watched), reader_for(watched, planner, 25, 60)
         Whole().read(reader, [lane], some_ids(60), no_progress)
         caches.append(lane.cache)
@@ -199,7 +199,7 @@ def test_a_short_last_chunk_does_not_outrank_the_others(watched, reader_for, lan
 
 
 def test_a_whole_text_leaves_windows_as_wide_as_they_are(reader_for, lane_for, monkeypatch) -> None:
-    monkeypatch.setattr(whole_module, "PIECE_TOKENS", 16)
+    monkeypatch.setattr(whole_module, "BLOCK_TOKENS", 16)
     decoder = wrap_model(tiny("gemma3", layers=4))
     reader = reader_for(decoder, planner_of("snapkv(window=4) > unlimited()"), 1 << 62, 200)
     lane, widest = lane_for(decoder), []

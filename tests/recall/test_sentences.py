@@ -72,7 +72,7 @@ def test_it_equals_the_loop(texts, step, count, is_late, dtype, seed) -> None:
     index = grown(numbers, step, tier)
     query, keys = tier.queries(), keys_of(tier)
     found = index.find(query, tier.entries(), count)
-    assert not found.is_whole
+    assert not found.attends_all
     for head, pages in enumerate(found.pages.tolist()):
         group = query[2 * head : 2 * head + 2].tolist()
         wanted = loop.ranked(group, keys[head], numbers[head])[:count]
@@ -87,10 +87,10 @@ def test_a_step_asks_with_the_mean_of_its_sentence_and_its_first_token_sees_ever
     ends, queries = [False, False, True, False, False], [tier.queries() for _ in range(5)]
     for step, query in enumerate(queries):
         ended = step > 0 and ends[step - 1]
-        index.follow(query, newest(20 + step, -7.0 if ended else 7.0))
+        index.observe_step(query, newest(20 + step, -7.0 if ended else 7.0))
         found = index.find(query, tier.entries(), 6)
         rows = [loop.asked([q[h].tolist() for q in queries], ends, step) for h in range(4)]
-        assert found.is_whole == rows[0][1] == (step in (0, 3))
+        assert found.attends_all == rows[0][1] == (step in (0, 3))
         for head, pages in enumerate(found.pages.tolist()):
             group = [mean for mean, _ in rows[2 * head : 2 * head + 2]]
             assert pages == loop.ranked(group, keys_of(tier)[head], numbers[head])[:6]
@@ -100,8 +100,8 @@ def test_a_sentence_begins_behind_a_text_that_was_read() -> None:
     tier = Tier(LAYER)
     index = grown([numbers_of([3, 4])] * 2, 7, tier)
     for position, is_whole in ((9, True), (10, False), (15, True), (16, False)):
-        index.follow(tier.queries(), newest(position, 5.0))
-        assert index.find(tier.queries(), tier.entries(), 2).is_whole == is_whole
+        index.observe_step(tier.queries(), newest(position, 5.0))
+        assert index.find(tier.queries(), tier.entries(), 2).attends_all == is_whole
 
 
 def test_hand_values() -> None:

@@ -182,9 +182,9 @@ def test_who_deletes_branches_hears_that_they_cannot_be_told(
 ) -> None:
     branched(tmp_path, small)
     with hub_in(tmp_path, small) as hub:
-        assert isinstance(hub._keeper, StoreSessionPersistence)
-        with failing(hub._keeper._store.turns, "branches", SLOW):
-            with pytest.raises(ApiError, match="Which branches") as refused:
+        assert isinstance(hub._persistence, StoreSessionPersistence)
+        with failing(hub._persistence._store.turns, "branches", SLOW):
+            with pytest.raises(ApiError, match="branches of session") as refused:
                 hub.remove("a", "x", branches=True)
             assert refused.value.status == 503
             assert names(hub) == {"x", "x~2", "x~3"}
@@ -202,7 +202,7 @@ def calls(hub: LocalEngineClient, monkeypatch: pytest.MonkeyPatch) -> list[objec
         made.append(work)
         return call(work)
 
-    monkeypatch.setattr(hub._gathering, "_call", counted)
+    monkeypatch.setattr(hub._candidates, "_call", counted)
     monkeypatch.setattr(hub._thread, "call", counted)
     return made
 
@@ -249,7 +249,7 @@ def test_a_removal_that_fails_ends_once_all_of_it_has(
 ) -> None:
     branched(tmp_path, small)
     with hub_in(tmp_path, small) as hub:
-        store = hub._keeper._store  # pyright: ignore[reportAttributeAccessIssue]
+        store = hub._persistence._store  # pyright: ignore[reportAttributeAccessIssue]
         remove, gone = store.sessions.remove, list[str]()
 
         def removed(tenant: str, name: str) -> int:

@@ -36,12 +36,12 @@ def serving(loaded: LoadedModel, sentence: str) -> Served:
 
 def check_rest(served: Served, name: str) -> tuple[int, int]:
     """Every cache of a session at rest; what one may hold, at rest and while a turn runs."""
-    sitting = served.core.sessions.find("a", name)
-    assert sitting.chat_cache is not None
-    shelf, policy = sitting.chat_cache.caches, sitting.rule.policy
+    session = served.core.sessions.find("a", name)
+    assert session.chat_cache is not None
+    shelf, policy = session.chat_cache.caches, session.rule.policy
     bounds = 0, 0
     for cache in shelf.copies():
-        bounds = most(policy, cache, sitting.rule.block)
+        bounds = most(policy, cache, session.rule.block)
         assert held(cache) <= bounds[0]
     return bounds
 

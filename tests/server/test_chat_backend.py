@@ -72,11 +72,11 @@ def test_answers_are_those_of_a_chat(deep: LoadedModel, kind: str) -> None:
     chat = Chat(engine, history=Conversation("x", messages))
     expected = [chat.say(text, max_new_tokens=5).text for text in SAID]
     assert talked(served, "x", HISTORY, SAID) == expected
-    sitting = served.core.sessions.find("a", "x")
-    assert sitting.chat_cache is not None
-    sitting.chat_cache.refresh()  # a chat does so before it is asked again
-    assert sitting.chat_cache.state.refreshes == chat.figures.refreshes
-    assert len(sitting.chat_cache.caches) == len(chat.episodes)
+    session = served.core.sessions.find("a", "x")
+    assert session.chat_cache is not None
+    session.chat_cache.refresh()  # a chat does so before it is asked again
+    assert session.chat_cache.state.refreshes == chat.figures.refreshes
+    assert len(session.chat_cache.caches) == len(chat.episodes)
 
 
 @pytest.mark.parametrize("kind", ["d2o", "epicache", "snapkv"])
@@ -110,7 +110,7 @@ def test_a_cancelled_turn_leaves_chats_as_they_were(
     assert client.told.reason == "cancelled"
     served.run()
     assert beside.text == other.ask(told(1), "y", max_new_tokens=6).text
-    assert served.core.purse.bytes_of(served.core.sessions.find("a", "x").key) <= used
+    assert served.core.reservations.bytes_of(served.core.sessions.find("a", "x").key) <= used
     assert served.ask(said, "x").text == other.ask(said, "x").text
 
 
@@ -149,13 +149,13 @@ def test_an_edited_message_goes_on_from_before_it(small: LoadedModel) -> None:
 def test_the_map_shows_episodes_and_what_is_parked(small: LoadedModel) -> None:
     served = serving(small, "epicache")
     talked(served, "x", HISTORY, SAID[:2])
-    sitting = served.core.sessions.find("a", "x")
-    held = cached_positions(sitting)
+    session = served.core.sessions.find("a", "x")
+    held = cached_positions(session)
     assert [each.number for each in held.episodes] == list(range(len(held.episodes)))
     assert [each.is_active for each in held.episodes].count(True) == 1
     assert all(each.about and each.segments for each in held.episodes)
-    assert held.tokens == sitting.tokens
-    assert max(max(head) for layer in held.layers for head in layer) == sitting.tokens - 1
+    assert held.tokens == session.tokens
+    assert max(max(head) for layer in held.layers for head in layer) == session.tokens - 1
     parking = serving(small, "icecache")
     parking.ask(told(2, 12), "x", max_new_tokens=2)
     held = cached_positions(parking.core.sessions.find("a", "x"))

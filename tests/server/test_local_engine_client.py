@@ -88,7 +88,7 @@ def test_a_pin_that_is_not_written_is_none(
     store = Store(str(tmp_path / "blobs"), tmp_path / "home")
     with closing(
         LocalEngineClient(
-            Engine(small, "full"), keeper=StoreSessionPersistence(store, small.decoder.spec)
+            Engine(small, "full"), persistence=StoreSessionPersistence(store, small.decoder.spec)
         )
     ) as hub:
         ask(hub, told(1), "x")[0].wait()
@@ -99,7 +99,7 @@ def test_a_pin_that_is_not_written_is_none(
         assert refused.value.status == 503 and not hub.session("a", "x").view.pinned
         assert hub.pin("a", "x").pinned
         store.turns.label("a", "x", {"pinned": "no"}, 2)  # as another server does
-        with pytest.raises(ApiError, match="gone on elsewhere"):
+        with pytest.raises(ApiError, match="continued by another server"):
             hub.unpin("a", "x")
         assert hub.session("a", "x").view.pinned
 
@@ -169,7 +169,7 @@ def test_nothing_goes_while_a_branch_that_is_to_go_is_answering(hub: LocalEngine
 def test_looking_at_what_is_kept_moves_nothing(hub: LocalEngineClient) -> None:
     ask(hub, told(1), "x")[0].wait()
     before, core = hub.kept("a", "x"), hub._core
-    assert hub._thread.call(lambda: core.tiers.park(core.find("a", "x")))
+    assert hub._thread.call(lambda: core.tiers.offload(core.find("a", "x")))
     held = hub.kept("a", "x")
     assert (before.tier, held.tier) == ("device", "host") and held.tokens > 0
     assert (held.layers, held.texts) == (before.layers, before.texts)
@@ -244,7 +244,7 @@ def test_a_session_is_not_taken_apart_on_the_thread_that_answers(
                 Store(str(tmp_path / "blobs"), tmp_path / "home"), small.decoder.spec
             )
         )
-        hub = LocalEngineClient(Engine(small, "full"), keeper=keepers[-1])
+        hub = LocalEngineClient(Engine(small, "full"), persistence=keepers[-1])
         if len(keepers) == 1:
             ask(hub, told(1), "x")[0].wait()
         else:

@@ -30,7 +30,7 @@ def test_21_what_was_read_before_a_session_is_deleted_does_not_bring_it_back(
         ask(hub, told(1), "x")
     with hub_in(tmp_path, small) as hub, ThreadPoolExecutor(1, READER) as reader:
         is_read, goes_on = Event(), Event()
-        recall, remove = hub._keeper.recall, hub._keeper.remove
+        recall, remove = hub._persistence.load, hub._persistence.remove
 
         def late(tenant: str, name: str) -> StoredSession | None:
             found = recall(tenant, name)
@@ -39,20 +39,20 @@ def test_21_what_was_read_before_a_session_is_deleted_does_not_bring_it_back(
                 assert goes_on.wait(30)
             return found
 
-        def removed(sitting: SessionState) -> None:
+        def removed(session: SessionState) -> None:
             if not is_over:
                 goes_on.set()
                 assert isinstance(read.exception(30), ApiError)
-            future = remove(sitting)
+            future = remove(session)
             assert future is not None
             future.result(30)
 
-        def removing(sitting: SessionState) -> Future[None]:
-            return remover.submit(removed, sitting)
+        def removing(session: SessionState) -> Future[None]:
+            return remover.submit(removed, session)
 
         with ThreadPoolExecutor(1) as remover:
-            monkeypatch.setattr(hub._keeper, "recall", late)
-            monkeypatch.setattr(hub._keeper, "remove", removing)
+            monkeypatch.setattr(hub._persistence, "load", late)
+            monkeypatch.setattr(hub._persistence, "remove", removing)
             read = reader.submit(hub.session, "a", "x")
             assert is_read.wait(30)
             assert hub.remove("a", "x") == ()
@@ -64,8 +64,8 @@ def test_21_what_was_read_before_a_session_is_deleted_does_not_bring_it_back(
 
 def test_what_could_not_be_deleted_is_read_again(small: LoadedModel, tmp_path: Path) -> None:
     with hub_in(tmp_path, small) as hub:
-        assert isinstance(hub._keeper, StoreSessionPersistence)
+        assert isinstance(hub._persistence, StoreSessionPersistence)
         ask(hub, told(1), "x")
-        with failing(hub._keeper._store.sessions, "remove", SLOW), pytest.raises(StoreSlow):
+        with failing(hub._persistence._store.sessions, "remove", SLOW), pytest.raises(StoreSlow):
             hub.remove("a", "x")
         assert len(hub.session("a", "x").turns) == 2

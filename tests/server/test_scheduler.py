@@ -19,7 +19,7 @@ def need(loaded: LoadedModel, policy: str) -> int:
     served = Served(loaded, policy)
     turns = told(11)
     served.ask(answered(turns, served.ask(turns, "x"), "Why?"), "x")
-    return served.core.purse.peak
+    return served.core.reservations.peak
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_19_a_cancelled_request_leaves_nothing(small: LoadedModel, policy: str, 
 def test_a_row_that_fails_ends_alone(small: LoadedModel) -> None:
     served, alone = Served(small, "tended"), Served(small, "tended")
     clients = [served.submit(told(number), max_new_tokens=20)[0] for number in range(3)]
-    while len([job for job in served.core.scheduler.running if job.ids]) < 3:
+    while len([job for job in served.core.scheduler.running if job.output_ids]) < 3:
         served.step()
     broken = served.core.scheduler.running[1]
     broken.cache.invalidate()
@@ -188,7 +188,7 @@ def test_no_policy_holds_more_than_was_spoken_for(small: LoadedModel, policy: st
     turns = told(1, 6)
     more = answered(turns, served.ask(turns, "x"), "Why?")
     client = served.ask(more, "x", max_new_tokens=8)
-    assert not client.told.lossless and served.core.purse.violations == 0
+    assert not client.told.lossless and served.core.reservations.violations == 0
 
 
 def test_layers_that_slide_a_window_are_never_taken_back() -> None:
@@ -255,7 +255,7 @@ def test_a_long_prompt_is_read_though_shorter_ones_keep_coming(small: LoadedMode
     long, _ = served.submit(told(1, 6), max_new_tokens=1)
     served.step()
     [job] = scheduler.running
-    most = (job.left + 1) * (MAX_PASSED_BLOCKS + 3)
+    most = (job.remaining_blocks + 1) * (MAX_PASSED_BLOCKS + 3)
     while long.report is None and scheduler.blocks < most:
         while len(scheduler.queue) + len(scheduler.running) < 3:
             number += 1

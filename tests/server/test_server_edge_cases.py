@@ -61,7 +61,7 @@ def test_a_draw_that_fails_changes_no_other_answer(small: LoadedModel) -> None:
 def test_room_on_the_device_is_not_made_by_dropping_who_gets_it(small: LoadedModel) -> None:
     alone = Served(small)
     alone.ask(told(1), "x")
-    need, held = alone.core.purse.peak, alone.core.sessions.find("a", "x").nbytes
+    need, held = alone.core.reservations.peak, alone.core.sessions.find("a", "x").nbytes
     served = Served(small, device=int(1.2 * need), host=int(1.5 * held) + 20_000)
     for number, name in enumerate("xy"):
         served.ask(told(number), name)
@@ -104,13 +104,13 @@ def test_a_fork_goes_on_under_the_name_that_its_client_was_told(small: LoadedMod
 class Late(SessionPersistence):
     """Somebody else has always written first."""
 
-    def commit(self, sitting: SessionState, said: CompletedTurn) -> Future[None] | None:
-        sitting.is_superseded = True
-        raise session_superseded(sitting.name)
+    def commit(self, session: SessionState, said: CompletedTurn) -> Future[None] | None:
+        session.is_superseded = True
+        raise session_superseded(session.name)
 
 
 def test_a_turn_that_could_not_be_kept_leaves_nothing_behind(small: LoadedModel) -> None:
-    served = Served(small, keeper=Late())
+    served = Served(small, persistence=Late())
     client, _ = served.submit([user("Hello.")], "x")
     served.run()
     sessions = served.core.sessions
@@ -128,7 +128,7 @@ def test_22_a_turn_whose_log_has_no_room_is_not_kept(small: LoadedModel) -> None
     served.run()
     assert isinstance(more.error, ApiError) and more.error.code == "kv_budget_exceeded"
     assert "--host-budget" in str(more.error)
-    assert len(served.core.sessions.find("a", "x").said) == 1
+    assert len(served.core.sessions.find("a", "x").turns) == 1
     logs = sum(each.transcript_bytes for each in served.core.sessions)
     assert logs <= served.core.ledger.used(Tier.HOST)
     assert served.ask(answered(told(1), first, "Why?"), "x", max_new_tokens=1).told.new_tokens
@@ -152,7 +152,7 @@ def pinned(served: Served, name: str) -> None:
     """A session of one turn without a cache, which is pinned in the store, too."""
     served.ask(told(1, 1), name)
     served.core.find("a", name).is_pinned = True
-    written = served.core._keeper.pin(served.core.find("a", name))
+    written = served.core._persistence.pin(served.core.find("a", name))
     assert written is not None and written.result(30) is None
     served.core.release("a", name)
 
@@ -162,7 +162,9 @@ def test_22_logs_of_pinned_sessions_leave_room_for_others(
     small: LoadedModel, tmp_path: Path, forks: int
 ) -> None:
     store = Store(str(tmp_path / "blobs"), tmp_path / "home")
-    served = Served(small, host=20_000, keeper=StoreSessionPersistence(store, small.decoder.spec))
+    served = Served(
+        small, host=20_000, persistence=StoreSessionPersistence(store, small.decoder.spec)
+    )
     for number in range(20):
         pinned(served, f"n{number}")
         for _ in range(forks):
@@ -177,7 +179,9 @@ def test_22_logs_of_pinned_sessions_leave_room_for_others(
 
 def test_logs_of_pinned_sessions_leave_last(small: LoadedModel, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "blobs"), tmp_path / "home")
-    served = Served(small, host=20_000, keeper=StoreSessionPersistence(store, small.decoder.spec))
+    served = Served(
+        small, host=20_000, persistence=StoreSessionPersistence(store, small.decoder.spec)
+    )
     pinned(served, "first")
     for number in range(20):
         served.ask(told(1, 1), f"n{number}")

@@ -31,11 +31,11 @@ def test_a_conversation_that_goes_on_is_not_read_again(small: LoadedModel) -> No
 def test_an_answer_keeps_the_tokens_that_were_generated(small: LoadedModel) -> None:
     served = Served(small)
     client = served.ask(told(1), "x")
-    sitting = served.core.sessions.find("a", "x")
+    session = served.core.sessions.find("a", "x")
     spaced = [*told(1), ChatMessage("assistant", f"  {client.text}\n"), user("Why?")]
     served.ask(spaced, "x")
     assert [each.name for each in served.core.sessions] == ["x"]
-    assert tuple(sitting.read) == tuple(sitting.ids[: len(sitting.read)])
+    assert tuple(session.cached_ids) == tuple(session.ids[: len(session.cached_ids)])
 
 
 def test_18_the_same_request_again_is_the_same_turn(small: LoadedModel) -> None:
@@ -48,7 +48,7 @@ def test_18_the_same_request_again_is_the_same_turn(small: LoadedModel) -> None:
     assert served.core.scheduler.steps == steps
     second = served.ask(answered(turns, first, "Why?"), "x")
     assert served.ask(answered(turns, first, "Why?"), "x").text == second.text
-    assert len(served.core.sessions.find("a", "x").said) == 2
+    assert len(served.core.sessions.find("a", "x").turns) == 2
 
 
 def test_18_a_second_request_into_a_busy_session_is_refused(small: LoadedModel) -> None:
@@ -72,11 +72,11 @@ def test_14_another_text_goes_on_in_a_fork(small: LoadedModel, policy: str) -> N
     first = served.ask(turns, "x")
     served.ask(answered(turns, first, "Why?"), "x")
     before = served.core.sessions.find("a", "x")
-    said, read = list(before.said), bytes(before.read)
+    said, read = list(before.turns), bytes(before.cached_ids)
     edited = answered(turns, first, "Who?")
     fork = served.ask(edited, "x")
     assert fork.told.session == "x~2"
-    assert (before.said, bytes(before.read)) == (said, read)
+    assert (before.turns, bytes(before.cached_ids)) == (said, read)
     alone.ask(turns, "x")
     assert fork.text == alone.ask(edited, "x").text
     more = answered(edited, fork, "Sure?")
@@ -135,7 +135,7 @@ def test_a_turn_may_follow_a_session_by_its_name_alone(small: LoadedModel) -> No
     second = served.ask([user("Why?")], follows="x")
     assert second.text == whole.ask(answered(turns, first, "Why?"), "x").text
     assert served.ask([user("Why?")], follows="x").text == second.text
-    assert len(served.core.sessions.find("a", "x").said) == 2
+    assert len(served.core.sessions.find("a", "x").turns) == 2
     with pytest.raises(ApiError) as caught:
         served.submit([user("Why?")], follows="x", tenant="b")
     assert (caught.value.status, caught.value.code) == (404, "session_not_found")
@@ -190,7 +190,7 @@ def test_14_a_session_that_began_with_more_is_found_beside_one_that_began_with_l
 
 
 def take_in(served: Served, tenant: str, name: str, data: bytes) -> None:
-    served.core.import_(tenant, name, served.core.recalling.read(data))
+    served.core.import_(tenant, name, served.core.restorer.decode(data))
 
 
 def test_a_session_survives_export_and_import(small: LoadedModel) -> None:
@@ -284,7 +284,7 @@ def test_30_a_small_file_that_unpacks_to_long_texts_is_refused(
     data = zstandard.compress(json.dumps(document).encode())
     limit = session_file.SessionFileLimit(session_file.IMPORT_BYTES, 1024)
     with pytest.raises(ApiError, match="characters") as caught:
-        served.core.recalling.read(data, limit=limit)
+        served.core.restorer.decode(data, limit=limit)
     assert caught.value.status == 400
 
 

@@ -36,12 +36,12 @@ def text(number: int) -> list[ChatMessage]:
 def test_27_the_same_text_hits_for_its_tenant_and_for_no_other(
     small: LoadedModel, tmp_path: Path, tier: str
 ) -> None:
-    served = Served(small, keeper=kept_in(tmp_path, small))
+    served = Served(small, persistence=kept_in(tmp_path, small))
     first = served.ask(text(1), "x")
     if tier == "host":
-        assert served.core.tiers.park(served.core.find("a", "x"))
+        assert served.core.tiers.offload(served.core.find("a", "x"))
     if tier == "restart":
-        served = Served(small, keeper=kept_in(tmp_path, small))
+        served = Served(small, persistence=kept_in(tmp_path, small))
     more = answered(text(1), first, "Why?")
     stranger = served.ask(more, "x", tenant="b")
     assert stranger.told.cached_tokens == stranger.told.restored_tokens == 0
@@ -56,18 +56,18 @@ def test_27_the_same_text_hits_for_its_tenant_and_for_no_other(
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """What is compared and looked up meanwhile."""
     counts: Counter[str] = Counter()
-    usable, reading = SessionState.usable, Manifest.reading
+    usable, reading = SessionState.usable_prefix_len, Manifest.reading
 
-    def seen(sitting: SessionState, wanted: tuple[int, ...]) -> int:
+    def seen(session: SessionState, wanted: tuple[int, ...]) -> int:
         counts["compared"] += 1
-        return usable(sitting, wanted)
+        return usable(session, wanted)
 
     def looked(manifest: Manifest) -> object:
         counts["looked up"] += 1
         return reading(manifest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SessionState, "usable", seen)
+        patch.setattr(SessionState, "usable_prefix_len", seen)
         patch.setattr(Manifest, "reading", looked)
         yield counts
 
@@ -75,7 +75,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 def test_27_a_text_that_another_has_said_takes_the_work_of_an_unknown_one(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = Served(small, keeper=kept_in(tmp_path, small))
+    served = Served(small, persistence=kept_in(tmp_path, small))
     served.ask(text(1), "x")
     unknown = [ChatMessage("system", SYSTEM.text.replace("coins", "beans")), text(2)[1]]
     work: dict[str, tuple[object, ...]] = {}
@@ -95,7 +95,7 @@ def test_27_a_text_that_another_has_said_takes_the_work_of_an_unknown_one(
 def test_29_a_session_of_another_takes_the_work_of_none(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = Served(small, keeper=kept_in(tmp_path, small))
+    served = Served(small, persistence=kept_in(tmp_path, small))
     served.ask(text(1), "x")
     told: list[tuple[object, ...]] = []
     for name in ("x", "z"):
@@ -116,8 +116,8 @@ def canary(loaded: LoadedModel, folder: Path) -> tuple[int, dict[str, str]]:
     alone, left, own = Served(loaded), 0, dict[str, Client]()
     for more in ("What is the code of my box?", "Sure?"):
         own = {t: alone.ask(turns, "talk", tenant=t) for t, turns in texts.items()}
-        need = 3 * alone.core.purse.bytes_of(alone.core.find("a", "talk").key)
-        crowd = Served(loaded, device=need, host=need, keeper=kept_in(folder, loaded))
+        need = 3 * alone.core.reservations.bytes_of(alone.core.find("a", "talk").key)
+        crowd = Served(loaded, device=need, host=need, persistence=kept_in(folder, loaded))
         clients = {t: crowd.submit(turns, "talk", tenant=t)[0] for t, turns in texts.items()}
         crowd.run()
         for tenant, client in clients.items():

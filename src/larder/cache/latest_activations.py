@@ -37,18 +37,18 @@ class LatestActivations:
         new = LatestQueries.of(queries, positions).last(self._num_queries)
         if (held := self._queries.get(layer)) is not None:
             new = held.extended(new).last(self._num_queries)
-        self._queries[layer] = new.copied()
+        self._queries[layer] = new.clone()
 
     def truncate(self, length: int) -> None:
         """Forget tokens at true positions `length` and later."""
         self.tail = torch.empty(0)
-        self._queries = {i: held.before(length).copied() for i, held in self._queries.items()}
+        self._queries = {i: held.before(length).clone() for i, held in self._queries.items()}
 
     def fork(self) -> LatestActivations:
         """The same on tensors of its own."""
         copy = LatestActivations(self._num_queries)
         copy.tail = self.tail.clone()
-        copy._queries = {index: held.copied() for index, held in self._queries.items()}
+        copy._queries = {index: held.clone() for index, held in self._queries.items()}
         return copy
 
     @property

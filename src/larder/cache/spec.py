@@ -114,8 +114,8 @@ class CacheSpec:
             "queries": str(self.ledger.queries),
             "codecs": json.dumps([asdict(codec) for codec in self.codecs]),
             "pairing": json.dumps(asdict(self.pairing)),
-            "parking": "" if self.parking is None else self.parking.told(),
-            "rebuilding": "" if self.rebuilding is None else self.rebuilding.told(),
+            "parking": "" if self.parking is None else self.parking.to_text(),
+            "rebuilding": "" if self.rebuilding is None else self.rebuilding.to_text(),
         }
 
     def is_budgeted(self, layer: LayerSpec) -> bool:
@@ -142,9 +142,9 @@ class CacheSpec:
         codecs = tuple(Codec(**parts) for parts in json.loads(meta.get("codecs", "[]")))
         pairing = LayerPairing(**json.loads(meta.get("pairing", "{}")))
         told = meta.get("parking", "")
-        parking = OffloadSpec.of(told) if told else None
+        parking = OffloadSpec.from_text(told) if told else None
         manner = meta.get("rebuilding", "")
-        rebuilding = RecomputeSpec.of(manner) if manner else None
+        rebuilding = RecomputeSpec.from_text(manner) if manner else None
         ledger = Ledger(*names, queries=int(meta.get("queries", "0")))
         return CacheSpec(CacheForm(meta["form"]), ledger, codecs, pairing, parking, rebuilding)
 

@@ -181,7 +181,7 @@ def prompts_for(engine: Engine, questions: list[Question]) -> dict[str, str]:
     Raises:
         UsageError: it keeps what one question needs, and there are several.
     """
-    if QUESTION_PROMPT not in engine.policy.planner.scorer.wanted():
+    if QUESTION_PROMPT not in engine.policy.planner.scorer.required_prompts():
         return {}
     if len(questions) != 1:
         raise UsageError(

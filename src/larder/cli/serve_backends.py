@@ -32,7 +32,7 @@ def local_hub(options: ServeOptions) -> Iterator[EngineClient]:
 
     store = _open_store(options, store_url(options), key=read_key(options.key_file))
     try:
-        with _local_hub(options, store, lambda keeper: keeper) as hub:
+        with _local_hub(options, store, lambda persistence: persistence) as hub:
             yield hub
     finally:
         store.close()
@@ -90,7 +90,7 @@ def replica_hub(
 
     try:
         with _local_hub(
-            options, store, lambda keeper: LeasedSessionPersistence(keeper, store, claims)
+            options, store, lambda persistence: LeasedSessionPersistence(persistence, store, claims)
         ) as hub:
             yield hub
     finally:
@@ -132,11 +132,16 @@ def _local_hub(
     from larder.server.tiers.disk import StoreDiskTier
 
     engine = open_engine(options)
-    keeper = StoreSessionPersistence(store, engine.loaded.decoder.spec)
+    persistence = StoreSessionPersistence(store, engine.loaded.decoder.spec)
     snapshots = ModelSnapshots(store, engine.loaded, options.codec)
-    vault = StoreDiskTier(keeper, snapshots, Durability(options.durability))
-    told = {"eviction": options.eviction, "keeper": kept(keeper), "vault": vault}
-    hub = LocalEngineClient(engine, tier_budgets(options), **told)
+    disk = StoreDiskTier(persistence, snapshots, Durability(options.durability))
+    hub = LocalEngineClient(
+        engine,
+        tier_budgets(options),
+        eviction=options.eviction,
+        persistence=kept(persistence),
+        disk=disk,
+    )
     try:
         with StoreSweeper(store):
             yield hub

@@ -1,41 +1,41 @@
-"""Checks of what programs hand to public functions: a wrong type is an error that names it."""
+"""Type and range checks for the arguments of public functions."""
 
 from __future__ import annotations
 
 from larder.core.errors import BadParameter
 
 
-def check_type(name: str, given: object, kinds: type | tuple[type, ...], wanted: str) -> None:
+def check_type(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
     """Check the type of an argument.
 
     Args:
-        name: of the argument.
-        kinds: what it may be.
-        wanted: the same in words, and how it is written.
+        name: name of the argument, for the error.
+        kinds: allowed types.
+        expected: the allowed types in words, with an example.
 
     Raises:
-        BadParameter: it is of another type.
+        BadParameter: `value` has another type.
     """
-    if not isinstance(given, kinds):
-        raise BadParameter(f"{name} must be {wanted}, got {_described(given)}.")
+    if not isinstance(value, kinds):
+        raise BadParameter(f"{name} must be {expected}, got {_describe(value)}.")
 
 
-def check_count(name: str, given: object, least: int = 1) -> None:
-    """Check that an argument is a whole number.
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Check that an argument is a whole number of at least `least`.
 
     Raises:
-        BadParameter: it is none, or below `least`.
+        BadParameter: `value` is not a whole number, or is below `least`.
     """
-    if isinstance(given, bool) or not isinstance(given, int):
+    if isinstance(value, bool) or not isinstance(value, int):
         raise BadParameter(
-            f"{name} must be a whole number of at least {least}, got {_described(given)}."
+            f"{name} must be a whole number of at least {least}, got {_describe(value)}."
         )
-    if given < least:
-        raise BadParameter(f"{name} must be at least {least}, got {given}.")
+    if value < least:
+        raise BadParameter(f"{name} must be at least {least}, got {value}.")
 
 
-def _described(given: object) -> str:
-    """A value by its type, shown where it is short."""
-    text = repr(given)
-    kind = type(given).__name__
+def _describe(value: object) -> str:
+    """Type name of a value, with its repr where that is short."""
+    text = repr(value)
+    kind = type(value).__name__
     return f"{text} ({kind})" if len(text) <= 40 else f"a {kind}"

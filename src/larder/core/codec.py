@@ -1,4 +1,7 @@
-"""How an entry is held at less than full precision: the word between a policy and a cache."""
+"""Quantization of cache entries: bits, groups and byte costs of each precision below the full one.
+
+Policies choose a `Codec`, caches carry it out.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ from larder.core.spec import POSITION_BYTES
 
 BITS = (2, 4, 8)
 SCALE_BYTES = 2  # float16, for a scale and for an offset
-OUTLIER_BYTES = 4 + 2  # where it is, and its value in float16
-CHANNEL_BYTES = 2  # which channel a group keeps; as much, in float16, for what levels it
-GROUP_BYTES = 4 + 4  # whose a group is, and how many entries it has
+OUTLIER_BYTES = 4 + 2  # its index, and its value in float16
+CHANNEL_BYTES = 2  # index of a kept channel, or its balance weight in float16
+GROUP_BYTES = 4 + 4  # owner of a group, and its number of entries
 
 
 class ScaleGranularity(Enum):
-    """Which numbers have one offset and scale together.
+    """Set of numbers that share one offset and scale.
 
-    CHANNEL: those of one channel in all entries of a group.
-    ENTRY: those of one entry in neighboring channels.
+    CHANNEL: one channel in all entries of a group.
+    ENTRY: neighboring channels of one entry.
     """
 
     CHANNEL = "channel"
@@ -29,14 +32,14 @@ class ScaleGranularity(Enum):
 
 @dataclass(frozen=True)
 class QuantizationScheme:
-    """How one side of the entries, keys or values, is rounded, and what that costs.
+    """Quantization of keys or of values, and its byte costs.
 
     Args:
-        bits: of a code; 0 where numbers stay as they are.
-        channels: how many of them are kept.
+        bits: per number; 0 leaves numbers unquantized.
+        channels: channels that are stored.
         group: entries, or channels, that share an offset and a scale.
         outliers, balance: as in `Codec`.
-        head_dim: channels that there are.
+        head_dim: channels before pruning.
     """
 
     bits: int
@@ -48,24 +51,26 @@ class QuantizationScheme:
     head_dim: int
 
     @property
-    def pieces(self) -> int:
-        """Offsets and scales of one entry, where each entry has its own."""
+    def scales_per_entry(self) -> int:
+        """Offset and scale pairs of one entry, where the granularity is `ENTRY`."""
         return math.ceil(self.channels / self.group)
 
     def outlier_count(self, entries: int) -> int:
-        """Numbers of a group of so many entries that are held apart."""
+        """Outliers stored separately in a group of `entries` entries."""
         return int(self.outliers * entries * self.channels) if self.bits else 0
 
     def entry_bytes(self, itemsize: int) -> int:
-        """What every entry costs; a number that stays as it is has `itemsize` bytes."""
+        """Bytes of an entry, its group excluded; an unquantized number has `itemsize` bytes."""
         if not self.bits:
             return self.channels * itemsize
-        shared = 2 * SCALE_BYTES * self.pieces if self.sharing is ScaleGranularity.ENTRY else 0
+        shared = (
+            2 * SCALE_BYTES * self.scales_per_entry if self.sharing is ScaleGranularity.ENTRY else 0
+        )
         return math.ceil(self.channels / (8 // self.bits)) + shared
 
     @property
     def group_bytes(self) -> int:
-        """What every group costs beside its entries, at most."""
+        """Upper bound on the bytes of a group beside its entries."""
         shared = 2 * SCALE_BYTES * self.channels if self.sharing is ScaleGranularity.CHANNEL else 0
         chosen = CHANNEL_BYTES * self.channels if self.channels < self.head_dim else 0
         if not self.bits:
@@ -76,22 +81,25 @@ class QuantizationScheme:
 
 @dataclass(frozen=True)
 class Codec:
-    """One grade of precision of a cache.
+    """Precision grade of a cache.
 
     Keys share an offset and a scale per channel among the entries of a group, values among the
-    channels of an entry: keys have channels of their own size, values do not. Numbers that stand
-    far out are kept apart.
+    channels of an entry: the magnitude of keys differs by channel, that of values does not.
+    Outliers are stored separately.
 
     Args:
-        key_bits, value_bits: 2, 4 or 8; 0 leaves them as they are.
+        key_bits, value_bits: 2, 4 or 8; 0 leaves them unquantized.
         group: entries that share the offset and scale of a key channel; also channels of a value
             that share theirs (the last group of channels may be smaller).
-        outliers: share of the numbers, those farthest from the middle of their group, that are
-            held apart as float16.
-        channels: share of the key channels that is kept; the others count as 0.
-        balance: how strongly channel weights level the key channels before they are rounded, as
-            an exponent; 0 not at all. Leveled keys share offsets and scales as values do, among
-            the channels of an entry: per channel, leveling would change nothing.
+        outliers: share of the numbers in [0, 1), those farthest from the middle of their group,
+            that are stored as float16.
+        channels: share of the key channels in (0, 1] that is stored; the others are read as 0.
+        balance: exponent of the channel weights that scale key channels before rounding; 0 turns
+            balancing off. Balanced keys share offsets and scales among the channels of an entry,
+            as values do: per channel, balancing would change nothing.
+
+    Raises:
+        BadParameter: a value out of range, or `balance` together with `channels` below 1.
     """
 
     key_bits: int = 4
@@ -116,11 +124,11 @@ class Codec:
         if self.balance and self.channels < 1:
             raise BadParameter(
                 f"codec.channels must be 1 where balance is above 0, got {self.channels}: one "
-                "weight per channel cannot both choose and level."
+                "weight per channel cannot both select and balance."
             )
 
     def keys(self, head_dim: int) -> QuantizationScheme:
-        """How keys of this size are rounded."""
+        """Scheme of keys of `head_dim` channels."""
         sharing = ScaleGranularity.ENTRY if self.balance else ScaleGranularity.CHANNEL
         kept = max(round(self.channels * head_dim), 1)
         return QuantizationScheme(
@@ -128,26 +136,35 @@ class Codec:
         )
 
     def values(self, head_dim: int) -> QuantizationScheme:
-        """How values of this size are rounded."""
-        own = (self.group, ScaleGranularity.ENTRY, self.outliers, 0.0, head_dim)
-        return QuantizationScheme(self.value_bits, head_dim, *own)
+        """Scheme of values of `head_dim` channels."""
+        return QuantizationScheme(
+            self.value_bits,
+            head_dim,
+            self.group,
+            ScaleGranularity.ENTRY,
+            self.outliers,
+            0.0,
+            head_dim,
+        )
 
     @property
     def min_group_entries(self) -> int:
-        """Entries of a group that stays as it is when others leave it: half of a full one."""
+        """Fewest entries of a group that is not encoded again after evictions: half of a full
+        one.
+        """
         return (self.group + 1) // 2
 
     def group_bytes(self, head_dim: int) -> int:
-        """What a group costs beside its entries, at most."""
+        """Upper bound on the bytes of a group of keys and values beside its entries."""
         return GROUP_BYTES + self.keys(head_dim).group_bytes + self.values(head_dim).group_bytes
 
     def bytes_per_entry(self, head_dim: int, itemsize: int) -> float:
-        """What an entry costs at most, in groups that are half full; columns of a ledger excluded.
+        """Upper bound on the bytes of an entry, in half-full groups; ledger columns excluded.
 
-        A store holds no more than this for each coded entry, and one group beside them per head.
+        A store holds at most this per quantized entry, plus one group per head.
 
         Args:
-            itemsize: bytes of a number that is left as it is.
+            itemsize: bytes of an unquantized number.
         """
         sides = self.keys(head_dim), self.values(head_dim)
         own = POSITION_BYTES + sum(side.entry_bytes(itemsize) for side in sides)

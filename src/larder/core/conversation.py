@@ -1,7 +1,4 @@
-"""What people bring: a conversation or a document, and questions about it.
-
-Plain words that every layer shares; nothing here knows tokens or tensors.
-"""
+"""Conversations, messages and questions as plain text, before tokenization."""
 
 from __future__ import annotations
 
@@ -10,10 +7,11 @@ from enum import Enum
 
 
 class PromptLayout(Enum):
-    """How a source wants to be laid before the model.
+    """Prompt layout of a conversation or document.
 
     CHAT: messages keep their roles and go through the tokenizer's chat template.
-    TRANSCRIPT: two named people talk; the whole text is one user message (LoCoMo, RealTalk).
+    TRANSCRIPT: a dialogue of two named people; the whole text is one user message (LoCoMo,
+        RealTalk).
     DOCUMENT: one long text is one user message.
     """
 
@@ -24,13 +22,13 @@ class PromptLayout(Enum):
 
 @dataclass(frozen=True)
 class Message:
-    """One utterance.
+    """Message of a conversation.
 
     Args:
         role: `system`, `user` or `assistant`.
-        content: the text, as the model shall see it.
+        content: text that the model sees.
         speaker: a person's name, where the source has one; else empty.
-        date: when it was said, as the source spells it; else empty.
+        date: date of the message, as the source spells it; else empty.
         utterance: the text without headers and captions, for embedding; empty means `content`.
     """
 
@@ -43,19 +41,18 @@ class Message:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a conversation, with the answer that a scorer expects, if known.
+    """Question about a conversation, with its reference answer where one is known.
 
     Args:
-        kind: what sort of question it is, for tables.
-        depth: where the one fact that it needs stands, from 0, the start of the text, to 1; None
-            where it needs several, or nobody knows.
-        items: where in the answer each part that is scored by itself stands, as characters
-            [start, stop); none where the answer is right or wrong as a whole.
-        others: answers that are as good.
-        sources: how many places of the text hold what it needs; None where nobody knows.
-        scorer: how the public data set that it is of scores answers, by a name that the benchmark
-            knows; empty where there is nothing beside the usual scores.
-        classes: all that the answer can be, where the data set scores by that.
+        kind: category of the question, for tables.
+        depth: relative position of the one fact that it needs, from 0 (start of the text) to 1;
+            None where it needs several facts or the position is unknown.
+        items: character ranges [start, stop) of the answer that are scored separately; empty
+            where the answer is right or wrong as a whole.
+        others: alternative correct answers.
+        sources: number of passages that hold the needed facts; None where unknown.
+        scorer: name of the data set's own scorer in the benchmark; empty for the usual scores.
+        classes: possible answers, where the data set scores by classification.
     """
 
     question: str
@@ -71,11 +68,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A named source: its messages in order, and questions about it.
+    """Conversation or document: messages in order, and questions about it.
 
-    For `Form.TRANSCRIPT` and `Form.DOCUMENT` the model sees `opening` and the contents joined, as
-    they are, in one user message; `question_prompt` is a format string with `{question}` that wraps
-    a bare question.
+    For `PromptLayout.TRANSCRIPT` and `PromptLayout.DOCUMENT` the model sees `opening` and the
+    unchanged contents, joined in one user message; `question_prompt` is a format string with
+    `{question}` that wraps a bare question.
     """
 
     name: str

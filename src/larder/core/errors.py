@@ -1,22 +1,22 @@
-"""Everything that can go wrong in Larder, as one tree.
+"""Exception hierarchy of Larder.
 
     LarderError                 exit code 1; the message is one line
-    ├── UsageError              exit code 2: flags or spelling contradict each other
+    ├── UsageError              exit code 2: contradictory or invalid flags or spelling
     │   ├── SpellingError       a policy sentence does not parse
     │   └── UnknownName         no part, preset or model of that name
-    ├── BadParameter            a part was given a value outside its range
-    │   └── TooLittle           what was drawn by chance holds less than was asked for
-    ├── BudgetError             the memory asked for cannot hold what must be kept
+    ├── BadParameter            a parameter has a value outside its range
+    │   └── TooLittle           a random draw holds fewer items than requested
+    ├── BudgetError             the budget cannot hold the protected entries
     ├── InputError              a file or conversation cannot be read
-    ├── ModelError              a model cannot be loaded, or asks for what Larder cannot honour
+    ├── ModelError              a model cannot be loaded or is not supported
     ├── ScoreError              a scorer returned what no budget can rank
-    ├── CacheError              a cache was asked for something its form cannot do
-    ├── StoreError              what is kept outside the process cannot be kept or had
-    │   ├── Damaged             bytes are not what was written
-    │   ├── Refused             what is kept is whole, but not for who asks
-    │   ├── Superseded          somebody else has written a newer state
-    │   ├── StoreSlow           an answer did not come in time
-    │   └── StoreFull           nothing more can be written
+    ├── CacheError              the cache form does not support an operation
+    ├── StoreError              a store cannot read or write a record
+    │   ├── Damaged             stored bytes fail their checksum or do not parse
+    │   ├── Refused             a valid record does not fit this reader
+    │   ├── Superseded          a newer state has been written meanwhile
+    │   ├── StoreSlow           a store operation timed out
+    │   └── StoreFull           the store cannot accept more bytes
     └── DependencyError         an optional package is missing
 
 A message names the thing, the value, the rule and the way out.
@@ -32,64 +32,64 @@ class LarderError(Exception):
 
 
 class UsageError(LarderError):
-    """The request contradicts itself or names something that does not exist."""
+    """Invalid request: contradictory options, or a name that does not exist."""
 
     exit_code = 2
 
 
 class SpellingError(UsageError):
-    """A policy sentence does not parse."""
+    """Policy sentence that does not parse."""
 
 
 class UnknownName(UsageError):
-    """No part, preset or model of that name."""
+    """Unknown name of a part, preset or model."""
 
 
 class BadParameter(LarderError):
-    """A part was given a value outside its range."""
+    """Parameter value outside its range."""
 
     exit_code = 2
 
 
 class TooLittle(BadParameter):
-    """What was drawn by chance holds less than was asked for; another seed may hold more."""
+    """Random draw with fewer items than requested; another seed may hold more."""
 
 
 class BudgetError(LarderError):
-    """The memory asked for cannot hold what must be kept."""
+    """Budget too small for the protected entries."""
 
     exit_code = 2
 
 
 class InputError(LarderError):
-    """A file or a conversation cannot be read."""
+    """File or conversation that cannot be read."""
 
 
 class ModelError(LarderError):
-    """A model cannot be loaded, or asks for something that Larder cannot honour."""
+    """Model that cannot be loaded, or needs something that Larder does not support."""
 
 
 class ScoreError(LarderError):
-    """A scorer returned what no budget can rank."""
+    """Scores that no budget can rank, such as NaN or a wrong shape."""
 
 
 class CacheError(LarderError):
-    """A cache was asked for something that its form cannot do."""
+    """Operation that the form of the cache does not support."""
 
 
 class StoreError(LarderError):
-    """What is kept outside the process cannot be kept or had."""
+    """Failure of a store outside the process to read or write a record."""
 
 
 class Damaged(StoreError):
-    """Bytes are not what was written: what they held must be computed again."""
+    """Corrupt stored bytes: their content must be computed again."""
 
 
 class Refused(StoreError):
-    """What is kept is whole, but not for who asks.
+    """Valid record that does not fit this reader: another model, policy, tenant or format.
 
     Args:
-        reason: one word, by which refusals are counted.
+        reason: one word, the label of the refusal counter.
     """
 
     def __init__(self, message: str, reason: str) -> None:
@@ -98,16 +98,16 @@ class Refused(StoreError):
 
 
 class Superseded(StoreError):
-    """Somebody else has written a newer state: load it, and repeat what was to be written."""
+    """Write conflict with a newer state: load that state and repeat the write."""
 
 
 class StoreSlow(StoreError):
-    """An answer did not come in time, or is not waited for any more."""
+    """Store operation that timed out or was abandoned."""
 
 
 class StoreFull(StoreError):
-    """Nothing more can be written: no room, no permission, or no working disk."""
+    """Store that cannot accept more bytes: no space, no permission, or a failing disk."""
 
 
 class DependencyError(LarderError):
-    """An optional package is missing."""
+    """Missing optional package."""

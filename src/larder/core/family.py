@@ -1,8 +1,8 @@
-"""Families of parts: the file name is the public name.
+"""Registry of part families, in which a file name is the public name of a part.
 
 A family is a package whose modules each define one `Part`. Listing names imports nothing; loading
-imports one module. Third parties add parts through the entry point group `larder.<kind>`; a name
-of ours cannot be taken over.
+imports one module. Third parties add parts through the entry point group `larder.<kind>`; they
+cannot override a built-in name.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from importlib.metadata import EntryPoint, distributions, entry_points
 
 from larder.core.errors import UnknownName
 
-_OURS = ("larder.", "larder_bench.")  # prefixes of the modules of our own parts
-_GROUPS = "larder."  # prefix of the entry point groups for parts of others
+_BUILT_IN = ("larder.", "larder_bench.")  # module prefixes of built-in parts
+_GROUPS = "larder."  # prefix of the entry point groups for third-party parts
 
 
 @dataclass(frozen=True)
 class Family:
-    """All parts of one kind.
+    """Parts of one kind.
 
     Args:
-        kind: what a part of it is called, as in "scorer".
-        package: dotted name of the package that holds our own parts.
+        kind: name of the kind, such as "scorer".
+        package: dotted name of the package with the built-in parts.
     """
 
     kind: str
     package: str
 
     def names(self) -> list[str]:
-        """Every public name, sorted; nothing is imported but the package itself."""
+        """All public names, sorted; imports the package but no part."""
         return sorted(self.own() | self._offered().keys())
 
     def own(self) -> frozenset[str]:
-        """The names of our own parts alone, which is quick: no package's metadata is read."""
+        """Names of the built-in parts; quick, since no package metadata is read."""
         return _own_names(self.package)
 
     def load(self, name: str) -> type:
-        """Import one part, and only that one.
+        """Class of one part; imports its module only.
 
         Raises:
-            UnknownName: no such part; the message lists the known ones and the nearest.
+            UnknownName: no part has this name; the message lists the nearest ones.
         """
         if name in self.own():
             return import_module(f"{self.package}.{name}").Part
@@ -62,15 +62,15 @@ class Family:
         }
 
 
-@cache  # a stranger's is looked for in the metadata of every package installed
+@cache  # a third-party part is looked up in the metadata of every installed package
 def public_name(part: type) -> str:
-    """The name that a part is written with.
+    """Public name of a part class.
 
-    Ours have their file's, a third party's the name of its entry point. A part that nobody offers
-    goes by its class.
+    Built-in parts have the name of their file, third-party parts that of their entry point; a part
+    without an entry point has its class name.
     """
     module = part.__module__
-    if module.startswith(_OURS):
+    if module.startswith(_BUILT_IN):
         return module.rpartition(".")[2]
     top = module.partition(".")[0]
     taken = _reserved_names(part)
@@ -82,22 +82,22 @@ def public_name(part: type) -> str:
 
 
 def _reserved_names(part: type) -> frozenset[str]:
-    """Names of our own parts of the family that a third party's part belongs to."""
+    """Built-in names of the family that a third-party part belongs to."""
     for base in part.__mro__:
-        if base.__module__.startswith(_OURS):
+        if base.__module__.startswith(_BUILT_IN):
             return _own_names(base.__module__.rpartition(".")[0])
     return frozenset()
 
 
 @cache
 def _entry_points(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """What packages on this path offer, read once: every package's metadata is opened for it."""
+    """Entry points of a group on this path, cached: the lookup opens every package's metadata."""
     return tuple(entry_points(group=group))
 
 
 @cache
 def _own_names(package: str) -> frozenset[str]:
-    """Listed once: what is installed of ours stays as it is."""
+    """Module names of a package, cached: the installed package does not change."""
     modules = {module.name for module in pkgutil.iter_modules(import_module(package).__path__)}
     return frozenset(m for m in modules if not m.startswith("_") and m != "base")
 
@@ -108,12 +108,12 @@ LISTING = "`larder policy list`"
 
 
 def unknown_name_message(kind: str, name: str, known: list[str], listing: str = "") -> str:
-    """The sentence for a name that nobody has.
+    """Error message for an unknown name.
 
     Args:
-        kind: of what is named.
+        kind: kind of the named thing.
         known: all names. Up to a dozen are listed; of more, the three nearest.
-        listing: the command that prints them, where they are many.
+        listing: command that prints all names, where there are many.
     """
     if len(known) > LISTED:
         near = sorted(known, key=lambda other: (-_similarity(name, other), other))[:NEAREST]
@@ -126,7 +126,7 @@ def unknown_name_message(kind: str, name: str, known: list[str], listing: str = 
 
 
 def _similarity(name: str, other: str) -> float:
-    """Above 1 where one name holds the other, else the share of letters in common."""
+    """Similarity of two names: above 1 where one contains the other, else their matching ratio."""
     ours, theirs = (text.lower().replace("-", "_") for text in (name, other))
     common = SequenceMatcher(None, ours, theirs).ratio()
     return common + (len(ours) > 2 and (ours in theirs or theirs in ours))

@@ -1,7 +1,7 @@
-"""Memory budget as people write it: tokens, a share of the context, or bytes.
+"""Memory budget in tokens, as a share of the context, or in bytes.
 
 One grammar for the command line, Python, studies and the server: `512` (tokens per kv head),
-`25%`, `1/4` or `0.25` (of the context), `64MiB`. In Python numbers may be given as they are.
+`25%`, `1/4` or `0.25` (of the context), `64MiB`. Python callers may also pass numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)(?:\s*(/\s*\d+|%|[KMG]i?B|TiB))?\s*")
 
 
 class BudgetUnit(Enum):
-    """What an amount counts."""
+    """Unit of a memory budget."""
 
     SHARE = "share"
     TOKENS = "tokens"
@@ -32,11 +32,11 @@ class BudgetUnit(Enum):
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """A budget.
+    """Memory budget of one cache.
 
     Args:
         number: a share in (0, 1], entries per kv head averaged over layers, or bytes; above 0.
-        unit: which of the three.
+        unit: unit of `number`.
     """
 
     number: float
@@ -44,7 +44,7 @@ class MemoryBudget:
 
     @staticmethod
     def parse(given: str | int | float, name: str = "budget") -> MemoryBudget:
-        """An amount from how it is written.
+        """Budget from text or a number.
 
         Args:
             given: `512`, `"512"`, `0.25`, `"1/4"`, `"25%"`, `"64MiB"`. A whole number counts
@@ -52,7 +52,7 @@ class MemoryBudget:
             name: of the argument or option, for errors.
 
         Raises:
-            UsageError: it is none of these forms, or of another type.
+            UsageError: `given` has none of these forms, or another type.
         """
         if type(given) not in (str, int, float):
             raise UsageError(f"{name} is a {type(given).__name__}: {SYNTAX}.")
@@ -65,7 +65,7 @@ class MemoryBudget:
         return amount
 
     def tokens(self, context_tokens: int, bytes_per_token: int) -> int:
-        """Entries per kv head, where nothing but keys and values is counted; at least 1."""
+        """Entries per kv head, counting keys and values only; at least 1."""
         if self.unit is BudgetUnit.TOKENS:
             return int(self.number)
         if self.unit is BudgetUnit.SHARE:
@@ -73,17 +73,17 @@ class MemoryBudget:
         return max(1, int(self.number) // bytes_per_token)
 
     def bytes(self, full_bytes: int, bytes_per_token: int) -> int:
-        """Of keys, values and all that is remembered of them."""
+        """Bytes of keys, values and their ledger columns."""
         if self.unit is BudgetUnit.SHARE:
             return int(full_bytes * self.number)
         return int(self.number * (bytes_per_token if self.unit is BudgetUnit.TOKENS else 1))
 
 
 def _parse(text: str) -> MemoryBudget | None:
-    found = _PATTERN.fullmatch(text)
-    if found is None:
+    match = _PATTERN.fullmatch(text)
+    if match is None:
         return None
-    number, unit = found[1], (found[2] or "").replace(" ", "")
+    number, unit = match[1], (match[2] or "").replace(" ", "")
     if unit.startswith("/"):
         below = int(unit[1:])
         return MemoryBudget(float(Fraction(number) / below) if below else 0.0, BudgetUnit.SHARE)

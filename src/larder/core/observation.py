@@ -1,4 +1,6 @@
-"""What a layer saw: all that a scorer may base its judgement on."""
+"""Observation of one layer: its entries, queries and calibration, as scorers and budgets see
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ from larder.core.types import Packed, PackedMask, Positions, Queries, empty_tens
 
 @dataclass(frozen=True)
 class StorageStatistics:
-    """What a storage found out about a layer.
+    """Statistics that a storage measured of a layer before it assigns grades.
 
     Args:
-        channels: the weight of each key channel; empty where nobody asked.
-        weights: a number per packed entry; empty where nobody asked.
-        numbers: whatever else it will need.
+        channels: weight of each key channel; empty where the storage needs none.
+        weights: one number per packed entry; empty where the storage needs none.
+        numbers: further statistics, in an order of the storage's own.
     """
 
     channels: Float[Tensor, "K D"] = field(
@@ -34,15 +36,15 @@ class StorageStatistics:
     weights: Packed = field(default_factory=lambda: empty_tensor(torch.float32, 0))
     numbers: tuple[float, ...] = ()
 
-    def after(self, plan: Plan) -> StorageStatistics:
-        """The same of those entries that a plan kept."""
+    def after_plan(self, plan: Plan) -> StorageStatistics:
+        """Statistics of the entries that a plan kept."""
         return replace(self, weights=self.weights[plan.kept]) if len(self.weights) else self
 
 
-# What was measured about a model, by name: a number per managed layer, or one per head of each,
-# layer by layer. Of a single layer: its own numbers.
+# Measurements of a model, by name: one number per managed layer, or one per head of each, layer by
+# layer. Of a single layer: its own numbers.
 Calibration = Mapping[str, tuple[float, ...]]
-# What columns hold: numpy puts the heads of one together several times faster than torch does.
+# Dtypes of columns that numpy packs: several times faster than torch.
 NUMPY_DTYPES = (torch.float32, torch.int32)
 # Sets of token ids by name, such as the tokens that end a sentence.
 Lexicon = Mapping[str, frozenset[int]]
@@ -50,17 +52,16 @@ Lexicon = Mapping[str, frozenset[int]]
 
 @dataclass(frozen=True)
 class Entries:
-    """The cached entries of one layer: views into the cache, valid until it changes.
+    """Cached entries of one layer: views into the cache, valid until it changes.
 
     Args:
         keys, values: flat storage; kv head h owns rows [starts[h], starts[h] + lengths[h]).
         positions: true positions, one per row of the storage.
         starts, lengths: one number per kv head.
-        columns: float32 numbers by name, one per row of the storage; what a policy has the cache
-            remember of every entry.
-        scalars: float32 numbers [K] by name.
-        places: what positions the keys are turned to, one per row of the storage; empty where they
-            are turned to their true ones.
+        columns: float32 ledger columns by name, one number per row of the storage.
+        scalars: float32 ledger scalars [K] by name.
+        rope_positions: positions that keys are rotated to, one per row of the storage; empty where
+            these are the true ones.
         grades: precision of each row, 0 the finest; empty where all have that.
     """
 
@@ -71,21 +72,21 @@ class Entries:
     lengths: tuple[int, ...]
     columns: Mapping[str, Float[Tensor, " C"]] = field(default_factory=dict[str, Tensor])
     scalars: Mapping[str, Float[Tensor, " K"]] = field(default_factory=dict[str, Tensor])
-    places: Int[Tensor, " _"] = field(default_factory=lambda: empty_tensor(torch.int32, 0))
+    rope_positions: Int[Tensor, " _"] = field(default_factory=lambda: empty_tensor(torch.int32, 0))
     grades: Int8[Tensor, " G"] = field(default_factory=lambda: empty_tensor(torch.int8, 0))
 
     @property
     def effective_rope_positions(self) -> Int[Tensor, " C"]:
-        """The position that each row's key is turned to."""
-        return self.places if len(self.places) else self.positions
+        """Position that the key of each row is rotated to."""
+        return self.rope_positions if len(self.rope_positions) else self.positions
 
     @property
-    def like(self) -> Float[Tensor, "0 D"]:
-        """No entry; of the keys' size, type and device."""
+    def empty_like(self) -> Float[Tensor, "0 D"]:
+        """Empty tensor with the head size, dtype and device of the keys."""
         return self.keys[:0]
 
     def with_columns(self, columns: Mapping[str, Float[Tensor, " C"]]) -> Entries:
-        """The same with new numbers in some columns."""
+        """Copy with some columns replaced or added."""
         return replace(self, columns={**self.columns, **columns})
 
     @cached_property
@@ -95,7 +96,7 @@ class Entries:
 
     @cached_property
     def _cuts(self) -> list[int]:
-        """Lengths that cut the storage into slack and heads, in turn; none where heads overlap."""
+        """Lengths of slack and heads in turn, in storage order; empty where heads overlap."""
         edges = [0]
         for start, length in zip(self.starts, self.lengths, strict=True):
             edges += [start, start + length]
@@ -104,7 +105,7 @@ class Entries:
         return cuts if min(cuts) >= 0 else []
 
     def rows(self, head: int) -> slice:
-        """Where a head's entries lie in the storage."""
+        """Storage rows of a head's entries."""
         return slice(self.starts[head], self.starts[head] + self.lengths[head])
 
     def head_keys(self, head: int) -> Float[Tensor, "S D"]:
@@ -114,24 +115,24 @@ class Entries:
         return self.values[self.rows(head)]
 
     def keys_from(self, head: int, first: int) -> Float[Tensor, "S D"]:
-        """Keys of a head's entries from one on."""
+        """Keys of a head's entries from index `first` on."""
         return self.head_keys(head)[first:]
 
     def values_from(self, head: int, first: int) -> Float[Tensor, "S D"]:
-        """Values of a head's entries from one on."""
+        """Values of a head's entries from index `first` on."""
         return self.head_values(head)[first:]
 
     def gather(
         self, rows: Int64[Tensor, " M"], keys: Float[Tensor, "M D"], values: Float[Tensor, "M D"]
     ) -> None:
-        """Write keys and values of some rows of the storage, on the host, where they are wanted."""
+        """Copy keys and values of some storage rows into given host tensors."""
         torch.index_select(self.keys, 0, rows, out=keys)
         torch.index_select(self.values, 0, rows, out=values)
 
     def page_versions(
         self, versions: Int64[Tensor, "N P"], members: Int64[Tensor, "N P S"]
     ) -> Int64[Tensor, "N P"]:
-        """Versions of pages, which tell in what form their members are held as well."""
+        """Versions of pages; subclasses add the precision of the members."""
         del members
         return versions
 
@@ -139,13 +140,13 @@ class Entries:
         return self.positions[self.rows(head)]
 
     def position_range(self, start: int, stop: int) -> Entries:
-        """The entries at positions [start, stop), as views into the same storage."""
+        """Entries at positions [start, stop), as views into the same storage."""
         starts: list[int] = []
         lengths: list[int] = []
         for head in range(len(self.lengths)):
             edges = torch.tensor([start, stop], device=self.positions.device)
-            found = torch.searchsorted(self.head_positions(head).long(), edges)
-            low, high = int(found[0]), int(found[1])
+            bounds = torch.searchsorted(self.head_positions(head).long(), edges)
+            low, high = int(bounds[0]), int(bounds[1])
             starts.append(self.starts[head] + low)
             lengths.append(high - low)
         return replace(self, starts=tuple(starts), lengths=tuple(lengths))
@@ -155,15 +156,15 @@ class Entries:
         return self.pack(self.positions)
 
     def packed_positions(self) -> Int[Tensor, " T"]:
-        """Positions of all entries, head by head, without the slack between them; to be read."""
+        """Positions of all entries, head by head, without slack; read-only."""
         return self._packed_positions
 
     def column(self, name: str) -> Packed:
-        """What a column holds, packed."""
+        """Packed numbers of a ledger column."""
         return self.pack(self.columns[name])
 
     def pack(self, stored: Shaped[Tensor, "C *rest"]) -> Shaped[Tensor, "T *rest"]:
-        """Rows of entries only, head by head, out of something with a row per row of storage."""
+        """Packed rows of a tensor with one row per storage row, head by head."""
         if stored.dim() == 1 and stored.device.type == "cpu" and stored.dtype in NUMPY_DTYPES:
             numbers = stored.detach().numpy()
             parts = [numbers[self.rows(head)] for head in range(len(self.lengths))]
@@ -173,7 +174,7 @@ class Entries:
         return torch.cat([stored[self.rows(head)] for head in range(len(self.lengths))])
 
     def unpack(self, packed: Packed) -> Float[Tensor, " C"]:
-        """Packed numbers back in their rows of the storage; 0 in the slack."""
+        """Storage-row layout of packed numbers; 0 in the slack."""
         stored = packed.new_zeros(len(self.positions))
         for head, part in enumerate(torch.split(packed, list(self.lengths))):
             stored[self.rows(head)] = part
@@ -181,7 +182,7 @@ class Entries:
 
 
 class Phase(Enum):
-    """What is going on when a layer is judged."""
+    """Phase of inference in which a layer is scored."""
 
     PREFILL = "reading"
     DECODE = "generating"
@@ -189,29 +190,28 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Observation:
-    """One layer at the moment of judgement.
+    """One layer at the moment it is scored.
 
     Args:
-        layer: its shape.
-        entries: what it has cached, the newest block included, scratch tokens excluded.
+        layer: spec of the layer.
+        entries: its cached entries, the newest block included, scratch tokens excluded.
         queries: post-RoPE queries of the block (append pass) or of the scratch prompt.
         query_positions: their true positions.
         length: true tokens read so far.
-        span: positions [start, stop) that this pass speaks for.
-        ids: the tokens of the pass, one per query.
+        span: positions [start, stop) that this pass scores.
+        ids: token ids of the pass, one per query.
         keys: post-RoPE keys of the same tokens; those of a scratch pass are in no cache.
-        logits: what attention to the stored rows took from a single query, biases included, row r
-            for query head r of each kv head; None where it was not kept.
-        stage: whether a context is read or text generated.
-        facts: what was measured of this layer.
-        lexicon: the sets of token ids that the policy asks for.
-        places: what positions queries and `keys` are turned to, for each kv head; empty where they
-            are turned to their true ones.
-        states: hidden states of the tokens as they entered attention; empty where nobody asks.
-        projection: the matrix that takes each query head's output to the layer's; None where nobody
-            asks.
-        latest: queries of the last tokens before the pass; None where nobody asks, or there were
-            none.
+        logits: attention logits of a single query over the storage rows, biases included, row r for
+            query head r of each kv head; None where they were not recorded.
+        stage: prefill or decode.
+        facts: calibration of this layer.
+        lexicon: sets of token ids that the policy needs.
+        rope_positions: positions that queries and `keys` are rotated to, for each kv head; empty
+            where these are the true ones.
+        states: hidden states of the tokens at the attention input; empty where no part needs them.
+        projection: output projection of each query head; None where no part needs it.
+        latest: queries of the last tokens before the pass; None where no part needs them or there
+            are none.
     """
 
     layer: LayerSpec
@@ -228,30 +228,33 @@ class Observation:
     logits: Float[Tensor, "R C"] | None = None
     facts: Calibration = field(default_factory=dict[str, tuple[float, ...]])
     lexicon: Lexicon = field(default_factory=dict[str, frozenset[int]])
-    places: Int[Tensor, "_ _"] = field(default_factory=lambda: empty_tensor(torch.int64, 0, 0))
+    rope_positions: Int[Tensor, "_ _"] = field(
+        default_factory=lambda: empty_tensor(torch.int64, 0, 0)
+    )
     states: Float[Tensor, "_ _"] = field(default_factory=lambda: empty_tensor(torch.float32, 0, 0))
     projection: Float[Tensor, "H D N"] | None = None
     latest: LatestQueries | None = None
 
     @property
     def effective_rope_positions(self) -> Int[Tensor, "K Q"]:
-        """The position that each query is turned to, for each kv head."""
-        if self.places.numel():
-            return self.places
+        """Position that each query is rotated to, for each kv head."""
+        if self.rope_positions.numel():
+            return self.rope_positions
         return self.query_positions.expand(self.layer.kv_heads, -1)
 
 
 @dataclass(frozen=True)
 class LayerScores:
-    """A layer's judgement: higher scores stay longer, protected entries stay always.
+    """Scores and protection of one layer: higher scores stay longer, protected entries always stay.
 
     Args:
-        measure: what the budget measured of this layer; empty where it measures nothing.
-        scalars: what the cache remembers of each kv head, by name.
-        stage: whether a context is read or text generated.
-        storage_statistics: what the storage found out about the layer.
-        weights: how much each kv head counts for the budget; empty where it tells no heads apart.
-        protection: what is protected if the layer keeps so many entries per head; None: the same.
+        measure: statistics that the budget measured of this layer; empty where it needs none.
+        scalars: ledger scalars of each kv head, by name.
+        stage: prefill or decode.
+        storage_statistics: statistics that the storage measured of the layer.
+        weights: budget weight of each kv head; empty where the budget treats heads alike.
+        protection: protected entries for a number of entries per head; None where that does not
+            matter.
     """
 
     scores: Packed
@@ -268,29 +271,28 @@ class LayerScores:
         """Scores with the protected entries above all others."""
         return self.scores.masked_fill(self.protected, torch.inf)
 
-    def after(self, plan: Plan) -> LayerScores:
-        """The same judgement of those entries that a plan kept."""
+    def after_plan(self, plan: Plan) -> LayerScores:
+        """Scores of the entries that a plan kept."""
         kept = plan.kept
         return replace(
             self,
             scores=self.scores[kept],
             protected=self.protected[kept],
             lengths=plan.lengths,
-            storage_statistics=self.storage_statistics.after(plan),
+            storage_statistics=self.storage_statistics.after_plan(plan),
             protection=None,
         )
 
 
 @dataclass(frozen=True)
 class ScratchPrompt:
-    """A token sequence to be read behind the cache, only to see what it looks at.
+    """Token sequence of a scratch pass: read behind the cache for its queries, then discarded.
 
     Args:
-        ids: its tokens.
-        span: positions [start, stop) of the cache that it speaks for.
-        drafts: tokens that the model itself says behind `ids`, the likeliest each time, and that
-            are read with them.
-        shift: how much later than right behind the cache it is read, in positions; below 0 earlier.
+        ids: token ids.
+        span: positions [start, stop) of the cache that it scores.
+        drafts: tokens that the model decodes greedily behind `ids` and that are read with them.
+        shift: offset of its positions from right behind the cache; below 0 is earlier.
     """
 
     ids: tuple[int, ...]
@@ -300,7 +302,7 @@ class ScratchPrompt:
 
     @property
     def tokens(self) -> int:
-        """How many are read behind the cache."""
+        """Tokens read behind the cache, drafts included."""
         return len(self.ids) + self.drafts
 
 
@@ -309,11 +311,11 @@ Prompts = Mapping[str, Sequence[int]]
 
 
 class Need(Enum):
-    """Something that costs memory or a hook, so that it is there only where it is asked for.
+    """Input that costs memory or a hook and is provided only on request.
 
-    STATES: the hidden states that entered attention (`Seen.states`), while a context is read.
-    TEXT: all queries of a context at once, where it is read in one piece anyway: `whole()` then
-        does so, however long it is.
+    STATES: hidden states at the attention input (`Observation.states`), during prefill.
+    TEXT: all queries of a context in one pass; `whole()` then reads it in one block, however long
+        it is.
     """
 
     STATES = "states"
@@ -322,10 +324,10 @@ class Need(Enum):
 
 @dataclass(frozen=True)
 class LatestQueries:
-    """Post-RoPE queries of the last tokens that a layer read, oldest first.
+    """Post-RoPE queries of the latest tokens that a layer read, oldest first.
 
     Args:
-        positions: their true positions.
+        positions: true positions of the queries.
     """
 
     queries: Float[Tensor, "H N D"]
@@ -333,30 +335,30 @@ class LatestQueries:
 
     @staticmethod
     def of(queries: Queries, positions: Positions) -> LatestQueries:
-        """Those of a pass, by reference."""
+        """Queries of a pass, without a copy."""
         return LatestQueries(queries, positions)
 
     def extended(self, later: LatestQueries) -> LatestQueries:
-        """These, then later ones."""
+        """Copy with later queries appended."""
         queries = torch.cat([self.queries, later.queries.to(self.queries)], 1)
         return LatestQueries(queries, torch.cat([self.positions, later.positions]))
 
     def last(self, count: int) -> LatestQueries:
-        """The last so many, or all where there are fewer."""
+        """View of the last `count` queries, or of all where there are fewer."""
         first = max(0, len(self.positions) - count)
         return LatestQueries(self.queries[:, first:], self.positions[first:])
 
     def before(self, position: int) -> LatestQueries:
-        """Those of tokens at earlier true positions."""
+        """View of the queries before a true position."""
         count = int((self.positions < position).sum())
         return LatestQueries(self.queries[:, :count], self.positions[:count])
 
-    def copied(self) -> LatestQueries:
-        """The same on tensors of its own."""
+    def clone(self) -> LatestQueries:
+        """Copy on tensors of its own."""
         return LatestQueries(self.queries.clone(), self.positions.clone())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both tensors, with what they are views of."""
-        held = (self.queries, self.positions)
-        return sum(tensor.untyped_storage().nbytes() for tensor in held)
+        """Bytes of both tensors, the storage behind views included."""
+        tensors = (self.queries, self.positions)
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -1,4 +1,4 @@
-"""What becomes of each cached entry: the word between a policy and a cache."""
+"""Eviction plans: which entries of a layer stay, which are merged, and at what precision."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from larder.core.types import PackedMask, empty_tensor
 
 @dataclass(frozen=True)
 class Folds:
-    """Entries that become weighted sums of entries.
+    """Merges: weighted sums of source entries that replace target entries.
 
-    Every entry that is a target is replaced by the sum of its rows; one that shall keep a part of
-    itself has a row in which it is its own source. Sums are taken in float32.
+    Every target is replaced by the sum over its rows; a target that keeps a part of itself has a
+    row in which it is its own source. Sums are taken in float32.
 
     Args:
-        sources, targets: indices into the packed entries [T] as they are before the plan; targets
-            are among the kept.
+        sources, targets: indices into the packed entries [T] before the plan; targets are kept
+            entries.
         key_weights, value_weights: float32 factors, one per row.
     """
 
@@ -32,7 +32,7 @@ class Folds:
 
     @staticmethod
     def none(device: torch.device | None = None) -> Folds:
-        """Nothing is folded."""
+        """Empty set of merges."""
         none, weights = empty_tensor(torch.int64, 0), empty_tensor(torch.float32, 0)
         if device is not None:
             none, weights = none.to(device), weights.to(device)
@@ -44,21 +44,21 @@ class Folds:
 
 @dataclass(frozen=True)
 class Plan:
-    """The entries of one layer that stay; all others get the fate of the policy's compensation.
+    """Plan of one layer: the entries that stay; all others get the fate of the compensation.
 
     Args:
         kept: indices into the packed entries [T], ascending.
-        lengths: how many of them each kv head has.
-        folds: what is merged into the kept before the rest goes.
-        columns: new values [T'] of columns of the ledger, in the order of `kept`; the others move
-            along unchanged.
-        scalars: new values [K] of scalars of the ledger.
-        grades: for a cache of several precisions, the grade of each kept entry [T'], 0 the finest;
-            empty where all keep the grade they have.
-        channels: a weight per channel of each head's keys [K, D], for grades that choose or level
-            channels by it; empty where each group shall go by its own keys.
-        dropped: indices, ascending, of those that do not stay and go for good, where a compensation
-            parks the rest; where it parks nothing, all of them go.
+        lengths: kept entries of each kv head.
+        folds: merges into kept entries, done before the rest is removed.
+        columns: new values [T'] of ledger columns, in the order of `kept`; other columns keep the
+            values of the kept entries.
+        scalars: new values [K] of ledger scalars.
+        grades: in a cache of several precisions, the grade of each kept entry [T'], 0 the finest;
+            empty where grades do not change.
+        channels: weight of each key channel of each head [K, D], for grades that select or balance
+            channels; empty where each group uses statistics of its own keys.
+        dropped: ascending indices of the rejected entries that are dropped for good, where the
+            compensation offloads the rest; without offload, all rejected entries are dropped.
     """
 
     kept: Int64[Tensor, " T"]
@@ -74,7 +74,11 @@ class Plan:
 
     @staticmethod
     def from_mask(keep: PackedMask, lengths: tuple[int, ...]) -> Plan:
-        """The plan that keeps the marked entries of heads with `lengths` entries each."""
+        """Plan that keeps the entries that a packed mask marks.
+
+        Args:
+            lengths: entries of each kv head before the plan.
+        """
         kept = torch.nonzero(keep).flatten()
         if len(set(lengths)) == 1:
             counts = keep.view(len(lengths), -1).sum(1)

@@ -1,4 +1,4 @@
-"""Machines that work together, by Ray; nothing of it is needed on one machine."""
+"""Connection to a Ray cluster, for servers on several machines; optional on one machine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from larder.core.errors import DependencyError, InputError
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
-OBJECT_BYTES = 200 << 20  # of Ray's own store: what we send through it is small
+OBJECT_BYTES = 200 << 20  # size of Ray's object store: messages are small
 LOCAL_OPTIONS = {
     "address": "local",
     "include_dashboard": False,
     "object_store_memory": OBJECT_BYTES,
 }
-# Nothing is told to others, and a replica that is slow to say how busy it is is not passed by: its
-# sessions would go to one that does not know them.
+# No usage statistics. Long queue-length deadlines, so that a slow replica is not passed over: its
+# sessions would go to a replica that does not hold them.
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "2",
@@ -26,13 +26,13 @@ LOGGING_OPTIONS = {"log_to_driver": False, "logging_level": "warning"}
 
 
 def require_ray(what: str) -> None:
-    """See that Ray is there, before anything is loaded.
+    """Check that Ray is installed, before anything else is loaded.
 
     Args:
-        what: needs it; for the error.
+        what: feature that needs Ray, for the error.
 
     Raises:
-        DependencyError: it is not installed, or not all of it.
+        DependencyError: Ray or a part of it is not installed.
     """
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -45,11 +45,11 @@ def require_ray(what: str) -> None:
 
 
 def connect() -> int:
-    """Become part of the Ray cluster that RAY_ADDRESS names, `auto` for the one that runs on this
-    machine; without it, start one of this machine alone.
+    """Connect to the Ray cluster at RAY_ADDRESS (`auto` for the one on this machine); without that
+    variable, start a cluster of this machine alone.
 
     Returns:
-        how many machines there are.
+        Number of machines in the cluster.
 
     Raises:
         InputError: the cluster cannot be reached.
@@ -61,22 +61,22 @@ def connect() -> int:
                 **(LOCAL_OPTIONS if address is None else {"address": address}), **LOGGING_OPTIONS
             )
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-            said = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split())[:200]
             where = "on this machine" if address is None else f"at ${ADDRESS_VARIABLE}={address}"
             raise InputError(
-                f"Ray cannot be had {where} ({said}): start a cluster with 'ray start --head', or "
-                f"unset {ADDRESS_VARIABLE} to use this machine alone."
+                f"Ray is not available {where} ({reason}): start a cluster with "
+                f"'ray start --head', or unset {ADDRESS_VARIABLE} to use this machine alone."
             ) from error
     return len(cpu_counts())
 
 
 def cpu_counts() -> list[float]:
-    """How many each machine of the cluster has to give."""
+    """CPUs of each live machine of the cluster."""
     return [node["Resources"].get("CPU", 0.0) for node in _ray().nodes() if node["Alive"]]
 
 
 def shutdown() -> None:
-    """End the cluster, if it was started here; else only leave it."""
+    """Disconnect from the cluster; stops it if it was started here."""
     _ray().shutdown()
 
 

@@ -1,9 +1,8 @@
-"""Finding entries again that were parked in a slow tier: what a cache asks and an index answers.
+"""Recall of offloaded entries: the interface between a cache and its recall index.
 
-A layer's slow tier numbers the entries of each kv head 0, 1, 2, ... in the order in which they
-came, which is not always that of their positions. Numbers never change. An index divides them into
-pages of its own making and finds pages for a query; what a page holds may change as entries come,
-and then its version does.
+A layer's slow tier numbers the entries of each kv head 0, 1, 2, ... in order of arrival, which is
+not always that of their positions. Numbers never change. An index groups them into pages and finds
+pages for a query; the content of a page may change as entries arrive, and then its version does.
 """
 
 from __future__ import annotations
@@ -26,16 +25,17 @@ from larder.core.spec import LayerSpec
 from larder.core.spelling import build, parse, spell
 
 RECALLS = Family("recall", "larder.recall")
-SAMPLE_ENTRIES = 1 << 10  # of each head, by which the bytes of an index are judged beforehand
+SAMPLE_ENTRIES = 1 << 10  # per head, of the sample that estimates the bytes of an index
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Entries that stand for many that were not fetched.
+    """Summary entries that represent entries that were not fetched.
 
     Args:
         keys, values: per kv head.
-        log_counts: added to their logits: ln of how many each stands for; -inf for none.
+        log_counts: ln of the number of entries that each represents, added to its logit; -inf for
+            none.
     """
 
     keys: Float[Tensor, "K E D"]
@@ -45,98 +45,102 @@ class Estimate:
 
 @dataclass(frozen=True)
 class RecallResult:
-    """Pages for the queries of one step, the best first.
+    """Pages found for the queries of one step, the best first.
 
     Args:
-        pages: their numbers, -1 behind the last. A row per set: K sets, one for all query heads of
+        pages: page numbers, -1 behind the last. A row per set: K sets, one for all query heads of
             a kv head, or H, one per query head; set n belongs to kv head n // (N / K).
-        estimate: what stands for the entries of all other pages; None where nothing does.
-        share: how much of the attention to all entries the found ones are estimated to have, per
-            query head, in (0, 1]; the rest goes to `mean`. None where nothing is mixed in.
-        mean: the mean value of all entries, per kv head, wherever there is a share.
-        is_whole: whether the step attends to everything that is parked instead of the pages.
+        estimate: summary of the entries of all other pages; None for none.
+        share: estimated share of all attention that goes to the found entries, per query head, in
+            (0, 1]; the rest goes to `mean`. None where nothing is mixed in.
+        mean: mean value of all entries, per kv head, where `share` is given.
+        is_whole: whether the step attends to all offloaded entries instead of the pages.
     """
 
     pages: Int64[Tensor, "N P"]
     estimate: Estimate | None = None
     share: Float[Tensor, " H"] | None = None
     mean: Float[Tensor, "K D"] | None = None
-    is_whole: bool = False
+    attends_all: bool = False
 
 
 class RecallIndex(ABC):
-    """Finds entries of one layer's slow tier by their keys, for all heads in one call.
+    """Search index over the offloaded keys of one layer, all heads in one call.
 
-    It holds no keys or values but digests of them: the slow tier hands its entries over at every
-    call, in host memory, in the order of their numbers. One thread at a time may use it.
+    It holds summaries instead of keys and values: the slow tier passes its entries at every call,
+    in host memory, in the order of their numbers. One thread at a time may use it.
 
     Args:
-        page: the most entries that a page holds; 1 where entries are found one by one.
+        page: most entries of a page; 1 where entries are found one by one.
     """
 
     page: int
 
-    # Whether looking for pages leaves it as it was, so that two caches may use one until it grows.
+    # Whether a search leaves the index unchanged, so that two caches may share it until it grows.
     is_stateless: ClassVar[bool] = True
 
     @abstractmethod
     def add(self, entries: Entries, queries: Float[Tensor, "H Q D"] | None = None) -> None:
-        """Take in all entries that it does not know yet: of each head those with higher numbers.
+        """Add new entries: in each head those with numbers not yet indexed.
 
         Args:
-            queries: the latest of the text, where the part asked for any.
+            queries: latest queries of the text, where the part has `observed` above 0.
         """
 
-    def follow(self, queries: Float[Tensor, "H D"], stays: Entries) -> None:
-        """Note what a step asks before it is searched for, where the part `follows` steps; the
-        newest token is the last that `stays` in the fast tier, in every head.
+    def observe_step(self, queries: Float[Tensor, "H D"], stays: Entries) -> None:
+        """Observe the queries of a step before its search, where the part has `follows`.
+
+        Args:
+            stays: entries of the fast tier; the newest token is the last of every head.
         """
         del queries, stays
 
     @abstractmethod
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        """At most `count` pages per set for the query of every query head."""
+        """Best pages, at most `count` per set, for one query per query head."""
 
     @abstractmethod
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        """What `find` would answer if its search missed nothing, by looking at every key."""
+        """Result of `find` under exhaustive search over every key."""
 
     @abstractmethod
     def contents(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P S"]:
-        """Numbers of the entries of pages, -1 behind the last of each; S is `page`."""
+        """Entry numbers of pages, -1 behind the last of each; S is `page`."""
 
     @abstractmethod
     def versions(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P"]:
-        """How often the contents of pages have changed."""
+        """Version of each page: the number of changes of its content."""
 
     @property
     @abstractmethod
     def counts(self) -> tuple[int, ...]:
-        """Pages of each kv head."""
+        """Number of pages of each kv head."""
 
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor and array held, as tensors, slack included: what its bytes are."""
+        """All tensors and arrays of the index, as tensors, slack included; their bytes are
+        counted.
+        """
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Everything that `Recall.adopt` needs to answer alike, without slack."""
+        """State that `RecallPart.adopt` restores, without slack."""
 
 
 class SearchMode(Enum):
-    """Whether an index is asked what it finds, or what it would find if it missed nothing."""
+    """Search by the index, or exhaustive search over all keys."""
 
     INDEX = "index"
     EXACT = "exact"
 
 
 class FetchMode(Enum):
-    """When pages are searched for and moved, while text is generated.
+    """Time at which a decode step searches and fetches pages.
 
-    IN_TURN: when a layer asks, with its own queries.
-    AHEAD: on a worker thread, while the layer before computes, with what that one foretells of the
-        queries. Close, not equal.
-    COMPARED: ahead, and once more in turn, to count the pages that both find.
+    IN_TURN: in the attention of the layer, with its own queries.
+    AHEAD: on a worker thread, while the layer before computes, with predicted queries. Results are
+        close but not equal.
+    COMPARED: ahead and again in turn, to count the pages that both find.
     """
 
     IN_TURN = "in_turn"
@@ -145,7 +149,7 @@ class FetchMode(Enum):
 
 
 class PrefillRecall(Enum):
-    """What blocks of text see of what is parked: all of it, or what their mean query finds."""
+    """Offloaded entries that prefill blocks attend to: all, or the pages of their mean query."""
 
     EXACT = "exact"
     RECALLED = "recalled"
@@ -153,23 +157,22 @@ class PrefillRecall(Enum):
 
 @dataclass(frozen=True)
 class RecallPart(ABC):
-    """How parked entries are found again: a part of a policy. A frozen dataclass.
+    """Recall part of a policy: how offloaded entries are found again. A frozen dataclass.
 
     Args:
         tokens: entries per kv head that are fetched for a step; None for what the budget leaves
             beside the protected ones.
-        dense: the first so many layers park nothing.
-        search: what the index is asked.
-        fetch: when it is asked, while text is generated.
-        layers: so many layers in a row share what the first of them finds. The others have no index
-            as long as they have parked the same tokens, head by head; else they search themselves.
-            IceCache's released code has 3 of them where it is asked to.
-        corrected: so many of the latest tokens are read once more with every new one, and attend to
-            what was fetched for it; see `larder.cache.forms.corrected`. No more than protect.recent
-            keeps. RetroAttention has 1 and more.
-        union: entries per kv head that the tokens of a question attend to together, of what is
-            parked: the pages that each of them finds, the best of each in turn. Left open, all of
-            it, exactly.
+        dense: number of first layers that offload nothing.
+        search: index search or exhaustive search.
+        fetch: when a decode step searches.
+        layers: consecutive layers that share the pages of the first of them. The others have no
+            index as long as they have offloaded the same tokens, head by head; else they search for
+            themselves. IceCache's released code has an option for 3.
+        corrected: latest tokens that are read again with every new one and attend to the pages
+            fetched for it; see `larder.cache.forms.corrected`. At most protect.recent.
+            RetroAttention has 1 and more.
+        union: offloaded entries per kv head that the tokens of a question attend to together: the
+            pages that each of them finds, the best of each in turn. Open: all of them, exactly.
 
     Raises:
         BadParameter: a value out of range.
@@ -183,15 +186,15 @@ class RecallPart(ABC):
     corrected: int = 0
     union: int | None = None
 
-    # Whether what it finds is pages and nothing else, so that another layer can use it.
+    # Whether results are pages only, without estimates, so that another layer can use them.
     is_plain: ClassVar[bool] = True
-    # How many of the latest queries of a text the index wants to see when entries come.
+    # Number of latest queries of a text that the index needs when entries are added.
     observed: ClassVar[int] = 0
-    # Names of the tallies whose columns it reads, where the cache keeps them.
+    # Names of the tallies whose columns it reads.
     tallies: ClassVar[frozenset[str]] = frozenset()
     # Names of the sets of token ids that these tallies need.
     lexicon: ClassVar[frozenset[str]] = frozenset()
-    # Whether its index is told of every step before it is searched.
+    # Whether its index observes every step before the search.
     follows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -218,19 +221,19 @@ class RecallPart(ABC):
             raise BadParameter(f"{name}.corrected must be at least 0, got {self.corrected}.")
         if self.corrected and not self.is_plain:
             raise BadParameter(
-                f"{name}.corrected must be 0, got {self.corrected}: what {name} has estimated for "
-                "a token cannot be taken back when it is fetched."
+                f"{name}.corrected must be 0, got {self.corrected}: an estimate that {name} used "
+                "for a token cannot be undone once the token is fetched."
             )
         if self.layers > 1 and not self.is_plain:
             raise BadParameter(
-                f"{name}.layers must be 1, got {self.layers}: what {name} says of entries that it "
-                "does not fetch holds for the layer that was searched alone."
+                f"{name}.layers must be 1, got {self.layers}: its estimates of entries "
+                "that are not fetched hold only for the layer that was searched."
             )
 
     @property
     @abstractmethod
     def page(self) -> int:
-        """The most entries of a page."""
+        """Most entries of a page."""
 
     @property
     def pages(self) -> int:
@@ -239,29 +242,29 @@ class RecallPart(ABC):
 
     @property
     def prefill(self) -> PrefillRecall:
-        """What blocks of a text attend to of what is parked."""
+        """Offloaded entries that prefill blocks attend to."""
         return PrefillRecall.EXACT
 
     def sets(self, layer: LayerSpec) -> int:
-        """Sets of pages that a step has room for, of `tokens` entries each: one per kv head, which
-        query heads that choose for themselves share, or one per query head, in R times the memory.
+        """Number of page sets of a step, of `tokens` entries each: one per kv head, shared by its
+        query heads, or one per query head, in R times the memory.
         """
         return layer.kv_heads
 
     def leader_of(self, place: int) -> int:
-        """Which layer searches for one, by their places among the layers that park."""
+        """Layer whose pages a layer uses, both as indices among the layers that offload."""
         return place - place % self.layers
 
     @abstractmethod
     def index(self, layer: LayerSpec) -> RecallIndex:
-        """An empty index for one layer."""
+        """Empty index for one layer."""
 
     @abstractmethod
     def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> RecallIndex:
-        """The index that `state` came from."""
+        """Index restored from `RecallIndex.state`."""
 
     def entry_bytes(self, layer: LayerSpec) -> float:
-        """About what an index takes for each entry: what one over random entries does."""
+        """Estimated index bytes per entry, measured on random entries."""
         source, heads = torch.Generator().manual_seed(0), layer.kv_heads
         keys, values = torch.randn(2, heads * SAMPLE_ENTRIES, layer.head_dim, generator=source)
         queries = torch.randn(layer.query_heads, self.observed, layer.head_dim, generator=source)
@@ -270,34 +273,33 @@ class RecallPart(ABC):
         index = self.index(layer)
         sample = Entries(keys, values, positions, starts, (SAMPLE_ENTRIES,) * heads)
         index.add(sample, queries if self.observed else None)
-        held = sum(tensor.untyped_storage().nbytes() for tensor in index.tensors())
-        return held / len(keys)
+        total = sum(tensor.untyped_storage().nbytes() for tensor in index.tensors())
+        return total / len(keys)
 
 
 @dataclass(frozen=True)
 class OffloadSpec:
-    """Where rejected entries go, and how they are found again.
+    """Offload of rejected entries to host memory, and their recall.
 
     Args:
-        host_mib: the most host memory that a sequence's parked entries may take; None for what
-            the machine has.
-        codec: in how few bits they are held; None for as they are.
+        host_mib: most host memory of a sequence's offloaded entries, in MiB; None for no limit.
+        codec: quantization of offloaded entries; None for none.
     """
 
     recall: RecallPart
     host_mib: int | None = None
     codec: Codec | None = None
 
-    def told(self) -> str:
-        """All of it as text."""
-        rounded = "" if self.codec is None else f" > {spell(self.codec)}"
-        return f"{'' if self.host_mib is None else self.host_mib} {spell(self.recall)}{rounded}"
+    def to_text(self) -> str:
+        """Text form, as sessions save it."""
+        codec = "" if self.codec is None else f" > {spell(self.codec)}"
+        return f"{'' if self.host_mib is None else self.host_mib} {spell(self.recall)}{codec}"
 
     @staticmethod
-    def of(text: str) -> OffloadSpec:
-        """What `told` gave."""
+    def from_text(text: str) -> OffloadSpec:
+        """Spec from its text form."""
         host, _, sentence = text.partition(" ")
-        call, *rounded = parse(sentence)
+        call, *codecs = parse(sentence)
         recall = build(RECALLS.load(call.name), call.parameters)
-        codec = build(Codec, rounded[0].parameters) if rounded else None
+        codec = build(Codec, codecs[0].parameters) if codecs else None
         return OffloadSpec(recall, int(host) if host else None, codec)

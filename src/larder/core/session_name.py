@@ -1,9 +1,9 @@
-"""Names of sessions: which are allowed, and how a branch is named after its root.
+"""Session names: validation, and names of branches.
 
-One rule for every entrance: HTTP bodies, paths and headers, commands, imported files, the store.
-Names are compared by code point and never normalized, so what is allowed can be told apart by eye:
-no control characters, no invisible ones, one kind of narrow space. The rule is a list of ranges,
-not a look-up of categories: every Python of a cluster has the same, whatever Unicode it knows.
+One rule for all inputs: HTTP bodies, paths and headers, commands, imported files, the store.
+Names are compared by code point and never normalized, so allowed names must be visually distinct:
+no control characters, no invisible ones, one kind of narrow space. The rule is a list of code point
+ranges, not a lookup of Unicode categories, so that every Python version of a cluster agrees.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import re
 
 from larder.core.errors import InputError
 
-MAX_CHARACTERS = 255  # of a name, the numbers of branches left out
-RESERVED = (".", "..")  # steps of a path, which clients resolve before they ask
-RESERVED_END = "/kept"  # the positions of a session are at /v1/sessions/NAME/kept
+MAX_CHARACTERS = 255  # of a name, without branch numbers
+RESERVED = (".", "..")  # path segments that clients resolve before the request
+RESERVED_END = "/kept"  # the kept positions of a session are at /v1/sessions/NAME/kept
 _SHOWN = 40
 
 _NUMBER = re.compile(r"~[1-9][0-9]{0,8}$")
@@ -23,9 +23,9 @@ _JOINERS = "\u200c\u200d"
 _SELECTORS = "\u180b-\u180d\u180f\ufe00-\ufe0f\U000e0100-\U000e01ef"
 _VIRAMAS = "\u094d\u09cd\u0a4d\u0acd\u0b4d\u0bcd\u0c4d\u0ccd\u0d4d\u0dca"
 _LETTER = rf"[^\x00-\x7f\s{_JOINERS}]"  # beyond ASCII, where characters join
-# Invisible characters where they belong to what is seen: in emoji, Persian, the scripts of India,
-# keycaps, and the flags of England, Scotland and Wales.
-_SEEN = re.compile(
+# Invisible characters that change visible text: in emoji, Persian, Indic scripts, keycaps, and the
+# flags of England, Scotland and Wales.
+_VISIBLE = re.compile(
     rf"(?<={_LETTER})[{_SELECTORS}]"
     rf"|(?<=[0-9#*])\ufe0f(?=\u20e3)"
     rf"|(?<={_LETTER})[{_JOINERS}](?={_LETTER})"
@@ -34,28 +34,28 @@ _SEEN = re.compile(
 )
 _REFUSED = re.compile(
     r"[\x00-\x1f\x7f-\x9f\ud800-\udfff"  # control characters, halves of surrogate pairs
-    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # of the direction of text
-    r"\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f"  # spaces and ends of lines
+    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # text direction
+    r"\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f"  # spaces and line ends
     r"\xad\u034f\u115f\u1160\u17b4\u17b5\u180e\u200b\u2060-\u2065\u206a-\u206f\u2800\u3164\ufeff"
     r"\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
-    rf"{_JOINERS}{_SELECTORS}"  # invisible ones
-    r"\ue000-\uf8ff\ufdd0-\ufdef\ufffc-\uffff\U000f0000-\U0010ffff"  # with no meaning of their own
+    rf"{_JOINERS}{_SELECTORS}"  # invisible characters
+    r"\ue000-\uf8ff\ufdd0-\ufdef\ufffc-\uffff\U000f0000-\U0010ffff"  # private use and noncharacters
     + "".join(f"{chr(plane << 16 | 0xFFFE)}{chr(plane << 16 | 0xFFFF)}" for plane in range(1, 15))
     + "]"
 )
 
 
 def check_session_name(name: str, what: str = "A session's name") -> None:
-    """Refuse what no session may be called.
+    """Validate a session name.
 
-    A name that is allowed has a root that is allowed, and so has each of its branches.
+    The root and all branches of a valid name are valid.
 
     Args:
-        what: the argument that is to blame.
+        what: name of the argument, for the error.
 
     Raises:
         InputError: the name is empty, too long, reserved, begins or ends with a space, or holds a
-            character that cannot be seen or told apart.
+            control or invisible character, or a space other than U+0020 and U+3000.
     """
     root = _NUMBERS.sub("", name) or name
     count = len(root_name(name))
@@ -65,11 +65,11 @@ def check_session_name(name: str, what: str = "A session's name") -> None:
             if count
             else f"{what} must have 1 to {MAX_CHARACTERS} characters, got none: give it one."
         )
-    found = _REFUSED.search(_SEEN.sub("", name))
-    if found:
+    invalid = _REFUSED.search(_VISIBLE.sub("", name))
+    if invalid:
         raise InputError(
             f"{what} must not hold control characters, invisible characters or spaces other than "
-            f"U+0020 and U+3000, got U+{ord(found[0]):04X} in {_shown(name)}: leave it out."
+            f"U+0020 and U+3000, got U+{ord(invalid[0]):04X} in {_shown(name)}: leave it out."
         )
     if any(each.strip() != each for each in (name, root)):
         raise InputError(
@@ -83,12 +83,12 @@ def check_session_name(name: str, what: str = "A session's name") -> None:
 
 
 def root_name(name: str) -> str:
-    """The name of the session that one began as; its own, where it is no branch."""
+    """Name of the root session of a branch; the name itself for a root."""
     return _NUMBER.sub("", name) or name
 
 
 def branch_name(root: str, number: int) -> str:
-    """What a branch is called."""
+    """Name of a branch: its root, a tilde and its number."""
     return f"{root}~{number}"
 
 

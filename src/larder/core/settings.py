@@ -1,4 +1,4 @@
-"""Where Larder keeps what it learns: environment variables, read when asked for."""
+"""Larder's data folder, and the principal of local use."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 HOME = "LARDER_HOME"
-LOCAL_PRINCIPAL = "local"  # the principal of who works at the machine itself
+LOCAL_PRINCIPAL = "local"  # principal of a user at the machine itself
 
 
 def home() -> Path:
-    """The folder for measurements and sessions: `$LARDER_HOME`, else `~/.cache/larder`."""
-    named = os.environ.get(HOME, "")
-    return Path(named).expanduser() if named else Path.home() / ".cache" / "larder"
+    """Folder for calibrations and sessions: `$LARDER_HOME`, else `~/.cache/larder`."""
+    folder = os.environ.get(HOME, "")
+    return Path(folder).expanduser() if folder else Path.home() / ".cache" / "larder"

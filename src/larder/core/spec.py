@@ -1,4 +1,4 @@
-"""What a model's cache looks like, known before anything is allocated."""
+"""Layer and model specs: attention shapes, sharing of layers, recomputation; no tensors."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 
 from larder.core.errors import BadParameter
 
-POSITION_BYTES = 4  # positions are held as int32, one per entry
+POSITION_BYTES = 4  # positions are int32, one per entry
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The attention of one layer, as the model really calls it.
+    """Attention shape of one layer, as measured from the model's own calls.
 
     Args:
-        index: the layer's number, from 0.
+        index: number of the layer, from 0.
         query_heads: H.
         kv_heads: K; R = H / K query heads share one.
         head_dim: D, of keys and values alike.
         scaling: factor on the logits, usually 1 / sqrt(D).
-        sliding_window: how many of the last tokens, itself included, a query sees; None sees all.
-        radians: by how much a position turns each pair of dimensions of queries and keys, as
-            `ops.rope` pairs them; empty where nothing is turned, None where it is not known.
+        sliding_window: latest tokens, its own included, that a query sees; None sees all.
+        radians: RoPE frequencies: rotation per position of each pair of dimensions, as `ops.rope`
+            pairs them; empty without rotation, None where unknown.
     """
 
     index: int
@@ -42,21 +42,21 @@ class LayerSpec:
         return self.query_heads // self.kv_heads
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of keys and values that one token takes in this layer, all kv heads together."""
+        """Key and value bytes of one token in this layer, all kv heads together."""
         return 2 * self.kv_heads * self.head_dim * dtype.itemsize
 
     def full_bytes(self, dtype: torch.dtype, tokens: int) -> int:
-        """Key and value bytes of `tokens` tokens in this layer, its window respected."""
+        """Key and value bytes of `tokens` tokens in this layer, limited to its window."""
         window = tokens if self.sliding_window is None else self.sliding_window
         return self.bytes_per_token(dtype) * min(tokens, window)
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """All layers of a model, and the type its cache is held in.
+    """Layers of a model, and dtype and device of its cache.
 
     Args:
-        width: numbers of a hidden state, of which a cache may hold the last.
+        width: size of a hidden state.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -67,7 +67,7 @@ class ModelSpec:
 
     @property
     def managed(self) -> tuple[LayerSpec, ...]:
-        """The layers that a budget governs: those that see everything."""
+        """Layers that a budget governs: those without a sliding window."""
         return tuple(layer for layer in self.layers if layer.sliding_window is None)
 
     def managed_bytes_per_token(self) -> int:
@@ -75,19 +75,18 @@ class ModelSpec:
         return sum(layer.bytes_per_token(self.dtype) for layer in self.managed)
 
     def full_bytes(self, tokens: int) -> int:
-        """Key and value bytes of a plain cache that holds `tokens` tokens, windows respected."""
+        """Key and value bytes of a full cache of `tokens` tokens, sliding windows applied."""
         return sum(layer.full_bytes(self.dtype, tokens) for layer in self.layers)
 
 
 @dataclass(frozen=True)
 class LayerPairing:
-    """From some depth on, two layers after each other share the directions of their entries.
+    """Pairs of successive layers that share the directions of their entries (MiniCache).
 
     Args:
-        start: share of the layers, counted from the first, that stay by themselves.
-        weight: of the upper layer's direction in the shared one, in [0, 1].
-        apart: entries whose directions differ most are not shared: those in this upper part of
-            the range of their angles.
+        start: share of the layers, from the first, that are not paired, in [0, 1].
+        weight: weight of the upper layer's direction in the shared one, in [0, 1].
+        apart: upper part of the range of angles, in [0, 1], whose entries are not shared.
     """
 
     start: float = 0.5
@@ -102,10 +101,10 @@ class LayerPairing:
                 )
 
     def pairs(self, layers: Sequence[LayerSpec]) -> list[tuple[int, int]]:
-        """Indices of the layers that share, lower and upper; heads must be alike.
+        """Indices of paired layers, lower and upper; only layers with equal head shapes pair.
 
         Args:
-            layers: those that the budget governs.
+            layers: managed layers.
         """
         deep = layers[int(self.start * len(layers)) :]
         return [
@@ -116,11 +115,11 @@ class LayerPairing:
 
 
 class RecomputeSource(Enum):
-    """What stands for a token whose keys and values are not held.
+    """Stored source from which keys and values of an evicted token are recomputed.
 
-    EVERY: a residual per layer; projected.
-    ONE: one residual, and the entries of the layers before it; read again from there.
-    IDS: its token id; read again from the start.
+    EVERY: one residual per layer, projected again.
+    ONE: one residual, and the entries of the layers before it; layers from there on run again.
+    IDS: the token id; all layers run again.
     """
 
     EVERY = "every"
@@ -130,42 +129,42 @@ class RecomputeSource(Enum):
 
 @dataclass(frozen=True)
 class RecomputeSpec:
-    """How rejected entries come back.
+    """Recomputation of evicted entries.
 
     Args:
-        manner: what stands for them.
-        layer: before which the one residual is, where there is one.
+        source: stored source of an evicted token.
+        layer: layer whose input is stored, for `RecomputeSource.ONE`.
 
     Raises:
-        BadParameter: before the first layer stand the ids.
+        BadParameter: `layer` is below 1: the input of the first layer is given by the token ids.
     """
 
-    manner: RecomputeSource = RecomputeSource.EVERY
+    source: RecomputeSource = RecomputeSource.EVERY
     layer: int = 1
 
     def __post_init__(self) -> None:
         if self.layer < 1:
             raise BadParameter(
-                f"recompute.depth must be at least 1, got {self.layer}: before layer 0 the token "
-                "ids say as much, take held='ids'."
+                f"recompute.depth must be at least 1, got {self.layer}: the input of layer 0 "
+                "follows from the token ids, take held='ids'."
             )
 
     @property
     def depth(self) -> int:
-        """How many layers hold all of their entries."""
-        return self.layer if self.manner is RecomputeSource.ONE else 0
+        """Number of first layers that hold all of their entries."""
+        return self.layer if self.source is RecomputeSource.ONE else 0
 
     @property
     def rereads(self) -> bool:
-        """Whether tokens are read again, all of them in order."""
-        return self.manner is not RecomputeSource.EVERY
+        """True if the model runs over all tokens again, in order."""
+        return self.source is not RecomputeSource.EVERY
 
-    def told(self) -> str:
-        """All of it as text."""
-        return f"{self.manner.value} {self.layer}"
+    def to_text(self) -> str:
+        """Text form, as sessions save it."""
+        return f"{self.source.value} {self.layer}"
 
     @staticmethod
-    def of(text: str) -> RecomputeSpec:
-        """What `told` gave."""
-        manner, layer = text.split()
-        return RecomputeSpec(RecomputeSource(manner), int(layer))
+    def from_text(text: str) -> RecomputeSpec:
+        """Spec from its text form."""
+        source, layer = text.split()
+        return RecomputeSpec(RecomputeSource(source), int(layer))

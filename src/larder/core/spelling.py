@@ -1,9 +1,9 @@
-"""One language for all methods: parts with parameters, joined by ` > `.
+"""Grammar of policies: parts with parameters, joined by ` > `.
 
     whole() > protect(sinks=4, recent=32) > snapkv(window=32) > pooled(tokens=512) > drop()
 
 A part is a frozen dataclass with a public name (`larder.core.family`). Parameters are named; one
-that is None is left open and not printed. Parsing what was printed gives the same part again.
+that is None is open and is not printed. Parsing the printed form gives the same part.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from larder.core.family import public_name
 Value = int | float | str | None
 
 _GUARD = "__"
-LONGEST_SHOWN = 200  # letters of a sentence that an error repeats
+LONGEST_SHOWN = 200  # characters of a sentence that an error quotes
 _CONSTANTS = ("None", "True", "False")
 _WORD_OR_TEXT = re.compile(r"""\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[A-Za-z_]\w*""")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One part as written: its name and its parameters."""
+    """Parsed part: its name and its parameters."""
 
     name: str
     parameters: dict[str, Value] = field(default_factory=dict[str, Value])
 
 
 def parse(sentence: str, what: str = "policy") -> list[Call]:
-    """The calls of a sentence, in order.
+    """Parsed parts of a sentence, in order.
 
     Args:
-        what: the sentence spells, for errors.
+        what: kind of the sentence, for errors.
 
     Raises:
-        SpellingError: says where the sentence stops making sense.
+        SpellingError: the sentence does not parse.
     """
     try:
         tree = ast.parse(_without_keywords(sentence.strip()), mode="eval").body
@@ -62,22 +62,22 @@ def parse(sentence: str, what: str = "policy") -> list[Call]:
 
 
 def spell(part: Any) -> str:
-    """A part as it is written: every parameter that is not open, in the order of its fields."""
+    """Canonical text of a part: every parameter that is not None, in the order of its fields."""
     shown = ((f.name, getattr(part, f.name)) for f in fields(part) if f.init)
     inner = ", ".join(f"{name}={_literal(value)}" for name, value in shown if value is not None)
     return f"{name_of(part.__class__)}({inner})"
 
 
 def name_of(kind: type) -> str:
-    """The public name of a part."""
+    """Public name of a part class."""
     return public_name(kind)
 
 
 def build(kind: type, parameters: dict[str, Value]) -> Any:
-    """Make a part from parameters as written.
+    """Part from parsed parameters.
 
     Raises:
-        UnknownName: a parameter the part does not have.
+        UnknownName: the part has no such parameter.
         BadParameter: a value of the wrong type or out of range.
     """
     hints, name = _types(kind), name_of(kind)
@@ -94,7 +94,7 @@ def build(kind: type, parameters: dict[str, Value]) -> Any:
 
 @cache
 def _types(kind: type) -> Mapping[str, Any]:
-    """Of a part's parameters, by name."""
+    """Types of a part's parameters, by name."""
     return types.MappingProxyType(get_type_hints(kind))
 
 
@@ -115,10 +115,10 @@ def _call(node: ast.expr) -> Call:
 
 
 def _without_keywords(sentence: str) -> str:
-    """The sentence with Python's own words made ordinary names: `global` is a part of ours."""
+    """Sentence with Python keywords escaped, since `global` is the name of a part."""
 
-    def guarded(found: re.Match[str]) -> str:
-        word = found[0]
+    def guarded(match: re.Match[str]) -> str:
+        word = match[0]
         return word + _GUARD if keyword.iskeyword(word) and word not in _CONSTANTS else word
 
     return _WORD_OR_TEXT.sub(guarded, sentence)

@@ -1,11 +1,11 @@
-"""The dimension key, and the tensor types that cross layer borders.
+"""Dimension key, and the tensor types that cross layer borders.
 
     B sequences     L layers        H query heads    K kv heads      R = H / K
     Q query positions               S cached positions of one head   T packed positions, sum of S
     D head size     P page size     N pages          C capacity      E episodes     V vocabulary
 
 Query head h belongs to kv head h // R. A *packed* tensor [T] holds the entries of kv head 0, then
-those of kv head 1, and so on; `lengths` says how many each head has.
+those of kv head 1, and so on; `lengths` has the number of entries of each head.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ Positions = Int[Tensor, " Q"]
 
 
 class Mode(Enum):
-    """What a pass through the model does to the cache.
+    """Effect of a forward pass on the cache.
 
-    APPEND: attends, then the new entries stay.
-    SCRATCH: attends and leaves no trace (patched prompts, reconstruction, forced answers).
-    PROBE: attends to nothing; only queries, keys and values are recorded. The zeros it answers
-        with make every output behind the first layer meaningless: use nothing of them.
+    APPEND: attends to the cache and appends the new entries.
+    SCRATCH: attends and leaves the cache unchanged (patched prompts, reconstruction, forced
+        answers).
+    PROBE: attends to nothing and only records queries, keys and values. Its attention outputs are
+        zeros, so outputs behind the first layer are meaningless.
     """
 
     APPEND = "append"
@@ -40,11 +41,11 @@ class Mode(Enum):
 
 
 class AppendKind(Enum):
-    """What tokens that are appended are, to a cache that parks some of what it holds.
+    """Kind of appended tokens; it decides what they attend to in a cache with offloaded entries.
 
-    STEP: one that was generated attends to what is found for it. Several at once are a text.
-    TEXT: all of it attends to everything, exactly, be it one token.
-    QUESTION: a text that something is generated behind: as `TEXT`, unless a policy says otherwise.
+    STEP: one generated token attends to the recalled pages. Several tokens at once are a text.
+    TEXT: every token attends to all entries, exactly, even a single one.
+    QUESTION: text before a generated answer: as `TEXT`, unless the policy says otherwise.
     """
 
     STEP = "step"
@@ -53,7 +54,7 @@ class AppendKind(Enum):
 
 
 class Variant(Enum):
-    """Whom a part follows where paper, released code and sound practice differ."""
+    """Source that a part follows where the paper, its released code and Larder differ."""
 
     LARDER = "larder"
     PAPER = "paper"
@@ -62,8 +63,8 @@ class Variant(Enum):
 
 @cache
 def empty_tensor(dtype: torch.dtype, *shape: int) -> Tensor:
-    """A tensor without elements, in host memory, shared by all who say nothing.
+    """Shared empty tensor in host memory, the default of optional tensor fields.
 
-    A decode step makes a dozen records for every layer, most of which leave most fields empty.
+    A decode step makes a dozen records per layer, most of which leave most fields empty.
     """
     return torch.empty(shape, dtype=dtype)

@@ -239,22 +239,22 @@ class Engine:
         turn = turn_reader(self.runtime, memory.policy, cache, cache_prompts, saved)
         turn.reserve(len(prompt) + max_new_tokens)
         try:
-            rest = run_steps(turn.reading(prompt))
+            rest = run_steps(turn.message_steps(prompt))
             completion = self.answer_generator.generate(
                 cache, rest, sampling, max_new_tokens, stop, on_text, tend=turn.observer
             )
             held_bytes = memory.caches.nbytes
             if is_copy:
                 held_bytes += cache.nbytes - cache.shared_nbytes
-            elif turn.saved is not None:
-                held_bytes += turn.saved.nbytes
+            elif turn.snapshot is not None:
+                held_bytes += turn.snapshot.nbytes
         finally:
-            if turn.saved is None:
+            if turn.snapshot is None:
                 cache.truncate(start)
                 cache.compact()
             elif not is_copy:
-                turn.saved.compact()
-                memory.caches.replace_active(turn.saved)
+                turn.snapshot.compact()
+                memory.caches.replace_active(turn.snapshot)
         return completion.answer(question, match, len(prompt), held_bytes)
 
     def _load_embedder(self, name: str) -> Embedder:

@@ -54,7 +54,7 @@ def with_reread_tokens(row: BatchSegment, mode: Mode) -> BatchSegment:
             f"{count} tokens have to be read again, but of {len(source)} it is known what they "
             "were: read the text through a decoder."
         )
-    if makeup.rebuilding.manner is RecomputeSource.ONE:
+    if makeup.rebuilding.source is RecomputeSource.ONE:
         return replace(row, again=(0,) * count)  # layers before the residual answer to nobody
     return replace(row, again=tuple(source[:count, 0].tolist()))
 
@@ -173,9 +173,9 @@ class RecomputeHooks:
 def _residual_layers(row: BatchSegment) -> list[int]:
     """The layers before which a cache holds residuals; none of one that holds ids."""
     rebuilding = row.cache.cache_spec.rebuilding
-    if rebuilding is None or rebuilding.manner is RecomputeSource.IDS:
+    if rebuilding is None or rebuilding.source is RecomputeSource.IDS:
         return []
-    if rebuilding.manner is RecomputeSource.ONE:
+    if rebuilding.source is RecomputeSource.ONE:
         return [_source_layer(row).layer.index]
     return [store.layer.index for store in recomputed_layers(row.cache.stores)]
 

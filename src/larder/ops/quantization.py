@@ -364,9 +364,9 @@ def _channel_groups(
     numbers: Float[Tensor, "N W"], manner: QuantizationScheme
 ) -> Float[Tensor, "N P group"]:
     """Channels in pieces; the last one repeats its last channel."""
-    whole = manner.pieces * manner.group
+    whole = manner.scales_per_entry * manner.group
     last = torch.arange(whole, device=numbers.device).clamp(max=manner.channels - 1)
-    return numbers[:, last].unflatten(1, (manner.pieces, manner.group))
+    return numbers[:, last].unflatten(1, (manner.scales_per_entry, manner.group))
 
 
 def _expand_groups(

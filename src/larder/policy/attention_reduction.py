@@ -1,4 +1,4 @@
-"""How the weights of many queries and query heads become one score per entry."""
+"""Reduction of attention weights over queries and query heads to one score per entry."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ HEAD_RULES = Family("heads", "larder.policy.heads")
 
 @dataclass(frozen=True)
 class ObservationWindow:
-    """Queries that look at entries.
+    """Observation window: queries, and the entries that they attend to.
 
     Args:
-        positions: true positions of the queries, each of which sees nothing later; None where
-            they are read behind everything and see all of it.
-        before: only entries at earlier true positions are judged; None where all are.
+        positions: true positions of the queries, for the causal mask; None where they are behind
+            all entries and see all of them.
+        before: only entries at earlier true positions are scored; None scores all.
     """
 
     queries: Float[Tensor, "H Q D"]
@@ -41,7 +41,7 @@ class ObservationWindow:
     before: int | None = None
 
     def is_own_pass(self, seen: Observation) -> bool:
-        """Whether it is what the pass itself has looked at: its own queries, at all entries."""
+        """True if this is the attention of the pass itself: its own queries over all entries."""
         return (
             self.entries is seen.entries
             and self.queries.shape == seen.queries.shape
@@ -49,7 +49,7 @@ class ObservationWindow:
         )
 
     def scored_lengths(self) -> tuple[int, ...]:
-        """How many entries of each head are judged: the first ones."""
+        """Number of scored entries of each head: the first ones."""
         if self.before is None:
             return self.entries.lengths
         return self.entries.position_range(0, self.before).lengths
@@ -57,39 +57,43 @@ class ObservationWindow:
 
 @dataclass(frozen=True)
 class AttentionReduction:
-    """An aggregation over queries, then a rule over the heads that share a kv head."""
+    """Aggregation over queries, then a rule over the query heads that share a kv head."""
 
     aggregation: Aggregation
     heads: HeadRule
 
     @staticmethod
     def from_names(aggregation: str, heads: str) -> AttentionReduction:
-        """With the parameters that the parts have by default."""
+        """Reduction of parts with default parameters."""
         return AttentionReduction(AGGREGATIONS.load(aggregation)(), HEAD_RULES.load(heads)())
 
-    def join(self, look: ObservationWindow, seen: Observation) -> list[Float[Tensor, " _"]]:
-        """One number per entry and kv head; the entries' softmax weights are never all held."""
-        entries = look.entries
-        judged = (
-            look.scored_lengths() if self.aggregation.depends_on_other_entries else entries.lengths
+    def reduce(self, window: ObservationWindow, seen: Observation) -> list[Float[Tensor, " _"]]:
+        """One number per entry and kv head; the full matrix of weights is never held."""
+        entries = window.entries
+        scored = entries.lengths
+        if self.aggregation.depends_on_other_entries:
+            scored = window.scored_lengths()
+        is_local = not (
+            self.aggregation.depends_on_other_entries or self.aggregation.depends_on_visible_count
         )
-        is_local = not (self.aggregation.depends_on_other_entries or self.aggregation.counts)
-        if seen.logits is not None and is_local and look.is_own_pass(seen):
-            # As gathered from the only query, whose logits attention has left behind.
-            weights = self.aggregation.alone(head_weights_from_logits(seen.logits, *entries.layout))
+        if seen.logits is not None and is_local and window.is_own_pass(seen):
+            # The single query's logits were recorded by attention: no second product is needed.
+            weights = self.aggregation.single_query(
+                head_weights_from_logits(seen.logits, *entries.layout)
+            )
             joined = self.heads.join_stored(weights, entries, seen.layer, seen.facts)
             return [self.aggregation.complete(head) for head in joined]
-        key_positions = None if look.positions is None else entries.packed_positions()
+        key_positions = None if window.positions is None else entries.packed_positions()
         statistics = reduce_columns(
             self.aggregation,
-            look.queries,
+            window.queries,
             entries.keys,
             *entries.layout,
             seen.layer.scaling,
-            query_positions=look.positions,
+            query_positions=window.positions,
             key_positions=key_positions,
             bias=entries.columns.get(LOG_COUNT),
-            judged=judged,
+            judged=scored,
         )
         whole = [
             pad(head, (0, length - head.shape[-1]))
@@ -98,13 +102,13 @@ class AttentionReduction:
         joined = self.heads.join(whole, entries, seen.layer, seen.facts)
         return [
             pad(self.aggregation.complete(head[:count]), (0, len(head) - count))
-            for head, count in zip(joined, judged, strict=True)
+            for head, count in zip(joined, scored, strict=True)
         ]
 
 
 @dataclass(frozen=True)
 class NoAggregation(Aggregation):
-    """For scorers that look at no attention: never asked."""
+    """Null object for scorers that do not use attention."""
 
     def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
         return (like,)
@@ -121,7 +125,7 @@ class NoAggregation(Aggregation):
 
 @dataclass(frozen=True)
 class NoHeadRule(HeadRule):
-    """For scorers that look at no attention: never asked."""
+    """Null object for scorers that do not use attention."""
 
     def join(
         self,
@@ -140,7 +144,7 @@ MIN_TAU = 0.05  # below it the power of an entropy leaves the range of a float
 def gather_last_queries(
     gather: ColumnReducer, seen: Observation, window: int
 ) -> list[Float[Tensor, "N _"]]:
-    """What `gather` makes of the weights that the last queries give, for each kv head."""
+    """Statistics of the attention weights of the last `window` queries, for each kv head."""
     entries = seen.entries
     return reduce_columns(
         gather,
@@ -158,14 +162,18 @@ def sum_statistics(heads: Sequence[Float[Tensor, "N _"]], count: int) -> list[fl
     """Sums of `count` statistics over entries and heads.
 
     Args:
-        heads: of each kv head the first statistic for all query heads, then the second, ...
+        heads: for each kv head, the first statistic of all query heads, then the second, ...
     """
     sums = torch.stack([head.double().reshape(count, -1).sum(1) for head in heads]).sum(0)
     return [float(total) for total in sums]
 
 
 def check_taus(name: str, *taus: float) -> None:
-    """Raises: BadParameter: one of a part's `tau1`, `tau2`, ... is out of range."""
+    """Validate the exponents `tau1`, `tau2`, ... of a part.
+
+    Raises:
+        BadParameter: one of them is out of range.
+    """
     for number, tau in enumerate(taus, start=1):
         if not MIN_TAU <= tau < math.inf:
             raise BadParameter(f"{name}.tau{number} must be at least {MIN_TAU}, got {tau}.")

@@ -1,4 +1,4 @@
-"""The heart of a policy: from what a layer saw to a plan for it."""
+"""Planner: scores, budget and compensation of a policy, from an observation to a plan."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ TALLIES = Family("tally", "larder.policy.tallies")
 
 @dataclass(frozen=True)
 class Planner:
-    """What is protected, what scores, how many stay, what becomes of the rest.
+    """Parts of a policy that decide on entries, bound to a model's calibration.
 
     Args:
-        reduction: how queries and heads are joined, for scorers by attention.
-        facts: what was measured of each managed layer, by layer index.
-        weights: what the budget makes of that, a number per head of each layer.
-        lexicon: sets of token ids that the parts ask for.
-        projections: output projections by layer index, where values are looked at behind them.
-        recalled: names of tallies whose columns are looked up to find parked entries.
+        reduction: reduction over queries and heads, for attention scorers.
+        recalled: names of the tallies whose columns the recall index reads.
+        facts: calibration of each managed layer, by layer index.
+        weights: budget weights of the heads of each managed layer, by layer index.
+        lexicon: sets of token ids that the parts need.
+        projections: output projections by layer index, where the value rule needs them.
     """
 
     protect: Protect
@@ -77,14 +77,14 @@ class Planner:
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What its parts have to see beside queries, keys and entries."""
+        """Inputs that the parts need beside queries, keys and entries."""
         return self.scorer.needs() | self.budget.needs()
 
     @property
     def ledger(self) -> Ledger:
-        """What the parts have the cache remember."""
+        """State that the cache holds for the parts."""
         own = [scorer.ledger for scorer in self._scorers]
-        own += [self.compensation.remembered(), self.budget.ledger]
+        own += [self.compensation.required_ledger(), self.budget.ledger]
         own.append(Ledger(queries=self.queries))
         return Ledger.union([*own, *(Ledger(tally.columns) for tally in self._tallies)])
 
@@ -96,62 +96,63 @@ class Planner:
         return tuple(TALLIES.load(name)() for name in sorted(named))
 
     @property
-    def counts(self) -> bool:
-        """Whether anything is counted of every pass, judged or not."""
+    def has_tallies(self) -> bool:
+        """True if state is updated on every pass, even without a plan."""
         return bool(self._tallies or self.queries)
 
     @property
     def queries(self) -> int:
-        """How many of the latest queries of each layer are held."""
+        """Number of latest queries of each layer that the cache holds."""
         return max(scorer.queries() for scorer in self._scorers)
 
     @property
     def _scorers(self) -> tuple[Scorer, ...]:
-        """The one that judges what is read, and another for what is generated, if there is one."""
+        """Scorer of prefill, and that of decode where it is another one."""
         return (self.scorer, *self.timing.scorers)
 
     def _scoring(self, stage: Phase) -> Scoring:
-        """What judges a layer."""
-        other = self.timing.scoring if stage is Phase.DECODE else None
-        return other or Scoring(self.scorer, self.reduction)
+        """Scorer and reduction of a phase."""
+        own = self.timing.scoring if stage is Phase.DECODE else None
+        return own or Scoring(self.scorer, self.reduction)
 
     def tally(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
-        """New values of all columns, after a pass that appended."""
+        """New values of all tally columns, after an appending pass."""
         updates = [tally.update(seen) for tally in self._tallies]
         return {name: column for update in updates for name, column in update.items()}
 
-    def under(
+    def with_calibration(
         self, facts: Calibration, layers: tuple[int, ...], lexicon: Lexicon = MappingProxyType({})
     ) -> Planner:
-        """The same, knowing what was measured of the model.
+        """Copy that is bound to a model's calibration.
 
         Args:
             layers: indices of the managed layers.
 
         Raises:
-            ModelError: a measurement does not fit as many layers.
+            ModelError: a calibration does not divide over the layers.
         """
-        told = {"weights": self.budget.head_weights(facts)}
-        weights = {index: own["weights"] for index, own in split_by_layer(told, layers).items()}
+        by_head = {"weights": self.budget.head_weights(facts)}
+        split = split_by_layer(by_head, layers)
+        weights = {index: own["weights"] for index, own in split.items()}
         return replace(self, facts=split_by_layer(facts, layers), weights=weights, lexicon=lexicon)
 
     def needs_logits(self, is_due: bool) -> bool:
-        """Whether anything will look at what attention makes of the newest token.
+        """True if attention logits of the newest token are needed.
 
         Args:
-            is_due: whether scores are asked for.
+            is_due: whether a plan, and so scores, will be made.
         """
         scorer = self._scoring(Phase.DECODE).scorer
-        looks = self.storage.turns or scorer.default_reduction() is not None
-        return bool(self._tallies) or (is_due and looks)
+        uses_attention = self.storage.rerotates_keys or scorer.default_reduction() is not None
+        return bool(self._tallies) or (is_due and uses_attention)
 
     def with_model_facts(self, seen: Observation) -> Observation:
-        """What a layer saw, with what is known beforehand."""
+        """Observation with calibration, lexicon and projection of its layer."""
         own = self.facts.get(seen.layer.index, {})
         if not (own or self.lexicon or seen.facts or seen.lexicon or self.projections):
             return seen
-        behind = self.projections.get(seen.layer.index)
-        return replace(seen, facts=own, lexicon=self.lexicon, projection=behind)
+        projection = self.projections.get(seen.layer.index)
+        return replace(seen, facts=own, lexicon=self.lexicon, projection=projection)
 
     def quotas(
         self, tokens: int, context: int, layers: tuple[int, ...], facts: Calibration
@@ -159,13 +160,13 @@ class Planner:
         """Entries per kv head of each managed layer, by layer index.
 
         Args:
-            tokens: the average over layers.
-            context: tokens to be read; no layer can fill more.
+            tokens: average over layers.
+            context: tokens to be read, the most that a layer can hold.
 
         Raises:
-            BudgetError: what is protected and what the scorer always keeps do not fit together.
+            BudgetError: the tokens that protection and scorer always keep do not fit.
         """
-        least = self.protect.least(tokens).joined(self.scorer.least())
+        least = self.protect.least(tokens).union(self.scorer.protected_tokens())
         if least.tokens > tokens:
             raise BudgetError(
                 f"The budget of {tokens} tokens is smaller than the {least.tokens} that "
@@ -179,25 +180,23 @@ class Planner:
         return dict(zip(layers, shares, strict=True))
 
     def _own_floor(self, tokens: int) -> int:
-        """The fewest entries of a layer that hold what is protected of so many."""
-        always = self.scorer.least()
-        sizes = (
-            own for own in range(tokens) if self.protect.ends(own).joined(always).tokens <= own
-        )
+        """Fewest entries of a layer that hold the protected tokens of that number of entries."""
+        always = self.scorer.protected_tokens()
+        sizes = (own for own in range(tokens) if self.protect.ends(own).union(always).tokens <= own)
         return next(sizes, tokens)
 
     def score(self, seen: Observation, quota: int = 0, tokens: int = 0, start: int = 0) -> Packed:
-        """The scorer's float32 score of every entry of a layer.
+        """Float32 score of every entry of a layer, after value rule and unit.
 
         Args:
-            quota: entries per kv head that the layer may keep; 0 where values choose no first part.
-            tokens, start: as in `judge`.
+            quota: capacity of the layer in entries per kv head; 0 without a selection by values.
+            tokens, start: as in `with_protection`.
 
         Raises:
-            ScoreError: it is not one number per entry.
+            ScoreError: the scorer did not return one number per entry.
         """
         own = self._scoring(seen.stage)
-        scores = own.scorer.judge(seen, own.reduction)
+        scores = own.scorer.score_with(seen, own.reduction)
         self._check(scores, own.scorer, seen)
         selection = Selection(quota)
         if quota and self.values.selects:
@@ -207,45 +206,55 @@ class Planner:
         return self.unit.pool(weighed, seen)
 
     def _check(self, scores: Tensor, scorer: Scorer, seen: Observation) -> None:
-        wanted, whose = sum(seen.entries.lengths), name_of(type(scorer))
-        if tuple(scores.shape) != (wanted,):
+        count, name = sum(seen.entries.lengths), name_of(type(scorer))
+        if tuple(scores.shape) != (count,):
             raise ScoreError(
-                f"{whose} returned scores of shape {tuple(scores.shape)} for layer "
-                f"{seen.layer.index}, which holds ({wanted},) entries (T, over all its kv heads): "
+                f"{name} returned scores of shape {tuple(scores.shape)} for layer "
+                f"{seen.layer.index}, which holds ({count},) entries (T, over all its kv heads): "
                 "return one score per entry, head by head."
             )
         if not scores.is_floating_point():
             raise ScoreError(
-                f"{whose} returned {scores.dtype} scores for layer {seen.layer.index}: return "
+                f"{name} returned {scores.dtype} scores for layer {seen.layer.index}: return "
                 "float32."
             )
-        if len(scores) and math.isnan(float(scores.amin())):  # the least of anything and NaN is NaN
+        if len(scores) and math.isnan(float(scores.amin())):  # amin propagates NaN
             raise ScoreError(
-                f"{whose} returned {int(scores.isnan().sum())} NaN among {wanted} scores for "
+                f"{name} returned {int(scores.isnan().sum())} NaN among {count} scores for "
                 f"layer {seen.layer.index}, which cannot be ranked: return numbers or infinities."
             )
 
-    def judge(self, seen: Observation, scores: Packed, tokens: int, start: int = 0) -> LayerScores:
-        """A layer's scores together with what is protected.
+    def with_protection(
+        self, seen: Observation, scores: Packed, tokens: int, start: int = 0
+    ) -> LayerScores:
+        """Scores of a layer together with its protected entries and statistics.
 
         Args:
-            start: true position where generating began; unused while reading.
+            tokens: M, the budget that protected shares are relative to.
+            start: true position of the first generated token; unused in prefill.
         """
         entries, protection = seen.entries, self._protection(seen, start)
         protected = protection(tokens)
-        measure = self.budget.measure(seen, scores)
-        inspected = self.storage.inspect(seen)
         weights = mean_per_kv_head(self.weights.get(seen.layer.index, ()), len(entries.lengths))
-        told = (measure, entries.scalars, seen.stage, inspected, weights)
-        return LayerScores(scores, protected, entries.lengths, *told, protection=protection)
+        return LayerScores(
+            scores,
+            protected,
+            entries.lengths,
+            measure=self.budget.measure(seen, scores),
+            scalars=entries.scalars,
+            stage=seen.stage,
+            storage_statistics=self.storage.inspect(seen),
+            weights=weights,
+            protection=protection,
+        )
 
     def _protection(self, seen: Observation, start: int) -> Callable[[int], PackedMask]:
-        """Which entries stay whatever their scores, where a layer keeps so many per head.
+        """Mask of protected entries as a function of the entries per head that a layer keeps.
 
-        It holds no queries: layers wait with it until all are judged.
+        It holds no queries, since layers keep it until all of them are scored.
         """
-        told = seen.entries.packed_positions(), seen.length, seen.stage, start
-        return partial(self._protected, *told)
+        positions = seen.entries.packed_positions()
+        return partial(self._protected, positions, seen.length, seen.stage, start)
 
     def _protected(
         self, positions: Int[Tensor, " T"], length: int, stage: Phase, start: int, tokens: int
@@ -264,8 +273,8 @@ class Planner:
         """Plans for the layers that can be decided now; the others wait for more layers.
 
         Args:
-            ready: judged layers that have no plan yet, by layer index.
-            entries: what a layer holds.
+            ready: scored layers without a plan, by layer index.
+            entries: callable: layer index to entries.
         """
         if self.storage.compares_layers and len(ready) < len(quotas):
             return {}
@@ -273,13 +282,16 @@ class Planner:
         share_of = dict(zip(ready, shares, strict=True))
         plans: dict[int, Plan] = {}
         for index, plan in self.budget.choose(ready, quotas).items():
-            told = ready[index], quotas[index], share_of[index]
-            plans[index] = self._settled(plan, entries(index), *told)
+            plans[index] = self._finish_plan(
+                plan, entries(index), ready[index], quotas[index], share_of[index]
+            )
         return plans
 
-    def _settled(
-        self, plan: Plan, held: Entries, scored: LayerScores, quota: int, share: float
+    def _finish_plan(
+        self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
     ) -> Plan:
-        """By itself, so that of copies of what layers hold there is one at a time."""
-        settled = self.compensation.settle(plan, held, scored)
-        return self.storage.grade(settled, held, scored, quota, share)
+        """Plan with compensation and grades; a method, so that one copy of entries lives at a
+        time.
+        """
+        compensated = self.compensation.compensate(plan, entries, scored)
+        return self.storage.grade(compensated, entries, scored, quota, share)

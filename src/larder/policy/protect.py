@@ -1,6 +1,6 @@
-"""Entries that no score can cost their place: the first tokens and the latest.
+"""Protection of the first and the latest tokens from eviction.
 
-No paper of its own: many methods keep one or both beside what they choose.
+No paper of its own: many methods keep one or both beside the entries that they select.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from larder.ops.packing import mask_outside
 
 @dataclass(frozen=True)
 class Protect:
-    """Sinks and recent tokens stay, inside the budget.
+    """Sinks and recent tokens, kept inside the budget.
 
     Args:
         sinks: tokens at the start of the sequence.
-        recent: the latest tokens; a whole number is tokens, a fraction in (0, 1) is that share of
-            the budget, and under `inverse_variance` and `squeeze` of what each layer has of it.
+        recent: latest tokens; a whole number counts tokens, a fraction in (0, 1) is a share of the
+            budget, under `inverse_variance` and `squeeze` of each layer's own part of it.
     """
 
     sinks: int = 4
@@ -38,18 +38,18 @@ class Protect:
             )
 
     def recent_tokens(self, tokens: int) -> int:
-        """The latest tokens that stay, under a budget of `tokens` entries per head."""
+        """Number of protected latest tokens under a budget of `tokens` entries per head."""
         return int(self.recent * tokens) if isinstance(self.recent, float) else self.recent
 
     def ends(self, tokens: int) -> ProtectedTokens:
-        """What stays of every head under a budget of `tokens`, be there room for it or not."""
+        """Protected tokens of every head under a budget of `tokens`, even where they do not fit."""
         return ProtectedTokens(self.sinks, self.recent_tokens(tokens))
 
     def least(self, tokens: int) -> ProtectedTokens:
-        """What every head needs under a budget of `tokens`.
+        """Protected tokens of every head under a budget of `tokens`.
 
         Raises:
-            BudgetError: it does not fit.
+            BudgetError: they do not fit.
         """
         least = self.ends(tokens)
         if least.tokens > tokens:
@@ -60,7 +60,7 @@ class Protect:
         return least
 
     def mask(self, positions: Int[Tensor, " T"], length: int, tokens: int) -> PackedMask:
-        """Marks the entries at protected positions, when `length` tokens were read."""
+        """Mask of entries at protected positions, after `length` true tokens."""
         return mask_outside(positions, self.sinks, length - self.recent_tokens(tokens))
 
 
@@ -69,11 +69,11 @@ Part = Protect
 
 @dataclass(frozen=True)
 class ProtectedTokens:
-    """How many tokens stay whatever their scores.
+    """Numbers of first and latest tokens that stay whatever their scores.
 
     Args:
         first: tokens at the start of the sequence.
-        last: the latest tokens.
+        last: latest tokens.
     """
 
     first: int = 0
@@ -81,9 +81,9 @@ class ProtectedTokens:
 
     @property
     def tokens(self) -> int:
-        """Entries per head that they take up."""
+        """Entries per head that they occupy."""
         return self.first + self.last
 
-    def joined(self, other: ProtectedTokens) -> ProtectedTokens:
-        """What stays when both must: the same end is kept once."""
+    def union(self, other: ProtectedTokens) -> ProtectedTokens:
+        """Union of two protections: the larger number at either end."""
         return ProtectedTokens(max(self.first, other.first), max(self.last, other.last))

@@ -1,4 +1,4 @@
-"""A scorer together with the way in which it joins queries and heads."""
+"""Scorer together with its reduction over queries and heads."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ REDUCTION_SLOTS: Mapping[str, Family] = {"aggregation": AGGREGATIONS, "heads": H
 
 @dataclass(frozen=True)
 class Scoring:
-    """What scores, and how."""
+    """Scorer, and reduction over queries and heads."""
 
     scorer: Scorer
     reduction: AttentionReduction
 
     @staticmethod
     def parse(sentence: str) -> Scoring:
-        """A scorer, and behind it an aggregation and a head rule where its paper's are not wanted.
+        """Scoring from text: a scorer, optionally followed by an aggregation and a head rule.
 
         Raises:
-            SpellingError: it does not parse, or there are other parts.
+            SpellingError: the text does not parse, or has other parts.
             UnknownName: no such part or parameter.
             BadParameter: a value out of range.
         """
@@ -51,21 +51,23 @@ class Scoring:
                     "most an aggregation and a head rule."
                 )
             given[slot] = call
-        return Scoring(scorer, AttentionReduction(**reduction_parts(scorer, given)))
+        parts = reduction_parts(scorer, given)
+        reduction = AttentionReduction(aggregation=parts["aggregation"], heads=parts["heads"])
+        return Scoring(scorer, reduction)
 
 
 def reduction_parts(scorer: Scorer, given: Mapping[str, Call]) -> dict[str, Any]:
-    """The aggregation and head rule: those given, else those of the scorer's paper.
+    """Aggregation and head rule by slot: those given, else those of the scorer's paper.
 
     Raises:
-        SpellingError: some are given, but the scorer looks at no attention.
+        SpellingError: some are given, but the scorer does not use attention.
     """
     published = scorer.default_reduction()
     if published is None:
         wrong = [given[slot].name for slot in REDUCTION_SLOTS if slot in given]
         if wrong:
             raise SpellingError(
-                f"{spell(scorer)} looks at no attention, so {wrong[0]}() has nothing to join: "
+                f"{spell(scorer)} uses no attention, so {wrong[0]}() has nothing to reduce: "
                 "leave it out, or take a scorer by attention such as snapkv."
             )
         return dict(zip(REDUCTION_SLOTS, (NoAggregation(), NoHeadRule()), strict=True))

@@ -1,4 +1,4 @@
-"""What every schedule can be asked: in what order a long input is eaten."""
+"""Base class of prefill schedules, and stepwise tasks with progress."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from typing import TypeVar
 from larder.ops.apportion import even_ranges
 from larder.prefill.reader import PrefillReader, PrefillSequence
 
-# Called as tokens are read: (tokens read so far over all lanes, tokens to read over all lanes).
+# Called as tokens are read: (tokens read so far, tokens to read), both summed over all sequences.
 Progress = Callable[[int, int], None]
 
 Result = TypeVar("Result")
-# Work that pauses after every pass over tokens, where others may use the model; what it gives is
-# what `Progress` is called with, if that has changed.
+# Task that yields after every forward pass, so that others may use the model; it yields the
+# arguments of `Progress`, or None where they have not changed.
 Steps = Generator[tuple[int, int] | None, None, Result]
 
 
 def no_progress(done: int, total: int) -> None:
-    """Progress for nobody."""
+    """Null progress callback."""
 
 
 def run_steps(steps: Steps[Result], progress: Progress = no_progress) -> Result:
-    """Work through to the end; what came of it."""
+    """Run a stepwise task to its end and return its result."""
     while True:
         try:
-            told = next(steps)
+            counts = next(steps)
         except StopIteration as end:
             return end.value
-        if told is not None:
-            progress(*told)
+        if counts is not None:
+            done, total = counts
+            progress(done, total)
 
 
 class Schedule(ABC):
-    """Says when plans are made while a context is read. A frozen dataclass without state.
+    """Order in which a context is read and plans are made. A frozen dataclass without state.
 
-    `tokens` is M_block, the most tokens read between two plans; None where there are no blocks.
+    `tokens` is M_block, the most tokens read between two plans; None without blocks.
     """
 
     tokens: int | None
@@ -45,7 +46,7 @@ class Schedule(ABC):
     def steps(
         self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
     ) -> Steps[None]:
-        """Read `ids` into the cache of every lane and leave each within its budget."""
+        """Read `ids` into the cache of every sequence and leave each within its budget."""
 
     def read(
         self,
@@ -54,7 +55,7 @@ class Schedule(ABC):
         ids: tuple[int, ...],
         progress: Progress,
     ) -> None:
-        """All steps, one after the other."""
+        """Run all steps."""
         run_steps(self.steps(reader, lanes, ids), progress)
 
 
@@ -64,15 +65,17 @@ def prefill_blocks(
     ids: tuple[int, ...],
     tokens: int,
 ) -> Steps[None]:
-    """Read one group of lanes after the other, the lanes of a group together, a plan per block.
+    """Blockwise prefill with a plan per block: groups in turn, the sequences of a group together.
 
     Args:
-        tokens: the most of one block.
+        tokens: most tokens of a block.
     """
     done, total = 0, len(ids) * sum(len(group) for group in groups)
     for group in groups:
         for block in split_blocks(ids, tokens):
-            yield from reader.settling(group, block, block, group[0].cache.next_position)
+            yield from reader.read_and_evict_steps(
+                group, block, block, group[0].cache.next_position
+            )
             done += len(block) * len(group)
             yield done, total
         for number, lane in enumerate(group, start=1):
@@ -80,5 +83,5 @@ def prefill_blocks(
 
 
 def split_blocks(ids: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
-    """Consecutive pieces of nearly the same length, at most `size` tokens each."""
+    """Consecutive blocks of nearly equal length, at most `size` tokens each."""
     return [ids[start:stop] for start, stop in even_ranges(len(ids), size)]

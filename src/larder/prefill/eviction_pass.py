@@ -1,10 +1,11 @@
-"""Watches a pass, scores every layer as it goes by, and carries plans out as soon as they stand."""
+"""Eviction pass: observer of a forward pass that scores layers, makes plans and applies them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -22,11 +23,11 @@ from larder.prefill.memory import PeakMemoryMeter
 
 
 class ScoringPhase(Enum):
-    """What a pass is for.
+    """Purpose of a pass.
 
-    OBSERVE: nothing is judged; tallies go on.
-    ACCUMULATE: more passes will add to the scores before anything is decided.
-    DECIDE: plans are made.
+    OBSERVE: updates tallies, without scores.
+    ACCUMULATE: adds to scores; plans follow a later pass.
+    DECIDE: scores layers and makes plans.
     """
 
     OBSERVE = "watch"
@@ -35,25 +36,28 @@ class ScoringPhase(Enum):
 
 
 class EvictionMode(Enum):
-    """How plans are carried out: what they reject is freed, or becomes room for new tokens."""
+    """Execution of plans: rejected entries are freed, or become free slots for new tokens."""
 
     APPLY = "apply"
     EVICT = "evict"
 
 
 class EvictionPass:
-    """An observer for one settlement; used once.
+    """Observer of the passes that lead to one set of plans; used once.
 
-    Only one layer's queries are held at a time: layers that wait for a plan leave their scores.
-    Scores of several passes are joined by maximum.
+    Only one layer's queries are held at a time: layers that wait for a plan keep their scores only.
+    Scores of several passes are combined by maximum.
 
     Args:
         caches: one per row of the pass.
-        quotas: entries per kv head of each managed layer, by layer index, one mapping per row.
-        meter: told of every change; None where nobody asks, as while generating.
-        lengths: true tokens read when the judged tokens are in, one per row.
-        stage: whether a context is read or text generated.
-        starts: true positions where generating began, one per row; unused while reading.
+        tokens: M, entries per kv head averaged over the managed layers.
+        quotas: capacity of each managed layer in entries per kv head, by layer index, one mapping
+            per row.
+        meter: observes every change; None for no measurement, as in decode.
+        lengths: true tokens read at the end of the pass, one per row.
+        stage: prefill or decode.
+        starts: true positions of the first generated token, one per row; unused in prefill.
+        mode: how plans are carried out.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class EvictionPass:
         lengths: Sequence[int],
         stage: Phase = Phase.PREFILL,
         starts: Sequence[int] = (),
-        carry: EvictionMode = EvictionMode.APPLY,
+        mode: EvictionMode = EvictionMode.APPLY,
     ) -> None:
         self.lengths = lengths
         self._planner = planner
@@ -76,63 +80,67 @@ class EvictionPass:
         self._meter = meter
         self._stage = stage
         self._starts = starts or [0] * len(caches)
-        self._carry = carry
-        self._asked: Sequence[ScratchPrompt] = ()
-        self._turns: Sequence[ScoringPhase] = ()
+        self._mode = mode
+        self._prompts: Sequence[ScratchPrompt] = ()
+        self._phases: Sequence[ScoringPhase] = ()
         self._scratch_tokens = 0
         self._scores: dict[tuple[int, int], Packed] = {}
         self._ready: list[dict[int, LayerScores]] = [{} for _ in caches]
-        self._leading = SharedLayerScores(planner.unit.layers_together)
+        self._shared_scores = SharedLayerScores(planner.unit.layers_together)
         self._places = {layer: place for place, layer in enumerate(quotas[0])}
 
-    def expect(
-        self, asked: Sequence[ScratchPrompt], turns: Sequence[ScoringPhase], scratch_tokens: int
+    def begin_pass(
+        self, prompts: Sequence[ScratchPrompt], phases: Sequence[ScoringPhase], scratch_tokens: int
     ) -> None:
-        """Say what the next pass reads and is for, one entry per row.
+        """Set tokens and purpose of the next pass, one item per row.
 
         Args:
-            scratch_tokens: read behind the caches by all rows together; 0 where all is appended.
+            scratch_tokens: scratch tokens of all rows together; 0 in an appending pass.
         """
-        self._asked, self._turns, self._scratch_tokens = asked, turns, scratch_tokens
+        self._prompts, self._phases, self._scratch_tokens = prompts, phases, scratch_tokens
 
     def __call__(self, row: int, layer: int, recorded: LayerActivations) -> None:
         if self._meter is not None:
             cache = self._caches[row]
             replaced = 0 if self._scratch_tokens else cache.replaced_bytes(layer)
             self._note(layer, max(replaced, cache.attention_copy_bytes(layer)))
-        is_watched = self._turns[row] is not ScoringPhase.OBSERVE or self._planner.counts
-        if layer in self._quotas[row] and is_watched:
+        is_observed = self._phases[row] is not ScoringPhase.OBSERVE or self._planner.has_tallies
+        if layer in self._quotas[row] and is_observed:
             self._carry_out(row, layer, self._plans(row, layer, recorded))
 
     def _plans(self, row: int, layer: int, recorded: LayerActivations) -> dict[int, Plan]:
-        """For those layers that can be decided once this one was looked at, a single time."""
-        seen = self._look(row, layer, recorded)
+        """Plans for the layers that can be decided once this one is scored."""
+        seen = self._observation(row, layer, recorded)
         if not self._scratch_tokens:
             seen = self._tally(row, layer, seen)
-        if self._turns[row] is ScoringPhase.OBSERVE:
+        if self._phases[row] is ScoringPhase.OBSERVE:
             return {}
-        told = self._quotas[row][layer], self._tokens, self._starts[row]
-        score: Callable[[Observation], Packed] = lambda seen: self._planner.score(seen, *told)  # noqa: E731
-        own = self._leading.scores(row, self._places[layer], seen, score)
+        score = partial(
+            self._planner.score,
+            quota=self._quotas[row][layer],
+            tokens=self._tokens,
+            start=self._starts[row],
+        )
+        own = self._shared_scores.scores(row, self._places[layer], seen, score)
         scores = self._join(row, layer, own)
-        if self._turns[row] is ScoringPhase.ACCUMULATE:
+        if self._phases[row] is ScoringPhase.ACCUMULATE:
             self._scores[row, layer] = scores
             return {}
         cache, ready = self._caches[row], self._ready[row]
         if self._meter is not None:
             others = max((cache.entries_copy_bytes(index) for index in ready), default=0)
             self._note(layer, cache.entries_copy_bytes(layer) + others)
-        ready[layer] = self._planner.judge(seen, scores, self._tokens, self._starts[row])
-        held = lambda index: seen.entries if index == layer else cache.entries(index)  # noqa: E731
-        return self._planner.plan(ready, self._quotas[row], held)
+        ready[layer] = self._planner.with_protection(seen, scores, self._tokens, self._starts[row])
+        entries = lambda index: seen.entries if index == layer else cache.entries(index)  # noqa: E731
+        return self._planner.plan(ready, self._quotas[row], entries)
 
     def _in_flight(self, layer: int) -> int:
-        """Bytes of a scratch pass's own keys and values in one layer, all rows together."""
+        """Key and value bytes of scratch tokens in one layer, all rows together."""
         spec = self._caches[0].spec
         return spec.layers[layer].bytes_per_token(spec.dtype) * self._scratch_tokens
 
-    def _look(self, row: int, layer: int, recorded: LayerActivations) -> Observation:
-        cache, asked = self._caches[row], self._asked[row]
+    def _observation(self, row: int, layer: int, recorded: LayerActivations) -> Observation:
+        cache, prompt = self._caches[row], self._prompts[row]
         if self._meter is not None:
             self._note(layer, cache.entries_copy_bytes(layer))
         seen = Observation(
@@ -141,8 +149,8 @@ class EvictionPass:
             recorded.queries,
             recorded.positions,
             self.lengths[row],
-            asked.span,
-            asked.ids,
+            prompt.span,
+            prompt.ids,
             self._stage,
             recorded.keys,
             cache.heard(layer),
@@ -153,7 +161,7 @@ class EvictionPass:
         return self._planner.with_model_facts(rotate_to_cache_positions(seen, own))
 
     def _tally(self, row: int, layer: int, seen: Observation) -> Observation:
-        """Bring what is remembered of a layer up to date before anything looks at its columns."""
+        """Update the ledger of a layer, and return the observation with its new columns."""
         if self._planner.queries:
             self._caches[row].remember(layer, seen.queries, seen.query_positions)
         columns = self._planner.tally(seen)
@@ -172,10 +180,10 @@ class EvictionPass:
     def _carry_out(self, row: int, current: int, plans: Mapping[int, Plan]) -> None:
         cache, ready = self._caches[row], self._ready[row]
         for layer, plan in plans.items():
-            judged = ready.pop(layer)
+            scored = ready.pop(layer)
             if self._planner.budget.replans:
-                ready[layer] = judged.after(plan)
-            if self._carry is EvictionMode.APPLY:
+                ready[layer] = scored.after_plan(plan)
+            if self._mode is EvictionMode.APPLY:
                 cache.apply(layer, plan)
             else:
                 cache.evict(layer, plan)
@@ -183,21 +191,21 @@ class EvictionPass:
                 self._note(current, cache.replaced_bytes(layer))
 
     def _note(self, layer: int, passing_bytes: int) -> None:
-        """Tell the meter what is held for a moment, beside a scratch pass's own in that layer."""
+        """Measure temporary bytes of a layer, scratch keys and values included."""
         if self._meter is not None:
-            self._meter.note(self._caches, self._in_flight(layer) + passing_bytes)
+            self._meter.observe(self._caches, self._in_flight(layer) + passing_bytes)
 
 
 @dataclass(frozen=True)
 class LeaderScores:
-    """The scores of a layer, and where the entries stood that they are of."""
+    """Scores of a group's first layer, and the positions of its entries."""
 
     scores: Packed
     positions: Int[Tensor, " T"]
     lengths: tuple[int, ...]
 
     def fits(self, seen: Observation) -> bool:
-        """Whether another layer's heads hold the same positions."""
+        """True if the heads of another layer hold the same positions."""
         entries = seen.entries
         if entries.lengths != self.lengths:
             return False
@@ -205,12 +213,12 @@ class LeaderScores:
 
 
 class SharedLayerScores:
-    """Scores layers in groups: the first of each group leads, once per pass.
+    """Scores shared by groups of consecutive layers: those of the first layer, once per pass.
 
-    A layer whose heads do not hold what the leader's held is scored by itself.
+    A layer whose heads hold other positions than the first is scored separately.
 
     Args:
-        together: managed layers in a group; 1 leaves every layer to itself.
+        together: managed layers in a group; 1 shares nothing.
     """
 
     def __init__(self, together: int) -> None:
@@ -220,12 +228,12 @@ class SharedLayerScores:
     def scores(
         self, row: int, place: int, seen: Observation, score: Callable[[Observation], Packed]
     ) -> Packed:
-        """The scores of a layer.
+        """Scores of a layer.
 
         Args:
-            row: which of the caches of a pass.
-            place: which of the managed layers, from 0.
-            score: scores a layer by itself.
+            row: row of the pass.
+            place: index among the managed layers, from 0.
+            score: computes the scores of a layer.
         """
         if self._together == 1:
             return score(seen)
@@ -239,36 +247,37 @@ class SharedLayerScores:
 
 
 def rotate_to_cache_positions(seen: Observation, own: int) -> Observation:
-    """The same, with queries and keys turned to the places that follow the layer's entries.
+    """Observation with queries and keys rotated to cache positions, behind the layer's entries.
 
-    What stands later than right behind the text, or earlier, does so in its places too.
+    An offset from right behind the text is kept in cache positions. Without a compact layer, the
+    observation does not change.
 
     Args:
-        own: how many of the entries of each head are the queries' own tokens.
+        own: number of entries of each head that are the queries' own tokens.
     """
     true, radians = seen.query_positions, seen.layer.radians
-    if radians is None or not len(seen.entries.places):
+    if radians is None or not len(seen.entries.rope_positions):
         return seen
     shift = true[0] - (seen.length - own)
     lengths = torch.tensor(seen.entries.lengths, device=true.device)
     first = (lengths - own + shift).clamp(min=0)
     places = first[:, None] + true - true[0]
-    turning = torch.tensor(radians, device=true.device)
+    frequencies = torch.tensor(radians, device=true.device)
     return replace(
         seen,
-        queries=rerotate_per_head(seen.queries, true, places, turning),
-        keys=rerotate_per_head(seen.keys, true, places, turning),
-        places=places,
+        queries=rerotate_per_head(seen.queries, true, places, frequencies),
+        keys=rerotate_per_head(seen.keys, true, places, frequencies),
+        rope_positions=places,
     )
 
 
 def record_surprise(
     cache: SequenceCache, layer: int, start: int, surprises: Float[Tensor, " _"]
 ) -> None:
-    """Write it into the entries of one layer.
+    """Write the surprise of tokens into the ledger column of one layer.
 
     Args:
-        start: true position of the first token that `surprises` speaks of.
+        start: true position of the first token of `surprises`.
     """
     entries = cache.entries(layer)
     places = entries.positions.long() - start
@@ -283,17 +292,17 @@ def surprise_observer(
     layers: Sequence[int],
     surprises: Sequence[Float[Tensor, " _"]],
 ) -> Observer:
-    """An observer that knows of each layer's new entries how surprising they are.
+    """Observer that records surprise of new entries before it calls another observer.
 
     Args:
-        layers: those that remember it.
-        surprises: of the tokens that are about to be read, one tensor per row.
+        layers: layers with a surprise column.
+        surprises: surprise of the tokens about to be read, one tensor per row.
     """
     starts = [cache.next_position for cache in caches]
 
-    def watch(row: int, layer: int, recorded: LayerActivations) -> None:
+    def observe(row: int, layer: int, recorded: LayerActivations) -> None:
         if layer in layers:
             record_surprise(caches[row], layer, starts[row], surprises[row])
         observer(row, layer, recorded)
 
-    return watch
+    return observe

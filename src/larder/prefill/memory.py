@@ -1,4 +1,4 @@
-"""How many entries a cache may hold: the budget at rest, and a block more while a turn runs."""
+"""Entry capacity of a cache, at rest and during a turn, and measurement of peak memory."""
 
 from __future__ import annotations
 
@@ -10,49 +10,51 @@ from larder.cache.sequence import SequenceCache
 
 @dataclass(frozen=True)
 class EntryCapacity:
-    """The most entries of one cache, over the layers and kv heads that the budget is for.
+    """Capacity of one cache, in entries over all managed layers and kv heads.
 
     Args:
-        resting: between two turns, slots for recalled pages included.
-        heads: kv heads, over layers.
+        resting: most entries between two turns, recall slots included.
+        heads: kv heads of all managed layers.
         block: M_block, entries per kv head that a running turn may add.
-        finest: of them those at full precision, between two turns; None where all may be.
-        full_precision_heads: kv heads that share these.
+        finest: most entries at full precision between two turns; None for no limit.
+        full_precision_heads: kv heads that share them.
     """
 
-    resting: int
+    entries: int
     heads: int
     block: int
-    finest: int | None = None
+    full_precision: int | None = None
     full_precision_heads: int = 0
 
-    def room(self, cache: SequenceCache) -> int:
-        """Tokens that a cache may read before it holds budget + block."""
-        rooms = [self.block + (self.resting - resident_entries(cache)) // max(1, self.heads)]
-        if self.finest is not None:
-            left = self.finest - full_precision_entries(cache)
-            rooms.append(self.block + left // max(1, self.full_precision_heads))
-        return max(0, min(rooms))
+    def free_tokens(self, cache: SequenceCache) -> int:
+        """Tokens that a cache may read until it holds budget + block."""
+        free = [self.block + (self.entries - resident_entries(cache)) // max(1, self.heads)]
+        if self.full_precision is not None:
+            left = self.full_precision - full_precision_entries(cache)
+            free.append(self.block + left // max(1, self.full_precision_heads))
+        return max(0, min(free))
 
-    def is_over(self, cache: SequenceCache, more: int = 0) -> bool:
-        """Whether a cache holds more than may rest, once it has read so many more tokens."""
+    def is_exceeded(self, cache: SequenceCache, more: int = 0) -> bool:
+        """True if a cache exceeds its capacity at rest once it has read `more` tokens."""
         entries = resident_entries(cache) + self.heads * more
         return self.exceeded(
             entries, full_precision_entries(cache) + self.full_precision_heads * more
         )
 
     def exceeded(self, entries: int, finest: int) -> bool:
-        """Whether so many entries, slots for pages included, are more than may rest."""
-        return entries > self.resting or (self.finest is not None and finest > self.finest)
+        """True if numbers of entries, recall slots included, exceed the capacity at rest."""
+        return entries > self.entries or (
+            self.full_precision is not None and finest > self.full_precision
+        )
 
 
 def resident_entries(cache: SequenceCache) -> int:
-    """Managed entries of a cache and its slots for recalled pages."""
+    """Managed entries of a cache plus its recall slots."""
     return cache.managed_entries + recall_slot_entries(cache)
 
 
 def recall_slot_entries(cache: SequenceCache) -> int:
-    """Entries that a cache has slots for, over all layers and heads, once any are parked."""
+    """Recall slots of a cache in entries, over all layers and heads; 0 before any offload."""
     recalling = [tier for tier in cache.tiers if tier.has_offloaded]
     recalls = [(tier.parking.recall, tier.layer) for tier in recalling]
     return sum(recall.sets(layer) * (recall.tokens or 0) for recall, layer in recalls)
@@ -65,15 +67,13 @@ def full_precision_entries(cache: SequenceCache) -> int:
 
 
 class PeakMemoryMeter:
-    """Peaks of bytes and of managed entries, over all caches that live at the same time.
+    """Peak bytes and peak managed entries over all caches that exist at the same time.
 
-    Bytes are those of every tensor that a cache owns, of storage that is just being replaced, and
-    of the keys and values that a scratch pass reads behind the caches.
-
-    `peak_live_bytes` is that of the fast tiers of the caches being read alone.
+    Bytes count every tensor that a cache owns, storage that is being replaced, and keys and values
+    of scratch passes. `peak_live_bytes` counts the fast tiers of the caches being read only.
 
     Args:
-        parked_bytes: bytes of other caches that stay in memory meanwhile.
+        parked_bytes: bytes of other caches that stay in memory.
     """
 
     def __init__(self, parked_bytes: int = 0) -> None:
@@ -82,19 +82,19 @@ class PeakMemoryMeter:
         self.peak_live_bytes = 0
         self.peak_entries = 0
 
-    def park(self, cache: SequenceCache) -> None:
-        """Count a finished cache from now on as held elsewhere."""
+    def add_finished(self, cache: SequenceCache) -> None:
+        """Count a finished cache among the other caches from now on."""
         self.parked_bytes += cache.nbytes
 
-    def note(self, caches: Sequence[SequenceCache], passing_bytes: int) -> None:
-        """Look at the caches right after a change.
+    def observe(self, caches: Sequence[SequenceCache], passing_bytes: int) -> None:
+        """Measure the caches right after a change.
 
         Args:
-            passing_bytes: held beside them at the height of that change.
+            passing_bytes: temporary bytes beside them at the peak of that change.
         """
-        held = self.parked_bytes + sum(cache.nbytes for cache in caches)
+        total = self.parked_bytes + sum(cache.nbytes for cache in caches)
         entries = sum(cache.managed_entries for cache in caches)
-        self.peak_bytes = max(self.peak_bytes, held + passing_bytes)
+        self.peak_bytes = max(self.peak_bytes, total + passing_bytes)
         live = sum(cache.device_nbytes for cache in caches)
         self.peak_live_bytes = max(self.peak_live_bytes, live + passing_bytes)
         self.peak_entries = max(self.peak_entries, entries)

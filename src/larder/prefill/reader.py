@@ -1,4 +1,4 @@
-"""Reads tokens into caches and has the policy judge them: the step that all schedules share."""
+"""Prefill reader: reads a block into caches and evicts, the step that all schedules share."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from larder.policy.planner import Planner
 from larder.prefill.eviction_pass import EvictionPass, ScoringPhase, record_surprise
 from larder.prefill.memory import PeakMemoryMeter
 
-# The latest tokens, read once more for who judges by how surprising tokens were.
+# Latest tokens that are read again for scorers of surprise.
 REREAD_TOKENS = 32
 
 
 def _keep_in_place(cache: SequenceCache) -> None:
-    """The cache stays where it is."""
+    """Null finish callback: the cache stays in place."""
     del cache
 
 
 @dataclass(frozen=True)
 class PrefillSequence:
-    """One cache being built.
+    """Sequence in prefill: a cache being built.
 
     Args:
-        book: the prompts that judge it.
-        finish: takes the cache over once it is built.
+        prompts: scratch prompts by name.
+        finish: takes over the finished cache.
     """
 
     cache: SequenceCache
-    book: Prompts
+    prompts: Prompts
     finish: Callable[[SequenceCache], None] = _keep_in_place
 
 
 @dataclass(frozen=True)
 class PrefillReader:
-    """A model, a policy and a budget, ready to read.
+    """Model, policy and budget of a prefill.
 
     Args:
         tokens: M, entries per kv head averaged over the managed layers.
-        quotas: the same per managed layer, by layer index.
-        pages: entries per kv head that are left for recalled pages, once anything is parked.
+        quotas: capacity per managed layer, by layer index.
+        recall_entries: entries per kv head reserved for recalled pages, once anything is offloaded.
     """
 
     decoder: Decoder
@@ -54,137 +54,139 @@ class PrefillReader:
     tokens: int
     quotas: Mapping[int, int]
     meter: PeakMemoryMeter
-    pages: int = 0
+    recall_entries: int = 0
 
     def append(self, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]) -> None:
-        """Read tokens into every lane; nothing is judged."""
-        rows, judge = self._appending(lanes, ids)
+        """Read tokens into every sequence without scoring."""
+        rows, observer = self._appending(lanes, ids)
         if SURPRISE not in self.planner.ledger.columns:
-            self.decoder.read(rows, Mode.APPEND, judge)
+            self.decoder.read(rows, Mode.APPEND, observer)
             return
         start = lanes[0].cache.next_position
-        for row, surprises in zip(rows, self.decoder.weigh(rows, Mode.APPEND, judge), strict=True):
+        surprise = self.decoder.weigh(rows, Mode.APPEND, observer)
+        for row, surprises in zip(rows, surprise, strict=True):
             for layer in self.quotas:
                 record_surprise(row.cache, layer, start, surprises)
 
-    def settle(
+    def read_and_evict(
         self,
         lanes: Sequence[PrefillSequence],
         ids: tuple[int, ...],
         block: tuple[int, ...],
         start: int,
     ) -> None:
-        """Read tokens into every lane, then bring each lane back within its budget.
+        """Read tokens into every sequence, then bring each cache back within its budget.
 
         Args:
-            ids: the tokens still to be read.
-            block: the tokens to judge by; `ids` are its last ones.
+            ids: tokens still to be read.
+            block: tokens to score by; `ids` are its last ones.
             start: true position of the first token of `block`.
         """
-        for _ in self.settling(lanes, ids, block, start):
+        for _ in self.read_and_evict_steps(lanes, ids, block, start):
             pass
 
-    def settling(
+    def read_and_evict_steps(
         self,
         lanes: Sequence[PrefillSequence],
         ids: tuple[int, ...],
         block: tuple[int, ...],
         start: int,
     ) -> Iterator[None]:
-        """As `settle`, with a pause before every further pass."""
+        """Stepwise `read_and_evict`, with a pause before every further pass."""
         if self._fits(lanes, len(ids)):
             self.append(lanes, ids)
             return
         scratches = [self._scratches(lane, block, start) for lane in lanes]
         caches = [lane.cache for lane in lanes]
         length = start + len(block)
-        judge = self._judge(caches, length)
+        eviction = self._eviction_pass(caches, length)
         if not scratches[0]:
-            judge.expect(
+            eviction.begin_pass(
                 [ScratchPrompt(ids, (0, length))] * len(lanes),
                 [ScoringPhase.DECIDE] * len(lanes),
                 0,
             )
-            self.decoder.read(_rows(caches, ids), Mode.APPEND, judge, self.planner.needs)
+            self.decoder.read(_rows(caches, ids), Mode.APPEND, eviction, self.planner.needs)
             return
         rounds, following = list(zip(*scratches, strict=True)), list[int]()
         if any(scratch.drafts for scratch in scratches[0]):
-            rows, watching = self._appending(lanes, ids)
-            following = greedy_tokens(self.decoder, rows, Mode.APPEND, watching)
+            rows, observer = self._appending(lanes, ids)
+            following = greedy_tokens(self.decoder, rows, Mode.APPEND, observer)
         else:
             self.append(lanes, ids)
         for number, prompts in enumerate(rounds, start=1):
             yield
-            turn = ScoringPhase.DECIDE if number == len(rounds) else ScoringPhase.ACCUMULATE
-            asked = with_drafts(self.decoder, caches, prompts, following)
-            behind = sum(scratch.tokens for scratch in asked)
-            judge.expect(asked, [turn] * len(asked), behind)
-            pairs = zip(caches, asked, strict=True)
+            phase = ScoringPhase.DECIDE if number == len(rounds) else ScoringPhase.ACCUMULATE
+            drafted = with_drafts(self.decoder, caches, prompts, following)
+            scratch_tokens = sum(scratch.tokens for scratch in drafted)
+            eviction.begin_pass(drafted, [phase] * len(drafted), scratch_tokens)
+            pairs = zip(caches, drafted, strict=True)
             rows = [BatchSegment(cache, each.ids, shift=each.shift) for cache, each in pairs]
-            self.decoder.read(rows, Mode.SCRATCH, judge, self.planner.needs)
+            self.decoder.read(rows, Mode.SCRATCH, eviction, self.planner.needs)
 
     def finish(self, lane: PrefillSequence, waiting: Sequence[PrefillSequence] = ()) -> None:
-        """A lane has read everything: give its slack back and hand the cache over.
+        """Finish a sequence: free the slack of its cache and pass the cache on.
 
         Args:
-            waiting: lanes beside it that are finished later.
+            waiting: sequences of the same group that are finished later.
         """
-        # Giving back and handing over go layer by layer, and hold one layer twice.
+        # Compacting goes layer by layer and holds one layer twice.
         caches = [lane.cache, *(each.cache for each in waiting)]
-        self.meter.note(caches, lane.cache.largest_layer_bytes)
+        self.meter.observe(caches, lane.cache.largest_layer_bytes)
         lane.cache.compact()
-        self.meter.park(lane.cache)
+        self.meter.add_finished(lane.cache)
         lane.finish(lane.cache)
 
     def _appending(
         self, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
     ) -> tuple[list[BatchSegment], EvictionPass]:
-        """Rows that every lane reads, and who watches them without judging."""
+        """Rows of an appending pass, and an observer that only updates tallies."""
         caches = [lane.cache for lane in lanes]
-        judge = self._judge(caches, lanes[0].cache.next_position + len(ids))
-        judge.expect(
+        observer = self._eviction_pass(caches, lanes[0].cache.next_position + len(ids))
+        observer.begin_pass(
             [ScratchPrompt(ids, (0, 0))] * len(lanes), [ScoringPhase.OBSERVE] * len(lanes), 0
         )
-        return _rows(caches, ids), judge
+        return _rows(caches, ids), observer
 
     def _scratches(
         self, lane: PrefillSequence, block: tuple[int, ...], start: int
     ) -> tuple[ScratchPrompt, ...]:
-        """What is read behind a lane to judge it.
+        """Scratch prompts of a sequence.
 
-        How surprising tokens are is known only once they have passed, when all layers have gone by.
+        Surprise is known only after a pass, when all layers are done, so a scorer of surprise gets
+        a second pass over the latest tokens.
         """
-        scratches = self.planner.scorer.scratch(block, start, lane.book)
+        scratches = self.planner.scorer.scratch(block, start, lane.prompts)
         if scratches or SURPRISE not in self.planner.ledger.columns:
             return scratches
         return (ScratchPrompt(block[-REREAD_TOKENS:], (0, start + len(block))),)
 
-    def _judge(self, caches: Sequence[SequenceCache], length: int) -> EvictionPass:
+    def _eviction_pass(self, caches: Sequence[SequenceCache], length: int) -> EvictionPass:
         lengths, quotas = [length] * len(caches), [self.quotas] * len(caches)
         return EvictionPass(self.planner, caches, self.tokens, quotas, self.meter, lengths)
 
     def _fits(self, lanes: Sequence[PrefillSequence], new_tokens: int) -> bool:
-        """Whether every layer of every lane stays within its budget without any plan.
+        """True if every layer of every sequence stays within its budget without a plan.
 
-        What has all been kept so far parks nothing, and needs no room for pages.
+        A cache that has kept everything has offloaded nothing, and needs no recall slots.
         """
         longest = max(lane.cache.next_position for lane in lanes) + new_tokens
-        spec, finest = self.decoder.spec, self.planner.storage.finest
+        spec, finest = self.decoder.spec, self.planner.storage.full_precision_entries
         return all(
-            longest <= finest(quota, spec.layers[index], spec.dtype.itemsize) + self.pages
+            longest <= finest(quota, spec.layers[index], spec.dtype.itemsize) + self.recall_entries
             for index, quota in self.quotas.items()
         )
 
 
 def _rows(caches: Sequence[SequenceCache], ids: tuple[int, ...]) -> list[BatchSegment]:
-    """The same text for every cache."""
+    """Rows with the same text for every cache."""
     return [BatchSegment(cache, ids, coming=AppendKind.TEXT) for cache in caches]
 
 
 def greedy_tokens(
     decoder: Decoder, rows: Sequence[BatchSegment], mode: Mode, observer: Observer | None = None
 ) -> list[int]:
-    """Read rows, and tell the likeliest token behind each."""
+    """Read rows; returns the most likely next token of each."""
     ends = [total - 1 for total in accumulate(len(row.ids) for row in rows)]
     return decoder.forward_logits(rows, mode, ends, observer).argmax(-1).tolist()
 
@@ -192,23 +194,23 @@ def greedy_tokens(
 def with_drafts(
     decoder: Decoder,
     caches: Sequence[SequenceCache],
-    asked: Sequence[ScratchPrompt],
+    prompts: Sequence[ScratchPrompt],
     following: Sequence[int],
 ) -> list[ScratchPrompt]:
-    """Scratch prompts with their drafts behind them, as many for each.
+    """Scratch prompts extended by their greedily decoded drafts, equally many for each.
 
-    The caches stay as they are, so a draft is read anew for each token that is added to it.
+    The caches do not change, so the draft is read again for each added token.
 
     Args:
-        following: the likeliest token right behind each cache, for prompts without tokens.
+        following: most likely token right behind each cache, for prompts without tokens.
     """
-    for _ in range(asked[0].drafts):
-        said = following
-        if asked[0].ids:
-            pairs = zip(caches, asked, strict=True)
+    for _ in range(prompts[0].drafts):
+        tokens = following
+        if prompts[0].ids:
+            pairs = zip(caches, prompts, strict=True)
             rows = [BatchSegment(cache, each.ids, shift=each.shift) for cache, each in pairs]
-            said = greedy_tokens(decoder, rows, Mode.SCRATCH)
-        longer = [(*each.ids, token) for each, token in zip(asked, said, strict=True)]
-        pairs = zip(asked, longer, strict=True)
-        asked = [replace(each, ids=ids, drafts=each.drafts - 1) for each, ids in pairs]
-    return list(asked)
+            tokens = greedy_tokens(decoder, rows, Mode.SCRATCH)
+        longer = [(*each.ids, token) for each, token in zip(prompts, tokens, strict=True)]
+        pairs = zip(prompts, longer, strict=True)
+        prompts = [replace(each, ids=ids, drafts=each.drafts - 1) for each, ids in pairs]
+    return list(prompts)

@@ -1,13 +1,13 @@
-"""Reads a turn of a conversation into a cache that holds no more than budget + block meanwhile.
+"""Turn reader: reads a turn of a conversation into a cache of at most budget + block entries.
 
-A message is read in blocks, as a context is. Tokens that are generated pile up until a block is
-full. The end of a block brings the cache back to its budget, and so does the end of the turn: the
-tokens of the block are taken back and read once more in one pass, in which the policy judges, so
-that a turn leaves what a context in the same blocks would leave. Policies that act at every step
-of generation need no second pass: they judge as tokens come.
+A message is read in blocks, as a context is. Generated tokens accumulate until a block is full. The
+end of a block brings the cache back to its budget, and so does the end of the turn: the tokens of
+the block are truncated and read again in one pass, in which the policy scores, so that a turn
+leaves the cache that a context in the same blocks would leave. Policies that evict at every decode
+step need no second pass.
 
-    budget    [ what was kept                     ]
-    running   [ what was kept                     | open block ]
+    budget    [ kept entries                      ]
+    running   [ kept entries                      | open block ]
 """
 
 from __future__ import annotations
@@ -25,208 +25,214 @@ from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.memory import EntryCapacity, PeakMemoryMeter
 from larder.prefill.reader import PrefillReader, PrefillSequence
 
-REPLAYED_TOKENS = 16  # of an answer that one pass reads once more
+REPLAYED_TOKENS = 16  # of an answer, read again in one pass
 
-# What reads a text that will be so many tokens long, and counts peaks with this meter.
+# Makes the reader of a text of a given length, which measures peaks with a meter.
 ReaderFactory = Callable[[int, PeakMemoryMeter], PrefillReader]
 
 
 class TurnReader:
     """One turn over one cache, for one thread.
 
-    `saved` is the cache as it was before the turn, from the moment on that the turn can no longer
-    be cut off it; None until then.
+    `snapshot` is the cache before the turn, once truncation can no longer undo the turn; None until
+    then.
 
     Args:
-        cache: what the turn continues.
-        book: the prompts that judge it.
-        bound: what it may hold; None where nothing is ever dropped.
-        block: the most tokens that one pass reads.
-        tending: what keeps the cache within its budget at every step; None where a block piles up.
-        saved: a copy that is there already.
-        open_ids: the last tokens that the cache has read, if no plan has judged them yet.
+        cache: cache that the turn extends.
+        prompts: scratch prompts by name.
+        bound: capacity of the cache; None where nothing is ever evicted.
+        block: most tokens of one pass.
+        eviction: eviction at every decode step; None where plans are made at the end of blocks.
+        snapshot: an existing copy of the cache before the turn.
+        open_ids: last tokens of the cache, those since the last plan.
     """
 
     def __init__(
         self,
         decoder: Decoder,
         cache: SequenceCache,
-        book: Prompts,
+        prompts: Prompts,
         reader_of: ReaderFactory,
         bound: EntryCapacity | None,
         block: int,
-        tending: DecodeEviction | None = None,
+        eviction: DecodeEviction | None = None,
         saved: SequenceCache | None = None,
         open_ids: Sequence[int] = (),
     ) -> None:
-        self.cache, self.saved, self.meter = cache, saved, PeakMemoryMeter()
+        self.cache, self.snapshot, self.meter = cache, saved, PeakMemoryMeter()
         self._decoder, self._lane, self._reader_of = (
             decoder,
-            PrefillSequence(cache, book),
+            PrefillSequence(cache, prompts),
             reader_of,
         )
-        self._bound, self._block, self._tending = bound, block, tending
-        self._resting = None if tending is None else tending.resting()
+        self._bound, self._block, self._eviction = bound, block, eviction
+        self._final_eviction = None if eviction is None else eviction.at_turn_end()
         self._open, self._start = list(open_ids), cache.next_position - len(open_ids)
 
     @property
     def open_ids(self) -> tuple[int, ...]:
-        """The last tokens that the cache has read, if no plan has judged them yet."""
+        """Last tokens of the cache, those since the last plan."""
         return tuple(self._open)
 
     @property
-    def room(self) -> int:
-        """Tokens that the next pass may read; 0 where a block has to end first."""
+    def free_tokens(self) -> int:
+        """Tokens that the next pass may read; 0 where the block must end first."""
         if self._bound is None:
             return self._block
-        if self._tending is not None:
-            return min(self._block, self._bound.room(self.cache))
+        if self._eviction is not None:
+            return min(self._block, self._bound.free_tokens(self.cache))
         return self._block - len(self._open)
 
     def reserve(self, tokens: int) -> None:
-        """Set storage aside for a turn of so many tokens, or for what of it may pile up."""
+        """Reserve storage for a turn of `tokens` tokens, limited to what can accumulate."""
         if self._bound is not None:
-            tokens = 1 if self._tending is not None else min(tokens, self._block)
+            tokens = 1 if self._eviction is not None else min(tokens, self._block)
         self.cache.reserve(tokens)
 
-    def reading(self, ids: tuple[int, ...]) -> Steps[tuple[int, ...]]:
-        """Read a message but for its last part, which the next pass may read; returns that."""
-        if self._tending is None:
+    def message_steps(self, ids: tuple[int, ...]) -> Steps[tuple[int, ...]]:
+        """Read a message except its last part, which the next pass may read; returns that part."""
+        if self._eviction is None:
             *blocks, ids = split_blocks(ids, self._block)
             for block in blocks:
                 yield from self._block_end(block)
                 yield
-        while len(ids) > self.room:
-            count = max(1, self.room)
-            self._read(ids[:count], AppendKind.QUESTION, 0, self._tending)
+        while len(ids) > self.free_tokens:
+            count = max(1, self.free_tokens)
+            self._read(ids[:count], AppendKind.QUESTION, 0, self._eviction)
             ids = ids[count:]
             yield
         return ids
 
-    def ask(self, ids: tuple[int, ...]) -> None:
-        """Read the last part of a message that was answered before."""
-        self._read(ids, AppendKind.QUESTION, 0, self._tending)
+    def read_last_part(self, ids: tuple[int, ...]) -> None:
+        """Read the last part of a message whose answer is replayed."""
+        self._read(ids, AppendKind.QUESTION, 0, self._eviction)
 
     def end_block_steps(self, tokens: int) -> Steps[None]:
-        """End the open block where so many more tokens would not fit behind it."""
-        if self._tending is None and self.room < tokens:
+        """End the open block if it has no space for `tokens` more tokens."""
+        if self._eviction is None and self.free_tokens < tokens:
             yield from self._block_end()
 
-    def following(self, ids: tuple[int, ...], said: int) -> Steps[None]:
-        """Read the end of the turn, which was not generated.
+    def closing_steps(self, ids: tuple[int, ...], answer_tokens: int) -> Steps[None]:
+        """Read the closing tokens of a turn, which were not generated.
 
         Args:
-            said: tokens of the answer.
+            answer_tokens: tokens of the answer.
         """
         while ids:
             yield from self.end_block_steps(1)
-            count = max(1, self.room)
-            self._read(ids[:count], AppendKind.TEXT, said, self._resting)
+            count = max(1, self.free_tokens)
+            self._read(ids[:count], AppendKind.TEXT, answer_tokens, self._final_eviction)
             ids = ids[count:]
             yield
 
     def replay_steps(self, ids: tuple[int, ...]) -> Steps[None]:
-        """Read an answer as it was read when it was generated, in fewer passes where that is the
-        same."""
+        """Read an answer again with the same result as its generation, in fewer passes where
+        possible.
+        """
         recalls = any(tier.has_offloaded for tier in self.cache.tiers)
-        is_single = self._tending is not None or recalls
+        is_single = self._eviction is not None or recalls
         most, place = 1 if is_single else REPLAYED_TOKENS, 0
         while place < len(ids):
             yield from self.end_block_steps(1)
-            part = ids[place : place + min(most, self.room)]
+            part = ids[place : place + min(most, self.free_tokens)]
             place += len(part)
             coming = AppendKind.STEP if is_single else AppendKind.TEXT
-            self._read(part, coming, place, self._tending)
+            self._read(part, coming, place, self._eviction)
             if not is_single or place % REPLAYED_TOKENS == 0:
                 yield
 
-    def settling(self) -> Steps[None]:
-        """The end of the turn: bring the cache back to its budget."""
-        if self._tending is None:
-            if self._is_judged(0):
-                yield from self._judging(self._taken_back())
+    def end_turn_steps(self) -> Steps[None]:
+        """End the turn: bring the cache back to its budget."""
+        if self._eviction is None:
+            if self._needs_plan(0):
+                yield from self._read_with_plans(self._truncate_open_block())
             self._open = []
-        elif self.is_over:  # no pass was left at the end of the turn: its last token has one more
+        elif self.is_over_budget:  # the turn had no closing pass: read its last token again
             last = tuple(self._open[-1:])
             self.cache.truncate(self.cache.next_position - len(last))
-            self._read(last, AppendKind.TEXT, 0, self._resting)
-        self.meter.note([self.cache], 0)
+            self._read(last, AppendKind.TEXT, 0, self._final_eviction)
+        self.meter.observe([self.cache], 0)
 
     def is_within_after(self, tokens: int) -> bool:
-        """Whether the cache is within its budget once the next pass has read so many tokens."""
-        if self._tending is None:
-            return tokens <= self.room and not self._is_judged(tokens)
-        return 0 < tokens <= self.room if tokens else not self.is_over
+        """True if the cache is within its budget after the next pass reads `tokens` tokens."""
+        if self._eviction is None:
+            return tokens <= self.free_tokens and not self._needs_plan(tokens)
+        return 0 < tokens <= self.free_tokens if tokens else not self.is_over_budget
 
     @property
-    def is_over(self) -> bool:
-        """Whether the cache holds more than it may between two turns."""
+    def is_over_budget(self) -> bool:
+        """True if the cache exceeds its capacity between two turns."""
         if self._bound is None:
             return False
-        return self._bound.is_over(self.cache)
+        return self._bound.is_exceeded(self.cache)
 
     def observer(
         self, numbers: Sequence[int], rows: Sequence[BatchSegment], steps: Sequence[int]
     ) -> Observer | None:
-        """As `larder.engine.generate.ObserverFactory`, of the only row: makes room for a pass
-        first.
+        """Observer of a pass over the only row; ends the open block first where it is full.
+
+        It has the signature of `larder.engine.generate.ObserverFactory`.
         """
         del numbers
         run_steps(self.end_block_steps(len(rows[0].ids)))
-        return self._observer(rows[0], steps[0], self._tending)
+        return self._observer(rows[0], steps[0], self._eviction)
 
-    def last_observer(self, row: BatchSegment, said: int) -> Observer | None:
-        """As `tend`, of the pass behind which the cache rests."""
-        return self._observer(row, said, self._resting)
+    def last_observer(self, row: BatchSegment, answer_tokens: int) -> Observer | None:
+        """Observer of the last pass of a turn, after which the cache is within its budget."""
+        return self._observer(row, answer_tokens, self._final_eviction)
 
     def _observer(
-        self, row: BatchSegment, said: int, tending: DecodeEviction | None
+        self, row: BatchSegment, answer_tokens: int, eviction: DecodeEviction | None
     ) -> Observer | None:
-        """Who watches a pass, whose tokens are open from now on."""
-        self.meter.note([self.cache], 0)
-        del self._open[self.cache.next_position - self._start :]  # of a pass that has failed
+        """Observer of a pass, whose tokens join the open block."""
+        self.meter.observe([self.cache], 0)
+        del self._open[self.cache.next_position - self._start :]  # tokens of a failed pass
         self._open.extend(row.ids)
-        return None if tending is None else tending.observer([0], [row], [said])
+        return None if eviction is None else eviction.observer([0], [row], [answer_tokens])
 
     def _read(
-        self, ids: tuple[int, ...], coming: AppendKind, said: int, tending: DecodeEviction | None
+        self,
+        ids: tuple[int, ...],
+        coming: AppendKind,
+        answer_tokens: int,
+        eviction: DecodeEviction | None,
     ) -> None:
         row = BatchSegment(self.cache, ids, coming=coming)
-        self._decoder.read([row], Mode.APPEND, self._observer(row, said, tending))
+        self._decoder.read([row], Mode.APPEND, self._observer(row, answer_tokens, eviction))
 
     def _block_end(self, more: tuple[int, ...] = ()) -> Steps[None]:
-        """The end of a block within the turn, for which more of it may have to be read."""
-        if self._is_judged(len(more)):
-            ids = (*self._taken_back(), *more)
-            if self.saved is None:
-                self.saved = self.cache.fork()
-                self.meter.parked_bytes += self.saved.nbytes
-            yield from self._judging(ids)
+        """End a block within the turn, after reading `more` tokens of it."""
+        if self._needs_plan(len(more)):
+            ids = (*self._truncate_open_block(), *more)
+            if self.snapshot is None:
+                self.snapshot = self.cache.fork()
+                self.meter.parked_bytes += self.snapshot.nbytes
+            yield from self._read_with_plans(ids)
         else:
             if more:
                 self._read(more, AppendKind.QUESTION, 0, None)
             self._close()
 
-    def _is_judged(self, more: int) -> bool:
-        """Whether the policy looks at a block that ends after so many more tokens."""
+    def _needs_plan(self, more: int) -> bool:
+        """True if a block that ends after `more` tokens needs a plan."""
         if self._bound is None or not (self._open or more):
             return False
         planner = self._reader_of(self.cache.next_position + more, self.meter).planner
-        is_counted = planner.counts or SURPRISE in planner.ledger.columns
-        return is_counted or self._bound.is_over(self.cache, more)
+        has_state = planner.has_tallies or SURPRISE in planner.ledger.columns
+        return has_state or self._bound.is_exceeded(self.cache, more)
 
-    def _taken_back(self) -> tuple[int, ...]:
-        """Forget the open block; its tokens."""
+    def _truncate_open_block(self) -> tuple[int, ...]:
+        """Truncate the open block; returns its tokens."""
         ids = self.open_ids
         self.cache.truncate(self._start)
         return ids
 
-    def _judging(self, ids: tuple[int, ...]) -> Steps[None]:
-        """Read tokens as blocks of a context."""
+    def _read_with_plans(self, ids: tuple[int, ...]) -> Steps[None]:
+        """Read tokens as blocks of a context, with a plan per block."""
         cache = self.cache
         reader = self._reader_of(cache.next_position + len(ids), self.meter)
         for block in split_blocks(ids, self._block):
-            yield from reader.settling([self._lane], block, block, cache.next_position)
+            yield from reader.read_and_evict_steps([self._lane], block, block, cache.next_position)
         self._close()
 
     def _close(self) -> None:

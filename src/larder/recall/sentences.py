@@ -117,7 +117,7 @@ class SentencesIndex(EntryIndex):
             return entries.columns[COLUMN][entries.rows(head)].abs()
         return (torch.arange(entries.lengths[head]) // DEFAULT_SENTENCE_ENTRIES).float()
 
-    def follow(self, queries: Float[Tensor, "H D"], stays: Entries) -> None:
+    def observe_step(self, queries: Float[Tensor, "H D"], stays: Entries) -> None:
         count, latest = self._course.tolist()
         position = int(stays.head_positions(0)[-1])
         if latest != position - 1 or _has_ended(stays, latest):
@@ -143,7 +143,7 @@ class SentencesIndex(EntryIndex):
 
     def _found(self, scores: Float[Tensor, "K M"], count: int) -> RecallResult:
         best = top_rows(mask_missing(scores, self.paged.known), count)
-        return RecallResult(best, is_whole=int(self._course[0]) == 1)
+        return RecallResult(best, attends_all=int(self._course[0]) == 1)
 
     def tensors(self) -> tuple[Tensor, ...]:
         tables = self._labels, self._sizes, self._numbers, self._counts, self._sums

@@ -1,1 +1,1 @@
-"""What answers many clients at once over one model, within one budget of bytes."""
+"""Multi-tenant inference server over one model, within one budget of bytes."""

@@ -1,4 +1,4 @@
-"""What owners do with a session's cache: let it go, have it back, have it made smaller."""
+"""Release, prefetch and compaction of a session's cache, on request of its owner."""
 
 from __future__ import annotations
 
@@ -18,118 +18,125 @@ from larder.server.tiers.manager import TierManager
 from larder.store.ledger import Reservation
 
 
-def idle_demand(sitting: SessionState) -> MemoryDemand:
-    """The most that a session takes on the device that does nothing there."""
-    rule, held = sitting.rule, sitting.held
+def idle_demand(session: SessionState) -> MemoryDemand:
+    """Upper bound of the device memory of an idle session."""
+    rule, occupancy = session.rule, session.occupancy
     return (
-        chat_turn_demand(rule, held.read, 0, 0, 1)
+        chat_turn_demand(rule, occupancy.read, 0, 0, 1)
         if rule.is_chat
-        else rule.lossless_turn_demand(held, held.read, 0)
+        else rule.lossless_turn_demand(occupancy, occupancy.read, 0)
     )
 
 
 class AdminOperations:
-    """For the model's thread; what it returns is done once the session has moved.
+    """Operations that move a session's cache between tiers. For the model's thread.
 
-    A session that is on its way is busy.
+    Each operation returns a future, done once the session has moved; until then the session is
+    busy.
 
     Args:
-        waiting: how many requests wait.
+        waiting: the number of queued requests.
     """
 
     def __init__(
-        self, tiers: TierManager, news: CompletionQueue, waiting: Callable[[], int]
+        self, tiers: TierManager, completions: CompletionQueue, waiting: Callable[[], int]
     ) -> None:
-        self._tiers, self._news, self._waiting = tiers, news, waiting
+        self._tiers, self._completions, self._waiting = tiers, completions, waiting
 
-    def release(self, sitting: SessionState) -> Future[SessionState]:
-        """Have a session leave memory, once the store has its cache or will never have it."""
+    def release(self, session: SessionState) -> Future[SessionState]:
+        """Evict a session from memory, once the store has its cache or cannot take it."""
         done: Future[SessionState] = Future()
-        saving = self._tiers.save(sitting)
+        saving = self._tiers.save(session)
 
         def leave(_: Future[SavedCache] | None) -> None:
-            sitting.is_answering = False
-            self._tiers.evict(sitting)
-            done.set_result(sitting)
+            session.is_answering = False
+            self._tiers.evict(session)
+            done.set_result(session)
 
         if saving is None:
             leave(None)
         else:
-            sitting.is_answering = True
-            self._news.hear(saving, leave)
+            session.is_answering = True
+            self._completions.when_done(saving, leave)
         return done
 
-    def prefetch(self, sitting: SessionState) -> Future[SessionState]:
-        """Bring a cache back to the device; what is nowhere stays so.
+    def prefetch(self, session: SessionState) -> Future[SessionState]:
+        """Bring a session's cache to the device; a session without a cache is left as it is.
 
         Raises:
-            Refusal: there is no room now.
+            ApiError: 503 `overloaded`, no memory is free now.
         """
         done: Future[SessionState] = Future()
-        kept = None if sitting.has_resident_cache else sitting.kept
-        is_parked = sitting.has_resident_cache and sitting.active is None
-        if not is_parked and kept is None:
-            done.set_result(sitting)
+        saved = None if session.has_resident_cache else session.saved_cache
+        is_parked = session.has_resident_cache and session.active is None
+        if not is_parked and saved is None:
+            done.set_result(session)
             return done
-        room, sitting.is_running = None, True  # others leave for it, not it itself
+        reservation, session.is_running = None, True  # not a candidate for its own eviction
         try:
-            self._tiers.grant(sitting, idle_demand(sitting))
-            if kept is not None:
-                room = self._tiers.host_room(sitting, kept.nbytes + WRITE_COPIES * kept.cache_bytes)
+            self._tiers.grant(session, idle_demand(session))
+            if saved is not None:
+                reservation = self._tiers.host_room(
+                    session, saved.nbytes + WRITE_COPIES * saved.cache_bytes
+                )
         except BudgetError as error:
             raise overloaded(self._waiting()) from error
         finally:
-            sitting.is_running = False
-        if kept is None:
-            self._tiers.restore_from_host(sitting)
-            self._tiers.settle(sitting)
-            done.set_result(sitting)
-        elif room is None:
-            self._tiers.drop(sitting)
+            session.is_running = False
+        if saved is None:
+            self._tiers.restore_from_host(session)
+            self._tiers.shrink_to_fit(session)
+            done.set_result(session)
+        elif reservation is None:
+            self._tiers.drop(session)
             raise overloaded(self._waiting())
         else:
-            sitting.is_answering = sitting.is_running = True
-            loading = self._tiers.vault.load(sitting, kept)
-            self._news.hear(loading, partial(self._arrived, sitting, kept, room, done))
+            session.is_answering = session.is_running = True
+            loading = self._tiers.disk.load(session, saved)
+            self._completions.when_done(
+                loading, partial(self._on_loaded, session, saved, reservation, done)
+            )
         return done
 
-    def compact(self, sitting: SessionState) -> Future[SessionState]:
-        """Bring a cache to the device, where it rests within its budget, and give slack back.
+    def compact(self, session: SessionState) -> Future[SessionState]:
+        """Bring a session's cache to the device within its policy's budget, and release its slack.
 
         Raises:
-            Refusal: there is no room for it on the device now.
+            ApiError: 503 `overloaded`, no device memory is free now.
         """
         done: Future[SessionState] = Future()
 
-        def give_back(there: Future[SessionState]) -> None:
+        def give_back(prefetched: Future[SessionState]) -> None:
             try:
-                self._tiers.settle(there.result())
+                self._tiers.shrink_to_fit(prefetched.result())
             except FAILURES as error:
-                self._tiers.drop(sitting)
+                self._tiers.drop(session)
                 done.set_exception(error)
             else:
-                done.set_result(sitting)
+                done.set_result(session)
 
-        self.prefetch(sitting).add_done_callback(give_back)
+        self.prefetch(session).add_done_callback(give_back)
         return done
 
-    def _arrived(
+    def _on_loaded(
         self,
-        sitting: SessionState,
-        kept: SavedCache,
-        room: Reservation,
+        session: SessionState,
+        saved: SavedCache,
+        reservation: Reservation,
         done: Future[SessionState],
         loading: Future[LoadedCaches],
     ) -> None:
-        sitting.is_answering = sitting.is_running = False
-        is_there = loading.exception() is None
+        session.is_answering = session.is_running = False
+        is_loaded = loading.exception() is None
         try:
-            if is_there:
-                self._tiers.take(sitting, sitting, kept, loading.result(), room)
-                self._tiers.settle(sitting)
+            if is_loaded:
+                self._tiers.restore_from_disk(
+                    session, session, saved, loading.result(), reservation
+                )
+                self._tiers.shrink_to_fit(session)
         except FAILURES:
-            is_there = False
-        if not is_there:  # its text will be read again
-            room.release()
-            self._tiers.drop(sitting)
-        done.set_result(sitting)
+            is_loaded = False
+        if not is_loaded:  # it will be recomputed
+            reservation.release()
+            self._tiers.drop(session)
+        done.set_result(session)

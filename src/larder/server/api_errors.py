@@ -1,4 +1,4 @@
-"""Why a request is not served, each reason with its status and code."""
+"""Constructors of API errors, each with its HTTP status and code."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ SOON_SECONDS = 1.0
 
 
 def invalid_request(message: str, param: str | None = None) -> ApiError:
-    """The request makes no sense."""
+    """400 `invalid_request`: a field of the request is malformed."""
     return ApiError(message, 400, "invalid_request", param)
 
 
 def validate_session_name(name: str, param: str = "session") -> str:
-    """The name itself.
+    """The name, if it is valid.
 
     Raises:
-        Refusal: 400 `invalid_session_id`: no session may be called so.
+        ApiError: 400 `invalid_session_id`.
     """
     try:
         check_session_name(name, param)
@@ -29,12 +29,12 @@ def validate_session_name(name: str, param: str = "session") -> str:
 
 
 def kv_budget_exceeded(error: Exception) -> ApiError:
-    """It needs more memory than it may ever have."""
+    """400 `kv_budget_exceeded`: more memory than the budget can ever grant."""
     return ApiError(str(error), 400, "kv_budget_exceeded")
 
 
 def context_length_exceeded(tokens: int, context_tokens: int) -> ApiError:
-    """The text is longer than the model can read."""
+    """400 `context_length_exceeded`: more tokens than the model's context."""
     return ApiError(
         f"The conversation has {tokens} tokens, but the model reads {context_tokens} with the "
         "answer: shorten it.",
@@ -45,9 +45,10 @@ def context_length_exceeded(tokens: int, context_tokens: int) -> ApiError:
 
 
 def text_too_long(characters: int, limit: int, param: str) -> ApiError:
-    """The text is so long that taking it apart would keep others waiting for nothing."""
+    """400 `context_length_exceeded`: too long to be tokenized at all, which would delay other
+    requests."""
     return ApiError(
-        f"The text has {characters} characters, but {limit} are more than the model can read: "
+        f"The text has {characters} characters, more than the {limit} that the model can read: "
         "shorten it.",
         400,
         "context_length_exceeded",
@@ -56,16 +57,16 @@ def text_too_long(characters: int, limit: int, param: str) -> ApiError:
 
 
 def session_not_found(name: str) -> ApiError:
-    """There is no such session; another tenant's is none."""
+    """404 `session_not_found`; also for sessions of other tenants."""
     return ApiError(
-        f"There is no session {name!r}: list those there are, or open it.",
+        f"There is no session {name!r}: list the sessions, or create it.",
         404,
         "session_not_found",
     )
 
 
 def session_busy(name: str) -> ApiError:
-    """The session is answering."""
+    """409 `session_busy`: the session is answering another request."""
     return ApiError(
         f"Session {name!r} is answering another request: wait for its end, or fork the session.",
         409,
@@ -75,11 +76,10 @@ def session_busy(name: str) -> ApiError:
 
 
 def turn_not_durable(error: LarderError) -> ApiError:
-    """The store did not take the turn, and nothing is to be answered that it does not have."""
+    """503 `store_full`: the store did not accept the turn, and strict durability rolls it back."""
     return ApiError(
-        f"The server's store did not take the turn ({failure_reason(error)}), so there is none: "
-        "the "
-        "session is as it was before. Tell whoever runs the server, and ask again.",
+        f"The server's store did not accept the turn ({failure_reason(error)}), so it was rolled "
+        "back: the session is unchanged. Inform the operator of the server, and try again.",
         503,
         "store_full",
         retry_after=SOON_SECONDS if isinstance(error, StoreSlow) else None,
@@ -87,9 +87,9 @@ def turn_not_durable(error: LarderError) -> ApiError:
 
 
 def session_held(name: str, seconds: float) -> ApiError:
-    """Another server answers in the session, or did until it fell silent."""
+    """409 `session_held`: another server holds the session's lease."""
     return ApiError(
-        f"Session {name!r} is answering at another server: wait for its end, or fork the session.",
+        f"Session {name!r} is answering on another server: wait for its end, or fork the session.",
         409,
         "session_held",
         retry_after=seconds,
@@ -97,9 +97,9 @@ def session_held(name: str, seconds: float) -> ApiError:
 
 
 def session_superseded(name: str) -> ApiError:
-    """Another server has gone on with the session meanwhile."""
+    """409 `session_superseded`: another server has written a newer state of the session."""
     return ApiError(
-        f"Session {name!r} has gone on elsewhere: send the request again.",
+        f"Session {name!r} was continued by another server: send the request again.",
         409,
         "session_superseded",
         retry_after=SOON_SECONDS,
@@ -107,18 +107,18 @@ def session_superseded(name: str) -> ApiError:
 
 
 def session_exists(name: str) -> ApiError:
-    """There is a session of that name."""
+    """409 `session_exists`: the name is taken."""
     return ApiError(
-        f"There is a session {name!r} already: take another name, or remove it first.",
+        f"Session {name!r} exists already: choose another name, or remove it first.",
         409,
         "session_exists",
     )
 
 
 def overloaded(waiting: int) -> ApiError:
-    """Too many wait already."""
+    """503 `overloaded`: the request queue is full."""
     return ApiError(
-        f"{waiting} requests are waiting, as many as may: try again later.",
+        f"{waiting} requests are waiting, and the queue is full: try again later.",
         503,
         "overloaded",
         retry_after=SOON_SECONDS,
@@ -126,10 +126,10 @@ def overloaded(waiting: int) -> ApiError:
 
 
 def too_many_requests(waiting: int) -> ApiError:
-    """Too many of one tenant wait already, but others have room."""
+    """429 `too_many_requests`: the tenant's share of the request queue is full."""
     return ApiError(
-        f"{waiting} of your requests are waiting, as many as may while others have room: wait for "
-        "some of them to end.",
+        f"{waiting} of your requests are waiting, your share of the queue: wait for some of them "
+        "to end.",
         429,
         "too_many_requests",
         retry_after=SOON_SECONDS,
@@ -137,5 +137,5 @@ def too_many_requests(waiting: int) -> ApiError:
 
 
 def server_stopping() -> ApiError:
-    """The server stops."""
+    """503 `stopping`: the server is shutting down."""
     return ApiError("The server is stopping: try again later.", 503, "stopping", retry_after=5.0)

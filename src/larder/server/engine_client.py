@@ -1,4 +1,4 @@
-"""The face behind which conversations are held: what HTTP, tests and replicas talk to."""
+"""Interface of the inference engine to HTTP, tests and cluster replicas."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from larder.server.request import ChatMessage, Listener, Request, Ticket
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """One conversation as its owner sees it.
+    """Summary of a session for its owner.
 
     Args:
-        name: as the client gave it, or as it was given.
+        name: given by the client, or generated.
         state: `running`, `waiting` or `idle`.
-        tokens: of everything said.
-        tier_bytes: of its cache, by tier: `device`, `host`, `disk`.
-        tier: the fastest that holds the whole cache; `none` where only the tokens are known.
-        kept_tokens: entries that can be attended to, per kv head on average: those that are parked
-            until a query asks for them as well.
-        held_tokens: entries that the fullest cache holds on the budget, per kv head on average.
-        budget_tokens: that it may hold; None without a limit.
+        tokens: of the whole transcript.
+        tier_bytes: bytes of its cache by tier: `device`, `host`, `disk`.
+        tier: the fastest tier that has the whole cache; `none` if only the tokens are stored.
+        kept_tokens: entries that can be attended to, offloaded ones included; per kv head on
+            average.
+        held_tokens: entries of the largest cache that count against the budget; per kv head on
+            average.
+        budget_tokens: limit of `held_tokens`; None without a limit.
         evicted_tokens, merged_tokens, lossless: as in `Report`.
         epoch: turns committed so far.
         made, last_used: seconds since 1970.
-        durable: whether the store has all turns.
+        durable: true if the store has all turns.
     """
 
     name: str
@@ -50,10 +51,10 @@ class SessionInfo:
 
 @dataclass(frozen=True)
 class SessionTranscript:
-    """A session with what was said in it.
+    """Messages of a session.
 
     Args:
-        spans: tokens [start, stop) of each turn.
+        spans: token range [start, stop) of each message.
     """
 
     view: SessionInfo
@@ -63,13 +64,13 @@ class SessionTranscript:
 
 @dataclass(frozen=True)
 class EpisodeInfo:
-    """One of the caches of a conversation.
+    """One of the caches of a session with episodes.
 
     Args:
-        kept_tokens: entries that it holds, per kv head on average.
-        segments: pieces of the conversation that are filed under it.
-        about: the pieces that stand for it.
-        tier: where it is.
+        kept_tokens: entries in the cache, per kv head on average.
+        segments: segments of the conversation assigned to the episode.
+        about: its representative segments.
+        tier: where the cache is.
     """
 
     number: int
@@ -83,16 +84,16 @@ class EpisodeInfo:
 
 @dataclass(frozen=True)
 class CachedPositions:
-    """What is left of a text, for a map of it.
+    """Positions of the text that are still in the cache, by layer and kv head.
 
     Args:
-        tokens: that were read.
-        layers: positions in the text in ascending order, by layer and kv head; of the cache that
-            answered last, where there are several.
-        texts: of everything that was said, token by token; none where nothing is held.
-        parked: the same of what is in slower memory until it is asked for; empty where nothing is.
-        episodes: all caches, where each is for a topic.
-        tier: where the cache is, as in `SessionInfo`; in some no more is known of it than that.
+        tokens: tokens that were read.
+        layers: ascending text positions by layer and kv head; of the cache that answered last, if
+            there are several.
+        texts: the text of each token of the transcript; empty if there is no cache.
+        parked: offloaded positions in the form of `layers`; empty if there are none.
+        episodes: all caches of a session with episodes.
+        tier: tier of the cache, as in `SessionInfo`; on some tiers nothing else is known.
     """
 
     tokens: int
@@ -105,14 +106,14 @@ class CachedPositions:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that answers.
+    """A model that the server offers.
 
     Args:
-        context_tokens: the longest text that it was made for; None where nothing says so.
-        policy: the canonical sentence.
+        context_tokens: longest supported text; None if unknown.
+        policy: canonical spelling of the policy.
         made: seconds since 1970.
         budget_tokens: M, entries per kv head of one cache; None without a limit.
-        beyond_budget: what is held beside it, a clause each.
+        beyond_budget: what is stored in addition to the budget, one clause each.
     """
 
     name: str
@@ -125,27 +126,30 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ServerStats:
-    """Every number of the server, since it started or as it is now.
+    """Counters since the start of the server, and gauges of its present state.
 
     Args:
-        sessions: how many are in each state.
-        tier_bytes: held or on their way, by tier.
-        budget_bytes: that may be held, by tier; a tier without a limit is missing.
-        peak_bytes: the highest of `tier_bytes` so far.
-        budget_violations: times that more was held than may be; 0 unless something is broken.
+        sessions: number of sessions by state.
+        tier_bytes: bytes in use or reserved, by tier.
+        budget_bytes: capacity by tier; tiers without a limit are missing.
+        peak_bytes: highest value of `tier_bytes` so far.
+        budget_violations: times that a cache exceeded its reservation; 0 unless there is a bug.
         running, waiting: requests.
-        done: requests by how they ended: `stop`, `length`, `cancelled`, `error`.
-        refused: requests by code.
-        passed_over: sessions that may have been meant and could not be had, by code.
-        begun_again: sessions whose saved text is damaged, gone on with from that of a request.
-        steps: passes through the model that generate; `blocks` those that read.
-        prompt_tokens, ..., merged_tokens: sums over the reports of all requests.
-        parked, restored: caches that were moved to and from slower tiers, by tier.
-        rejected: saved sessions and caches that were not taken back, by reason.
-        unwritten: turns, caches and pins that the store has not taken, by reason.
-        written_bytes: to disk.
-        turns_not_durable: turns that the store did not take when they were complete, by reason.
-        sessions_not_durable: sessions with turns now that only memory has.
+        done: finished requests by reason: `stop`, `length`, `cancelled`, `error`.
+        refused: rejected requests by error code.
+        passed_over: sessions that might match a request but could not be loaded, by error code.
+        begun_again: sessions with a damaged stored transcript, restarted from the text of a
+            request.
+        steps: decode steps.
+        blocks: prefill blocks.
+        prompt_tokens, cached_tokens, restored_tokens, recomputed_tokens, new_tokens,
+            evicted_tokens, merged_tokens: sums over the reports of all requests.
+        parked, restored: caches moved to and from slower tiers, by tier.
+        rejected: stored sessions and caches that could not be used, by reason.
+        unwritten: turns, caches and pins that the store did not accept, by reason.
+        written_bytes: bytes written to disk.
+        turns_not_durable: completed turns that the store did not accept, by reason.
+        sessions_not_durable: sessions with turns that only memory has at present.
     """
 
     sessions: Mapping[str, int] = field(default_factory=dict)
@@ -178,128 +182,133 @@ class ServerStats:
 
 
 class EngineClient(ABC):
-    """Conversations of many tenants over one model. Safe from any thread.
+    """Sessions of many tenants over one model. Safe from any thread.
 
-    A session of another tenant is as unknown as one that never was. Where a method names a
-    session, it raises `Refusal` 404 `session_not_found` if there is none, and 409 `session_busy`
-    if it would change one that is answering.
+    Sessions of other tenants are treated as unknown. A method that names a session raises
+    `ApiError` 404 `session_not_found` if there is none, and 409 `session_busy` if it would change a
+    session that is answering.
     """
 
     @abstractmethod
     def submit(self, request: Request, listener: Listener) -> Ticket:
-        """Have a text continued; everything after that is told to the listener.
+        """Queue a request; text, report and errors go to the listener.
 
         Raises:
-            Refusal: it cannot be served: 400 `kv_budget_exceeded`, 400 `context_length_exceeded`,
-                400 `invalid_request`, 404 `session_not_found` for `follows`, 409 `session_busy`,
-                429 `too_many_requests`, 503 `overloaded`.
+            ApiError: 400 `kv_budget_exceeded`, `context_length_exceeded` or `invalid_request`; 404
+                `session_not_found` for `follows`; 409 `session_busy`; 429 `too_many_requests`; 503
+                `overloaded`.
         """
 
     @abstractmethod
     def models(self) -> tuple[ServedModel, ...]:
-        """What answers."""
+        """Served models."""
 
     @abstractmethod
     def tokenize(self, text: str) -> tuple[int, ...]:
-        """Token ids of a bare text."""
+        """Token ids of a text, without a chat template."""
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of token ids.
+        """Text of token ids.
 
         Raises:
-            Refusal: 400 `invalid_request`, where an id is outside the vocabulary.
+            ApiError: 400 `invalid_request`, an id is outside the vocabulary.
         """
 
     @abstractmethod
     def sessions(self, tenant: str) -> tuple[SessionInfo, ...]:
-        """A tenant's conversations, the one that was used last first."""
+        """Sessions of a tenant, most recently used first."""
 
     @abstractmethod
     def session(self, tenant: str, name: str) -> SessionTranscript:
-        """One of them, with what was said."""
+        """A session with its messages."""
 
     @abstractmethod
     def open(self, tenant: str, name: str, turns: Sequence[ChatMessage] = ()) -> SessionInfo:
-        """Make a session that begins with these turns; nothing is read before it is asked.
+        """Create a session that begins with these messages; nothing is computed before its first
+        request.
 
         Raises:
-            Refusal: 409 `session_exists`.
+            ApiError: 409 `session_exists`.
         """
 
     @abstractmethod
     def pin(self, tenant: str, name: str) -> SessionInfo:
-        """Have it leave every tier after all that are not pinned, also after a restart."""
+        """Evict the session from each tier only after all unpinned ones; survives a restart."""
 
     @abstractmethod
     def unpin(self, tenant: str, name: str) -> SessionInfo:
-        """Take that back."""
+        """Undo `pin`."""
 
     @abstractmethod
     def release(self, tenant: str, name: str) -> SessionInfo:
-        """It is not needed for a while: its device and host memory go, the conversation stays."""
+        """Free the session's device and host memory; the transcript stays."""
 
     @abstractmethod
     def prefetch(self, tenant: str, name: str) -> SessionInfo:
-        """It is needed soon: bring its cache to the device, if there is room."""
+        """Bring the session's cache to the device, if there is room."""
 
     @abstractmethod
     def fork(self, tenant: str, name: str, new_name: str | None = None) -> SessionInfo:
-        """Another session in the same state.
+        """Create a session in the same state.
 
         Raises:
-            Refusal: 409 `session_exists`.
+            ApiError: 409 `session_exists`.
         """
 
     @abstractmethod
     def compact(self, tenant: str, name: str) -> SessionInfo:
-        """Bring its cache to the device, within the policy's budget, and give all slack back."""
+        """Bring the session's cache to the device, within the policy's budget, and release its
+        slack."""
 
     @abstractmethod
     def export(self, tenant: str, name: str) -> bytes:
-        """The session as one file, for `import_`."""
+        """The session as a file, for `import_`."""
 
     @abstractmethod
     def import_(self, tenant: str, name: str, data: bytes) -> SessionInfo:
-        """A session that was exported.
+        """Create a session from an exported file.
 
         Raises:
-            Refusal: 400 `invalid_request` where the file is damaged or another model's, 409
+            ApiError: 400 `invalid_request`, the file is damaged or of another model; 409
                 `session_exists`.
         """
 
     @abstractmethod
     def remove(self, tenant: str, name: str, branches: bool = False) -> tuple[str, ...]:
-        """Forget it, in every tier; the names of its branches that stay.
+        """Delete a session from every tier.
 
-        A branch is what requests made that began as the session does and went on otherwise, under
-        its name with a number.
+        A branch is a session that was forked automatically: a request began like this session and
+        diverged. It is named after it, with a number.
 
         Args:
-            branches: whether they are forgotten, too.
+            branches: delete the branches, too.
+
+        Returns:
+            names of the branches that remain.
 
         Raises:
-            Refusal: 409 `session_busy` where it, or a branch that is to go, is answering; nothing
+            ApiError: 409 `session_busy`, the session or a branch to delete is answering; nothing
                 has changed.
         """
 
     @abstractmethod
     def kept(self, tenant: str, name: str) -> CachedPositions:
-        """What its cache holds, as far as that can be told without moving it."""
+        """Positions in the session's cache, as far as they are known without moving it."""
 
     @abstractmethod
     def stats(self) -> ServerStats:
-        """Every number there is."""
+        """Statistics of the server."""
 
     @abstractmethod
     def is_healthy(self) -> bool:
-        """Whether the model's thread is alive and takes requests."""
+        """True if the model's thread is alive and accepts requests."""
 
     @abstractmethod
     def problems(self) -> tuple[str, ...]:
-        """What is wrong while requests are taken, one word each: `turns_not_durable` where the
-        store lacks turns that were answered, or has refused one lately."""
+        """Present problems, one word each: `turns_not_durable` if the store lacks answered turns,
+        or has rejected one lately."""
 
     @abstractmethod
     def close(self) -> None:
-        """Take no more requests, end those on their way as cancelled, and give everything back."""
+        """Stop accepting requests, cancel those in progress, and release all resources."""

@@ -1,4 +1,4 @@
-"""Conversations over one model, for one thread: what happens between two steps, and the steps."""
+"""Engine core: sessions and requests over one model, driven step by step by one thread."""
 
 from __future__ import annotations
 
@@ -56,19 +56,22 @@ from larder.store.eviction.base import EVICTIONS
 from larder.store.ledger import ByteBudgets, ByteLedger, Tier
 
 CLOSING_SECONDS = 30.0
-MAX_REFRESHES = 4  # times that a request looks again where others are quicker
+MAX_REFRESHES = 4  # times that a session is reloaded if other servers keep writing it
 
 
 class EngineCore:
-    """A hub without a thread: whoever uses it calls `step` until it has nothing to do.
+    """Scheduler, session index, memory tiers and persistence of one engine, without a thread.
+
+    The caller invokes `step` until it returns False.
 
     Args:
-        engine, budgets, eviction, rows, waiting, keeper, vault, clock: as `LocalHub` takes them.
-        wake: told that a step would have something to do.
-        lookup: finds sessions that are not in memory; None for where the keeper keeps them.
+        engine, budgets, eviction, rows, waiting, persistence, disk, clock: as in
+            `LocalEngineClient`.
+        wake: called, from any thread, when a step would have work to do.
+        lookup: finds sessions that are not in memory; None: `persistence.load`.
 
     Raises:
-        UsageError: the policy is not one that a server can follow.
+        UsageError: the policy cannot be served.
     """
 
     def __init__(
@@ -78,8 +81,8 @@ class EngineCore:
         eviction: str,
         rows: int,
         waiting: int,
-        keeper: SessionPersistence,
-        vault: DiskTier,
+        persistence: SessionPersistence,
+        disk: DiskTier,
         clock: Callable[[], float],
         wake: Callable[[], None],
         lookup: Lookup | None = None,
@@ -88,38 +91,65 @@ class EngineCore:
         self.rule = ServingPolicy.of(engine)
         self._exact = self.rule.exact() if self.rule.is_limited or self.rule.is_chat else self.rule
         self.ledger = ByteLedger(budgets)
-        self.purse = DeviceReservations(self.ledger)
-        self.sessions, self.awaited = SessionIndex(engine.tokenizer, clock), ResidencyLocks()
-        news = self.news = CompletionQueue(wake)
-        rule, unload = EVICTIONS.load(eviction)(), self._unload
-        self.tiers = TierManager(self.ledger, self.purse, rule, clock, vault, news, unload)
-        decoder = engine.loaded.decoder
-        self._manners: tuple[SessionBackend, SessionBackend] = (
-            PrefixBackend(self.tiers, self.purse, engine.tokenizer, self.sessions.sharing),
-            ChatBackend(self.tiers, self.purse, engine.tokenizer),
+        self.reservations = DeviceReservations(self.ledger)
+        self.sessions, self.residency_locks = (
+            SessionIndex(engine.tokenizer, clock),
+            ResidencyLocks(),
         )
-        directory = self._directory = IndexedSessionPersistence(self.sessions, self.forget, keeper)
-        told = decoder, engine.tokenizer, engine.stop_ids
-        self.unwritten = WriteRetryQueue(keeper, news, vault.durability, clock, wake)
-        own = ModelRunner(*told), self.tiers, directory, news, self.unwritten, clock
-        self.scheduler = Scheduler(*own, RequestQueue(waiting), rows)
-        self._moving = AdminOperations(self.tiers, news, lambda: len(self.scheduler.queue))
-        rules = (self.rule,) if self._exact is self.rule else (self.rule, self._exact)
-        self._keeper, self._looks, own = keeper, lookup is None, (rules, self._charged)
-        self.recalling = SessionRestorer(decoder, self.sessions, lookup or keeper.recall, *own)
-        self._refreshing = SessionRestorer(decoder, self.sessions, keeper.recall, *own)
-        own = self.sessions, keeper, self.awaited, lambda act: act(), self._recall
-        self._gathering = CandidateLoader(*own, self.recalling)
+        completions = self.completions = CompletionQueue(wake)
+        rule, unload = EVICTIONS.load(eviction)(), self._unload
+        self.tiers = TierManager(
+            self.ledger, self.reservations, rule, clock, disk, completions, unload
+        )
+        self._backends: tuple[SessionBackend, SessionBackend] = (
+            PrefixBackend(
+                self.tiers, self.reservations, engine.tokenizer, self.sessions.find_shared_prefix
+            ),
+            ChatBackend(self.tiers, self.reservations, engine.tokenizer),
+        )
+        indexed = self._indexed_persistence = IndexedSessionPersistence(
+            self.sessions, self.forget, persistence
+        )
+        self.unwritten = WriteRetryQueue(persistence, completions, disk.durability, clock, wake)
+        self.scheduler = Scheduler(
+            ModelRunner(engine.loaded.decoder, engine.scribe, engine.stops),
+            self.tiers,
+            indexed,
+            completions,
+            self.unwritten,
+            clock,
+            RequestQueue(waiting),
+            rows,
+        )
+        self._admin = AdminOperations(self.tiers, completions, lambda: len(self.scheduler.queue))
+        self._persistence, self._loads_candidates = persistence, lookup is None
+        self.restorer = self._session_restorer(lookup or persistence.load)
+        self._refresher = self._session_restorer(persistence.load)
+        self._candidates = CandidateLoader(
+            self.sessions,
+            persistence,
+            self.residency_locks,
+            lambda act: act(),
+            self._load,
+            self.restorer,
+        )
         self.refused = ReasonCounter()
+
+    def _session_restorer(self, lookup: Lookup) -> SessionRestorer:
+        rules = (self.rule,) if self._exact is self.rule else (self.rule, self._exact)
+        return SessionRestorer(
+            self.engine.loaded.decoder, self.sessions, lookup, rules, self._charged
+        )
 
     @property
     def context(self) -> int:
-        """Tokens that the model was made for."""
+        """Tokens in the model's context window."""
         config = self.engine.loaded.decoder.module.config.get_text_config()
         return int(config.max_position_embeddings)
 
     def step(self) -> bool:
-        """As `Scheduler.step`; where a budget was lowered under answers, sessions leave then."""
+        """Run `Scheduler.step`, then evict sessions if a budget was lowered while they were
+        answering."""
         self.unwritten.retry()
         goes_on = self.scheduler.step()
         for tier in (Tier.DEVICE, Tier.HOST):
@@ -128,275 +158,315 @@ class EngineCore:
         return goes_on
 
     def close(self, seconds: float = CLOSING_SECONDS) -> None:
-        """Serve nobody any more, and keep what is not kept yet.
+        """Cancel all requests, and save caches that the store does not have.
 
         Args:
-            seconds: for which caches are saved, those first that were used last.
+            seconds: time limit for saving, most recently used sessions first.
         """
         self.scheduler.cancel_all()
         self.unwritten.close()
-        self.news.drain()
+        self.completions.drain()
         until = monotonic() + seconds
-        for sitting in sorted(self.sessions, key=lambda each: -each.last_used):
+        for session in sorted(self.sessions, key=lambda each: -each.last_used):
             if monotonic() < until:
-                self.tiers.save(sitting)
-                self.news.drain()
-        self._directory.close()
-        self.tiers.vault.close()
+                self.tiers.save(session)
+                self.completions.drain()
+        self._indexed_persistence.close()
+        self.tiers.disk.close()
 
-    def submit(self, request: Request, listener: Listener, asked: float) -> Ticket:
-        """As `Hub.submit`.
+    def submit(self, request: Request, listener: Listener, arrived: float) -> Ticket:
+        """Queue a request, as `EngineClient.submit`.
 
         Args:
-            asked: when the request came.
+            asked: arrival time of the request.
         """
         self.scheduler.queue.check(request.tenant)
         if request.max_new_tokens < 1:
             raise invalid_request(
-                f"At least 1 new token must be asked for, got {request.max_new_tokens}.",
+                f"max_tokens must be at least 1, got {request.max_new_tokens}.",
                 "max_tokens",
             )
-        found = self._resolved(request)
-        if found.again is not None:
-            told = self.engine.tokenizer, found.sitting, found.again, listener
-            return replay_answer(*told, self.clock() - asked, self.unwritten.durable(found.sitting))
+        resolved = self._resolved(request)
+        if resolved.repeated_turn is not None:
+            return replay_answer(
+                self.engine.tokenizer,
+                resolved.session,
+                resolved.repeated_turn,
+                listener,
+                seconds=self.clock() - arrived,
+                durable=self.unwritten.durable(resolved.session),
+            )
         try:
-            job = self._job(request, found, listener, asked)
-            self._directory.claim(found.sitting)
+            job = self._request_state(request, resolved, listener, arrived)
+            self._indexed_persistence.acquire(resolved.session)
         except BaseException:
-            if found.sitting.is_provisional:
-                self.forget(found.sitting)
+            if resolved.session.is_provisional:
+                self.forget(resolved.session)
             raise
         self.scheduler.enqueue(job)
         self._wake()
         return job
 
     def check_length(self, *texts: str, param: str = "messages") -> None:
-        """Raises: Refusal: texts are longer than any that the model could read."""
+        """Raise if texts are longer than the model could read.
+
+        Raises:
+            ApiError: 400 `context_length_exceeded`.
+        """
         count, limit = sum(map(len, texts)), self.context * TOKEN_CHARACTERS
         if count > limit:
             raise text_too_long(count, limit, param)
 
     def open(self, tenant: str, name: str, turns: Sequence[ChatMessage]) -> SessionState:
-        """As `Hub.open`."""
-        self._recall(tenant, name)
-        sitting = self.sessions.open(tenant, name, self.rule)
-        sitting.opening = tuple(turns)
-        return self._charged(sitting)
+        """Create a session, as `EngineClient.open`."""
+        self._load(tenant, name)
+        session = self.sessions.open(tenant, name, self.rule)
+        session.opening_messages = tuple(turns)
+        return self._charged(session)
 
     def fork(self, tenant: str, name: str, new_name: str | None) -> SessionState:
-        """As `Hub.fork`."""
-        self._recall(tenant, new_name)
+        """Copy a session, as `EngineClient.fork`."""
+        self._load(tenant, new_name)
         source = self.idle(tenant, name)
-        made = self.sessions.fork(source, new_name, source.rule, len(source.said))
-        made.epoch = source.epoch
-        if made.said:
-            self.sessions.remember(made)
-        return self._kept(self._charged(made))
+        forked = self.sessions.fork(source, new_name, source.rule, len(source.turns))
+        forked.epoch = source.epoch
+        if forked.turns:
+            self.sessions.index_session(forked)
+        return self._persisted(self._charged(forked))
 
     def compact(self, tenant: str, name: str) -> Future[SessionState]:
-        """As `Hub.compact`; done once it is."""
-        return self._moving.compact(self.idle(tenant, name))
+        """Start `EngineClient.compact`; the future is done when it is."""
+        return self._admin.compact(self.idle(tenant, name))
 
     def release(self, tenant: str, name: str) -> Future[SessionState]:
-        """As `Hub.release`; done once it has left."""
-        return self._moving.release(self.idle(tenant, name))
+        """Start `EngineClient.release`; the future is done when it is."""
+        return self._admin.release(self.idle(tenant, name))
 
     def prefetch(self, tenant: str, name: str) -> Future[SessionState]:
-        """As `Hub.prefetch`; done once it is there."""
-        return self._moving.prefetch(self.idle(tenant, name))
+        """Start `EngineClient.prefetch`; the future is done when it is."""
+        return self._admin.prefetch(self.idle(tenant, name))
 
-    def import_(self, tenant: str, name: str, told: TranscriptSnapshot) -> SessionState:
-        """As `Hub.import_`, of what `Recalling.read` has read."""
-        self._recall(tenant, name)
-        return self._kept(self._charged(self.recalling.imported(tenant, name, told)))
+    def import_(self, tenant: str, name: str, transcript: TranscriptSnapshot) -> SessionState:
+        """Create a session from a transcript that `SessionRestorer.decode` has returned."""
+        self._load(tenant, name)
+        return self._persisted(self._charged(self.restorer.create(tenant, name, transcript)))
 
     def find(self, tenant: str, name: str) -> SessionState:
-        """A session, from where it is kept if need be.
+        """A session; loaded from the store if necessary.
 
         Raises:
-            Refusal: there is none.
+            ApiError: 404 `session_not_found`.
         """
-        self._recall(tenant, name)
-        self._is_refreshed(self.sessions.find(tenant, name))
+        self._load(tenant, name)
+        self._reloaded(self.sessions.find(tenant, name))
         return self.sessions.find(tenant, name)
 
     def idle(self, tenant: str, name: str) -> SessionState:
-        """The same, if it is not answering.
+        """A session that is not answering.
 
         Raises:
-            Refusal: there is none, or it is.
+            ApiError: 404 `session_not_found`, or 409 `session_busy`.
         """
         self.find(tenant, name)
         return self.sessions.idle(tenant, name)
 
     def remove(self, tenant: str, *names: str) -> list[Future[None]]:
-        """Forget sessions, or none where one is answering; what is done once they are gone."""
-        leaving = [self.idle(tenant, name) for name in names]
-        told = [self._directory.remove(each) for each in leaving]
-        return [each for each in told if each is not None]
+        """Delete sessions, or none if one is answering; the futures of their
+        deletion in the store."""
+        idle_sessions = [self.idle(tenant, name) for name in names]
+        removals = [self._indexed_persistence.remove(each) for each in idle_sessions]
+        return [each for each in removals if each is not None]
 
-    def forget(self, sitting: SessionState) -> None:
-        """A session is no more."""
-        self.unwritten.forget(sitting)
-        self.tiers.forget(sitting)
-        self.sessions.forget(sitting)
+    def forget(self, session: SessionState) -> None:
+        """Drop all that memory has of a session."""
+        self.unwritten.forget(session)
+        self.tiers.forget(session)
+        self.sessions.forget(session)
 
     def _resolved(self, request: Request) -> ResolvedSession:
-        """Where a request goes on, as far as anybody has come with it."""
+        """The session that a request continues, at its newest state."""
         rule = self.rule_of(request)
         self.check_length(request.raw_prompt or "", *(turn.text for turn in request.turns))
         resolve = partial(self._resolve, request, rule)
         return (
-            self._gathering.resolve_resident(request, rule, resolve) if self._looks else resolve()
+            self._candidates.resolve_resident(request, rule, resolve)
+            if self._loads_candidates
+            else resolve()
         )
 
     def _resolve(self, request: Request, rule: ServingPolicy) -> ResolvedSession:
-        found = self.sessions.resolve(request, rule)
+        resolved = self.sessions.resolve(request, rule)
         for _ in range(MAX_REFRESHES):
             try:
-                if not self._is_refreshed(found.sitting):
+                if not self._reloaded(resolved.session):
                     break
             except SessionUnreadableError as error:
-                self.recalling.restart_from_request(error, request)
-            found = self.sessions.resolve(request, rule)
-        return found
+                self.restorer.restart_from_request(error, request)
+            resolved = self.sessions.resolve(request, rule)
+        return resolved
 
     def rule_of(self, request: Request) -> ServingPolicy:
-        """What a request is to be answered by."""
+        """The policy that a request is answered under."""
         return self._exact if request.exact else self.rule
 
-    def _is_refreshed(self, sitting: SessionState) -> bool:
-        """Whether somebody else has gone on with a session, which is had anew then."""
-        if sitting.is_answering or not self._directory.is_behind(sitting):
+    def _reloaded(self, session: SessionState) -> bool:
+        """Reload a session if another server has written it since; true if it was reloaded."""
+        if session.is_answering or not self._indexed_persistence.is_outdated(session):
             return False
-        self.forget(sitting)
-        self._refreshing.recall(sitting.tenant, sitting.name)
+        self.forget(session)
+        self._refresher.restore(session.tenant, session.name)
         return True
 
-    def _recall(self, tenant: str, *names: str | None) -> None:
-        self.recalling.recall(tenant, *names)
+    def _load(self, tenant: str, *names: str | None) -> None:
+        self.restorer.restore(tenant, *names)
 
-    def _kept(self, sitting: SessionState) -> SessionState:
-        """Have what was made of another session outlive the process, too."""
-        future = self._keeper.commit(sitting, sitting.said[-1]) if sitting.said else None
-        self.news.track_write(sitting, future, partial(self.unwritten.note, sitting))
-        return sitting
+    def _persisted(self, session: SessionState) -> SessionState:
+        """Write a session that was copied or imported to the store."""
+        future = self._persistence.commit(session, session.turns[-1]) if session.turns else None
+        self.completions.track_write(session, future, partial(self.unwritten.note, session))
+        return session
 
-    def _unload(self, sitting: SessionState) -> bool:
-        """Have a session leave memory with its forks, if that may be; whether it has."""
-        family = self.sessions.family(sitting)
-        if self.awaited.has(sitting) or not can_unload(sitting, family):
+    def _unload(self, session: SessionState) -> bool:
+        """Remove a session and its forks from memory, if allowed; true if they were removed."""
+        family = self.sessions.family(session)
+        if self.residency_locks.is_held(session) or not can_unload(session, family):
             return False
         for each in family:
             self.forget(each)
         return True
 
-    def _job(
-        self, request: Request, found: ResolvedSession, listener: Listener, asked: float
+    def _request_state(
+        self, request: Request, resolved: ResolvedSession, listener: Listener, arrived: float
     ) -> RequestState:
-        length = len(found.wanted)
+        length = len(resolved.prompt_ids)
         if length >= self.context:
             raise context_length_exceeded(length, self.context)
         new_tokens = min(request.max_new_tokens, self.context - length)
-        need = turn_demand(found.sitting.rule, found.said, length, new_tokens)
-        if not self.purse.fits(request.tenant, need):
+        demand = turn_demand(resolved.session.rule, resolved.past_turns, length, new_tokens)
+        if not self.reservations.fits(request.tenant, demand):
             raise kv_budget_exceeded(
                 BudgetError(
-                    f"The conversation may come to {need.total} bytes of keys and values, more "
-                    "than may be held: shorten it, ask for fewer new tokens, or raise the budget."
+                    f"The conversation may need {demand.total} bytes of keys and values, more "
+                    "than the budget allows: shorten it, ask for fewer new tokens, or raise the "
+                    "budget."
                 )
             )
-        told = request, listener, found.sitting, found.said, found.turns, found.wanted, new_tokens
-        manner = self._manners[found.sitting.rule.is_chat]
-        return RequestState(*told, RequestTimes(asked), self._wake, manner)
+        return RequestState(
+            request=request,
+            listener=listener,
+            session=resolved.session,
+            past_turns=resolved.past_turns,
+            new_messages=resolved.new_messages,
+            prompt_ids=resolved.prompt_ids,
+            new_tokens=new_tokens,
+            times=RequestTimes(arrived),
+            wake=self._wake,
+            backend=self._backends[resolved.session.rule.is_chat],
+        )
 
-    def _charged(self, sitting: SessionState) -> SessionState:
-        if not self.tiers.weigh(sitting):
-            self.forget(sitting)
+    def _charged(self, session: SessionState) -> SessionState:
+        if not self.tiers.charge_transcript(session):
+            self.forget(session)
             raise kv_budget_exceeded(
-                BudgetError("There is no room for another session: remove some.")
+                BudgetError("Host memory has no room for another session: remove some.")
             )
-        return sitting
+        return session
 
 
 class CompletedTicket(Ticket):
-    """Of an answer that was there already."""
+    """Ticket of a replayed answer."""
 
     def cancel(self) -> None:
-        """Nothing is left to cancel."""
+        """No effect: the answer is complete."""
 
 
 def replay_answer(
-    scribe: TokenizerAdapter,
-    sitting: SessionState,
-    said: CompletedTurn,
+    tokenizer: TokenizerAdapter,
+    session: SessionState,
+    completed_turn: CompletedTurn,
     listener: Listener,
     seconds: float,
     durable: bool | None,
 ) -> Ticket:
-    """Tell an answer that was given before, from its tokens: the text that is kept of it lacks the
-    white space around it.
+    """Send a stored answer again, decoded from its tokens: the stored text is stripped of
+    surrounding white space.
 
     Args:
-        seconds: since it was asked for once more.
+        seconds: time since the repeated request arrived.
         durable: as in `Report`.
     """
-    ids = said.answer[: max(0, len(said.answer) - len(scribe.end_of_turn_ids()))]
-    stream = IncrementalDetokenizer(scribe.decode, said.asked.stop, listener.on_text)
+    ids = completed_turn.answer_ids[
+        : max(0, len(completed_turn.answer_ids) - len(tokenizer.end_of_turn_ids()))
+    ]
+    stream = IncrementalDetokenizer(tokenizer.decode, completed_turn.params.stop, listener.on_text)
     all(stream.push(token) for token in ids)
     stream.finish()
-    prompt, view = sitting.tokens - len(said.answer), session_info(sitting)
-    counts = prompt, prompt, 0, 0, len(ids), view.evicted_tokens, view.merged_tokens
-    told = sitting.name, *counts, sitting.is_lossless, sitting.tier, said.reason
-    listener.on_done(Report(*told, 0.0, seconds, seconds, durable))
+    prompt, view = session.tokens - len(completed_turn.answer_ids), session_info(session)
+    report = Report(
+        session=session.name,
+        prompt_tokens=prompt,
+        cached_tokens=prompt,
+        restored_tokens=0,
+        recomputed_tokens=0,
+        new_tokens=len(ids),
+        evicted_tokens=view.evicted_tokens,
+        merged_tokens=view.merged_tokens,
+        lossless=session.is_lossless,
+        tier=session.tier,
+        reason=completed_turn.reason,
+        wait_seconds=0.0,
+        first_seconds=seconds,
+        seconds=seconds,
+        durable=durable,
+    )
+    listener.on_done(report)
     return CompletedTicket()
 
 
 class IndexedSessionPersistence(SessionPersistence):
-    """Keeps the index of sessions, and hands turns on to whoever keeps them for good."""
+    """Persistence that keeps the session index up to date, around another one that stores turns."""
 
     def __init__(
         self,
         sessions: SessionIndex,
         forget: Callable[[SessionState], None],
-        keeper: SessionPersistence,
+        persistence: SessionPersistence,
     ) -> None:
-        self._sessions, self._forget, self._keeper = sessions, forget, keeper
+        self._sessions, self._forget, self._persistence = sessions, forget, persistence
 
     def commit(
-        self, sitting: SessionState, said: CompletedTurn
+        self, session: SessionState, completed_turn: CompletedTurn
     ) -> Future[LarderError | None] | None:
-        if len(sitting.said) == 1 or sitting.epoch == 1:
-            self._sessions.remember(sitting)
-        return self._keeper.commit(sitting, said)
+        if len(session.turns) == 1 or session.epoch == 1:
+            self._sessions.index_session(session)
+        return self._persistence.commit(session, completed_turn)
 
-    def discard_new(self, sitting: SessionState) -> None:
-        self._forget(sitting)
-        self._keeper.discard_new(sitting)
+    def discard_new(self, session: SessionState) -> None:
+        self._forget(session)
+        self._persistence.discard_new(session)
 
-    def recall(self, tenant: str, name: str) -> StoredSession | None:
-        return self._keeper.recall(tenant, name)
+    def load(self, tenant: str, name: str) -> StoredSession | None:
+        return self._persistence.load(tenant, name)
 
-    def remove(self, sitting: SessionState) -> Future[None] | None:
-        future = self._keeper.remove(sitting)
-        self._forget(sitting)
+    def remove(self, session: SessionState) -> Future[None] | None:
+        future = self._persistence.remove(session)
+        self._forget(session)
         return future
 
-    def names(self, tenant: str, turns: Sequence[ChatMessage]) -> Sequence[str]:
-        return self._keeper.names(tenant, turns)
+    def candidates(self, tenant: str, turns: Sequence[ChatMessage]) -> Sequence[str]:
+        return self._persistence.candidates(tenant, turns)
 
-    def merge(self, tenant: str, name: str) -> None:
-        self._keeper.merge(tenant, name)
+    def compact_history(self, tenant: str, name: str) -> None:
+        self._persistence.compact_history(tenant, name)
 
-    def is_behind(self, sitting: SessionState) -> bool:
-        return self._keeper.is_behind(sitting)
+    def is_outdated(self, session: SessionState) -> bool:
+        return self._persistence.is_outdated(session)
 
-    def claim(self, sitting: SessionState) -> None:
-        self._keeper.claim(sitting)
+    def acquire(self, session: SessionState) -> None:
+        self._persistence.acquire(session)
 
-    def rest(self, sitting: SessionState) -> None:
-        self._keeper.rest(sitting)
+    def release(self, session: SessionState) -> None:
+        self._persistence.release(session)
 
     def close(self) -> None:
-        self._keeper.close()
+        self._persistence.close()

@@ -1,4 +1,4 @@
-"""Many conversations over one model in this process."""
+"""Engine client over an engine core in this process."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ class LocalEngineClient(EngineClient):
     The engine must not be used by others meanwhile.
 
     Args:
-        budgets: bytes that caches may take on the device and in host memory.
-        eviction: the rule for who leaves a tier that is full.
-        rows: the most answers that one pass goes on with.
-        waiting: the most requests that wait.
-        keeper: told of finished turns.
-        vault: keeps caches that are not in use.
+        budgets: capacity of device and host memory for caches, in bytes.
+        eviction: name of the eviction policy of a full tier.
+        rows: maximum number of sequences in one decode step.
+        waiting: maximum number of queued requests.
+        persistence: stores finished turns.
+        disk: stores caches that are not in use.
         clock: seconds since 1970.
 
     Raises:
-        UsageError: the policy is not one that a server can follow.
+        UsageError: the policy cannot be served.
     """
 
     def __init__(
@@ -65,34 +65,56 @@ class LocalEngineClient(EngineClient):
         eviction: str = "lru",
         rows: int = 64,
         waiting: int = 1024,
-        keeper: SessionPersistence | None = None,
-        vault: DiskTier | None = None,
+        persistence: SessionPersistence | None = None,
+        disk: DiskTier | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._keeper = keeper or SessionPersistence()
-        told = engine, budgets, eviction, rows, waiting, self._keeper, vault or DiskTier(), clock
-        self._core = EngineCore(*told, self._wake, lambda tenant, name: None)
+        self._persistence = persistence or SessionPersistence()
+        core = self._core = EngineCore(
+            engine,
+            budgets,
+            eviction,
+            rows,
+            waiting,
+            self._persistence,
+            disk or DiskTier(),
+            clock,
+            self._wake,
+            lookup=lambda tenant, name: None,
+        )
         self._made = clock()
         self._removals = PendingRemovals()
-        self._pieces = TokenTexts(engine.tokenizer.decode)
+        self._token_texts = TokenTexts(engine.tokenizer.decode)
         self._thread = ModelThread(self._core.step, self._core.close)
-        core = self._core
-        own = core.sessions, self._keeper, core.awaited, self._thread.call, self._recall
-        self._gathering = CandidateLoader(*own, core.recalling)
+        self._candidates = CandidateLoader(
+            core.sessions,
+            self._persistence,
+            core.residency_locks,
+            self._thread.call,
+            self._load,
+            core.restorer,
+        )
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
-        core, asked = self._core, self._core.clock()
+        core, arrived = self._core, self._core.clock()
         try:
-            take = partial(self._taken, request, listener, asked)
-            return self._gathering.resolve_resident(request, core.rule_of(request), take)
+            take = partial(self._submit_now, request, listener, arrived)
+            return self._candidates.resolve_resident(request, core.rule_of(request), take)
         except ApiError as error:
             core.refused.note(error.code)
             raise
 
     def models(self) -> tuple[ServedModel, ...]:
         core = self._core
-        told = core.engine.loaded.name, str(core.rule), core.context, self._made
-        return (ServedModel(*told, core.rule.budget_tokens, core.engine.beyond_budget),)
+        model = ServedModel(
+            name=core.engine.loaded.name,
+            policy=str(core.rule),
+            context_tokens=core.context,
+            made=self._made,
+            budget_tokens=core.rule.budget_tokens,
+            beyond_budget=core.engine.beyond_budget,
+        )
+        return (model,)
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         self._core.check_length(text, param="prompt")
@@ -110,108 +132,130 @@ class LocalEngineClient(EngineClient):
         return self._thread.call(lambda: engine.tokenizer.decode(ids))
 
     def sessions(self, tenant: str) -> tuple[SessionInfo, ...]:
-        here = self._thread.call(lambda: tuple(map(session_info, self._core.sessions.of(tenant))))
-        names = {view.name for view in here}
-        kept = [view for view in self._keeper.list_sessions(tenant) if view.name not in names]
-        return tuple(sorted((*here, *kept), key=lambda view: -view.last_used))
+        resident = self._thread.call(
+            lambda: tuple(map(session_info, self._core.sessions.of(tenant)))
+        )
+        names = {view.name for view in resident}
+        kept = [view for view in self._persistence.list_sessions(tenant) if view.name not in names]
+        return tuple(sorted((*resident, *kept), key=lambda view: -view.last_used))
 
     def session(self, tenant: str, name: str) -> SessionTranscript:
-        with self._gathering.these(tenant, name):
+        with self._candidates.resident(tenant, name):
             return self._thread.call(lambda: session_transcript(self._core.find(tenant, name)))
 
     def open(self, tenant: str, name: str, turns: Sequence[ChatMessage] = ()) -> SessionInfo:
-        with self._gathering.these(tenant, name):
+        with self._candidates.resident(tenant, name):
             return self._thread.call(lambda: session_info(self._core.open(tenant, name, turns)))
 
     def pin(self, tenant: str, name: str) -> SessionInfo:
-        return self._pinned(tenant, name, True)
+        return self._set_pinned(tenant, name, True)
 
     def unpin(self, tenant: str, name: str) -> SessionInfo:
-        return self._pinned(tenant, name, False)
+        return self._set_pinned(tenant, name, False)
 
     def release(self, tenant: str, name: str) -> SessionInfo:
-        with self._gathering.these(tenant, name):
-            return self._moved(lambda: self._core.release(tenant, name))
+        with self._candidates.resident(tenant, name):
+            return self._wait_until_moved(lambda: self._core.release(tenant, name))
 
     def prefetch(self, tenant: str, name: str) -> SessionInfo:
-        with self._gathering.these(tenant, name):
-            return self._moved(lambda: self._core.prefetch(tenant, name))
+        with self._candidates.resident(tenant, name):
+            return self._wait_until_moved(lambda: self._core.prefetch(tenant, name))
 
     def fork(self, tenant: str, name: str, new_name: str | None = None) -> SessionInfo:
-        core, gathering = self._core, self._gathering
-        family = gathering.family(tenant, name) if new_name is None else ()
+        core, candidates = self._core, self._candidates
+        family = candidates.family(tenant, name) if new_name is None else ()
 
         def forked() -> SessionInfo:
             if family:
-                core.sessions.avoid(tenant, root_name(name), family)
+                core.sessions.reserve_names(tenant, root_name(name), family)
             return session_info(core.fork(tenant, name, new_name))
 
-        with gathering.these(tenant, name, new_name):
+        with candidates.resident(tenant, name, new_name):
             return self._thread.call(forked)
 
     def compact(self, tenant: str, name: str) -> SessionInfo:
-        with self._gathering.these(tenant, name):
-            view = self._moved(lambda: self._core.compact(tenant, name))
-            self._keeper.merge(tenant, name)
+        with self._candidates.resident(tenant, name):
+            view = self._wait_until_moved(lambda: self._core.compact(tenant, name))
+            self._persistence.compact_history(tenant, name)
             return view
 
     def export(self, tenant: str, name: str) -> bytes:
-        with self._gathering.these(tenant, name):
-            told = self._thread.call(
+        with self._candidates.resident(tenant, name):
+            transcript = self._thread.call(
                 lambda: session_file.take_snapshot(self._core.find(tenant, name))
             )
-            return session_file.encode(told, self._core.engine.loaded.decoder.spec.fingerprint)
+            return session_file.encode(
+                transcript, self._core.engine.loaded.decoder.spec.fingerprint
+            )
 
     def import_(self, tenant: str, name: str, data: bytes) -> SessionInfo:
         limit = session_file.SessionFileLimit(session_file.IMPORT_BYTES, self._core.context)
-        told = self._core.recalling.read(data, limit=limit)
-        with self._gathering.these(tenant, name):
-            return self._thread.call(lambda: session_info(self._core.import_(tenant, name, told)))
+        transcript = self._core.restorer.decode(data, limit=limit)
+        with self._candidates.resident(tenant, name):
+            return self._thread.call(
+                lambda: session_info(self._core.import_(tenant, name, transcript))
+            )
 
     def remove(self, tenant: str, name: str, branches: bool = False) -> tuple[str, ...]:
-        core, own = self._core, [name]
+        core, to_load = self._core, [name]
         if branches and root_name(name) == name:
-            own += self._keeper.branches(tenant, name)
+            to_load += self._persistence.branches(tenant, name)
         elif root_name(name) == name:
-            own += self._gathering.family(tenant, name)
+            to_load += self._candidates.family(tenant, name)
 
         def removed() -> tuple[list[str], list[str], list[str], list[Future[None]]]:
-            away = [each for each in lost if not core.sessions.has(tenant, each)]
-            made = core.sessions.branches(tenant, name) + [each for each in away if each != name]
+            unloaded = [each for each in unreadable if not core.sessions.has(tenant, each)]
+            made = core.sessions.branches(tenant, name) + [
+                each for each in unloaded if each != name
+            ]
             wanted = [name, *(made if branches else ())]
-            if len(wanted) > 1 and not (name in away or core.sessions.has(tenant, name)):
-                wanted.remove(name)  # it has gone before them
-            gone = core.remove(tenant, *(each for each in wanted if each not in away))
+            if len(wanted) > 1 and not (name in unloaded or core.sessions.has(tenant, name)):
+                wanted.remove(name)  # the root is removed already, only branches are left
+            deletions = core.remove(tenant, *(each for each in wanted if each not in unloaded))
             self._removals.begin(tenant, wanted)
-            return wanted, [] if branches else made, away, gone
+            return wanted, [] if branches else made, unloaded, deletions
 
-        with core.awaited.these(tenant, name):
-            lost = self._gathering.guess(tenant, own)  # what cannot be read can be gone
-            wanted, staying, away, gone = self._thread.call(removed)
-        told = (self._keeper.discard(tenant, each) for each in wanted if each in away)
-        gone += [future for future in told if future is not None]
-        wait(gone)
+        with core.residency_locks.hold(tenant, name):
+            unreadable = self._candidates.restore_candidates(
+                tenant, to_load
+            )  # sessions that cannot be read can be removed
+            wanted, remaining, unloaded, deletions = self._thread.call(removed)
+        discarded = (self._persistence.discard(tenant, each) for each in wanted if each in unloaded)
+        deletions += [future for future in discarded if future is not None]
+        wait(deletions)
         self._removals.end(tenant, wanted)
-        for future in gone:
+        for future in deletions:
             future.result()
-        return tuple(staying)
+        return tuple(remaining)
 
     def kept(self, tenant: str, name: str) -> CachedPositions:
         def kept() -> CachedPositions:
-            sitting = self._core.find(tenant, name)
-            held = cached_positions(sitting)
-            return replace(held, texts=self._pieces.texts(sitting.ids)) if held.tokens else held
+            session = self._core.find(tenant, name)
+            positions = cached_positions(session)
+            return (
+                replace(positions, texts=self._token_texts.texts(session.ids))
+                if positions.tokens
+                else positions
+            )
 
-        with self._gathering.these(tenant, name):
+        with self._candidates.resident(tenant, name):
             return self._thread.call(kept)
 
     def stats(self) -> ServerStats:
         core = self._core
-        told = core.scheduler, core.ledger, core.purse, core.tiers, core.sessions
-        recalling = core.recalling
-        others = core.refused.told(), recalling.passed_over.told(), recalling.begun_again.told()
-        others = *others, core.unwritten
-        return self._thread.call(lambda: collect_stats(*told, *others))
+        return self._thread.call(
+            lambda: collect_stats(
+                scheduler=core.scheduler,
+                ledger=core.ledger,
+                reservations=core.reservations,
+                tiers=core.tiers,
+                sessions=core.sessions,
+                refused=core.refused.counts(),
+                passed_over=core.restorer.passed_over.counts(),
+                begun_again=core.restorer.restarted.counts(),
+                unwritten=core.unwritten,
+            )
+        )
 
     def is_healthy(self) -> bool:
         return self._thread.is_alive
@@ -223,67 +267,70 @@ class LocalEngineClient(EngineClient):
         self._thread.close()
 
     def limit(self, tier: Tier, count: int) -> int:
-        """Set a tier's budget while serving; bytes above it that go as soon as answers are done."""
+        """Set a tier's budget while serving; the bytes above it, freed once their answers are
+        complete."""
         return self._thread.call(lambda: self._core.tiers.lower(tier, count))
 
-    def _taken(self, request: Request, listener: Listener, asked: float) -> Ticket:
-        ticket = self._core.submit(request, listener, asked)
-        self._core.sessions.announce(request.tenant, request.steps)
+    def _submit_now(self, request: Request, listener: Listener, arrived: float) -> Ticket:
+        ticket = self._core.submit(request, listener, arrived)
+        self._core.sessions.set_workflow_steps(request.tenant, request.steps)
         return ticket
 
     def _wake(self) -> None:
         self._thread.wake()
 
-    def _recall(self, tenant: str, name: str) -> None:
-        """Have a session be in memory, if it is kept; a slow store holds nobody else up."""
-        while not self._is_settled(tenant, name):
+    def _load(self, tenant: str, name: str) -> None:
+        """Load a stored session into memory; a slow store does not block the model's thread."""
+        while not self._is_loaded(tenant, name):
             continue
 
-    def _is_settled(self, tenant: str, name: str) -> bool:
-        """As `_recall`; False where what was read may be what was removed meanwhile."""
+    def _is_loaded(self, tenant: str, name: str) -> bool:
+        """One attempt of `_recall`; False if the session may have been removed
+        while it was read."""
         core, removals = self._core, self._removals
-        ended, found = removals.ended, self._keeper.recall(tenant, name)
+        ended, found = removals.ended, self._persistence.load(tenant, name)
         if found is None:
             return True
-        told = core.recalling.read(found.data, "session")
+        transcript = core.restorer.decode(found.data, "session")
 
         def is_settled() -> bool:
             if removals.has(tenant, name):
                 return True
             if removals.ended != ended:
                 return False
-            core.recalling.take(tenant, name, found, told)
+            core.restorer.install(tenant, name, found, transcript)
             return True
 
         return self._thread.call(is_settled)
 
-    def _moved(self, move: Callable[[], Future[SessionState]]) -> SessionInfo:
-        """Wait until a session has moved, while others are answered."""
-        sitting = self._thread.call(move).result()
-        return self._thread.call(lambda: session_info(sitting))
+    def _wait_until_moved(self, move: Callable[[], Future[SessionState]]) -> SessionInfo:
+        """Wait until a session has moved, while other requests are answered."""
+        session = self._thread.call(move).result()
+        return self._thread.call(lambda: session_info(session))
 
-    def _pinned(self, tenant: str, name: str, is_pinned: bool) -> SessionInfo:
+    def _set_pinned(self, tenant: str, name: str, is_pinned: bool) -> SessionInfo:
         def pin() -> tuple[SessionState, bool, Future[None] | None]:
-            sitting = self._core.find(tenant, name)
-            before, sitting.is_pinned = sitting.is_pinned, is_pinned
-            written = self._keeper.pin(sitting)
-            self._core.news.track_write(sitting, written, lambda _: None)
-            return sitting, before, written
+            session = self._core.find(tenant, name)
+            before, session.is_pinned = session.is_pinned, is_pinned
+            written = self._persistence.pin(session)
+            self._core.completions.track_write(session, written, lambda _: None)
+            return session, before, written
 
         def undo() -> None:
-            sitting.is_pinned = before
+            session.is_pinned = before
 
-        with self._gathering.these(tenant, name):
-            sitting, before, written = self._thread.call(pin)
+        with self._candidates.resident(tenant, name):
+            session, before, written = self._thread.call(pin)
             if written is not None:
                 if written.exception() is not None:
                     self._thread.call(undo)
                 written.result()
-            return self._thread.call(lambda: session_info(sitting))
+            return self._thread.call(lambda: session_info(session))
 
 
 class PendingRemovals:
-    """Safe from threads."""
+    """Sessions whose removal is in progress, so that a concurrent read does not restore them.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -292,23 +339,23 @@ class PendingRemovals:
 
     @property
     def ended(self) -> int:
-        """How many have come to an end; if there are more than before something was read, a session
-        that was removed may have been read."""
+        """Number of completed removals; if it has grown during a read, the session read may have
+        been removed."""
         with self._lock:
             return self._ended
 
     def has(self, tenant: str, name: str) -> bool:
-        """Whether a session is being removed."""
+        """True if a session is being removed."""
         with self._lock:
             return self._under_way[tenant, name] > 0
 
     def begin(self, tenant: str, names: Iterable[str]) -> None:
-        """Sessions are out of memory, and about to leave where they are kept."""
+        """Note sessions that are out of memory and about to leave the store."""
         with self._lock:
             self._under_way.update((tenant, name) for name in names)
 
     def end(self, tenant: str, names: Iterable[str]) -> None:
-        """They have left, or could not."""
+        """Note that their removal has ended, successful or not."""
         with self._lock:
             self._under_way.subtract((tenant, name) for name in names)
             self._under_way = +self._under_way

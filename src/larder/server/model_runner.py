@@ -1,4 +1,4 @@
-"""The next token of many answers in one pass through the model."""
+"""Decode steps: the next token of every running answer in one batch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 STOP, LENGTH, CONTINUES = "stop", "length", ""
 
-# A reason why the answer ended, `CONTINUES` where it goes on, or what went wrong.
+# The finish reason, `CONTINUES` if the answer is not finished, or its error.
 Outcome = str | Exception
 
 
 class ModelRunner:
-    """Goes on with answers, each over its own cache.
+    """Runs decode steps over sequences with a cache each.
 
     Args:
         stops: token ids that end a turn.
@@ -27,104 +27,108 @@ class ModelRunner:
     def __init__(
         self,
         decoder: Decoder,
-        scribe: TokenizerAdapter,
+        tokenizer: TokenizerAdapter,
         stops: frozenset[int],
     ) -> None:
-        self._decoder, self._scribe, self._stops = decoder, scribe, stops
-        self._closing = scribe.end_of_turn_ids()
+        self._decoder, self._tokenizer, self._stops = decoder, tokenizer, stops
+        self._closing = tokenizer.end_of_turn_ids()
 
     def closing(self, job: RequestState) -> tuple[int, ...]:
-        """What ends an answer's turn; nothing behind a text that knows no turns."""
+        """Token ids that close an answer's turn; empty for a raw prompt, which has no turns."""
         return () if job.request.raw_prompt is not None else self._closing
 
     def step(
         self, jobs: Sequence[RequestState], failures: tuple[type[Exception], ...]
     ) -> Iterator[tuple[RequestState, Outcome]]:
-        """One token for each. If a pass fails, each answer is tried alone: one cannot stop others.
+        """Generate one token for each request. If the batch fails, each request is retried alone,
+        so one cannot stop others.
 
         Args:
-            failures: what may go wrong for one answer.
+            failures: errors that end one answer only.
         """
         plans = [_plans(job) for job in jobs]
         try:
             tokens = self._tokens(jobs, failures)
         except failures as error:
             for job, before in zip(jobs, plans, strict=True):
-                yield job, self._alone(job, before, len(jobs), error, failures)
+                yield job, self._retry_alone(job, before, len(jobs), error, failures)
             return
         for job, token, before in zip(jobs, tokens, plans, strict=True):
-            yield job, self._told(job, token, before, failures)
+            yield job, self._outcome(job, token, before, failures)
 
-    def _alone(
+    def _retry_alone(
         self,
         job: RequestState,
         plans: int,
-        beside: int,
+        batch_size: int,
         error: Exception,
         failures: tuple[type[Exception], ...],
     ) -> Outcome:
-        if beside == 1:
+        if batch_size == 1:
             return _mark_unrecoverable(job, plans, error)
         try:
-            if _plans(job) != plans:  # entries are gone that the failed pass has judged
-                job.manner.restart_prefill(job)
+            if _plans(job) != plans:  # the failed step has evicted entries
+                job.backend.restart_prefill(job)
                 return CONTINUES
             [token] = self._tokens([job], failures)
-        except failures as own:
-            return _mark_unrecoverable(job, plans, own)
-        return self._told(job, token, plans, failures)
+        except failures as row_logits:
+            return _mark_unrecoverable(job, plans, row_logits)
+        return self._outcome(job, token, plans, failures)
 
     def _tokens(
         self, jobs: Sequence[RequestState], failures: tuple[type[Exception], ...]
     ) -> list[int | Exception]:
-        """What is said next, one token each, or why none could be chosen: the pass was made."""
-        rows = [self._row(job) for job in jobs]
+        """The next token of each request, or the error of its sampling; the
+        forward pass was made."""
+        rows = [self._segment(job) for job in jobs]
         observer = _observer(jobs, rows)
         ends = [stop - 1 for stop in accumulate(len(row.ids) for row in rows)]
         logits = self._decoder.forward_logits(rows, Mode.APPEND, ends, observer)
         tokens = list[int | Exception]()
-        for job, own in zip(jobs, logits, strict=True):
-            assert job.source is not None
+        for job, row_logits in zip(jobs, logits, strict=True):
+            assert job.generator is not None
             try:
-                tokens.append(job.request.sampling.sample(own, job.source))
+                tokens.append(job.request.sampling.sample(row_logits, job.generator))
             except failures as error:
                 tokens.append(error)
         return tokens
 
-    def _row(self, job: RequestState) -> BatchSegment:
-        coming = AppendKind.STEP if job.ids else AppendKind.QUESTION
-        return BatchSegment(job.cache, job.unread, coming=AppendKind.TEXT if job.ended else coming)
+    def _segment(self, job: RequestState) -> BatchSegment:
+        coming = AppendKind.STEP if job.output_ids else AppendKind.QUESTION
+        return BatchSegment(
+            job.cache, job.step_ids, coming=AppendKind.TEXT if job.finish_reason else coming
+        )
 
-    def _told(
+    def _outcome(
         self,
         job: RequestState,
         token: int | Exception,
         plans: int,
         failures: tuple[type[Exception], ...],
     ) -> Outcome:
-        """What comes of a token: the answer goes on, or ends at once or after one more pass."""
+        """Outcome of a token: the answer continues, ends now, or ends after a closing pass."""
         if isinstance(token, Exception):
             return _mark_unrecoverable(job, plans, token)
         try:
-            job.manner.note(job, plans)
-            if job.ended:
-                return job.ended
-            reason = self._heard(job, token)
+            job.backend.on_step(job, plans)
+            if job.finish_reason:
+                return job.finish_reason
+            reason = self._append(job, token)
         except failures as error:
             return error
-        if reason and job.manner.needs_closing_pass(job, reason, self.closing(job)):
+        if reason and job.backend.needs_closing_pass(job, reason, self.closing(job)):
             return CONTINUES
         return reason
 
-    def _heard(self, job: RequestState, token: int) -> str:
-        """Tell the listener of a token; why the answer ends with it, if it does."""
+    def _append(self, job: RequestState, token: int) -> str:
+        """Append a token and stream its text; the finish reason, if the answer ends with it."""
         assert job.stream is not None
         if token in self._stops:
             return STOP
-        job.ids.append(token)
+        job.output_ids.append(token)
         if not job.stream.push(token):
             return STOP
-        return LENGTH if len(job.ids) >= job.new_tokens else CONTINUES
+        return LENGTH if len(job.output_ids) >= job.new_tokens else CONTINUES
 
 
 def _plans(job: RequestState) -> int:
@@ -132,27 +136,31 @@ def _plans(job: RequestState) -> int:
 
 
 def _mark_unrecoverable(job: RequestState, plans: int, error: Exception) -> Exception:
-    """The error; a cache that was changed for good halfway cannot be taken back."""
+    """Mark a cache that a failed step has changed irreversibly; the error."""
     if _plans(job) != plans:
-        job.sitting.settled_tokens = len(job.sitting.read) + 1
+        job.session.settled_tokens = len(job.session.cached_ids) + 1
     return error
 
 
 def _observer(jobs: Sequence[RequestState], rows: Sequence[BatchSegment]) -> Observer | None:
-    """Has each cache be tended by its own policy's part that acts while text is generated."""
-    watching: dict[int, Observer] = {}
+    """Observer that lets each cache's policy act on its own row while text is generated."""
+    observers: dict[int, Observer] = {}
     for number, (job, row) in enumerate(zip(jobs, rows, strict=True)):
         if job.active_turn is None:
             continue
-        turn, said = job.active_turn.reader, len(job.ids)
-        own = turn.last_observer(row, said) if job.ended else turn.observer([0], [row], [said])
-        if own is not None:
-            watching[number] = own
-    if not watching:
+        turn, generated = job.active_turn.reader, len(job.output_ids)
+        row_logits = (
+            turn.last_observer(row, generated)
+            if job.finish_reason
+            else turn.observer([0], [row], [generated])
+        )
+        if row_logits is not None:
+            observers[number] = row_logits
+    if not observers:
         return None
 
     def observe(row: int, layer: int, recorded: LayerActivations) -> None:
-        if row in watching:
-            watching[row](0, layer, recorded)
+        if row in observers:
+            observers[row](0, layer, recorded)
 
     return observe

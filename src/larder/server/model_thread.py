@@ -1,4 +1,4 @@
-"""The one thread that owns the model: others hand it what is to be done between two steps."""
+"""Thread that owns the model, and the queue of completions that it processes between two steps."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ T = TypeVar("T")
 
 
 class ModelThread:
-    """Runs steps while there is anything to do, and calls in between. Safe from any thread.
+    """Thread that runs steps while there is work, and calls in between. Safe from any thread.
 
     Args:
-        step: one step; False where there was nothing to do.
-        end: called once, last of all, when the thread stops for whatever reason.
+        step: one step; False if there was nothing to do.
+        end: called once when the thread stops, for whatever reason.
     """
 
     def __init__(self, step: Callable[[], bool], end: Callable[[], None]) -> None:
         self._step, self._end = step, end
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._changed = threading.Condition()
-        self._has_news, self._is_closing = False, False
+        self._is_woken, self._is_closing = False, False
         self._thread = threading.Thread(target=self._run, name="larder model", daemon=True)
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
-        """Whether it takes calls."""
+        """True if calls are accepted."""
         return self._thread.is_alive() and not self._is_closing
 
     def call(self, function: Callable[[], T]) -> T:
-        """Have the model's thread do something between two steps, and wait for it.
+        """Run a function on the model's thread between two steps, and wait for its result.
 
         Raises:
-            Refusal: the thread stops or has stopped.
+            ApiError: 503 `stopping`.
         """
         if threading.current_thread() is self._thread:
             return function()
@@ -53,13 +53,13 @@ class ModelThread:
         return future.result()
 
     def wake(self) -> None:
-        """Something has changed that a step would look at."""
+        """Request a step: something has changed."""
         with self._changed:
-            self._has_news = True
+            self._is_woken = True
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop after the step that is going on, and wait until it has."""
+        """Stop after the current step, and wait for the thread."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
@@ -71,9 +71,9 @@ class ModelThread:
         try:
             while not self._is_closing:
                 with self._changed:
-                    while not (is_working or self._calls or self._has_news or self._is_closing):
+                    while not (is_working or self._calls or self._is_woken or self._is_closing):
                         self._changed.wait()
-                    self._has_news = False
+                    self._is_woken = False
                     calls = list(self._calls)
                     self._calls.clear()
                 for future, function in calls:
@@ -95,7 +95,7 @@ class ModelThread:
 
 
 def _answer(future: Future[T], function: Callable[[], T]) -> None:
-    """Whoever asked gets what comes of it, errors included."""
+    """Set the future to the function's result or error."""
     try:
         result = function()
     except BaseException as error:
@@ -105,12 +105,12 @@ def _answer(future: Future[T], function: Callable[[], T]) -> None:
 
 
 class CompletionQueue:
-    """For the model's thread; only what it waits for comes from others.
+    """Callbacks of futures of other threads, run on the model's thread.
 
-    `in_flight` counts what was not heard yet.
+    `in_flight` counts callbacks that have not run yet.
 
     Args:
-        wake: told, from any thread, that there are some.
+        wake: called, from any thread, when one is ready.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -118,31 +118,32 @@ class CompletionQueue:
         self._arrived: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.in_flight = 0
 
-    def hear(self, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
-        """Have something done on the model's thread once another thread is done."""
+    def when_done(self, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
+        """Run `then` on the model's thread once the future is done."""
         self.in_flight += 1
         future.add_done_callback(lambda done: self._arrive(lambda: then(done)))
 
     def track_write(
         self,
-        sitting: SessionState,
+        session: SessionState,
         future: Future[Any] | None,
         then: Callable[[Future[Any] | None], None],
     ) -> None:
-        """As `hear`, for what a session owes the store until then; at once without one."""
+        """`when_done` for a write of a session, counted in `pending_writes`; without a future
+        `then` runs at once."""
         if future is None:
             then(None)
             return
-        sitting.pending_writes += 1
+        session.pending_writes += 1
 
-        def heard(done: Future[Any]) -> None:
-            sitting.pending_writes -= 1
+        def on_written(done: Future[Any]) -> None:
+            session.pending_writes -= 1
             then(done)
 
-        self.hear(future, heard)
+        self.when_done(future, on_written)
 
-    def tell(self) -> bool:
-        """Do what has become possible; whether there was anything."""
+    def run_ready(self) -> bool:
+        """Run callbacks that are ready; true if there were any."""
         was_any = False
         while True:
             try:
@@ -154,7 +155,7 @@ class CompletionQueue:
             act()
 
     def drain(self) -> None:
-        """Wait for everything that is on its way, and do what follows."""
+        """Wait for all futures, and run their callbacks."""
         while self.in_flight:
             act = self._arrived.get()
             self.in_flight -= 1

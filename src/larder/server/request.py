@@ -1,4 +1,4 @@
-"""What a client asks of the server, and what it is told: frozen values, without HTTP."""
+"""Requests, reports and errors of the server: frozen values, independent of HTTP."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from larder.engine.sampler import SamplingParams
 
 @dataclass(frozen=True)
 class ChatMessage:
-    """One message.
+    """A message of a conversation.
 
     Args:
-        role: `system`, `user`, `assistant`, or any other that the model's template knows.
+        role: `system`, `user`, `assistant`, or any other that the model's chat template supports.
     """
 
     role: str
@@ -25,20 +25,21 @@ class ChatMessage:
 
 @dataclass(frozen=True)
 class Request:
-    """A text to continue.
+    """A request to generate text.
 
     Args:
-        tenant: whose it is; sessions of others do not exist for it.
-        turns: the whole conversation so far; with `follows`, only what is new. Empty where
-            `raw_prompt` is given.
-        session: the name that the client gave its conversation, if any. A hint: what is reused is
-            decided by comparing messages and tokens.
+        tenant: owner; sessions of other tenants are invisible to it.
+        turns: messages of the whole conversation; with `follows`, only the new ones. Empty with
+            `raw_prompt`.
+        session: name that the client gave its conversation. A hint: reuse is decided by comparing
+            messages and tokens.
         stop: strings that end the answer.
-        exact: answer from a cache that holds everything, or not at all.
-        follows: the session whose newest state is continued by `turns`.
-        raw_prompt: a text without a chat template, to be continued as it is.
-        routing_tag: a word that the name of a session holds which has none of the client's.
-        steps: of a workflow until a session is asked again, by its name; by "" that of the request.
+        exact: answer from a lossless cache only.
+        follows: name of a session whose newest state `turns` continues.
+        raw_prompt: text to continue without a chat template.
+        routing_tag: part of a generated session name.
+        steps: workflow steps until each session is used again, by session name; "" means this
+            request's session.
     """
 
     tenant: str
@@ -55,31 +56,32 @@ class Request:
 
     @property
     def is_nameless(self) -> bool:
-        """Whether what was said alone tells which session it belongs to."""
+        """True if only the messages identify the session."""
         return not (self.session or self.follows or self.raw_prompt is not None)
 
 
 @dataclass(frozen=True)
 class Report:
-    """What an answer took.
+    """Measurements of one answer.
 
     Args:
-        session: the one that holds the turn; a new one where the text diverged from the one named.
-        prompt_tokens: of the whole text in front of the answer.
-        cached_tokens: those of them that were not read for this answer.
-        restored_tokens: those of the cached ones whose cache came back from a slower tier.
-        recomputed_tokens: read again although they had been read before.
-        new_tokens: that were generated.
-        evicted_tokens: entries that a policy has dropped, per kv head on average, so far.
-        merged_tokens: the same of those that went into others.
-        lossless: whether the cache held everything that was read.
-        tier: where the cache was when the request came: `none`, `device`, `host` or `disk`.
+        session: the session that holds the turn; a new one if the messages diverged from the named
+            session.
+        prompt_tokens: tokens before the answer.
+        cached_tokens: those that did not have to be computed.
+        restored_tokens: cached tokens that came from a slower tier.
+        recomputed_tokens: computed again although they had been computed before.
+        new_tokens: generated tokens.
+        evicted_tokens: entries evicted by the policy so far, per kv head on average.
+        merged_tokens: entries merged into others so far, per kv head on average.
+        lossless: true if the cache holds everything that was read.
+        tier: tier of the cache when the request was admitted: `none`, `device`, `host` or `disk`.
         reason: `stop`, `length` or `cancelled`.
-        wait_seconds: from the request to its first pass.
-        first_seconds: from the request to the first token.
-        seconds: from the request to the end.
-        durable: whether the store has the turn; None where the end of an answer does not wait for
-            that, or there is no store.
+        wait_seconds: from arrival to admission.
+        first_seconds: from arrival to the first token.
+        seconds: from arrival to the end.
+        durable: true if the store has the turn; None if the end of an answer does not wait for it,
+            or without a store.
     """
 
     session: str
@@ -101,45 +103,45 @@ class Report:
 
 @runtime_checkable
 class Listener(Protocol):
-    """Who hears an answer. Called from the model's thread: it must neither block nor raise.
+    """Receiver of an answer. Called from the model's thread: must neither block nor raise.
 
-    After `on_done` or `on_error` nothing more comes; one of the two always comes.
+    Exactly one of `on_done` and `on_error` is called, and nothing after it.
     """
 
     def on_text(self, text: str) -> None:
-        """The next piece."""
+        """Receive the next text delta."""
         ...
 
     def on_done(self, report: Report) -> None:
-        """The answer is complete, and its turn is kept as the report says."""
+        """The answer is complete; `report` says whether its turn is durable."""
         ...
 
     def on_error(self, error: Exception) -> None:
-        """There is no answer; the session is as it was before."""
+        """The request failed; the session is as it was before."""
         ...
 
 
 class Ticket(ABC):
-    """A request on its way."""
+    """Handle of a submitted request."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """Nobody waits any more: within a step its memory is freed, and the session as before.
+        """Cancel the request: within a step its memory is freed, and the session is as it was
+        before.
 
-        The listener is told `on_done` with reason `cancelled`. Safe from any thread, and harmless
+        The listener receives `on_done` with reason `cancelled`. Safe from any thread; no effect
         once the answer is complete.
         """
 
 
 class ApiError(LarderError):
-    """A request that is not served.
+    """Error of a request, with its HTTP status.
 
     Args:
-        status: of HTTP. 4xx where trying again unchanged is of no use; 409, 429 and 503 where it
-            is.
-        code: in one word, for programs.
-        param: the field of the request that is to blame.
-        retry_after: seconds until trying again makes sense; None where it never does.
+        status: HTTP status; 409, 429 and 503 may succeed unchanged if retried, other 4xx never do.
+        code: machine-readable reason, one word.
+        param: request field at fault.
+        retry_after: seconds until a retry is useful; None if it never is.
     """
 
     def __init__(
@@ -156,12 +158,13 @@ class ApiError(LarderError):
 
 
 class SessionUnreadableError(ApiError):
-    """What the store has of a session is damaged: only who sends its text can go on with it."""
+    """503 `session_unreadable`: the stored transcript is damaged; the whole conversation is needed
+    to continue."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"Session {name!r} cannot be read back, for what the store has of it is damaged: send "
-            "the whole conversation, and it goes on from that, or delete the session.",
+            f"Session {name!r} cannot be loaded, its stored transcript is damaged: send the whole "
+            "conversation to continue from it, or delete the session.",
             503,
             "session_unreadable",
         )

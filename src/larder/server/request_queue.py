@@ -1,4 +1,4 @@
-"""Requests that have no memory yet, in a queue per tenant."""
+"""Queues of requests that wait for memory, one per tenant."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from larder.server.request_state import RequestState
 
 
 class RequestQueue:
-    """Nobody's flood keeps others out: a tenant has no more places than it leaves free.
-
-    For the model's thread.
+    """Bounded request queue, fair between tenants: a tenant may occupy at most as many places as
+    are free. For the model's thread.
 
     Args:
-        most: requests that wait, of all tenants together.
+        most: maximum number of waiting requests of all tenants.
     """
 
     def __init__(self, most: int) -> None:
@@ -30,11 +29,15 @@ class RequestQueue:
 
     @property
     def tenants(self) -> list[str]:
-        """Who waits, the one that came first in front."""
+        """Tenants with waiting requests, in order of arrival."""
         return list(self._jobs)
 
     def check(self, tenant: str) -> None:
-        """Raises: Refusal: there is no place for one more request."""
+        """Raise if a request of this tenant cannot be queued.
+
+        Raises:
+            ApiError: 503 `overloaded`, or 429 `too_many_requests`.
+        """
         count, own = len(self), len(self._jobs.get(tenant, ()))
         if count >= self._most:
             raise overloaded(count)
@@ -42,16 +45,16 @@ class RequestQueue:
             raise too_many_requests(own)
 
     def add(self, job: RequestState) -> None:
-        """Take a request in, behind those of its tenant."""
-        self._jobs.setdefault(job.sitting.tenant, deque()).append(job)
+        """Append a request to its tenant's queue."""
+        self._jobs.setdefault(job.session.tenant, deque()).append(job)
 
     def first(self, tenant: str) -> RequestState:
-        """Whose turn it is of those who wait."""
+        """The next request of a tenant."""
         return self._jobs[tenant][0]
 
     def remove(self, job: RequestState) -> None:
-        """It waits no more."""
-        tenant = job.sitting.tenant
+        """Remove a request from its queue."""
+        tenant = job.session.tenant
         self._jobs[tenant].remove(job)
         if not self._jobs[tenant]:
             del self._jobs[tenant]

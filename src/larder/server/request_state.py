@@ -1,4 +1,4 @@
-"""A request on its way: what it has still to read, and what it has said."""
+"""State of one request from submission to its last token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from larder.store.ledger import Reservation
 
 @dataclass
 class RequestTimes:
-    """Seconds of one clock; None for what has not been yet."""
+    """Times in seconds of one clock; None for events that have not happened."""
 
     asked: float
     started: float | None = None
@@ -37,7 +37,7 @@ class RequestTimes:
 
 @dataclass
 class PromptTokenCounts:
-    """Tokens of the prompt by where they came from."""
+    """Prompt tokens by source: cached, restored from a slower tier, recomputed."""
 
     cached: int = 0
     restored: int = 0
@@ -47,78 +47,80 @@ class PromptTokenCounts:
 
 @dataclass(frozen=True)
 class CacheLoad:
-    """A cache on its way from the store.
+    """A cache that is being loaded from the store.
 
     Args:
-        source: whose it is: the session's own, or that of one whose text begins alike.
-        usable: how many of its tokens the text begins with.
-        room: host memory that it needs on its way.
+        source: the session it belongs to: the request's own, or one with a common prefix.
+        usable_tokens: length of the prefix that the request can use.
+        reservation: host memory for the load.
     """
 
     source: SessionState
-    kept: SavedCache
-    usable: int
-    room: Reservation
+    saved_cache: SavedCache
+    usable_tokens: int
+    reservation: Reservation
     future: Future[LoadedCaches]
 
 
 @dataclass(eq=False)
 class RequestState(Ticket):
-    """One answer in the making. All but `cancel` is for the model's thread.
+    """State of one request. All but `cancel` is for the model's thread.
 
     Args:
-        said: the finished exchanges that the text begins with.
-        turns: the messages behind them.
-        wanted: every token in front of the answer.
-        new_tokens: the most that are generated.
-        wake: tells the model's thread that something has changed.
-        manner: how its session is held.
-        mark: tokens that the cache had read before.
-        pieces: what must be read before the last token of the prompt, block by block.
-        fetch: what must arrive before that.
-        was_new: whether the session was made for it.
-        course: reads what must be read before the answer, a block at a time, where the session is
-            held as a chat; `ahead` are the blocks that it has left, roughly, and `seconds` is what
-            it took so far.
-        active_turn: the cache of a chat that answers.
-        new_ids: the part of the text that such a request adds to the caches of its session.
-        asked: the end of the prompt, which the first pass of the answer reads.
-        ended: why the answer has ended, where `tail`, the end of the turn, is yet to be read.
-        completed_turn: the turn as it is to be kept, where the end of it was read apart; else the
-            pass that reads its last token finishes it.
-        turn_commit: the chat behind the turn.
-        passed_blocks: blocks that others of its tenant have got since it had one.
+        past_turns: completed turns that the prompt begins with.
+        new_messages: messages after them.
+        prompt_ids: all tokens before the answer.
+        new_tokens: maximum number of generated tokens.
+        wake: requests a step of the model's thread.
+        backend: how the session holds its caches.
+        cached_len: tokens in the cache before this request.
+        prefill_blocks: blocks to prefill before the last prompt token; `next_block` is the index of
+            the next one.
+        prefill_steps: for chat sessions instead, a generator that prefills one block per step;
+            `estimated_blocks` is an estimate of those left, `prefill_seconds` the time spent so
+            far.
+        load: cache load that must finish before the prefill.
+        was_new: the session was created for this request.
+        active_turn: the chat cache that answers.
+        new_ids: the part of the prompt that a chat session's caches lack.
+        prompt_tail: end of the prompt, read by the first decode step.
+        finish_reason: set once the answer has ended while `closing_ids`, the end of the turn, is
+            yet to be read.
+        completed_turn: the turn to store, if its end was read in separate steps; else the last
+            decode step completes it.
+        turn_commit: the chat state after the turn.
+        passed_blocks: blocks given to other requests of the tenant since this one had one.
         durable: as in `Report`.
     """
 
     request: Request
     listener: Listener
-    sitting: SessionState
-    said: tuple[CompletedTurn, ...]
-    turns: tuple[ChatMessage, ...]
-    wanted: tuple[int, ...]
+    session: SessionState
+    past_turns: tuple[CompletedTurn, ...]
+    new_messages: tuple[ChatMessage, ...]
+    prompt_ids: tuple[int, ...]
     new_tokens: int
     times: RequestTimes
     wake: Callable[[], None]
-    manner: SessionBackend
+    backend: SessionBackend
     counts: PromptTokenCounts = field(default_factory=PromptTokenCounts)
-    mark: int = 0
-    pieces: list[tuple[int, ...]] = field(default_factory=list)
-    place: int = 0
-    course: Generator[object, None, None] | None = None
-    ahead: int = 0
-    seconds: float = 0.0
+    cached_len: int = 0
+    prefill_blocks: list[tuple[int, ...]] = field(default_factory=list)
+    next_block: int = 0
+    prefill_steps: Generator[object, None, None] | None = None
+    estimated_blocks: int = 0
+    prefill_seconds: float = 0.0
     active_turn: ActiveTurn | None = None
     new_ids: tuple[int, ...] = ()
-    asked: tuple[int, ...] = ()
-    ended: str = ""
-    tail: tuple[int, ...] = ()
+    prompt_tail: tuple[int, ...] = ()
+    finish_reason: str = ""
+    closing_ids: tuple[int, ...] = ()
     completed_turn: CompletedTurn | None = None
     turn_commit: TurnCommit | None = None
     stream: IncrementalDetokenizer | None = None
-    source: torch.Generator | None = None
-    ids: list[int] = field(default_factory=list)
-    fetch: CacheLoad | None = None
+    generator: torch.Generator | None = None
+    output_ids: list[int] = field(default_factory=list)
+    load: CacheLoad | None = None
     was_new: bool = False
     passed_blocks: int = 0
     durable: bool | None = None
@@ -130,78 +132,97 @@ class RequestState(Ticket):
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether only the end of the prompt is left to be read, by the pass that answers."""
-        return self.fetch is None and self.course is None and self.place == len(self.pieces)
+        """True if only the end of the prompt is left, which the first decode step reads."""
+        return (
+            self.load is None
+            and self.prefill_steps is None
+            and self.next_block == len(self.prefill_blocks)
+        )
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is left to be read, not even by a pass that answers."""
+        """True if the turn is complete and nothing is left to read."""
         return self.completed_turn is not None and self.is_prefilled
 
     @property
-    def left(self) -> int:
-        """Blocks to be read before that."""
-        return max(1, self.ahead) if self.course is not None else len(self.pieces) - self.place
+    def remaining_blocks(self) -> int:
+        """Blocks left to prefill."""
+        return (
+            max(1, self.estimated_blocks)
+            if self.prefill_steps is not None
+            else len(self.prefill_blocks) - self.next_block
+        )
 
     @property
     def cache(self) -> SequenceCache:
-        """What answers."""
-        cache = self.sitting.cache if self.active_turn is None else self.active_turn.cache
+        """The cache that answers."""
+        cache = self.session.cache if self.active_turn is None else self.active_turn.cache
         assert cache is not None
         return cache
 
     @property
     def reads_prompt_tail(self) -> bool:
-        """Whether the next pass reads the end of a prompt that may be as long as a block."""
-        return not self.ids and len(self.unread) > 1
+        """True if the next decode step reads a prompt tail, which may be as long as a block."""
+        return not self.output_ids and len(self.step_ids) > 1
 
     @property
-    def unread(self) -> tuple[int, ...]:
-        """What the next pass reads: what was said last by anybody."""
-        if self.ended:
-            return self.tail
-        return (self.ids[-1],) if self.ids else self.asked or (self.wanted[-1],)
+    def step_ids(self) -> tuple[int, ...]:
+        """Input tokens of the next decode step."""
+        if self.finish_reason:
+            return self.closing_ids
+        return (
+            (self.output_ids[-1],)
+            if self.output_ids
+            else self.prompt_tail or (self.prompt_ids[-1],)
+        )
 
     @property
-    def steps(self) -> float:
-        """Of a workflow until the session is asked again, as the request says."""
-        said = self.request.steps
-        return float(said.get("", said.get(self.sitting.name, math.inf)))
+    def workflow_steps(self) -> float:
+        """Workflow steps until the session is used again, as the request announced."""
+        announced = self.request.steps
+        return float(announced.get("", announced.get(self.session.name, math.inf)))
 
     @property
     def prompt(self) -> array:
-        """The part of the text that this request has added."""
-        before = sum(each.tokens for each in self.said)
-        return array(TOKEN_TYPECODE, self.wanted[before:])
+        """Prompt tokens that this request adds to the transcript."""
+        before = sum(each.tokens for each in self.past_turns)
+        return array(TOKEN_TYPECODE, self.prompt_ids[before:])
 
-    def exchange(self, closing: Sequence[int], unread: int, reason: str) -> CompletedTurn:
-        """It as a finished exchange.
+    def complete_turn(self, closing: Sequence[int], unread: int, reason: str) -> CompletedTurn:
+        """The completed turn.
 
         Args:
-            closing: what ends the answer's turn.
-            unread: as in `CompletedTurn`.
+            closing: tokens that end the answer's turn.
+            unread: as `CompletedTurn.unread_tokens`.
         """
         assert self.stream is not None
-        answer = array(TOKEN_TYPECODE, [*self.ids, *closing])
-        told = self.turns, self.prompt, self.stream.text.strip(), answer, unread
-        return CompletedTurn(*told, GenerationParams.of(self.request), reason)
+        answer = array(TOKEN_TYPECODE, [*self.output_ids, *closing])
+        return CompletedTurn(
+            messages=self.new_messages,
+            prompt_ids=self.prompt,
+            text=self.stream.text.strip(),
+            answer_ids=answer,
+            unread_tokens=unread,
+            params=GenerationParams.of(self.request),
+            reason=reason,
+        )
 
     def report(self, reason: str, now: float) -> Report:
-        """What it took."""
-        sitting, held = self.sitting, self.sitting.held
-        per_head = held.entries // max(1, sitting.rule.heads)
-        gone = max(0, held.read - per_head) if sitting.rule.is_limited else 0
-        merges, times = sitting.rule.merges, self.times
+        """Measurements of the request."""
+        session, occupancy = self.session, self.session.occupancy
+        per_head = occupancy.entries // max(1, session.rule.heads)
+        lost_entries = max(0, occupancy.read - per_head) if session.rule.is_limited else 0
+        merges, times = session.rule.merges, self.times
         return Report(
-            session=sitting.name,
-            prompt_tokens=len(self.wanted),
+            session=session.name,
+            prompt_tokens=len(self.prompt_ids),
             cached_tokens=self.counts.cached,
             restored_tokens=self.counts.restored,
             recomputed_tokens=self.counts.recomputed,
-            new_tokens=len(self.ids),
-            evicted_tokens=0 if merges else gone,
-            merged_tokens=gone if merges else 0,
-            lossless=sitting.is_lossless,
+            new_tokens=len(self.output_ids),
+            evicted_tokens=0 if merges else lost_entries,
+            merged_tokens=lost_entries if merges else 0,
+            lossless=session.is_lossless,
             tier=self.counts.tier,
             reason=reason,
             wait_seconds=(now if times.started is None else times.started) - times.asked,

@@ -1,9 +1,9 @@
-"""How a policy works on a server, and what a turn under it may take.
+"""Policy of a served session with its sizes, and the memory bounds of a turn under it.
 
-Where nothing is ever dropped, each conversation has one cache that grows by what it has not read
-yet (`larder.server.session_backend.prefix`). Policies with a budget, and those that keep episodes,
-are followed turn by turn as `larder chat` follows them (`larder.server.session_backend.chat`): no
-more than the budget between two turns, and no more than budget + block while one runs.
+Without eviction each session has one cache, extended by the tokens that it lacks
+(`larder.server.session_backend.prefix`). Policies with a budget or with episodes run turn by turn,
+as `larder chat` runs them (`larder.server.session_backend.chat`): at most the budget between two
+turns, and at most budget + block during one.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from larder.session.prefill import (
 )
 
 FULL_POLICY = "full"
-TRANSIENT_LAYERS = 2  # held for a moment while one is laid out anew: its old storage, and a copy
+TRANSIENT_LAYERS = 2  # held for a moment during a reallocation: old storage and copy
 
 
 @dataclass(frozen=True)
 class CacheOccupancy:
-    """What a cache holds.
+    """Entries and length of a cache.
 
     Args:
         entries: over all managed layers and heads.
-        read: tokens that it has truly read.
+        read: tokens that the cache has read.
     """
 
     entries: int = 0
@@ -67,8 +67,8 @@ class ServingPolicy:
     """A policy with its sizes filled in, over a loaded model.
 
     Raises:
-        UsageError: the policy is not one that a server can follow.
-        BudgetError: its budget cannot hold what it always keeps.
+        UsageError: the policy cannot be served.
+        BudgetError: the budget is smaller than what the policy always keeps.
     """
 
     desk: ModelRuntime
@@ -77,13 +77,14 @@ class ServingPolicy:
     def __post_init__(self) -> None:
         policy, is_single = self.policy, isinstance(self.policy.session, Single)
         require_prompts(
-            self._prompts, policy.scorer.wanted() - (frozenset() if is_single else {"episode"})
+            self._prompts,
+            policy.scorer.required_prompts() - (frozenset() if is_single else {"episode"}),
         )
-        if self.is_limited:  # what is too small for the policy is refused now, not when asked
+        if self.is_limited:  # reject a budget that is too small now, not at the first request
             check_recent_fits(policy, self.tokens)
             self.reader(0)
         if self.is_chat:
-            self.empty()
+            self.empty_cache()
             warm_up(self.desk, policy)
 
     @staticmethod
@@ -91,18 +92,19 @@ class ServingPolicy:
         """The engine's policy, under its budget.
 
         Raises:
-            UsageError: as above; or the budget is a share of a context that is not there.
+            UsageError: the policy cannot be served; or its budget is a fraction of a context that
+                does not exist.
         """
         tokens = resolve_budget_without_context(
             engine.policy, engine.sizes.budget, engine.loaded.decoder.spec
         )
         policy = engine.policy.with_sizes(tokens, engine.sizes.block)
-        if isinstance(policy.schedule, Episodic):  # its caches equal those read one by one
+        if isinstance(policy.schedule, Episodic):  # the result equals that of reading one by one
             policy = replace(policy, schedule=replace(policy.schedule, together=1))
         return ServingPolicy(engine.runtime, policy)
 
     def exact(self) -> ServingPolicy:
-        """The same model, with everything kept."""
+        """The lossless policy of the same model."""
         policy = Policy.parse(FULL_POLICY)
         return ServingPolicy(self.desk, policy.with_sizes(budget_tokens(policy), None))
 
@@ -118,71 +120,73 @@ class ServingPolicy:
     def budget_tokens(self) -> int | None:
         """Entries per kv head of one cache between two turns, slots for recalled pages included;
         None without a limit."""
-        beside = recall_budget_tokens(self.policy) + self.policy.lag
-        return self.tokens + beside if self.is_limited else None
+        extra = recall_budget_tokens(self.policy) + self.policy.lag
+        return self.tokens + extra if self.is_limited else None
 
     @property
     def is_limited(self) -> bool:
-        """Whether anything is ever dropped."""
+        """True if entries may be evicted."""
         return budget_tokens(self.policy) != WITHOUT_LIMIT
 
     @cached_property
     def is_chat(self) -> bool:
-        """Whether sessions are held as `larder chat` holds them."""
+        """True if sessions use the chat backend."""
         return self.is_limited or not isinstance(self.policy.session, Single)
 
     @cached_property
     def block(self) -> int:
-        """M_block: the most tokens that one step reads."""
+        """M_block: maximum number of tokens in one step."""
         return block_tokens(self.policy)
 
     @cached_property
     def can_truncate(self) -> bool:
-        """Whether the end of a text can be forgotten at any time: no layer slides a window."""
+        """True if a cache can be truncated at any time: no layer has a sliding window."""
         spec = self.desk.decoder.spec
         return len(spec.managed) == len(spec.layers)
 
-    def empty(self) -> SequenceCache:
-        """A cache that has read nothing."""
+    def empty_cache(self) -> SequenceCache:
+        """A new cache."""
         return empty_cache(self.policy, self.desk.decoder.spec)
 
     def reader(self, length: int) -> PrefillReader:
-        """What reads a text that will be `length` tokens long."""
+        """Prefill reader for a text of `length` tokens."""
         return prefill_reader(self.desk, self.policy, max(length, self.tokens), PeakMemoryMeter())
 
     @property
     def evicts_while_decoding(self) -> bool:
-        """Whether entries go while text is generated."""
+        """True if entries may be evicted while text is generated."""
         return self.policy.timing.excess() is not None
 
     def lossless_turn_demand(
-        self, held: CacheOccupancy, length: int, new_tokens: int
+        self, before: CacheOccupancy, length: int, new_tokens: int
     ) -> MemoryDemand:
-        """The most that a turn can bring a cache to that keeps everything.
+        """Upper bound of the memory of a turn over a lossless cache.
 
         Args:
-            held: what it holds before.
-            length: of the whole text once the prompt is read.
+            held: occupancy before the turn.
+            length: tokens of the whole text once the prompt is read.
             new_tokens: the longest answer.
         """
-        return self.bytes_of(max(held.read, length) + new_tokens, length, new_tokens)
+        return self.cache_demand(max(before.read, length) + new_tokens, length, new_tokens)
 
     def is_lossless(self, cache: SequenceCache) -> bool:
-        """Whether the cache holds all that it has read, as it was read."""
+        """True if the cache holds everything it has read, at full precision."""
         if not self.is_limited:
             return True
         everything = self.heads * cache.next_position
-        finest = sum(sum(cache.full_precision_lengths()[each.index]) for each in self._layers)
-        return self.policy.storage == Exact() and finest == everything
+        full_precision = sum(
+            sum(cache.full_precision_lengths()[each.index]) for each in self._layers
+        )
+        return self.policy.storage == Exact() and full_precision == everything
 
-    def found(self, cache: SequenceCache) -> CacheOccupancy:
-        """What the cache gives access to, at once or by looking for it."""
+    def occupancy(self, cache: SequenceCache) -> CacheOccupancy:
+        """Entries that a cache gives access to, offloaded ones included."""
         parked = sum(sum(tier.parked().lengths) for tier in cache.tiers)
         return CacheOccupancy(cache.managed_entries + parked, cache.next_position)
 
     @property
     def merges(self) -> bool:
-        """Whether what goes lives on in others."""
+        """True if evicted entries are merged into others."""
         return not isinstance(self.policy.compensation, Drop)
 
     @cached_property
@@ -191,18 +195,19 @@ class ServingPolicy:
 
     @cached_property
     def heads(self) -> int:
-        """Over all layers that the budget is for."""
+        """Number of kv heads in all budgeted layers."""
         return sum(layer.kv_heads for layer in self._layers)
 
     @cached_property
     def _prompts(self) -> dict[str, tuple[int, ...]]:
         return common_prompts(self.desk.tokenizer)
 
-    def bytes_of(self, per_head: int, length: int, new_tokens: int) -> MemoryDemand:
-        """What a cache takes with so many entries in each head that the budget is for.
+    def cache_demand(self, per_head: int, length: int, new_tokens: int) -> MemoryDemand:
+        """Memory of a cache with this many entries in each budgeted head.
 
         Args:
-            length, new_tokens: as in `need`; what the budget is not for holds more by them.
+            length, new_tokens: as in `lossless_turn_demand`; layers without a budget grow with
+                them.
         """
         spec, ledger = self.desk.decoder.spec, self.policy.planner.ledger
         layers = [self._layer_bytes(layer, per_head, length, new_tokens) for layer in spec.layers]
@@ -211,22 +216,22 @@ class ServingPolicy:
         tail = spec.width * spec.dtype.itemsize if SURPRISE in ledger.columns else 0
         tail += latest_queries_bytes(ledger.queries, spec.managed, spec.dtype.itemsize)
         scratch = max(layer.bytes_per_token(spec.dtype) for layer in spec.layers) * self._scratch
-        passing = TRANSIENT_LAYERS * max(layers) if self.is_limited else max(layers)
-        return MemoryDemand(sum(layers) + fixed + tail, passing + scratch)
+        transient = TRANSIENT_LAYERS * max(layers) if self.is_limited else max(layers)
+        return MemoryDemand(sum(layers) + fixed + tail, transient + scratch)
 
     def _layer_bytes(self, layer: LayerSpec, per_head: int, length: int, new_tokens: int) -> int:
         spec, columns = self.desk.decoder.spec, len(self.policy.planner.ledger.columns)
         entries = per_head if layer in self._layers else length + new_tokens
         if layer.sliding_window is not None:
             entries = min(length + new_tokens, layer.sliding_window + self.block + new_tokens)
-        beside = layer.kv_heads * (POSITION_BYTES + NUMBER_BYTES * columns)
-        return entries * (layer.bytes_per_token(spec.dtype) + beside)
+        extra = layer.kv_heads * (POSITION_BYTES + NUMBER_BYTES * columns)
+        return entries * (layer.bytes_per_token(spec.dtype) + extra)
 
     @cached_property
     def _scratch(self) -> int:
-        """Tokens that may be read behind the cache to judge it."""
+        """Tokens that may be read behind the cache to score it."""
         if not self.is_limited:
             return 0
         names = self.policy.scorer.wanted() & self._prompts.keys()
-        wanted = [len(self._prompts[name]) for name in names]
-        return self.block + sum(wanted) + REREAD_TOKENS
+        lengths = [len(self._prompts[name]) for name in names]
+        return self.block + sum(lengths) + REREAD_TOKENS

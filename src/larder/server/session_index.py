@@ -1,8 +1,8 @@
-"""Which session a request belongs to; what was said decides, names are hints.
+"""Session index: sessions by tenant and name, and the resolution of a request to a session.
 
-A request goes on with a session if its messages begin with all that was said there. If they only
-begin as the session does, it goes on in a fork, and the session stays as it is. The same request
-again gets the same answer again.
+Messages decide, names are hints. A request continues a session if its messages begin with the whole
+transcript. If they diverge from it, the request continues in a fork, and the session is unchanged.
+A repeated request gets the stored answer.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from larder.server.session_state import (
     GenerationParams,
     SessionState,
 )
-from larder.session.transcript.chat_template import TemplateMessage as Told
+from larder.session.transcript.chat_template import TemplateMessage
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 
 @dataclass(frozen=True)
 class ResolvedSession:
-    """Where a request goes on.
+    """The session that a request continues.
 
     Args:
-        said: the finished exchanges that its text begins with.
-        turns: the messages behind them.
-        wanted: every token in front of the answer.
-        again: the exchange that has answered this very request before.
+        past_turns: completed turns that the prompt begins with.
+        new_messages: messages after them.
+        prompt_ids: all tokens before the answer.
+        repeated_turn: the turn that has answered this very request before.
     """
 
-    sitting: SessionState
-    said: tuple[CompletedTurn, ...] = ()
-    turns: tuple[ChatMessage, ...] = ()
-    wanted: tuple[int, ...] = ()
-    again: CompletedTurn | None = None
+    session: SessionState
+    past_turns: tuple[CompletedTurn, ...] = ()
+    new_messages: tuple[ChatMessage, ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+    repeated_turn: CompletedTurn | None = None
 
 
 class SessionIndex:
-    """All sessions by tenant and name. For the model's thread."""
+    """All sessions in memory by tenant and name. For the model's thread."""
 
-    def __init__(self, scribe: TokenizerAdapter, clock: Callable[[], float]) -> None:
-        self._scribe, self._clock = scribe, clock
-        self._sittings: dict[tuple[str, str], SessionState] = {}
+    def __init__(self, tokenizer: TokenizerAdapter, clock: Callable[[], float]) -> None:
+        self._tokenizer, self._clock = tokenizer, clock
+        self._sessions: dict[tuple[str, str], SessionState] = {}
         self._families: dict[tuple[str, str], dict[int, SessionState]] = defaultdict(dict)
         self._firsts: dict[tuple[str, int], dict[int, SessionState]] = defaultdict(dict)
         self._prefixes: dict[tuple[str, bytes], dict[int, SessionState]] = defaultdict(dict)
@@ -67,192 +67,211 @@ class SessionIndex:
         self._count = 0
 
     def __iter__(self) -> Iterator[SessionState]:
-        return iter(list(self._sittings.values()))
+        return iter(list(self._sessions.values()))
 
     def __len__(self) -> int:
-        return len(self._sittings)
+        return len(self._sessions)
 
     def of(self, tenant: str) -> list[SessionState]:
-        """A tenant's, the one that was used last first."""
-        own = [each for (whose, _), each in self._sittings.items() if whose == tenant]
+        """Sessions of a tenant, most recently used first."""
+        own = [each for (whose, _), each in self._sessions.items() if whose == tenant]
         return sorted(own, key=lambda each: -each.last_used)
 
     def has(self, tenant: str, name: str) -> bool:
-        """Whether there is one of that name."""
-        return (tenant, name) in self._sittings
+        """True if the session is in memory."""
+        return (tenant, name) in self._sessions
 
     def find(self, tenant: str, name: str) -> SessionState:
-        """Raises: Refusal: there is none."""
-        found = self._sittings.get((tenant, name))
+        """The session of this name.
+
+        Raises:
+            ApiError: 404 `session_not_found`.
+        """
+        found = self._sessions.get((tenant, name))
         if found is None:
             raise session_not_found(name)
         return found
 
     def idle(self, tenant: str, name: str) -> SessionState:
-        """Raises: Refusal: there is none, or it is answering."""
+        """The session of this name, if it is not answering.
+
+        Raises:
+            ApiError: 404 `session_not_found`, or 409 `session_busy`.
+        """
         found = self.find(tenant, name)
         if found.is_answering:
             raise session_busy(name)
         return found
 
     def open(self, tenant: str, name: str | None, rule: ServingPolicy) -> SessionState:
-        """A new session.
+        """Create a session; without a name, under a random one.
 
         Raises:
-            Refusal: the name is taken, or none.
+            ApiError: 409 `session_exists`, or 400 `invalid_session_id`.
         """
         name = f"s-{secrets.token_hex(8)}" if name is None else validate_session_name(name)
-        if (tenant, name) in self._sittings:
+        if (tenant, name) in self._sessions:
             raise session_exists(name)
         self._count += 1
         now = self._clock()
-        sitting = SessionState(self._count, tenant, name, rule, now, last_used=now)
-        self._sittings[tenant, name] = sitting
-        self._families[tenant, sitting.root][sitting.key] = sitting
-        return sitting
+        session = SessionState(self._count, tenant, name, rule, now, last_used=now)
+        self._sessions[tenant, name] = session
+        self._families[tenant, session.root][session.key] = session
+        return session
 
     def fork(
         self, source: SessionState, name: str | None, rule: ServingPolicy, exchanges: int
     ) -> SessionState:
-        """A session that begins as another one does: a branch of it, unless it has a name."""
+        """Create a session that begins with turns of another; without a name, as a numbered branch
+        of it."""
         number, avoided = len(self.family(source)), self._avoided.get((source.tenant, source.root))
         while name is None:
             number += 1
-            tried = branch_name(source.root, number)
-            is_taken = self.has(source.tenant, tried) or tried in (avoided or ())
-            name = None if is_taken else tried
-        made = self.open(source.tenant, name, rule)
-        made.said, made.origin = list(source.said[:exchanges]), source
-        made.opening = () if exchanges else source.opening
-        return made
+            candidate = branch_name(source.root, number)
+            is_taken = self.has(source.tenant, candidate) or candidate in (avoided or ())
+            name = None if is_taken else candidate
+        forked = self.open(source.tenant, name, rule)
+        forked.turns, forked.origin = list(source.turns[:exchanges]), source
+        forked.opening_messages = () if exchanges else source.opening_messages
+        return forked
 
-    def remember(self, sitting: SessionState) -> None:
-        """A turn was added: from now on the session is found by what was said."""
-        self._leave_indexes(sitting)
-        first, tenant = sitting.said[0], sitting.tenant
-        keys = (tenant, list(prefix_hashes(first.turns))[-1]), prefix_key(tenant, first.prompt)
-        self._indexed[sitting.key] = keys
-        self._firsts[keys[0]][sitting.key] = self._prefixes[keys[1]][sitting.key] = sitting
+    def index_session(self, session: SessionState) -> None:
+        """Index the session by its first messages and tokens; after each first turn."""
+        self._unindex(session)
+        first, tenant = session.turns[0], session.tenant
+        keys = (
+            (tenant, list(prefix_hashes(first.messages))[-1]),
+            prefix_key(tenant, first.prompt_ids),
+        )
+        self._indexed[session.key] = keys
+        self._firsts[keys[0]][session.key] = self._prefixes[keys[1]][session.key] = session
 
-    def avoid(self, tenant: str, root: str, names: Iterable[str]) -> None:
-        """No branch of a session is to have these names, whether or not they are in memory."""
+    def reserve_names(self, tenant: str, root: str, names: Iterable[str]) -> None:
+        """Reserve names that branches of a session must not get, although they
+        are not in memory."""
         self._avoided[tenant, root] = frozenset(names)
 
-    def announce(self, tenant: str, steps: Mapping[str, int]) -> None:
-        """Somebody knows in how many steps of a workflow sessions are asked again, by name."""
+    def set_workflow_steps(self, tenant: str, steps: Mapping[str, int]) -> None:
+        """Set the number of workflow steps until sessions are used again, by name."""
         for name, count in steps.items():
-            sitting = self._sittings.get((tenant, name))
-            if sitting is not None:
-                sitting.steps = float(count)
+            session = self._sessions.get((tenant, name))
+            if session is not None:
+                session.workflow_steps = float(count)
 
-    def forget(self, sitting: SessionState) -> None:
-        """It is no more."""
-        self._sittings.pop((sitting.tenant, sitting.name), None)
-        _discard_key(self._families, own := (sitting.tenant, sitting.root), sitting)
+    def forget(self, session: SessionState) -> None:
+        """Remove a session from all indexes."""
+        self._sessions.pop((session.tenant, session.name), None)
+        _discard_key(self._families, own := (session.tenant, session.root), session)
         if own not in self._families:
             self._avoided.pop(own, None)
-        self._leave_indexes(sitting)
+        self._unindex(session)
 
-    def _leave_indexes(self, sitting: SessionState) -> None:
-        keys = self._indexed.pop(sitting.key, None)
+    def _unindex(self, session: SessionState) -> None:
+        keys = self._indexed.pop(session.key, None)
         if keys is not None:
-            _discard_key(self._firsts, keys[0], sitting)
-            _discard_key(self._prefixes, keys[1], sitting)
+            _discard_key(self._firsts, keys[0], session)
+            _discard_key(self._prefixes, keys[1], session)
 
-    def family(self, sitting: SessionState) -> list[SessionState]:
-        """All that began as one session, it among them."""
-        return list(self._families.get((sitting.tenant, sitting.root), {}).values())
+    def family(self, session: SessionState) -> list[SessionState]:
+        """All sessions with the same root, the session included."""
+        return list(self._families.get((session.tenant, session.root), {}).values())
 
     def branches(self, tenant: str, name: str) -> list[str]:
-        """Names of those that began as a session did; none of a branch."""
+        """Names of the branches of a session; empty for a branch."""
         family = self._families.get((tenant, name), {}).values()
         return [each.name for each in family if each.name != name]
 
-    def sharing(self, sitting: SessionState, wanted: tuple[int, ...]) -> SessionState | None:
-        """Another session of the tenant whose cache can begin a text: the one that has most of it.
+    def find_shared_prefix(
+        self, session: SessionState, prompt_tokens: tuple[int, ...]
+    ) -> SessionState | None:
+        """Another session of the tenant with the longest common prefix in its cache.
 
-        Only what lost nothing is shared, except inside a family of forks.
+        Only lossless caches are shared, except within a family.
         """
-        key = prefix_key(sitting.tenant, wanted)
-        told = [
-            (each.usable(wanted), each.has_resident_cache, each.key, each)
+        key = prefix_key(session.tenant, prompt_tokens)
+        ranked = [
+            (each.usable_prefix_len(prompt_tokens), each.has_resident_cache, each.key, each)
             for each in self._prefixes.get(key, {}).values()
-            if each is not sitting
-            and each.rule is sitting.rule
-            and (each.is_lossless or each.root == sitting.root)
+            if each is not session
+            and each.rule is session.rule
+            and (each.is_lossless or each.root == session.root)
         ]
-        usable, *_, best = max(told, default=(0, None))
+        usable, *_, best = max(ranked, default=(0, None))
         return best if usable else None
 
     def resolve(self, request: Request, rule: ServingPolicy) -> ResolvedSession:
-        """Where a request goes on; a session that it makes is there from now on.
+        """The session that a request continues; it is created if necessary.
 
         Raises:
-            Refusal: `follows` names none, the session is answering, or there is nothing to answer.
+            ApiError: `follows` names no session, the session is answering, or there is nothing to
+                answer.
         """
         if request.raw_prompt is not None:
-            wanted = self._scribe.encode(request.raw_prompt)
-            if not wanted:
-                raise invalid_request("The prompt is empty: say something.", "prompt")
+            prompt_tokens = self._tokenizer.encode(request.raw_prompt)
+            if not prompt_tokens:
+                raise invalid_request("The prompt is empty: send at least one token.", "prompt")
             return ResolvedSession(
-                self._named(request, rule), (), (ChatMessage("", request.raw_prompt),), wanted
+                self._create(request, rule),
+                (),
+                (ChatMessage("", request.raw_prompt),),
+                prompt_tokens,
             )
         if request.follows is not None:
-            return self._following(request, rule)
-        return self._matching(request, rule)
+            return self._resolve_follows(request, rule)
+        return self._resolve_messages(request, rule)
 
-    def _made(self, sitting: SessionState) -> SessionState:
-        """A session that lasts only if its first turn does."""
-        sitting.is_provisional = True
-        return sitting
+    def _provisional(self, session: SessionState) -> SessionState:
+        """Mark a session that is removed if its first turn fails."""
+        session.is_provisional = True
+        return session
 
-    def _named(self, request: Request, rule: ServingPolicy) -> SessionState:
-        """A new session, under the client's name where that is free."""
+    def _create(self, request: Request, rule: ServingPolicy) -> SessionState:
+        """Create a session, under the client's name if it is free."""
         name = request.session
-        if name is not None and (request.tenant, name) in self._sittings:
-            return self._made(self.fork(self.find(request.tenant, name), None, rule, 0))
+        if name is not None and (request.tenant, name) in self._sessions:
+            return self._provisional(self.fork(self.find(request.tenant, name), None, rule, 0))
         if name is None and request.routing_tag:
             name = f"s-{request.routing_tag}-{secrets.token_hex(8)}"
-        return self._made(self.open(request.tenant, name, rule))
+        return self._provisional(self.open(request.tenant, name, rule))
 
-    def _following(self, request: Request, rule: ServingPolicy) -> ResolvedSession:
+    def _resolve_follows(self, request: Request, rule: ServingPolicy) -> ResolvedSession:
         name = str(request.follows)
-        sitting = self.find(request.tenant, name)
-        last = sitting.said[-1:]
-        is_same = bool(last) and self._is_again(last[0], request, request.turns)
-        if is_same and sitting.rule is rule:
-            return ResolvedSession(sitting, again=last[0])
+        session = self.find(request.tenant, name)
+        last = session.turns[-1:]
+        is_same = bool(last) and self._is_same_request(last[0], request, request.turns)
+        if is_same and session.rule is rule:
+            return ResolvedSession(session, repeated_turn=last[0])
         self.idle(request.tenant, name)
-        turns = request.turns if sitting.said else sitting.opening + request.turns
-        said = tuple(sitting.said)
-        wanted = self._wanted(said, turns)
-        if sitting.rule is not rule:
-            sitting = self._made(self.fork(sitting, None, rule, len(said)))
-        return ResolvedSession(sitting, said, turns, wanted)
+        turns = request.turns if session.turns else session.opening_messages + request.turns
+        past_turns = tuple(session.turns)
+        prompt_tokens = self._prompt_ids(past_turns, turns)
+        if session.rule is not rule:
+            session = self._provisional(self.fork(session, None, rule, len(past_turns)))
+        return ResolvedSession(session, past_turns, turns, prompt_tokens)
 
-    def _matching(self, request: Request, rule: ServingPolicy) -> ResolvedSession:
-        told = self.candidates(request)
-        best, match = self._best(told, request, rule)
+    def _resolve_messages(self, request: Request, rule: ServingPolicy) -> ResolvedSession:
+        candidates = self.candidates(request)
+        best, match = self._best(candidates, request, rule)
         if best is not None and self._is_repeated(best, match, request, rule):
-            return ResolvedSession(best, again=best.said[-1])
-        waiting = [each for each in told if each.is_answering]
-        is_whole = best is not None and match.exchanges == len(best.said)
+            return ResolvedSession(best, repeated_turn=best.turns[-1])
+        waiting = [each for each in candidates if each.is_answering]
+        is_whole = best is not None and match.exchanges == len(best.turns)
         if request.session is not None and waiting and (not is_whole or best in waiting):
             raise session_busy(request.session)
         exchanges = match.exchanges if best is not None else 0
-        said = tuple(best.said[:exchanges]) if best is not None else ()
-        wanted = self._wanted(said, match.rest)
+        past_turns = tuple(best.turns[:exchanges]) if best is not None else ()
+        prompt_tokens = self._prompt_ids(past_turns, match.rest)
         if best is None or (not exchanges and self._is_free(request)):
-            return ResolvedSession(self._named(request, rule), (), request.turns, wanted)
+            return ResolvedSession(self._create(request, rule), (), request.turns, prompt_tokens)
         if not is_whole or best.is_answering or best.rule is not rule:
-            best = self._made(self.fork(best, None, rule, exchanges))
-        return ResolvedSession(best, said, match.rest, wanted)
+            best = self._provisional(self.fork(best, None, rule, exchanges))
+        return ResolvedSession(best, past_turns, match.rest, prompt_tokens)
 
-    def branching(self, request: Request, rule: ServingPolicy) -> str | None:
-        """The root of the session that a request makes a branch of; None where it makes none."""
+    def branch_root(self, request: Request, rule: ServingPolicy) -> str | None:
+        """Root of the session that a request branches from; None if it creates no branch."""
         name = request.follows or request.session
         if request.follows is not None or request.raw_prompt is not None:
-            known = None if name is None else self._sittings.get((request.tenant, name))
+            known = None if name is None else self._sessions.get((request.tenant, name))
             if known is None or (request.follows is not None and known.rule is rule):
                 return None
             return known.root
@@ -260,33 +279,35 @@ class SessionIndex:
         is_first = not match.exchanges and self._is_free(request)
         if best is None or is_first or self._is_repeated(best, match, request, rule):
             return None
-        is_whole = match.exchanges == len(best.said) and best.rule is rule
+        is_whole = match.exchanges == len(best.turns) and best.rule is rule
         return None if is_whole and not best.is_answering else best.root
 
     def _is_free(self, request: Request) -> bool:
-        """Whether a session that a request begins has the name that it gives."""
+        """True if a new session can have the name that the request gives."""
         return request.session is None or not self.has(request.tenant, request.session)
 
     def candidates(self, request: Request) -> list[SessionState]:
-        """Sessions that the request may mean."""
+        """Sessions that the request may continue."""
         tenant = request.tenant
         if request.session is not None:
             return list(self._families.get((tenant, root_name(request.session)), {}).values())
         keys = ((tenant, digest) for digest in prefix_hashes(request.turns))
         return [each for key in keys for each in self._firsts.get(key, {}).values()]
 
-    def settles(self, request: Request) -> bool:
-        """Whether no other session that is elsewhere can be meant by a request."""
-        return any(continues_session(each.said, request.turns) for each in self.candidates(request))
+    def has_exact_match(self, request: Request) -> bool:
+        """True if no session outside memory can match the request better."""
+        return any(
+            continues_session(each.turns, request.turns) for each in self.candidates(request)
+        )
 
     def _best(
-        self, told: list[SessionState], request: Request, rule: ServingPolicy
+        self, candidates: list[SessionState], request: Request, rule: ServingPolicy
     ) -> tuple[SessionState | None, PrefixMatch]:
-        """The session that the messages agree with longest; of equals, one that they go on with."""
+        """Session with the longest match; of equal ones, one that the messages continue."""
         best, rank, found = None, (-1, False, False, 0), PrefixMatch(0, request.turns)
-        for each in told:
-            match = match_prefix(each.said, request.turns)
-            is_whole = match.exchanges == len(each.said)
+        for each in candidates:
+            match = match_prefix(each.turns, request.turns)
+            is_whole = match.exchanges == len(each.turns)
             is_again = self._is_repeated(each, match, request, rule)
             own = match.exchanges, is_again or is_whole, not each.is_answering, each.key
             if own > rank:
@@ -294,78 +315,83 @@ class SessionIndex:
         return best, found
 
     def _is_repeated(
-        self, sitting: SessionState, match: PrefixMatch, request: Request, rule: ServingPolicy
+        self, session: SessionState, match: PrefixMatch, request: Request, rule: ServingPolicy
     ) -> bool:
-        """Whether the request is the one that the session has answered last, by the same rule."""
-        if sitting.rule is not rule or match.exchanges != len(sitting.said) - 1:
+        """True if the request equals the last one of the session, under the same policy."""
+        if session.rule is not rule or match.exchanges != len(session.turns) - 1:
             return False
-        return self._is_again(sitting.said[-1], request, match.rest)
+        return self._is_same_request(session.turns[-1], request, match.rest)
 
-    def _is_again(
-        self, said: CompletedTurn, request: Request, rest: tuple[ChatMessage, ...]
+    def _is_same_request(
+        self, turn: CompletedTurn, request: Request, rest: tuple[ChatMessage, ...]
     ) -> bool:
-        return said.turns == rest and said.asked == GenerationParams.of(request)
+        return turn.messages == rest and turn.params == GenerationParams.of(request)
 
-    def _wanted(
-        self, said: tuple[CompletedTurn, ...], rest: tuple[ChatMessage, ...]
+    def _prompt_ids(
+        self, past_turns: tuple[CompletedTurn, ...], rest: tuple[ChatMessage, ...]
     ) -> tuple[int, ...]:
         try:
-            new = prompt_ids(self._scribe, said, rest)
+            new = prompt_ids(self._tokenizer, past_turns, rest)
         except UsageError as error:
             raise invalid_request(str(error), "messages") from error
-        ids = [token for each in said for part in (each.prompt, each.answer) for token in part]
+        ids = [
+            token
+            for each in past_turns
+            for part in (each.prompt_ids, each.answer_ids)
+            for token in part
+        ]
         return (*ids, *new)
 
 
 def _discard_key(
-    index: dict[tuple, dict[int, SessionState]], key: tuple, sitting: SessionState
+    index: dict[tuple, dict[int, SessionState]], key: tuple, session: SessionState
 ) -> None:
-    index.get(key, {}).pop(sitting.key, None)
+    index.get(key, {}).pop(session.key, None)
     if key in index and not index[key]:
         del index[key]
 
 
-PREFIX_TOKENS = 16  # texts that differ sooner share nothing worth sharing
+PREFIX_TOKENS = 16  # shorter common prefixes are not worth sharing
 
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """How far a request's messages are those of a session.
+    """Common prefix of a request's messages and a session.
 
     Args:
-        exchanges: that are the same.
-        rest: messages behind them.
+        exchanges: number of equal turns.
+        rest: messages after them.
     """
 
     exchanges: int
     rest: tuple[ChatMessage, ...]
 
 
-def match_prefix(said: Sequence[CompletedTurn], turns: tuple[ChatMessage, ...]) -> PrefixMatch:
-    """Compare messages from the first on; white space around an answer does not count."""
-    place = exchanges = 0
-    for each in said:
-        stop = place + len(each.turns)
-        if turns[place:stop] != each.turns or stop >= len(turns) - 1:
+def match_prefix(turns: Sequence[CompletedTurn], messages: tuple[ChatMessage, ...]) -> PrefixMatch:
+    """Compare messages with completed turns; white space around an answer does not count."""
+    position = exchanges = 0
+    for each in turns:
+        stop = position + len(each.messages)
+        if messages[position:stop] != each.messages or stop >= len(messages) - 1:
             break
-        answer = turns[stop]
+        answer = messages[stop]
         if answer.role != ASSISTANT or answer.text.strip() != each.text.strip():
             break
-        place, exchanges = stop + 1, exchanges + 1
-    return PrefixMatch(exchanges, turns[place:])
+        position, exchanges = stop + 1, exchanges + 1
+    return PrefixMatch(exchanges, messages[position:])
 
 
-def continues_session(said: Sequence[CompletedTurn], turns: tuple[ChatMessage, ...]) -> bool:
-    """Whether messages are all that was said and a new question, or the last question again; if
-    not, another session may have more of them."""
-    match = match_prefix(said, turns)
-    if match.exchanges == len(said):
-        return all(turn.role != ASSISTANT for turn in match.rest)
-    return match.exchanges == len(said) - 1 and match.rest == said[-1].turns
+def continues_session(turns: Sequence[CompletedTurn], messages: tuple[ChatMessage, ...]) -> bool:
+    """True if the messages are the whole transcript and a new question, or repeat the last
+    question; otherwise another session may match better."""
+    match = match_prefix(turns, messages)
+    if match.exchanges == len(turns):
+        return all(message.role != ASSISTANT for message in match.rest)
+    return match.exchanges == len(turns) - 1 and match.rest == turns[-1].messages
 
 
 def prefix_hashes(turns: Iterable[ChatMessage]) -> Iterator[int]:
-    """A number for each beginning of some messages; equal ones are compared before they count."""
+    """Hash of each prefix of the messages; matches are compared before use."""
     digest = 0
     for turn in turns:
         digest = hash((digest, turn))
@@ -373,21 +399,24 @@ def prefix_hashes(turns: Iterable[ChatMessage]) -> Iterator[int]:
 
 
 def prompt_ids(
-    scribe: TokenizerAdapter, said: Sequence[CompletedTurn], rest: Sequence[ChatMessage]
+    tokenizer: TokenizerAdapter, past_turns: Sequence[CompletedTurn], rest: Sequence[ChatMessage]
 ) -> array:
-    """Tokens that new messages add behind finished exchanges.
+    """Token ids that new messages add after completed turns.
 
     Raises:
-        UsageError: there is nothing to answer.
+        UsageError: there is no message to answer.
     """
     if not rest or rest[-1].role == ASSISTANT:
-        raise UsageError("The last message must be one that can be answered, not the assistant's.")
-    told = [Told(turn.role, turn.text) for turn in rest]
-    return array(
-        TOKEN_TYPECODE, scribe.encode_continuation(told) if said else scribe.encode_messages(told)
+        raise UsageError("The last message must not be the assistant's: send a message to answer.")
+    messages = [TemplateMessage(message.role, message.text) for message in rest]
+    ids = (
+        tokenizer.encode_continuation(messages)
+        if past_turns
+        else tokenizer.encode_messages(messages)
     )
+    return array(TOKEN_TYPECODE, ids)
 
 
 def prefix_key(tenant: str, ids: Sequence[int]) -> tuple[str, bytes]:
-    """By which sessions are found that may share their caches with a text."""
+    """Index key of sessions that may share a cache: the first tokens of a text."""
     return tenant, array(TOKEN_TYPECODE, ids[:PREFIX_TOKENS]).tobytes()

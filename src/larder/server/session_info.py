@@ -1,4 +1,4 @@
-"""Sessions as their owners see them."""
+"""Public views of a session: summary, transcript, cached positions."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ from larder.server.session_state import ASSISTANT, PositionMap, SessionState
 from larder.store.sessions.records import Record
 
 
-def session_status(sitting: SessionState) -> str:
-    """In one word, as in `SessionInfo`."""
-    if sitting.is_running:
+def session_status(session: SessionState) -> str:
+    """State of a session, as in `SessionInfo`."""
+    if session.is_running:
         return "running"
-    return "waiting" if sitting.is_answering else "idle"
+    return "waiting" if session.is_answering else "idle"
 
 
-def session_info(sitting: SessionState) -> SessionInfo:
-    """A session in figures."""
-    held, rule = sitting.held, sitting.rule
+def session_info(session: SessionState) -> SessionInfo:
+    """Summary of a session in memory."""
+    held, rule = session.occupancy, session.rule
     kept = held.entries // max(1, rule.heads) if rule.is_limited else held.read
-    gone = max(0, held.read - kept)
+    lost = max(0, held.read - kept)
     return SessionInfo(
-        name=sitting.name,
-        state=session_status(sitting),
-        turns=len(sitting.opening) + sum(len(each.turns) + 1 for each in sitting.said),
-        tokens=sitting.tokens,
-        tier=sitting.tier,
+        name=session.name,
+        state=session_status(session),
+        turns=len(session.opening_messages) + sum(len(each.messages) + 1 for each in session.turns),
+        tokens=session.tokens,
+        tier=session.tier,
         tier_bytes={
-            "device": sitting.device_bytes,
-            "host": sitting.host_bytes,
-            "disk": 0 if sitting.kept is None else sitting.kept.nbytes,
+            "device": session.device_bytes,
+            "host": session.host_bytes,
+            "disk": 0 if session.saved_cache is None else session.saved_cache.nbytes,
         },
         kept_tokens=kept,
-        evicted_tokens=0 if rule.merges else gone,
-        merged_tokens=gone if rule.merges else 0,
-        lossless=sitting.is_lossless,
-        pinned=sitting.is_pinned,
-        epoch=sitting.epoch,
-        made=sitting.made,
-        last_used=sitting.last_used,
-        durable=sitting.written > 0 and sitting.durable_turns == len(sitting.said),
-        held_tokens=_max_cache_entries(sitting) // max(1, rule.heads),
+        evicted_tokens=0 if rule.merges else lost,
+        merged_tokens=lost if rule.merges else 0,
+        lossless=session.is_lossless,
+        pinned=session.is_pinned,
+        epoch=session.epoch,
+        made=session.made,
+        last_used=session.last_used,
+        durable=session.durable_epoch > 0 and session.durable_turns == len(session.turns),
+        held_tokens=_max_cache_entries(session) // max(1, rule.heads),
         budget_tokens=rule.budget_tokens,
     )
 
 
-def _max_cache_entries(sitting: SessionState) -> int:
-    """Entries of the fullest of a session's caches, over layers and heads."""
-    if sitting.chat_cache is None:
-        return sitting.held.entries
-    return max((held.entries for held in sitting.chat_cache.caches.usage()), default=0)
+def _max_cache_entries(session: SessionState) -> int:
+    """Entries of the largest cache of a session, over layers and heads."""
+    if session.chat_cache is None:
+        return session.occupancy.entries
+    return max((held.entries for held in session.chat_cache.caches.usage()), default=0)
 
 
 def stored_session_info(record: Record, has_cache: bool) -> SessionInfo:
-    """A session that only the store has, from what its record tells."""
+    """Summary of a session that only the store has."""
     labels, nbytes = record.labels, sum(ref.bytes for ref in record.cache_refs)
     return SessionInfo(
         name=record.name,
@@ -78,79 +78,80 @@ def stored_session_info(record: Record, has_cache: bool) -> SessionInfo:
     )
 
 
-def session_transcript(sitting: SessionState) -> SessionTranscript:
-    """A session with what was said; messages of one prompt share its tokens evenly."""
+def session_transcript(session: SessionState) -> SessionTranscript:
+    """Messages of a session; messages of one prompt share its tokens evenly."""
     turns, spans, start = list[ChatMessage](), list[tuple[int, int]](), 0
-    for each in sitting.said:
-        for number in range(len(each.turns)):
+    for each in session.turns:
+        for number in range(len(each.messages)):
             first, stop = (
-                start + len(each.prompt) * edge // len(each.turns) for edge in (number, number + 1)
+                start + len(each.prompt_ids) * edge // len(each.messages)
+                for edge in (number, number + 1)
             )
             spans.append((first, stop))
-        middle = start + len(each.prompt)
-        start = middle + len(each.answer)
+        middle = start + len(each.prompt_ids)
+        start = middle + len(each.answer_ids)
         spans.append((middle, start))
-        turns += [*each.turns, ChatMessage(ASSISTANT, each.text)]
+        turns += [*each.messages, ChatMessage(ASSISTANT, each.text)]
     if not turns:
-        turns, spans = list(sitting.opening), [(0, 0)] * len(sitting.opening)
-    return SessionTranscript(session_info(sitting), tuple(turns), tuple(spans))
+        turns, spans = list(session.opening_messages), [(0, 0)] * len(session.opening_messages)
+    return SessionTranscript(session_info(session), tuple(turns), tuple(spans))
 
 
-def cached_positions(sitting: SessionState) -> CachedPositions:
-    """What the cache holds, looked at where it is; nothing where that cannot be seen from here."""
-    cache, tier = sitting.active, sitting.tier
-    if sitting.parked is not None:
-        cache = sitting.parked.shown(sitting.rule.desk.decoder.spec)
+def cached_positions(session: SessionState) -> CachedPositions:
+    """Positions in the session's cache; empty if the cache is not in memory."""
+    cache, tier = session.active, session.tier
+    if session.offloaded_cache is not None:
+        cache = session.offloaded_cache.shown(session.rule.desk.decoder.spec)
     if cache is None:
-        return CachedPositions(0, (), episodes=_episodes(sitting), tier=tier)
-    spots, tokens = sitting.spots.of(sitting.episode), cache.next_position
-    layers = tuple(_positions(cache.entries(layer.index), spots) for layer in cache.spec.layers)
+        return CachedPositions(0, (), episodes=_episodes(session), tier=tier)
+    maps, tokens = session.position_maps.of(session.episode), cache.next_position
+    layers = tuple(_positions(cache.entries(layer.index), maps) for layer in cache.spec.layers)
     slow = {each.layer.index: each for each in cache.tiers if each.has_offloaded}
     parked = tuple(
-        _positions(slow[layer.index].parked(), spots) if layer.index in slow else ()
+        _positions(slow[layer.index].parked(), maps) if layer.index in slow else ()
         for layer in cache.spec.layers
     )
-    if sitting.chat_cache is not None:
-        tokens = max(tokens, sitting.chat_cache.num_tokens)
+    if session.chat_cache is not None:
+        tokens = max(tokens, session.chat_cache.num_tokens)
     held = parked if slow else ()
-    return CachedPositions(tokens, layers, parked=held, episodes=_episodes(sitting), tier=tier)
+    return CachedPositions(tokens, layers, parked=held, episodes=_episodes(session), tier=tier)
 
 
-def _positions(held: Entries, spots: PositionMap) -> tuple[tuple[int, ...], ...]:
-    """Where in the text the entries of each head stand."""
+def _positions(held: Entries, maps: PositionMap) -> tuple[tuple[int, ...], ...]:
+    """Text positions of the entries of each head."""
     heads = range(len(held.lengths))
-    return tuple(spots.placed(held.head_positions(head).tolist()) for head in heads)
+    return tuple(maps.transcript_positions(held.head_positions(head).tolist()) for head in heads)
 
 
-def _episodes(sitting: SessionState) -> tuple[EpisodeInfo, ...]:
-    """The caches of a session that has one for each topic."""
-    if sitting.chat_cache is None:
+def _episodes(session: SessionState) -> tuple[EpisodeInfo, ...]:
+    """Caches of a session with episodes."""
+    if session.chat_cache is None:
         return ()
-    shelf, router = sitting.chat_cache.caches, sitting.chat_cache.state.memory.router
+    caches, router = session.chat_cache.caches, session.chat_cache.state.memory.router
     about, segments = router.prompts(), router.segments()
     return tuple(
         EpisodeInfo(
             number=number,
-            is_active=number == shelf.active_number,
-            kept_tokens=held.entries // max(1, sitting.rule.heads),
+            is_active=number == caches.active_number,
+            kept_tokens=held.entries // max(1, session.rule.heads),
             segments=segments[number],
             about=about[number],
-            tier="device" if number == shelf.active_number else "host",
+            tier="device" if number == caches.active_number else "host",
             nbytes=held.nbytes,
         )
-        for number, held in enumerate(shelf.usage() if about else ())
+        for number, held in enumerate(caches.usage() if about else ())
     )
 
 
-REPLACEMENT_CHARACTER = "\ufffd"  # what a tokenizer writes for bytes that are no whole character
-MAX_CHARACTER_TOKENS = 4  # tokens that a character is spread over
+REPLACEMENT_CHARACTER = "\ufffd"  # decoded from incomplete UTF-8
+MAX_CHARACTER_TOKENS = 4  # tokens that one character may be spread over
 
 
 class TokenTexts:
-    """Texts of token ids, each looked up once. Not safe from threads.
+    """Text of each token id, memoized. Not safe from threads.
 
     Args:
-        decode: the text of token ids, without special tokens.
+        decode: text of token ids, without special tokens.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -158,12 +159,12 @@ class TokenTexts:
         self._known: dict[int, str] = {}
 
     def texts(self, ids: Sequence[int]) -> tuple[str, ...]:
-        """One text per token; of tokens that share a character, the last one has it."""
+        """One text per token; a character spread over several tokens belongs to the last one."""
         texts = [self._text(token) for token in ids]
         start = 0
         while start < len(texts):
             if REPLACEMENT_CHARACTER in texts[start]:
-                start = self._mend(texts, ids, start)
+                start = self._join_characters(texts, ids, start)
             start += 1
         return tuple(texts)
 
@@ -172,8 +173,9 @@ class TokenTexts:
             self._known[token] = self._decode([token])
         return self._known[token]
 
-    def _mend(self, texts: list[str], ids: Sequence[int], start: int) -> int:
-        """Join tokens from here on until they make whole characters; the last that was joined."""
+    def _join_characters(self, texts: list[str], ids: Sequence[int], start: int) -> int:
+        """Join tokens from `start` on until they decode to whole characters;
+        index of the last one."""
         for stop in range(start + 2, min(start + MAX_CHARACTER_TOKENS, len(ids)) + 1):
             text = self._decode(list(ids[start:stop]))
             if REPLACEMENT_CHARACTER not in text:

@@ -1,7 +1,7 @@
-"""One conversation on the server: what was said, token for token, and where its cache is.
+"""State of one session: transcript, cache residency, durability.
 
-The tokens of an answer are those that were generated: written anew from its text they might come
-out as others, and nothing behind them could be reused.
+The transcript has the generated token ids of each answer: tokenizing its text again could give
+other ids, and nothing after them could be reused.
 """
 
 from __future__ import annotations
@@ -25,60 +25,60 @@ from larder.store.ledger import Reservation
 
 @dataclass(frozen=True)
 class PositionMap:
-    """The way from places in a cache to places in the text.
+    """Map from cache positions to transcript positions, piecewise contiguous.
 
     Args:
-        starts: places in the cache, ascending, from each of which on the text goes on without a
-            gap; `texts` are the places in the text that they are.
+        starts: ascending cache positions at which a contiguous segment starts.
+        texts: transcript positions of the same segment starts.
     """
 
     starts: tuple[int, ...] = (0,)
     texts: tuple[int, ...] = (0,)
 
-    def placed(self, positions: Iterable[int]) -> tuple[int, ...]:
-        """Places in the text."""
+    def transcript_positions(self, positions: Iterable[int]) -> tuple[int, ...]:
+        """Transcript positions of cache positions."""
         found = list[int]()
         for position in positions:
             part = bisect_right(self.starts, position) - 1
             found.append(self.texts[part] + position - self.starts[part])
         return tuple(found)
 
-    def going_on(self, start: int, text: int) -> PositionMap:
-        """The same, where a turn was read at place `start` that stands at `text` in the text."""
+    def with_segment(self, start: int, text: int) -> PositionMap:
+        """The map after a turn was read at cache position `start`, transcript position `text`."""
         kept = sum(each < start for each in self.starts)
         return PositionMap((*self.starts[:kept], start), (*self.texts[:kept], text))
 
 
 @dataclass
 class PositionMaps:
-    """Those of every cache of a conversation, by number."""
+    """Position maps of all caches of a session, by cache number."""
 
     own: dict[int, PositionMap] = field(default_factory=dict)
 
     def of(self, number: int) -> PositionMap:
-        """Those of one cache."""
+        """Map of one cache; the identity if nothing is recorded."""
         return self.own.get(number, PositionMap())
 
     def file(self, drawn: int, filed: int, start: int, text: int) -> None:
-        """A turn was read at `start` over cache `drawn`, and is in cache `filed`."""
-        self.own[filed] = self.of(drawn).going_on(start, text)
+        """Record a turn that was read at `start` over cache `drawn`, and is in cache `filed`."""
+        self.own[filed] = self.of(drawn).with_segment(start, text)
 
     def refresh(self, positions: Sequence[int], text: int) -> None:
-        """Caches that have read as many tokens as the text has were built of all of it."""
+        """Reset the maps of caches rebuilt from the whole text: their length equals its length."""
         for number, position in enumerate(positions):
             if position == text:
                 self.own[number] = PositionMap()
 
 
-TOKEN_TYPECODE = "i"  # of an array: a token id takes four bytes
+TOKEN_TYPECODE = "i"  # of arrays: four bytes per token id
 MAX_PAUSES = 16
-OVERHEAD_BYTES = 1024  # of a session in memory, beside its texts and tokens
+OVERHEAD_BYTES = 1024  # of a session in memory, without its texts and tokens
 ASSISTANT = "assistant"
 
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """How an answer was asked for: the same question asked alike is the same request again."""
+    """Sampling, length limit and stop strings; part of the identity of a repeated request."""
 
     sampling: SamplingParams
     max_new_tokens: int
@@ -91,49 +91,51 @@ class GenerationParams:
 
 @dataclass(frozen=True)
 class CompletedTurn:
-    """A finished exchange.
+    """A completed turn: messages and their answer.
 
     Args:
-        turns: what was said before the answer.
-        prompt: the tokens that it came to.
+        messages: those before the answer.
+        prompt_ids: their tokens.
         text: of the answer.
-        answer: its tokens, with the end of its turn.
-        unread: how many of the last tokens the model had not read when the answer was complete.
+        answer_ids: tokens of the answer, end of turn included.
+        unread_tokens: number of last tokens that the model had not read when the answer was
+            complete.
+        params: of the request.
         reason: as in `Report`.
     """
 
-    turns: tuple[ChatMessage, ...]
-    prompt: array
+    messages: tuple[ChatMessage, ...]
+    prompt_ids: array
     text: str
-    answer: array
-    unread: int
-    asked: GenerationParams
+    answer_ids: array
+    unread_tokens: int
+    params: GenerationParams
     reason: str
 
     @property
     def tokens(self) -> int:
-        return len(self.prompt) + len(self.answer)
+        return len(self.prompt_ids) + len(self.answer_ids)
 
     @property
     def nbytes(self) -> int:
-        """In memory, roughly."""
-        texts = sum(len(turn.text) for turn in self.turns) + len(self.text)
-        return texts + (self.tokens * self.prompt.itemsize)
+        """Approximate bytes in memory."""
+        texts = sum(len(message.text) for message in self.messages) + len(self.text)
+        return texts + (self.tokens * self.prompt_ids.itemsize)
 
 
 @dataclass(frozen=True)
 class SavedCache:
-    """What the store has of a session's cache.
+    """Description of a session's cache in the store.
 
     Args:
-        tokens: that it has read; the session's text begins with them.
+        tokens: number of tokens that it has read, a prefix of the transcript.
         settled_tokens: as in `SessionState`.
         entries: over all managed layers and heads.
-        nbytes: that it takes in the store.
-        cache_bytes: that it takes in memory.
-        is_coded: whether a codec has lost something of it.
-        is_lossless: whether it comes back as a cache that holds all that it has read to the bit.
-        caches: how many there are.
+        nbytes: size in the store.
+        cache_bytes: size in memory.
+        is_coded: a lossy codec was applied.
+        is_lossless: the loaded cache holds everything that was read, bit for bit.
+        caches: number of caches.
     """
 
     tokens: int
@@ -148,40 +150,38 @@ class SavedCache:
 
 @dataclass
 class SessionState:
-    """A session. For the model's thread.
+    """State of one session. For the model's thread.
 
     Args:
-        key: no other sitting has it.
-        opening: turns that were said before the first request.
-        said: the log, which everything can be computed from again.
-        cache, parked: the cache, in one of two places or in none.
-        chat_cache: the caches, where the session is held as a chat; then the former two are none.
-        episode: the number of the cache that answered last.
-        base: exchanges that were said when the caches of a chat were last built anew.
-        spots: where in the text the caches of a chat hold what they hold.
-        found: what the cache of a chat that answered last gives access to.
-        read: the tokens that the cache has read.
-        settled_tokens: how many of them stand in it for good: what came later can be taken back.
-        origin: the session that it was forked from, until it has a cache of its own.
-        kept: what the store has of its cache, of this state or of an earlier one.
-        is_coded: the cache came back from a codec that loses something.
-        failed_write_tokens: how many tokens the cache had read that the store did not take; -1
-            where it did.
-        is_saving: its cache is being written, and nobody may write into those tensors.
-        pending_writes: what is on its way to the store.
-        durable_turns: how many exchanges are written there.
-        written: the epoch under which it outlives the process; 0 where it does not.
-        write_mark: the mark of states behind that one which may have been written unheard; or
-            nothing.
-        is_provisional: a request has made it, and nothing was said in it yet: it goes with the
-            request.
-        is_superseded: somebody else has gone on with it: what is here is not used any more.
-        is_answering: a request is waiting for it, or running.
+        key: unique number.
+        opening_messages: messages before the first request.
+        turns: completed turns, from which everything else can be recomputed.
+        cache, offloaded_cache: the cache on the device or in host memory, if there is one.
+        chat_cache: the caches of a chat session, instead of these two.
+        episode: number of the cache that answered last.
+        rebuilt_turns: completed turns when the chat caches were last rebuilt.
+        position_maps: transcript positions of the entries of chat caches.
+        chat_occupancy: occupancy of the chat cache that answered last.
+        cached_ids: tokens that the cache has read.
+        settled_tokens: length of the prefix of them that cannot be truncated.
+        origin: session that it was forked from, until it has a cache of its own.
+        saved_cache: cache in the store, of this state or an earlier one.
+        is_coded: the cache came from a lossy codec.
+        failed_write_tokens: length of the cache that the store did not accept; -1 if the last write
+            succeeded.
+        is_saving: the cache is being written, and its tensors must not change.
+        pending_writes: number of writes in progress.
+        durable_turns: number of turns in the store.
+        durable_epoch: epoch of the newest state in the store; 0 if there is none.
+        write_mark: mark of writes after that epoch whose outcome is unknown; or empty.
+        is_provisional: created by a request and without a turn; removed if the request fails.
+        is_superseded: another server has written a newer state; this one is not used any more.
+        is_answering: a request for it is waiting or running.
         is_running: its cache is in use and stays on the device.
-        pauses: seconds between the latest answers and what followed them.
-        answered: when the last answer was complete; 0 where there was none.
-        steps: of a workflow until it is asked again; infinite where nobody has said.
-        clock: of the tier that it is in, when it was last used; for rules of eviction that age.
+        think_times: seconds between the latest answers and the requests after them.
+        answered: time of the last answer; 0 if there was none.
+        workflow_steps: until it is used again; infinite if unknown.
+        clock: eviction clock of its tier at the last use, for eviction policies with aging.
     """
 
     key: int
@@ -189,29 +189,29 @@ class SessionState:
     name: str
     rule: ServingPolicy
     made: float
-    opening: tuple[ChatMessage, ...] = ()
-    said: list[CompletedTurn] = field(default_factory=list)
+    opening_messages: tuple[ChatMessage, ...] = ()
+    turns: list[CompletedTurn] = field(default_factory=list)
     cache: SequenceCache | None = None
-    parked: OffloadedCache | None = None
+    offloaded_cache: OffloadedCache | None = None
     chat_cache: ChatCache | None = None
     episode: int = 0
-    base: int = 0
-    spots: PositionMaps = field(default_factory=PositionMaps)
-    found: CacheOccupancy = CacheOccupancy()
-    read: array = field(default_factory=lambda: array(TOKEN_TYPECODE))
+    rebuilt_turns: int = 0
+    position_maps: PositionMaps = field(default_factory=PositionMaps)
+    chat_occupancy: CacheOccupancy = CacheOccupancy()
+    cached_ids: array = field(default_factory=lambda: array(TOKEN_TYPECODE))
     settled_tokens: int = 0
     is_lossless: bool = True
     origin: SessionState | None = None
-    kept: SavedCache | None = None
+    saved_cache: SavedCache | None = None
     is_coded: bool = False
     failed_write_tokens: int = -1
     is_saving: bool = False
     pending_writes: int = 0
     durable_turns: int = 0
     clock: float = 0.0
-    pauses: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_PAUSES))
+    think_times: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_PAUSES))
     answered: float = 0.0
-    steps: float = math.inf
+    workflow_steps: float = math.inf
     is_provisional: bool = False
     is_superseded: bool = False
     is_answering: bool = False
@@ -220,55 +220,55 @@ class SessionState:
     last_used: float = 0.0
     uses: int = 0
     epoch: int = 0
-    written: int = 0
+    durable_epoch: int = 0
     write_mark: str = ""
-    host: Reservation | None = None
-    log: Reservation | None = None
+    host_reservation: Reservation | None = None
+    transcript_reservation: Reservation | None = None
 
     @property
     def root(self) -> str:
-        """The name that the client gave; branches of the session have the same."""
+        """Name of the session that the family's branches were forked from."""
         return root_name(self.name)
 
     @property
     def ids(self) -> array:
-        """Every token that was said."""
+        """All tokens of the transcript."""
         ids = array(TOKEN_TYPECODE)
-        for each in self.said:
-            ids += each.prompt
-            ids += each.answer
+        for each in self.turns:
+            ids += each.prompt_ids
+            ids += each.answer_ids
         return ids
 
     @property
     def tokens(self) -> int:
-        return sum(each.tokens for each in self.said)
+        return sum(each.tokens for each in self.turns)
 
     @property
     def tier(self) -> str:
-        """Where its cache is."""
+        """Tier of its cache."""
         if self.active is not None:
             return "device"
-        if self.parked is not None or self.chat_cache is not None:
+        if self.offloaded_cache is not None or self.chat_cache is not None:
             return "host"
-        return "none" if self.kept is None else "disk"
+        return "none" if self.saved_cache is None else "disk"
 
     @property
     def has_resident_cache(self) -> bool:
-        """Whether its cache is on the device or in host memory."""
-        return any(each is not None for each in (self.cache, self.parked, self.chat_cache))
+        """True if its cache is on the device or in host memory."""
+        return any(each is not None for each in (self.cache, self.offloaded_cache, self.chat_cache))
 
     @property
     def is_saved(self) -> bool:
-        """Whether the store has its cache as it is now."""
-        return self.kept is not None and self.kept.tokens == len(self.read)
+        """True if the store has its present cache."""
+        return self.saved_cache is not None and self.saved_cache.tokens == len(self.cached_ids)
 
     @property
     def can_leave_memory(self) -> bool:
-        """Whether nothing is lost if it leaves memory: all that was said is in the store."""
+        """True if it is idle and the store has all its turns."""
         is_idle = not (
             self.is_answering or self.is_running or self.is_saving or self.pending_writes
         )
-        return is_idle and self.written > 0 and self.durable_turns == len(self.said) > 0
+        return is_idle and self.durable_epoch > 0 and self.durable_turns == len(self.turns) > 0
 
     @property
     def active(self) -> SequenceCache | None:
@@ -277,74 +277,75 @@ class SessionState:
 
     @property
     def device_bytes(self) -> int:
-        """Of its caches, on the device."""
+        """Bytes of its caches on the device."""
         return 0 if self.active is None else self.active.device_nbytes
 
     @property
     def host_bytes(self) -> int:
-        """Of its caches, in host memory."""
+        """Bytes of its caches in host memory."""
         return self.nbytes - self.device_bytes
 
     @property
     def transcript_bytes(self) -> int:
-        """What it takes in memory beside its cache."""
-        return OVERHEAD_BYTES + sum(each.nbytes for each in self.said)
+        """Bytes in memory except for its caches."""
+        return OVERHEAD_BYTES + sum(each.nbytes for each in self.turns)
 
     @property
-    def held(self) -> CacheOccupancy:
-        """What its cache holds, wherever it is."""
+    def occupancy(self) -> CacheOccupancy:
+        """Occupancy of its cache, on any tier."""
         if self.chat_cache is not None:
-            return self.found
+            return self.chat_occupancy
         if self.cache is not None:
             return CacheOccupancy(self.cache.managed_entries, self.cache.next_position)
-        if self.parked is not None:
-            return CacheOccupancy(self.parked.entries, self.parked.next_position)
+        if self.offloaded_cache is not None:
+            return CacheOccupancy(self.offloaded_cache.entries, self.offloaded_cache.next_position)
         return (
             CacheOccupancy()
-            if self.kept is None
-            else CacheOccupancy(self.kept.entries, self.kept.tokens)
+            if self.saved_cache is None
+            else CacheOccupancy(self.saved_cache.entries, self.saved_cache.tokens)
         )
 
-    def usable(self, wanted: Sequence[int]) -> int:
-        """How many tokens of a text its cache can answer for; the last is always read anew."""
-        if self.rule.is_chat:  # it goes on by turns, not by tokens
+    def usable_prefix_len(self, wanted: Sequence[int]) -> int:
+        """Tokens of a text that its cache can be used for; never the last one, which is always
+        read."""
+        if self.rule.is_chat:  # chat caches are extended by turns, not by tokens
             return 0
-        read, settled = self.read, self.settled_tokens
+        read, settled = self.cached_ids, self.settled_tokens
         if not self.has_resident_cache:
-            if self.kept is None:
+            if self.saved_cache is None:
                 return 0
-            read, settled = self.ids[: self.kept.tokens], self.kept.settled_tokens
+            read, settled = self.ids[: self.saved_cache.tokens], self.saved_cache.settled_tokens
         common = min(common_prefix_len(read, wanted), len(wanted) - 1)
         if common == len(read):
             return common
         return common if self.rule.can_truncate and common >= settled else 0
 
-    def pause(self, asked: float) -> None:
-        """A turn was asked for at that time."""
+    def record_think_time(self, asked: float) -> None:
+        """Record the time since the last answer; `asked` is when a request arrived."""
         if self.answered:
-            self.pauses.append(max(0.0, asked - self.answered))
+            self.think_times.append(max(0.0, asked - self.answered))
 
-    def note(self) -> None:
-        """Remember what the cache has become; call it after every turn."""
+    def update_occupancy(self) -> None:
+        """Record the cache's occupancy; after every turn."""
         cache = self.active
         assert cache is not None
         self.is_lossless = not self.is_coded and self.rule.is_lossless(cache)
-        self.found = self.rule.found(cache)
+        self.chat_occupancy = self.rule.occupancy(cache)
 
     @property
     def nbytes(self) -> int:
-        """Of its caches, wherever they are."""
+        """Bytes of its caches, on any tier."""
         if self.chat_cache is not None:
             return self.chat_cache.caches.nbytes
         if self.cache is not None:
             return self.cache.nbytes
-        if self.parked is not None:
-            return self.parked.nbytes
-        return 0 if self.kept is None else self.kept.cache_bytes
+        if self.offloaded_cache is not None:
+            return self.offloaded_cache.nbytes
+        return 0 if self.saved_cache is None else self.saved_cache.cache_bytes
 
 
 def common_prefix_len(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two texts have in common from their beginning on."""
+    """Length of the common prefix of two token sequences."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""Every number of the server at one moment."""
+"""Statistics of the server, collected from its parts."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ TIERS = (Tier.DEVICE, Tier.HOST)
 def collect_stats(
     scheduler: Scheduler,
     ledger: ByteLedger,
-    purse: DeviceReservations,
+    reservations: DeviceReservations,
     tiers: TierManager,
-    sittings: Iterable[SessionState],
+    sessions: Iterable[SessionState],
     refused: Mapping[str, int],
     passed_over: Mapping[str, int],
     begun_again: Mapping[str, int],
     unwritten: WriteRetryQueue,
 ) -> ServerStats:
-    """What the parts of a server have counted so far, and hold now."""
+    """Statistics of all parts at one moment."""
     limits = {tier.value: ledger.limit(tier) for tier in TIERS}
-    sums, vault = scheduler.sums, tiers.vault
+    sums, disk = scheduler.sums, tiers.disk
     return ServerStats(
-        sessions=dict(Counter(map(session_status, sittings))),
-        tier_bytes={tier.value: ledger.used(tier) for tier in TIERS} | vault.bytes_by_tier(),
+        sessions=dict(Counter(map(session_status, sessions))),
+        tier_bytes={tier.value: ledger.used(tier) for tier in TIERS} | disk.bytes_by_tier(),
         budget_bytes={name: count for name, count in limits.items() if count < UNLIMITED}
-        | vault.budget_by_tier(),
-        peak_bytes={Tier.DEVICE.value: purse.peak},
-        budget_violations=purse.violations,
+        | disk.budget_by_tier(),
+        peak_bytes={Tier.DEVICE.value: reservations.peak},
+        budget_violations=reservations.violations,
         running=len(scheduler.running) + len(scheduler.finishing),
         waiting=len(scheduler.queue),
         done=dict(scheduler.done),
@@ -56,27 +56,27 @@ def collect_stats(
         merged_tokens=sums["merged_tokens"],
         parked=dict(tiers.parked),
         restored=dict(+tiers.restored),
-        rejected=dict(vault.rejected()),
-        unwritten=dict(vault.unwritten()),
-        written_bytes=vault.written_bytes(),
+        rejected=dict(disk.rejected()),
+        unwritten=dict(disk.unwritten()),
+        written_bytes=disk.written_bytes(),
         turns_not_durable=dict(unwritten.counts),
         sessions_not_durable=len(unwritten),
     )
 
 
 class ReasonCounter:
-    """Since the server started. Safe from threads."""
+    """Counter by reason. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
     def note(self, why: str) -> None:
-        """Once more."""
+        """Count one occurrence."""
         with self._lock:
             self._counts[why] += 1
 
-    def told(self) -> dict[str, int]:
-        """How often for each reason."""
+    def counts(self) -> dict[str, int]:
+        """Number of occurrences by reason."""
         with self._lock:
             return dict(self._counts)

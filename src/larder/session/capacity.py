@@ -76,7 +76,7 @@ def check_recent_fits(policy: Policy, tokens: int) -> None:
     Raises:
         BudgetError: the capacity for generated text is below the protected recent tokens.
     """
-    recent, room = policy.protect.recent_tokens(tokens), policy.timing.room(tokens)
+    recent, room = policy.protect.recent_tokens(tokens), policy.timing.generation_capacity(tokens)
     if room is not None and recent > room:
         raise BudgetError(
             f"{spell(policy.timing)} leaves {room} of {tokens} entries for generated text, fewer "
@@ -130,7 +130,10 @@ def entry_bound(policy: Policy, spec: ModelSpec) -> EntryCapacity | None:
     if not policy.resident_storage.codecs:
         return EntryCapacity(resting, heads, block)
     size = spec.dtype.itemsize
-    rooms = [layer.kv_heads * policy.storage.finest(entries, layer, size) for layer in spec.managed]
+    rooms = [
+        layer.kv_heads * policy.storage.full_precision_entries(entries, layer, size)
+        for layer in spec.managed
+    ]
     finest_heads = sum(layer.kv_heads for layer in spec.managed)
     return EntryCapacity(resting, heads, block, sum(rooms), finest_heads)
 
@@ -181,7 +184,7 @@ def _resident_entries(policy: Policy, tokens: int) -> int:
             f"The budget of {tokens} tokens has no room beside {taken}: raise --budget, fetch "
             "fewer, or lag less."
         )
-    least = policy.protect.least(tokens).joined(policy.scorer.least()).tokens
+    least = policy.protect.least(tokens).union(policy.scorer.protected_tokens()).tokens
     if least > resident and not isinstance(policy.protect.recent, float):
         raise BudgetError(
             f"The budget of {tokens} tokens has no room for {taken} beside the {least} that "

@@ -292,8 +292,8 @@ class ChatCache:
         reader = turn_reader(
             self._runtime, self.state.memory.policy, cache, prompts, open_ids=turn.reader.open_ids
         )
-        if reader.is_over:
-            run_steps(reader.settling())
+        if reader.is_over_budget:
+            run_steps(reader.end_turn_steps())
         return cache
 
     def _note_peaks(self) -> None:

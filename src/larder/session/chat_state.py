@@ -141,12 +141,12 @@ class ActiveTurn:
     @property
     def copy(self) -> SequenceCache | None:
         """Cache held in addition to those of the session, so that the turn can be undone."""
-        return self.cache if self.is_copy else self.reader.saved
+        return self.cache if self.is_copy else self.reader.snapshot
 
     @property
     def can_be_undone(self) -> bool:
         """Whether the cache can be restored to its state before the turn."""
-        return not self.is_planned or self.is_copy or self.reader.saved is not None
+        return not self.is_planned or self.is_copy or self.reader.snapshot is not None
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,9 @@ class Policy:
     @property
     def calibrations(self) -> frozenset[str]:
         """Names of the calibration data that its parts require."""
-        return self.budget.measured() | self.heads.calibrations | self.timing.calibrations
+        return (
+            self.budget.required_calibrations() | self.heads.calibrations | self.timing.calibrations
+        )
 
     @property
     def lexicon(self) -> frozenset[str]:
@@ -205,11 +207,11 @@ class Policy:
             BudgetError: no page fits in the budget beside the protected entries.
             BadParameter: more tokens are corrected than are protected.
         """
-        budget, schedule, scorer = self.budget, self.schedule, self.scorer.under(tokens)
+        budget, schedule, scorer = self.budget, self.schedule, self.scorer.with_budget(tokens)
         if budget.tokens is None:
             budget = replace(budget, tokens=tokens, kept=None)  # pyright: ignore
         schedule = with_block_size(schedule, tokens, block)
-        compensation, recall = self.compensation.under(tokens), self._sized_recall(tokens)
+        compensation, recall = self.compensation.with_budget(tokens), self._sized_recall(tokens)
         if recall is not None:
             resident = (budget.tokens or tokens) - (recall.tokens or 0) - self.lag
             check_correction(self.protect, recall, max(0, resident))
@@ -220,14 +222,14 @@ class Policy:
             scorer=scorer,
             recall=recall,
             compensation=compensation,
-            timing=self.timing.under(tokens),
+            timing=self.timing.with_budget(tokens),
         )
 
     def _sized_recall(self, tokens: int) -> RecallPart | None:
         """Recall part with its size filled in."""
         if self.recall is None or self.recall.tokens is not None:
             return self.recall
-        least = max(1, self.protect.least(tokens).joined(self.scorer.least()).tokens)
+        least = max(1, self.protect.least(tokens).union(self.scorer.protected_tokens()).tokens)
         fitting = (tokens - least - self.lag) // self.recall.page * self.recall.page
         if fitting < 1:
             raise BudgetError(

@@ -46,7 +46,7 @@ def check_query_positions(scorer: Scorer, storage: Storage) -> None:
     Raises:
         SpellingError: queries keep true positions, but the storage rotates keys to others.
     """
-    if scorer.queries() and storage.turns:
+    if scorer.queries() and storage.rerotates_keys:
         raise SpellingError(
             f"{spell(scorer)} judges by queries at their true positions, but {spell(storage)} "
             "turns keys to other ones: leave the storage out, or take another scorer."
@@ -72,7 +72,7 @@ def check_single_cut(schedule: Schedule, compensation: Compensation) -> None:
     Raises:
         SpellingError: the schedule makes plans between blocks.
     """
-    if compensation.once and not isinstance(schedule, Whole):
+    if compensation.needs_whole_text and not isinstance(schedule, Whole):
         raise SpellingError(
             f"{spell(compensation)} cuts a text once, when all of it was read, but "
             f"{spell(schedule)} plans in between: take whole(), or park() without a cut."
@@ -158,4 +158,4 @@ def with_block_size(schedule: Schedule, tokens: int, block: int | None) -> Sched
 
 def needs_scratch_prompts(scorer: Scorer) -> bool:
     """Test whether a scorer reads scratch prompts after the cache before it scores."""
-    return bool(scorer.scratch((0,), 0, dict.fromkeys(scorer.wanted(), (0,))))
+    return bool(scorer.scratch((0,), 0, dict.fromkeys(scorer.required_prompts(), (0,))))

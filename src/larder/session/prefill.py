@@ -215,7 +215,7 @@ def build_caches_steps(
     """Steps of `build_caches`."""
     spec = runtime.decoder.spec
     for prompts in prompt_sets:
-        require_prompts(prompts, policy.scorer.wanted())
+        require_prompts(prompts, policy.scorer.required_prompts())
     check_recent_fits(policy, entries_per_head(policy, spec))
     caches, reader = SessionCaches(spec, ()), prefill_reader(runtime, policy, len(ids), meter)
     sequences = [
@@ -306,7 +306,9 @@ def planner_with_quotas(
     managed = tuple(layer.index for layer in runtime.decoder.spec.managed)
     layers = tuple(layer.index for layer in budgeted_layers(policy, runtime.decoder.spec))
     facts = select_layers(runtime.calibrate(policy.calibrations), managed, layers)
-    planner = policy.planner.under(facts, layers, runtime.tokenizer.lexicon(policy.lexicon))
+    planner = policy.planner.with_calibration(
+        facts, layers, runtime.tokenizer.lexicon(policy.lexicon)
+    )
     if policy.values.projects:
         planner = replace(
             planner,

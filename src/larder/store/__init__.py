@@ -1,1 +1,1 @@
-"""Saved caches: verified when they come back, or not given back at all."""
+"""Persistent store of sessions and shared prefixes; everything is verified when it is read."""

@@ -1,4 +1,4 @@
-"""What a store consists of, opened together."""
+"""Components of an open store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MANIFEST_FILE = "manifest.sqlite"  # of the store that a home knew first
 
 
 class StoreComponents:
-    """The parts of a store. Safe from threads and processes, as each of them is.
+    """Components of an open store. Safe from threads and processes, like each of them.
 
     A damaged or foreign index is moved aside and built again from what lies beside the blobs, and
     one that lacks something of that learns of it.
@@ -95,15 +95,15 @@ class StoreComponents:
         self.reader = CacheReader(self.vault, self.ledger, self.throughput)
 
     def tenant(self, principal: str) -> str:
-        """What a principal is called in keys and paths."""
+        """Tenant id of a principal, as used in keys and paths."""
         return tenant_of(self.secret, principal)
 
     def close(self) -> None:
-        """Give the index back."""
+        """Close the index."""
         self.manifest.close()
 
     def _index(self, home: Path) -> Manifest:
-        """The index of this store: others that the home knows have their own."""
+        """Index of this store; other stores known to `home` have their own."""
         number = _store_number(self.place.url, home)
         manifest = self._manifest(home / MANIFEST_FILE)
         with manifest.reading() as rows:
@@ -126,7 +126,9 @@ class StoreComponents:
             return Manifest(*own)
 
     def _catch_up(self) -> None:
-        """Index what lies beside the blobs; what a slow disk does not tell, at the next start."""
+        """Index the records beside the blobs; what a slow disk does not return waits for the
+        next start.
+        """
         try:
             self.heads.sync_manifest()
             if not self.manifest.is_built:
@@ -140,7 +142,7 @@ class StoreComponents:
 
 
 def _store_number(url: str, home: Path) -> int:
-    """Of a store, 31 bits and never 0; one inside its home moves with it."""
+    """31-bit number of a store, never 0; a store inside its home moves with it."""
     with suppress(ValueError):
         url = str(Path(url).relative_to(home.expanduser().absolute()))
     return int(key_of("store", url)[:8], 16) >> 1 or 1

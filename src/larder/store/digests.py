@@ -1,4 +1,4 @@
-"""Digests: what bytes are called, and by what somebody is known without a name."""
+"""Digests, keyed digests and tenant ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def digest_of(*parts: bytes | bytearray | memoryview) -> str:
-    """Hexadecimal blake3 of the parts laid end to end."""
+    """Hexadecimal blake3 of the concatenated parts."""
     from blake3 import blake3
 
     hasher = blake3()
@@ -20,12 +20,12 @@ def digest_of(*parts: bytes | bytearray | memoryview) -> str:
 
 
 def key_of(*parts: str | bytes) -> str:
-    """Hexadecimal blake3 of a list: as no other list is spelled, however it is cut."""
+    """Hexadecimal blake3 of a list, unambiguous in how it is split."""
     return digest_of(*_length_prefixed(parts))
 
 
 def mac_of(secret: bytes, *parts: str | bytes) -> str:
-    """As `key_of`, but only who knows the 32 bytes of the secret can make it."""
+    """Keyed `key_of`: only holders of the 32-byte secret can compute it."""
     from blake3 import blake3
 
     hasher = blake3(key=secret)
@@ -35,7 +35,7 @@ def mac_of(secret: bytes, *parts: str | bytes) -> str:
 
 
 def tenant_of(secret: bytes, principal: str) -> str:
-    """What a principal is called in keys and paths: HMAC-SHA256 of its name.
+    """Tenant id of a principal: HMAC-SHA256 of its name.
 
     Who does not know the secret cannot make the key of somebody else, nor tell whose one is.
     """
@@ -43,17 +43,17 @@ def tenant_of(secret: bytes, principal: str) -> str:
 
 
 def is_digest(text: str) -> bool:
-    """Whether this is how digests are spelled; nothing else becomes a path."""
+    """True if the text is spelled like a digest; nothing else becomes a path."""
     return _DIGEST.fullmatch(text) is not None
 
 
 def digests_equal(left: str, right: str) -> bool:
-    """Compare digests in a time that tells nothing of where they differ."""
+    """Compare digests in constant time."""
     return hmac.compare_digest(left.encode(), right.encode())
 
 
 def _length_prefixed(parts: Iterable[str | bytes]) -> Iterable[bytes]:
-    """Each part behind its length."""
+    """Each part after its length."""
     for part in parts:
         told = part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass")
         yield len(told).to_bytes(8, "little") + told

@@ -30,7 +30,7 @@ MAX_CACHED_TENANTS = 4096  # whose keys are remembered
 
 
 class Encryption(ABC):
-    """Hides bytes and shows them again. Safe from threads.
+    """Encryption of blobs and records per tenant. Safe from threads.
 
     `is_encrypted` tells whether it does: whether nobody without the key can make what opens.
     """
@@ -39,11 +39,11 @@ class Encryption(ABC):
 
     @abstractmethod
     def closed(self, tenant: str, data: bytes, place: str = "") -> bytes:
-        """Bytes as they lie on the disk: the same for the same bytes of a tenant at a place."""
+        """Encrypt bytes deterministically for a tenant and path."""
 
     @abstractmethod
     def opened(self, tenant: str, data: bytes, place: str = "") -> bytes:
-        """The bytes again.
+        """Decrypt bytes.
 
         Raises:
             Damaged: they are not what was closed for this tenant and place.
@@ -51,11 +51,11 @@ class Encryption(ABC):
 
     @abstractmethod
     def tag(self, tenant: str, digest: str) -> str:
-        """A digest of content as it may stand in the open."""
+        """Keyed digest of content that may be stored in the clear."""
 
     @abstractmethod
     def masked(self, tenant: str, before: str, tokens: bytes) -> bytes:
-        """Tokens as they may stand in an index: of texts that begin alike, alike up to there.
+        """Encrypt tokens for the index so that equal prefixes stay equal up to their difference.
 
         Args:
             before: digest of the text in front of them.
@@ -64,7 +64,7 @@ class Encryption(ABC):
 
 
 class NoEncryption(Encryption):
-    """Hides nothing."""
+    """Null encryption: bytes are stored as they are."""
 
     is_encrypted = False
 
@@ -82,7 +82,7 @@ class NoEncryption(Encryption):
 
 
 class AesGcmEncryption(Encryption):
-    """Hides everything under an operator's key.
+    """AES-GCM under keys derived from the operator's key.
 
     Args:
         key: `KEY_BYTES` or more that nobody can guess.
@@ -131,7 +131,7 @@ class AesGcmEncryption(Encryption):
         return b"".join(words)
 
     def _derived(self, tenant: str) -> tuple[Any, bytes, bytes]:
-        """What closes a tenant's bytes, what makes nonces of them, and what makes tags."""
+        """Derived keys of a tenant: cipher, nonce key and tag key."""
         ciphers = _ciphers()
         info = f"larder store 1 {tenant}".encode()
         made = ciphers.HKDF(ciphers.SHA256(), 3 * KEY_BYTES, self._salt, info).derive(self._key)
@@ -140,7 +140,7 @@ class AesGcmEncryption(Encryption):
 
 
 class _Ciphers:
-    """What is used of the package `cryptography`."""
+    """Primitives of the package `cryptography`."""
 
     def __init__(self) -> None:
         from cryptography.exceptions import InvalidTag
@@ -152,12 +152,12 @@ class _Ciphers:
 
 
 def encryption_for(key: bytes | None, what: str) -> Encryption:
-    """How something beside the store lies: under a key for it, or open where there is none."""
+    """Encryption for data beside the store; without a key it is `NoEncryption`."""
     return NoEncryption() if key is None else AesGcmEncryption(key, f"larder {what}".encode())
 
 
 def read_key(path: Path | None) -> bytes | None:
-    """The operator's key: of a file, else of `$LARDER_STORE_KEY`; None where there is neither.
+    """Operator's key from a file, else from `$LARDER_STORE_KEY`; None if neither is set.
 
     Raises:
         InputError: it is none.
@@ -176,12 +176,12 @@ def read_key(path: Path | None) -> bytes | None:
 
 
 def fingerprint_of(key: bytes) -> str:
-    """By what an operator tells keys apart; it says nothing of the key."""
+    """Fingerprint of a key, from which the key cannot be derived."""
     return hashlib.sha256(b"larder store key" + key).hexdigest()[:16]
 
 
 def _parse_key(told: bytes, where: str) -> bytes:
-    """Hexadecimal digits, or bytes as they are."""
+    """Key from hexadecimal digits or raw bytes."""
     text = told.strip()
     if len(text) == 2 * KEY_BYTES:
         try:
@@ -211,7 +211,7 @@ SECRET_BYTES = 32
 
 
 def store_secret(home: Path) -> bytes:
-    """The secret of a home folder, made when first asked for; nobody else may read its file.
+    """Secret of a home folder, created on first use; its file is readable by the owner only.
 
     Raises:
         StoreError: the file is no secret.

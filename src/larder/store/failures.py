@@ -1,4 +1,4 @@
-"""Why saved caches were not used, or not saved: counted by reason, and logged."""
+"""Failed restores and failed writes, counted by reason and logged."""
 
 from __future__ import annotations
 
@@ -30,39 +30,39 @@ _REASONS: tuple[tuple[type[LarderError], str], ...] = (
 
 
 class FailureCounter:
-    """Counts since the store was opened. Safe from threads."""
+    """Failure counts since the store was opened. Safe from threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
     def note(self, reason: str, said: str) -> str:
-        """One more; the reason."""
+        """Count and log a failure; return its reason."""
         with self._lock:
             self._counts[reason] += 1
         _LOG.warning("%s: %s", reason, said)
         return reason
 
     def note_error(self, error: LarderError) -> str:
-        """One more, for an error; its reason."""
+        """Count and log an error; return its reason."""
         return self.note(failure_reason(error), str(error))
 
     @contextmanager
     def suppressed(self) -> Iterator[None]:
-        """A block whose errors are one more each, and stop nobody."""
+        """Context in which errors are counted and suppressed."""
         try:
             yield
         except LarderError as error:
             self.note_error(error)
 
     def counts(self) -> dict[str, int]:
-        """How often for each reason."""
+        """Failures by reason."""
         with self._lock:
             return dict(self._counts)
 
 
 def failure_reason(error: LarderError) -> str:
-    """The word by which an error is counted."""
+    """Reason under which an error is counted."""
     if isinstance(error, Refused):
         return error.reason
     return next((word for kind, word in _REASONS if isinstance(error, kind)), "failed")

@@ -1,4 +1,4 @@
-"""Who goes on with a session just now, among machines that share a store and nothing else.
+"""Session leases among hosts that share a store.
 
     claims/<tenant>/<session>/<term>.json      whoever has created the highest term has the session
     holders/<holder>.json                      until when a holder counts as alive
@@ -28,7 +28,7 @@ STALE_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class SessionLease:
-    """The right to go on with a session.
+    """Exclusive right to continue a session.
 
     Args:
         folder: of the session's claims.
@@ -41,12 +41,12 @@ class SessionLease:
 
     @property
     def path(self) -> str:
-        """Where it lies."""
+        """Path of the lease file."""
         return f"{self.folder}/{self.term}.json"
 
 
 class LeaseConflict(Refused):
-    """Somebody else goes on with the session.
+    """Error: another host holds the lease of the session.
 
     Args:
         seconds: after which the other counts as dead, unless it says that it is alive.
@@ -60,7 +60,7 @@ class LeaseConflict(Refused):
 
 
 class SessionLeases:
-    """The claims of one process. Safe from threads, processes and machines.
+    """Leases of one process. Safe from threads, processes and machines.
 
     Args:
         alive_seconds: for which a holder counts as alive after it has said so.
@@ -72,7 +72,7 @@ class SessionLeases:
         self._alive_until = 0.0
 
     def heartbeat(self) -> None:
-        """Say that this process is alive.
+        """Renew all leases of this process.
 
         Raises:
             StoreError: it cannot be said.
@@ -83,7 +83,7 @@ class SessionLeases:
         self._alive_until = until
 
     def take(self, principal: str, name: str) -> SessionLease:
-        """Go on with a session.
+        """Acquire the lease of a session.
 
         Raises:
             Held: somebody else does.
@@ -107,7 +107,7 @@ class SessionLeases:
         return claim
 
     def holds(self, claim: SessionLease) -> bool:
-        """Whether nobody has taken the session since.
+        """True if no other host has acquired the lease since.
 
         Raises:
             StoreError: that cannot be told.
@@ -117,7 +117,7 @@ class SessionLeases:
         return self._read(claim.path).get("mark") == claim.mark
 
     def release(self, claim: SessionLease) -> None:
-        """Others may go on with the session.
+        """Release a lease.
 
         Raises:
             StoreError: it cannot be said; the claim ends with this process.
@@ -126,7 +126,7 @@ class SessionLeases:
             self._call(self._parts.place.remove, claim.path)
 
     def sweep(self) -> int:
-        """Delete what processes left that ended without a word a while ago; how many files."""
+        """Delete files of processes that ended without releasing; return the number deleted."""
         parts = self._parts
         before = parts.clock() - STALE_SECONDS
         old = [
@@ -140,14 +140,14 @@ class SessionLeases:
         return len(old)
 
     def _is_alive(self, path: str) -> bool:
-        """Whether a holder, or the one of a claim, has said that it is alive."""
+        """True if a holder's heartbeat has not expired."""
         told = self._read(path)
         if "holder" in told:
             told = self._read(self._beside(str(told["holder"])))
         return float(told.get("until", 0.0)) > self._parts.clock()
 
     def close(self) -> None:
-        """Say that this process has ended, and with it what it holds.
+        """Release all leases and end the heartbeat of this process.
 
         Raises:
             StoreError: it cannot be said.
@@ -156,7 +156,7 @@ class SessionLeases:
         self._alive_until = 0.0
 
     def _check(self, path: str) -> None:
-        """Raises: Held: whose claim this is is alive, and is not this process."""
+        """Check that no other live process holds a lease. Raises: LeaseConflict."""
         holder = str(self._read(path).get("holder", ""))
         if holder == self._holder:
             return
@@ -177,7 +177,7 @@ class SessionLeases:
         ).encode()
 
     def _read(self, path: str) -> dict[str, Any]:
-        """What a file tells; nothing where it is gone, or was not written by one of us."""
+        """Content of a file; empty if it is missing or damaged."""
         try:
             outer = parse_json(self._call(self._parts.place.read, path))
             text = str(outer["told"])

@@ -1,4 +1,4 @@
-"""Byte budgets: what each tier holds, for whom, and what is on its way there.
+"""Byte ledger: used and reserved bytes of each tier, by tenant, under budgets.
 
 Bytes are reserved before anything is allocated or written, so that what is held and what is in
 flight never exceed a budget together. Nothing is kept because it is the only one or too large.
@@ -20,7 +20,7 @@ NO_TENANT = ""  # whose an index is, and what belongs to nobody who is known
 
 
 class Tier(Enum):
-    """Where bytes are.
+    """Memory or storage tier.
 
     DEVICE: the model's memory. HOST: this machine's. DISK: what survives the process.
     """
@@ -32,7 +32,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True)
 class ByteBudgets:
-    """Bytes that may be held.
+    """Byte budgets of tiers and tenants.
 
     Args:
         total: by tier; a tier that is not named has no limit.
@@ -52,7 +52,7 @@ class ByteBudgets:
 
 
 class Reservation:
-    """Bytes that are spoken for until `release`; at the end of a `with` block unless kept.
+    """Reserved bytes, released at the end of a `with` block unless kept.
 
     Safe from threads; releasing twice does nothing.
     """
@@ -62,19 +62,19 @@ class Reservation:
         self._ledger, self._is_kept = ledger, False
 
     def keep(self) -> None:
-        """The bytes are there now and stay: `ByteLedger.discharge` tells when they go."""
+        """Turn the reservation into used bytes; `ByteLedger.discharge` frees them later."""
         with self._ledger.lock:
             if not self._is_kept:
                 self._ledger.arrived(self.tier, self.tenant, self.bytes)
             self._is_kept = True
 
     def release(self) -> None:
-        """The bytes are not needed, or gone; what was kept stays."""
+        """Release the reservation; kept bytes stay charged."""
         if not self._is_kept:
             self.shrink(0)
 
     def shrink(self, count: int) -> None:
-        """Fewer bytes are needed than was thought; nothing happens where that is more."""
+        """Reduce the reservation; no effect if `count` is larger."""
         with self._ledger.lock:
             given, self.bytes = max(self.bytes - count, 0), min(self.bytes, count)
             if not self._is_kept:
@@ -94,7 +94,7 @@ class Reservation:
 
 
 class ByteLedger:
-    """The accounts of all tiers. Safe from threads; other processes have their own."""
+    """Accounts of all tiers. Safe from threads; each process has its own."""
 
     def __init__(self, budgets: ByteBudgets = ByteBudgets()) -> None:  # noqa: B008, frozen
         self.lock = threading.RLock()
@@ -108,7 +108,7 @@ class ByteLedger:
     def reserve(
         self, tier: Tier, tenant: str, count: int, wait_seconds: float = 0.0
     ) -> Reservation:
-        """Speak for bytes before they are allocated or written.
+        """Reserve bytes before they are allocated or written.
 
         Args:
             wait_seconds: how long to wait for others to give some back.
@@ -129,13 +129,15 @@ class ByteLedger:
         return Reservation(self, tier, tenant, count)
 
     def charge(self, tier: Tier, tenant: str, count: int) -> None:
-        """Count bytes that are there already, or below 0 that are gone, reserved or not."""
+        """Charge bytes that already exist (negative: discharge), whether or not they were
+        reserved.
+        """
         with self._freed:
             self._add(tier, tenant, max(count, -self._of[tier, tenant]))
             self._freed.notify_all()
 
     def set(self, tier: Tier, counts: Mapping[str, int]) -> None:
-        """Set what tenants hold to what was found there; it may exceed the budget.
+        """Set used bytes by tenant to a recount; they may exceed the budget.
 
         What is reserved and was not kept yet counts beside it.
         """
@@ -149,19 +151,19 @@ class ByteLedger:
             self._freed.notify_all()
 
     def arrived(self, tier: Tier, tenant: str, count: int) -> None:
-        """For reservations: so many of their bytes are not on their way any more."""
+        """Move bytes of reservations from in flight to used."""
         self._coming[tier, tenant] -= count
         if not self._coming[tier, tenant]:
             del self._coming[tier, tenant]
 
     def discharge(self, tier: Tier, tenant: str, count: int) -> None:
-        """Bytes are gone."""
+        """Discharge used bytes."""
         with self._freed:
             self._add(tier, tenant, -min(count, self._of[tier, tenant]))
             self._freed.notify_all()
 
     def lower(self, tier: Tier, count: int) -> int:
-        """Set a tier's budget; the bytes that must now go, which is the caller's to see to.
+        """Lower a tier's budget; return the bytes that the caller must now evict.
 
         Until they are gone nothing is reserved, and what is held only shrinks.
         """
@@ -175,20 +177,20 @@ class ByteLedger:
             return max(self._used[tier] - count, 0)
 
     def limit(self, tier: Tier) -> int:
-        """Bytes that a tier may hold."""
+        """Byte budget of a tier."""
         return self._total.get(tier, UNLIMITED)
 
     def tenant_limit(self, tier: Tier, tenant: str) -> int:
-        """Bytes of it that may be one tenant's; `NO_TENANT` has a limit with all others alone."""
+        """Byte budget of a tenant in a tier; `NO_TENANT` is bounded by the total alone."""
         return UNLIMITED if tenant == NO_TENANT else self._tenant.get(tier, UNLIMITED)
 
     def used(self, tier: Tier, tenant: str | None = None) -> int:
-        """Bytes that are held or on their way, a tenant's or all."""
+        """Used and reserved bytes, of one tenant or all."""
         with self.lock:
             return self._used[tier] if tenant is None else self._of[tier, tenant]
 
     def room(self, tier: Tier, tenant: str) -> int:
-        """Bytes that a tenant could reserve now; below 0 where a budget was lowered."""
+        """Bytes that a tenant can reserve now; negative after a budget was lowered."""
         with self.lock:
             total = self.limit(tier) - self._used[tier]
             return min(total, self.tenant_limit(tier, tenant) - self._of[tier, tenant])

@@ -1,4 +1,4 @@
-"""Looking after a store: is everything whole, and what can go."""
+"""Maintenance of a store: verification, sweep, and removal of tombstones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOMBSTONE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """What was found of a session.
+    """Verification result of one session.
 
     Args:
         record: its newest state.
@@ -32,13 +32,13 @@ class VerificationResult:
 
 
 class StoreMaintenance:
-    """What an operator asks of a store. Safe while others use it."""
+    """Maintenance operations of a store. Safe while others use it."""
 
     def __init__(self, parts: StoreComponents) -> None:
         self._parts = parts
 
     def verify(self, records: Iterable[Record]) -> list[VerificationResult]:
-        """Read every blob of some sessions and compare it with its digests.
+        """Read every blob of some sessions and verify its digest.
 
         What is damaged is set aside, so that the next saving writes it anew. A record that is
         missing or damaged beside the blobs is written again.
@@ -46,7 +46,7 @@ class StoreMaintenance:
         return [VerificationResult(record, tuple(self._problems(record))) for record in records]
 
     def sweep(self, grace_seconds: float = GRACE_SECONDS) -> int:
-        """Delete what nothing refers to: what crashes left, and what was removed.
+        """Delete everything unreferenced: leftovers of crashes and of removed sessions.
 
         Args:
             grace_seconds: how long what another process writes may be in the making.
@@ -75,13 +75,13 @@ class StoreMaintenance:
         return parts.budgeted_blobs.sweep(live, grace_seconds)
 
     def note_branches(self) -> None:
-        """Note branches that were written before that was done, of which the index knows."""
+        """Write branch notes for branches that predate them and are in the index."""
         parts = self._parts
         tenants = {tenant for tenant, _ in parts.manifest.sessions()}
         parts.branches.note_all(r for each in tenants for r in parts.heads.of(each))
 
     def forget_removed(self, grace_seconds: float = TOMBSTONE_SECONDS) -> int:
-        """Drop what says of sessions that they were removed; how many. Cheap, unlike a sweep."""
+        """Delete tombstones of removed sessions; return their number. Cheap, unlike a sweep."""
         parts = self._parts
         gone = parts.manifest.removed(parts.clock() - grace_seconds)
         for record in gone:
@@ -90,14 +90,14 @@ class StoreMaintenance:
         return len(gone)
 
     def _sync_removed(self, written: Collection[tuple[str, str]]) -> None:
-        """Have the index learn of sessions that another machine has removed."""
+        """Index sessions that another machine has removed."""
         for own in self._parts.manifest.sessions():
             if own not in written:
                 with suppress(LarderError):
                     self._parts.heads.newest(*own)
 
     def _is_over(self, newest: Record) -> bool:
-        """Whether a session was removed; its states are left where who did so was stopped."""
+        """True if a session was removed; states left by an interrupted removal are deleted."""
         if not newest.removed:
             return False
         written = self._parts.heads.written(newest.tenant, newest.session)
@@ -146,6 +146,6 @@ class StoreMaintenance:
 
 
 def _newest_records(written: Iterable[Record]) -> dict[tuple[str, str], Record]:
-    """By tenant and key of a session, the newest of its records."""
+    """Newest record of each session, by tenant and session key."""
     ordered = sorted(written, key=lambda record: record.epoch)
     return {(record.tenant, record.session): record for record in ordered}

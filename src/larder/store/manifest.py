@@ -1,4 +1,4 @@
-"""The index of a store on one machine: a SQLite database, which can be built again.
+"""Manifest of a store on one machine: a SQLite index that can be rebuilt.
 
 Heads of sessions move by compare-and-swap. What the database says of a session is sealed as the
 records are, so a flipped bit in it is noticed. Everything in it stands in records and chunks beside
@@ -33,7 +33,7 @@ MANIFEST_CONTEXT = "manifest"  # where sealed records lie, as sealing wants to k
 
 
 class Manifest:
-    """Which sessions there are, where they stand, and which blobs they need.
+    """Index of sessions, their epochs, and the blobs they refer to.
 
     Safe from threads and from processes of one machine. A change is there whole or not at all.
 
@@ -67,23 +67,23 @@ class Manifest:
                 raise
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the database."""
         with self._lock:
             self._database.close()
 
     @property
     def is_built(self) -> bool:
-        """Whether all that lies beside the blobs was indexed once."""
+        """True if everything beside the blobs has been indexed once."""
         with self.reading() as rows:
             return is_index_complete(rows)
 
     def mark_built(self) -> None:
-        """All that lies beside the blobs is indexed."""
+        """Mark the index as complete."""
         with self.writing() as rows:
             mark_index_complete(rows)
 
     def head(self, tenant: str, session: str) -> Record | None:
-        """The newest state of a session; None where there is none.
+        """Newest state of a session; None if there is none.
 
         Raises:
             Damaged: what the database has of it is not what was written.
@@ -100,7 +100,7 @@ class Manifest:
         return self._record(found[0][0], tenant, session, found[0][1])
 
     def epoch(self, tenant: str, session: str, epoch: int) -> Record | None:
-        """An earlier state, where it is still kept."""
+        """Earlier state of a session, if it is retained."""
         with self.reading() as rows:
             found = rows(
                 "SELECT record FROM epochs WHERE tenant = ? AND session = ? AND epoch = ?",
@@ -109,7 +109,7 @@ class Manifest:
         return self._record(found[0][0], tenant, session, epoch) if found else None
 
     def commit(self, record: Record, expected: int) -> None:
-        """Make a record the head of its session.
+        """Make a record the head of its session by compare-and-swap.
 
         Args:
             expected: the epoch that is the head now; 0 for a new session.
@@ -132,7 +132,7 @@ class Manifest:
             )
 
     def adopt(self, record: Record) -> None:
-        """Take over a state that was found beside the blobs; it is the head if it is the newest."""
+        """Index a state found beside the blobs; it becomes the head if it is the newest."""
         own = record.tenant, record.session
         with self.writing() as rows:
             self._insert(rows, record)
@@ -143,7 +143,7 @@ class Manifest:
             )
 
     def roll_back_head(self, tenant: str, session: str, epoch: int) -> None:
-        """Have an earlier state be the head, when those behind it are lost."""
+        """Make an earlier state the head after later states were lost."""
         with self.writing() as rows:
             for table in ("epochs", "spans"):
                 rows(
@@ -156,7 +156,7 @@ class Manifest:
             )
 
     def forget(self, tenant: str, session: str, epochs: list[int]) -> None:
-        """Drop states; the blobs that nobody needs any more are the caller's to delete."""
+        """Remove states; the caller deletes blobs that are then unreferenced."""
         with self.writing() as rows:
             for epoch in epochs:
                 own = tenant, session, epoch
@@ -164,13 +164,13 @@ class Manifest:
                     rows(f"DELETE FROM {table} WHERE tenant=? AND session=? AND epoch=?", own)
 
     def forget_session(self, tenant: str, session: str) -> None:
-        """Drop all of a session."""
+        """Remove every row of a session."""
         with self.writing() as rows:
             for table in ("epochs", "spans", "sessions"):
                 rows(f"DELETE FROM {table} WHERE tenant = ? AND session = ?", (tenant, session))
 
     def epochs(self, tenant: str, session: str) -> list[int]:
-        """Every epoch of a session that is kept, oldest first."""
+        """Retained epochs of a session, oldest first."""
         with self.reading() as rows:
             found = rows(
                 "SELECT epoch FROM epochs WHERE tenant = ? AND session = ? ORDER BY epoch",
@@ -179,13 +179,14 @@ class Manifest:
         return [epoch for (epoch,) in found]
 
     def sessions(self) -> list[tuple[str, str]]:
-        """Tenant and key of every session, the one that was used last first."""
+        """Tenant and key of every session, most recently used first."""
         with self.reading() as rows:
             return rows("SELECT tenant, session FROM sessions ORDER BY last_used DESC, session")
 
     def heads_of(self, tenant: str) -> dict[str, Record | None]:
-        """By key the newest state of each session of a tenant, last used first; None where what
-        the database has of it is not what was written."""
+        """Newest state of each session of a tenant by key, most recently used first; None if
+        damaged.
+        """
         with self.reading() as rows:
             found = rows(
                 "SELECT sessions.session, head, record FROM sessions LEFT JOIN epochs ON "
@@ -202,13 +203,13 @@ class Manifest:
         return records
 
     def heads(self) -> dict[tuple[str, str], int]:
-        """The newest epoch of every session, by tenant and key."""
+        """Newest epoch of every session, by tenant and key."""
         with self.reading() as rows:
             found = rows("SELECT tenant, session, head FROM sessions")
         return {(tenant, session): head for tenant, session, head in found}
 
     def removed(self, before: float) -> list[Record]:
-        """What says of sessions that they were removed, if nobody has asked for them since."""
+        """Tombstones of sessions that nobody has read since a time."""
         with self.reading() as rows:
             found = rows(
                 "SELECT tenant, session, head, record FROM sessions JOIN epochs "
@@ -224,7 +225,7 @@ class Manifest:
         return [record for record in records if record.removed]
 
     def used(self, tenant: str, session: str) -> None:
-        """A session was read."""
+        """Record a read of a session."""
         with self.writing() as rows:
             rows(
                 "UPDATE sessions SET last_used = ?, uses = uses + 1 "
@@ -234,20 +235,20 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the database and of the log beside it, which counts as if it were full."""
+        """Bytes of the database and its write-ahead log, counted at its full size."""
         files = (self.path, self.path.with_name(f"{self.path.name}-wal"))
         database, log = (file.stat().st_size if file.exists() else 0 for file in files)
         return database + max(log, LOG_BYTES)
 
     @contextmanager
     def reading(self) -> Iterator[Callable[..., list[Any]]]:
-        """A function that takes SQL, for as long as nothing is to be changed."""
+        """Context of a read transaction: a function that runs SQL."""
         with self._held():
             yield lambda text, given=(): self._database.execute(text, given).fetchall()
 
     @contextmanager
     def writing(self) -> Iterator[Callable[..., list[Any]]]:
-        """The same for changes, which are made all or not at all."""
+        """Context of an atomic write transaction: a function that runs SQL."""
         with self._held():
             self._database.execute("BEGIN IMMEDIATE")
             try:
@@ -260,7 +261,7 @@ class Manifest:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """While this thread has the database; nobody waits for one that was held too long lately.
+        """Context that holds the database in this thread; fails fast after a recent timeout.
 
         Raises:
             StoreSlow: it is held, or was.
@@ -305,7 +306,7 @@ class Manifest:
 
 
 def superseded_error(name: str, expected: int, head: int) -> Superseded:
-    """What to say to who comes too late."""
+    """Error for a writer whose expected epoch is no longer the head."""
     return Superseded(
         f"Session {name!r} is at epoch {head}, not {expected} any more: load it again, and repeat "
         "what was to be saved."

@@ -1,4 +1,4 @@
-"""What a saved cache depends on: whoever asks for it must be the same in all of it.
+"""Identity of a model: everything that a saved cache depends on.
 
 Keys and values are numbers that one model made of one spelling of a text. Another model of equal
 shapes, another rotation, another tokenizer: each makes numbers that fit and mean something else.
@@ -32,7 +32,7 @@ _INCIDENTAL = frozenset({"transformers_version", "dtype", "torch_dtype", "_name_
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Digests and short words, each of one thing that a cache depends on.
+    """Digests and short names, one per property that a cache depends on.
 
     Args:
         model: what it is called by people.
@@ -71,21 +71,21 @@ class ModelIdentity:
 
     @property
     def key(self) -> str:
-        """One digest of all that counts; equal identities have equal ones."""
+        """Digest of all compared properties; equal for equal identities."""
         return key_of("identity", canonical_json(self._compared_fields()))
 
     def differences(self, other: ModelIdentity) -> list[str]:
-        """The names of what differs and counts; empty where one's cache is good for the other."""
+        """Names of compared properties that differ; empty if caches are interchangeable."""
         own, others = self._compared_fields(), other._compared_fields()
         return [name for name, value in own.items() if others[name] != value]
 
     def told(self) -> dict[str, str]:
-        """All of it as text."""
+        """All properties as text."""
         return asdict(self)
 
     @staticmethod
     def of(told: Mapping[str, str]) -> ModelIdentity:
-        """What `told` told; what a larder of another time left out is empty, and so differs."""
+        """Identity from `told`; properties missing in older records are empty, and so differ."""
         return ModelIdentity(**{f.name: str(told.get(f.name, "")) for f in fields(ModelIdentity)})
 
     def _compared_fields(self) -> dict[str, str]:
@@ -110,7 +110,7 @@ def model_identity(
     transformers: str = "",
     numerics: str = "",
 ) -> ModelIdentity:
-    """The identity of a model that is loaded.
+    """Identity of a loaded model.
 
     Args:
         config: as transformers has it, as a dictionary.
@@ -148,7 +148,7 @@ def model_identity(
 
 
 def digest_of_weights(weights: Iterable[tuple[str, Tensor]]) -> str:
-    """Digest of every number of every weight, by name, for models that came from no file."""
+    """Digest of every weight by name, for models that were not loaded from files."""
     parts = [
         f"{name}:{DTYPE_NAMES[weight.dtype]}:{tuple(weight.shape)}:{digest_of(raw_bytes(weight))}"
         for name, weight in weights
@@ -157,7 +157,7 @@ def digest_of_weights(weights: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def digest_of_files(files: Sequence[Path], memory: Path | None = None) -> str:
-    """Digest of the content of files, whatever they are called but for their order by name.
+    """Digest of the content of files, in the order of their names.
 
     Args:
         memory: where digests are kept by path, size and time of change, so that a file is read
@@ -190,7 +190,7 @@ def _digest_of_file(file: Path) -> str:
 
 
 def _cached_digests(memory: Path) -> dict[str, str]:
-    """What was kept; nothing where that cannot be read: then files are read again."""
+    """Cached file digests; empty if the cache cannot be read."""
     try:
         known = json.loads(memory.read_text())
     except (OSError, ValueError):
@@ -203,5 +203,5 @@ def _digest(value: Any) -> str:
 
 
 def _rounded_numbers(numbers: Sequence[float] | None) -> list[str] | None:
-    """Numbers to six places: measured ones differ behind that from run to run."""
+    """Numbers rounded to six places: measured values differ beyond that between runs."""
     return None if numbers is None else [f"{number:.6g}" for number in numbers]

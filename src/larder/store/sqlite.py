@@ -1,4 +1,4 @@
-"""The tables of a manifest, and SQLite's errors in our words."""
+"""SQLite schema of a manifest, pragmas, and error translation."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ _FULL_CODES = (
 
 @contextmanager
 def translate_errors(path: Path, busy_seconds: float = BUSY_SECONDS) -> Iterator[None]:
-    """SQLite's errors in our words."""
+    """Context that translates SQLite errors to the store's errors."""
     try:
         yield
     except sqlite3.Error as error:
@@ -104,7 +104,7 @@ def translate_errors(path: Path, busy_seconds: float = BUSY_SECONDS) -> Iterator
 
 
 def make_private(path: Path) -> None:
-    """Have a database, and the files beside it, be for this user alone, whatever the umask.
+    """Restrict a database and the files beside it to this user, whatever the umask.
 
     SQLite gives the files that it makes beside a database the database's own permissions.
     """
@@ -116,7 +116,7 @@ def make_private(path: Path) -> None:
 
 
 def prepare_schema(database: sqlite3.Connection, path: Path) -> None:
-    """Have a database be one of this schema: an empty one is begun, earlier ones are carried over.
+    """Create the schema in an empty database, or migrate an earlier one.
 
     Raises:
         Damaged: it is damaged, or something else's.
@@ -149,17 +149,17 @@ def prepare_schema(database: sqlite3.Connection, path: Path) -> None:
 
 
 def is_index_complete(rows: Callable[..., list[Any]]) -> bool:
-    """Whether a database has all that lies beside the blobs."""
+    """True if the database has indexed everything beside the blobs."""
     return rows("PRAGMA user_version") != [(INCOMPLETE_SCHEMA,)]
 
 
 def mark_index_complete(rows: Callable[..., list[Any]]) -> None:
-    """Note that it has."""
+    """Mark the index as complete."""
     rows(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
 def claim_owner(rows: Callable[..., list[Any]], number: int) -> int:
-    """The number of the store whose index this is; of a database without one, it is this store's.
+    """Number of the store that owns this index; an unowned database is assigned to this store.
 
     It stands in the file's header, where earlier larders have 0.
     """
@@ -170,7 +170,7 @@ def claim_owner(rows: Callable[..., list[Any]], number: int) -> int:
 
 
 def quarantine_database(path: Path) -> Path:
-    """Take a damaged database, and the log beside it, out of the way; where it is now."""
+    """Move a damaged database and its log aside; return the new path."""
     number = 1
     while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
         number += 1

@@ -1,4 +1,4 @@
-"""The store: what is kept outside the process, for tenants, verified when it comes back."""
+"""Persistent store of sessions and prefixes, by tenant, verified when read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from larder.store.sessions.turn_store import TurnStore
 
 
 class Store:
-    """Sessions and beginnings of texts. Safe from threads and processes.
+    """Persistent store of sessions and prefixes. Safe from threads and processes.
 
     Args:
         url, home, options: as `StoreComponents` takes them.
@@ -30,5 +30,5 @@ class Store:
         self.exchange = SessionExporter(self.parts)
 
     def close(self) -> None:
-        """Give the index back."""
+        """Close the index."""
         self.parts.close()

@@ -1,4 +1,4 @@
-"""Whether a saved cache is loaded or its text read again: whichever was quicker lately."""
+"""Measured throughput of loading and prefill, for the choice between load and recompute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROBE_INTERVAL = 16  # times that a slow tier is left alone until it is measured
 
 
 class RestorePath(Enum):
-    """How a cache comes back."""
+    """Way to restore a cache."""
 
     LOAD = "load"
     RECOMPUTE = "recompute"
@@ -25,13 +25,13 @@ class RestorePath(Enum):
 
 @dataclass
 class _Rate:
-    """Amounts per second, measured ones weighing the more the later they are."""
+    """Exponentially weighted rate, in amounts per second."""
 
     per_second: float | None = None
 
 
 class ThroughputEstimates:
-    """What was measured of loading and of reading. Safe from threads.
+    """Throughput estimates of loading and prefill. Safe from threads.
 
     Nothing is known at first, and then a cache is loaded: that is how its tier is measured. A tier
     that was slow once is tried again now and then, or it would be slow for ever.
@@ -50,27 +50,27 @@ class ThroughputEstimates:
         self._reading = _Rate()
 
     def loaded(self, tier: Tier, count: int, seconds: float) -> None:
-        """So many bytes came back, verified and decoded."""
+        """Record a load of `count` bytes, verification and decoding included."""
         with self._lock:
             self._note(self._loading.setdefault(tier, _Rate()), count, seconds)
 
     def read(self, tokens: int, seconds: float) -> None:
-        """So many tokens were read by the model."""
+        """Record a prefill of `tokens` tokens."""
         with self._lock:
             self._note(self._reading, tokens, seconds)
 
     def load_seconds(self, tier: Tier, count: int) -> float | None:
-        """How long loading would take; None where nothing is known."""
+        """Estimated seconds to load; None if unknown."""
         with self._lock:
             return _seconds(self._loading.get(tier, _Rate()), count)
 
     def prefill_seconds(self, tokens: int) -> float | None:
-        """How long reading would take; None where nothing is known."""
+        """Estimated seconds of prefill; None if unknown."""
         with self._lock:
             return _seconds(self._reading, tokens)
 
     def choose(self, tier: Tier, count: int, tokens: int) -> RestorePath:
-        """Which way is quicker.
+        """Faster way to restore a cache.
 
         Args:
             count: bytes to be loaded.
@@ -84,14 +84,14 @@ class ThroughputEstimates:
             return RestorePath.RECOMPUTE if self._avoided[tier] else RestorePath.LOAD
 
     def known(self) -> dict[str, float]:
-        """All that was measured, for another process to begin with."""
+        """All estimates, as initial values for another process."""
         with self._lock:
             rates = {PREFILL_KEY: self._reading, **{t.value: r for t, r in self._loading.items()}}
             told = {n: r.per_second for n, r in rates.items() if r.per_second is not None}
             return told | {f"{AVOIDED_PREFIX}{t.value}": float(n) for t, n in self._avoided.items()}
 
     def know(self, told: Mapping[str, Any]) -> None:
-        """Begin with what `known` told, where nothing is known yet; what is no rate is left out."""
+        """Initialize unknown estimates from `known`; invalid rates are ignored."""
         fine = {n: float(r) for n, r in told.items() if isinstance(r, (int, float))}
         rates = {name: rate for name, rate in fine.items() if 0 < rate < math.inf}
         with self._lock:

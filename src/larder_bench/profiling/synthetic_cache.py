@@ -122,7 +122,7 @@ def replace_decoder(desk: ModelRuntime, decoder: Decoder) -> ModelRuntime:
 
 def random_prompts(decoder: Decoder, policy: Policy) -> Prompts:
     """All prompts that a policy judges by, of random tokens: episodes are the longest."""
-    sizes = {name: PROMPT_TOKENS for name in policy.scorer.wanted()}
+    sizes = {name: PROMPT_TOKENS for name in policy.scorer.required_prompts()}
     sizes |= {"episode": EPISODE_TOKENS} if "episode" in sizes else {}
     return {name: random_ids(decoder, size) for name, size in sizes.items()}
 

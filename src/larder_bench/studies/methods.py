@@ -240,7 +240,7 @@ class PolicyVariant:
     @property
     def needs_question(self) -> bool:
         """Whether it must know the question before it reads."""
-        return "question" in self.policy.scorer.wanted()
+        return "question" in self.policy.scorer.required_prompts()
 
     @property
     def is_full(self) -> bool:

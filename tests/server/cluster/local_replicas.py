@@ -88,10 +88,10 @@ class Near(ReplicaSet):
 
 @contextmanager
 def _hub(loaded: LoadedModel, store: Store) -> Iterator[EngineClient]:
-    keeper = LeasedSessionPersistence(
+    persistence = LeasedSessionPersistence(
         StoreSessionPersistence(store, loaded.decoder.spec), store, SessionLeases(store.parts)
     )
-    hub = LocalEngineClient(Engine(loaded, "full"), keeper=keeper)
+    hub = LocalEngineClient(Engine(loaded, "full"), persistence=persistence)
     try:
         yield hub
     finally:

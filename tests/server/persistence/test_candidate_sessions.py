@@ -23,7 +23,7 @@ def other() -> LoadedModel:
 
 def talk(loaded: LoadedModel, folder: Path) -> list[ChatMessage]:
     """A conversation that is kept, and what would be said next."""
-    served = Served(loaded, keeper=keeper_in(folder, loaded))
+    served = Served(loaded, persistence=keeper_in(folder, loaded))
     turns = answered(told(1), served.ask(told(1), "x"), "Why?")
     return answered(turns, served.ask(turns, "x"), "Sure?")
 
@@ -57,11 +57,13 @@ def test_what_was_only_guessed_refuses_no_request(
     if reason == "session_unreadable":
         flip(tmp_path, small)
     loaded = other if reason == "invalid_request" else small
-    served = Served(loaded, keeper=keeper_in(tmp_path, loaded))
+    served = Served(loaded, persistence=keeper_in(tmp_path, loaded))
     if reason == "kv_budget_exceeded":
-        monkeypatch.setattr(served.core.tiers, "weigh", lambda sitting: sitting.name != "x")
+        monkeypatch.setattr(
+            served.core.tiers, "charge_transcript", lambda session: session.name != "x"
+        )
     assert served.ask(turns).told.session != "x"
-    assert served.core.recalling.passed_over.told() == {reason: 1}
+    assert served.core.restorer.passed_over.counts() == {reason: 1}
     if reason != "kv_budget_exceeded":
         with hub_in(tmp_path, loaded) as hub:
             assert ask(hub, turns).told.session != "x"
@@ -85,4 +87,4 @@ def test_what_cannot_be_read_can_be_removed(
         assert hub.sessions("a") == ()
         with pytest.raises(ApiError, match="no session"):
             hub.remove("a", "x")
-    assert keeper_in(tmp_path, small).recall("a", "x") is None
+    assert keeper_in(tmp_path, small).load("a", "x") is None

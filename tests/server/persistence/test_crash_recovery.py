@@ -49,9 +49,9 @@ def serve(loaded: LoadedModel, folder: Path, durability: Durability, port: Conne
     import uvicorn
 
     store = store_in(folder)
-    keeper = StoreSessionPersistence(store, loaded.decoder.spec)
-    vault = StoreDiskTier(keeper, ModelSnapshots(store, loaded), durability)
-    hub = LocalEngineClient(Engine(loaded, "full"), BUDGETS, keeper=keeper, vault=vault)
+    persistence = StoreSessionPersistence(store, loaded.decoder.spec)
+    disk = StoreDiskTier(persistence, ModelSnapshots(store, loaded), durability)
+    hub = LocalEngineClient(Engine(loaded, "full"), BUDGETS, persistence=persistence, disk=disk)
     app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=NEW_TOKENS))
     with socket.create_server(("127.0.0.1", 0)) as bound:
         port.send(bound.getsockname()[1])

@@ -94,19 +94,19 @@ def test_1_one_flipped_bit_locks_no_session(small: LoadedModel, tmp_path: Path, 
         never = Served(small, **policy)  # pyright: ignore
     last = again.ask(turns, "x")
     assert last.text == never.ask(turns, "x").text and last.told.session == "x"
-    assert again.core.recalling.begun_again.told() == (
+    assert again.core.restorer.restarted.counts() == (
         {"damaged": 1} if kind in TEXT_IS_GONE else {}
     )
     if kind in ("transcript", "tokens", "cache", "beside"):
-        assert again.vault.rejected()["damaged"]
+        assert again.disk.rejected()["damaged"]
     more = answered(turns, last, "And?")
     assert again.ask(more, "x").text == never.ask(more, "x").text
     again.close()
     healed = Stored(small, tmp_path, **policy)  # pyright: ignore
-    said = healed.core.find("a", "x").said
-    assert sum(len(each.turns) + 1 for each in said) == len(more) + 1
+    said = healed.core.find("a", "x").turns
+    assert sum(len(each.messages) + 1 for each in said) == len(more) + 1
     assert healed.ask(answered(more, last, "Then?"), "x").report is not None
-    assert healed.vault.rejected() == {}
+    assert healed.disk.rejected() == {}
 
 
 def test_1_only_who_does_not_send_the_text_hears_that_it_is_gone(
@@ -119,7 +119,7 @@ def test_1_only_who_does_not_send_the_text_hears_that_it_is_gone(
     with hub_in(tmp_path, small) as hub:
         for _ in range(2):
             for call in (hub.session, hub.export, hub.fork):
-                with pytest.raises(ApiError, match="cannot be read") as refused:
+                with pytest.raises(ApiError, match="cannot be loaded") as refused:
                     call("a", "x")
                 assert refused.value.code == "session_unreadable"
         went_on = ask(hub, answered(told(1), first, "Sure?"), "x")
@@ -134,10 +134,10 @@ def test_1_only_who_does_not_send_the_text_hears_that_it_is_gone(
 def test_1_a_session_that_another_server_has_mended_is_not_begun_again(
     small: LoadedModel, tmp_path: Path
 ) -> None:
-    first = Served(small, keeper=keeper_in(tmp_path, small))
+    first = Served(small, persistence=keeper_in(tmp_path, small))
     turns = answered(told(1), first.ask(told(1), "x"), "Why?")
     flip(tmp_path, small, "x")
-    late, other = (Served(small, keeper=keeper_in(tmp_path, small)) for _ in range(2))
+    late, other = (Served(small, persistence=keeper_in(tmp_path, small)) for _ in range(2))
     client, _ = late.submit(turns, "x", max_new_tokens=30)
     assert late.step()
     mended = other.ask(turns, "x", max_new_tokens=3)
@@ -149,8 +149,8 @@ def test_1_a_session_that_another_server_has_mended_is_not_begun_again(
 def test_1_a_conversation_goes_on_from_what_the_archive_has(
     small: LoadedModel, tmp_path: Path
 ) -> None:
-    keeper = keeper_in(tmp_path, small)
-    hub = LocalEngineClient(Engine(small, "full"), keeper=keeper)
+    persistence = keeper_in(tmp_path, small)
+    hub = LocalEngineClient(Engine(small, "full"), persistence=persistence)
     app = create_app(
         hub, LoopbackAuth(), Archive(tmp_path / "archive.sqlite"), HttpSettings(max_new_tokens=4)
     )
@@ -158,10 +158,10 @@ def test_1_a_conversation_goes_on_from_what_the_archive_has(
         name = httpx2.post(f"{url}/v1/conversations", json={}).json()["id"]
         body = {"model": "characters", "conversation": name}
         assert httpx2.post(f"{url}/v1/responses", json={**body, "input": "One?"}).is_success
-    record = keeper._store.turns.head("local", name)
+    record = persistence._store.turns.head("local", name)
     assert record is not None
     damage(tmp_path, record, "transcript")
-    hub = LocalEngineClient(Engine(small, "full"), keeper=keeper_in(tmp_path, small))
+    hub = LocalEngineClient(Engine(small, "full"), persistence=keeper_in(tmp_path, small))
     app = create_app(
         hub, LoopbackAuth(), Archive(tmp_path / "archive.sqlite"), HttpSettings(max_new_tokens=4)
     )

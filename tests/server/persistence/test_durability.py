@@ -64,7 +64,7 @@ def test_4_a_turn_that_is_not_written_says_so_and_is_written_later(
     assert not unwritten.is_degraded and unwritten.counts == {reason: 2}
     assert stored.ask(told(2), "y").told.durable is True
     late = Stored(small, tmp_path)
-    assert [len(late.core.find("a", name).said) for name in ("x", "y")] == [2, 1]
+    assert [len(late.core.find("a", name).turns) for name in ("x", "y")] == [2, 1]
 
 
 @pytest.mark.parametrize("reason", ERRORS)
@@ -84,14 +84,14 @@ def test_4_nothing_is_answered_strictly_that_the_store_does_not_take(
             assert (error.status, error.code) == (503, "store_full")
             assert (error.retry_after is not None) == (reason == "slow")
     assert stored.core.unwritten.is_degraded and len(stored.core.unwritten) == 0
-    assert len(stored.core.find("a", "x").said) == 1
+    assert len(stored.core.find("a", "x").turns) == 1
     assert not stored.core.sessions.has("a", "y")
     assert stored.core.unwritten.counts == {reason: 2}
     second = stored.ask(asked, "x")
     assert second.told.durable is True and not stored.core.unwritten.is_degraded
     stored.close()
     late = Stored(small, tmp_path)
-    assert len(late.core.find("a", "x").said) == 2
+    assert len(late.core.find("a", "x").turns) == 2
     with pytest.raises(ApiError, match="no session"):
         late.core.find("a", "y")
 
@@ -103,7 +103,7 @@ def test_4_what_only_memory_has_is_written_when_the_server_stops(
     with never(stored, ERRORS["full"]):
         stored.ask(told(1), "x")
     stored.close()
-    assert len(Stored(small, tmp_path).core.find("a", "x").said) == 1
+    assert len(Stored(small, tmp_path).core.find("a", "x").turns) == 1
 
 
 def test_4_a_turn_that_nobody_waits_for_degrades_all_the_same(
@@ -143,7 +143,9 @@ def serving(
 ) -> Iterator[tuple[httpx2.Client, Disk]]:
     disk = Disk(folder)
     stored = Stored(loaded, folder, durability, place=disk.place)
-    hub = LocalEngineClient(Engine(loaded, "full"), keeper=stored.keeper, vault=stored.vault)
+    hub = LocalEngineClient(
+        Engine(loaded, "full"), persistence=stored.persistence, disk=stored.disk
+    )
     app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=4))
     with listening(app) as url, httpx2.Client(base_url=url, timeout=20) as client:
         yield client, disk

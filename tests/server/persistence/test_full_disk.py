@@ -74,7 +74,9 @@ def chats(
     """Answers as they are told: the session, the text, and whether the turn is durable; `None` for
     one that is refused."""
     stored = Stored(loaded, folder, durability, place=place)
-    hub = LocalEngineClient(Engine(loaded, "full"), keeper=stored.keeper, vault=stored.vault)
+    hub = LocalEngineClient(
+        Engine(loaded, "full"), persistence=stored.persistence, disk=stored.disk
+    )
     for number in range(CHATS):
         name, client = f"n{number}", Waiting()
         with suppress(ApiError):
@@ -113,7 +115,7 @@ def check(
     assert len(heard) == CHATS
     for name, text, durable in heard:
         if durable:
-            [said] = later.core.find("a", name).said
+            [said] = later.core.find("a", name).turns
             assert text is not None and said.text == text.strip()
         elif text is None:
             with pytest.raises(ApiError, match="no session"):

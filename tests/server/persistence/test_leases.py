@@ -37,8 +37,8 @@ class Machine:
         self.store = Store(str(folder / "blobs"), home, secret=SECRET, clock=clock)
         self.claims = SessionLeases(self.store.parts)
         persisting = StoreSessionPersistence(self.store, loaded.decoder.spec)
-        self.keeper = LeasedSessionPersistence(persisting, self.store, self.claims)
-        self.served = Served(loaded, keeper=self.keeper)
+        self.persistence = LeasedSessionPersistence(persisting, self.store, self.claims)
+        self.served = Served(loaded, persistence=self.persistence)
 
     def ask(self, turns: list[ChatMessage], session: str | None = "x", **options: object) -> Client:
         return self.served.ask(turns, session, **options)
@@ -72,7 +72,7 @@ def test_a_conversation_goes_to_and_fro(small: LoadedModel, two: Two) -> None:
         assert last.told.session == "x"
         turns = answered(turns, last, f"And {number}?")
     assert turns == alone(small, 5)
-    assert len(two[0].served.core.find("a", "x").said) == 5
+    assert len(two[0].served.core.find("a", "x").turns) == 5
 
 
 def test_who_answers_is_left_in_peace(two: Two) -> None:
@@ -99,7 +99,7 @@ def test_who_was_given_up_for_dead_writes_nothing(two: Two, clock: Clock) -> Non
     second.served.run()
     assert soon.told.session == "x"
     again = first.ask(turns)
-    assert again.text == soon.text and len(first.served.core.find("a", "x").said) == 2
+    assert again.text == soon.text and len(first.served.core.find("a", "x").turns) == 2
 
 
 def test_who_says_that_it_is_alive_is(two: Two, clock: Clock) -> None:
@@ -131,7 +131,7 @@ def test_what_is_removed_here_is_gone_there(two: Two) -> None:
     with pytest.raises(ApiError, match="no session"):
         first.served.core.find("a", "x")
     assert first.ask(told(1)).told.session == "x"
-    assert len(second.served.core.find("a", "x").said) == 1
+    assert len(second.served.core.find("a", "x").turns) == 1
 
 
 def test_forks_that_two_make_do_not_meet(two: Two) -> None:
@@ -154,7 +154,7 @@ def test_a_store_that_fails_stops_no_answer(two: Two, monkeypatch: pytest.Monkey
         monkeypatch.setattr(first.claims, name, slow)
     monkeypatch.setattr(first.store.sessions, "has_moved", slow)
     assert first.ask(told(1)).told.new_tokens
-    assert first.keeper.failed["StoreSlow"] >= 2
+    assert first.persistence.failed["StoreSlow"] >= 2
 
 
 def test_another_secret_claims_nothing(small: LoadedModel, two: Two, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_another_secret_claims_nothing(small: LoadedModel, two: Two, tmp_path: P
     [path] = (tmp_path / "blobs" / "claims").glob("*/*/*.json")
     path.write_bytes(path.read_bytes().replace(b"holder", b"h0lder"))
     second.served.submit([user("Hello.")], "x")  # what is no claim holds nobody up
-    assert not first.claims.holds(first.keeper._held[1])
+    assert not first.claims.holds(first.persistence._active[1])
 
 
 def test_what_the_dead_leave_is_deleted(two: Two, clock: Clock, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("unflushed")
 
 def crowded(hub: LocalEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on whoever comes to memory has all leave it that may."""
-    take, core = hub._core.recalling.take, hub._core
+    take, core = hub._core.restorer.install, hub._core
 
     def taken(*told: object) -> object:
         made = take(*told)  # pyright: ignore
@@ -27,7 +27,7 @@ def crowded(hub: LocalEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
             core._unload(each)
         return made
 
-    monkeypatch.setattr(core.recalling, "take", taken)
+    monkeypatch.setattr(core.restorer, "install", taken)
 
 
 @pytest.mark.parametrize(
@@ -74,15 +74,15 @@ def test_no_branch_takes_the_name_of_one_that_cannot_be_had(
 def test_who_is_awaited_twice_is_awaited_until_both_are_done(
     small: LoadedModel, tmp_path: Path
 ) -> None:
-    awaited = ResidencyLocks()
+    residency_locks = ResidencyLocks()
     with hub_in(tmp_path, small) as hub:
         ask(hub, told(1), "x")
-        sitting = hub._thread.call(partial(hub._core.find, "a", "x"))
-    with awaited.these("a", "x~7", None):
-        with pytest.raises(ValueError), awaited.these("a", "x", "y"):
-            assert awaited.has(sitting)
+        session = hub._thread.call(partial(hub._core.find, "a", "x"))
+    with residency_locks.hold("a", "x~7", None):
+        with pytest.raises(ValueError), residency_locks.hold("a", "x", "y"):
+            assert residency_locks.is_held(session)
             raise ValueError
-        assert awaited.has(sitting)
-    assert not awaited.has(sitting)
-    with awaited.these("b", "x"), awaited.these("a", "y"):
-        assert not awaited.has(sitting)
+        assert residency_locks.is_held(session)
+    assert not residency_locks.is_held(session)
+    with residency_locks.hold("b", "x"), residency_locks.hold("a", "y"):
+        assert not residency_locks.is_held(session)

@@ -28,15 +28,15 @@ class Index:
         self.asked, self.opened, self.slow = threading.Event(), threading.Event(), ""
         self.reads = list[str]()
         self.error: StoreSlow | None = None
-        served = Served(loaded, keeper=self._keeper(loaded, folder))
+        served = Served(loaded, persistence=self._persistence(loaded, folder))
         for tenant in "ab":
             served.ask(told(1), "x", tenant=tenant)
-        self.keeper = self._keeper(loaded, folder)
-        self.served = Served(loaded, keeper=self.keeper)
-        self._of = self.keeper._store.turns.of
-        patch.setattr(self.keeper._store.turns, "of", self.of)
+        self.persistence = self._persistence(loaded, folder)
+        self.served = Served(loaded, persistence=self.persistence)
+        self._of = self.persistence._store.turns.of
+        patch.setattr(self.persistence._store.turns, "of", self.of)
 
-    def _keeper(self, loaded: LoadedModel, folder: Path) -> StoreSessionPersistence:
+    def _persistence(self, loaded: LoadedModel, folder: Path) -> StoreSessionPersistence:
         return StoreSessionPersistence(
             Store(str(folder / "blobs"), folder / "home"), loaded.decoder.spec
         )
@@ -52,7 +52,7 @@ class Index:
         return found
 
     def names(self, tenant: str) -> list[str]:
-        return list(self.keeper.names(tenant, told(1)))
+        return list(self.persistence.candidates(tenant, told(1)))
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_slow_index_is_waited_for_by_its_tenant_alone(index: Index) -> None:
     beside = threading.Thread(target=lambda: others.extend(index.names("b")))
     beside.start()
     index.served.ask(told(1), "late")  # its turn is written, and not in what was read
-    index.keeper.remove(index.served.core.find("a", "x")).result(30)  # pyright: ignore
+    index.persistence.remove(index.served.core.find("a", "x")).result(30)  # pyright: ignore
     beside.join(10)
     is_stuck = beside.is_alive()
     index.opened.set()
@@ -90,6 +90,6 @@ def test_a_slow_index_is_waited_for_by_its_tenant_alone(index: Index) -> None:
 
 def test_an_index_that_failed_is_asked_again(index: Index) -> None:
     index.error = StoreSlow("The disk is slow: see to it.")
-    assert index.names("a") == [] and index.keeper.failed == {"StoreSlow": 1}
+    assert index.names("a") == [] and index.persistence.failed == {"StoreSlow": 1}
     index.error = None
     assert index.names("a") == ["x"]

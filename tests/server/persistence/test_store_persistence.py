@@ -26,52 +26,52 @@ def talk(served: Served, session: str = "x") -> list[ChatMessage]:
 
 
 def test_8_a_conversation_goes_on_after_a_restart(small: LoadedModel, tmp_path: Path) -> None:
-    turns = talk(Served(small, "limited", keeper=kept_in(tmp_path, small)))
+    turns = talk(Served(small, "limited", persistence=kept_in(tmp_path, small)))
     other = Served(small, "limited")
     talk(other)
-    again = Served(small, "limited", keeper=kept_in(tmp_path, small))
+    again = Served(small, "limited", persistence=kept_in(tmp_path, small))
     last = again.ask(turns, "x")
     assert last.text == other.ask(turns, "x").text
     assert last.told.session == "x" and last.told.recomputed_tokens > 0
-    third = Served(small, "limited", keeper=kept_in(tmp_path, small))
+    third = Served(small, "limited", persistence=kept_in(tmp_path, small))
     assert third.ask([user("Yes?")], follows="x").told.new_tokens
-    assert len(third.core.find("a", "x").said) == 4
+    assert len(third.core.find("a", "x").turns) == 4
     with pytest.raises(ApiError):
         third.core.find("b", "x")
 
 
 def test_forks_come_back_with_their_session(small: LoadedModel, tmp_path: Path) -> None:
-    served = Served(small, keeper=kept_in(tmp_path, small))
+    served = Served(small, persistence=kept_in(tmp_path, small))
     talk(served)
     fork = served.ask(told(2), "x")
-    again = Served(small, keeper=kept_in(tmp_path, small))
+    again = Served(small, persistence=kept_in(tmp_path, small))
     more = answered(told(2), fork, "Why?")
     assert again.ask(more, "x").told.session == fork.told.session == "x~2"
 
 
 def test_20_two_servers_do_not_both_write_a_session(small: LoadedModel, tmp_path: Path) -> None:
-    first = Served(small, keeper=kept_in(tmp_path, small))
+    first = Served(small, persistence=kept_in(tmp_path, small))
     turns = talk(first)
-    second = Served(small, keeper=kept_in(tmp_path, small))
+    second = Served(small, persistence=kept_in(tmp_path, small))
     second.ask(turns, "x")
     late, _ = first.submit(turns[:-1] + [user("Or not?")], "x")
     first.run()
     assert isinstance(late.error, ApiError) and late.error.status == 409
-    assert len(first.core.find("a", "x").said) == 3  # what the other has written
+    assert len(first.core.find("a", "x").turns) == 3  # what the other has written
     assert first.ask(turns, "x").told.session == "x"
     assert len(kept_said(small, tmp_path)) == 3
 
 
 def kept_said(small: LoadedModel, folder: Path) -> list[object]:
-    return list(Served(small, keeper=kept_in(folder, small)).core.find("a", "x").said)
+    return list(Served(small, persistence=kept_in(folder, small)).core.find("a", "x").turns)
 
 
 def test_21_a_removed_session_stays_away(small: LoadedModel, tmp_path: Path) -> None:
-    served = Served(small, keeper=kept_in(tmp_path, small))
+    served = Served(small, persistence=kept_in(tmp_path, small))
     talk(served)
     [gone] = served.core.remove("a", "x")
     assert gone.result(30) is None
-    again = Served(small, keeper=kept_in(tmp_path, small))
+    again = Served(small, persistence=kept_in(tmp_path, small))
     with pytest.raises(ApiError):
         again.core.find("a", "x")
     talk(again)
@@ -81,41 +81,41 @@ def test_21_a_removed_session_stays_away(small: LoadedModel, tmp_path: Path) -> 
 def test_4_a_full_disk_stops_no_answer(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keeper = kept_in(tmp_path, small)
-    served = Served(small, keeper=keeper)
+    persistence = kept_in(tmp_path, small)
+    served = Served(small, persistence=persistence)
 
     def full(*told: object, **named: object) -> None:
         raise StoreFull("The disk is full: remove something.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(keeper._store.turns, "append", full)
+        patch.setattr(persistence._store.turns, "append", full)
         turns = talk(served)
-    assert keeper.failed == {"StoreFull": 2}
+    assert persistence.failed == {"StoreFull": 2}
     served.ask(turns, "x")
     assert len(kept_said(small, tmp_path)) == 3
 
 
 def test_a_session_among_many_that_began_alike_is_found(small: LoadedModel, tmp_path: Path) -> None:
-    served = Served(small, keeper=kept_in(tmp_path, small))
+    served = Served(small, persistence=kept_in(tmp_path, small))
     texts = {}
     for name in (f"n{number:02}" for number in range(12)):
         turns = answered(told(1), served.ask(told(1), name), f"This is {name}, right?")
         texts[name] = answered(turns, served.ask(turns, name), "Sure?")
-    again = Served(small, keeper=kept_in(tmp_path, small))
+    again = Served(small, persistence=kept_in(tmp_path, small))
     for name in ("n11", "n00", "n08"):
         assert again.ask(texts[name]).told.session == name  # others are in memory by now
         assert len(again.core.sessions) <= 1 + MAX_CANDIDATES
 
 
 def test_a_session_that_is_gone_is_not_looked_for(small: LoadedModel, tmp_path: Path) -> None:
-    keeper, other = kept_in(tmp_path, small), kept_in(tmp_path, small)
-    served = Served(small, keeper=keeper)
+    persistence, other = kept_in(tmp_path, small), kept_in(tmp_path, small)
+    served = Served(small, persistence=persistence)
     turns = talk(served)
     talk(served, "y")
-    for each in (keeper, other):
-        assert set(each.names("a", turns)) == {"x", "y"}
+    for each in (persistence, other):
+        assert set(each.candidates("a", turns)) == {"x", "y"}
     [gone] = served.core.remove("a", "x")
     assert gone.result(30) is None
-    assert list(keeper.names("a", turns)) == ["y"]
-    assert other.recall("a", "x") is None
-    assert list(other.names("a", turns)) == ["y"]
+    assert list(persistence.candidates("a", turns)) == ["y"]
+    assert other.load("a", "x") is None
+    assert list(other.candidates("a", turns)) == ["y"]

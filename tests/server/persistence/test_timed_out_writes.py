@@ -28,48 +28,52 @@ def begun(served: Served | Stored) -> list[ChatMessage]:
 
 
 def said_in(folder: Path, loaded: LoadedModel) -> list[object]:
-    return list(Served(loaded, keeper=keeper_in(folder, loaded)).core.find("a", "x").said)
+    return list(Served(loaded, persistence=keeper_in(folder, loaded)).core.find("a", "x").turns)
 
 
-def pin(served: Served, keeper: StoreSessionPersistence) -> None:
-    sitting = served.core.find("a", "x")
-    sitting.is_pinned = True
-    written = keeper.pin(sitting)
+def pin(served: Served, persistence: StoreSessionPersistence) -> None:
+    session = served.core.find("a", "x")
+    session.is_pinned = True
+    written = persistence.pin(session)
     assert written is not None
     written.result(30)
 
 
 @pytest.fixture
-def keeper(small: LoadedModel, tmp_path: Path) -> StoreSessionPersistence:
+def persistence(small: LoadedModel, tmp_path: Path) -> StoreSessionPersistence:
     return keeper_in(tmp_path, small)
 
 
 @pytest.fixture
-def served(small: LoadedModel, keeper: StoreSessionPersistence) -> Served:
-    return Served(small, keeper=keeper)
+def served(small: LoadedModel, persistence: StoreSessionPersistence) -> Served:
+    return Served(small, persistence=persistence)
 
 
 @pytest.mark.parametrize("turns", [1, 2])
 def test_what_is_said_next_goes_on_from_it(
-    small: LoadedModel, tmp_path: Path, keeper: StoreSessionPersistence, served: Served, turns: int
+    small: LoadedModel,
+    tmp_path: Path,
+    persistence: StoreSessionPersistence,
+    served: Served,
+    turns: int,
 ) -> None:
     text = begun(served) if turns == 2 else told(1)
-    with unheard(keeper):
+    with unheard(persistence):
         last = served.ask(text, "x")
-    assert keeper.failed == {"StoreSlow": 1}
+    assert persistence.failed == {"StoreSlow": 1}
     assert served.ask(answered(text, last, "Really?"), "x").told.session == "x"
-    assert said_in(tmp_path, small) == served.core.find("a", "x").said
+    assert said_in(tmp_path, small) == served.core.find("a", "x").turns
     assert len(said_in(tmp_path, small)) == turns + 1
 
 
 def test_one_of_several_that_were_given_up_came_about(
-    small: LoadedModel, tmp_path: Path, keeper: StoreSessionPersistence, served: Served
+    small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = begun(served)
-    with unheard(keeper):
+    with unheard(persistence):
         text = answered(text, served.ask(text, "x"), "And 1?")
         text = answered(text, served.ask(text, "x"), "And 2?")
-    with failing(keeper._store.turns, "append", StoreFull("No room: make some.")):
+    with failing(persistence._store.turns, "append", StoreFull("No room: make some.")):
         text = answered(text, served.ask(text, "x"), "And 3?")
     assert len(said_in(tmp_path, small)) == 3
     served.ask(text, "x")
@@ -81,7 +85,7 @@ def test_one_of_several_that_were_given_up_came_about(
 def test_a_session_can_be_pinned_behind_it(
     small: LoadedModel,
     tmp_path: Path,
-    keeper: StoreSessionPersistence,
+    persistence: StoreSessionPersistence,
     served: Served,
     method: str,
     turns: int,
@@ -89,13 +93,13 @@ def test_a_session_can_be_pinned_behind_it(
     text = told(1) if turns == 1 else begun(served)
     if method == "label":
         served.ask(text, "x")
-        with unheard(keeper, "label"), pytest.raises(ApiError, match="cannot be written now"):
-            pin(served, keeper)
+        with unheard(persistence, "label"), pytest.raises(ApiError, match="cannot be written now"):
+            pin(served, persistence)
     else:
-        with unheard(keeper):
+        with unheard(persistence):
             served.ask(text, "x")
-    pin(served, keeper)
-    assert Served(small, keeper=keeper_in(tmp_path, small)).core.find("a", "x").is_pinned
+    pin(served, persistence)
+    assert Served(small, persistence=keeper_in(tmp_path, small)).core.find("a", "x").is_pinned
     assert len(said_in(tmp_path, small)) == turns
 
 
@@ -104,36 +108,40 @@ def test_a_session_can_be_pinned_behind_it(
 def test_a_cache_is_attached_behind_it(small: LoadedModel, tmp_path: Path, method: str) -> None:
     stored = Stored(small, tmp_path)
     begun(stored)
-    sitting = stored.core.find("a", "x")
-    with unheard(stored.keeper, method):
+    session = stored.core.find("a", "x")
+    with unheard(stored.persistence, method):
         if method == "label":
-            sitting.is_pinned = True
-            written = stored.keeper.pin(sitting)
+            session.is_pinned = True
+            written = stored.persistence.pin(session)
             assert written is not None and written.exception(30) is not None
         else:
-            saving = stored.core.tiers.save(sitting)
+            saving = stored.core.tiers.save(session)
             assert saving is not None and saving.exception(30) is not None
             stored.run()
-            sitting.failed_write_tokens = -1
-    saving = stored.core.tiers.save(sitting)
+            session.failed_write_tokens = -1
+    saving = stored.core.tiers.save(session)
     assert saving is not None and saving.exception(30) is None
     stored.run()
-    assert sitting.is_saved
-    [view] = stored.keeper.list_sessions("a")
+    assert session.is_saved
+    [view] = stored.persistence.list_sessions("a")
     assert view.tier == "disk" and view.pinned == (method == "label")
 
 
 @pytest.mark.parametrize("turns", [1, 2])
 def test_21_a_session_that_is_deleted_does_not_come_back(
-    small: LoadedModel, tmp_path: Path, keeper: StoreSessionPersistence, served: Served, turns: int
+    small: LoadedModel,
+    tmp_path: Path,
+    persistence: StoreSessionPersistence,
+    served: Served,
+    turns: int,
 ) -> None:
     text = begun(served) if turns == 2 else told(1)
-    with unheard(keeper):
+    with unheard(persistence):
         served.ask(text, "x")
     [gone] = served.core.remove("a", "x")
     assert gone.result(30) is None
-    assert keeper.list_sessions("a") == [] and keeper.recall("a", "x") is None
-    assert keeper.names("a", told(1)) == []
+    assert persistence.list_sessions("a") == [] and persistence.load("a", "x") is None
+    assert persistence.candidates("a", told(1)) == []
     assert served.ask(told(1), "x").told.session == "x"
     assert len(said_in(tmp_path, small)) == 1
 
@@ -161,7 +169,7 @@ def test_21_a_session_stays_deleted_whose_writing_goes_on(
 ) -> None:
     place = Late(open_file_system(str(tmp_path / "blobs")))
     store = Store(place, tmp_path / "home")
-    served = Served(small, keeper=StoreSessionPersistence(store, small.decoder.spec))
+    served = Served(small, persistence=StoreSessionPersistence(store, small.decoder.spec))
     text = begun(served) if turns == 2 else told(1)
     place.is_slow = True
     served.ask(text, "x")
@@ -170,15 +178,15 @@ def test_21_a_session_stays_deleted_whose_writing_goes_on(
     place.go_on()
     for home in ("home", "another"):
         found = StoreSessionPersistence(Store(place, tmp_path / home), small.decoder.spec)
-        assert found.recall("a", "x") is None and found.list_sessions("a") == []
+        assert found.load("a", "x") is None and found.list_sessions("a") == []
 
 
 @pytest.mark.parametrize("error", [SLOW, StoreFull("No room: make some.")])
 def test_what_was_never_written_is_deleted_whatever_the_store_does(
-    keeper: StoreSessionPersistence, served: Served, error: StoreError
+    persistence: StoreSessionPersistence, served: Served, error: StoreError
 ) -> None:
     served.core.open("a", "x", ())
-    with failing(keeper._store.sessions, "remove", error):
+    with failing(persistence._store.sessions, "remove", error):
         [gone] = served.core.remove("a", "x")
         assert gone.result(30) is None
     with pytest.raises(ApiError, match="no session"):
@@ -187,20 +195,20 @@ def test_what_was_never_written_is_deleted_whatever_the_store_does(
 
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_who_deletes_what_the_store_may_have_hears_that_it_is_slow(
-    keeper: StoreSessionPersistence, served: Served, is_heard: bool
+    persistence: StoreSessionPersistence, served: Served, is_heard: bool
 ) -> None:
-    with unheard(keeper, "label" if is_heard else "append"):
+    with unheard(persistence, "label" if is_heard else "append"):
         served.ask(told(1), "x")
-    with failing(keeper._store.sessions, "remove", SLOW):
+    with failing(persistence._store.sessions, "remove", SLOW):
         [gone] = served.core.remove("a", "x")
         assert gone.exception(30) is SLOW
     [gone] = served.core.remove("a", "x")  # from where it is kept
     assert gone.result(30) is None
-    assert keeper.list_sessions("a") == []
+    assert persistence.list_sessions("a") == []
 
 
 def test_20_what_another_has_gone_back_to_supersedes(
-    small: LoadedModel, tmp_path: Path, keeper: StoreSessionPersistence, served: Served
+    small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = begun(served)
     text = answered(text, served.ask(text, "x"), "Really?")
@@ -213,11 +221,11 @@ def test_20_what_another_has_gone_back_to_supersedes(
 
 
 def test_20_what_was_begun_anew_elsewhere_supersedes(
-    small: LoadedModel, tmp_path: Path, keeper: StoreSessionPersistence, served: Served
+    small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = begun(served)
     text = answered(text, served.ask(text, "x"), "Really?")
-    other = Served(small, keeper=keeper_in(tmp_path, small))
+    other = Served(small, persistence=keeper_in(tmp_path, small))
     [gone] = other.core.remove("a", "x")
     gone.result(30)
     begun(other)
@@ -228,10 +236,10 @@ def test_20_what_was_begun_anew_elsewhere_supersedes(
 
 
 def test_20_what_another_has_gone_back_to_supersedes_what_was_given_up(
-    small: LoadedModel, tmp_path: Path, keeper: StoreSessionPersistence, served: Served
+    small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = begun(served)
-    with unheard(keeper):
+    with unheard(persistence):
         text = answered(text, served.ask(text, "x"), "Really?")
     keeper_in(tmp_path, small)._store.sessions.roll_back("a", "x", 1)
     late, _ = served.submit(text, "x")
@@ -241,10 +249,10 @@ def test_20_what_another_has_gone_back_to_supersedes_what_was_given_up(
 
 
 def test_20_what_another_has_made_of_what_was_given_up_supersedes(
-    small: LoadedModel, tmp_path: Path, keeper: StoreSessionPersistence, served: Served
+    small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = begun(served)
-    with unheard(keeper):
+    with unheard(persistence):
         text = answered(text, served.ask(text, "x"), "Really?")
     other = keeper_in(tmp_path, small)._store.turns
     other.label("a", "x", {"pinned": "yes"}, 2)
@@ -255,27 +263,27 @@ def test_20_what_another_has_made_of_what_was_given_up_supersedes(
 
 
 def test_whether_a_session_has_gone_on_elsewhere_is_not_known_of_a_slow_store(
-    small: LoadedModel, tmp_path: Path, keeper: StoreSessionPersistence, served: Served
+    small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = begun(served)
-    with unheard(keeper):
+    with unheard(persistence):
         text = answered(text, served.ask(text, "x"), "Really?")
-    with failing(keeper._store.turns, "head", SLOW):
+    with failing(persistence._store.turns, "head", SLOW):
         text = answered(text, served.ask(text, "x"), "Sure?")
-    assert keeper.failed == {"StoreSlow": 2}
+    assert persistence.failed == {"StoreSlow": 2}
     served.ask(text, "x")
     assert len(said_in(tmp_path, small)) == 4
 
 
 def test_it_is_nobody_elses_to_who_shares_the_store(
-    small: LoadedModel, tmp_path: Path, keeper: StoreSessionPersistence
+    small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence
 ) -> None:
-    store = keeper._store
+    store = persistence._store
     served = Served(
-        small, keeper=LeasedSessionPersistence(keeper, store, SessionLeases(store.parts))
+        small, persistence=LeasedSessionPersistence(persistence, store, SessionLeases(store.parts))
     )
     text = begun(served)
-    with unheard(keeper):
+    with unheard(persistence):
         text = answered(text, served.ask(text, "x"), "Really?")
     assert served.ask(text, "x").told.recomputed_tokens == 0
     assert len(said_in(tmp_path, small)) == 3
@@ -283,11 +291,11 @@ def test_it_is_nobody_elses_to_who_shares_the_store(
 
 def test_a_hub_forgets_and_pins_as_well(small: LoadedModel, tmp_path: Path) -> None:
     with hub_in(tmp_path, small) as hub:
-        assert isinstance(hub._keeper, StoreSessionPersistence)
-        with unheard(hub._keeper):
+        assert isinstance(hub._persistence, StoreSessionPersistence)
+        with unheard(hub._persistence):
             ask(hub, told(1), "x")
         assert hub.pin("a", "x").pinned
-        with unheard(hub._keeper):
+        with unheard(hub._persistence):
             ask(hub, told(1), "y")
         for name in ("x", "y"):
             assert hub.remove("a", name) == ()

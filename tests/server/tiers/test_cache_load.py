@@ -25,7 +25,7 @@ HELD = {
 
 def has_only_logs(stored: Stored) -> bool:
     """Whether nothing is charged in host memory but what was said."""
-    logs = [each.log for each in stored.core.sessions]
+    logs = [each.transcript_reservation for each in stored.core.sessions]
     return stored.core.ledger.used(Tier.HOST) == sum(log.bytes for log in logs if log is not None)
 
 

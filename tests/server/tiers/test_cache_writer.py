@@ -29,7 +29,9 @@ def talk(served: Stored | Served, session: str = "x", number: int = 1) -> list[C
 
 
 def hub_over(loaded: LoadedModel, stored: Stored) -> LocalEngineClient:
-    return LocalEngineClient(Engine(loaded, "full"), keeper=stored.keeper, vault=stored.vault)
+    return LocalEngineClient(
+        Engine(loaded, "full"), persistence=stored.persistence, disk=stored.disk
+    )
 
 
 def cache_bytes(loaded: LoadedModel, policy: str = "full") -> int:
@@ -43,7 +45,7 @@ def turn_bytes(loaded: LoadedModel, policy: str) -> int:
     """What a turn of such a conversation may take while it runs."""
     served = Served(loaded, policy)
     answered(talk(served), served.ask(told(2), "y"), "Why?")
-    return served.core.purse.peak
+    return served.core.reservations.peak
 
 
 @pytest.mark.parametrize("policy", ["full", "limited"])
@@ -63,7 +65,7 @@ def test_8_a_restarted_server_restores_and_says_the_same(
     assert report.tier == "disk" and report.recomputed_tokens == 0
     assert report.restored_tokens == report.cached_tokens == other.told.cached_tokens > 0
     assert report.lossless == other.told.lossless
-    assert again.vault.rejected() == {}
+    assert again.disk.rejected() == {}
 
 
 @pytest.mark.parametrize("policy", ["full", "limited"])
@@ -82,7 +84,7 @@ def test_many_sessions_take_turns_in_little_memory(
             turns[name] = answered(turns[name], own, text)
     tiers = stored.core.tiers
     assert tiers.parked["disk"] and tiers.restored["disk"] and not tiers.dropped
-    assert not stored.vault.rejected()
+    assert not stored.disk.rejected()
     assert any(not stored.core.sessions.has("a", name) for name in names)
 
 
@@ -100,7 +102,7 @@ def test_1_what_is_damaged_is_read_again(small: LoadedModel, tmp_path: Path) -> 
     last = again.ask(turns, "x")
     assert last.text == never.ask(turns, "x").text
     assert last.told.restored_tokens == 0 < last.told.recomputed_tokens
-    assert again.vault.rejected() == {"damaged": 1}
+    assert again.disk.rejected() == {"damaged": 1}
     again.close()
     third = Stored(small, tmp_path)
     assert third.ask(answered(turns, last, "And?"), "x").told.restored_tokens > 0
@@ -116,7 +118,7 @@ def test_26_reading_where_loading_is_slower(
     again = Stored(small, tmp_path)
     last = again.ask(turns, "x")
     assert last.told.restored_tokens == 0 < last.told.recomputed_tokens
-    assert again.vault.rejected() == {"slower": 1}
+    assert again.disk.rejected() == {"slower": 1}
     monkeypatch.setattr(ThroughputEstimates, "choose", lambda *told: RestorePath.LOAD)
     again.core.tiers.evict(again.core.find("a", "x"))
     assert again.tier() == "disk"
@@ -182,7 +184,7 @@ def test_nothing_is_waited_for_unless_asked(small: LoadedModel, tmp_path: Path, 
         assert stored.served.step()
     gate.is_open.set()
     stored.close()
-    assert Stored(small, tmp_path, place=gate).core.find("a", "x").said
+    assert Stored(small, tmp_path, place=gate).core.find("a", "x").turns
 
 
 def test_the_strongest_durability_keeps_the_cache_too(small: LoadedModel, tmp_path: Path) -> None:
@@ -219,7 +221,7 @@ def test_22_sessions_that_rest_take_no_memory(small: LoadedModel, tmp_path: Path
         turns[name] = answered(said, stored.ask(said, name), "Why?")
         held.append(len(stored.core.sessions))
     assert max(held) <= 12  # those that come later take no more
-    assert len(stored.keeper.list_sessions("a")) == 24
+    assert len(stored.persistence.list_sessions("a")) == 24
     for name in ("n0", "n11", "n23"):
         assert stored.ask(turns[name], name).told.session == name
     anonymous = stored.ask(turns["n5"])  # found by what was said
@@ -233,7 +235,7 @@ def test_a_session_is_let_go_and_had_back(small: LoadedModel, tmp_path: Path) ->
     stored.run()
     assert done.result().tier == "disk" == stored.tier()
     assert not stored.core.sessions.has("a", "x")
-    [view] = stored.keeper.list_sessions("a")
+    [view] = stored.persistence.list_sessions("a")
     assert view.turns == 4 and view.epoch == 2 and view.tier_bytes["disk"] > 0
     assert view.kept_tokens + view.evicted_tokens > view.kept_tokens > 0 and not view.lossless
     back = stored.core.prefetch("a", "x")
@@ -266,7 +268,7 @@ def test_a_pin_outlives_the_server(small: LoadedModel, tmp_path: Path) -> None:
         assert hub.pin("a", "x").pinned and not hub.fork("a", "x", "y").pinned
     first.store.close()
     second = Stored(small, tmp_path)
-    assert {view.name: view.pinned for view in second.keeper.list_sessions("a")} == {
+    assert {view.name: view.pinned for view in second.persistence.list_sessions("a")} == {
         "x": True,
         "y": False,
     }
@@ -277,7 +279,9 @@ def test_a_pin_outlives_the_server(small: LoadedModel, tmp_path: Path) -> None:
     with closing(hub_over(small, third)) as hub:
         assert hub.session("a", "x").view.pinned and not hub.unpin("a", "x").pinned
     third.store.close()
-    [x] = [view for view in Stored(small, tmp_path).keeper.list_sessions("a") if view.name == "x"]
+    [x] = [
+        view for view in Stored(small, tmp_path).persistence.list_sessions("a") if view.name == "x"
+    ]
     assert not x.pinned and x.turns == 6
 
 
@@ -285,14 +289,16 @@ def test_a_cache_is_made_as_small_as_its_policy_wants(small: LoadedModel, tmp_pa
     stored, never = Stored(small, tmp_path, policy="limited"), Served(small, "limited")
     turns = talk(stored)
     talk(never)
-    sitting = stored.core.find("a", "x")
-    before, bound = sitting.held, sitting.rule.heads * sitting.rule.tokens
+    session = stored.core.find("a", "x")
+    before, bound = session.occupancy, session.rule.heads * session.rule.tokens
     assert before.entries <= bound, "at rest it is as small as its budget already"
     done = stored.core.compact("a", "x")
     stored.run()
-    assert done.result().held.entries <= bound and done.result().held.read == before.read
+    assert done.result().occupancy.entries <= bound and done.result().occupancy.read == before.read
     stored.served.check()
     stored.close()
     again = Stored(small, tmp_path, policy="limited")
     assert again.ask(turns, "x").told.recomputed_tokens == 0
-    assert again.core.find("a", "x").held.entries <= never.core.find("a", "x").held.entries
+    assert (
+        again.core.find("a", "x").occupancy.entries <= never.core.find("a", "x").occupancy.entries
+    )

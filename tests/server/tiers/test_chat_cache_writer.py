@@ -65,18 +65,21 @@ def test_a_restarted_server_goes_on_from_the_restored_caches(
     first.close()
     again = stored(deep, tmp_path, kind)
     assert again.tier() == "disk"
-    assert again.core.find("a", "x").kept.caches == len(caches.caches)  # pyright: ignore
+    assert again.core.find("a", "x").saved_cache.caches == len(caches.caches)  # pyright: ignore
     last, expected = blocks(again.served, turns), blocks(never, turns)
     assert last == expected  # no block more than without the restart
     more = answered(turns, again.served.ask(turns, "x"), "And?")
     assert again.ask(more, "x").text == never.ask(more, "x").text
-    assert again.core.tiers.restored["disk"] == 1 and again.vault.rejected() == {}
+    assert again.core.tiers.restored["disk"] == 1 and again.disk.rejected() == {}
     assert again.core.scheduler.sums["recomputed_tokens"] == 0
-    before = sum(each.tokens for each in again.core.find("a", "x").said[:-2])
+    before = sum(each.tokens for each in again.core.find("a", "x").turns[:-2])
     assert again.core.scheduler.sums["restored_tokens"] == before
-    sittings = [each.core.sessions.find("a", "x") for each in (again, never)]
-    assert sittings[0].held == sittings[1].held
-    assert sittings[0].spots == sittings[1].spots and sittings[0].base == sittings[1].base
+    sessions = [each.core.sessions.find("a", "x") for each in (again, never)]
+    assert sessions[0].occupancy == sessions[1].occupancy
+    assert (
+        sessions[0].position_maps == sessions[1].position_maps
+        and sessions[0].rebuilt_turns == sessions[1].rebuilt_turns
+    )
 
 
 @pytest.mark.parametrize("name", ways(each for each in PRESETS if each not in REFUSED))
@@ -90,7 +93,7 @@ def test_the_caches_of_every_preset_come_back(deep: LoadedModel, tmp_path: Path,
     last = again.ask(turns, "x")
     assert last.text == never.ask(turns, "x").text
     assert last.told.tier == "disk" and last.told.restored_tokens > 0
-    assert last.told.recomputed_tokens == 0 and again.vault.rejected() == {}
+    assert last.told.recomputed_tokens == 0 and again.disk.rejected() == {}
 
 
 def flip(folder: Path, holding: bytes) -> None:
@@ -118,9 +121,9 @@ def test_a_flipped_bit_has_the_text_be_read_again(
     assert last.text == never.ask(turns, "x").text
     assert last.told.tier == "none" and last.told.restored_tokens == 0
     assert last.told.recomputed_tokens == sum(
-        each.tokens for each in again.core.find("a", "x").said[:-1]
+        each.tokens for each in again.core.find("a", "x").turns[:-1]
     )
-    assert again.vault.rejected() == {"damaged": 1}
+    assert again.disk.rejected() == {"damaged": 1}
     again.close()
     third = stored(small, tmp_path, "epicache")
     assert third.ask(answered(turns, last, "And?"), "x").told.restored_tokens > 0
@@ -132,7 +135,7 @@ def test_what_stands_beside_the_caches_must_fit_them(
     """A record that is whole, and yet of another chat."""
     first, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
     monkeypatch.setattr(
-        "larder.server.tiers.disk.encode_chat_state", lambda sitting: b'{"schema": 1}'
+        "larder.server.tiers.disk.encode_chat_state", lambda session: b'{"schema": 1}'
     )
     turns = talk(first)
     talk(never)
@@ -140,7 +143,7 @@ def test_what_stands_beside_the_caches_must_fit_them(
     again = stored(small, tmp_path, "epicache")
     last = again.ask(turns, "x")
     assert last.text == never.ask(turns, "x").text and last.told.restored_tokens == 0
-    assert again.vault.rejected() == {"damaged": 1}
+    assert again.disk.rejected() == {"damaged": 1}
     again.served.check()
 
 
@@ -156,7 +159,7 @@ def test_turns_that_were_said_later_are_heard_again(
     killed.store.close()  # it saves nothing any more
     assert talk(never) == turns
     again = stored(small, tmp_path, "epicache")
-    *before, late = again.core.find("a", "x").said
+    *before, late = again.core.find("a", "x").turns
     if tier == "device":
         assert not again.core.prefetch("a", "x").done()
         again.run()
@@ -184,8 +187,8 @@ def test_the_strongest_durability_keeps_the_caches_too(small: LoadedModel, tmp_p
 def test_many_chats_take_turns_in_little_memory(small: LoadedModel, tmp_path: Path) -> None:
     measured = unstored(small, "epicache")
     talk(measured)
-    [sitting] = measured.core.sessions
-    size, limit = sitting.nbytes, measured.core.purse.peak
+    [session] = measured.core.sessions
+    size, limit = session.nbytes, measured.core.reservations.peak
     own = stored(small, tmp_path, "epicache", device=limit, host=host_need(measured) + 4 * size)
     alone = unstored(small, "epicache")
     turns = {f"n{number}": [*HISTORY, user(SAID[number % 2])] for number in range(6)}
@@ -195,7 +198,7 @@ def test_many_chats_take_turns_in_little_memory(small: LoadedModel, tmp_path: Pa
             assert last.text == other.text
             turns[name] = answered(said, last, text)
     tiers = own.core.tiers
-    assert tiers.parked["disk"] and tiers.restored["disk"] and not own.vault.rejected()
+    assert tiers.parked["disk"] and tiers.restored["disk"] and not own.disk.rejected()
     assert not tiers.dropped
     assert any(not own.core.sessions.has("a", name) for name in turns)
 
@@ -205,7 +208,7 @@ def test_who_leaves_while_it_waits_for_memory_leaves_nothing_there(
 ) -> None:
     measured = unstored(small, "epicache")
     turns = talk(measured)
-    own = stored(small, tmp_path, "epicache", device=measured.core.purse.peak * 8 // 7)
+    own = stored(small, tmp_path, "epicache", device=measured.core.reservations.peak * 8 // 7)
     assert talk(own) == turns
     own.core.release("a", "x")
     own.run()
@@ -218,9 +221,9 @@ def test_who_leaves_while_it_waits_for_memory_leaves_nothing_there(
     ticket.cancel()
     own.run()
     assert late.told.reason == "cancelled" and busy.told.new_tokens == 40
-    sitting, tiers = own.core.find("a", "x"), own.core.tiers
-    assert sitting.host is None and sitting.key not in tiers.in_host
-    assert tiers.park(own.core.find("a", "y"))  # what is there is looked through for the store
+    session, tiers = own.core.find("a", "x"), own.core.tiers
+    assert session.host_reservation is None and session.key not in tiers.in_host
+    assert tiers.offload(own.core.find("a", "y"))  # what is there is looked through for the store
     own.run()
     last = own.ask(turns, "x")
     assert last.text == measured.ask(turns, "x").text and last.told.tier == "disk"
@@ -228,8 +231,8 @@ def test_who_leaves_while_it_waits_for_memory_leaves_nothing_there(
 
 def host_need(served: Served) -> int:
     """What a turn may ask of host memory."""
-    [sitting] = served.core.sessions
-    return chat_turn_demand(sitting.rule, sitting.tokens + 64, 32, 5, 4).host
+    [session] = served.core.sessions
+    return chat_turn_demand(session.rule, session.tokens + 64, 32, 5, 4).host
 
 
 def test_a_session_is_let_go_and_had_back(small: LoadedModel, tmp_path: Path) -> None:
@@ -255,13 +258,13 @@ def test_who_asks_while_its_caches_are_written_gets_its_answer(
     own, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
     turns = talk(own, said=SAID[:3])
     assert talk(never, said=SAID[:3]) == turns
-    sitting = own.core.find("a", "x")
-    assert own.core.tiers.park(sitting)
-    assert sitting.is_saving and sitting.tier == "host"
+    session = own.core.find("a", "x")
+    assert own.core.tiers.offload(session)
+    assert session.is_saving and session.tier == "host"
     last = own.ask(turns, "x", max_new_tokens=5)
     assert last.text == never.ask(turns, "x", max_new_tokens=5).text
     turns = answered(turns, last, SAID[3])
     own.store.close()
     again = stored(small, tmp_path, "epicache")
     assert again.ask(turns, "x").text == never.ask(turns, "x").text
-    assert again.vault.rejected() == {} and again.core.tiers.restored["disk"] == 1
+    assert again.disk.rejected() == {} and again.core.tiers.restored["disk"] == 1

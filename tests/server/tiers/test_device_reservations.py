@@ -27,7 +27,7 @@ def a_purse(limit: int = LIMIT) -> tuple[ByteLedger, DeviceReservations]:
 def test_23_what_is_spoken_for_is_never_more_than_the_budget(
     moves: list[tuple[int, MemoryDemand | None | int]],
 ) -> None:
-    ledger, purse = a_purse()
+    ledger, reservations = a_purse()
     held: dict[int, MemoryDemand] = {}
     for key, move in moves:
         tenant = "ab"[key % 2]
@@ -35,17 +35,17 @@ def test_23_what_is_spoken_for_is_never_more_than_the_budget(
             if ledger.lower(Tier.DEVICE, move):
                 ledger.lower(Tier.DEVICE, LIMIT)
         elif move is None:
-            purse.give_back(key)
+            reservations.release(key)
             held.pop(key, None)
         else:
-            missing = purse.missing(key, tenant, move)
+            missing = reservations.missing_bytes(key, tenant, move)
             try:
-                purse.grant(key, tenant, move)
+                reservations.grant(key, tenant, move)
             except BudgetError:
                 assert missing > 0
             else:
                 held[key] = move
-                assert purse.fits(tenant, move) or missing == 0
+                assert reservations.fits(tenant, move) or missing == 0
         passing = max((need.transient_bytes for need in held.values()), default=0)
         spoken = sum(need.bytes for need in held.values()) + passing
         assert ledger.used(Tier.DEVICE) == spoken <= ledger.limit(Tier.DEVICE)
@@ -53,27 +53,29 @@ def test_23_what_is_spoken_for_is_never_more_than_the_budget(
             own = sum(need.bytes for key, need in held.items() if "ab"[key % 2] == owner)
             assert ledger.used(Tier.DEVICE, owner) == own <= OWN
     for key in list(held):
-        purse.give_back(key)
+        reservations.release(key)
     assert ledger.used(Tier.DEVICE) == 0
 
 
 def test_what_holds_more_than_was_spoken_for_is_counted_and_charged() -> None:
-    ledger, purse = a_purse()
-    purse.grant(1, "a", MemoryDemand(40, 10))
-    purse.check(1, 50)
-    assert purse.violations == 0
-    purse.check(1, 51)
-    assert purse.violations == 1 and ledger.used(Tier.DEVICE) == 51
-    purse.give_back(1)
+    ledger, reservations = a_purse()
+    reservations.grant(1, "a", MemoryDemand(40, 10))
+    reservations.check(1, 50)
+    assert reservations.violations == 0
+    reservations.check(1, 51)
+    assert reservations.violations == 1 and ledger.used(Tier.DEVICE) == 51
+    reservations.release(1)
     assert ledger.used(Tier.DEVICE) == 0
 
 
 def test_what_could_never_fit_is_known() -> None:
-    _, purse = a_purse()
-    assert purse.fits("a", MemoryDemand(70, 30)) and not purse.fits("a", MemoryDemand(71, 0))
+    _, reservations = a_purse()
+    assert reservations.fits("a", MemoryDemand(70, 30)) and not reservations.fits(
+        "a", MemoryDemand(71, 0)
+    )
     assert (
-        not purse.fits("a", MemoryDemand(70, 31))
-        and purse.missing(1, "a", MemoryDemand(80, 30)) == 10
+        not reservations.fits("a", MemoryDemand(70, 31))
+        and reservations.missing_bytes(1, "a", MemoryDemand(80, 30)) == 10
     )
     with pytest.raises(BudgetError):
-        purse.grant(1, "a", MemoryDemand(71, 0))
+        reservations.grant(1, "a", MemoryDemand(71, 0))

@@ -72,12 +72,12 @@ def test_pauses_between_answers_are_seen_and_outlive_the_server(
     for _ in range(3):
         turns = answered(turns, first.ask(turns, "x"), "Why?")
         ends.append(first.core.find("a", "x").answered)
-    sitting = first.core.find("a", "x")
+    session = first.core.find("a", "x")
     client, ticket = first.served.submit(turns, "x")
     ticket.cancel()
     first.run()
-    assert client.told.reason == "cancelled" and sitting.answered == ends[-1]
-    pauses = list(sitting.pauses)
+    assert client.told.reason == "cancelled" and session.answered == ends[-1]
+    pauses = list(session.think_times)
     assert len(pauses) == 2 and 0 < pauses[0] < ends[1] - ends[0]
     first.close()
     again = Stored(small, tmp_path)

@@ -350,7 +350,7 @@ class LazyEntries(Entries):
             lengths=lengths,
             columns=columns,
             scalars=scalars,
-            places=empty_tensor(torch.int32, 0),
+            rope_positions=empty_tensor(torch.int32, 0),
             grades=grades,
         )
         return entries
@@ -362,7 +362,7 @@ class LazyEntries(Entries):
         return vars(self)[name]
 
     @property
-    def like(self) -> Float[Tensor, "0 D"]:
+    def empty_like(self) -> Float[Tensor, "0 D"]:
         return self._like
 
     def with_columns(self, columns: Mapping[str, Float[Tensor, " T"]]) -> LazyEntries:

@@ -71,7 +71,7 @@ class CompactLayer(CacheLayer):
         self._kept = ()
         held, count = self.entries(), queries.shape[1]
         if self._listens and count == 1:
-            self._listens, self._kept = False, (held.keys, held.places)
+            self._listens, self._kept = False, (held.keys, held.rope_positions)
         return self._attended(held, queries, positions, count, 0)[0]
 
     def record_logits(self) -> None:
@@ -108,7 +108,7 @@ class CompactLayer(CacheLayer):
         held = self._unturned.entries()
         turned, places = self._kept or self._turned(held)
         self._kept = ()
-        return replace(held, keys=turned, places=places)
+        return replace(held, keys=turned, rope_positions=places)
 
     @property
     def entries_copy_bytes(self) -> int:

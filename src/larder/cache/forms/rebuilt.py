@@ -104,7 +104,7 @@ class RecomputedLayer(RecoverableLayer):
         if self.rebuilding.rereads:
             raise CacheError(
                 f"Tokens [{start}, {stop}) were to be forgotten, but held="
-                f"{self.rebuilding.manner.value!r} reads the text again with all of them: take "
+                f"{self.rebuilding.source.value!r} reads the text again with all of them: take "
                 "recompute(held='every')."
             )
         self._fast.forget(start, stop)
@@ -137,7 +137,7 @@ class RecomputedLayer(RecoverableLayer):
             EVICTED_KEY: torch.cat(self._gone),
         }
         told |= {LENGTHS_KEY: torch.tensor([len(own) for own in self._gone])}
-        return told | {SPEC_KEY: torch.tensor(list(self.rebuilding.told().encode())).byte()}
+        return told | {SPEC_KEY: torch.tensor(list(self.rebuilding.to_text().encode())).byte()}
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> RecomputedLayer:
@@ -147,7 +147,7 @@ class RecomputedLayer(RecoverableLayer):
                 "so: build the cache again."
             )
         like, told = state["keys"], bytes(state[SPEC_KEY].cpu().tolist()).decode()
-        store = cls(layer, like.dtype, like.device, Ledger(), RecomputeSpec.of(told))
+        store = cls(layer, like.dtype, like.device, Ledger(), RecomputeSpec.from_text(told))
         store._fast = RaggedLayer.adopt(layer, state)
         store._source = state[SOURCE_KEY]
         store._gone = list(state[EVICTED_KEY].cpu().split(state[LENGTHS_KEY].tolist()))

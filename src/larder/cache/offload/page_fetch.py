@@ -71,7 +71,7 @@ class PageFetcher:
             stays: as `Index.follow` has them.
         """
         self.learn(entries, observed)
-        self.shared_index.index.follow(queries[:, 0].detach().float().cpu(), stays)
+        self.shared_index.index.observe_step(queries[:, 0].detach().float().cpu(), stays)
 
     def recalled(
         self, queries: Queries, entries: Entries, observed: ObservedQueries
@@ -80,7 +80,7 @@ class PageFetcher:
         found = self._take_prefetched(queries, entries, observed)
         if found is None:
             found = self._found(queries, entries, observed)
-        if found.is_whole:
+        if found.attends_all:
             return None
         assert self._pool is not None  # made for what was found
         parts = [self._pool.attend(queries)]
@@ -170,7 +170,7 @@ class PageFetcher:
     def _found(self, queries: Queries, entries: Entries, observed: ObservedQueries) -> RecallResult:
         """Find pages, and have them in their slots."""
         found = self._look(queries, entries, observed)
-        if found.is_whole:
+        if found.attends_all:
             self.choice = None
             return found
         self.choice = self._chosen(found.pages, self.recall.pages, entries)

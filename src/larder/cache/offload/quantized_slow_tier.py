@@ -71,7 +71,7 @@ class DequantizedEntries(Entries):
     """
 
     def __init__(self, held: Entries, dtype: torch.dtype, numbers: EntryDecoder) -> None:
-        own = {"positions", "starts", "lengths", "columns", "scalars", "places", "grades"}
+        own = {"positions", "starts", "lengths", "columns", "scalars", "rope_positions", "grades"}
         for name in own:
             object.__setattr__(self, name, getattr(held, name))
         object.__setattr__(self, "_dtype", dtype)

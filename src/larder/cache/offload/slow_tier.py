@@ -301,7 +301,7 @@ SLOW, INDEX, PARKING, OBSERVED = "slow.", "index.", "parking", "observed"  # nam
 
 def offload_spec_tensor(parking: OffloadSpec) -> Tensor:
     """Where entries go and how they are found again, as a tensor."""
-    return torch.tensor(list(parking.told().encode()), dtype=torch.uint8)
+    return torch.tensor(list(parking.to_text().encode()), dtype=torch.uint8)
 
 
 def saved_offload_spec(state: Mapping[str, Tensor], layer: LayerSpec) -> OffloadSpec:
@@ -316,7 +316,7 @@ def saved_offload_spec(state: Mapping[str, Tensor], layer: LayerSpec) -> Offload
             f"Layer {layer.index} of the saved cache parked nothing, but its description says so: "
             "build the cache again."
         )
-    return OffloadSpec.of(bytes(told.cpu().tolist()).decode())
+    return OffloadSpec.from_text(bytes(told.cpu().tolist()).decode())
 
 
 def with_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The worst case: the highest weight that any query gives, and no less than the average of that.
+"""Maximum over queries, with the mean of that as a floor (DefensiveKV).
 
 Feng et al., "Taming the Fragility of KV Cache Eviction in LLM Inference" (2025), arXiv:2510.13334,
 DefensiveKV: the risk of losing an entry is its highest weight over the window and over the query
@@ -24,7 +24,7 @@ from larder.policy.aggregation.max import Max
 
 @dataclass(frozen=True)
 class Defensive(Max):
-    """The best query counts, and nobody falls below the mean.
+    """Maximum over smoothed queries, at least the mean over entries.
 
     Args:
         kernel: neighbors over which each query's weights are smoothed, in entries. Odd; 1 smooths

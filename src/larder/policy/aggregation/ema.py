@@ -1,4 +1,4 @@
-"""A mean in which every query counts `beta` times as much as the next one.
+"""Exponential moving average over queries: each counts `beta` times as much as the next (A2SF).
 
 Jo and Shin, "A2SF: Accumulative Attention Scoring with Forgetting Factor for Token Pruning in
 Transformer Decoder" (2024), arXiv:2407.20485: sums over queries favor entries that have been there
@@ -20,7 +20,7 @@ from larder.policy.aggregation.base import Aggregation
 
 @dataclass(frozen=True)
 class Ema(Aggregation):
-    """Later queries count more.
+    """Exponentially weighted mean over queries.
 
     Args:
         beta: what a query counts beside the one after it, in [0, 1]; at 0 the last query alone
@@ -48,7 +48,7 @@ class Ema(Aggregation):
         return state[0] / self._factors(max(total, 1), state[0]).sum()
 
     def _factors(self, count: int, like: Tensor) -> Float[Tensor, " c"]:
-        """What each of `count` queries counts beside the last of them."""
+        """Weight of each of `count` queries relative to the last of them."""
         ages = torch.arange(count - 1, -1, -1, device=like.device, dtype=like.dtype)
         return self.beta**ages
 

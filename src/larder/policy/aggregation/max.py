@@ -1,4 +1,4 @@
-"""The highest weight that any query gives: one look is enough to keep an entry.
+"""Maximum over queries: a single high weight keeps an entry.
 
 Kim et al., "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction" (2025),
 arXiv:2505.23416, section 3; EpiCache (arXiv:2509.17396, eq. 3) takes it for all scorers.
@@ -17,7 +17,7 @@ from larder.policy.aggregation.base import Aggregation
 
 @dataclass(frozen=True)
 class Max(Aggregation):
-    """The best query counts."""
+    """Maximum over queries."""
 
     def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
         return (like.new_zeros(like.shape),)

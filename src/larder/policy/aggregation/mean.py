@@ -1,7 +1,7 @@
-"""The mean over queries: what an entry gets from one query on average.
+"""Mean over queries.
 
-The usual choice of those who score by an observation window, as Feng et al., "Taming the Fragility
-of KV Cache Eviction in LLM Inference" (2025), arXiv:2510.13334, tell it. The mean is over all
+The usual choice of scorers with an observation window, according to Feng et al., "Taming the
+Fragility of KV Cache Eviction in LLM Inference" (2025), arXiv:2510.13334. The mean is over all
 queries, those that cannot see an entry included, as code after SnapKV (arXiv:2404.14469) does:
 within a layer it ranks as `sum`, but is on the same scale however many queries there are.
 """
@@ -18,7 +18,7 @@ from larder.policy.aggregation.sum import Sum
 
 @dataclass(frozen=True)
 class Mean(Sum):
-    """Queries are averaged; one that cannot see an entry counts as 0."""
+    """Mean over queries; one that cannot see an entry counts as 0."""
 
     def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
         return state[0] / max(total, 1)

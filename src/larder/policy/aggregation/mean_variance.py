@@ -1,4 +1,4 @@
-"""The mean over queries, and more for entries whose weight comes and goes.
+"""Mean plus scaled variance over queries (CAKE).
 
 Qin et al., "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences" (2025),
 arXiv:2503.12491, its eviction indicator: mean + gamma * variance over the queries of the window. As

@@ -1,4 +1,4 @@
-"""The mean over queries of each weight times the number of keys that the query sees.
+"""Mean over queries of each weight times the number of keys that the query sees (FINCH).
 
 Corallo and Papotti, "FINCH: Prompt-guided Key-Value Cache Compression for Large Language Models"
 (2024), arXiv:2408.00167: a later query shares its weight among more keys, so its weights are
@@ -21,9 +21,9 @@ from larder.policy.aggregation.mean import Mean
 
 @dataclass(frozen=True)
 class ScaledMean(Mean):
-    """Queries are averaged, each scaled by the number of keys that it sees."""
+    """Mean over queries, each scaled by the number of keys that it sees."""
 
-    counts = True
+    depends_on_visible_count = True
 
     def fold(
         self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
@@ -32,7 +32,7 @@ class ScaledMean(Mean):
         seen = (weights > 0).sum(-1, dtype=torch.float32)  # [R, c]
         state[0].add_(torch.einsum("rc,rcs->rs", seen, weights))
 
-    def alone(self, weights: Float[Tensor, "R S"]) -> Float[Tensor, "R S"]:
+    def single_query(self, weights: Float[Tensor, "R S"]) -> Float[Tensor, "R S"]:
         return weights * (weights > 0).sum(-1, keepdim=True)
 
 

@@ -1,4 +1,4 @@
-"""The sum over queries: what an entry got in all.
+"""Sum over queries.
 
 Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation" (2024),
 arXiv:2404.14469, section 4, and most methods after it.
@@ -16,7 +16,7 @@ from larder.policy.aggregation.base import Aggregation
 
 @dataclass(frozen=True)
 class Sum(Aggregation):
-    """Queries add up."""
+    """Sum over queries."""
 
     def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
         return (like.new_zeros(like.shape),)
@@ -27,7 +27,7 @@ class Sum(Aggregation):
         del first, total
         state[0].add_(weights[:, 0] if weights.shape[1] == 1 else weights.sum(1))
 
-    def alone(self, weights: Float[Tensor, "R S"]) -> Float[Tensor, "R S"]:
+    def single_query(self, weights: Float[Tensor, "R S"]) -> Float[Tensor, "R S"]:
         return weights
 
     def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:

@@ -1,4 +1,4 @@
-"""Which entries of a layer stay, once it is known how many."""
+"""Top-k selection of entries within a layer, for a given number of them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from larder.ops.topk import top_mask, top_per_head
 
 
 def top_k_per_head(scored: LayerScores, tokens: int) -> Plan:
-    """Every head keeps its own best `tokens` entries."""
+    """Plan in which every head keeps its own best `tokens` entries."""
     kept = top_per_head(scored.scores, scored.lengths, tokens, scored.protected)
     return Plan(kept, tuple(min(length, max(tokens, 0)) for length in scored.lengths))
 
 
 def top_k_per_layer(scored: LayerScores, tokens: int) -> Plan:
-    """The heads of a layer compete for `tokens` entries a head."""
+    """Plan in which the heads of a layer compete for `tokens` entries per head on average."""
     return top_k_total(scored, tokens * len(scored.lengths))
 
 
 def top_k_total(scored: LayerScores, count: int) -> Plan:
-    """The heads of a layer compete for `count` entries in all."""
+    """Plan in which the heads of a layer compete for `count` entries in total."""
     return Plan.from_mask(top_mask(scored.ranked(), count), scored.lengths)
 
 
 def top_k_even(scored: LayerScores, count: int) -> Plan:
-    """Heads keep equally many of their own best, `count` in all.
+    """Plan in which heads keep equally many of their own best, `count` in total.
 
-    What a short head leaves goes to the others; where heads cannot have equally many, those with
-    the best entry at that place have one more.
+    The unused part of a short head goes to the others; where `count` does not divide evenly, the
+    heads with the best entry at that rank keep one more.
     """
     heads = len(scored.lengths)
     if len(set(scored.lengths)) == 1 and count % heads == 0:
@@ -48,12 +48,11 @@ def top_k_even(scored: LayerScores, count: int) -> Plan:
 
 
 def top_k_by_head_weight(scored: LayerScores, count: int, base: int = 0) -> Plan:
-    """Heads keep their own best, `count` in all: some each, beyond that as their weights say.
+    """Plan in which heads keep their own best, `count` in total, in proportion to head weights.
 
-    What is protected stays first. The entries that a head has beyond it and `base` are to its
-    weight as those of any other head, as nearly as whole numbers can be (Sainte-Lague); a head
-    without weight has its turn when the others have no more. Where heads are on a par, the better
-    entry stays.
+    Protected entries come first, then `base` entries of every head. Further entries are divided in
+    proportion to the weights, by Sainte-Lague rounding; a head of weight 0 gets entries only when
+    the others have no more. Ties go to the better entry.
     """
     ranked, heads = scored.ranked(), len(scored.lengths)
     weights = list(scored.weights) if max(scored.weights, default=0.0) > 0 else [1.0] * heads
@@ -74,7 +73,7 @@ def top_k_by_head_weight(scored: LayerScores, count: int, base: int = 0) -> Plan
 
 
 def _selection_order(ranked: Tensor, protected: Tensor, weight: float, base: int) -> Tensor:
-    """When each entry of a head is taken: the lowest first."""
+    """Sort key of a head's entries: the lowest is taken first."""
     order = torch.argsort(ranked, descending=True, stable=True)
     order = order[torch.argsort(protected[order].int(), stable=True)]
     beyond = torch.empty_like(ranked, dtype=torch.float64)
@@ -84,42 +83,42 @@ def _selection_order(ranked: Tensor, protected: Tensor, weight: float, base: int
 
 
 def _ranks(ranked: Tensor) -> Tensor:
-    """How many entries of a head come before each."""
+    """Rank of each entry in its head, 0 the best."""
     return torch.argsort(torch.argsort(ranked, descending=True, stable=True))
 
 
 def shift_non_negative(scores: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """Scores that can be compared as shares: counted from the least where some are below 0."""
+    """Scores shifted to at least 0 where some are negative, so that they compare as shares."""
     finite = scores[scores.isfinite()]
     least = finite.amin().clamp(max=0.0) if len(finite) else scores.new_zeros(())
     return (scores - least).clamp(min=0.0)
 
 
 def with_layer_protection(scored: LayerScores, tokens: int) -> LayerScores:
-    """The same where the layer keeps `tokens` entries per head: protected shares are of these."""
+    """Scores with protected shares relative to `tokens` entries per head of this layer."""
     protection = scored.protection
     return scored if protection is None else replace(scored, protected=protection(tokens))
 
 
 def min_entries(scored: LayerScores) -> int:
-    """Entries of a layer without which some head could not keep all that is protected in it."""
+    """Fewest entries of a layer with which every head can keep its protected entries."""
     most = max(int(part.sum()) for part in torch.split(scored.protected, list(scored.lengths)))
     return min(most * len(scored.lengths), sum(scored.lengths))
 
 
-NO_WEIGHT = 1e-9  # next to the heaviest head of a layer
-SHARE = "share"  # of the average budget, kept as a scalar while text is generated
+NO_WEIGHT = 1e-9  # weight of a head without weight, relative to the largest of its layer
+SHARE = "share"  # ledger scalar: the layer's share of the average budget, used in decode
 
 
 def entries_from_share(scored: LayerScores, quota: int) -> int:
-    """The entries that a layer's share is worth under a quota, rounded down.
+    """Entries of a layer by its remembered share of a quota, rounded down.
 
-    A float32 share may lie a little below the whole number that it stands for.
+    A float32 share may be slightly below the exact quotient, hence the tolerance.
     """
     return int(float(scored.scalars[SHARE][0]) * quota + 1e-3)
 
 
 def with_share(plan: Plan, scored: LayerScores, entries: int, quota: int) -> Plan:
-    """A plan that has the cache remember how much of a quota a layer was given."""
+    """Plan that stores the layer's share of its quota as a ledger scalar."""
     share = scored.scores.new_full((len(scored.lengths),), entries / quota)
     return replace(plan, scalars={SHARE: share})

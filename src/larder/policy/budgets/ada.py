@@ -1,4 +1,4 @@
-"""The heads of a layer compete for its entries, and none falls below a share of the average.
+"""Head budgets by competition within a layer, with a floor per head (Ada-KV).
 
 Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
 Inference" (2024), arXiv:2407.11550, algorithm 1, with a safeguard of 0.2 unless given. The released

@@ -1,4 +1,4 @@
-"""What every budget can be asked: how many entries per layer, and which of them."""
+"""Base classes of budgets: number of entries per layer, and the choice of them."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from larder.core.types import Packed
 
 
 class Budget(ABC):
-    """Splits a number of entries over layers and heads.
+    """Distribution of a number of entries over layers and heads.
 
     A budget is a frozen dataclass with the fields `tokens` (entries per kv head, averaged over
-    layers) and `kept` (a fraction of the context); at most one is given, none leaves it open.
+    layers) and `kept` (a fraction of the context); at most one is given, with none the size is
+    open.
     """
 
     tokens: int | None
     kept: float | None
 
-    # Names of the measurements that `layer_tokens` and `head_weights` look up.
+    # Names of the calibrations that `layer_tokens` and `head_weights` need.
     calibrations: ClassVar[frozenset[str]] = frozenset()
     # Names of the tallies whose columns `measure` reads.
     tallies: ClassVar[frozenset[str]] = frozenset()
-    ledger: ClassVar[Ledger] = Ledger()  # what it has the cache remember
-    # Whether a protected share is one of each layer's own entries, not of the average.
+    ledger: ClassVar[Ledger] = Ledger()  # state that the cache holds for it
+    # Whether a protected share is relative to each layer's own entries, not to the average.
     protects_own_share: ClassVar[bool] = False
-    # Whether `choose` is asked again about layers that have been cut, as more layers go by.
+    # Whether `choose` gets layers that were cut again, as more layers are scored.
     replans: ClassVar[bool] = False
 
     def needs(self) -> frozenset[Need]:
-        """What `measure` has to see beside queries, keys and entries; nothing by default."""
+        """Inputs that `measure` needs beside queries, keys and entries; none by default."""
         return frozenset()
 
     def measure(self, seen: Observation, scores: Packed) -> tuple[float, ...]:
-        """What `choose` must know of a layer beyond its scores; taken as the layer goes by."""
+        """Statistics that `choose` needs beyond scores, measured when the layer is scored."""
         del seen, scores
         return ()
 
@@ -50,37 +51,37 @@ class Budget(ABC):
         """Entries per kv head for each managed layer; they sum to `layers * tokens`.
 
         Args:
-            tokens: the average.
-            layers: managed layers.
-            least: entries that each layer needs for what is protected.
-            most: entries that a layer can fill, the length of the context.
-            facts: measurements named in `calibrations`.
+            tokens: average over layers.
+            layers: number of managed layers.
+            least: entries that each layer needs for protected tokens.
+            most: most entries of a layer, the length of the context.
+            facts: calibrations named in `calibrations`.
         """
         del least, most, facts
         return (tokens,) * layers
 
-    def measured(self) -> frozenset[str]:
-        """Names of the measurements that this budget, with these parameters, will look up."""
+    def required_calibrations(self) -> frozenset[str]:
+        """Names of the calibrations that these parameters need."""
         return self.calibrations
 
     def head_weights(self, facts: Calibration) -> tuple[float, ...]:
-        """How much each head counts, layer by layer, as `Scored.weights` is to have it.
+        """Weight of each head, layer by layer, for `LayerScores.weights`.
 
-        One number per kv head, or one per query head, whose groups are then averaged. None by
-        default: no heads are told apart.
+        One number per kv head, or one per query head, whose groups are then averaged. Empty by
+        default: heads are treated alike.
 
         Args:
-            facts: measurements named in `calibrations`.
+            facts: calibrations named in `calibrations`.
         """
         del facts
         return ()
 
     def is_plan_due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
-        """Whether a plan is due while generating.
+        """True if a plan is due during decode.
 
         Args:
             held: entries of each managed layer, all heads together, by layer index.
-            allowed: entries that it may hold before one is due.
+            allowed: most entries of each layer without a plan.
         """
         return any(held[layer] > most for layer, most in allowed.items())
 
@@ -88,22 +89,26 @@ class Budget(ABC):
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
     ) -> dict[int, Plan]:
-        """Plans for those of the judged layers that can be decided now.
+        """Plans for the scored layers that can be decided now.
 
         Args:
-            ready: judged layers that have no plan yet, by layer index; with `recuts`, those cut
-                earlier too, as they are now.
+            ready: scored layers without a plan, by layer index; with `replans`, also layers cut
+                earlier, in their present state.
             quotas: entries per kv head of every managed layer, by layer index.
         """
 
 
 def exceeds_total(held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
-    """Whether all layers together hold more than they may: for layers that share one pool."""
+    """True if all layers together exceed their capacity, for layers that share one pool."""
     return sum(held[layer] for layer in allowed) > sum(allowed.values())
 
 
 def check_size(name: str, tokens: int | None, kept: float | None) -> None:
-    """Raises: BadParameter: both sizes given, or one out of range."""
+    """Validate the size of a budget.
+
+    Raises:
+        BadParameter: both sizes are given, or one is out of range.
+    """
     if tokens is not None and kept is not None:
         raise BadParameter(
             f"{name} was given tokens={tokens} and kept={kept}: give one of the two."
@@ -116,7 +121,7 @@ def check_size(name: str, tokens: int | None, kept: float | None) -> None:
 
 @dataclass(frozen=True)
 class CrossLayerBudget(Budget):
-    """Layers share one pool of entries and wait for the last of them."""
+    """Base of budgets in which all layers share one pool; plans wait for the last layer."""
 
     tokens: int | None = None
     kept: float | None = None
@@ -136,4 +141,4 @@ class CrossLayerBudget(Budget):
     def _choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
     ) -> dict[int, Plan]:
-        """Plans for all layers, which come in order of their indices."""
+        """Plans for all layers, given in order of their indices."""

@@ -1,4 +1,4 @@
-"""Layers whose attention is spread out and restless get more; all are cut again as layers go by.
+"""Layer budgets by entropy and variance of attention, recut as layers are scored (CAKE).
 
 Qin et al., "CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences" (2025),
 arXiv:2503.12491, section 4. A layer's preference is H^(1/tau1) * V^(1/tau2): the entropy H of the
@@ -50,7 +50,7 @@ class Cake(Budget):
     Args:
         tokens: entries per kv head, averaged over layers.
         kept: the same as a fraction of the context.
-        window: last queries whose weights are looked at, in tokens.
+        window: last queries whose weights are observed, in tokens.
         tau1: tempers the entropy; higher is more even.
         tau2: tempers the variance; higher is more even.
     """
@@ -70,7 +70,7 @@ class Cake(Budget):
         check_taus("cake", self.tau1, self.tau2)
 
     def measure(self, seen: Observation, scores: Packed) -> tuple[float, ...]:
-        """The layer's preference; nothing where its share stands already."""
+        """Preference of the layer; empty where its share is known already."""
         if seen.stage is Phase.DECODE and not bool(seen.entries.scalars[SHARE].isnan().any()):
             return ()
         entropy, variance = _dispersion(seen, self.window)
@@ -97,7 +97,7 @@ class Cake(Budget):
         return plans | self._cut(fresh, quotas)
 
     def _cut(self, fresh: Mapping[int, LayerScores], quotas: Mapping[int, int]) -> dict[int, Plan]:
-        """The layers judged so far share the room of all."""
+        """Plans for the layers scored so far, which share the capacity of all."""
         if not fresh:
             return {}
         layers = sorted(fresh)

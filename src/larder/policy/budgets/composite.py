@@ -1,4 +1,4 @@
-"""Rows of entries, one of each head, compete over all layers.
+"""Budget by competition of rows, one entry of each head, over all layers (KVCompose).
 
 Akulov et al., "KVCompose: Efficient Structured KV Cache Compression with Composite Tokens" (2025),
 arXiv:2509.05165, as in its code in NVIDIA's kvpress. Every head of a layer ranks its own entries;
@@ -51,7 +51,7 @@ class Composite(CrossLayerBudget):
 
 
 def _rows(scored: LayerScores) -> tuple[Float[Tensor, " S"], Int64[Tensor, " S"]]:
-    """The worth of each row of a layer, and how many entries it has; neither ever rises."""
+    """Worth and size of each row of a layer, both non-increasing."""
     length = max(scored.lengths, default=0)
     sums = scored.scores.new_zeros(length)
     sizes = torch.zeros(length, dtype=torch.int64, device=sums.device)

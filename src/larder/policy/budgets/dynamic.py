@@ -1,4 +1,4 @@
-"""Layers get entries as often as they have some among the best of the whole model.
+"""Layer budgets by the number of entries among the best of the whole model (DynamicKV).
 
 Zhou et al., "DynamicKV: Task-Aware Adaptive KV Cache Compression for Long Context LLMs" (2024),
 arXiv:2412.14838, section 4. A layer first keeps its best entries, at most `most` times the average.

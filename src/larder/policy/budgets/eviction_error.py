@@ -1,4 +1,4 @@
-"""Layers whose output suffers most when they are cut get more.
+"""Layer budgets in proportion to the measured error of eviction (CompressKV).
 
 Lin et al., "CompressKV: Semantic Retrieval Heads Know What Tokens are Not Important Before
 Generation" (2025), arXiv:2508.02401, section 4.3, as in its released code: every layer keeps a

@@ -1,4 +1,4 @@
-"""All heads of all layers share one pool of entries and compete for it.
+"""Budget by competition of all heads of all layers for one pool (KVzip).
 
 Kim et al., "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction" (2025),
 arXiv:2505.23416, section 3 (non-uniform head budgets). Scores of different layers must mean the

@@ -1,4 +1,4 @@
-"""Heads that look facts up get more, by how much they do; no head falls below a base.
+"""Head budgets by retrieval or reasoning score over a common base (HeadKV).
 
 Fu et al., "Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated Retrieval
 and Reasoning" (2024), arXiv:2410.19258 (HeadKV), section 3.2: of the b entries that every head has
@@ -31,7 +31,7 @@ from larder.policy.layer_calibration import split_evenly
 
 
 class Trial(Enum):
-    """What heads are scored by: answers that take reasoning, or looking facts up alone."""
+    """Measurement that scores heads: reasoning answers, or retrieval only."""
 
     REASONING = "reasoning"
     RETRIEVAL = "retrieval"
@@ -60,7 +60,7 @@ class HeadKV(Budget):
         if not 1 <= self.beta < math.inf:
             raise BadParameter(f"headkv.beta must be 1 or more, got {self.beta}.")
 
-    def measured(self) -> frozenset[str]:
+    def required_calibrations(self) -> frozenset[str]:
         return frozenset({self.trial.value})
 
     def head_weights(self, facts: Calibration) -> tuple[float, ...]:
@@ -80,7 +80,7 @@ class HeadKV(Budget):
         return tuple(least + part for part in apportion(layers * mean, deserved, 0, most - least))
 
     def _base(self, mean: int) -> int:
-        """What every head has of its own, of `mean` entries beside what is protected."""
+        """Base of every head, of `mean` entries beside the protected ones."""
         return mean - int(mean // self.beta)
 
     def choose(

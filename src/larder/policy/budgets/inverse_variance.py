@@ -1,4 +1,4 @@
-"""Layers whose attention is spread evenly get more entries: their tokens are hard to tell apart.
+"""Layer budgets by inverse variance of attention: even attention gets more entries (D2O).
 
 Wan et al., "D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large
 Language Models" (2024), arXiv:2406.13035, section 4.1, eq. 4 and 5. F is the variance, over a
@@ -63,7 +63,7 @@ DECAY = 4.0  # e-foldings from the layer of lowest variance to that of the highe
 
 
 class Rule(Enum):
-    """How variances become shares: the paper's own, and what its table 4 compares with.
+    """Rule from variances to shares: the paper's own, and those of its table 4.
 
     SOFTMAX: exp(-F). RECIPROCAL: 1 / F. UNIFORM: all the same. EXPONENTIAL_DECAY: by rank, each
     layer the same factor below the one before it; the paper's formula is not spelled out.
@@ -106,7 +106,7 @@ class InverseVariance(Budget):
         return frozenset({Need.TEXT}) if self.variant is Variant.CODE else frozenset()
 
     def measure(self, seen: Observation, scores: Packed) -> tuple[float, ...]:
-        """F of the layer; nothing where its share stands already."""
+        """F of the layer; empty where its share is known already."""
         if seen.stage is Phase.DECODE and not bool(seen.entries.scalars[SHARE].isnan().any()):
             return ()
         if self.variant is Variant.CODE:
@@ -145,7 +145,7 @@ class InverseVariance(Budget):
         return plans
 
     def _split(self, fresh: Mapping[int, LayerScores], quotas: Mapping[int, int]) -> dict[int, int]:
-        """Entries per kv head of each layer; none where all fit."""
+        """Entries per kv head of each layer; empty where all fit."""
         layers = sorted(fresh)
         heads = [len(fresh[index].lengths) for index in layers]
         # Layers of equal width are shared out by entries per head, so that nothing is lost.
@@ -175,7 +175,7 @@ class InverseVariance(Budget):
         return min(tokens, floor)
 
     def _weights(self, spreads: Sequence[float]) -> list[float]:
-        """What each layer deserves."""
+        """Unnormalized share of each layer."""
         if self.rule is Rule.UNIFORM:
             return [1.0] * len(spreads)
         if self.rule is Rule.RECIPROCAL:
@@ -189,7 +189,7 @@ class InverseVariance(Budget):
 
 
 def _top_k(scored: LayerScores, tokens: int) -> Plan:
-    """Every head keeps its own best, of which protected shares are shares of the layer's own."""
+    """Plan in which every head keeps its own best, with protection relative to the layer."""
     return top_k_per_head(with_layer_protection(scored, tokens), tokens)
 
 

@@ -1,4 +1,5 @@
-"""Layers take turns in keeping the old, so that together they reach further back.
+"""Ladder-shaped cache: layers keep different old tokens, so that together they reach further back
+(LaCache).
 
 Shi et al., "LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling of Large Language
 Models" (2025), arXiv:2507.14204, section 3. Entries that are not protected are slots, cut into
@@ -45,7 +46,7 @@ DONE, GONE = "ladder_done", "ladder_gone"
 
 @dataclass(frozen=True)
 class Ladder(Budget):
-    """The same number for all, which entries by layer.
+    """Equal budgets, with the kept positions chosen by layer.
 
     Args:
         tokens: entries per kv head.
@@ -53,7 +54,7 @@ class Ladder(Budget):
         span: layers in succession that keep a token; a whole number is layers, a fraction in
             (0, 1) is that share of them, rounded up.
         overlap: of these, how many also keep the next one; fewer than `span`.
-        variant: `larder` and `paper` climb from shallow to deep, `code` begins anew every few
+        variant: `larder` and `paper` climb from shallow to deep, `code` starts again every few
             layers.
     """
 
@@ -104,7 +105,8 @@ class Ladder(Budget):
                 marks.append(marks[-1])
                 after.append(after[-1])
                 continue
-            mark, new = rung.taken(protected, len(protected) - quota, *state)
+            done, gone = state
+            mark, new = rung.taken(protected, len(protected) - quota, done, gone)
             marks.append(mark)
             after.append(new)
         numbers = scored.scores.new_tensor(after).T
@@ -125,7 +127,7 @@ class Ladder(Budget):
 
 @dataclass(frozen=True)
 class Rung:
-    """Slots that are taken together.
+    """Rung of the ladder: slots that are processed together.
 
     Args:
         slots: how many.
@@ -140,7 +142,9 @@ class Rung:
     def taken(
         self, protected: Marks, excess: int, done: int, gone: int
     ) -> tuple[Marks, tuple[int, int]]:
-        """Which entries of a head stay when `excess` have to go, and how far that gets."""
+        """Mask of the entries of a head that stay when `excess` are evicted, and the new
+        progress.
+        """
         free = np.flatnonzero(~protected)
         spared = max(excess - len(free), 0)  # more is protected than there is room for
         lost, state = self.climbed(len(free), excess - spared, done, gone)
@@ -153,7 +157,7 @@ class Rung:
     def climbed(
         self, held: int, excess: int, done: int, gone: int
     ) -> tuple[list[int], tuple[int, int]]:
-        """Which of the slots are lost to make room, and how far that gets.
+        """Evicted slots, and the new progress.
 
         Args:
             held: slots.
@@ -187,12 +191,12 @@ def _layers(given: int | float, layers: int) -> int:
 
 
 def _head_progress(scored: LayerScores) -> list[tuple[int, int]]:
-    """How far each head has got; a head that was never cut begins."""
+    """Progress of each head on the ladder; (0, 0) for a head that was never cut."""
     heads = len(scored.lengths)
     if DONE not in scored.scalars:
         return [(0, 0)] * heads
-    told = [scored.scalars[name].nan_to_num(0.0).cpu().numpy() for name in (DONE, GONE)]
-    return [(int(told[0][head]), int(told[1][head])) for head in range(heads)]
+    done, gone = (scored.scalars[name].nan_to_num(0.0).cpu().numpy() for name in (DONE, GONE))
+    return [(int(done[head]), int(gone[head])) for head in range(heads)]
 
 
 Part = Ladder

@@ -1,4 +1,4 @@
-"""The heads of a layer share one pool of entries and compete for it.
+"""Head budgets by competition of the heads of a layer for one pool.
 
 Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
 Inference" (2024), arXiv:2407.11550, algorithm 1; here without its floor per head, as EpiCache runs

@@ -1,4 +1,4 @@
-"""Every layer keeps the same share of its own importance, whatever number of entries that takes.
+"""Layer budgets of equal coverage: each layer keeps the same share of its summed scores (PrefixKV).
 
 Wang et al., "PrefixKV: Adaptive Prefix KV Cache is What Vision Instruction-Following Models Need
 for Efficient Generation" (2024), arXiv:2412.03409, section 3. Sort the scores of a layer; a prefix
@@ -49,7 +49,7 @@ class PrefixKV(CrossLayerBudget):
 
 
 def _covered_before(scored: LayerScores) -> Tensor:
-    """What share of a layer the better entries hold, for each entry from the best to the least."""
+    """Share of the layer's scores before each entry, from the best entry to the worst."""
     ranked = scored.ranked().sort(descending=True).values
     safe = ranked.isposinf()
     worth = shift_non_negative(ranked).double().masked_fill(safe, 0.0)
@@ -60,9 +60,9 @@ def _covered_before(scored: LayerScores) -> Tensor:
 
 
 def _prefixes(before: list[Tensor], total: int) -> list[int]:
-    """How many entries of each layer are among the `total` with the least before them.
+    """Number of entries of each layer among the `total` with the lowest coverage before them.
 
-    Of equals, those stay that come sooner in their own layer, measured by its length.
+    Ties go to the entries that come sooner in their layer, relative to its length.
     """
     covered = torch.cat(before)
     depths = [torch.arange(len(part)).double() / len(part) for part in before]

@@ -1,4 +1,4 @@
-"""Lower layers get more entries than upper ones, in equal steps; every head keeps its own best.
+"""Layer budgets that fall linearly with depth; every head keeps its own best (PyramidKV).
 
 Cai et al., "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling"
 (2024), arXiv:2406.02069, section 4.2: beside what all layers keep alike (in the

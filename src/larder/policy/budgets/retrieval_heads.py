@@ -1,4 +1,4 @@
-"""Retrieval heads keep all that there is room for, the others what is protected and no more.
+"""Head budgets for retrieval heads only; streaming heads keep the protected tokens.
 
 Three published methods: `trial="repeats"` is Tang et al., "RazorAttention: Efficient KV Cache
 Compression Through Retrieval Heads" (2024), arXiv:2407.15891, section 3.2: retrieval heads are
@@ -39,9 +39,7 @@ SLIP = 1e-9  # so that .15 of 20 are 3
 
 
 class Trial(Enum):
-    """How heads are told apart: in a repeated text, by what is lost on hidden sentences, or by the
-    hardest look at a text that is copied.
-    """
+    """Measurement of retrieval heads: repeated text, loss on hidden sentences, or copied text."""
 
     REPEATS = "repeats"
     PASSKEYS = "passkeys"
@@ -53,7 +51,7 @@ SINGLE = {Trial.PASSKEYS: "streaming_error", Trial.COPY: "reconstruction"}
 
 @dataclass(frozen=True)
 class RetrievalHeads(Budget):
-    """Few heads whole, the others streaming.
+    """Full budget for few heads, streaming for the others.
 
     Args:
         tokens: entries per kv head, averaged over the model.
@@ -76,7 +74,7 @@ class RetrievalHeads(Budget):
                 f"retrieval_heads.share must be a fraction in (0, 1], got {self.share}."
             )
 
-    def measured(self) -> frozenset[str]:
+    def required_calibrations(self) -> frozenset[str]:
         single = SINGLE.get(self.trial)
         return frozenset({"echo", "induction"} if single is None else {single})
 

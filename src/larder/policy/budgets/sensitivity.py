@@ -1,4 +1,4 @@
-"""Layers whose keys suffer from block-wise eviction get more; their heads compete.
+"""Layer budgets by measured sensitivity of keys to blockwise eviction; heads compete (EpiCache).
 
 Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv:2509.17396, section 3.2, eq. 8 to 10:
@@ -75,7 +75,7 @@ class Sensitivity(Budget):
         return {index: top_k_per_layer(scored, quotas[index]) for index, scored in ready.items()}
 
     def _shares(self, similarities: tuple[float, ...]) -> list[float]:
-        """How much each layer deserves, before alpha; cosines may exceed 1 by rounding."""
+        """Sensitivity of each layer, before alpha; cosines may exceed 1 by rounding."""
         low, high = min(similarities), max(similarities)
         if high <= low:
             return [1.0] * len(similarities)

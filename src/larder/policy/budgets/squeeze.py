@@ -1,4 +1,4 @@
-"""Layers whose attention changes little get less, and the others what this frees.
+"""Layer budgets in two sizes, by how much attention changes the residual (SqueezeAttention).
 
 Wang et al., "SqueezeAttention: 2D Management of KV-Cache in LLM Inference via Layer-wise Optimal
 Budget" (2024), arXiv:2404.04793, section 4: layers are put into three groups by the cosine of what
@@ -74,9 +74,9 @@ class Squeeze(Budget):
 
 
 def highest_group(values: Sequence[float]) -> float:
-    """The least number of the highest of three groups, of the cuts with the least scatter.
+    """Lowest value of the highest of three groups, for the split with the least scatter.
 
-    Equal numbers stay together.
+    Equal values stay in one group.
     """
     ordered = sorted(values)
     edges = [at for at in range(1, len(ordered)) if ordered[at] > ordered[at - 1]]

@@ -1,8 +1,8 @@
-"""A head keeps what is worth at least a share of its best, and never more than its quota.
+"""Budget by a threshold relative to the best score of a head, at most its quota.
 
 Nguyen et al., "Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs" (2024),
 arXiv:2407.01082, section 3, have this rule for next tokens; here scores stand in place of
-probabilities. A head that looks at few entries leaves the rest of its quota empty, so the
+probabilities. A head that attends to few entries leaves the rest of its quota empty, so the
 budget is a bound that is not always used up. Protected entries stay, and do not count as the best:
 a sink would be worth more than all else together.
 """

@@ -1,4 +1,4 @@
-"""Every head of every layer keeps the same number of entries.
+"""Uniform budget: every head of every layer keeps the same number of entries.
 
 The common default, no paper of its own; EpiCache's released code calls it `pair-uniform`
 (arXiv:2509.17396).
@@ -17,7 +17,7 @@ from larder.policy.budgets.base import Budget, check_size
 
 @dataclass(frozen=True)
 class Uniform(Budget):
-    """The same for all.
+    """Same number of entries for all heads.
 
     Args:
         tokens: entries per kv head.

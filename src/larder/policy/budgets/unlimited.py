@@ -1,4 +1,4 @@
-"""No budget: everything stays. The full cache that all others are compared with; no paper."""
+"""Unlimited budget: the full cache that all others are compared with; no paper."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.policy.budgets.base import Budget
 
-WITHOUT_LIMIT = 1 << 62  # entries per head: more than any machine holds
+WITHOUT_LIMIT = 1 << 62  # entries per head, above any real cache
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What compensations that merge have in common: who was rejected, and means over what is merged."""
+"""Index helpers and weighted means of compensations that merge entries."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ Indices = Int64[Tensor, " _"]
 
 
 def kept_mask(plan: Plan, entries: Entries) -> PackedMask:
-    """Which packed entries stay."""
+    """Mask of the packed entries that stay."""
     return mask_of(plan.kept, sum(entries.lengths))
 
 
 def rejected_indices(plan: Plan, entries: Entries) -> Indices:
-    """The packed entries that do not stay, ascending."""
+    """Indices of the packed entries that do not stay, ascending."""
     return unmasked_indices(kept_mask(plan, entries))
 
 
 def unique_targets(targets: Indices) -> tuple[Tensor, Tensor]:
-    """Every target once, ascending, and where among them each stands."""
+    """Sorted distinct targets, and the index of each target among them."""
     return torch.unique(targets, return_inverse=True)  # pyright: ignore
 
 
 def heads_of(packed: Indices, entries: Entries) -> Indices:
-    """The kv head of each packed entry."""
+    """Kv head of each packed entry."""
     return heads_of_packed(packed, entries.lengths)
 
 
 def rejected_rows(packed: Indices, entries: Entries) -> Indices:
-    """Where in the storage packed entries lie."""
+    """Storage rows of packed entries."""
     return storage_rows(packed.cpu(), *entries.layout).to(entries.positions.device)
 
 
 def mean_folds(weights: Packed, sources: Indices, targets: Indices) -> Folds:
-    """Every target becomes the mean of itself and its sources.
+    """Merges that make every target the weighted mean of itself and its sources.
 
     Args:
-        weights: of all packed entries, in any unit; keys and values weigh the same.
-        sources, targets: packed entries; a source has one target and is none itself.
+        weights: weights of all packed entries, for keys and values alike.
+        sources, targets: packed entries; a source has one target and is not a target itself.
     """
     own, places = unique_targets(targets)
     totals = weights[own].index_add(0, places, weights[sources])
@@ -56,9 +56,9 @@ def mean_folds(weights: Packed, sources: Indices, targets: Indices) -> Folds:
 
 
 def merge_by_count(plan: Plan, entries: Entries, sources: Indices, targets: Indices) -> Plan:
-    """Sources merged into their targets, each weighing as many tokens as it stands for.
+    """Plan that merges sources into targets, weighted by the tokens that each represents.
 
-    What results stands for all of them: that is what `LOG_COUNT` of the kept says afterwards.
+    `LOG_COUNT` of a target becomes the logarithm of the total count.
     """
     if not len(sources):
         return plan
@@ -71,16 +71,16 @@ def merge_by_count(plan: Plan, entries: Entries, sources: Indices, targets: Indi
     return replace(plan, folds=mean_folds(counts, sources, targets), columns=columns)
 
 
-def argmax_per_group(values: Packed, groups: Indices, found: Indices, count: int) -> Indices:
-    """The highest-valued of the found entries in each of `count` groups; -1 where none is found.
+def argmax_per_group(values: Packed, groups: Indices, entries: Indices, count: int) -> Indices:
+    """Entry with the highest value in each of `count` groups; -1 for groups without any.
 
     Args:
-        values, groups: of all packed entries.
-        found: packed entries, ascending; of equals the first is taken.
+        values, groups: value and group of all packed entries.
+        entries: candidate packed entries, ascending; ties go to the first.
     """
-    own, held = groups[found], values[found]
-    best = held.new_full((count,), -torch.inf).scatter_reduce(0, own, held, "amax")
-    top = held == best[own]
+    own, candidates = groups[entries], values[entries]
+    best = candidates.new_full((count,), -torch.inf).scatter_reduce(0, own, candidates, "amax")
+    top = candidates == best[own]
     none = len(values)
-    first = own.new_full((count,), none).scatter_reduce(0, own[top], found[top], "amin")
+    first = own.new_full((count,), none).scatter_reduce(0, own[top], entries[top], "amin")
     return first.masked_fill(first == none, -1)

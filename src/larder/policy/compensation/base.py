@@ -1,4 +1,4 @@
-"""What every compensation can be asked: what becomes of the rejected."""
+"""Base class of compensations: the fate of rejected entries."""
 
 from __future__ import annotations
 
@@ -11,41 +11,42 @@ from larder.core.plan import Plan
 
 
 class Compensation(ABC):
-    """Turns a choice of entries into the plan that a cache carries out."""
+    """Fate of rejected entries: dropped, merged or offloaded. A frozen dataclass."""
 
-    ledger: ClassVar[Ledger] = Ledger()  # what it has the cache remember
-    parks: ClassVar[bool] = False  # whether what is rejected goes to a slow tier
+    ledger: ClassVar[Ledger] = Ledger()  # state that the cache holds for it
+    parks: ClassVar[bool] = False  # whether rejected entries are offloaded to a slow tier
     # Names of the tallies whose columns it reads.
     tallies: ClassVar[frozenset[str]] = frozenset()
 
-    def remembered(self) -> Ledger:
-        """What it, with these parameters, has the cache remember."""
+    def required_ledger(self) -> Ledger:
+        """Ledger that these parameters need."""
         return self.ledger
 
     def required_tallies(self) -> frozenset[str]:
-        """Names of the tallies whose columns it, with these parameters, reads."""
+        """Names of the tallies whose columns these parameters need."""
         return self.tallies
 
     @property
-    def once(self) -> bool:
-        """Whether it judges a text as one, so that it must be read before anything goes."""
+    def needs_whole_text(self) -> bool:
+        """True if the whole text must be read before anything is evicted."""
         return False
 
     @property
     def separates_streaming_heads(self) -> bool:
-        """Whether it does with retrieval heads other than with streaming heads."""
+        """True if retrieval heads and streaming heads are treated differently."""
         return False
 
-    def under(self, tokens: int) -> Compensation:
-        """The same under a budget of `tokens` entries per kv head."""
+    def with_budget(self, tokens: int) -> Compensation:
+        """Copy with open parameters filled in for a budget of `tokens` entries per kv head."""
         del tokens
         return self
 
     @abstractmethod
-    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
-        """The plan with the rejected entries' fate added.
+    def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
+        """Plan with the fate of rejected entries added.
 
         Args:
-            entries: what the layer holds before the plan is carried out.
-            scored: how its entries were judged.
+            plan: entries that the budget chose.
+            entries: entries of the layer before the plan.
+            scored: scores of the entries.
         """

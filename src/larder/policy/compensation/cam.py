@@ -1,4 +1,4 @@
-"""Add the value of an entry that leaves while text is generated to the entries that follow it.
+"""Merging of an evicted entry's value into the entries that follow it, during decode (CaM).
 
 Zhang et al., "CaM: Cache Merging for Memory-efficient LLMs Inference" (2024), ICML, PMLR
 235:58840-58850. Its cache holds sinks and recent tokens; at every step of generation the oldest of
@@ -8,12 +8,12 @@ these as v / m each; keys stay as they are. What leaves while a context is read 
 released code merges one entry per step, and many that are merged at once add up to values several
 times as long as any that the model has made.
 
-A value that others have joined leaves as the mean of what it stands for, so that each value is
+A value with merged ones is evicted as the mean of all of them, so that each value is
 counted once: no value grows to more than twice the length of the longest one. The released code
 hands on the sum, which counts values again in every window that they pass through, and grows with
 the text where attention is even.
 
-`sampled` draws as the paper does, for each head by itself; the draw depends on `seed`, on the
+`sampled` draws as the paper does, for each head separately; the draw depends on `seed`, on the
 entry's true position and on its head, so that a run can be repeated. `expected` adds p * v / m
 without a draw, which is the same on average.
 
@@ -42,7 +42,7 @@ from larder.policy.compensation._merging import heads_of, rejected_indices
 from larder.policy.compensation.base import Compensation
 
 NEWEST = "newest"
-JOINED = "joined"  # how many values have joined an entry's own, by their weights
+JOINED = "joined"  # total weight of the values merged into an entry
 # Constants of the last steps of MurmurHash3 (Appleby, in the public domain), 32 bits.
 _BITS = (1 << 32) - 1
 _STEPS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1))
@@ -50,7 +50,7 @@ _APART, _SEEDED, _HEADED = 0x9E3779B9, 0x7F4A7C15, 0x94D049BB
 
 
 class Merge(Enum):
-    """Whether a value joins by chance, as in the paper, or by the share that it has on average."""
+    """Random merging as in the paper, or merging by the expected weight."""
 
     SAMPLED = "sampled"
     EXPECTED = "expected"
@@ -62,8 +62,8 @@ class Cam(Compensation):
 
     Args:
         window: m, how many kept entries a value is spread over.
-        merge: by chance, or by what chance gives on average.
-        seed: another seed is another draw.
+        merge: `sampled` at random, or `expected`, the mean over draws.
+        seed: seed of the draw.
     """
 
     window: int = 32
@@ -76,7 +76,7 @@ class Cam(Compensation):
         if self.window < 1:
             raise BadParameter(f"cam.window must be at least 1, got {self.window}.")
 
-    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
+    def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         if scored.stage is not Phase.DECODE:
             return plan
         gone = rejected_indices(plan, entries)
@@ -86,13 +86,23 @@ class Cam(Compensation):
         if self.merge is Merge.SAMPLED:
             heads = heads_of(gone, entries)
             drawn = _uniform(entries.packed_positions()[gone], heads, self.seed)
-        told = plan.kept, plan.lengths, gone, self.window, drawn
-        spread = spread_folds(entries.columns[NEWEST], *entries.layout, *told)
-        return _with_single_count(plan, entries, Folds(*spread))
+        starts, lengths = entries.layout
+        sources, targets, key_weights, value_weights = spread_folds(
+            entries.columns[NEWEST],
+            starts,
+            lengths,
+            plan.kept,
+            plan.lengths,
+            gone,
+            self.window,
+            drawn,
+        )
+        folds = Folds(sources, targets, key_weights, value_weights)
+        return _with_single_count(plan, entries, folds)
 
 
 def _with_single_count(plan: Plan, entries: Entries, folds: Folds) -> Plan:
-    """The plan with folds in which every source weighs as a single value."""
+    """Plan with merges in which every source weighs as a single value."""
     joined = entries.column(JOINED)
     coming = folds.sources != folds.targets
     weights = folds.value_weights * coming
@@ -105,7 +115,7 @@ def _with_single_count(plan: Plan, entries: Entries, folds: Folds) -> Plan:
 def _uniform(
     positions: Int[Tensor, " F"], heads: Int[Tensor, " F"], seed: int
 ) -> Float[Tensor, " F"]:
-    """A number in [0, 1) per entry, the same on every machine."""
+    """Uniform number in [0, 1) per entry, the same on every machine."""
     mixed = (positions.long() + 1) * _APART + heads.long() * _HEADED
     mixed = (mixed + (seed * _SEEDED & _BITS)) & _BITS
     for shift, factor in _STEPS:

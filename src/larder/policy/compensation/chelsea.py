@@ -1,4 +1,4 @@
-"""Cluster entries of similar keys until a head fits its budget; every cluster becomes its mean.
+"""Clustering of entries with similar keys; every cluster becomes its mean (Chelsea).
 
 Hu et al., "Efficient Long-Context LLM Inference via KV Cache Clustering" (2025), arXiv:2506.11418
 (Chelsea): chunked soft matching. A head's entries are cut into chunks; those of a chunk belong to
@@ -60,7 +60,7 @@ class Chelsea(Compensation):
         if self.chunk < 2:
             raise BadParameter(f"chelsea.chunk must be at least 2, got {self.chunk}.")
 
-    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
+    def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         if not len(rejected_indices(plan, entries)):
             return plan
         spared = kept_mask(plan, entries) & scored.protected
@@ -77,7 +77,7 @@ class Chelsea(Compensation):
     def _clustered(
         self, free: Indices, room: Int64[Tensor, " K"], entries: Entries
     ) -> Int64[Tensor, " N"]:
-        """The entry that each free one ends up in, so that no head has more than its room."""
+        """Cluster root of each free entry, so that no head exceeds its capacity."""
         keys = entries.keys[rejected_rows(free, entries)].float()
         counts = entries.column(LOG_COUNT)[free].exp()
         heads = heads_of(free, entries)
@@ -98,21 +98,21 @@ class Chelsea(Compensation):
     def _matches(
         self, alive: Indices, heads: Indices, keys: Float[Tensor, "N D"]
     ) -> tuple[Float[Tensor, " M"], Int64[Tensor, " M"], Int64[Tensor, " M"]]:
-        """Every entry of a first half, the most similar one of the second, and how similar."""
+        """Similarity, entry of a first half, and its most similar entry of the second half."""
         grid = self._chunks(alive, heads)
-        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        matches: list[tuple[Tensor, Tensor, Tensor]] = []
         for some in torch.split(grid, max(ROWS // self.chunk, 1)):
             ones, others = some[:, 0::2], some[:, 1::2]
             likeness = normalize(keys[ones], dim=-1) @ normalize(keys[others], dim=-1).mT
             best = likeness.masked_fill((others < 0)[:, None], -torch.inf).max(-1)
             matched = (ones >= 0) & (best.values > -math.inf)
             targets = others.gather(1, best.indices)
-            found.append((best.values[matched], ones[matched], targets[matched]))
-        likeness, sources, targets = zip(*found, strict=True)
+            matches.append((best.values[matched], ones[matched], targets[matched]))
+        likeness, sources, targets = zip(*matches, strict=True)
         return torch.cat(likeness), torch.cat(sources), torch.cat(targets)
 
     def _chunks(self, alive: Indices, heads: Indices) -> Int64[Tensor, "N C"]:
-        """Entries by chunk, none of two heads; -1 where a chunk is not full."""
+        """Entries by chunk, heads separate; -1 where a chunk is not full."""
         lengths = torch.bincount(heads)
         ranks = torch.arange(len(alive), device=alive.device)
         ranks -= (lengths.cumsum(0) - lengths)[heads]
@@ -123,12 +123,12 @@ class Chelsea(Compensation):
 
 
 def _counts(packed: Indices, entries: Entries) -> Int64[Tensor, " K"]:
-    """How many of them each head has."""
+    """Number of packed entries in each head."""
     return torch.bincount(heads_of(packed, entries), minlength=len(entries.lengths))
 
 
 def _best(likeness: Tensor, heads: Indices, most: Int64[Tensor, " K"]) -> Indices:
-    """The most similar matches of each head, as many as it may merge; of equals the first."""
+    """Most similar matches of each head, at most its excess; ties go to the first."""
     order = torch.argsort(likeness, descending=True, stable=True)
     order = order[torch.argsort(heads[order], stable=True)]
     counts = torch.bincount(heads, minlength=len(most))

@@ -1,4 +1,4 @@
-"""What is rejected is gone.
+"""Eviction without compensation.
 
 The rule of every plain eviction method; no paper of its own.
 """
@@ -14,9 +14,9 @@ from larder.policy.compensation.base import Compensation
 
 @dataclass(frozen=True)
 class Drop(Compensation):
-    """Forget the rejected entries."""
+    """Rejected entries are dropped."""
 
-    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
+    def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         del entries, scored
         return plan
 

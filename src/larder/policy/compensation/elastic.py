@@ -1,4 +1,4 @@
-"""Fold what is rejected into the kept entry that stands nearest to it in the text.
+"""Merging of rejected entries into the kept entry nearest by position (Elastic Cache).
 
 Liu et al., "Efficient Inference of Vision Instruction-Following Models with Elastic Cache" (2024),
 arXiv:2407.18121, importance-driven cache merging: what is kept are anchors, what is not joins the
@@ -51,7 +51,7 @@ class Elastic(Compensation):
     variant: Variant = Variant.LARDER
     ledger = Ledger(columns=(LOG_COUNT,))
 
-    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
+    def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         if self.variant is not Variant.LARDER and scored.stage is Phase.DECODE:
             return plan
         anchors = kept_mask(plan, entries)
@@ -65,16 +65,16 @@ class Elastic(Compensation):
 
 
 def _nearest(gone: Indices, anchors: PackedMask, entries: Entries) -> tuple[Indices, Indices]:
-    """Those of the rejected whose head has an anchor, and the nearest one of each."""
-    found = torch.nonzero(anchors).flatten()
-    if not len(found) or not len(gone):
+    """Rejected entries whose head has an anchor, and the nearest anchor of each."""
+    kept = torch.nonzero(anchors).flatten()
+    if not len(kept) or not len(gone):
         return gone[:0], gone[:0]
     every = torch.arange(len(anchors), device=gone.device)
     places = entries.packed_positions().long() + 2 * FAR * heads_of(every, entries)
-    after = torch.searchsorted(places[found], places[gone])
-    around = torch.stack([after - 1, after]).clamp(0, len(found) - 1)  # [2, F]
-    apart = (places[found[around]] - places[gone]).abs()
-    best = found[around.gather(0, apart.argmin(0)[None])[0]]
+    after = torch.searchsorted(places[kept], places[gone])
+    around = torch.stack([after - 1, after]).clamp(0, len(kept) - 1)  # [2, F]
+    apart = (places[kept[around]] - places[gone]).abs()
+    best = kept[around.gather(0, apart.argmin(0)[None])[0]]
     near = apart.amin(0) < FAR
     return gone[near], best[near]
 

@@ -1,4 +1,4 @@
-"""Merge what is rejected into the kept entry most like it, where it is like enough.
+"""Merging of rejected entries into the most similar kept entry, above a moving threshold (D2O).
 
 Wan et al., "D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large
 Language Models" (2024), arXiv:2406.13035, section 4.2.2, eq. 9 to 12. Likeness u is the cosine of
@@ -20,7 +20,7 @@ earlier ones did on average, the merged entry gives what its entries gave togeth
 `code` averages likeness over the heads of a layer, by the rank that entries have among the
 rejected, and merges a rank in all heads or in none; weights are u, and 1 for itself, over one plus
 the number merged, so that keys and values shrink. Its threshold is the paper's here, and starts
-anew with every cache.
+again with every cache.
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ TIE = 1e-5  # so that rounding does not decide between equal likenesses
 
 
 class Likeness(Enum):
-    """Which vectors are compared; the paper's choice is keys."""
+    """Vectors that are compared; the paper's choice is keys."""
 
     KEYS = "keys"
     VALUES = "values"
 
 
 class Threshold(Enum):
-    """Whether what is not like enough is dropped; the paper's ablation folds everything."""
+    """Threshold below which entries are dropped; the paper's ablation merges everything."""
 
     EMA = "ema"
     NONE = "none"
 
 
 class Weights(Enum):
-    """What entries that become one weigh.
+    """Weights of merged entries.
 
     VARIANT: as the variant has it, `larder` by attention, `paper` exponentially, `code` by the
-    likeness itself. ATTENTION: what each received per query. EXPONENTIAL: exp of the likeness.
+    likeness itself. ATTENTION: attention received per query. EXPONENTIAL: exp of the likeness.
     AVERAGE: all the same.
     """
 
@@ -115,7 +115,7 @@ class FoldEma(Compensation):
         if not 0 < self.beta <= 1:
             raise BadParameter(f"fold_ema.beta must be in (0, 1], got {self.beta}.")
 
-    def remembered(self) -> Ledger:
+    def required_ledger(self) -> Ledger:
         return replace(self.ledger, columns=(LOG_COUNT,)) if self._counts else self.ledger
 
     def required_tallies(self) -> frozenset[str]:
@@ -123,15 +123,15 @@ class FoldEma(Compensation):
 
     @property
     def _counts(self) -> bool:
-        """Whether keys stay, and an entry draws attention for all that was merged into it."""
+        """True if keys do not change and `LOG_COUNT` accounts for merged entries."""
         return self.variant is Variant.LARDER
 
     @property
     def _weighs(self) -> Weights | None:
-        """None for the likeness itself."""
+        """Weighting of merged entries; None for the likeness itself."""
         return WEIGHTS[self.variant] if self.weights is Weights.VARIANT else self.weights
 
-    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
+    def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         del scored
         stays = kept_mask(plan, entries)
         gone = unmasked_indices(stays)
@@ -139,18 +139,27 @@ class FoldEma(Compensation):
             return plan
         rows = entries.keys if self.likeness is Likeness.KEYS else entries.values
         likeness, nearest = nearest_rows(rows, *entries.layout, stays, gone)
-        found = gone, nearest, heads_of(gone, entries), likeness
+        heads = heads_of(gone, entries)
         if self.threshold is Threshold.EMA and self.variant is not Variant.CODE:
-            given, own = self._given(gone, nearest, likeness, entries)
-            case = *found, given, own, entries.scalars[TAU], self.beta, TIE
-            tau, folds = thresholded_folds(*case)
+            weights, own = self._merge_weights(gone, nearest, likeness, entries)
+            tau, folds = thresholded_folds(
+                gone,
+                nearest,
+                heads,
+                likeness,
+                weights,
+                own,
+                entries.scalars[TAU],
+                self.beta,
+                TIE,
+            )
             return self._merged(replace(plan, scalars={**plan.scalars, TAU: tau}), folds, entries)
-        return self._settled(plan, entries, *found)
+        return self._merge_in_steps(plan, entries, gone, nearest, heads, likeness)
 
-    def _settled(
+    def _merge_in_steps(
         self, plan: Plan, entries: Entries, gone: Tensor, nearest: Tensor, heads: Tensor, u: Tensor
     ) -> Plan:
-        """Step by step, where the threshold is another."""
+        """Plan for the other thresholds, without the fused kernel."""
         compared = nearest >= 0  # a head that keeps nothing has nothing to compare with
         gone, nearest, heads, u = (part[compared] for part in (gone, nearest, heads, u))
         if not len(gone):
@@ -165,14 +174,14 @@ class FoldEma(Compensation):
         if self.threshold is Threshold.EMA:
             alike = judged >= tau[heads] - TIE
             gone, nearest, u = gone[alike], nearest[alike], u[alike]
-        given, own = self._given(gone, nearest, u, entries)
-        counted = torch.ones_like(given) if self.variant is Variant.CODE else given
-        return self._merged(plan, normalized_folds(gone, nearest, given, counted, own), entries)
+        weights, own = self._merge_weights(gone, nearest, u, entries)
+        counted = torch.ones_like(weights) if self.variant is Variant.CODE else weights
+        return self._merged(plan, normalized_folds(gone, nearest, weights, counted, own), entries)
 
-    def _given(
+    def _merge_weights(
         self, sources: Tensor, targets: Tensor, likeness: Tensor, entries: Entries
     ) -> tuple[Float[Tensor, " F"], float]:
-        """What sources weigh, and what their targets do."""
+        """Weights of sources, and the weight of their targets."""
         weights = self._weighs
         if weights is Weights.ATTENTION:
             rates = _rates(entries)
@@ -182,7 +191,7 @@ class FoldEma(Compensation):
         return (likeness, 1.0) if weights is None else (likeness.exp(), math.e)
 
     def _merged(self, plan: Plan, folds: FoldRows, entries: Entries) -> Plan:
-        """The plan with these folds, in which keys stay or do not."""
+        """Plan with these merges; with counts, keys do not change."""
         sources, targets, weights = folds
         if not len(sources):
             return plan
@@ -195,14 +204,14 @@ class FoldEma(Compensation):
 
 
 def _rates(entries: Entries) -> Float[Tensor, " T"]:
-    """The attention that each entry has received, per query that could see it; above 0."""
+    """Attention that each entry has received per query that could see it; above 0."""
     positions = entries.packed_positions()
     queries = positions.amax() + 1 - positions
     return (entries.column("mass") / queries).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _mean_likeness_by_rank(likeness: Tensor, heads: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """For each rejected entry the mean over all heads' entries of its rank; the mean of all."""
+    """Mean likeness over heads at the rank of each rejected entry, and the mean of all."""
     firsts = torch.searchsorted(heads, torch.arange(kv_heads, device=heads.device))
     ranks = torch.arange(len(heads), device=heads.device) - firsts[heads]
     by_rank = group_means(likeness, ranks, int(ranks.max()) + 1)

@@ -1,4 +1,4 @@
-"""Make one entry of every run of similar keys.
+"""Merging of runs of similar keys into one entry (KVMerger).
 
 Wang, Jin, Yu and Zhang, "Model Tells You Where to Merge: Adaptive KV Cache Merging for LLMs on
 Long-Context Tasks" (2024), arXiv:2407.08454, section 4. Neighbors whose cached (rotated) keys have
@@ -61,7 +61,7 @@ class Kvmerger(Compensation):
         if not 0 < self.width < math.inf:
             raise BadParameter(f"kvmerger.width must be above 0, got {self.width}.")
 
-    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
+    def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         """A plan of its own, with no more entries of any head than the one given."""
         if not len(rejected_indices(plan, entries)):
             return plan
@@ -80,7 +80,9 @@ class Kvmerger(Compensation):
     def _opens(
         self, entries: Entries, scored: LayerScores, most: tuple[int, ...]
     ) -> Bool[Tensor, " T"]:
-        """Which packed entries begin a set, so that no head has more than `most` where it can."""
+        """Mask of the packed entries that begin a merge set, at most `most` per head where
+        possible.
+        """
         alike, lengths = self._likeness(entries), list(entries.lengths)
         shields = scored.protected
         alike = alike.masked_fill(shields, -torch.inf)
@@ -107,7 +109,7 @@ class Kvmerger(Compensation):
         return alike
 
     def _kernel(self, entries: Entries, sources: Indices, targets: Indices) -> Packed:
-        """What each packed entry weighs: 1 for a pivot, less for what is folded into it."""
+        """Weight of each packed entry: 1 for a pivot, less for entries merged into it."""
         apart = _distances(entries, sources, targets)
         own, places = unique_targets(targets)
         counts = torch.bincount(places, minlength=len(own))
@@ -121,7 +123,7 @@ class Kvmerger(Compensation):
 def _fitting(
     pivots: Indices, scored: LayerScores, heads: Indices, most: tuple[int, ...]
 ) -> Bool[Tensor, " N"]:
-    """Which sets stay: all, but of a head that has more than `most` those of the best pivots."""
+    """Mask of the merge sets that stay: those of the best pivots, at most `most` per head."""
     ranked = scored.ranked()[pivots]
     order = torch.argsort(ranked, descending=True, stable=True)
     order = order[torch.argsort(heads[order], stable=True)]
@@ -134,12 +136,12 @@ def _fitting(
 
 
 def _distances(entries: Entries, sources: Indices, targets: Indices) -> Float[Tensor, " _"]:
-    """How far the keys of each pair lie apart."""
-    here, there = rejected_rows(sources, entries), rejected_rows(targets, entries)
+    """Distances between the keys of each pair."""
+    source_rows, target_rows = rejected_rows(sources, entries), rejected_rows(targets, entries)
     apart = torch.zeros(len(sources), device=sources.device)
     for first in range(0, len(sources), ROWS):
         some = slice(first, first + ROWS)
-        between = entries.keys[here[some]].float() - entries.keys[there[some]].float()
+        between = entries.keys[source_rows[some]].float() - entries.keys[target_rows[some]].float()
         apart[some] = between.square().sum(-1).sqrt()
     return apart
 

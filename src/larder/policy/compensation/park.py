@@ -1,4 +1,4 @@
-"""What is rejected goes to a slow tier, and comes back when a query needs it.
+"""Offload of rejected entries to host memory, with recall for later queries (IceCache).
 
 Mao, Wang, Ester, Li, "IceCache: Memory-efficient KV-cache Management for Long-Sequence LLMs"
 (2026), arXiv:2604.10539, does so with all but the first and latest tokens. Any scorer can stand
@@ -41,7 +41,7 @@ from larder.policy.compensation.base import Compensation
 
 
 class Cut(Enum):
-    """What is dropped before the rest is parked."""
+    """Rule by which some rejected entries are dropped instead of offloaded."""
 
     NOTHING = "nothing"
     SPLIT = "split"
@@ -52,10 +52,10 @@ class Cut(Enum):
 
 @dataclass(frozen=True)
 class Park(Compensation):
-    """Park the rejected entries in host memory.
+    """Offload of rejected entries to host memory.
 
     Args:
-        host_mib: the most that they may take there, in MiB per cache; left open, as much as the
+        host_mib: most host memory that they may take, in MiB per cache; left open, as much as the
             machine has.
         cut: `nothing` is dropped; `split` keeps as many as RocketKV, `budgets` so many budgets, and
             `share` such a share of the text, over both tiers; `streaming` keeps all of the heads
@@ -81,11 +81,11 @@ class Park(Compensation):
             raise BadParameter(f"park.tokens must be at least 1, got {self.tokens}.")
 
     @property
-    def once(self) -> bool:
+    def needs_whole_text(self) -> bool:
         return self.cut not in (Cut.NOTHING, Cut.STREAMING)
 
-    def under(self, tokens: int) -> Park:
-        if not self.once or self.tokens is not None:
+    def with_budget(self, tokens: int) -> Park:
+        if not self.needs_whole_text or self.tokens is not None:
             return self
         return replace(self, tokens=tokens)
 
@@ -93,10 +93,10 @@ class Park(Compensation):
     def separates_streaming_heads(self) -> bool:
         return self.cut is Cut.STREAMING
 
-    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
+    def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         if self.separates_streaming_heads:
             return self._without_streams(plan, entries, scored)
-        if not self.once or scored.stage is not Phase.PREFILL or not entries.lengths:
+        if not self.needs_whole_text or scored.stage is not Phase.PREFILL or not entries.lengths:
             return plan
         stays = max(self.remaining(max(entries.lengths)), *plan.lengths, 0)
         kept = mask_of(plan.kept, sum(entries.lengths))
@@ -105,14 +105,14 @@ class Park(Compensation):
         return replace(plan, dropped=unmasked_indices(mask_of(left, len(kept))))
 
     def _without_streams(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
-        """The plan that drops what heads without weight reject."""
+        """Plan that drops the rejected entries of heads without weight."""
         gone = rejected_indices(plan, entries)
         weights = scored.weights or (1.0,) * len(entries.lengths)  # none: no head is told apart
         streams = torch.tensor([weight == 0 for weight in weights], device=gone.device)
         return replace(plan, dropped=gone[streams[heads_of(gone, entries)]])
 
     def remaining(self, held: int) -> int:
-        """Entries per kv head that a cut leaves of those that are held."""
+        """Entries per kv head that remain after the cut, over both tiers."""
         budget = held if self.tokens is None else self.tokens
         if self.cut is Cut.SHARE:
             return math.ceil(self.size * held)

@@ -1,4 +1,4 @@
-"""One entry of each head stands for everything that the head has rejected.
+"""Compensation token: one entry per head that represents all rejected ones (RazorAttention).
 
 Tang et al., "RazorAttention: Efficient KV Cache Compression Through Retrieval Heads" (2024),
 arXiv:2407.15891, section 3, equations 4 and 5: the compensation token. Its key and value are the
@@ -13,7 +13,7 @@ An earlier compensation token that is rejected itself joins by its count, so tha
 counts twice or not at all. A head all of whose kept entries are protected has no such slot and
 forgets what it rejects. Which heads are spared is up to the budget; the paper keeps all entries of
 its retrieval heads. No code came with the paper. Huawei's msModelSlim and MindSpore Golden Stick
-ship the choice of heads, with the same shares; how they make the token was not looked at.
+ship the choice of heads, with the same shares; how they make the token was not checked.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Razor(Compensation):
 
     ledger = Ledger(columns=(LOG_COUNT,))
 
-    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
+    def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         gone = rejected_indices(plan, entries)
         if not len(gone):
             return plan

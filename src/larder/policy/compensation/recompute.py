@@ -1,10 +1,10 @@
-"""What is rejected is computed once more, from what its keys and values follow from.
+"""Recomputation of rejected entries from residuals or token ids (KV-Direct).
 
 Qasim et al., "The Residual Stream Is All You Need: On the Redundancy of the KV Cache in
 Transformer Inference" (2026), arXiv:2603.19664: KV-Direct holds the residual stream of every token,
-and keys and values of those that a budget has room for; the others are made anew whenever they are
-attended to, so that answers are those of the full cache at every budget. The paper's figures do not
-keep two ways apart:
+and keys and values of those that a budget has room for; the others are computed again whenever they
+are attended to, so that answers are those of the full cache at every budget. The paper's figures do
+not keep two ways apart:
 
 every  A residual per token and layer, from which each layer projects its own. Under grouped queries
        that is more than the keys and values take (hidden size against 2 K D numbers).
@@ -27,11 +27,11 @@ from larder.policy.compensation.base import Compensation
 
 @dataclass(frozen=True)
 class Recompute(Compensation):
-    """Make rejected entries anew whenever they are attended to.
+    """Recomputation of rejected entries whenever they are attended to.
 
     Args:
-        held: what stands for them: `every` layer's residual, `one` residual, or `ids`.
-        depth: before which layer the one residual is, where there is one.
+        held: stored source: `every` layer's residual, `one` residual, or `ids`.
+        depth: layer whose input is stored, for `one`.
     """
 
     held: RecomputeSource = RecomputeSource.EVERY
@@ -45,7 +45,7 @@ class Recompute(Compensation):
     def rebuilding(self) -> RecomputeSpec:
         return RecomputeSpec(self.held, self.depth)
 
-    def settle(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
+    def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         del entries, scored
         return plan
 

@@ -1,4 +1,4 @@
-"""What every head rule can be asked: several query heads, one score per entry of a kv head."""
+"""Base classes of head rules: reduction of query heads to one score per entry and kv head."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from larder.core.spec import LayerSpec
 
 
 class HeadRule(ABC):
-    """Joins query heads. A frozen dataclass.
+    """Reduction over query heads. A frozen dataclass.
 
     Query head h belongs to kv head h // R.
     """
 
-    # Names of the measurements that `join` looks up.
+    # Names of the calibrations that `join` needs.
     calibrations: ClassVar[frozenset[str]] = frozenset()
 
     def join_stored(
@@ -30,7 +30,7 @@ class HeadRule(ABC):
         layer: LayerSpec,
         facts: Calibration,
     ) -> list[Float[Tensor, " _"]]:
-        """As `join`, of statistics that lie as the storage does, a number per row of it."""
+        """Reduction of statistics in storage layout, one number per storage row; see `join`."""
         own = [statistics[:, entries.rows(head)] for head in range(len(entries.lengths))]
         return self.join(own, entries, layer, facts)
 
@@ -45,14 +45,14 @@ class HeadRule(ABC):
         """One number per entry and kv head.
 
         Args:
-            statistics: for each kv head, what its R query heads say of its S entries.
-            entries: where those entries stand.
-            facts: what was measured of this layer.
+            statistics: for each kv head, numbers of its R query heads for its S entries.
+            entries: those entries.
+            facts: calibration of this layer.
         """
 
 
 class GroupRule(HeadRule):
-    """Joins the R query heads of each kv head by the same rule. A frozen dataclass."""
+    """Base of rules that reduce the R query heads of each kv head separately."""
 
     @abstractmethod
     def group(self, statistics: Float[Tensor, "R S"]) -> Float[Tensor, " S"]:
@@ -80,26 +80,26 @@ class GroupRule(HeadRule):
         return [joined[entries.rows(head)] for head in range(len(entries.lengths))]
 
 
-def places_of(entries: Entries) -> list[Int[Tensor, " _"]]:
-    """The true positions of each head's entries."""
+def positions_of(entries: Entries) -> list[Int[Tensor, " _"]]:
+    """True positions of each head's entries."""
     return list(torch.split(entries.packed_positions().long(), list(entries.lengths)))
 
 
 def mean_by_position(
-    voices: Sequence[tuple[Float[Tensor, " _"], Int[Tensor, " _"]]],
-    places: Sequence[Int[Tensor, " _"]],
+    heads: Sequence[tuple[Float[Tensor, " _"], Int[Tensor, " _"]]],
+    positions: Sequence[Int[Tensor, " _"]],
 ) -> Float[Tensor, " P"]:
-    """The mean of several heads at each position, of those that hold it; NaN where none does.
+    """Mean at each position over the heads that hold it; NaN where none does.
 
     Args:
-        voices: what each head says of its entries, and where these are; at least one.
-        places: where there are entries in any head.
+        heads: statistics and positions of the entries of each head; at least one head.
+        positions: positions of the entries of all kv heads.
     """
-    reach = max((int(place.max()) + 1 for place in places if len(place)), default=0)
-    sums = voices[0][0].new_zeros(reach)
-    holders = torch.zeros_like(sums)
-    # Head by head: one call over all would add in any order on an accelerator.
-    for said, place in voices:
-        sums.index_add_(0, place, said)
-        holders.index_add_(0, place, torch.ones_like(said))
-    return sums / holders
+    length = max((int(own.max()) + 1 for own in positions if len(own)), default=0)
+    sums = heads[0][0].new_zeros(length)
+    counts = torch.zeros_like(sums)
+    # Head by head: a single call would add in undefined order on an accelerator.
+    for statistics, own in heads:
+        sums.index_add_(0, own, statistics)
+        counts.index_add_(0, own, torch.ones_like(statistics))
+    return sums / counts

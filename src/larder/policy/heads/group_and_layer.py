@@ -1,4 +1,4 @@
-"""A kv head's own opinion, and as much again of what its whole layer thinks.
+"""Mean over the group plus mean over the layer (KVCompose).
 
 Akulov et al., "KVCompose: Efficient Structured KV Cache Compression with Composite Tokens" (2025),
 arXiv:2509.05165, and its code in NVIDIA's kvpress: the mean over the query heads of a kv head, plus
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from larder.core.observation import Calibration, Entries
 from larder.core.spec import LayerSpec
-from larder.policy.heads.base import HeadRule, mean_by_position, places_of
+from larder.policy.heads.base import HeadRule, mean_by_position, positions_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class GroupAndLayer(HeadRule):
         facts: Calibration,
     ) -> list[Float[Tensor, " _"]]:
         del layer, facts
-        own, places = [head.mean(0) for head in statistics], places_of(entries)
+        own, places = [head.mean(0) for head in statistics], positions_of(entries)
         means = mean_by_position(list(zip(own, places, strict=True)), places)
         return [head + means[place] for head, place in zip(own, places, strict=True)]
 

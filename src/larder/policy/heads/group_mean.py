@@ -1,4 +1,4 @@
-"""The mean over the query heads of a kv head.
+"""Mean over the query heads of a kv head.
 
 Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models"
 (2023), arXiv:2306.14048, as adapted to grouped heads by most evaluations.
@@ -16,7 +16,7 @@ from larder.policy.heads.base import GroupRule
 
 @dataclass(frozen=True)
 class GroupMean(GroupRule):
-    """Heads of a group are averaged."""
+    """Mean over the group."""
 
     def group(self, statistics: Float[Tensor, "R S"]) -> Float[Tensor, " S"]:
         return statistics.mean(0)

@@ -1,4 +1,4 @@
-"""The sum over the query heads of a kv head.
+"""Sum over the query heads of a kv head.
 
 Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation" (2024),
 arXiv:2404.14469, votes of grouped heads added up.
@@ -16,7 +16,7 @@ from larder.policy.heads.base import GroupRule
 
 @dataclass(frozen=True)
 class GroupSum(GroupRule):
-    """Heads of a group add up."""
+    """Sum over the group."""
 
     def group(self, statistics: Float[Tensor, "R S"]) -> Float[Tensor, " S"]:
         return statistics.sum(0)

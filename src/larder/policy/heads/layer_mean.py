@@ -1,4 +1,4 @@
-"""One score for all kv heads of a layer, so that they keep the same entries.
+"""Mean over all heads of a layer, so that all kv heads keep the same entries (TOVA).
 
 Oren et al., "Transformers are Multi-State RNNs" (2024), arXiv:2401.06104: TOVA averages over all
 heads of a layer and drops the same token in each. Where heads hold different entries, which cannot
@@ -19,12 +19,12 @@ from torch import Tensor
 from larder.core.observation import Calibration, Entries
 from larder.core.spec import LayerSpec
 from larder.ops.moments import layer_mean
-from larder.policy.heads.base import HeadRule, mean_by_position, places_of
+from larder.policy.heads.base import HeadRule, mean_by_position, positions_of
 
 
 @dataclass(frozen=True)
 class LayerMean(HeadRule):
-    """All query heads of the layer that can see a position are averaged."""
+    """Mean over the query heads of the layer that hold a position."""
 
     def join(
         self,
@@ -34,9 +34,9 @@ class LayerMean(HeadRule):
         facts: Calibration,
     ) -> list[Float[Tensor, " _"]]:
         del layer, facts
-        if _alike(entries):
+        if _same_positions(entries):
             return [torch.cat(list(statistics)).mean(0)] * len(statistics)
-        places = places_of(entries)
+        places = positions_of(entries)
         own = [head.mean(0) for head in statistics]
         means = mean_by_position(list(zip(own, places, strict=True)), places)
         return [means[place] for place in places]
@@ -54,8 +54,8 @@ class LayerMean(HeadRule):
         return [mean] * len(entries.lengths)
 
 
-def _alike(entries: Entries) -> bool:
-    """Whether all heads hold the same positions, as they do under budgets per head."""
+def _same_positions(entries: Entries) -> bool:
+    """True if all heads hold the same positions, as they do under budgets per head."""
     if len(set(entries.lengths)) > 1:
         return False
     places = entries.packed_positions().view(len(entries.lengths), -1)

@@ -1,4 +1,4 @@
-"""The few query heads that look facts up speak for their whole layer.
+"""Mean over the best retrieval heads of a layer, for all its kv heads (CompressKV).
 
 Lin et al., "CompressKV: Semantic Retrieval Heads Know What Tokens are Not Important Before
 Generation" (2025), arXiv:2508.02401, section 4.2: the query heads of a layer that score highest in
@@ -22,15 +22,15 @@ from torch import Tensor
 from larder.core.errors import BadParameter, ModelError
 from larder.core.observation import Calibration, Entries
 from larder.core.spec import LayerSpec
-from larder.policy.heads.base import HeadRule, mean_by_position, places_of
+from larder.policy.heads.base import HeadRule, mean_by_position, positions_of
 
 
 @dataclass(frozen=True)
 class Retrieval(HeadRule):
-    """The best retrieval heads of a layer vote for all of its kv heads.
+    """Mean over the best retrieval heads of a layer.
 
     Args:
-        heads: how many query heads of each layer speak; all where there are fewer.
+        heads: number of query heads of each layer that vote; all where there are fewer.
     """
 
     heads: int = 4
@@ -47,21 +47,21 @@ class Retrieval(HeadRule):
         layer: LayerSpec,
         facts: Calibration,
     ) -> list[Float[Tensor, " _"]]:
-        places = places_of(entries)
-        voices = [
+        places = positions_of(entries)
+        best = [
             (statistics[head // layer.group][head % layer.group], places[head // layer.group])
-            for head in self._speaking(layer, facts["retrieval"])
+            for head in self._best_heads(layer, facts["retrieval"])
         ]
-        means = mean_by_position(voices, places)
+        means = mean_by_position(best, places)
         own = zip(statistics, places, strict=True)
         return [means[place].where(~means[place].isnan(), head.mean(0)) for head, place in own]
 
-    def _speaking(self, layer: LayerSpec, scores: tuple[float, ...]) -> list[int]:
+    def _best_heads(self, layer: LayerSpec, scores: tuple[float, ...]) -> list[int]:
         """The query heads with the highest scores; of equals the first."""
         if len(scores) != layer.query_heads:
             raise ModelError(
                 f"Layer {layer.index} has {layer.query_heads} query heads, but the calibration "
-                f"'retrieval' has {len(scores)} numbers for it: have it measured again."
+                f"'retrieval' has {len(scores)} numbers for it: measure it again."
             )
         order = sorted(range(len(scores)), key=lambda head: -scores[head])
         return sorted(order[: self.heads])

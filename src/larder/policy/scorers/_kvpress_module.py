@@ -1,8 +1,8 @@
-"""An attention module as presses of kvpress know it, made of what a layer saw.
+"""Attention-module adapter for presses of kvpress, over an observation.
 
-No model stands behind it. Hidden states are the numbers of tokens in the pass, and the projections
-look up what these tokens had: so queries are right whatever the architecture does to them, and
-nothing is projected twice. Dimensions of a head are put in the order in which presses pair them.
+No model is behind it. Hidden states are the token indices of the pass, and the projections look up
+the recorded queries and keys: so queries are right for every architecture, and nothing is projected
+twice. Dimensions of a head are put in the order in which presses pair them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Observation
 from larder.ops.rope import rotate
 
-SCALING_TOLERANCE = 1e-6  # what scalings may differ by and still be the usual one
+SCALING_TOLERANCE = 1e-6  # tolerance between a scaling and 1 / sqrt(D)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class AttentionModuleAdapter:
 
     @property
     def query_heads(self) -> list[int]:
-        """Those that share the kv heads, in order."""
+        """Query heads that share the kv heads, in order."""
         group = self.seen.layer.group
         return [head * group + offset for head in self.kv_heads for offset in range(group)]
 
@@ -74,18 +74,18 @@ class AttentionModuleAdapter:
 
     @property
     def numbers(self) -> Float[Tensor, "1 Q 1"]:
-        """Of the tokens of the pass: what stands for their hidden states."""
+        """Token indices of the pass, in the place of hidden states."""
         count = self.seen.queries.shape[1]
         return torch.arange(count, device=self.seen.queries.device).float()[None, :, None]
 
     def q_proj(self, numbers: Float[Tensor, "1 N 1"]) -> Float[Tensor, "1 N _"]:
-        """Queries before they are turned, scaled so that a product over sqrt(D) is a logit."""
+        """Queries before rotation, scaled so that a product over sqrt(D) is a logit."""
         factor = self.seen.layer.scaling * self.head_dim**0.5
         unturned = self._unturned(self.seen.queries[self.query_heads], numbers)
         return unturned if abs(factor - 1) < SCALING_TOLERANCE else unturned * factor
 
     def k_proj(self, numbers: Float[Tensor, "1 N 1"]) -> Float[Tensor, "1 N _"]:
-        """Keys of the tokens of the pass before they are turned."""
+        """Keys of the tokens of the pass before rotation."""
         return self._unturned(self.seen.keys[list(self.kv_heads)], numbers)
 
     def rotary_emb(
@@ -97,14 +97,14 @@ class AttentionModuleAdapter:
 
     @property
     def position_embeddings(self) -> tuple[Float[Tensor, "1 Q D"], Float[Tensor, "1 Q D"]]:
-        """Cosines and sines of the tokens of the pass; none where rotation is not known."""
+        """Cosines and sines of the tokens of the pass; empty where rotation is unknown."""
         if self.seen.layer.radians is None:
             nothing = self.numbers.new_zeros(1, 0, self.head_dim)
             return nothing, nothing
         return self._turn(self._places)
 
     def weights(self) -> Float[Tensor, "1 H Q S"]:
-        """The whole matrix of attention weights, as little as that is liked here."""
+        """Full matrix of attention weights, for presses that need it."""
         return torch.cat([self._of_head(head) for head in self.kv_heads])[None]
 
     def _of_head(self, head: int) -> Float[Tensor, "R Q S"]:
@@ -122,7 +122,9 @@ class AttentionModuleAdapter:
 
     @cached_property
     def _order(self) -> list[int]:
-        """Dimensions so that d is turned with d + D / 2, those that are not turned last of each."""
+        """Order of dimensions that pairs d with d + D / 2, unrotated dimensions last in each
+        half.
+        """
         half = len(self._radians)
         rest = range(2 * half, self.head_dim)
         middle = len(rest) // 2
@@ -141,8 +143,8 @@ class AttentionModuleAdapter:
     ) -> Float[Tensor, "1 M _"]:
         if self.seen.layer.radians is None:
             raise ScoreError(
-                f"Layer {self.layer_idx} turns its queries in a way that Larder does not know, so "
-                "this press cannot have them: take one that looks at keys as they are."
+                f"Layer {self.layer_idx} rotates its queries in an unknown way, so "
+                "this press cannot get them unrotated: take one that uses cached keys."
             )
         rows = numbers[0, :, 0].long()
         radians = torch.tensor(self._radians, device=turned.device)
@@ -159,7 +161,7 @@ class AttentionModuleAdapter:
 
 
 def model_stub(model: str) -> Any:
-    """What a press that looks up learned weights asks a model: its name."""
+    """Model stub with a name, for presses that look up learned weights."""
     return SimpleNamespace(
         config=SimpleNamespace(name_or_path=model),
         dtype=torch.float32,

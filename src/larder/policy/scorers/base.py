@@ -1,4 +1,4 @@
-"""What every scorer can be asked."""
+"""Base classes of scorers: one float32 score per cached entry."""
 
 from __future__ import annotations
 
@@ -20,121 +20,127 @@ from larder.policy.protect import ProtectedTokens
 
 
 class Scorer(ABC):
-    """One published answer to the question: which cached entries will be needed again?
+    """Importance score of cached entries; higher scores stay longer.
 
-    A scorer is a frozen dataclass. It judges one layer at a time and keeps no state.
+    A scorer is a frozen dataclass. It scores one layer at a time and has no state.
     """
 
-    ledger: ClassVar[Ledger] = Ledger()  # what it has the cache remember
-    # Names of the prompts that must be in the prompt book before reading starts.
+    ledger: ClassVar[Ledger] = Ledger()  # state that the cache holds for it
+    # Names of the prompts that must be given before prefill.
     prompts: ClassVar[frozenset[str]] = frozenset()
     # Names of the tallies whose columns it reads.
     tallies: ClassVar[frozenset[str]] = frozenset()
 
     def queries(self) -> int:
-        """How many of the latest queries of each layer it has the cache hold; none by default."""
+        """Number of latest queries of each layer that the cache holds for it; 0 by default."""
         return 0
 
     @abstractmethod
     def score(self, seen: Observation) -> Packed:
-        """A float32 score for every cached entry, packed over heads; higher stays longer."""
+        """Float32 score of every cached entry, packed over heads; higher stays longer."""
 
-    def judge(self, seen: Observation, joining: AttentionReduction) -> Tensor:
-        """`score`, where a scorer by attention joins queries and heads as the policy says."""
-        del joining
+    def score_with(self, seen: Observation, reduction: AttentionReduction) -> Tensor:
+        """Score under the reduction of the policy, for attention scorers; else as `score`."""
+        del reduction
         return self.score(seen)
 
     def weights(self, seen: Observation) -> Packed:
-        """Mean attention weight of each entry, for scorers by attention.
+        """Mean attention weight of each entry, for attention scorers.
 
-        Over the queries that it judges by and the query heads of a group; what is judged by its
-        position, such as a window of the latest, is among them.
+        The mean is over the observed queries and the query heads of a group; entries that are
+        scored by position, such as a window of the latest, are included.
+
+        Raises:
+            NotImplementedError: the scorer does not use attention.
         """
-        raise NotImplementedError(f"{type(self).__name__} looks at no attention.")
+        raise NotImplementedError(f"{type(self).__name__} does not use attention.")
 
     def default_reduction(self) -> tuple[str, str] | None:
-        """The aggregation and head rule of its paper; None where it looks at no attention."""
+        """Names of the aggregation and head rule of its paper; None if it does not use
+        attention.
+        """
         return None
 
     def scratch(
         self, block: tuple[int, ...], start: int, book: Prompts
     ) -> tuple[ScratchPrompt, ...]:
-        """Token sequences to read behind the cache before judging, after a block was read.
+        """Scratch prompts to read behind the cache after a block, before scoring.
 
-        None by default: the block's own pass is judged.
+        Empty by default: the block's own pass is scored.
 
         Args:
             block: token ids just read.
-            start: the true position of the first of them.
+            start: true position of the first of them.
             book: prompts by name, as token ids.
         """
         del block, start, book
         return ()
 
-    def under(self, tokens: int) -> Scorer:
-        """The same under a budget of `tokens` entries per kv head."""
+    def with_budget(self, tokens: int) -> Scorer:
+        """Copy with open parameters filled in for a budget of `tokens` entries per kv head."""
         del tokens
         return self
 
-    def least(self) -> ProtectedTokens:
-        """Tokens that this scorer puts above all others, such as its own window.
+    def protected_tokens(self) -> ProtectedTokens:
+        """Tokens that this scorer always keeps, such as its own window.
 
-        A budget that cannot hold them beside what is protected is refused. A scorer that judges by
-        the latest tokens judges by no more than these.
+        A budget that cannot hold them beside the protected tokens is rejected. A scorer that
+        observes the latest tokens observes at most these.
         """
         return ProtectedTokens()
 
     def needs(self) -> frozenset[Need]:
-        """What it has to see beside queries, keys and entries; nothing by default."""
+        """Inputs that it needs beside queries, keys and entries; none by default."""
         return frozenset()
 
-    def wanted(self) -> frozenset[str]:
-        """Names of the prompts that this scorer, with these parameters, will look up."""
+    def required_prompts(self) -> frozenset[str]:
+        """Names of the prompts that these parameters need."""
         return self.prompts
 
 
 class AttentionScorer(Scorer):
-    """A scorer by attention: it says which queries look, and what it makes of their weights.
+    """Base of attention scorers: an observation window, and scores from its reduced weights.
 
-    How queries and heads are joined is the policy's word (slots `aggregation` and `heads`); left
-    out, it is the paper's.
+    The policy chooses the reduction over queries and heads (slots `aggregation` and `heads`); the
+    default is that of the paper.
     """
 
     @abstractmethod
     def default_reduction(self) -> tuple[str, str]:
-        """Names of the aggregation and of the head rule that its paper takes."""
+        """Names of the aggregation and of the head rule of its paper."""
 
     @abstractmethod
-    def look(self, seen: Observation) -> ObservationWindow:
-        """The queries that vote, and the entries that they vote on."""
+    def observation_window(self, seen: Observation) -> ObservationWindow:
+        """Observed queries, and the entries that they attend to."""
 
     def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
-        """Scores of all entries from the joined weights of those looked at; end to end here."""
+        """Scores of all entries from the reduced weights per kv head; concatenated by default."""
         del seen
         return torch.cat(heads)
 
     def score(self, seen: Observation) -> Packed:
-        return self.judge(seen, self._own_joining)
+        return self.score_with(seen, self._default_reduction)
 
-    def judge(self, seen: Observation, joining: AttentionReduction) -> Packed:
-        return self.finish(seen, joining.join(self.look(seen), seen))
+    def score_with(self, seen: Observation, reduction: AttentionReduction) -> Packed:
+        return self.finish(seen, reduction.reduce(self.observation_window(seen), seen))
 
     def weights(self, seen: Observation) -> Packed:
-        return torch.cat(self._plain_joining.join(self.look(seen), seen))
+        return torch.cat(self._mean_reduction.reduce(self.observation_window(seen), seen))
 
     @cached_property
-    def _plain_joining(self) -> AttentionReduction:
+    def _mean_reduction(self) -> AttentionReduction:
         return AttentionReduction.from_names("mean", "group_mean")
 
     @cached_property
-    def _own_joining(self) -> AttentionReduction:
-        return AttentionReduction.from_names(*self.default_reduction())
+    def _default_reduction(self) -> AttentionReduction:
+        aggregation, heads = self.default_reduction()
+        return AttentionReduction.from_names(aggregation, heads)
 
 
 def with_pass_keys(seen: Observation, entries: Entries) -> Entries:
-    """Entries with the pass's own tokens behind those of every head, as plain attention sees them.
+    """Entries with the tokens of the pass appended to every head, as plain attention sees them.
 
-    Their values are zeros, and nothing is remembered of them: each stands for itself.
+    Values are zeros, and the ledger columns of appended tokens are 0.
     """
     heads = range(seen.layer.kv_heads)
     own = list(torch.unbind(seen.keys.to(entries.keys.dtype)))
@@ -151,7 +157,7 @@ def with_pass_keys(seen: Observation, entries: Entries) -> Entries:
 
 
 def select_keys(seen: Observation, marked: PackedMask) -> Entries:
-    """The entries that a packed mask marks; their values are zeros."""
+    """Entries that a packed mask marks, with zeros for values."""
     marks = torch.split(marked, list(seen.entries.lengths))
     heads = range(seen.layer.kv_heads)
     return _packed_entries(
@@ -169,7 +175,7 @@ def _packed_entries(
 ) -> Entries:
     lengths = tuple(len(head) for head in keys)
     starts = tuple(accumulate(lengths, initial=0))[:-1]
-    together = torch.cat(keys)
-    nothing = together.new_zeros(1, 1).expand(together.shape)
-    remembered = {name: torch.cat(heads) for name, heads in columns.items()}
-    return Entries(together, nothing, torch.cat(positions), starts, lengths, remembered)
+    packed_keys = torch.cat(keys)
+    values = packed_keys.new_zeros(1, 1).expand(packed_keys.shape)
+    packed_columns = {name: torch.cat(heads) for name, heads in columns.items()}
+    return Entries(packed_keys, values, torch.cat(positions), starts, lengths, packed_columns)

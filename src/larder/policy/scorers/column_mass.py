@@ -1,4 +1,4 @@
-"""Keep what has been looked at most, by all queries so far.
+"""Scorer by accumulated attention: the sum of weights from all queries so far (H2O).
 
 Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models"
 (2023), arXiv:2306.14048, section 4. The sum goes on while generating, so it favors entries that

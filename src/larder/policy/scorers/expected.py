@@ -1,4 +1,4 @@
-"""Keep what queries still to come are expected to look at, as far as those so far foretell it.
+"""Scorer by expected attention of future queries, estimated from the distribution of past ones.
 
 Devoto et al., "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
 Distribution" (2025), arXiv:2510.00636. Queries before rotation are taken to be Gaussian, with the
@@ -55,7 +55,7 @@ class Expected(Scorer):
         if not self.epsilon >= 0:
             raise BadParameter(f"expected.epsilon must be 0 or more, got {self.epsilon}.")
 
-    def least(self) -> ProtectedTokens:
+    def protected_tokens(self) -> ProtectedTokens:
         """The sinks."""
         return ProtectedTokens(self.sinks)
 
@@ -99,8 +99,8 @@ def _expected_logits(queries: Queries, keys: Float[Tensor, "S D"]) -> Float[Tens
 def _radians(seen: Observation) -> Float[Tensor, " half"]:
     if seen.layer.radians is None:
         raise ScoreError(
-            f"Layer {seen.layer.index} turns its queries in a way that Larder does not know, so "
-            "expected cannot turn them back: take a scorer that looks at keys as they are."
+            f"Layer {seen.layer.index} rotates its queries in an unknown way, so "
+            "expected cannot undo the rotation: take a scorer that uses cached keys."
         )
     return torch.tensor(seen.layer.radians, device=seen.queries.device)
 

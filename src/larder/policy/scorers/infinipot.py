@@ -1,17 +1,18 @@
-"""Keep what is new and what a prompt looks at, each with a share of the room.
+"""Scorer by novelty and by attention from a prompt, each with a share of the budget (InfiniPot).
 
 Kim et al., "InfiniPot: Infinite Context Processing on Memory-Constrained LLMs" (2024),
 arXiv:2410.01518, section 3.3. Novelty under compression (NuC): -log p of a token, given what was
 still held when it was read, the same for all heads. Catalyst prompt (CaP): the sum of weights that
 the tokens of a general request, read behind the cache, give an entry, head by head. A share of the
-room, half in the paper, goes to the most novel entries, and what remains to those most looked at.
+room, half in the paper, goes to the most novel entries, and the rest to those with the most
+attention.
 
-The paper's text was not at hand: both signals and their shares follow summaries by others.
+The paper's text was not available: both signals and their shares follow secondary summaries.
 
 A scorer does not know how much room there is, so both lists are merged into one: however it is cut,
 the first of each list are in, in their shares. Where both name the same entry, the place left over
 goes to both lists in their shares, and in the paper to attention. Weights are shared among cached
-entries only, as in `patched`. The paper counts positions anew, which the storage `compact` does.
+entries only, as in `patched`. The paper uses cache positions, which the storage `compact` does.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from larder.policy.scorers.base import AttentionScorer
 
 @dataclass(frozen=True)
 class InfiniPot(AttentionScorer):
-    """Share of the list over place in it, of the list where this is higher.
+    """Maximum over both rankings of the share of the ranking divided by the rank in it.
 
     Args:
         novel: the share of the room for the most novel entries, in [0, 1].
@@ -47,7 +48,7 @@ class InfiniPot(AttentionScorer):
         if not 0 <= self.novel <= 1:
             raise BadParameter(f"infinipot.novel must be a fraction in [0, 1], got {self.novel}.")
 
-    def wanted(self) -> frozenset[str]:
+    def required_prompts(self) -> frozenset[str]:
         return frozenset({self.prompt})
 
     def scratch(
@@ -58,20 +59,20 @@ class InfiniPot(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return "sum", "group_sum"
 
-    def look(self, seen: Observation) -> ObservationWindow:
+    def observation_window(self, seen: Observation) -> ObservationWindow:
         return ObservationWindow(seen.queries, seen.entries)
 
     def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
         novelty = torch.split(seen.entries.column(SURPRISE), list(seen.entries.lengths))
         pairs = zip(novelty, heads, strict=True)
-        return torch.cat([self._merged(_places(new), _places(seen)) for new, seen in pairs])
+        return torch.cat([self._merged(_ranks(new), _ranks(seen)) for new, seen in pairs])
 
     def _merged(self, new: Float[Tensor, " S"], seen: Float[Tensor, " S"]) -> Float[Tensor, " S"]:
         return torch.maximum(self.novel / new, (1 - self.novel) / seen)
 
 
-def _places(scores: Float[Tensor, " S"]) -> Float[Tensor, " S"]:
-    """Places from 1 on, the highest first; of equals, the earlier one."""
+def _ranks(scores: Float[Tensor, " S"]) -> Float[Tensor, " S"]:
+    """Ranks from 1 on, the highest score first; ties go to the earlier entry."""
     order = torch.sort(scores, descending=True, stable=True).indices
     return 1.0 + order.argsort().to(torch.float32)
 

@@ -1,4 +1,4 @@
-"""Keep keys that differ from the average key; no attention needed.
+"""Scorer by dissimilarity of a key to the average key; no attention needed.
 
 Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
 Resource-Constrained Environments" (2025), arXiv:2504.15364, section 3. `variant="code"` follows

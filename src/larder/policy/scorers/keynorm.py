@@ -1,8 +1,8 @@
-"""Keep the entries whose keys are short; no attention needed.
+"""Scorer by key norm, short keys first; no attention needed.
 
 Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression" (2024),
-arXiv:2406.11430: keys of low norm tend to be looked at most. The paper leaves the first two layers
-whole; here every layer is judged.
+arXiv:2406.11430: keys of low norm tend to get the most attention. The paper leaves the first two
+layers whole; here every layer is judged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keep what a press of NVIDIA/kvpress scores highest.
+"""Scorer that calls a press of NVIDIA/kvpress.
 
 Devoto et al., "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
 Distribution" (2025), arXiv:2510.00636, section 4, presents that library; each press names its own
@@ -81,14 +81,14 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Kvpress(Scorer):
-    """What a press makes of a layer.
+    """Scores of a kvpress press.
 
     Args:
         press: as kvpress calls it, with parameters where they are not the usual ones:
             "SnapKVPress(window_size=32)". What is true or false there is written 1 or 0.
         model: whose learned weights the press is to look up, by its name on the hub; for those
             that need any.
-        seed: what a press draws by chance follows from it.
+        seed: seed of random presses.
     """
 
     press: str = "KnormPress()"
@@ -108,15 +108,15 @@ class Kvpress(Scorer):
         states = {Need.STATES} if name in STATES else set[Need]()
         return frozenset(states if name in LITTLE else {*states, Need.TEXT})
 
-    def least(self) -> ProtectedTokens:
+    def protected_tokens(self) -> ProtectedTokens:
         """Sinks and the window that the press has parameters for.
 
         Raises:
             DependencyError: kvpress is not installed.
             UnknownName: it has no such press, or the press no such parameter.
         """
-        told: dict[str, int] = self._made.__dict__
-        first, last = (max((told.get(n, 0) for n in names), default=0) for names in (FIRST, LAST))
+        values: dict[str, int] = self._press.__dict__
+        first, last = (max((values.get(n, 0) for n in names), default=0) for names in (FIRST, LAST))
         return ProtectedTokens(first, last)
 
     def score(self, seen: Observation) -> Packed:
@@ -131,7 +131,7 @@ class Kvpress(Scorer):
             return torch.cat([self._of_heads(seen, own) for own in groups])
 
     def _seed_generator(self, seen: Observation, devices: list[torch.device]) -> None:
-        """Chance begins anew for each layer."""
+        """Seed the generators, for each layer separately."""
         begin = (self.seed << 16) + seen.layer.index
         torch.default_generator.manual_seed(begin)
         if devices:
@@ -141,13 +141,12 @@ class Kvpress(Scorer):
         count = seen.entries.lengths[heads[0]]
         if not count:
             return torch.zeros(0, device=seen.queries.device)
-        standing, name = AttentionModuleAdapter(seen, heads), _parse_press(self.press).name
-        states = self._states(seen) if name in STATES else standing.numbers
-        weights = standing.weights() if name in WEIGHTS else None
-        told = {"position_embeddings": standing.position_embeddings}
-        given = standing, states, standing.keys, standing.values, weights, told
+        module, name = AttentionModuleAdapter(seen, heads), _parse_press(self.press).name
+        states = self._states(seen) if name in STATES else module.numbers
+        weights = module.weights() if name in WEIGHTS else None
+        options = {"position_embeddings": module.position_embeddings}
         try:
-            scores = self._made.score(*given)
+            scores = self._press.score(module, states, module.keys, module.values, weights, options)
         except FAULTS as error:
             self._refuse(seen, count, f"{type(error).__name__}: {error}", error)
         if tuple(scores.shape) != (1, len(heads), count):
@@ -173,21 +172,21 @@ class Kvpress(Scorer):
         ) from cause
 
     @cached_property
-    def _made(self) -> Any:
-        """The press itself, with what it has learned."""
-        made = _build_press(_parse_press(self.press))
+    def _press(self) -> Any:
+        """Press instance, with its learned weights."""
+        press = _build_press(_parse_press(self.press))
         try:
-            made.post_init_from_model(model_stub(self.model))
+            press.post_init_from_model(model_stub(self.model))
         except FAULTS as error:
             raise BadParameter(
                 f"{self.press} cannot be given what it learned for the model {self.model!r} "
                 f"({' '.join(str(error).split())}): name one that it knows, or take another press."
             ) from error
-        return made
+        return press
 
 
 def _parse_press(press: str) -> Call:
-    """The press as written: its name and its parameters."""
+    """Parsed press: name and parameters."""
     try:
         calls = parse(press, "press")
     except SpellingError as error:
@@ -198,11 +197,11 @@ def _parse_press(press: str) -> Call:
 
 
 def _build_press(call: Call) -> Any:
-    """An instance of what was written.
+    """Press instance from its parsed form.
 
     Raises:
-        UnknownName: there is no such press, or it has no such parameter.
-        BadParameter: a value that it does not take.
+        UnknownName: unknown press or parameter.
+        BadParameter: the press rejects a value.
     """
     kinds = _scoring_presses()
     if call.name in _package_classes() and call.name not in kinds:
@@ -218,9 +217,11 @@ def _build_press(call: Call) -> Any:
             raise UnknownName(
                 unknown_name_message(f"parameter of {call.name}", name, sorted(taken))
             )
-    given = {name: _convert_argument(taken[name], value) for name, value in call.parameters.items()}
+    arguments = {
+        name: _convert_argument(taken[name], value) for name, value in call.parameters.items()
+    }
     try:
-        return kinds[call.name](**given)
+        return kinds[call.name](**arguments)
     except FAULTS as error:
         raise BadParameter(f"{call.name} refuses its parameters ({error}): give others.") from error
 
@@ -238,12 +239,12 @@ def _scoring_presses() -> dict[str, type]:
 
 def _package_classes() -> dict[str, type]:
     """All classes of the package, by name."""
-    held: dict[str, Any] = _library().__dict__
-    return {name: kind for name, kind in held.items() if isinstance(kind, type)}
+    names: dict[str, Any] = _library().__dict__
+    return {name: kind for name, kind in names.items() if isinstance(kind, type)}
 
 
 def _convert_argument(field: Field[Any], value: Value) -> Any:
-    """A value as written, for a parameter; truth is written as a number."""
+    """Value for a press parameter; booleans are written as numbers."""
     return bool(value) if isinstance(field.default, bool) else value
 
 

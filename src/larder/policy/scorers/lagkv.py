@@ -1,4 +1,4 @@
-"""Keep entries that stand out beside those that came right after them; no attention needed.
+"""Scorer by deviation from the entries that follow; no attention needed (LagKV).
 
 Liang et al., "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important"
 (2025), arXiv:2504.04704. The first `sinks` entries stay. Those behind them are cut into
@@ -38,7 +38,7 @@ MOST_LAG = 1024  # entries of a partition in the released code
 
 
 class Within(Enum):
-    """What an entry competes with."""
+    """Scope in which entries compete."""
 
     PARTITION = "partition"
     HEAD = "head"
@@ -46,7 +46,7 @@ class Within(Enum):
 
 @dataclass(frozen=True)
 class LagKV(Scorer):
-    """Spread over channels, relative to the next partition.
+    """Standard deviation over channels, relative to the next partition.
 
     Args:
         sinks: entries at the start of a head, which always stay; 16 in the released code.
@@ -66,10 +66,10 @@ class LagKV(Scorer):
         if self.lag is not None and self.lag < 2:
             raise BadParameter(f"lagkv.lag must be at least 2 entries, got {self.lag}.")
 
-    def under(self, tokens: int) -> LagKV:
+    def with_budget(self, tokens: int) -> LagKV:
         return self if self.lag is not None else replace(self, lag=self._lag(tokens))
 
-    def least(self) -> ProtectedTokens:
+    def protected_tokens(self) -> ProtectedTokens:
         """The sinks."""
         return ProtectedTokens(first=self.sinks)
 

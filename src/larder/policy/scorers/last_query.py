@@ -1,4 +1,4 @@
-"""Keep what the newest token looks at.
+"""Scorer by attention from the newest token (TOVA).
 
 Oren et al., "Transformers are Multi-State RNNs" (2024), arXiv:2401.06104 (TOVA): the weights of the
 last query, averaged over all heads of the layer (`layer_mean`), so that all heads keep the same
@@ -24,7 +24,7 @@ class LastQuery(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return ("sum", "layer_mean")
 
-    def look(self, seen: Observation) -> ObservationWindow:
+    def observation_window(self, seen: Observation) -> ObservationWindow:
         return ObservationWindow(seen.queries[:, -1:], seen.entries, seen.query_positions[-1:])
 
 

@@ -1,4 +1,4 @@
-"""Keep keys that the others could not make up; no attention needed.
+"""Scorer by statistical leverage of keys; no attention needed.
 
 Chari and Van Durme, "Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate
 Leverage Scores" (2025), arXiv:2507.08143: the statistical leverage of a key among those of its
@@ -6,7 +6,7 @@ head, approximated by a Gaussian sketch of its dimensions. Follows the code that
 NVIDIA/kvpress: keys before rotation, centered over the sequence. The paper adds attention without a
 causal mask; this is the one half of it, and so no preset has the paper's name.
 
-There the sketch is drawn anew each time and 0.01 is added to the Gram matrix; here one seed gives
+There the sketch is drawn at every call and 0.01 is added to the Gram matrix; here one seed gives
 all layers, heads and calls the same sketch, and `ridge` counts in mean squared lengths of a
 sketched dimension, so that leverage does not depend on how long keys are. Scores there are in
 standard deviations from a layer's mean, which changes no order within a layer.
@@ -29,7 +29,7 @@ from larder.policy.scorers.base import Scorer
 
 @dataclass(frozen=True)
 class Leverage(Scorer):
-    """How much of a key lies outside what the other keys of its head span.
+    """Leverage score of a key among the keys of its head.
 
     Args:
         sketch: dimensions that keys are sketched in; as many as a key has, or more, sketch nothing.
@@ -51,8 +51,8 @@ class Leverage(Scorer):
         entries, radians = seen.entries, seen.layer.radians
         if radians is None:
             raise ScoreError(
-                f"Layer {seen.layer.index} turns its keys in a way that Larder does not know, so "
-                "leverage cannot turn them back: take a scorer that looks at keys as they are."
+                f"Layer {seen.layer.index} rotates its keys in an unknown way, so "
+                "leverage cannot undo the rotation: take a scorer that uses cached keys."
             )
         turning = torch.tensor(radians, device=entries.keys.device)
         places, heads = entries.effective_rope_positions, range(seen.layer.kv_heads)

@@ -1,9 +1,9 @@
-"""Keep what the model looks at when it goes on talking.
+"""Scorer by attention from tokens that the model drafts (Lookahead Q-Cache).
 
 Wang et al., "Lookahead Q-Cache: Achieving More Consistent KV Cache Eviction via Pseudo Query"
-(2025), arXiv:2505.20334 (LAQ). A few tokens are decoded greedily behind the context and forgotten
-again; what their queries look at stays. As in the released code, weights are shared among cached
-entries only and summed over the drafted queries, then pooled by maximum.
+(2025), arXiv:2505.20334 (LAQ). A few tokens are decoded greedily behind the context and then
+discarded; entries that their queries attend to stay. As in the released code, weights are shared
+among cached entries only and summed over the drafted queries, then pooled by maximum.
 
 Differs: the paper drafts over a small SnapKV cache of its own, to spare time; here over all that is
 held, which needs no second cache and comes nearer to the true queries. A draft goes on behind the
@@ -53,7 +53,7 @@ class Lookahead(AttentionScorer):
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise BadParameter(f"lookahead.kernel must be odd, got {self.kernel}.")
 
-    def wanted(self) -> frozenset[str]:
+    def required_prompts(self) -> frozenset[str]:
         return frozenset({self.prompt} - {""})
 
     def scratch(
@@ -65,7 +65,7 @@ class Lookahead(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return "sum", "group_sum"
 
-    def look(self, seen: Observation) -> ObservationWindow:
+    def observation_window(self, seen: Observation) -> ObservationWindow:
         return ObservationWindow(seen.queries[:, -self.tokens :], seen.entries)
 
     def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:

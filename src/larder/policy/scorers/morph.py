@@ -1,11 +1,11 @@
-"""Keep what the latest tokens look at.
+"""Scorer by attention from the queries of the latest tokens (MorphKV).
 
 Ghadia et al., "Dialogue Without Limits: Constant-Sized KV Caches for Extended Responses in LLMs"
 (2025), arXiv:2503.00979 (MorphKV): the last R tokens stay, and of the older ones those that the
 queries of these R look at most. Each query's weights are taken among the older entries alone; of
 the query heads that share a kv head the highest counts; over the queries they are summed, or the
 highest counts. The queries themselves are held, R vectors for each query head of a layer, so that
-older ones have no say whatever they looked at.
+older queries do not count.
 
 While text is generated the newest token is not among the R: it stays beside them, and has its say
 at the next step.
@@ -30,7 +30,7 @@ from larder.policy.scorers.base import Scorer
 
 
 class Fusion(Enum):
-    """How the latest queries become one."""
+    """Reduction over the latest queries."""
 
     SUM = "sum"
     MAX = "max"
@@ -38,7 +38,7 @@ class Fusion(Enum):
 
 @dataclass(frozen=True)
 class Morph(Scorer):
-    """Attention from the latest queries, whatever earlier ones thought.
+    """Attention from the latest queries only.
 
     Args:
         window: R, the queries that judge, in tokens. They always stay themselves.
@@ -55,7 +55,7 @@ class Morph(Scorer):
     def queries(self) -> int:
         return self.window
 
-    def least(self) -> ProtectedTokens:
+    def protected_tokens(self) -> ProtectedTokens:
         """The window, and the newest token beside it while text is generated."""
         return ProtectedTokens(last=self.window + 1)
 

@@ -1,4 +1,4 @@
-"""Keep what came as a surprise.
+"""Scorer by surprise of a token when it was read (SirLLM).
 
 Yao et al., "SirLLM: Streaming Infinite Retentive LLM" (2024), arXiv:2405.12528, section 3: what the
 paper calls token entropy, -log p of a token given all before it. The model has seen what it was
@@ -6,7 +6,7 @@ given when the token was read: of a context that was cut before, what was left. 
 nothing before it, and is as surprising as the most surprising one that was read with it.
 
 Stored values fade by `decay` with every turn of a dialogue there; a cache knows no turns, so here
-they fade with every `turn` tokens. The paper counts positions anew in the cache, which the storage
+they fade with every `turn` tokens. The paper uses cache positions, which the storage
 `compact` does. All heads of all layers agree, so `uniform` is the budget that fits.
 """
 
@@ -25,7 +25,7 @@ from larder.policy.scorers.base import Scorer
 
 @dataclass(frozen=True)
 class Novelty(Scorer):
-    """How surprising a token was when it was read, times decay ** (turns since then).
+    """Surprise of a token when it was read, times decay ** (turns since then).
 
     Args:
         decay: what is left of a value after each turn, in (0, 1]. The paper's tasks take 0.7 to 1;

@@ -1,4 +1,4 @@
-"""Keep what a prompt looks at, read behind every block and then forgotten.
+"""Scorer by attention from a prompt that is read behind every block and discarded.
 
 Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv:2509.17396, section 2.3, eq. 3. The prompt decides
@@ -37,13 +37,13 @@ class Patched(AttentionScorer):
     Args:
         prompt: its name: `episode`, `question`, `summarize`, `guidance`, `repeat`, or any other
             whose text is given to `Engine.read`.
-        variant: `larder` and `code` look at the cache alone, `paper` at the prompt too.
+        variant: `larder` and `code` attend to the cache only, `paper` to the prompt too.
     """
 
     prompt: str = "episode"
     variant: Variant = Variant.LARDER
 
-    def wanted(self) -> frozenset[str]:
+    def required_prompts(self) -> frozenset[str]:
         return frozenset({self.prompt})
 
     def scratch(
@@ -54,7 +54,7 @@ class Patched(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return "max", "group_max"
 
-    def look(self, seen: Observation) -> ObservationWindow:
+    def observation_window(self, seen: Observation) -> ObservationWindow:
         if self.variant is not Variant.PAPER:
             return ObservationWindow(seen.queries, seen.entries)
         return ObservationWindow(

@@ -1,4 +1,4 @@
-"""Keep what pseudo tokens behind the question look at, from where the answer will stand.
+"""Scorer by attention from pseudo tokens at the positions of the answer (DapQ).
 
 Tian et al., "Where Matters More Than What: Decoding-aligned KV Cache Compression via
 Position-aware Pseudo Queries" (2026), arXiv:2603.11564 (DapQ). Pseudo tokens are read behind the
@@ -31,7 +31,7 @@ from larder.policy.scorers.base import AttentionScorer
 
 
 class Content(Enum):
-    """What the pseudo tokens say.
+    """Content of the pseudo tokens.
 
     ENDS: the first half the beginning of the block just read, the second half its end.
     LATEST: the end of the block.
@@ -65,7 +65,7 @@ class PositionsFirst(AttentionScorer):
         if self.tokens < 1:
             raise BadParameter(f"positions_first.tokens must be at least 1, got {self.tokens}.")
 
-    def wanted(self) -> frozenset[str]:
+    def required_prompts(self) -> frozenset[str]:
         fixed = {"repeat"} if self.content is Content.FIXED else frozenset[str]()
         return frozenset({self.prompt} - {""}) | fixed
 
@@ -81,7 +81,7 @@ class PositionsFirst(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return "mean", "group_mean"
 
-    def look(self, seen: Observation) -> ObservationWindow:
+    def observation_window(self, seen: Observation) -> ObservationWindow:
         return ObservationWindow(seen.queries[:, -self.tokens :], seen.entries)
 
     def _text(self, block: tuple[int, ...], book: Prompts) -> tuple[int, ...]:

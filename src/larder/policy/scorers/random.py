@@ -1,6 +1,6 @@
-"""Keep entries at random: the control that every other scorer must beat.
+"""Random scorer: the control that every other scorer must beat.
 
-No paper. A token keeps its luck from block to block, so that survival does not wear down.
+No paper. The number of a token is the same in every block, so that survival does not decay.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Random(Scorer):
     """A uniform number from each entry's layer, head and true position.
 
     Args:
-        seed: another seed is another draw.
+        seed: seed of the draw.
     """
 
     seed: int = 0

@@ -1,4 +1,4 @@
-"""Keep what the model needs to repeat the context.
+"""Scorer by attention while the model repeats the context (KVzip).
 
 Kim et al., "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction" (2025),
 arXiv:2505.23416, section 3. The text just read is asked for again, chunk by chunk: a request to
@@ -83,7 +83,7 @@ class Reconstruct(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return "max", "group_max"
 
-    def look(self, seen: Observation) -> ObservationWindow:
+    def observation_window(self, seen: Observation) -> ObservationWindow:
         if self.variant is Variant.LARDER:
             return ObservationWindow(seen.queries, seen.entries.position_range(*seen.span))
         shared = select_keys(seen, self._shared(seen))

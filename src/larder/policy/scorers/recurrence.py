@@ -1,4 +1,4 @@
-"""Keep what is due to be needed again.
+"""Scorer by recurrence intervals: entries that are due to be needed again (LazyEviction).
 
 Zhang et al., "LazyEviction: Lagged KV Eviction with Attention Pattern Observation for Efficient
 Long Reasoning" (2025), arXiv:2506.15969: an entry scores high while the time since it was last

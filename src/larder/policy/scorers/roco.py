@@ -1,4 +1,4 @@
-"""Keep what is looked at most on average, and first what is looked at most unevenly.
+"""Scorer by mean attention, after the entries of the highest variance (RoCo).
 
 Ren and Zhu, "On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model
 Inference" (2024), arXiv:2402.06262 (RoCo). The mean of the weights that an entry got, not their

@@ -1,4 +1,4 @@
-"""Keep the first tokens and the most recent ones.
+"""Scorer by position: the first tokens and the most recent ones (StreamingLLM).
 
 Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), arXiv:2309.17453,
 section 3. Differs from the paper: keys stay rotated at their true positions, unless the policy's
@@ -32,7 +32,7 @@ class SinksAndWindow(Scorer):
         if self.sinks < 0:
             raise BadParameter(f"sinks_and_window.sinks must be 0 or more, got {self.sinks}.")
 
-    def least(self) -> ProtectedTokens:
+    def protected_tokens(self) -> ProtectedTokens:
         """The sinks, and the latest token."""
         return ProtectedTokens(self.sinks, 1)
 

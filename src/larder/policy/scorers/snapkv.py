@@ -1,4 +1,4 @@
-"""Keep what the last queries looked at.
+"""Scorer by attention from the last queries of the context (SnapKV).
 
 Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation" (2024),
 arXiv:2404.14469, section 4 (window 32, max pooling over 7 in the authors' main setting). Query
@@ -31,7 +31,7 @@ from larder.policy.scorers.base import AttentionScorer
 
 
 class Pool(Enum):
-    """How an entry's votes and those of its neighbors become one."""
+    """Pooling over neighboring entries."""
 
     MAX = "max"
     MEAN = "mean"
@@ -70,7 +70,7 @@ class SnapKV(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return ("max", "group_max") if self.variant is Variant.CODE else ("sum", "group_sum")
 
-    def look(self, seen: Observation) -> ObservationWindow:
+    def observation_window(self, seen: Observation) -> ObservationWindow:
         if self.variant is Variant.CODE:
             return ObservationWindow(seen.queries, seen.entries)
         voters = seen.query_positions[-self.window :]
@@ -89,7 +89,7 @@ class SnapKV(AttentionScorer):
         pooled = torch.cat([smooth(head, self.kernel) for head in parts])
         return pooled.masked_fill(is_voter, torch.inf)
 
-    def least(self) -> ProtectedTokens:
+    def protected_tokens(self) -> ProtectedTokens:
         """The window that votes."""
         return (
             ProtectedTokens() if self.variant is Variant.CODE else ProtectedTokens(last=self.window)

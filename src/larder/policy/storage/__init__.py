@@ -1,1 +1,1 @@
-"""How what stays is held: one published form of storage per file."""
+"""Storage parts: form and precision of kept entries, one published method per file."""

@@ -1,4 +1,4 @@
-"""Bytes shared by precisions, and who goes down when a precision is full."""
+"""Mixed-precision storage: byte shares of several precisions, and demotion between them."""
 
 from __future__ import annotations
 
@@ -24,53 +24,59 @@ Grades = Int8[Tensor, " _"]
 
 @dataclass(frozen=True)
 class PrecisionTier:
-    """A precision below the full one, and its share of the bytes."""
+    """Precision below the full one, and its share of the bytes."""
 
     codec: Codec
     share: float
 
 
 class MixedPrecisionStorage(Storage):
-    """Full precision for some, less for the others, under the bytes of the budget.
+    """Base of storages with full precision for some entries and less for others, in a byte budget.
 
-    Entries are rounded a group at a time. Those that wait until their group is full stay at full
-    precision: room for one group of waiting entries per head is set aside first, the rest of the
-    bytes is shared. What others are merged into is new: it waits with the others, wherever it was
-    held before, until it is rounded again; so a merge rounds no neighbor anew.
+    Entries are quantized a group at a time. Entries of an incomplete group stay at full precision
+    (KIVI's residual window): space for one group per head is reserved first, the rest of the bytes
+    is divided. A merge target returns to full precision until it is quantized again, so that a
+    merge never requantizes its neighbors.
     """
 
     @abstractmethod
     def tiers(self) -> tuple[PrecisionTier, ...]:
-        """The precisions below the full one, which has what they leave of the bytes."""
+        """Precisions below the full one, which gets the rest of the bytes."""
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
         return tuple(tier.codec for tier in self.tiers())
 
     @property
-    def waiting(self) -> int:
-        """Entries per head that may wait for their group to be full."""
+    def residual_window(self) -> int:
+        """Entries per head at full precision until their group is full."""
         return max(codec.group for codec in self.codecs)
 
     def entries(self, tokens: int, layers: Sequence[LayerSpec], itemsize: int) -> int:
         self.check(layers, itemsize)
         spare = self.reserved_entries(layers, itemsize)
-        if tokens <= self.waiting + spare:
+        if tokens <= self.residual_window + spare:
             raise BudgetError(
-                f"The budget of {tokens} tokens is no more than the {self.waiting + spare} that "
-                f"{spell(self)} keeps at full precision until a group is full: raise --budget, or "
-                "lower its group."
+                f"The budget of {tokens} tokens is no more than the "
+                f"{self.residual_window + spare} that {spell(self)} keeps at full precision until "
+                "a group is full: raise --budget, or lower its group."
             )
         gains = [self._gain(layer.head_dim, itemsize) for layer in layers]
-        return self.waiting + int((tokens - spare - self.waiting) * min(gains, default=1.0))
+        return self.residual_window + int(
+            (tokens - spare - self.residual_window) * min(gains, default=1.0)
+        )
 
     def reserved_entries(self, layers: Sequence[LayerSpec], itemsize: int) -> int:
-        """Entries' worth of bytes per head that are kept free of entries; none by default."""
+        """Bytes per head that hold no entries, counted in entries; 0 by default."""
         del layers, itemsize
         return 0
 
     def check(self, layers: Sequence[LayerSpec], itemsize: int) -> None:
-        """Raises: BudgetError: a coded entry would take as much room as an exact one."""
+        """Check that every precision saves bytes.
+
+        Raises:
+            BudgetError: a quantized entry would take as many bytes as an exact one.
+        """
         for size in {layer.head_dim for layer in layers}:
             for codec in self.codecs:
                 if _ratio(codec, size, itemsize) <= 1:
@@ -81,39 +87,41 @@ class MixedPrecisionStorage(Storage):
                         "raise its group, or leave it out."
                     )
 
-    def finest(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
+    def full_precision_entries(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
         return self.capacities(quota, layer.head_dim, itemsize)[0]
 
     def capacities(self, quota: int, head_dim: int, itemsize: int, share: float = 1.0) -> list[int]:
         """Entries per head at each grade but the last, which takes all others.
 
         Args:
-            quota: entries per head in all.
-            share: of the room at full precision; what is left of it stays empty.
+            quota: entries per head over all grades.
+            share: used share of the capacity at full precision; the rest stays empty.
         """
-        beyond = max(quota - self.waiting, 0) / self._gain(head_dim, itemsize)
+        beyond = max(quota - self.residual_window, 0) / self._gain(head_dim, itemsize)
         left = 1 - sum(tier.share for tier in self.tiers())
-        rooms = [min(quota, self.waiting) + int(share * left * beyond)]
+        sizes = [min(quota, self.residual_window) + int(share * left * beyond)]
         for tier in self.tiers()[:-1]:
-            rooms.append(int(tier.share * beyond * _ratio(tier.codec, head_dim, itemsize)))
-        return rooms
+            sizes.append(int(tier.share * beyond * _ratio(tier.codec, head_dim, itemsize)))
+        return sizes
 
     def rank(self, scored: LayerScores, entries: Entries) -> Packed:
-        """Who keeps its precision longest; by default who is kept longest."""
+        """Rank of each entry for demotion, higher keeps its precision longer; the scores by
+        default.
+        """
         del entries
         return scored.ranked()
 
     def grade(
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
     ) -> Plan:
-        like = entries.like
-        rooms = self.capacities(quota, like.shape[1], like.dtype.itemsize, share)
-        ranked, held = self.rank(scored, entries)[plan.kept], kept_grades(plan, entries)
-        grades = assign_grades(plan, ranked, held, rooms, [codec.group for codec in self.codecs])
+        like = entries.empty_like
+        sizes = self.capacities(quota, like.shape[1], like.dtype.itemsize, share)
+        ranked, before = self.rank(scored, entries)[plan.kept], kept_grades(plan, entries)
+        grades = assign_grades(plan, ranked, before, sizes, [codec.group for codec in self.codecs])
         return replace(plan, grades=grades, channels=scored.storage_statistics.channels)
 
     def _gain(self, head_dim: int, itemsize: int) -> float:
-        """Entries that fit the bytes of one at full precision."""
+        """Average number of entries in the bytes of one at full precision."""
         tiers = self.tiers()
         left = 1 - sum(tier.share for tier in tiers)
         return left + sum(tier.share * _ratio(tier.codec, head_dim, itemsize) for tier in tiers)
@@ -128,7 +136,7 @@ def _full_bytes(head_dim: int, itemsize: int) -> int:
 
 
 def grades_of(entries: Entries) -> Grades:
-    """The grade of each packed entry; 0 in caches that know but one precision."""
+    """Grade of each packed entry; 0 in caches of a single precision."""
     if not len(entries.grades):
         size = (sum(entries.lengths),)
         return torch.zeros(size, dtype=torch.int8, device=entries.positions.device)
@@ -136,7 +144,7 @@ def grades_of(entries: Entries) -> Grades:
 
 
 def kept_grades(plan: Plan, entries: Entries) -> Grades:
-    """The grades of what a plan keeps: 0 for what others are merged into, which is new."""
+    """Grades of the entries that a plan keeps; 0 for merge targets."""
     grades = grades_of(entries)
     if len(plan.folds):
         grades = grades.index_fill(0, plan.folds.targets, 0)
@@ -144,44 +152,47 @@ def kept_grades(plan: Plan, entries: Entries) -> Grades:
 
 
 def assign_grades(
-    plan: Plan, ranked: Packed, held: Grades, rooms: Sequence[int], groups: Sequence[int]
+    plan: Plan, ranked: Packed, before: Grades, capacities: Sequence[int], groups: Sequence[int]
 ) -> Grades:
-    """New grades of what a plan keeps; heads have room in proportion to what they keep.
+    """New grades of kept entries; capacity is divided over heads in proportion to their kept
+    entries.
 
     Args:
-        ranked, held: of the kept entries.
-        rooms, groups: as in `demote_groups`; rooms per head, on average.
+        ranked, before: ranks and present grades of the kept entries.
+        capacities, groups: as in `demote_groups`; capacities per head, on average.
     """
     heads, total = len(plan.lengths), max(len(plan.kept), 1)
     counts = list(plan.lengths)
-    parts = zip(torch.split(ranked, counts), torch.split(held, counts), strict=True)
+    parts = zip(torch.split(ranked, counts), torch.split(before, counts), strict=True)
     return torch.cat(
         [
-            demote_groups(own, now, [room * heads * len(own) // total for room in rooms], groups)
+            demote_groups(
+                own, now, [size * heads * len(own) // total for size in capacities], groups
+            )
             for own, now in parts
         ]
     )
 
 
 def demote_groups(
-    ranked: Packed, held: Grades, rooms: Sequence[int], groups: Sequence[int]
+    ranked: Packed, before: Grades, capacities: Sequence[int], groups: Sequence[int]
 ) -> Grades:
-    """New grades of one head's entries: what does not fit a grade goes to the next, worst first.
+    """New grades of one head: entries over the capacity of a grade move to the next, lowest first.
 
-    As many go at once as make whole groups, so that a grade is never fuller than its room and the
-    next one gets groups. Of equals the earlier goes.
+    Whole groups move at once, so that a grade never exceeds its capacity and the next one gets
+    groups. Of equal ranks the earlier entry moves.
 
     Args:
         ranked: higher keeps its precision longer.
-        held: present grades.
-        rooms: entries that fit each grade but the last.
-        groups: entries that make a group, at grade 1 and on.
+        before: present grades.
+        capacities: entries of each grade but the last.
+        groups: group sizes of grade 1 and on.
     """
-    grades = held.clone()
-    for grade, (room, group) in enumerate(zip(rooms, groups, strict=True)):
-        here = torch.nonzero(grades == grade).flatten()
-        over = len(here) - room
+    grades = before.clone()
+    for grade, (capacity, group) in enumerate(zip(capacities, groups, strict=True)):
+        members = torch.nonzero(grades == grade).flatten()
+        over = len(members) - capacity
         if over > 0:
-            worst_first = torch.argsort(ranked[here], stable=True)
-            grades[here[worst_first[: -(-over // group) * group]]] = grade + 1
+            worst_first = torch.argsort(ranked[members], stable=True)
+            grades[members[worst_first[: -(-over // group) * group]]] = grade + 1
     return grades

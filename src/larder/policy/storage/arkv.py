@@ -1,4 +1,4 @@
-"""Exact, rounded or gone: layers that matter more keep more of their entries exact.
+"""Storage with a share of exact entries per layer, the others quantized (ARKV).
 
 Lei and Ilager, "ARKV: Adaptive and Resource-Efficient KV Cache Management under Limited Memory
 Budget for Long-Context Inference in LLMs" (2026), arXiv:2603.08727. A layer's preference is
@@ -8,7 +8,7 @@ layers it is the share of a layer's entries that stay exact, the best ones; the 
 and what the budget does not keep is gone. Formulas as in the released code, its least variance of
 1e-8 under the kurtosis included. The paper's score of entries is `mean_variance`, its budget
 uniform. Differences: int8 or less where that code takes 8-bit floats, in groups; shares are taken
-anew at every decision, where that code takes them once, after the prompt.
+again at every decision, where that code takes them once, after the prompt.
 
 The bytes that it saves are not spent on more entries: this holds less than the budget allows.
 """
@@ -45,7 +45,7 @@ class ARKV(MixedPrecisionStorage):
         tau1: tempers the entropy; higher is more even.
         tau2: tempers the variance; higher is more even.
         tau3: tempers the kurtosis; higher is more even.
-        window: queries at the end that are looked at, at most 64 tokens.
+        window: last queries that are observed, at most 64 tokens.
     """
 
     bits: int = 8
@@ -69,7 +69,7 @@ class ARKV(MixedPrecisionStorage):
         self.check(layers, itemsize)
         return tokens
 
-    def finest(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
+    def full_precision_entries(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
         del layer, itemsize
         return quota
 
@@ -78,7 +78,7 @@ class ARKV(MixedPrecisionStorage):
         return [int(share * quota)]
 
     def inspect(self, seen: Observation) -> StorageStatistics:
-        """The logarithm of the layer's preference."""
+        """Logarithm of the layer's preference."""
         sums = sum_statistics(gather_last_queries(_WeightMoments(), seen, self.window), 3)
         factors = zip(sums, (self.tau1, self.tau2, self.tau3), strict=True)
         tiny = torch.finfo(torch.float64).tiny

@@ -1,4 +1,4 @@
-"""What every storage can be asked: in what form and at what precision entries are held."""
+"""Base class of storages: cache form and precision of kept entries."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ NO_INSPECTION = StorageStatistics()
 
 
 class Storage(ABC):
-    """Says how the entries that stay are held. A frozen dataclass."""
+    """Cache form and precision of kept entries. A frozen dataclass."""
 
-    form: ClassVar[str] = "ragged"  # the cache's form, by the value of `cache.sequence.Form`
-    # Whether keys are turned anew for every look at them.
-    turns: ClassVar[bool] = False
-    # Whether layers are compared: then nothing is decided before all of them are judged.
+    form: ClassVar[str] = "ragged"  # name of the cache form, a file of `larder.cache.forms`
+    # Whether keys are rotated to cache positions at every read.
+    rerotates_keys: ClassVar[bool] = False
+    # Whether layers are compared: then plans wait until all of them are scored.
     compares_layers: ClassVar[bool] = False
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """The precisions below the full one, grade 1 first; none by default."""
+        """Precisions below the full one, grade 1 first; none by default."""
         return ()
 
     @property
     def parked(self) -> Codec | None:
-        """How it holds what is parked, where everything else stays as it is; None if it cannot."""
+        """Codec of offloaded entries, where the fast tier stays exact; None if not supported."""
         return None
 
     @property
     def pairing(self) -> LayerPairing | None:
-        """Which layers hold entries together; None where each is by itself."""
+        """Pairing of layers that share entries; None for none."""
         return None
 
     def entries(self, tokens: int, layers: Sequence[LayerSpec], itemsize: int) -> int:
-        """How many entries fit the bytes of `tokens` entries at full precision.
+        """Number of entries that fit the bytes of `tokens` entries at full precision.
 
         Args:
-            layers: those that the budget governs.
+            layers: managed layers.
             itemsize: bytes of a number at full precision.
 
         Raises:
@@ -52,16 +52,20 @@ class Storage(ABC):
         return tokens
 
     def check(self, layers: Sequence[LayerSpec], itemsize: int) -> None:
-        """Raises: BudgetError: held so, an entry would take as much room as it is; never here."""
+        """Check that the storage saves bytes; passes by default.
+
+        Raises:
+            BudgetError: a stored entry would take as many bytes as an exact one.
+        """
         del layers, itemsize
 
-    def finest(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
-        """Of `quota` entries of a layer, how many may be held at full precision."""
+    def full_precision_entries(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
+        """Entries at full precision among the `quota` entries per kv head of a layer."""
         del layer, itemsize
         return quota
 
     def inspect(self, seen: Observation) -> StorageStatistics:
-        """What `grade` must know of a layer beyond its scores; taken as the layer goes by."""
+        """Statistics that `grade` needs beyond scores, measured when the layer is scored."""
         del seen
         return NO_INSPECTION
 
@@ -69,16 +73,16 @@ class Storage(ABC):
     def grade(
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
     ) -> Plan:
-        """The plan with the grade of each entry that stays.
+        """Plan with the grade of each kept entry.
 
         Args:
-            plan: what stays, its fate by the compensation included.
-            entries: what the layer holds before the plan is carried out.
-            scored: how its entries were judged.
-            quota: entries per kv head that the layer may hold.
-            share: what `compare` gave this layer.
+            plan: kept entries, with the merges of the compensation.
+            entries: entries of the layer before the plan.
+            scored: scores of the entries.
+            quota: capacity of the layer, in entries per kv head.
+            share: number that `compare` gave this layer.
         """
 
     def compare(self, inspected: Sequence[StorageStatistics]) -> list[float]:
-        """One number per layer, from what was found in all of them; 1 by default."""
+        """One number per layer from the statistics of all layers; 1 by default."""
         return [1.0] * len(inspected)

@@ -1,8 +1,8 @@
-"""Turn keys to their places in the cache instead of in the text.
+"""Storage that rotates keys to cache positions instead of text positions (StreamingLLM).
 
 Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), arXiv:2309.17453,
-section 3.2 (rolling cache): keys are held as they were before rotation, and at every step turned to
-0, 1, 2, ... by their order in the cache, so that no distance exceeds what a model was trained on
+section 3.2 (rolling cache): keys are held as they were before rotation, and at every step rotated
+to 0, 1, 2, ... by their order in the cache, so that no distance exceeds what a model was trained on
 however long the text. The released code does so once a cache is cut; here from the start, which is
 the same, since nothing moves before. Layers that slide a window of their own keep true positions.
 Only for models that turn keys as Larder knows; others are refused when the cache is made.
@@ -23,7 +23,7 @@ class Compact(Storage):
     """Positions without gaps; everything at the precision of the model."""
 
     form: ClassVar[str] = "compact"
-    turns: ClassVar[bool] = True
+    rerotates_keys: ClassVar[bool] = True
 
     def grade(
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float

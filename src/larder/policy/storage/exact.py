@@ -1,4 +1,4 @@
-"""Everything at the precision of the model.
+"""Storage of all entries at the precision of the model.
 
 No paper: the default.
 """
@@ -14,7 +14,7 @@ from larder.policy.storage.base import Storage
 
 @dataclass(frozen=True)
 class Exact(Storage):
-    """Entries as the model made them."""
+    """Unquantized entries."""
 
     def grade(
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float

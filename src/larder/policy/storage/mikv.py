@@ -1,7 +1,7 @@
-"""What would be evicted stays, at low precision.
+"""Storage of unimportant entries at low precision instead of their eviction (MiKV).
 
 Yang et al., "No Token Left Behind: Reliable KV Cache Compression via Importance-Aware Mixed
-Precision Quantization" (2024), arXiv:2402.18096. The scorer says who is important: those stay
+Precision Quantization" (2024), arXiv:2402.18096. The scorer chooses important entries: those stay
 exact, or at `high` bits; the others are held at `low` bits, and before they are rounded, key
 channels are leveled by the square root of their largest query over their largest key, so that a
 channel that stands out does not take the grid from the others. The paper's ratio looks at the
@@ -37,7 +37,7 @@ class MiKV(MixedPrecisionStorage):
         low: bits of the others, 2 or 4.
         group: entries rounded together, and channels of a value that share a scale.
         balance: exponent of the channel balancer; 0 turns it off.
-        window: queries at the end that it looks at, in tokens.
+        window: last queries that are observed, in tokens.
     """
 
     important: float = 0.25

@@ -1,4 +1,4 @@
-"""Two neighboring layers share the directions of their entries.
+"""Storage in which two neighboring layers share the directions of their entries (MiniCache).
 
 Liu et al., "MiniCache: KV Cache Compression in Depth Dimension for Large Language Models" (2024),
 arXiv:2405.14366, section 4: from the middle of the model on, keys and values of two layers become
@@ -30,7 +30,7 @@ class MiniCache(Storage):
     """Pairs of layers hold one direction for what both hold.
 
     Args:
-        start: share of the layers, counted from the first, that stay by themselves.
+        start: share of the layers, counted from the first, that are not paired.
         weight: of the upper layer's direction in the shared one, in [0, 1].
         apart: the upper part of the range of angles between directions that is not shared.
         recent: latest entries of each head that are not shared.
@@ -51,7 +51,7 @@ class MiniCache(Storage):
     def pairing(self) -> LayerPairing:
         return LayerPairing(self.start, self.weight, self.apart)
 
-    def finest(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
+    def full_precision_entries(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
         del layer, itemsize
         return min(quota, self.recent)
 

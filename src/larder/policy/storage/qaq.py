@@ -1,4 +1,4 @@
-"""As many bits as the error may be: keys and values apart, entry by entry.
+"""Storage with a bit width per entry, from the tolerated error of its key and value (QAQ).
 
 Dong et al., "QAQ: Quality Adaptive Quantization for LLM KV Cache" (2024), arXiv:2403.04643. The
 deviation that rounding may bring to a value is sqrt(12 / T) * error / s, s the highest weight that
@@ -7,14 +7,14 @@ sqrt(12 / |q|^2 * ln(T^3 / (T - 1) * error^2 + 1)). A vector from its least to i
 then takes ceil(log2(range / (2 * deviation) + 1)) bits. Formulas as in the released code.
 
 The range is that without the numbers that stand out, which are kept apart: half a percent at either
-end in the paper. The newest tokens, which too few queries have looked at, take the most bits: all
+end in the paper. The newest tokens, which too few queries have attended to, take the most bits: all
 but one of as many as the last queries are.
 
 Differences: bits are rounded up to 2, 4 or 8, and no more than 8, where the paper takes any whole
 number; q is scaled as the model scales it and |q|^2 is the 90th percentile of the last queries,
 where the released code divides by a constant of 300; keys share a grid per channel instead of one
 per vector about its mean; the latest entries are exact until they make a group, and an entry's bits
-are decided once, when it is rounded, or rounded anew because others were merged into it. The ends
+are decided once, when it is rounded, or rounded again because others were merged into it. The ends
 of a vector are interpolated between its numbers (inferred).
 
 A budget is spent as if all took 8 bits, so this holds fewer bytes than the budget allows.
@@ -60,7 +60,7 @@ class QAQ(MixedPrecisionStorage):
         key_error, value_error: the deviation of attention's output that rounding may bring.
         group: entries rounded together, and channels of a value that share a scale.
         outliers: share of the numbers that are kept apart.
-        window: queries at the end that say what is looked at, in tokens.
+        window: last queries whose attention is observed, in tokens.
     """
 
     key_error: float = 1e-4
@@ -78,7 +78,7 @@ class QAQ(MixedPrecisionStorage):
             raise BadParameter(f"qaq.window must be at least 1 token, got {self.window}.")
 
     def tiers(self) -> tuple[PrecisionTier, ...]:
-        """Every pair of bits, keys before values; the budget is reckoned with the first."""
+        """Every pair of bit widths, keys before values; the budget is computed with the first."""
         pairs = [(key, value) for key in BITS for value in BITS]
         return tuple(
             PrecisionTier(Codec(key, value, self.group, self.outliers), float(place == 0))
@@ -96,7 +96,7 @@ class QAQ(MixedPrecisionStorage):
         return entries.packed_positions().float()
 
     def inspect(self, seen: Observation) -> StorageStatistics:
-        """How much each entry is looked at; the norm of the queries that do."""
+        """Highest attention weight of each entry, and the norm of the last queries."""
         queries = seen.queries[:, -self.window :]
         heads = gather_last_queries(Max(), seen, self.window)
         norms = (queries.float() * seen.layer.scaling).square().sum(-1).flatten()
@@ -107,15 +107,18 @@ class QAQ(MixedPrecisionStorage):
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
     ) -> Plan:
         del share
-        held = kept_grades(plan, entries)
-        room = self.capacities(quota, entries.like.shape[1], entries.like.dtype.itemsize)[0]
-        ranked, found = self.rank(scored, entries)[plan.kept], self.found(entries, scored)
-        leaving = assign_grades(plan, ranked, held, [room], [self.group])
-        grades = torch.where((held == 0) & (leaving > 0), found[plan.kept], held)
+        before = kept_grades(plan, entries)
+        capacity = self.capacities(
+            quota, entries.empty_like.shape[1], entries.empty_like.dtype.itemsize
+        )[0]
+        ranked = self.rank(scored, entries)[plan.kept]
+        demoted = assign_grades(plan, ranked, before, [capacity], [self.group]) > 0
+        own = self.sufficient_grades(entries, scored)[plan.kept]
+        grades = torch.where((before == 0) & demoted, own, before)
         return replace(plan, grades=grades)
 
-    def found(self, entries: Entries, scored: LayerScores) -> Grades:
-        """The grade of every packed entry, were it rounded now."""
+    def sufficient_grades(self, entries: Entries, scored: LayerScores) -> Grades:
+        """Grade of every packed entry if it were quantized now."""
         counts = torch.tensor(entries.lengths, device=entries.positions.device)
         total = torch.repeat_interleave(counts, counts).double()  # T of each entry's head
         weights = scored.storage_statistics.weights.double().clamp(
@@ -131,7 +134,7 @@ class QAQ(MixedPrecisionStorage):
         return (1 + len(BITS) * keys + values).masked_fill(is_new, 1).to(torch.int8)
 
     def _ranges(self, vectors: Float[Tensor, "T D"]) -> Float[Tensor, " T"]:
-        """From the least to the largest number of each vector, those that stand out left out."""
+        """Range of each vector without its outliers."""
         cut = self.outliers / 2
         shares = vectors.new_tensor([cut, 1 - cut], dtype=torch.float64)
         ends = [part.double().quantile(shares, dim=1) for part in torch.split(vectors, ROWS)]
@@ -140,12 +143,12 @@ class QAQ(MixedPrecisionStorage):
 
 
 def needed_bits(ranges: Float[Tensor, " T"], deviation: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """Whole bits of which the steps over each range are no more than twice the deviation."""
+    """Bits for which a quantization step over each range is at most twice the deviation."""
     return torch.ceil(torch.log2(ranges / (2 * deviation) + 1))
 
 
 def _bits_index(needed: Float[Tensor, " T"]) -> Int64[Tensor, " T"]:
-    """Which of `BITS` is enough for each vector."""
+    """Index in `BITS` of the narrowest sufficient width of each vector."""
     return sum((needed <= bits).long() for bits in BITS[1:])  # pyright: ignore
 
 

@@ -1,4 +1,4 @@
-"""Everything but the latest entries at a few bits.
+"""Quantized storage of all but the latest entries (KIVI).
 
 Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (2024),
 arXiv:2402.02750: keys share a scale per channel among neighboring tokens, values per token among
@@ -53,7 +53,11 @@ class Quantized(MixedPrecisionStorage):
 
 
 def check_codec(name: str, bits: int, group: int, outliers: float = 0.0) -> None:
-    """Raises: BadParameter: a precision that no codec has."""
+    """Validate the parameters of a codec.
+
+    Raises:
+        BadParameter: a value out of range.
+    """
     if bits not in (2, 4, 8):
         raise BadParameter(f"{name}.bits must be 2, 4 or 8, got {bits}.")
     if group < 1:

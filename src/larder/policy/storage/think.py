@@ -1,9 +1,9 @@
-"""Keys without the channels that matter least.
+"""Storage of keys without their least important channels (ThinK).
 
 Xu et al., "ThinK: Thinner Key Cache by Query-Driven Pruning" (2024), arXiv:2407.21018, section 3:
 a channel of a kv head counts what its queries times its keys amount to, the Frobenius norm of their
 product; the channels that count least are not stored. As in the released code and the paper's
-appendix the latest entries keep all channels, and only the last queries are looked at. Differences:
+appendix the latest entries keep all channels, and only the last queries are observed. Differences:
 entries are pruned a group at a time, each with the channels that count at that time, where the
 paper decides once after the prompt; query heads that share a kv head are averaged.
 

@@ -1,4 +1,4 @@
-"""What the queries of a pass gave to each entry, and running columns that take it in."""
+"""Softmax weights of the queries of a pass, folded into running columns."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from larder.ops.column_statistics import GroupReduction, reduce_columns
 
 @dataclass(frozen=True)
 class QueryWeights:
-    """Softmax weights that a few queries, in order, gave to entries of their kv head.
+    """Softmax weights of a few consecutive queries over the entries of their kv head.
 
     Args:
-        weights: query heads joined; 0 where a query cannot see an entry.
+        weights: reduced over query heads; 0 where a query cannot see an entry.
         times: true positions of the queries.
         places: true positions of the entries.
     """
@@ -31,16 +31,17 @@ class QueryWeights:
 
     @property
     def total(self) -> Float[Tensor, " S"]:
-        """What the queries gave together."""
+        """Sum over the queries."""
         return self.weights[0] if len(self.weights) == 1 else self.weights.sum(0)
 
     @property
     def sees(self) -> Bool[Tensor, "c S"]:
-        """Which query sees which entry."""
+        """Causal mask: which query sees which entry."""
         return self.places <= self.times[:, None]
 
 
-# The new state of some entries from the old one and a few votes: a number per column and entry.
+# Step of a tally: new state of entries from the old one and the weights of a few queries; one
+# number # per column and entry.
 State = tuple[Tensor, ...]
 Step = Callable[[State, QueryWeights], State]
 
@@ -48,11 +49,11 @@ Step = Callable[[State, QueryWeights], State]
 def update_columns(
     seen: Observation, names: tuple[str, ...], group: GroupReduction, step: Step
 ) -> dict[str, Tensor]:
-    """New values of columns [C] after a pass: `step` taken over its queries, a few at a time.
+    """New values of columns [C] after a pass: `step` applied to its queries, a chunk at a time.
 
     Args:
         names: the columns, in the order of the state.
-        group: how the weights of query heads that share a kv head are joined.
+        group: reduction over the query heads that share a kv head.
     """
     old = tuple(seen.entries.columns[name] for name in names)
     alone = len(seen.query_positions) == 1
@@ -65,19 +66,27 @@ def update_columns(
 
 
 def _update_single_query(seen: Observation, old: State, group: GroupReduction, step: Step) -> State:
-    """All heads at once; rows that nobody owns are carried along with weight 0."""
+    """All heads at once; slack rows get weight 0."""
     weights = newest_query_weights(seen, group)
     return step(old, QueryWeights(weights[None], seen.query_positions, seen.entries.positions))
 
 
 def newest_query_weights(seen: Observation, group: GroupReduction) -> Float[Tensor, " C"]:
-    """What the newest query of a pass gave to every row of the storage."""
+    """Weight of the newest query of a pass for every storage row."""
     entries = seen.entries
     if seen.logits is not None:
         return weights_from_logits(seen.logits, *entries.layout, group)
     bias = entries.columns.get(LOG_COUNT)
-    case = seen.queries[:, -1:], entries.keys, *entries.layout, seen.layer.scaling
-    return attention_weights(*case, group=group, bias=bias)
+    starts, lengths = entries.layout
+    return attention_weights(
+        seen.queries[:, -1:],
+        entries.keys,
+        starts,
+        lengths,
+        seen.layer.scaling,
+        group=group,
+        bias=bias,
+    )
 
 
 def _update_queries(seen: Observation, old: State, group: GroupReduction, step: Step) -> State:
@@ -108,7 +117,7 @@ def _update_queries(seen: Observation, old: State, group: GroupReduction, step: 
 
 @dataclass(frozen=True)
 class _ColumnGather:
-    """Gathers a state of one kv head, a row per column, where others gather one per query head."""
+    """Column reducer with the state of one kv head: a row per column instead of per query head."""
 
     step: Step
     group: GroupReduction

@@ -1,4 +1,4 @@
-"""What every tally can be asked: how numbers per entry go on as more queries are seen."""
+"""Base class of tallies: running statistics of every entry."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from larder.core.observation import Observation
 
 
 class Tally(ABC):
-    """A running statistic of every entry, held by the cache in columns of these names.
+    """Running statistic of every entry, in ledger columns of the cache.
 
-    It is brought up to date after every pass that appends, while reading and while generating;
-    scratch passes leave it alone. A new entry starts at 0.
+    Updated after every appending pass of prefill and decode; scratch passes do not change it. A new
+    entry starts at 0.
     """
 
     columns: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
-        """New values of its columns, one per row of the storage, from the old ones in `seen`."""
+        """New column values, one per storage row, from those in `seen`."""

@@ -1,4 +1,4 @@
-"""The softmax weight that an entry has received from all queries so far.
+"""Tally of the softmax weight of an entry, summed over all queries so far (H2O).
 
 Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models"
 (2023), arXiv:2306.14048, section 4: accumulated attention. Query heads that share a kv head are
@@ -17,7 +17,7 @@ from larder.policy.tallies.base import Tally
 
 
 class Mass(Tally):
-    """The column `mass`."""
+    """Column `mass`."""
 
     columns = ("mass",)
 

@@ -1,4 +1,4 @@
-"""Count, mean and spread of the weights that an entry got, one from each query that saw it.
+"""Tally of count, mean and spread of an entry's weights over the queries that see it (RoCo).
 
 Ren and Zhu, "On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model
 Inference" (2024), arXiv:2402.06262 (RoCo). Query heads that share a kv head are averaged first, as
@@ -21,7 +21,7 @@ from larder.policy.tallies.base import Tally
 
 
 class Moments(Tally):
-    """The columns `moment_count`, `moment_mean` and `moment_spread`.
+    """Columns `moment_count`, `moment_mean` and `moment_spread`.
 
     The variance of an entry's weights is spread / count.
     """

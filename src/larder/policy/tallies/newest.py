@@ -1,4 +1,4 @@
-"""The softmax weight that an entry has received from the newest query.
+"""Tally of the softmax weight of an entry from the newest query.
 
 Oren et al., "Transformers are Multi-State RNNs" (2024), arXiv:2401.06104 (TOVA) ranks entries by
 it. Zhang et al., "CaM: Cache Merging for Memory-efficient LLMs Inference" (2024), ICML, PMLR
@@ -20,7 +20,7 @@ NEWEST = "newest"
 
 
 class Newest(Tally):
-    """The column `newest`."""
+    """Column `newest`."""
 
     columns = (NEWEST,)
 

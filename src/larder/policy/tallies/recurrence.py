@@ -1,4 +1,4 @@
-"""When an entry was last needed, and the longest it has gone between two times.
+"""Tally of the last time that an entry was needed, and its longest interval (LazyEviction).
 
 Zhang et al., "LazyEviction: Lagged KV Eviction with Attention Pattern Observation for Efficient
 Long Reasoning" (2025), arXiv:2506.15969: recurrence interval tracking. A query needs an entry that
@@ -26,7 +26,7 @@ ALPHA = 1e-4
 
 
 class RecurrenceTally(Tally):
-    """The columns `last_needed`, a true position, and `longest_gap`, in tokens; 0 for never."""
+    """Columns `last_needed`, a true position, and `longest_gap`, in tokens; 0 for never."""
 
     columns = ("last_needed", "longest_gap")
 

@@ -1,4 +1,4 @@
-"""What every timing can be asked: when plans are made while text is generated."""
+"""Base class of timings: when plans are made during decode."""
 
 from __future__ import annotations
 
@@ -14,57 +14,58 @@ from larder.policy.scoring import Scoring
 
 
 class Timing(ABC):
-    """Says whether and when entries go while generating. A frozen dataclass."""
+    """Eviction schedule of the decode phase. A frozen dataclass."""
 
-    extends_protection: ClassVar[bool] = False  # whether `shielded` protects anything
+    extends_protection: ClassVar[bool] = False  # whether decode protects more
 
     @property
     def scoring(self) -> Scoring | None:
-        """What scores while text is generated; None where that is the policy's own scorer."""
+        """Scorer and reduction of the decode phase; None for the policy's own."""
         return None
 
     @property
     def scorers(self) -> tuple[Scorer, ...]:
-        """Its scorer; none where the policy's own goes on."""
+        """Scorer of the decode phase; empty for the policy's own."""
         return () if self.scoring is None else (self.scoring.scorer,)
 
     @property
     def calibrations(self) -> frozenset[str]:
-        """Names of the measurements of the model that `scoring` looks up."""
+        """Names of the calibrations that `scoring` needs."""
         own = self.scoring
         return frozenset() if own is None else own.reduction.heads.calibrations
 
-    def under(self, tokens: int) -> Timing:
-        """The same under a budget of `tokens` entries per kv head."""
+    def with_budget(self, tokens: int) -> Timing:
+        """Copy with open parameters filled in for a budget of `tokens` entries per kv head."""
         del tokens
         return self
 
     @abstractmethod
     def excess(self) -> int | None:
-        """Entries per kv head that may pile up beyond the budget before a plan is made.
+        """Entries per kv head beyond the budget that are allowed before a plan is made.
 
-        0 plans at every step; None at the ends of blocks and turns alone.
+        0 plans at every step; None plans at the ends of blocks and turns only.
         """
 
     def prefill_tokens(self, tokens: int) -> int:
-        """How much of a budget of `tokens` entries per head reading may fill; all by default."""
+        """Part of a budget of `tokens` entries per head that prefill may fill; all by default."""
         return tokens
 
     def quota(self, quota: int, tokens: int, step: int) -> int:
-        """Entries per kv head that a layer may hold at a step of generation.
+        """Capacity of a layer at a decode step, in entries per kv head.
 
         Args:
-            quota: what the layer was given for reading.
-            tokens: M, the budget that both together must not exceed on average.
+            quota: capacity of the layer in prefill.
+            tokens: M, the budget that prefill and decode together must not exceed on average.
             step: tokens generated so far.
         """
         del tokens, step
         return quota
 
-    def room(self, tokens: int) -> int | None:
-        """Entries per kv head that generated text has from the start, under a budget of `tokens`.
+    def generation_capacity(self, tokens: int) -> int | None:
+        """Entries per kv head reserved for generated text at the first step, under a budget of
+        `tokens`.
 
-        None where it has none of its own and competes with what was read.
+        None without a reservation: generated tokens compete with the prompt.
         """
         del tokens
 
@@ -76,10 +77,10 @@ class Timing(ABC):
         length: int,
         tokens: int,
     ) -> PackedMask:
-        """What is protected while generating: more than while reading, perhaps.
+        """Protected entries during decode, at least those of prefill.
 
         Args:
-            start: true position where generating began.
+            start: true position of the first generated token.
             length: true tokens so far.
             tokens: M, as in `quota`.
         """

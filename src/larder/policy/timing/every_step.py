@@ -1,4 +1,4 @@
-"""One entry goes for every token that comes: memory stands still however much is generated.
+"""Eviction at every decode step: memory is constant during generation.
 
 Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models"
 (2023), arXiv:2306.14048, section 4.2, and D2O (arXiv:2406.13035), which folds what goes.
@@ -13,7 +13,7 @@ from larder.policy.timing.base import Timing
 
 @dataclass(frozen=True)
 class EveryStep(Timing):
-    """A plan after every token."""
+    """Plan after every token."""
 
     def excess(self) -> int | None:
         return 0

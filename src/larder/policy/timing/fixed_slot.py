@@ -1,4 +1,4 @@
-"""For every token that comes, the entry at a fixed distance from the end goes, whatever its score.
+"""Eviction of the entry at a fixed distance from the end, at every decode step (Elastic Cache).
 
 Liu et al., "Efficient Inference of Vision Instruction-Following Models with Elastic Cache" (2024),
 arXiv:2407.18121, its rule while text is generated: a cache of K entries takes a token in and then
@@ -32,7 +32,7 @@ NEWEST = float(1 << 23)  # above any index; whole numbers are exact in float32 u
 
 @dataclass(frozen=True)
 class FixedSlot(Timing):
-    """A plan after every token, by the order of entries alone.
+    """Plan after every token, by the order of entries alone.
 
     Args:
         distance: how many of a head's newest entries slide.

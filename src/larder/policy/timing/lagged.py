@@ -1,4 +1,4 @@
-"""Entries pile up for a while, then as many go at once.
+"""Delayed eviction: entries accumulate, then as many are evicted at once (LazyEviction).
 
 Zhang et al., "LazyEviction: Lagged KV Eviction with Attention Pattern Observation for Efficient
 Long Reasoning" (2025), arXiv:2506.15969: one decision per observation window, so that an entry may
@@ -18,7 +18,7 @@ from larder.policy.timing.base import Timing
 
 @dataclass(frozen=True)
 class Lagged(Timing):
-    """A plan for every `tokens` entries over the budget.
+    """Plan for every `tokens` entries over the budget.
 
     Args:
         tokens: entries per kv head that go together; 1 is `every_step`.

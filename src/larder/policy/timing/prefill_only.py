@@ -1,7 +1,8 @@
-"""Plans are made while a context is read, at the end of a block and at the end of a turn.
+"""Eviction in prefill only, at the end of a block and at the end of a turn.
 
-No paper: the rule of every method that compresses a prompt. What is generated piles up until it has
-filled a block, which ends as a block of a context does; the end of a turn is the end of its last.
+No paper: the rule of every method that compresses a prompt. Generated tokens accumulate until they
+have filled a block, which ends as a block of a context does; the end of a turn is the end of its
+last.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What was read stays whole; what is generated has a budget of its own.
+"""Separate budgets for prompt and generated tokens (SCOPE).
 
 Wu et al., "SCOPE: Optimizing Key-Value Cache Compression in Long-context Generation" (2024),
 arXiv:2412.13649. A share of the budget is for reading, the rest for what comes after, where
@@ -39,7 +39,7 @@ EVERY_TOKENS = 15  # where neither `every` nor `expected` is given, as in the re
 
 
 class Strategy(Enum):
-    """How the room for generated tokens is given out."""
+    """Growth of the capacity for generated tokens."""
 
     SLIDE = "slide"
     ADAPTIVE = "adaptive"
@@ -48,7 +48,7 @@ class Strategy(Enum):
 
 @dataclass(frozen=True)
 class Split(Timing):
-    """Two budgets in one.
+    """Two budgets in one: for prefill and for decode.
 
     Args:
         reading: share of the budget that reading may fill, in (0, 1); in the paper 2048 of 2560
@@ -100,7 +100,7 @@ class Split(Timing):
     def scoring(self) -> Scoring | None:
         return None if self.scorer is None else _parse_scoring(self.scorer)
 
-    def under(self, tokens: int) -> Split:
+    def with_budget(self, tokens: int) -> Split:
         """With `every` filled in from the tokens that are expected."""
         if self.expected is None:
             return self
@@ -132,7 +132,7 @@ class Split(Timing):
             return quota + free
         return quota + min(free, self.recent_tokens(tokens) + step // self._every)
 
-    def room(self, tokens: int) -> int | None:
+    def generation_capacity(self, tokens: int) -> int | None:
         return self.quota(0, tokens, 0)
 
     def generation_protection(
@@ -143,7 +143,7 @@ class Split(Timing):
         length: int,
         tokens: int,
     ) -> PackedMask:
-        """What was read, too, and the latest."""
+        """Protected entries, the prompt, and the latest tokens."""
         latest = length - self.recent_tokens(tokens)
         return protected | (positions < start) | (positions >= latest)
 

@@ -1,4 +1,4 @@
-"""What every unit can be asked: which entries stay or go together."""
+"""Base class of units: groups of entries that are kept or evicted together."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from larder.core.types import Packed
 
 
 class Unit(ABC):
-    """Gives entries that belong together one score. A frozen dataclass."""
+    """Grouping that gives all entries of a group one score. A frozen dataclass."""
 
-    # Names of the tallies whose columns it reads, and of the sets of token ids that these ask for.
+    # Names of the tallies whose columns it reads, and of the sets of token ids that these need.
     tallies: ClassVar[frozenset[str]] = frozenset()
     lexicon: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def layers_together(self) -> int:
-        """How many consecutive managed layers share the scores of their first; 1 shares none.
+        """Number of consecutive managed layers that share the scores of the first; 1 shares none.
 
-        Only layers share whose heads hold the same positions.
+        Only layers whose heads hold the same positions share.
         """
         return 1
 
     @abstractmethod
     def pool(self, scores: Packed, seen: Observation) -> Packed:
-        """Scores of the same shape, equal within a unit; infinities stay where they are."""
+        """Scores of the same shape, equal within a unit; infinite scores do not change."""
 
 
 def pool_spans(scores: Packed, entries: Entries, size: int, best: int) -> Packed:
-    """The mean of the `best` highest scores of each span, for all its entries.
+    """Mean of the `best` highest scores of each span, for all its entries.
 
-    Infinite scores stay as they are and are not counted.
+    Infinite scores do not change and do not count.
 
     Args:
         size: positions in a span; the first span of every head starts at position 0.
@@ -48,10 +48,10 @@ def pool_spans(scores: Packed, entries: Entries, size: int, best: int) -> Packed
 def pool_groups(
     scores: Packed, spans: Int64[Tensor, " T"], lengths: tuple[int, ...], best: int
 ) -> Packed:
-    """The mean of the `best` highest scores of entries of a head that have the same number.
+    """Mean of the `best` highest scores of each group of a head, for all its entries.
 
     Args:
-        spans: a number for each entry, 0 or more; equal ones of a head lie together.
+        spans: group number of each entry, 0 or more; a group is contiguous in its head.
     """
     if not len(scores):
         return scores

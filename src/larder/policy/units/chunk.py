@@ -1,4 +1,4 @@
-"""Chunks of consecutive tokens stay or go together.
+"""Chunks of consecutive tokens, kept or evicted together (ChunkKV).
 
 Liu et al., "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM
 Inference" (2025), arXiv:2502.00299, section 3. The paper adds up the weights in a chunk; here
@@ -22,7 +22,7 @@ from larder.policy.units.base import Unit, pool_spans
 
 @dataclass(frozen=True)
 class Chunk(Unit):
-    """The mean score of a chunk. Chunks are cut by true position, from the first token on.
+    """Mean score of a chunk. Chunks are cut by true position, from the first token on.
 
     Args:
         size: positions in a chunk.

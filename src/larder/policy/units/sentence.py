@@ -1,4 +1,4 @@
-"""Sentences stay or go together.
+"""Sentences, kept or evicted together (SentenceKV).
 
 Zhu et al., "SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV Caching" (2025),
 arXiv:2504.00970, cuts a text at punctuation tokens and fetches whole sentences from a slow memory,
@@ -21,7 +21,7 @@ from larder.policy.units.base import Unit, pool_groups
 
 @dataclass(frozen=True)
 class Sentence(Unit):
-    """The mean score of a sentence."""
+    """Mean score of a sentence."""
 
     tallies = frozenset({"sentence"})
     lexicon = frozenset({ENDS})

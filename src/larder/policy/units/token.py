@@ -1,4 +1,4 @@
-"""Every entry stands for itself.
+"""Single entries as units.
 
 No paper: the default. With `layers` neighboring layers keep the same entries, as methods need that
 share what is found in one of them (MPCache, arXiv:2501.06807).

@@ -1,4 +1,4 @@
-"""Windows of tokens stay or go together, judged by their best part.
+"""Windows of tokens, kept or evicted together by their highest scores (WindowKV).
 
 Zuo et al., "WindowKV: Task-Adaptive Group-Wise KV Cache Window Selection for Efficient LLM
 Inference" (2025), arXiv:2503.17922. A window's score depends on the task: where something must be
@@ -23,7 +23,7 @@ EVEN = 1e-9  # 100 * 0.29 is a little less than 29
 
 @dataclass(frozen=True)
 class Window(Unit):
-    """The mean of a window's highest scores. Windows are cut by true position.
+    """Mean of a window's highest scores. Windows are cut by true position.
 
     Args:
         size: positions in a window.

@@ -1,4 +1,4 @@
-"""What every value rule can be asked: scores that also look at what an entry would say."""
+"""Base class of value rules: scores weighted by the values of entries."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from larder.core.types import Packed, PackedMask
 
 @dataclass(frozen=True)
 class Selection:
-    """What scores are for: how many entries may stay, and which do so anyway.
+    """Selection that scores are computed for: its size and protected entries.
 
     Args:
-        quota: entries per kv head that the layer may keep; 0 where nothing is chosen.
-        protected: which entries stay whatever their scores; None for none.
-        weights: mean attention weight of each entry, over the queries that judge and the query
-            heads of its group; None where the rule does not ask for it.
+        quota: capacity of the layer in entries per kv head; 0 without a selection.
+        protected: entries that stay whatever their scores; None for none.
+        weights: mean attention weight of each entry, over the observed queries and the query heads
+            of its group; None where the rule does not need it.
     """
 
     quota: int = 0
@@ -30,29 +30,29 @@ NO_SELECTION = Selection()
 
 
 class ValueRule(ABC):
-    """Weighs scores by the entries' values. A frozen dataclass."""
+    """Weighting of scores by the values of entries. A frozen dataclass."""
 
-    # Whether it asks what scores are for.
+    # Whether it needs a `Selection`.
     selects: ClassVar[bool] = False
-    # Whether it looks at what the output projection makes of values (`Seen.projection`).
+    # Whether it needs the output projection (`Observation.projection`).
     projects: ClassVar[bool] = False
 
     @property
     def wants_weights(self) -> bool:
-        """Whether it asks for `Selection.weights`, which only scorers by attention have."""
+        """True if it needs `Selection.weights`, which only attention scorers provide."""
         return False
 
     @abstractmethod
     def weigh(
         self, scores: Packed, seen: Observation, selection: Selection = NO_SELECTION
     ) -> Packed:
-        """Scores of the same shape; infinities stay."""
+        """Weighted scores of the same shape; infinite scores do not change."""
 
 
 def non_negative_weights(scores: Packed) -> Packed:
-    """Numbers of 0 or more, 0 where a score is infinite.
+    """Scores as weights of at least 0; infinite scores become 0.
 
-    Scores that can be negative are no weights: the layer's lowest is then taken from all of them.
+    Where a score is negative, the lowest of the layer is subtracted from all of them.
     """
     finite = scores.isfinite()
     lowest = min(float(scores[finite].min()), 0.0) if bool(finite.any()) else 0.0
@@ -60,5 +60,5 @@ def non_negative_weights(scores: Packed) -> Packed:
 
 
 def restore_infinities(scores: Packed, weighed: Packed) -> Packed:
-    """What was weighed, with the infinite scores as they were."""
+    """Weighted scores with the infinite ones of `scores` restored."""
     return weighed.where(scores.isfinite(), scores)

@@ -1,4 +1,4 @@
-"""How far a head's output moves if the entry is evicted.
+"""Value rule by the change of a head's output when an entry is evicted (CAOTE).
 
 Goel et al., "CAOTE: KV Cache Selection for LLMs via Attention Output Error-Based Token Eviction"
 (2025), arXiv:2504.14051, section 3: with weights a that sum to 1 and output o, dropping entry i and
@@ -29,7 +29,7 @@ from larder.policy.values.base import (
 
 @dataclass(frozen=True)
 class Caote(ValueRule):
-    """The error of the attention output. Of scores that can be negative the lowest is taken off."""
+    """Error of the attention output; the lowest score is subtracted where scores are negative."""
 
     def weigh(
         self, scores: Packed, seen: Observation, selection: Selection = NO_SELECTION
@@ -46,7 +46,7 @@ class Caote(ValueRule):
 def _output_changes(
     weights: Float[Tensor, " S"], values: Float[Tensor, "S D"]
 ) -> Float[Tensor, " S"]:
-    """How far the mean of the values moves without each of them."""
+    """Distance that the weighted mean of the values moves without each of them."""
     if not len(weights):
         return weights
     shares = _shares(weights)

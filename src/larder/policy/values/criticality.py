@@ -1,4 +1,4 @@
-"""Scores times the size of what an entry would add to the layer's output.
+"""Value rule by the norm of an entry's contribution to the layer output (CriticalKV).
 
 Feng et al., "CriticalKV: Optimizing KV Cache Eviction from an Output Perturbation Perspective"
 (2025), arXiv:2502.03805: a first part of the budget (half) goes to the highest weights, the rest
@@ -42,7 +42,7 @@ ROWS = 1 << 10  # values that are projected at once
 
 
 class Norms(Enum):
-    """In what unit the size of a value counts."""
+    """Normalization of value norms."""
 
     PLAIN = "plain"
     SHARE = "share"
@@ -97,7 +97,7 @@ class Criticality(ValueRule):
         return weighed.masked_fill(self._first(scores, selection, lengths), torch.inf)
 
     def _first(self, scores: Packed, selection: Selection, lengths: list[int]) -> PackedMask:
-        """What stays before values count."""
+        """Mask of the first part, which is chosen by weights alone."""
         stays = scores.isposinf()
         if selection.protected is not None:
             stays = stays | selection.protected
@@ -111,7 +111,7 @@ class Criticality(ValueRule):
         return chosen
 
     def _count(self, own: Packed, order: Tensor, sure: PackedMask, quota: int) -> int:
-        """How many of a head's entries, in order, the first part has beside those that are sure."""
+        """Size of the first part of a head, beside the entries that stay anyway."""
         room = max(0, quota - int(sure.sum()))
         if self.mass is None:
             return max(0, int(self.first * quota) - int(sure.sum()))

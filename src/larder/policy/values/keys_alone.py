@@ -1,4 +1,4 @@
-"""Scores as they are: what an entry would say is not looked at.
+"""Value rule that ignores values.
 
 No paper: the default.
 """
@@ -14,7 +14,7 @@ from larder.policy.values.base import NO_SELECTION, Selection, ValueRule
 
 @dataclass(frozen=True)
 class KeysAlone(ValueRule):
-    """Leaves scores alone."""
+    """Unchanged scores."""
 
     def weigh(
         self, scores: Packed, seen: Observation, selection: Selection = NO_SELECTION

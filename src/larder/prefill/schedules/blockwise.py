@@ -1,8 +1,8 @@
-"""Read block by block and decide after each: memory stays within budget + block.
+"""Blockwise prefill with eviction after each block: memory stays within budget + block.
 
 Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
-Resource-Constrained Environments" (2025), arXiv:2509.17396, section 2.2. Several caches, as those
-of episodes, are built one after the other.
+Resource-Constrained Environments" (2025), arXiv:2509.17396, section 2.2. Several caches, such as
+those of episodes, are built one after the other.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from larder.prefill.reader import PrefillReader, PrefillSequence
 
 @dataclass(frozen=True)
 class Blockwise(Schedule):
-    """A plan after every block.
+    """Prefill with a plan after every block.
 
     Args:
-        tokens: M_block, the most tokens read between two plans; blocks are of nearly the same
-            length. Left out, the smaller of 512 and the budget.
+        tokens: M_block, most tokens read between two plans; blocks have nearly equal
+            lengths. Open, the smaller of 512 and the budget.
     """
 
     tokens: int | None = None

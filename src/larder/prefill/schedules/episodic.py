@@ -1,11 +1,11 @@
-"""Read block by block into several caches at once: one batched pass instead of one per episode.
+"""Blockwise prefill of several caches at once: one batched pass instead of one per episode.
 
 The weights are read once per block for all caches of a group, which neither the EpiCache paper
-(arXiv:2509.17396) nor its released code does. All caches of a group live at the same time: the
+(arXiv:2509.17396) nor its released code does. All caches of a group exist at the same time: the
 bound on entries is that of `blockwise` times their number. Results equal `blockwise`. No paper.
 
 On a CPU one pass for four episodes took 1.07 times as long as four passes and 1.4 times their
-memory (`benchmarks/speed.py episodes`), so there the default reads one after the other.
+memory (`benchmarks/speed.py episodes`), so there the default builds caches one after the other.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from larder.prefill.reader import PrefillReader, PrefillSequence
 
 
 class Together(Enum):
-    """How many caches are read together, where no number is given.
+    """Number of caches in one pass, where it is not given.
 
-    FITTING: as many as fit into an accelerator's free memory; one after the other on a CPU.
+    FITTING: as many as fit an accelerator's free memory; one on a CPU.
     ALL: all of them.
     """
 
@@ -36,14 +36,13 @@ class Together(Enum):
 
 @dataclass(frozen=True)
 class Episodic(Schedule):
-    """A plan after every block, for several caches together.
+    """Prefill of several caches together with a plan after every block.
 
     Args:
-        tokens: M_block, the most tokens read between two plans; blocks are of nearly the same
-            length. Left out, the smaller of 512 and the budget.
-        together: the most caches read in one pass, in groups of nearly the same size; or
-            `max_parallel_caches`, as many as an accelerator's free memory holds and one on a CPU;
-            or `all`.
+        tokens: M_block, the most tokens read between two plans; blocks have nearly equal
+            lengths. Open, the smaller of 512 and the budget.
+        together: most caches of one pass, in groups of nearly equal size; or `fitting`, as many as
+            an accelerator's free memory holds and one on a CPU; or `all`.
     """
 
     tokens: int | None = None
@@ -83,15 +82,15 @@ class Episodic(Schedule):
 Part = Episodic
 
 
-# Of what is free; the rest is for attention's own buffers, which the estimate leaves out.
+# Of free memory; the rest is for attention buffers, which the estimate leaves out.
 USABLE_FRACTION = 0.5
-# What a pass holds of a token beside its keys and values, in widths of a layer's queries: hidden
-# states, float32 queries and outputs, a gated MLP of four times the width. Twice what an 8B needs.
+# Activations of a token beside its keys and values, in widths of a layer's queries: hidden states,
+# float32 queries and outputs, a gated MLP of four times the width. Twice the need of an 8B model.
 ACTIVATION_WIDTHS = 32
 
 
 def free_device_bytes(device: torch.device) -> int | None:
-    """Memory that new tensors may take; None on a CPU and where the device does not tell."""
+    """Free memory for new tensors; None on a CPU and other devices that do not report it."""
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
@@ -101,13 +100,13 @@ def free_device_bytes(device: torch.device) -> int | None:
 def max_parallel_caches(
     reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...], block: int
 ) -> int:
-    """How many of the lanes to read together: at least one.
+    """Number of caches to build together: at least one.
 
-    One on a CPU, where reading several at once is no faster and holds more.
+    One on a CPU, where several at once are not faster and hold more memory.
 
     Args:
-        ids: the tokens to be read.
-        block: of them, the most at a time.
+        ids: tokens to be read.
+        block: most tokens of a block.
     """
     free = free_device_bytes(reader.decoder.spec.device)
     if free is None:
@@ -122,7 +121,7 @@ def max_parallel_caches(
 def cache_bytes(
     reader: PrefillReader, lane: PrefillSequence, ids: tuple[int, ...], block: int
 ) -> int:
-    """The most that a lane's cache takes: budget and block, and one layer laid out anew."""
+    """Most bytes of a sequence's cache: budget and block, and a copy of one layer."""
     spec, longest = reader.decoder.spec, lane.cache.next_position + len(ids)
     layers: list[int] = []
     for layer in spec.layers:
@@ -133,9 +132,9 @@ def cache_bytes(
 
 
 def activation_bytes(reader: PrefillReader, lane: PrefillSequence, block: tuple[int, ...]) -> int:
-    """The most that a lane's tokens take while they pass through the model."""
-    asked = reader.planner.scorer.scratch(block, len(block), lane.book)
-    tokens = max(len(block), *(scratch.tokens for scratch in asked), 0)
+    """Most activation bytes of a sequence's tokens in a forward pass."""
+    prompts = reader.planner.scorer.scratch(block, len(block), lane.prompts)
+    tokens = max(len(block), *(scratch.tokens for scratch in prompts), 0)
     spec = reader.decoder.spec
     width = max(layer.query_heads * layer.head_dim for layer in spec.layers)
     return tokens * width * ACTIVATION_WIDTHS * spec.dtype.itemsize

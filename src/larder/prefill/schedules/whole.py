@@ -1,7 +1,7 @@
-"""Read everything first, then decide: the schedule of SnapKV, KVzip and most published methods.
+"""Prefill of the whole context before one plan: the schedule of SnapKV, KVzip and most methods.
 
-The whole cache stands in memory before anything is dropped, so the budget binds only afterwards;
-the peak is counted and shown. Reading goes by large pieces without any plan in between, which is
+The whole cache is in memory before anything is evicted, so the budget binds only afterwards; the
+peak is measured and reported. Reading goes by large blocks without a plan in between, which is
 exact. No paper of its own.
 """
 
@@ -15,14 +15,14 @@ from larder.core.observation import Need
 from larder.prefill.base import Schedule, Steps
 from larder.prefill.reader import PrefillReader, PrefillSequence
 
-# Bounds activations; without a plan in between, pieces of any size leave the same cache. The last
-# piece is longer where a scorer judges by more tokens than this, and all where a part asks for it.
-PIECE_TOKENS = 1024
+# Bounds activations; without a plan in between, blocks of any size give the same cache. The last
+# block is longer where a scorer observes more tokens, and is the whole text with `Need.TEXT`.
+BLOCK_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class Whole(Schedule):
-    """One plan, when all has been read."""
+    """Prefill with one plan, after all tokens are read."""
 
     tokens: ClassVar[None] = None
 
@@ -40,13 +40,13 @@ class Whole(Schedule):
     ) -> Steps[None]:
         start = lane.cache.next_position
         scorer = reader.planner.scorer
-        voters = max(PIECE_TOKENS, scorer.least().last)  # they stay themselves
-        last = 0 if Need.TEXT in reader.planner.needs else max(0, len(ids) - voters)
+        observed = max(BLOCK_TOKENS, scorer.protected_tokens().last)  # these always stay
+        last = 0 if Need.TEXT in reader.planner.needs else max(0, len(ids) - observed)
         lane.cache.allocate(len(ids))
-        for cut in range(0, last, PIECE_TOKENS):
-            reader.append((lane,), ids[cut : min(cut + PIECE_TOKENS, last)])
+        for cut in range(0, last, BLOCK_TOKENS):
+            reader.append((lane,), ids[cut : min(cut + BLOCK_TOKENS, last)])
             yield None
-        yield from reader.settling((lane,), ids[last:], ids, start)
+        yield from reader.read_and_evict_steps((lane,), ids[last:], ids, start)
 
 
 Part = Whole

@@ -1,4 +1,4 @@
-"""Who keeps what was said beyond the process."""
+"""Contract of session persistence, its null object, and the durability levels."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from larder.server.engine_client import SessionInfo
 from larder.server.request import ChatMessage
 from larder.server.session_state import CompletedTurn, SavedCache, SessionState
 
-ANSWERED_LABEL, PAUSES_LABEL = "answered", "pauses"  # labels: `SessionState` says what of
+ANSWERED_LABEL, PAUSES_LABEL = "answered", "pauses"  # labels of `SessionState` fields in records
 
 
 class Durability(Enum):
-    """What must be in the store before the end of an answer is told, and what if it cannot be.
+    """Condition for reporting the end of an answer, and what happens if it cannot be met.
 
-    `NONE`: nothing. `TURN`: the turn; where the store does not take it, the answer is told all the
-    same, as one that is not durable. `SNAPSHOT`: as `TURN`, and the cache where the store takes it.
-    `STRICT`: the turn; where the store does not take it, the request fails and there is no turn.
+    `NONE`: none. `TURN`: the turn is in the store; if the store does not accept it, the answer is
+    reported as not durable. `SNAPSHOT`: as `TURN`, and the cache is in the store where the store
+    accepts it. `STRICT`: the turn is in the store; if the store does not accept it, the request
+    fails and the turn is rolled back.
     """
 
     NONE = "none"
@@ -31,96 +32,96 @@ class Durability(Enum):
 
 @dataclass(frozen=True)
 class StoredSession:
-    """A session as it was written last.
+    """A session as last written to the store.
 
     Args:
-        data: as `archive.told` has told it.
-        epoch: under which it was written.
-        kept: what is kept of its cache.
-        policy: of that cache.
-        labels: what else was noted.
+        data: transcript, as encoded by `session_file.encode`.
+        epoch: epoch of this state.
+        saved_cache: the cache in the store, if there is one.
+        policy: spelling of the policy of that cache.
+        labels: other labels of the record.
     """
 
     data: bytes
     epoch: int
-    kept: SavedCache | None = None
+    saved_cache: SavedCache | None = None
     policy: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
 class SessionPersistence:
-    """Told of what becomes of turns; this one keeps nothing beyond the process."""
+    """Contract of session persistence, and its null object, which stores nothing."""
 
     def commit(
-        self, sitting: SessionState, said: CompletedTurn
+        self, session: SessionState, turn: CompletedTurn
     ) -> Future[LarderError | None] | None:
-        """Have a session with a new turn be written.
+        """Write a session that has a new turn.
 
         Returns:
-            what is done once that is over: with None where the store has all turns, or with why it
-            does not. It fails as `Refusal` where somebody else has gone on with the session. None
-            where nothing is kept.
+            a future: None if the store has all turns, else the error that prevented it. It fails
+                with `ApiError` if another server has written the session. Without a store: None
+                instead of a future.
         """
 
-    def discard_new(self, sitting: SessionState) -> None:
-        """A session that never had a turn, or is not the newest, need not be in memory."""
+    def discard_new(self, session: SessionState) -> None:
+        """Drop a session from memory that never completed a turn, or is superseded."""
 
-    def recall(self, tenant: str, name: str) -> StoredSession | None:
-        """What is kept of a session; None where there is none. From any thread.
+    def load(self, tenant: str, name: str) -> StoredSession | None:
+        """The stored session; None if there is none. From any thread.
 
         Raises:
-            Unreadable: what is kept of it is damaged.
-            Refusal: it cannot be had now.
+            SessionUnreadableError: the stored transcript is damaged.
+            ApiError: the session cannot be read now.
         """
         del tenant, name
 
-    def names(self, tenant: str, turns: Sequence[ChatMessage]) -> Sequence[str]:
-        """Sessions that began as these messages do. From any thread."""
+    def candidates(self, tenant: str, turns: Sequence[ChatMessage]) -> Sequence[str]:
+        """Names of sessions that begin with these messages. From any thread."""
         del tenant, turns
         return ()
 
     def branches(self, tenant: str, root: str) -> Sequence[str]:
-        """Sessions that are kept and began as this one does; some may be gone. From any thread.
+        """Names of stored sessions of this root; some may have been removed. From any thread.
 
         Raises:
-            Refusal: it cannot be told.
+            ApiError: the store cannot list them now.
         """
         del tenant, root
         return ()
 
     def list_sessions(self, tenant: str) -> Sequence[SessionInfo]:
-        """All that are kept, the one that was used last first. From any thread."""
+        """All stored sessions, most recently used first. From any thread."""
         del tenant
         return ()
 
-    def merge(self, tenant: str, name: str) -> None:
-        """Earlier states of a session are not needed any more. From any thread."""
+    def compact_history(self, tenant: str, name: str) -> None:
+        """Allow earlier states of a session to be deleted. From any thread."""
         del tenant, name
 
-    def pin(self, sitting: SessionState) -> Future[None] | None:
-        """Whether a session is pinned has changed; what is done once that is written."""
+    def pin(self, session: SessionState) -> Future[None] | None:
+        """Write the pinned flag of a session; the future of the write."""
 
-    def remove(self, sitting: SessionState) -> Future[None] | None:
-        """Whoever it belongs to wants it gone; what is done once it is."""
+    def remove(self, session: SessionState) -> Future[None] | None:
+        """Delete a session; the future of its deletion in the store."""
 
     def discard(self, tenant: str, name: str) -> Future[None] | None:
-        """As `remove`, of a session that is kept and cannot be had. From any thread."""
+        """Delete a stored session that cannot be read. From any thread."""
         del tenant, name
 
-    def is_behind(self, sitting: SessionState) -> bool:
-        """Whether somebody else has gone on with it, so that it must be had anew."""
-        del sitting
+    def is_outdated(self, session: SessionState) -> bool:
+        """True if another server has written the session since, so that it must be reloaded."""
+        del session
         return False
 
-    def claim(self, sitting: SessionState) -> None:
-        """From now on until `rest` nobody else may answer in it.
+    def acquire(self, session: SessionState) -> None:
+        """Lock the session against other servers until `release`.
 
         Raises:
-            Refusal: somebody else does.
+            ApiError: 409 `session_held`.
         """
 
-    def rest(self, sitting: SessionState) -> None:
-        """Its answer is complete, or given up; also of one that was never claimed."""
+    def release(self, session: SessionState) -> None:
+        """Unlock the session, if it was locked: its answer is complete or has failed."""
 
     def close(self) -> None:
-        """Finish what is on its way."""
+        """Finish pending work."""

@@ -1,8 +1,8 @@
-"""States of sessions that are written one behind the other, also behind one that nobody heard of.
+"""Epoch fence: writes of a session in sequence, also after a write whose outcome is unknown.
 
-A write that is given up as too late may come about after all. So each bears a mark: what is found
-where another state was expected is gone on from if it is the very one that was tried here. Whatever
-else was written meanwhile supersedes, also where it says the same or has been gone back to.
+A write that timed out may still take effect. So each write carries a random mark: if an unexpected
+state is found and it has the mark of this server's own attempt, writing continues from it. Any
+other state was written by another server and supersedes this one, even if its content is equal.
 """
 
 from __future__ import annotations
@@ -16,106 +16,106 @@ from larder.store.sessions.records import ROOT_LABEL, Record
 from larder.store.sessions.turn_store import SessionTurn
 from larder.store.store import Store
 
-WRITE_MARK_LABEL = "mark"  # the label by which a write is known
+WRITE_MARK_LABEL = "mark"  # label that identifies an attempted write
 MARK_BYTES = 8
-MAX_REMOVALS = 4  # times that a session is removed behind which something was written meanwhile
+MAX_REMOVALS = 4  # attempts, if other writes interfere
 
 
 class EpochFence:
-    """Knows where sessions stand in a store, for the thread that writes them.
+    """Expected epoch of each session in a store. For the thread that writes them.
 
-    `Sitting.written` is the epoch that the next state follows, `Sitting.tried` the mark of those
-    that were tried behind it and may be there.
+    `SessionState.durable_epoch` is the epoch that the next state follows; `SessionState.write_mark`
+    marks writes behind it whose outcome is unknown.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def write(
-        self, sitting: SessionState, write: Callable[[int, Mapping[str, str]], Record]
+        self, session: SessionState, write: Callable[[int, Mapping[str, str]], Record]
     ) -> Record:
-        """Have a state be the session's newest.
+        """Write a session's next state.
 
         Args:
-            write: is given the epoch that the state follows, and labels for it.
+            write: writes the state; called with the epoch that it follows and labels to add.
 
         Raises:
-            Superseded: somebody else has written the session meanwhile.
-            BudgetError, StoreError: it is not kept, or it is and nobody has heard of it.
+            Superseded: another server has written the session since.
+            BudgetError, StoreError: the state is not stored, or the outcome is unknown.
         """
         try:
-            return self._tried(sitting, write)
+            return self._attempt(session, write)
         except Superseded:
-            if not self.catches_up(sitting):
+            if not self.adopts_own_write(session):
                 raise
-        return self._tried(sitting, write)
+        return self._attempt(session, write)
 
-    def catches_up(self, sitting: SessionState) -> bool:
-        """Whether the newest state is one that was given up here: from now on that is known.
+    def adopts_own_write(self, session: SessionState) -> bool:
+        """True if the newest stored state is an own write whose outcome was unknown; it is adopted.
 
         Raises:
-            StoreError: it cannot be told.
+            StoreError: the store cannot be read.
         """
-        newest = self._own(sitting)
+        newest = self._own_attempt(session)
         if newest is None:
             return False
-        sitting.written, sitting.write_mark = newest.epoch, ""
+        session.durable_epoch, session.write_mark = newest.epoch, ""
         return True
 
-    def is_behind(self, sitting: SessionState) -> bool:
-        """Whether somebody else has written the session meanwhile.
+    def is_outdated(self, session: SessionState) -> bool:
+        """True if another server has written the session since.
 
         Raises:
-            StoreError: it cannot be told.
+            StoreError: the store cannot be read.
         """
-        moved = self._store.sessions.has_moved(sitting.tenant, sitting.name, sitting.written)
-        return moved and self._own(sitting) is None
+        moved = self._store.sessions.has_moved(session.tenant, session.name, session.durable_epoch)
+        return moved and self._own_attempt(session) is None
 
-    def remove(self, sitting: SessionState) -> None:
-        """Have the store forget a session, also where it is to come about yet.
+    def remove(self, session: SessionState) -> None:
+        """Delete a session from the store, also if an own write of it may still take effect.
 
         Raises:
-            BudgetError, StoreError: the store may have it.
+            BudgetError, StoreError: the store may still have it.
         """
-        sessions, own = self._store.sessions, (sitting.tenant, sitting.name)
+        sessions = self._store.sessions
         for _ in range(MAX_REMOVALS - 1):
             try:
-                sessions.remove(*own)
+                sessions.remove(session.tenant, session.name)
                 return
             except Superseded:
                 continue
-            except InputError:  # there is none
-                if not sitting.write_mark or not self._forestalls(sitting):
+            except InputError:  # not in the store
+                if not session.write_mark or not self._occupies_first_epoch(session):
                     return
-        sessions.remove(*own)
+        sessions.remove(session.tenant, session.name)
 
-    def _tried(
-        self, sitting: SessionState, write: Callable[[int, Mapping[str, str]], Record]
+    def _attempt(
+        self, session: SessionState, write: Callable[[int, Mapping[str, str]], Record]
     ) -> Record:
-        sitting.write_mark = sitting.write_mark or secrets.token_hex(MARK_BYTES)
-        record = write(sitting.written, {WRITE_MARK_LABEL: sitting.write_mark})
-        sitting.written, sitting.write_mark = record.epoch, ""
+        session.write_mark = session.write_mark or secrets.token_hex(MARK_BYTES)
+        record = write(session.durable_epoch, {WRITE_MARK_LABEL: session.write_mark})
+        session.durable_epoch, session.write_mark = record.epoch, ""
         return record
 
-    def _own(self, sitting: SessionState) -> Record | None:
-        """The newest state, where it is one that was tried here behind what is known."""
-        if not sitting.write_mark:
+    def _own_attempt(self, session: SessionState) -> Record | None:
+        """The newest stored state, if it is an own write with unknown outcome."""
+        if not session.write_mark:
             return None
-        newest = self._store.turns.head(sitting.tenant, sitting.name)
-        if newest is None or newest.labels.get(WRITE_MARK_LABEL) != sitting.write_mark:
+        newest = self._store.turns.head(session.tenant, session.name)
+        if newest is None or newest.labels.get(WRITE_MARK_LABEL) != session.write_mark:
             return None
-        # Labels go on to states that others make of it. Where a session begins is not known before.
-        return newest if sitting.written in (0, newest.previous) else None
+        # Other servers copy labels to their states, so the previous epoch is compared, too; that
+        # of a first state is unknown.
+        return newest if session.durable_epoch in (0, newest.previous) else None
 
-    def _forestalls(self, sitting: SessionState) -> bool:
-        """Whether the place of a first state that may come about yet is taken; if need be by it.
-
-        What takes it says nothing, and is to be removed."""
-        nothing = SessionTurn((), b"", {ROOT_LABEL: sitting.root})
+    def _occupies_first_epoch(self, session: SessionState) -> bool:
+        """True if the first epoch is occupied, so that a delayed first write cannot take effect; an
+        empty placeholder is written if necessary, to be removed by the caller."""
+        nothing = SessionTurn((), b"", {ROOT_LABEL: session.root})
         try:
-            self._store.turns.append(sitting.tenant, sitting.name, nothing, 0)
+            self._store.turns.append(session.tenant, session.name, nothing, 0)
         except Superseded:
             return True
-        except (BudgetError, StoreFull):  # so it does not come about either
+        except (BudgetError, StoreFull):  # a delayed write would fail, too
             return False
         return True

@@ -1,7 +1,7 @@
-"""Sessions in a store that several servers share: who answers has a claim, and looks first.
+"""Session leases: sessions in a store that several servers share.
 
-That two servers never both write a session is seen to by its epochs. Claims see to it that they do
-not both work on it, and that one which was given up for dead writes nothing when it wakes up.
+Epochs prevent two servers from both writing a session. Leases prevent both from working on it, and
+a server that was declared dead from writing when it wakes up.
 """
 
 from __future__ import annotations
@@ -26,122 +26,125 @@ LOG = logging.getLogger(__name__)
 
 
 class LeasedSessionPersistence(SessionPersistence):
-    """Keeps sessions as another keeper does, whose store others write too. For the model's thread.
+    """Persistence that leases a session while it answers, around another one. For the model's
+    thread.
 
-    A store that fails does not stop answers: then epochs alone decide who has written.
+    If the store fails, answers continue, and epochs alone decide which server's write counts.
 
     Args:
-        keeper: writes and reads them.
-        claims: of this server.
+        persistence: writes and reads the sessions.
+        leases: those of this server.
 
-    `failed` counts what could not be asked of the store, by kind of error.
+    `failed` counts failed store operations by type of error.
     """
 
-    def __init__(self, keeper: SessionPersistence, store: Store, claims: SessionLeases) -> None:
-        self._keeper, self._claims, self._fencing = keeper, claims, EpochFence(store)
-        self._held: dict[int, SessionLease] = {}
+    def __init__(
+        self, persistence: SessionPersistence, store: Store, leases: SessionLeases
+    ) -> None:
+        self._persistence, self._leases, self._fence = persistence, leases, EpochFence(store)
+        self._active: dict[int, SessionLease] = {}
         self.failed: Counter[str] = Counter()
 
     def commit(
-        self, sitting: SessionState, said: CompletedTurn
+        self, session: SessionState, turn: CompletedTurn
     ) -> Future[LarderError | None] | None:
-        """Write the session.
+        """Write the session, as `SessionPersistence.commit`.
 
         Raises:
-            Refusal: somebody else goes on with it, or has gone on with it.
+            ApiError: 409 `session_superseded`, the lease is lost.
         """
-        claim = self._held.get(sitting.key)
+        lease = self._active.get(session.key)
         try:
-            if claim is not None and not self._claims.holds(claim):
-                sitting.is_superseded = True
-                raise session_superseded(sitting.name)
+            if lease is not None and not self._leases.holds(lease):
+                session.is_superseded = True
+                raise session_superseded(session.name)
         except StoreError as error:
             self._note(error)
-        return self._keeper.commit(sitting, said)
+        return self._persistence.commit(session, turn)
 
-    def discard_new(self, sitting: SessionState) -> None:
-        self._keeper.discard_new(sitting)
+    def discard_new(self, session: SessionState) -> None:
+        self._persistence.discard_new(session)
 
-    def recall(self, tenant: str, name: str) -> StoredSession | None:
-        return self._keeper.recall(tenant, name)
+    def load(self, tenant: str, name: str) -> StoredSession | None:
+        return self._persistence.load(tenant, name)
 
-    def names(self, tenant: str, turns: Sequence[ChatMessage]) -> Sequence[str]:
-        return self._keeper.names(tenant, turns)
+    def candidates(self, tenant: str, turns: Sequence[ChatMessage]) -> Sequence[str]:
+        return self._persistence.candidates(tenant, turns)
 
     def branches(self, tenant: str, root: str) -> Sequence[str]:
-        return self._keeper.branches(tenant, root)
+        return self._persistence.branches(tenant, root)
 
     def list_sessions(self, tenant: str) -> Sequence[SessionInfo]:
-        return self._keeper.list_sessions(tenant)
+        return self._persistence.list_sessions(tenant)
 
-    def merge(self, tenant: str, name: str) -> None:
-        self._keeper.merge(tenant, name)
+    def compact_history(self, tenant: str, name: str) -> None:
+        self._persistence.compact_history(tenant, name)
 
     def close(self) -> None:
-        self._keeper.close()
+        self._persistence.close()
 
-    def pin(self, sitting: SessionState) -> Future[None] | None:
-        return self._keeper.pin(sitting)
+    def pin(self, session: SessionState) -> Future[None] | None:
+        return self._persistence.pin(session)
 
-    def remove(self, sitting: SessionState) -> Future[None] | None:
-        return self._keeper.remove(sitting)
+    def remove(self, session: SessionState) -> Future[None] | None:
+        return self._persistence.remove(session)
 
     def discard(self, tenant: str, name: str) -> Future[None] | None:
-        return self._keeper.discard(tenant, name)
+        return self._persistence.discard(tenant, name)
 
-    def is_behind(self, sitting: SessionState) -> bool:
-        if sitting.pending_writes:  # what is on its way is this server's
+    def is_outdated(self, session: SessionState) -> bool:
+        if session.pending_writes:  # the newest state is this server's own, being written
             return False
         try:
-            return self._fencing.is_behind(sitting)
+            return self._fence.is_outdated(session)
         except StoreError as error:
             self._note(error)
             return False
 
-    def claim(self, sitting: SessionState) -> None:
+    def acquire(self, session: SessionState) -> None:
         try:
-            self._held[sitting.key] = self._claims.take(sitting.tenant, sitting.name)
+            self._active[session.key] = self._leases.take(session.tenant, session.name)
         except LeaseConflict as error:
-            raise session_held(sitting.name, error.seconds) from error
+            raise session_held(session.name, error.seconds) from error
         except StoreError as error:
             self._note(error)
 
-    def rest(self, sitting: SessionState) -> None:
-        claim = self._held.pop(sitting.key, None)
+    def release(self, session: SessionState) -> None:
+        lease = self._active.pop(session.key, None)
         try:
-            if claim is not None:
-                self._claims.release(claim)
+            if lease is not None:
+                self._leases.release(lease)
         except StoreError as error:
             self._note(error)
-        self._keeper.rest(sitting)
+        self._persistence.release(session)
 
     def _note(self, error: StoreError) -> None:
         self.failed[type(error).__name__] += 1
-        LOG.warning("The store that servers share: %s", error)
+        LOG.warning("Shared session store: %s", error)
 
 
 class LeaseHeartbeat:
-    """Says every other second that a server is alive, until it is closed."""
+    """Thread that renews a server's leases until it is closed."""
 
-    def __init__(self, claims: SessionLeases, seconds: float = HEARTBEAT_SECONDS) -> None:
-        self._claims, self._seconds = claims, seconds
+    def __init__(self, leases: SessionLeases, seconds: float = HEARTBEAT_SECONDS) -> None:
+        self._leases, self._seconds = leases, seconds
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="larder alive", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Say that it has ended; what it held is free at once."""
+        """Stop the heartbeat and release all leases at once."""
         self._is_closing.set()
         self._thread.join()
-        self._try(self._claims.close)
+        self._try(self._leases.close)
 
     def _run(self) -> None:
-        self._try(self._claims.sweep)
+        self._try(self._leases.sweep)
         while not self._is_closing.wait(self._seconds):
-            self._try(self._claims.heartbeat)
+            self._try(self._leases.heartbeat)
 
-    def _try(self, say: Callable[[], object]) -> None:
+    def _try(self, action: Callable[[], object]) -> None:
         try:
-            say()
+            action()
         except StoreError as error:
-            LOG.warning("The store that servers share: %s", error)
+            LOG.warning("Shared session store: %s", error)

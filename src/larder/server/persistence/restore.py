@@ -1,4 +1,4 @@
-"""Sessions that are not in memory, brought there from where they are kept."""
+"""Loading of stored sessions into memory, and locks that keep them there."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ Lookup = Callable[[str, str], StoredSession | None]
 
 
 class SessionRestorer:
-    """For the model's thread.
+    """Creates sessions in memory from their stored state. For the model's thread.
 
-    `passed_over` counts sessions that may have been meant and could not be had, by the code of why;
-    `begun_again` those whose saved text is damaged, and that go on from the text of a request.
+    `passed_over` counts sessions that might match a request but could not be loaded, by error code;
+    `restarted` those with a damaged transcript, restarted from the text of a request.
 
     Args:
-        lookup: finds what is kept of a tenant's session.
-        rules: that sessions may be held under; the first is the usual one.
-        weigh: takes a session in, or refuses it.
+        lookup: finds the stored state of a tenant's session.
+        rules: policies that sessions may have; the first is the default.
+        weigh: charges a new session, or raises.
     """
 
     def __init__(
@@ -50,59 +50,57 @@ class SessionRestorer:
         sessions: SessionIndex,
         lookup: Lookup,
         rules: Sequence[ServingPolicy],
-        weigh: Callable[[SessionState], SessionState],
+        charge: Callable[[SessionState], SessionState],
     ) -> None:
         self._decoder, self._sessions, self._lookup = decoder, sessions, lookup
-        self._rules, self._weigh = rules, weigh
-        self.passed_over, self.begun_again = ReasonCounter(), ReasonCounter()
+        self._rules, self._weigh = rules, charge
+        self.passed_over, self.restarted = ReasonCounter(), ReasonCounter()
 
-    def recall(self, tenant: str, *names: str | None) -> None:
-        """Have sessions be in memory that are kept elsewhere."""
+    def restore(self, tenant: str, *names: str | None) -> None:
+        """Load sessions that are stored but not in memory."""
         for name in names:
             if name is None or self._sessions.has(tenant, name):
                 continue
-            found = self._lookup(tenant, name)
-            if found is not None:
-                self.take(tenant, name, found, self.read(found.data, "session"))
+            stored = self._lookup(tenant, name)
+            if stored is not None:
+                self.install(tenant, name, stored, self.decode(stored.data, "session"))
 
     @contextmanager
     def tolerate_failures(self, name: str) -> Iterator[None]:
-        """While a session is had that nobody has named: one that cannot be had is passed over.
-
-        From any thread.
-        """
+        """Context in which a session that no request has named may fail to load: the failure is
+        counted and logged. From any thread."""
         try:
             yield
         except ApiError as error:
             self.passed_over.note(error.code)
-            LOG.info("Session %r may be meant, and is passed over: %s", name, error)
+            LOG.info("Candidate session %r cannot be loaded and is skipped: %s", name, error)
 
     def restart_from_request(self, error: SessionUnreadableError, request: Request) -> None:
-        """Have a session whose saved text is damaged go on from what a request says. From any
-        thread.
+        """Allow a session with a damaged transcript to restart from the messages of a request. From
+        any thread.
 
         Raises:
-            Unreadable: that is not all of it.
+            SessionUnreadableError: the request does not carry the whole conversation.
         """
         if request.follows is not None:
             raise error
-        self.begun_again.note("damaged")
-        LOG.warning("Session %r goes on from the text of a request: %s", request.session, error)
+        self.restarted.note("damaged")
+        LOG.warning("Session %r restarts from the text of a request: %s", request.session, error)
 
-    def read(
+    def decode(
         self,
         data: bytes,
         param: str | None = None,
         limit: SessionFileLimit = session_file.STORE_LIMIT,
     ) -> TranscriptSnapshot:
-        """What `archive.told` has told. From any thread: it takes as long as the session is.
+        """Decode a transcript. From any thread; takes time linear in the length of the session.
 
         Args:
-            param: the field of the request that is to blame.
-            limit: of what it holds.
+            param: field of the request that an error names.
+            limit: size limits.
 
         Raises:
-            Refusal: it is damaged, or another model's.
+            ApiError: 400 `invalid_request`, the data are damaged or of another model.
         """
         try:
             decoder = self._decoder
@@ -110,203 +108,212 @@ class SessionRestorer:
         except InputError as error:
             raise invalid_request(str(error), param) from error
 
-    def imported(self, tenant: str, name: str, told: TranscriptSnapshot) -> SessionState:
-        """A session that was read.
+    def create(self, tenant: str, name: str, transcript: TranscriptSnapshot) -> SessionState:
+        """Create a session from a transcript.
 
         Raises:
-            Refusal: there is one of that name.
+            ApiError: 409 `session_exists`.
         """
-        sitting = self._sessions.open(tenant, name, self._rules[0])
-        sitting.opening, sitting.said, sitting.epoch = told.opening, told.said, len(told.said)
-        if told.said:
-            self._sessions.remember(sitting)
-        return sitting
+        session = self._sessions.open(tenant, name, self._rules[0])
+        session.opening_messages = transcript.opening_messages
+        session.turns = transcript.turns
+        session.epoch = len(transcript.turns)
+        if transcript.turns:
+            self._sessions.index_session(session)
+        return session
 
-    def take(
-        self, tenant: str, name: str, found: StoredSession, told: TranscriptSnapshot
+    def install(
+        self, tenant: str, name: str, stored: StoredSession, transcript: TranscriptSnapshot
     ) -> SessionState:
-        """A session that was found and read, in memory from now on.
+        """Create a session from its stored state, unless it is in memory already.
 
         Raises:
-            Refusal: there is no room.
+            ApiError: 400 `kv_budget_exceeded`, there is no room.
         """
         if self._sessions.has(tenant, name):
             return self._sessions.find(tenant, name)
-        sitting = self.imported(tenant, name, told)
-        sitting.written, sitting.durable_turns = found.epoch, len(sitting.said)
-        sitting.epoch = int(found.labels.get("epoch", len(sitting.said)))
-        sitting.made = float(found.labels.get("made", sitting.made))
-        sitting.answered = float(found.labels.get(ANSWERED_LABEL, 0.0))
-        sitting.pauses.extend(map(float, found.labels.get(PAUSES_LABEL, "").split()))
-        sitting.is_pinned = found.labels.get(PINNED_LABEL) == YES
+        session = self.create(tenant, name, transcript)
+        session.durable_epoch, session.durable_turns = stored.epoch, len(session.turns)
+        session.epoch = int(stored.labels.get("epoch", len(session.turns)))
+        session.made = float(stored.labels.get("made", session.made))
+        session.answered = float(stored.labels.get(ANSWERED_LABEL, 0.0))
+        session.think_times.extend(map(float, stored.labels.get(PAUSES_LABEL, "").split()))
+        session.is_pinned = stored.labels.get(PINNED_LABEL) == YES
         for rule in self._rules:
-            if found.kept is not None and str(rule.policy) == found.policy:
-                sitting.rule, sitting.kept = rule, found.kept
-                sitting.is_lossless = found.kept.is_lossless
+            if stored.saved_cache is not None and str(rule.policy) == stored.policy:
+                session.rule, session.saved_cache = rule, stored.saved_cache
+                session.is_lossless = stored.saved_cache.is_lossless
                 break
-        return self._weigh(sitting)
+        return self._weigh(session)
 
 
 Result = TypeVar("Result")
-MAX_FAMILY = 8  # of a family, that are brought to memory whatever was said in them
+MAX_FAMILY = 8  # sessions of a family that are loaded without comparing messages
 
 
 class CandidateLoader:
-    """Safe from the threads that `call` and `recall` are safe from.
+    """Loads the sessions that a request may continue. As thread-safe as `call` and `recall`.
 
     Args:
-        keeper: knows which sessions are kept.
-        awaited: what is to stay in memory.
-        call: has a function be called where sessions are at home.
-        recall: has a tenant's session be in memory, if it is kept.
-        recalling: says what becomes of sessions that cannot be had.
+        persistence: knows the stored sessions.
+        residency_locks: keep sessions in memory.
+        call: runs a function on the thread that owns the sessions.
+        recall: loads a tenant's session into memory, if it is stored.
+        restorer: handles sessions that cannot be loaded.
     """
 
     def __init__(
         self,
         sessions: SessionIndex,
-        keeper: SessionPersistence,
-        awaited: ResidencyLocks,
+        persistence: SessionPersistence,
+        residency_locks: ResidencyLocks,
         call: Callable[[Callable[[], Any]], Any],
         recall: Callable[[str, str], object],
-        recalling: SessionRestorer,
+        restorer: SessionRestorer,
     ) -> None:
-        self._sessions, self._keeper, self._awaited = sessions, keeper, awaited
-        self._call, self._recall, self._recalling = call, recall, recalling
+        self._sessions = sessions
+        self._persistence = persistence
+        self._residency_locks = residency_locks
+        self._call, self._recall, self._restorer = call, recall, restorer
 
     @contextmanager
-    def these(self, tenant: str, *names: str | None) -> Iterator[None]:
-        """While sessions are in memory, where they are kept at all, and do not leave it.
+    def resident(self, tenant: str, *names: str | None) -> Iterator[None]:
+        """Context in which sessions are in memory, if they exist, and stay there.
 
         Raises:
-            Refusal: one is kept, and cannot be had.
+            ApiError: a stored session cannot be loaded.
         """
-        with self._awaited.these(tenant, *names):
-            for name in self._lacking(tenant, names):
+        with self._residency_locks.hold(tenant, *names):
+            for name in self._missing(tenant, names):
                 self._recall(tenant, name)
             yield
 
     def resolve_resident(
         self, request: Request, rule: ServingPolicy, take: Callable[[], Result]
     ) -> Result:
-        """What `take` returns, which is called once all sessions are there that a request may mean.
+        """Load all sessions that a request may continue, then return the result of `take`.
 
-        Where the request makes a branch it gets a name that none has, be it in memory or not.
+        If the request creates a branch, its name is unused both in memory and in the store.
 
         Args:
-            take: takes the request where sessions are at home.
+            take: resolves the request on the thread that owns the sessions.
 
         Raises:
-            Refusal: a session that the request names is kept, and cannot be had.
+            ApiError: a stored session that the request names cannot be loaded.
         """
         tenant, sessions = request.tenant, self._sessions
         named = [name for name in (request.session, request.follows) if name is not None]
-        with self._awaited.these(tenant, *named):
-            made = list[Result]()  # nobody waits for the model's thread twice where all is there
-            lacking = self._call(lambda: self._begun(request, rule, named, take, made))
-            lost = [name for name in lacking if not self._is_had(request, name)]
-            if made:
-                return made[0]
-            names = [name for name in self._names(request) if name not in lost]
-            with self._awaited.these(tenant, *names):
-                self.guess(tenant, names)
-                root = self._call(lambda: self._root_or(request, rule, take, made))
+        with self._residency_locks.hold(tenant, *named):
+            results = list[Result]()  # one call of the model's thread suffices if all are in memory
+            missing = self._call(
+                lambda: self._resolve_if_resident(request, rule, named, take, results)
+            )
+            failed = [name for name in missing if not self._load_named(request, name)]
+            if results:
+                return results[0]
+            names = [name for name in self._names(request) if name not in failed]
+            with self._residency_locks.hold(tenant, *names):
+                self.restore_candidates(tenant, names)
+                root = self._call(lambda: self._branch_root(request, rule, take, results))
                 if root is None:
-                    return made[0]
-                with self._awaited.these(tenant, root):
+                    return results[0]
+                with self._residency_locks.hold(tenant, root):
                     family = self.family(tenant, root)
 
                     def branched() -> Result:
-                        sessions.avoid(tenant, root, family)
+                        sessions.reserve_names(tenant, root, family)
                         return take()
 
                     return self._call(branched)
 
-    def _is_had(self, request: Request, name: str) -> bool:
-        """Have a session be in memory that a request names; False where it is to be begun again.
+    def _load_named(self, request: Request, name: str) -> bool:
+        """Load a session that a request names; False if it restarts from the request.
 
         Raises:
-            Refusal: it is kept, and cannot be had.
+            ApiError: the stored session cannot be loaded.
         """
         try:
             self._recall(request.tenant, name)
         except SessionUnreadableError as error:
-            self._recalling.restart_from_request(error, request)
+            self._restorer.restart_from_request(error, request)
             return False
         return True
 
-    def guess(self, tenant: str, names: Iterable[str]) -> list[str]:
-        """Have sessions be in memory that nobody has named; those that cannot be had."""
-        lost = self._lacking(tenant, names)
-        for name in tuple(lost):
-            with self._recalling.tolerate_failures(name):
+    def restore_candidates(self, tenant: str, names: Iterable[str]) -> list[str]:
+        """Load sessions that the request did not name; the names of those that failed."""
+        failed = self._missing(tenant, names)
+        for name in tuple(failed):
+            with self._restorer.tolerate_failures(name):
                 self._recall(tenant, name)
-                lost.remove(name)
-        return lost
+                failed.remove(name)
+        return failed
 
     def family(self, tenant: str, name: str) -> Sequence[str]:
-        """What a session began as, and all that are kept and began as that, if it can be told."""
+        """The root of a session, and all stored branches of it, as far as the
+        store can list them."""
         root = root_name(name)
-        found = [root]
-        with self._recalling.tolerate_failures(root):
-            found += self._keeper.branches(tenant, root)
-        return found
+        stored = [root]
+        with self._restorer.tolerate_failures(root):
+            stored += self._persistence.branches(tenant, root)
+        return stored
 
-    def _lacking(self, tenant: str, names: Iterable[str | None]) -> list[str]:
-        """Those that are not in memory."""
-        told, has = [each for each in dict.fromkeys(names) if each is not None], self._sessions.has
-        return self._call(lambda: [e for e in told if not has(tenant, e)]) if told else []
+    def _missing(self, tenant: str, names: Iterable[str | None]) -> list[str]:
+        """Names of sessions that are not in memory."""
+        unique = [name for name in dict.fromkeys(names) if name is not None]
+        has = self._sessions.has
+        return self._call(lambda: [e for e in unique if not has(tenant, e)]) if unique else []
 
-    def _begun(
+    def _resolve_if_resident(
         self,
         request: Request,
         rule: ServingPolicy,
         named: Sequence[str],
         take: Callable[[], Any],
-        made: list[Any],
+        results: list[Any],
     ) -> list[str]:
-        """Take a request that goes on with a session that is there, or begins one; else those that
-        it names and that are not there. Where sessions are at home."""
+        """Resolve a request whose session is in memory or new; else return the named sessions that
+        are missing. On the thread that owns the sessions."""
         sessions = self._sessions
-        lacking = [name for name in named if not sessions.has(request.tenant, name)]
+        missing = [name for name in named if not sessions.has(request.tenant, name)]
         is_looked_for = request.is_nameless or request.session is not None
-        if lacking or (is_looked_for and not sessions.settles(request)):
-            return lacking
-        self._root_or(request, rule, take, made)
+        if missing or (is_looked_for and not sessions.has_exact_match(request)):
+            return missing
+        self._branch_root(request, rule, take, results)
         return []
 
-    def _root_or(
-        self, request: Request, rule: ServingPolicy, take: Callable[[], Any], made: list[Any]
+    def _branch_root(
+        self, request: Request, rule: ServingPolicy, take: Callable[[], Any], results: list[Any]
     ) -> str | None:
-        """The root of what a request makes a branch of; else it is taken. Where sessions are at
-        home."""
-        root = self._sessions.branching(request, rule)
+        """The root of the session that a request branches from; without a branch the request is
+        resolved. On the thread that owns the sessions."""
+        root = self._sessions.branch_root(request, rule)
         if root is None:
-            made.append(take())
+            results.append(take())
         return root
 
     def _names(self, request: Request) -> Sequence[str]:
-        """Sessions that a request may mean."""
+        """Names of sessions that a request may continue."""
         if request.is_nameless:
-            return self._keeper.names(request.tenant, request.turns)
+            return self._persistence.candidates(request.tenant, request.turns)
         if request.session is None:
             return ()
         family = self.family(request.tenant, request.session)
         if len(family) <= MAX_FAMILY:
             return family
-        return (family[0], *self._keeper.names(request.tenant, request.turns))
+        return (family[0], *self._persistence.candidates(request.tenant, request.turns))
 
 
 class ResidencyLocks:
-    """Safe from threads."""
+    """Counted locks that keep families of sessions in memory. Thread-safe."""
 
     def __init__(self) -> None:
         self._families: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
 
     @contextmanager
-    def these(self, tenant: str, *names: str | None) -> Iterator[None]:
-        """While a tenant's sessions are awaited, with all that began as they did."""
+    def hold(self, tenant: str, *names: str | None) -> Iterator[None]:
+        """Context in which a tenant's sessions, and all branches of the same
+        roots, stay in memory."""
         families = [(tenant, root_name(name)) for name in names if name is not None]
         with self._lock:
             self._families.update(families)
@@ -317,7 +324,7 @@ class ResidencyLocks:
                 self._families.subtract(families)
                 self._families = +self._families
 
-    def has(self, sitting: SessionState) -> bool:
-        """Whether somebody is about to use a session, or one of its family."""
+    def is_held(self, session: SessionState) -> bool:
+        """True if a session's family is locked."""
         with self._lock:
-            return self._families[sitting.tenant, sitting.root] > 0
+            return self._families[session.tenant, session.root] > 0

@@ -1,8 +1,8 @@
-"""A session as bytes: what was said, token for token, without its cache.
+"""Session file: the transcript of a session with its token ids, without its cache.
 
     {"format": "larder session", "version": 1, "fingerprint": ..., "root": ..., "said": [...]}
 
-as JSON, compressed by zstd. Who reads it computes the cache again.
+JSON, compressed by zstd. The cache is recomputed after an import.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ from larder.server.session_state import (
 )
 
 FORMAT, VERSION = "larder session", 1
-IMPORT_BYTES = 2**23  # of one that somebody sends: 700,000 tokens with their text
-TOKEN_CHARACTERS = 64  # more than tokens have on average, in any text that says something
-ROLES = ("", "system", "user", "assistant")  # the first of a text that is no conversation
+IMPORT_BYTES = 2**23  # of an imported session: 700,000 tokens with their text
+TOKEN_CHARACTERS = 64  # above the average length of a token in any real text
+ROLES = ("", "system", "user", "assistant")  # the first is that of a raw prompt
 
 
 @dataclass(frozen=True)
 class SessionFileLimit:
-    """How large a session may be that is read.
+    """Size limits of a session file.
 
     Args:
         bytes: of the JSON.
-        tokens: that were said; of each token so many characters of text.
+        tokens: of the transcript; its characters are limited to `TOKEN_CHARACTERS` per token.
     """
 
     bytes: int
     tokens: int
 
 
-STORE_LIMIT = SessionFileLimit(2**26, 2**26)  # of a session that this server has written
+STORE_LIMIT = SessionFileLimit(2**26, 2**26)  # of sessions written by this server
 
 
 class SessionFileHeader(msgspec.Struct):
-    """What kind of file it is; a file of another kind may have none of it."""
+    """Format, version and model of a file; all optional, since a file of another kind may lack
+    them."""
 
     format: str = ""
     version: int | str | float | bool | None = None
@@ -57,14 +58,14 @@ class SessionFileHeader(msgspec.Struct):
 
 
 class MessageRecord(msgspec.Struct, gc=False):
-    """A message."""
+    """A message in the file."""
 
     role: str
     text: str
 
 
 class SamplingRecord(msgspec.Struct, gc=False):
-    """How tokens were drawn."""
+    """Sampling parameters in the file."""
 
     temperature: float
     top_k: int
@@ -73,7 +74,7 @@ class SamplingRecord(msgspec.Struct, gc=False):
 
 
 class TurnRecord(msgspec.Struct):
-    """A question with its answer."""
+    """A completed turn in the file."""
 
     turns: list[MessageRecord]
     prompt: list[int]
@@ -87,7 +88,7 @@ class TurnRecord(msgspec.Struct):
 
 
 class SessionFileDocument(msgspec.Struct):
-    """The whole file."""
+    """Contents of the file."""
 
     root: str
     opening: list[MessageRecord]
@@ -95,14 +96,14 @@ class SessionFileDocument(msgspec.Struct):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were said; where there are more messages, as many: each has one or more."""
+        """Number of tokens, or of messages if that is larger: a message has one token or more."""
         messages = len(self.opening) + sum(len(each.turns) for each in self.said)
         return max(sum(len(each.prompt) + len(each.answer) for each in self.said), messages)
 
     @property
     def num_characters(self) -> int:
-        """Characters of all texts; a stop string counts as a token more, for it takes memory even
-        where it is empty."""
+        """Characters of all texts. A stop string counts as a token more, since even an empty one
+        takes memory."""
         texts = [turn.text for turn in self.opening]
         total = 0
         for each in self.said:
@@ -116,54 +117,54 @@ Part = TypeVar("Part", bound=msgspec.Struct)
 
 @dataclass(frozen=True)
 class TranscriptSnapshot:
-    """What is written of a session, as in `SessionState`."""
+    """The stored part of a session; fields as in `SessionState`."""
 
     root: str
-    opening: tuple[ChatMessage, ...]
-    said: list[CompletedTurn]
+    opening_messages: tuple[ChatMessage, ...]
+    turns: list[CompletedTurn]
 
 
 def encode(session: TranscriptSnapshot, fingerprint: str) -> bytes:
-    """A session of a model."""
+    """A transcript as a session file of the model with this fingerprint."""
     document = {
         "format": FORMAT,
         "version": VERSION,
         "fingerprint": fingerprint,
         "root": session.root,
-        "opening": [asdict(turn) for turn in session.opening],
-        "said": [_turn_record(each) for each in session.said],
+        "opening": [asdict(turn) for turn in session.opening_messages],
+        "said": [_turn_record(each) for each in session.turns],
     }
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
     return zstandard.ZstdCompressor().compress(text.encode())
 
 
-def take_snapshot(sitting: SessionState) -> TranscriptSnapshot:
-    """A session as it is now, and stays whatever becomes of it."""
-    return TranscriptSnapshot(sitting.root, sitting.opening, list(sitting.said))
+def take_snapshot(session: SessionState) -> TranscriptSnapshot:
+    """Copy of a session's transcript, unaffected by later turns."""
+    return TranscriptSnapshot(session.root, session.opening_messages, list(session.turns))
 
 
-def encode_session(sitting: SessionState) -> bytes:
-    """The same as bytes."""
-    return encode(take_snapshot(sitting), sitting.rule.desk.decoder.spec.fingerprint)
+def encode_session(session: SessionState) -> bytes:
+    """A session as a session file."""
+    return encode(take_snapshot(session), session.rule.desk.decoder.spec.fingerprint)
 
 
 def decode(
     data: bytes, fingerprint: str, vocabulary: int, limit: SessionFileLimit = STORE_LIMIT
 ) -> TranscriptSnapshot:
-    """What `encode` has spelled.
+    """The transcript in a session file.
 
     Args:
-        fingerprint: of the model that is to go on with it.
+        fingerprint: of the model that will continue it.
         vocabulary: V.
-        limit: of what it holds.
+        limit: size limits.
 
     Raises:
-        InputError: it is damaged, too large, of another version, or another model's.
+        InputError: the file is damaged, too large, of another version or of another model.
     """
     text = _unpacked(data, limit.bytes)
     head = _parsed(text, SessionFileHeader)
     if head.format != FORMAT:
-        raise _damaged("it is another kind of file")
+        raise _damaged("it is not a session file")
     if head.version != VERSION:
         raise InputError(
             f"The session's format is version {head.version!r}, but this Larder reads "
@@ -171,8 +172,8 @@ def decode(
         )
     if head.fingerprint != fingerprint:
         raise InputError(
-            "The session was held with another model, whose tokens mean something else: import it "
-            "where that model answers."
+            "The session belongs to another model, with other token ids: import it on a server of "
+            "that model."
         )
     document = _parsed(text, SessionFileDocument)
     if document.num_tokens > limit.tokens:
@@ -183,24 +184,24 @@ def decode(
     longest = TOKEN_CHARACTERS * limit.tokens
     if document.num_characters > longest:
         raise InputError(
-            f"The session has {document.num_characters} characters, but {longest} are more than "
+            f"The session has {document.num_characters} characters, more than the {longest} that "
             "the model can read: import a shorter one."
         )
     try:
         check_session_name(document.root)
         opening = tuple(_message(each) for each in document.opening)
-        said = [_completed_turn(each, vocabulary) for each in document.said]
+        turns = [_completed_turn(each, vocabulary) for each in document.said]
     except (TypeError, ValueError, OverflowError, LarderError) as error:
         raise _damaged(str(error)) from error
-    return TranscriptSnapshot(document.root, opening, said)
+    return TranscriptSnapshot(document.root, opening, turns)
 
 
 def _unpacked(data: bytes, limit_bytes: int) -> bytes:
-    """The JSON; nothing is allocated before the frame has said how much it is."""
+    """Decompressed JSON; the size in the frame header is checked before anything is allocated."""
     try:
         size = zstandard.frame_content_size(data)
         if size < 0:
-            raise _damaged("it does not say how large it is")
+            raise _damaged("its frame has no content size")
         if size > limit_bytes:
             raise _damaged(f"it unpacks to {size} bytes, more than {limit_bytes}")
         return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
@@ -209,52 +210,52 @@ def _unpacked(data: bytes, limit_bytes: int) -> bytes:
 
 
 def _parsed(text: bytes, kind: type[Part]) -> Part:
-    """Fields of the JSON; all others are skipped, not built."""
+    """Fields of `kind` in the JSON; others are skipped without being built."""
     try:
         return msgspec.json.decode(text, type=kind)
     except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors
         raise _damaged(str(error)) from error
 
 
-def _turn_record(said: CompletedTurn) -> dict[str, Any]:
+def _turn_record(turn: CompletedTurn) -> dict[str, Any]:
     return {
-        "turns": [asdict(turn) for turn in said.turns],
-        "prompt": said.prompt.tolist(),
-        "text": said.text,
-        "answer": said.answer.tolist(),
-        "unread": said.unread,
-        "sampling": asdict(said.asked.sampling),
-        "max_new_tokens": said.asked.max_new_tokens,
-        "stop": list(said.asked.stop),
-        "reason": said.reason,
+        "turns": [asdict(message) for message in turn.messages],
+        "prompt": turn.prompt_ids.tolist(),
+        "text": turn.text,
+        "answer": turn.answer_ids.tolist(),
+        "unread": turn.unread_tokens,
+        "sampling": asdict(turn.params.sampling),
+        "max_new_tokens": turn.params.max_new_tokens,
+        "stop": list(turn.params.stop),
+        "reason": turn.reason,
     }
 
 
-def _completed_turn(told: TurnRecord, vocabulary: int) -> CompletedTurn:
-    prompt, answer = _ids(told.prompt, vocabulary), _ids(told.answer, vocabulary)
-    unread = told.unread
+def _completed_turn(record: TurnRecord, vocabulary: int) -> CompletedTurn:
+    prompt, answer = _ids(record.prompt, vocabulary), _ids(record.answer, vocabulary)
+    unread = record.unread
     if not prompt or not 0 <= unread <= len(answer) + 1:
-        raise ValueError(f"{unread} unread tokens of {len(answer)}")
-    drawn = told.sampling
+        raise ValueError(f"a turn has {unread} unread tokens, but {len(answer)} in its answer")
+    drawn = record.sampling
     sampling = SamplingParams(drawn.temperature, drawn.top_k, drawn.top_p, drawn.seed)
-    asked = GenerationParams(sampling, told.max_new_tokens, tuple(told.stop))
-    turns = tuple(_message(each) for each in told.turns)
-    return CompletedTurn(turns, prompt, told.text, answer, unread, asked, told.reason)
+    params = GenerationParams(sampling, record.max_new_tokens, tuple(record.stop))
+    messages = tuple(_message(each) for each in record.turns)
+    return CompletedTurn(messages, prompt, record.text, answer, unread, params, record.reason)
 
 
-def _ids(told: list[int], vocabulary: int) -> array:
-    ids = array(TOKEN_TYPECODE, told)
+def _ids(tokens: list[int], vocabulary: int) -> array:
+    ids = array(TOKEN_TYPECODE, tokens)
     if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
         raise ValueError("token ids outside the vocabulary")
     return ids
 
 
-def _message(told: MessageRecord) -> ChatMessage:
-    if told.role not in ROLES:
-        raise ValueError("a message of nobody")
-    return ChatMessage(told.role, told.text)
+def _message(record: MessageRecord) -> ChatMessage:
+    if record.role not in ROLES:
+        raise ValueError(f"unknown role {record.role!r}")
+    return ChatMessage(record.role, record.text)
 
 
 def _damaged(why: str) -> InputError:
     line = " ".join(why.split())[:200]
-    return InputError(f"The session's file is damaged: {line}. Export the session anew.")
+    return InputError(f"The session's file is damaged: {line}. Export the session again.")

@@ -1,7 +1,7 @@
-"""Turns that outlive the process: each is written before the end of its answer is told.
+"""Persistence in a store: each turn is written before the end of its answer is reported.
 
-What is written is what was said, token for token, by a thread of its own: answers of others go on
-meanwhile. Where the store does not take a turn, whoever waits for it is told why.
+A thread of its own writes the token-exact transcripts, while other requests are answered. If the
+store does not accept a turn, the future of `commit` has the error.
 """
 
 from __future__ import annotations
@@ -39,65 +39,70 @@ from larder.server.session_info import stored_session_info
 from larder.server.session_state import ASSISTANT, CompletedTurn, SavedCache, SessionState
 from larder.store.digests import mac_of
 from larder.store.sessions.records import NO, PINNED_LABEL, ROOT_LABEL, YES, Record
-from larder.store.sessions.turn_store import SessionTurn as Written
-from larder.store.sessions.turn_store import StagedCache
+from larder.store.sessions.turn_store import SessionTurn, StagedCache
 from larder.store.store import Store
 
-FIRST_MESSAGES_LABEL = "first"  # the label of what a session began with
+FIRST_MESSAGES_LABEL = "first"  # label with the hash of the first messages
 KEY_DIGITS = 16
-ALL_MESSAGES_LABEL = "said"  # the label of all that was said in it
-MODEL_LABEL = "model"  # the label of the model's fingerprint
-MAX_CANDIDATES = 8  # sessions that are looked at for one request
+ALL_MESSAGES_LABEL = "said"  # label with the hash of all messages
+MODEL_LABEL = "model"  # label with the model's fingerprint
+MAX_CANDIDATES = 8  # sessions compared with one request
 
 
 class StoreSessionPersistence(SessionPersistence):
-    """Writes sessions to a store. `commit`, `remove` and `merge` are for the model's thread.
+    """Sessions in a store. `commit`, `remove` and `compact_history` are for the model's thread.
 
-    `failed` counts turns that could not be written, by kind of error.
+    `failed` counts turns that could not be written, by type of error.
     """
 
     def __init__(self, store: Store, spec: ModelSpec) -> None:
         self._store, self._fingerprint = store, spec.fingerprint
-        self._fencing = EpochFence(store)
-        self._pool = ThreadPoolExecutor(1, "larder writing")  # so turns follow each other
+        self._fence = EpochFence(store)
+        self._pool = ThreadPoolExecutor(1, "larder writing")  # one thread keeps the order of turns
         self._names: dict[str, SessionNameIndex] = defaultdict(
             SessionNameIndex
-        )  # by tenant, once it was asked for
-        self._naming = threading.Lock()
-        self._damaged: set[tuple[str, str]] = set()  # sessions that may have to be begun again
+        )  # by tenant, created on first use
+        self._names_lock = threading.Lock()
+        self._damaged: set[tuple[str, str]] = (
+            set()
+        )  # sessions that may be restarted under their names
         self.failed: Counter[str] = Counter()
 
     def commit(
-        self, sitting: SessionState, said: CompletedTurn
+        self, session: SessionState, turn: CompletedTurn
     ) -> Future[LarderError | None] | None:
-        told = session_file.take_snapshot(sitting)
-        noted = {"epoch": str(sitting.epoch), PAUSES_LABEL: " ".join(map(str, sitting.pauses))}
-        return self._pool.submit(self._write, sitting, told, sitting.ids, noted)
+        transcript = session_file.take_snapshot(session)
+        extra_labels = {
+            "epoch": str(session.epoch),
+            PAUSES_LABEL: " ".join(map(str, session.think_times)),
+        }
+        return self._pool.submit(self._write, session, transcript, session.ids, extra_labels)
 
     def attach(
-        self, sitting: SessionState, prepared: StagedCache, labels: Mapping[str, str]
+        self, session: SessionState, prepared: StagedCache, labels: Mapping[str, str]
     ) -> Future[Record]:
-        """Have a cache stand with its session. From any thread."""
+        """Store a cache with its session. From any thread."""
 
-        own = sitting.tenant, sitting.name
+        tenant, name = session.tenant, session.name
 
         def attached(epoch: int, mark: Mapping[str, str]) -> Record:
-            return self._store.turns.attach(*own, prepared, epoch, {**labels, **mark})
+            return self._store.turns.attach(tenant, name, prepared, epoch, {**labels, **mark})
 
-        return self._pool.submit(self._fencing.write, sitting, attached)
+        return self._pool.submit(self._fence.write, session, attached)
 
-    def recall(self, tenant: str, name: str) -> StoredSession | None:
-        """A session as it was written last; None where there is none.
+    def load(self, tenant: str, name: str) -> StoredSession | None:
+        """The session as last written; None if there is none.
 
         Raises:
-            Unreadable: what is written of it is damaged. If it is begun again under its name, that
-                takes the place of what is damaged.
-            Refusal: it cannot be had now, for what else would be served might be another one.
+            SessionUnreadableError: the stored transcript is damaged. A session restarted under its
+                name replaces it.
+            ApiError: 503 `session_unreadable`, it cannot be read now; answering without it could
+                mix up sessions.
         """
         try:
             found = self._store.turns.newest(tenant, name)
-            if found is None:  # it was removed, perhaps by others, or has left a full store
-                self._lose(tenant, name)
+            if found is None:  # removed, perhaps by another server, or evicted
+                self._unindex(tenant, name)
                 return None
             record, data = found
             kept = saved_cache(record) if self._store.turns.has_cache(record) else None
@@ -108,22 +113,24 @@ class StoreSessionPersistence(SessionPersistence):
         except (Refused, StoreError) as error:
             self.failed[type(error).__name__] += 1
             raise ApiError(
-                f"Session {name!r} cannot be read back now: the server's log says why.",
+                f"Session {name!r} cannot be loaded now: try again; the server's log has "
+                "the reason.",
                 503,
                 "session_unreadable",
             ) from error
         return StoredSession(data, record.epoch, kept, record.policy, record.labels)
 
-    def names(self, tenant: str, turns: Sequence[ChatMessage]) -> Sequence[str]:
-        told = list(self._rolling(turns)), list(self._rolling(map(_stripped, turns)))
-        with self._naming:
-            known = self._names[tenant]
+    def candidates(self, tenant: str, turns: Sequence[ChatMessage]) -> Sequence[str]:
+        firsts = list(self._message_hashes(turns))
+        wholes = list(self._message_hashes(map(_stripped, turns)))
+        with self._names_lock:
+            index = self._names[tenant]
         try:
-            known.load(lambda: self._keys_of(tenant))
+            index.load(lambda: self._keys_of(tenant))
         except LarderError as error:
             self.failed[type(error).__name__] += 1
             return ()
-        return known.found(*told, MAX_CANDIDATES)
+        return index.candidates(firsts, wholes, MAX_CANDIDATES)
 
     def branches(self, tenant: str, root: str) -> Sequence[str]:
         try:
@@ -131,8 +138,8 @@ class StoreSessionPersistence(SessionPersistence):
         except StoreError as error:
             self._note(error)
             raise ApiError(
-                f"Which branches session {root!r} has cannot be told now: try again; the server's "
-                "log says why.",
+                f"The branches of session {root!r} cannot be listed now: try again; the server's "
+                "log has the reason.",
                 503,
                 "session_unreadable",
             ) from error
@@ -141,15 +148,15 @@ class StoreSessionPersistence(SessionPersistence):
         turns = self._store.turns
         return [stored_session_info(each, turns.has_cache(each)) for each in turns.of(tenant)]
 
-    def merge(self, tenant: str, name: str) -> None:
+    def compact_history(self, tenant: str, name: str) -> None:
         self._store.turns.merge(tenant, name)
 
-    def pin(self, sitting: SessionState) -> Future[None] | None:
-        return self._pool.submit(self._pin, sitting)
+    def pin(self, session: SessionState) -> Future[None] | None:
+        return self._pool.submit(self._pin, session)
 
-    def remove(self, sitting: SessionState) -> Future[None] | None:
-        """Have the store forget a session."""
-        return self._pool.submit(self._remove, sitting)
+    def remove(self, session: SessionState) -> Future[None] | None:
+        """Delete a session from the store; the future of the deletion."""
+        return self._pool.submit(self._remove, session)
 
     def discard(self, tenant: str, name: str) -> Future[None] | None:
         return self._pool.submit(self._discard, tenant, name)
@@ -159,114 +166,126 @@ class StoreSessionPersistence(SessionPersistence):
 
     def _write(
         self,
-        sitting: SessionState,
-        told: session_file.TranscriptSnapshot,
+        session: SessionState,
+        transcript: session_file.TranscriptSnapshot,
         ids: Sequence[int],
-        noted: Mapping[str, str],
+        extra_labels: Mapping[str, str],
     ) -> LarderError | None:
-        """Write a session; why that cannot be done.
+        """Write a session; the error that prevented it, or None.
 
         Raises:
-            Refusal: somebody else has gone on with it meanwhile.
+            ApiError: 409 `session_superseded`.
         """
-        own = sitting.tenant, sitting.name
-        *_, first = self._rolling(told.said[0].turns)
-        *_, whole = self._rolling(map(_stripped, _messages(told.said)))
+        tenant, name = own = session.tenant, session.name
+        *_, first = self._message_hashes(transcript.turns[0].messages)
+        *_, whole = self._message_hashes(map(_stripped, _messages(transcript.turns)))
         labels = {
             FIRST_MESSAGES_LABEL: first,
             ALL_MESSAGES_LABEL: whole,
             MODEL_LABEL: self._fingerprint,
-            ROOT_LABEL: told.root,
-            "turns": str(sum(len(each.turns) + 1 for each in told.said)),
-            "made": str(sitting.made),
+            ROOT_LABEL: transcript.root,
+            "turns": str(sum(len(each.messages) + 1 for each in transcript.turns)),
+            "made": str(session.made),
             ANSWERED_LABEL: str(self._store.parts.clock()),
-            **noted,
-            PINNED_LABEL: YES if sitting.is_pinned else NO,
+            **extra_labels,
+            PINNED_LABEL: YES if session.is_pinned else NO,
         }
-        transcript = session_file.encode(told, self._fingerprint)
+        data = session_file.encode(transcript, self._fingerprint)
 
         def appended(epoch: int, mark: Mapping[str, str]) -> Record:
-            turn = Written(ids, transcript, {**labels, **mark})
-            return self._store.turns.append(*own, turn, epoch)
+            turn = SessionTurn(ids, data, {**labels, **mark})
+            return self._store.turns.append(tenant, name, turn, epoch)
 
         try:
-            if not sitting.written and own in self._damaged:
-                sitting.written = self._store.turns.restart_epoch(*own)
-            self._fencing.write(sitting, appended)
+            if not session.durable_epoch and own in self._damaged:
+                session.durable_epoch = self._store.turns.restart_epoch(tenant, name)
+            self._fence.write(session, appended)
             self._damaged.discard(own)
         except Superseded as error:
-            sitting.is_superseded = True
-            raise session_superseded(sitting.name) from error
+            session.is_superseded = True
+            raise session_superseded(session.name) from error
         except (BudgetError, StoreError) as error:
             self._note(error)
             return error
-        sitting.durable_turns = len(told.said)
-        with self._naming:
-            known = self._names.get(sitting.tenant)
-        if known is not None:  # else nothing was looked up, and need not be
-            known.add(sitting.name, first, whole)
+        session.durable_turns = len(transcript.turns)
+        with self._names_lock:
+            index = self._names.get(session.tenant)
+        if index is not None:  # otherwise the index is loaded on first use
+            index.add(session.name, first, whole)
         return None
 
-    def _rolling(self, turns: Iterable[ChatMessage]) -> Iterator[str]:
-        """A number for each beginning of some messages, by which nobody else can tell them; equal
-        ones are compared before they count."""
+    def _message_hashes(self, turns: Iterable[ChatMessage]) -> Iterator[str]:
+        """A keyed hash of each prefix of some messages, unlinkable without the store's secret;
+        matches are compared before use."""
         key = FIRST_MESSAGES_LABEL
         for turn in turns:
             key = mac_of(self._store.parts.secret, key, turn.role, turn.text)[:KEY_DIGITS]
             yield key
 
-    def _pin(self, sitting: SessionState) -> None:
-        """Raises: Refusal: somebody else has gone on with it meanwhile, or it cannot be written."""
-        own, said = (sitting.tenant, sitting.name), YES if sitting.is_pinned else NO
+    def _pin(self, session: SessionState) -> None:
+        """Write the pinned flag of a session.
+
+        Raises:
+            ApiError: 409 `session_superseded`, or 503 `session_unwritten`.
+        """
+        pinned = YES if session.is_pinned else NO
 
         def labeled(epoch: int, mark: Mapping[str, str]) -> Record:
-            return self._store.turns.label(*own, {PINNED_LABEL: said, **mark}, epoch)
+            return self._store.turns.label(
+                session.tenant, session.name, {PINNED_LABEL: pinned, **mark}, epoch
+            )
 
         try:
-            if sitting.written or self._fencing.catches_up(sitting):  # else the first turn says so
-                self._fencing.write(sitting, labeled)
+            if session.durable_epoch or self._fence.adopts_own_write(
+                session
+            ):  # otherwise the first turn carries the flag
+                self._fence.write(session, labeled)
         except Superseded as error:
-            raise session_superseded(sitting.name) from error
+            raise session_superseded(session.name) from error
         except (BudgetError, StoreError) as error:
             self._note(error)
             raise ApiError(
-                f"Whether session {sitting.name!r} is pinned cannot be written now: try again; the "
-                "server's log says why.",
+                f"The pinned flag of session {session.name!r} cannot be written now: try again; "
+                "the server's log has the reason.",
                 503,
                 "session_unwritten",
             ) from error
 
-    def _remove(self, sitting: SessionState) -> None:
-        """Raises: BudgetError, StoreError: the store has it, or may have it."""
+    def _remove(self, session: SessionState) -> None:
+        """Delete a session from the store and the name index.
+
+        Raises:
+            BudgetError, StoreError: the store has the session, or may have it.
+        """
         try:
-            self._fencing.remove(sitting)
+            self._fence.remove(session)
         except (BudgetError, StoreError) as error:
-            if sitting.written or sitting.write_mark:
+            if session.durable_epoch or session.write_mark:
                 raise
             self._note(error)
-        self._lose(sitting.tenant, sitting.name)
+        self._unindex(session.tenant, session.name)
 
     def _discard(self, tenant: str, name: str) -> None:
-        with suppress(InputError):  # there is none any more
+        with suppress(InputError):  # removed already
             self._store.sessions.remove(tenant, name)
-        self._lose(tenant, name)
+        self._unindex(tenant, name)
 
     def _note(self, error: LarderError) -> None:
         self.failed[type(error).__name__] += 1
         self._store.parts.unwritten.note_error(error)
 
-    def _lose(self, tenant: str, name: str) -> None:
-        with self._naming:
-            known = self._names.get(tenant)
-        if known is not None:
-            known.remove(name)
+    def _unindex(self, tenant: str, name: str) -> None:
+        with self._names_lock:
+            index = self._names.get(tenant)
+        if index is not None:
+            index.remove(name)
 
     def _keys_of(self, tenant: str) -> Iterator[tuple[str, str, str]]:
-        """Sessions that the index knows, the one that was used last last."""
+        """Name and keys of a tenant's sessions of this model, most recently used last."""
         for each in reversed(self._store.turns.of(tenant)):
             if (
                 each.labels.get(MODEL_LABEL, self._fingerprint) == self._fingerprint
-            ):  # else not for here
+            ):  # otherwise another model's
                 yield (
                     each.name,
                     each.labels.get(FIRST_MESSAGES_LABEL, ""),
@@ -274,19 +293,20 @@ class StoreSessionPersistence(SessionPersistence):
                 )
 
 
-def _messages(said: Sequence[CompletedTurn]) -> Iterator[ChatMessage]:
-    for each in said:
-        yield from each.turns
+def _messages(turns: Sequence[CompletedTurn]) -> Iterator[ChatMessage]:
+    for each in turns:
+        yield from each.messages
         yield ChatMessage(ASSISTANT, each.text)
 
 
 def _stripped(turn: ChatMessage) -> ChatMessage:
-    """White space around an answer does not count."""
+    """The message; of an assistant, without surrounding white space, which does not count in
+    matches."""
     return replace(turn, text=turn.text.strip()) if turn.role == ASSISTANT else turn
 
 
 def saved_cache(record: Record) -> SavedCache | None:
-    """What a record tells of a cache."""
+    """The cache that a record describes, if it has one."""
     if not record.spans:
         return None
     labels, tokens = record.labels, record.num_cached_tokens
@@ -303,72 +323,73 @@ def saved_cache(record: Record) -> SavedCache | None:
 
 
 class SessionNameIndex:
-    """Names by two keys: of what a session began with, and of all that was said in it.
+    """Names of stored sessions by two keys: of the first messages, and of the whole transcript.
 
-    Safe from threads. It knows nothing before `load`, which takes as long as there are sessions:
-    what changes meanwhile waits for it, and whoever changes it does not.
+    Safe from threads. The index is empty before `load`, which takes time linear in the number of
+    sessions; concurrent changes are queued until it is done, without blocking their callers.
     """
 
     def __init__(self) -> None:
         self._lock, self._loading = threading.Lock(), threading.Lock()
         self._is_loaded = False
-        self._late: list[Callable[[], None]] | None = None  # changes while it is being loaded
+        self._changes: list[Callable[[], None]] | None = None  # changes during the load
         self._keys: dict[str, tuple[str, str]] = {}
         self._firsts: dict[str, dict[str, None]] = {}
         self._wholes: dict[str, dict[str, None]] = {}
 
     def load(self, read: Callable[[], Iterable[tuple[str, str, str]]]) -> None:
-        """Have it know the sessions that there are, once.
+        """Fill the index, once.
 
         Args:
-            read: finds their names, each with its two keys, the one that was used last last. What
-                it fails with is passed on; then it is asked again the next time.
+            read: yields each name with its two keys, most recently used last. Its errors propagate,
+                and the next call tries again.
         """
         with self._loading:
             if self._is_loaded:
                 return
             with self._lock:
-                self._late = []
+                self._changes = []
             try:
                 found = list(read())
             except BaseException:
                 with self._lock:
-                    self._late = None
+                    self._changes = None
                 raise
             with self._lock:
-                for told in found:
-                    self._add(*told)
-                for change in self._late:
+                for name, first, whole in found:
+                    self._add(name, first, whole)
+                for change in self._changes:
                     change()
-                self._late, self._is_loaded = None, True
+                self._changes, self._is_loaded = None, True
 
     def add(self, name: str, first: str, whole: str) -> None:
-        """A session has come to this; it is the one that was used last."""
+        """Add or update a session as the most recently used one."""
         self._change(partial(self._add, name, first, whole))
 
     def remove(self, name: str) -> None:
-        """It is not kept any more; nothing happens where it is unknown."""
+        """Remove a session, if the index has it."""
         self._change(partial(self._remove, name))
 
-    def found(self, firsts: Sequence[str], wholes: Sequence[str], most: int) -> list[str]:
-        """Who may be meant by messages: those that they go on with, the longest first, then those
-        that began alike, the one that was used last first.
+    def candidates(self, firsts: Sequence[str], wholes: Sequence[str], most: int) -> list[str]:
+        """Sessions that messages may continue: those whose whole transcript is a prefix, longest
+        first, then those with equal first messages, most recently used first.
 
         Args:
-            firsts, wholes: the keys of their beginnings, from the shortest to the longest.
+            firsts, wholes: keys of the prefixes of the messages, shortest first.
+            most: maximum number of names.
         """
         with self._lock:
-            going_on = [self._wholes.get(key, {}) for key in reversed(wholes)]
+            continued = [self._wholes.get(key, {}) for key in reversed(wholes)]
             alike = [self._firsts.get(key, {}) for key in reversed(firsts)]
-            told = [name for names in (*going_on, *alike) for name in reversed(names)]
-        return list(dict.fromkeys(told))[:most]
+            matches = [name for names in (*continued, *alike) for name in reversed(names)]
+        return list(dict.fromkeys(matches))[:most]
 
     def _change(self, change: Callable[[], None]) -> None:
         with self._lock:
             if self._is_loaded:
                 change()
-            elif self._late is not None:  # else whoever loads it finds it changed
-                self._late.append(change)
+            elif self._changes is not None:  # before a load the store has the change
+                self._changes.append(change)
 
     def _add(self, name: str, first: str, whole: str) -> None:
         self._remove(name)

@@ -1,4 +1,4 @@
-"""Keeping a server's store and memory tidy while it serves, on a thread of its own."""
+"""Background sweeper: garbage collection of a server's store and heap while it serves."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from larder.store.store import Store
 
 
 class StoreSweeper:
-    """Forgets what was removed, often; looks for what crashes left, seldom. Used by `with`.
+    """Thread that deletes removed data often and sweeps the whole store rarely. A context manager.
 
-    What the process has freed goes back to the system as often.
+    Unused heap pages are returned to the system as often.
 
     Args:
-        seconds: between two looks at what was removed.
-        sweep_seconds: between two at everything.
+        seconds: between two collections of removed data.
+        sweep_seconds: between two sweeps of the whole store.
     """
 
     def __init__(
@@ -64,19 +64,19 @@ class StoreSweeper:
     def _do(self, work: Callable[[], object]) -> None:
         try:
             work()
-        except LarderError as error:  # a disk that is full or slow today is looked at tomorrow
+        except LarderError as error:  # a full or slow disk is tried again in the next round
             self._store.parts.unwritten.note_error(error)
 
 
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
-    """What the C library has for that; None where it has nothing."""
+    """`malloc_trim` of the C library; None if it has none."""
     if platform.libc_ver()[0] != "glibc":
         return None
     return ctypes.CDLL(None).malloc_trim
 
 
 def trim_heap() -> bool:
-    """Have the C library return unused pages of the whole process; whether there were any."""
+    """Return unused heap pages of the process to the system; true if there were any."""
     trimmer = _malloc_trim()
     return trimmer is not None and bool(trimmer(0))

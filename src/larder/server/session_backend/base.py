@@ -1,4 +1,4 @@
-"""How sessions are held: what a request goes through from its start to its end, or back."""
+"""Contract of the session backends: how a session holds its caches during a request."""
 
 from __future__ import annotations
 
@@ -11,55 +11,58 @@ if TYPE_CHECKING:
 
 
 class SessionBackend(ABC):
-    """What becomes of a request's session. For the model's thread."""
+    """Steps of a request on its session's caches. For the model's thread."""
 
     @abstractmethod
     def start(self, job: RequestState) -> None:
-        """Give a request its memory.
+        """Reserve the request's memory and prepare its cache.
 
         Raises:
-            BudgetError: there is none now; the session is as it was.
+            BudgetError: no memory is free now; the session is unchanged.
         """
 
     @abstractmethod
     def on_loaded(self, job: RequestState) -> None:
-        """What was fetched for it is here, or is not to be had."""
+        """Install a cache load that has ended, or fall back to prefill if it failed."""
 
     @abstractmethod
-    def give_up(self, job: RequestState) -> None:
-        """Nobody waits any more for what was fetched."""
+    def abandon_load(self, job: RequestState) -> None:
+        """Release the cache load of a request that was cancelled."""
 
     @abstractmethod
-    def read(self, job: RequestState) -> int:
-        """Read on by a block; how many tokens that was, roughly."""
+    def prefill_block(self, job: RequestState) -> int:
+        """Prefill one block; the approximate number of its tokens."""
 
     @abstractmethod
     def restart_prefill(self, job: RequestState) -> None:
-        """A pass has spoiled the cache: have all be read again, what was generated included."""
+        """Read everything again, generated tokens included: a failed step has
+        corrupted the cache."""
 
     @abstractmethod
-    def note(self, job: RequestState, plans: int) -> None:
-        """A pass has read what was unread.
+    def on_step(self, job: RequestState, plans: int) -> None:
+        """Account for a decode step, which has read `RequestState.step_ids`.
 
         Args:
-            plans: that were carried out in the cache before it.
+            plans: plans that the cache had executed before the step.
 
         Raises:
-            BudgetError: what is held outgrows the budget.
+            BudgetError: the cache outgrows the budget.
         """
 
     @abstractmethod
     def needs_closing_pass(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> bool:
-        """The answer is complete; whether the cache shall read the end of it in one more pass."""
+        """True if the cache must read the end of the complete answer in one more step."""
 
     @abstractmethod
-    def file(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> CompletedTurn:
-        """Make ready to go over to the state behind the turn."""
+    def prepare_turn(
+        self, job: RequestState, reason: str, closing: tuple[int, ...]
+    ) -> CompletedTurn:
+        """Build the completed turn and the state after it, without committing them."""
 
     @abstractmethod
-    def accept(self, job: RequestState) -> None:
-        """Go over to it: the turn is kept."""
+    def commit_turn(self, job: RequestState) -> None:
+        """Adopt the state after the turn, which is stored."""
 
     @abstractmethod
-    def undo(self, job: RequestState) -> None:
-        """Have the session's caches be as before, or be none where they cannot."""
+    def rollback(self, job: RequestState) -> None:
+        """Restore the session's caches to the state before the request, or drop them."""

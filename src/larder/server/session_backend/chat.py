@@ -1,12 +1,13 @@
-"""Sessions that are held as `larder chat` holds its own: the same caches, and the same answers.
+"""Chat backend: sessions under a budget or with episodes, with the caches and answers of `larder
+chat`.
 
-What such a turn takes, `larder.session.chat_cache` does, here in steps that are no longer than a
-block. Three things differ from a chat. A message longer than M is not refused: all but its last
-block is read as a context is, on a copy of the cache. The end of a turn is read before the turn is
-filed. And episodes that have grown too large are built anew when the next turn begins.
+A turn takes the steps of `larder.session.chat_cache`, in portions of at most a block. Three things
+differ from a chat. A message longer than M is accepted: all but its last block is prefilled as a
+context is, on a copy of the cache. The end of a turn is read before the turn is assigned to an
+episode. And episodes that have grown too large are rebuilt when the next turn begins.
 
-A cache that was given up is built again from what was said: from where all was read anew last,
-turn by turn, token by token where that makes a difference.
+A dropped cache is rebuilt from the transcript: prefill up to the last rebuild, then turn by turn,
+token by token where the result depends on it.
 """
 
 from __future__ import annotations
@@ -32,226 +33,250 @@ from larder.store.ledger import Tier
 
 
 class ChatBackend(SessionBackend):
-    """Holds each session in a cabinet."""
+    """Session backend with a `ChatCache` per session."""
 
     def __init__(
-        self, tiers: TierManager, purse: DeviceReservations, scribe: TokenizerAdapter
+        self, tiers: TierManager, reservations: DeviceReservations, tokenizer: TokenizerAdapter
     ) -> None:
-        self._tiers, self._purse, self._scribe = tiers, purse, scribe
-        self._courses = ChatPrefill(scribe, tiers.vault)
+        self._tiers, self._reservations, self._tokenizer = tiers, reservations, tokenizer
+        self._prefill = ChatPrefill(tokenizer, tiers.disk)
 
     def start(self, job: RequestState) -> None:
-        sitting, said = job.sitting, _tokens(job.said)
-        if sitting.chat_cache is not None and not self._courses.leads_on(job, sitting.chat_cache):
-            self._tiers.drop(sitting)
-        job.counts.tier, held, source = sitting.tier, sitting.chat_cache, self._source(job)
+        session, past_tokens = job.session, _tokens(job.past_turns)
+        if session.chat_cache is not None and not self._prefill.extends(job, session.chat_cache):
+            self._tiers.drop(session)
+        job.counts.tier, held, source = session.tier, session.chat_cache, self._source(job)
         episodes = 0 if held is None else len(held.caches)
-        if source is not None and source.kept is not None:
-            episodes = max(episodes, source.kept.caches)
-        told = len(job.wanted), len(job.wanted) - said, job.new_tokens
-        job.new_ids = job.wanted[said:] if job.said else job.wanted[self._courses.skipped(job) :]
-        self._grant(sitting, chat_turn_demand(sitting.rule, *told, episodes))
+        if source is not None and source.saved_cache is not None:
+            episodes = max(episodes, source.saved_cache.caches)
+        length = len(job.prompt_ids)
+        job.new_ids = (
+            job.prompt_ids[past_tokens:]
+            if job.past_turns
+            else job.prompt_ids[self._prefill.opening_len(job) :]
+        )
+        self._grant(
+            session,
+            chat_turn_demand(session.rule, length, length - past_tokens, job.new_tokens, episodes),
+        )
         if held is None:
-            job.counts.tier = self._take_over(job)
-            if sitting.chat_cache is None and source is not None and self._fetch(job, source):
+            job.counts.tier = self._copy_from_origin(job)
+            if session.chat_cache is None and source is not None and self._fetch(job, source):
                 return
         self._tiers.restored["host"] += job.counts.tier == "host"
-        self._started(job)
+        self._plan_prefill(job)
 
-    def _started(self, job: RequestState) -> None:
-        """The caches are there, or are to be built: see what is left to be read."""
-        sitting, said = job.sitting, _tokens(job.said)
-        if sitting.chat_cache is not None:
-            exchanges = len(sitting.chat_cache.state.log.turns)
-            job.mark = job.counts.cached = _tokens(job.said[:exchanges])
-            job.counts.restored = job.mark if job.counts.tier in ("host", "disk") else 0
-        job.counts.recomputed = said - job.mark
-        unread = len(job.wanted) - job.mark
-        job.ahead, job.course = unread // sitting.rule.block, self._courses.course(job)
+    def _plan_prefill(self, job: RequestState) -> None:
+        """Prepare the prefill: the caches are present, or are to be rebuilt."""
+        session, past_tokens = job.session, _tokens(job.past_turns)
+        if session.chat_cache is not None:
+            num_turns = len(session.chat_cache.state.log.turns)
+            job.cached_len = job.counts.cached = _tokens(job.past_turns[:num_turns])
+            job.counts.restored = job.cached_len if job.counts.tier in ("host", "disk") else 0
+        job.counts.recomputed = past_tokens - job.cached_len
+        unread = len(job.prompt_ids) - job.cached_len
+        job.estimated_blocks = unread // session.rule.block
+        job.prefill_steps = self._prefill.steps(job)
 
-    def read(self, job: RequestState) -> int:
-        sitting = job.sitting
-        assert job.course is not None
-        job.ahead -= 1
-        begun = perf_counter()
+    def prefill_block(self, job: RequestState) -> int:
+        session = job.session
+        assert job.prefill_steps is not None
+        job.estimated_blocks -= 1
+        started = perf_counter()
         try:
-            next(job.course)
-            job.seconds += perf_counter() - begun
+            next(job.prefill_steps)
+            job.prefill_seconds += perf_counter() - started
         except StopIteration:
-            job.course = None
+            job.prefill_steps = None
             if job.stream is None:
                 stop = job.request.stop
-                job.stream = IncrementalDetokenizer(self._scribe.decode, stop, job.listener.on_text)
-                job.source = job.request.sampling.generator()
+                job.stream = IncrementalDetokenizer(
+                    self._tokenizer.decode, stop, job.listener.on_text
+                )
+                job.generator = job.request.sampling.generator()
         self._check(job)
-        return sitting.rule.block
+        return session.rule.block
 
     def restart_prefill(self, job: RequestState) -> None:
         job.active_turn = job.completed_turn = job.turn_commit = None
-        job.course = self._courses.course(job)
+        job.prefill_steps = self._prefill.steps(job)
 
-    def note(self, job: RequestState, plans: int) -> None:
+    def on_step(self, job: RequestState, plans: int) -> None:
         del plans
         self._check(job)
         assert job.active_turn is not None
-        if not job.ended and job.active_turn.reader.room < 1:
-            job.course = job.active_turn.reader.end_block_steps(1)
+        if not job.finish_reason and job.active_turn.reader.free_tokens < 1:
+            job.prefill_steps = job.active_turn.reader.end_block_steps(1)
 
     def needs_closing_pass(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> bool:
-        drawer = job.active_turn
-        assert drawer is not None
-        ids, job.course = (*job.new_ids, *job.ids, *closing), None
-        job.tail, job.ended = ids[drawer.cache.next_position - drawer.start_position :], reason
-        if drawer.reader.is_within_after(len(job.tail)):
-            return bool(job.tail)
-        job.course = self._ending(job, drawer, closing)
+        active_turn = job.active_turn
+        assert active_turn is not None
+        ids, job.prefill_steps = (*job.new_ids, *job.output_ids, *closing), None
+        job.closing_ids = ids[active_turn.cache.next_position - active_turn.start_position :]
+        job.finish_reason = reason
+        if active_turn.reader.is_within_after(len(job.closing_ids)):
+            return bool(job.closing_ids)
+        job.prefill_steps = self._closing_steps(job, active_turn, closing)
         return True
 
-    def file(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> CompletedTurn:
-        sitting = job.sitting
+    def prepare_turn(
+        self, job: RequestState, reason: str, closing: tuple[int, ...]
+    ) -> CompletedTurn:
+        session = job.session
         if job.completed_turn is None:
-            assert sitting.chat_cache is not None and job.active_turn is not None
-            said = job.completed_turn = job.exchange(closing, len(job.tail), reason)
-            exchange = ChatTurn(job.turns[-1].text, said.text, (*job.new_ids, *said.answer))
-            job.turn_commit = sitting.chat_cache.prepare_commit(job.active_turn, exchange)
+            assert session.chat_cache is not None and job.active_turn is not None
+            turn = job.completed_turn = job.complete_turn(closing, len(job.closing_ids), reason)
+            chat_turn = ChatTurn(
+                job.new_messages[-1].text, turn.text, (*job.new_ids, *turn.answer_ids)
+            )
+            job.turn_commit = session.chat_cache.prepare_commit(job.active_turn, chat_turn)
         return job.completed_turn
 
-    def _ending(
-        self, job: RequestState, drawer: ActiveTurn, closing: tuple[int, ...]
+    def _closing_steps(
+        self, job: RequestState, active_turn: ActiveTurn, closing: tuple[int, ...]
     ) -> PrefillSteps:
         """Read the end of a turn, and bring the cache that holds it back to its budget."""
-        yield from drawer.reader.following(job.tail, len(job.ids))
-        self.file(job, job.ended, closing)
+        yield from active_turn.reader.closing_steps(job.closing_ids, len(job.output_ids))
+        self.prepare_turn(job, job.finish_reason, closing)
         assert job.turn_commit is not None
-        if job.turn_commit.number == drawer.number:
-            yield from drawer.reader.settling()
+        if job.turn_commit.number == active_turn.number:
+            yield from active_turn.reader.end_turn_steps()
 
-    def accept(self, job: RequestState) -> None:
-        sitting, drawer = job.sitting, job.active_turn
-        assert sitting.chat_cache is not None and drawer is not None and job.turn_commit is not None
-        start = sitting.chat_cache.num_tokens
-        sitting.chat_cache.commit(drawer, job.turn_commit)
-        sitting.spots.file(drawer.number, job.turn_commit.number, drawer.start_position, start)
-        drawer.cache.compact()
-        job.active_turn, sitting.episode = None, drawer.number
-        sitting.read = sitting.ids
-        sitting.note()
+    def commit_turn(self, job: RequestState) -> None:
+        session, active_turn = job.session, job.active_turn
+        assert (
+            session.chat_cache is not None
+            and active_turn is not None
+            and job.turn_commit is not None
+        )
+        start = session.chat_cache.num_tokens
+        session.chat_cache.commit(active_turn, job.turn_commit)
+        session.position_maps.file(
+            active_turn.number, job.turn_commit.number, active_turn.start_position, start
+        )
+        active_turn.cache.compact()
+        job.active_turn, session.episode = None, active_turn.number
+        session.cached_ids = session.ids
+        session.update_occupancy()
 
-    def undo(self, job: RequestState) -> None:
-        sitting, drawer = job.sitting, job.active_turn
-        if job.course is not None:
-            job.course.close()
-        job.course = job.active_turn = None
-        if drawer is not None and sitting.chat_cache is not None:
-            if drawer.can_be_undone:
-                sitting.chat_cache.abort_turn(drawer)
+    def rollback(self, job: RequestState) -> None:
+        session, active_turn = job.session, job.active_turn
+        if job.prefill_steps is not None:
+            job.prefill_steps.close()
+        job.prefill_steps = job.active_turn = None
+        if active_turn is not None and session.chat_cache is not None:
+            if active_turn.can_be_undone:
+                session.chat_cache.abort_turn(active_turn)
             else:
-                self._tiers.drop(sitting)
-        if sitting.chat_cache is None:
-            self._tiers.drop(sitting)
+                self._tiers.drop(session)
+        if session.chat_cache is None:
+            self._tiers.drop(session)
         elif not _is_complete(
-            sitting.chat_cache, job
-        ):  # of a turn that was not kept, or not all was heard
-            self._tiers.drop(sitting)
+            session.chat_cache, job
+        ):  # the turn was not stored, or the replay is incomplete
+            self._tiers.drop(session)
         else:
-            self._tiers.settle(sitting)
+            self._tiers.shrink_to_fit(session)
 
     def on_loaded(self, job: RequestState) -> None:
-        """What was fetched is here, or is not to be had: go on, or read all again."""
-        fetch, job.fetch = job.fetch, None
-        assert fetch is not None
-        sitting, error = job.sitting, fetch.future.exception()
+        """Install the loaded caches, or rebuild them if the load failed."""
+        load, job.load = job.load, None
+        assert load is not None
+        session, error = job.session, load.future.exception()
         if error is None:
             try:
-                told = fetch.source, fetch.kept, fetch.future.result(), fetch.room
-                self._tiers.take(sitting, *told)
-            except LarderError as refused:  # it was counted
-                error = refused
-            except BaseException:  # who undoes this knows of no room but the session's
-                self._tiers.chats.return_reservation(sitting, fetch.room)
+                self._tiers.restore_from_disk(
+                    session, load.source, load.saved_cache, load.future.result(), load.reservation
+                )
+            except LarderError as rejected:  # counted by the tier manager
+                error = rejected
+            except BaseException:  # the rollback releases the session's reservation only
+                self._tiers.chats.return_reservation(session, load.reservation)
                 raise
         if error is not None:
-            self._tiers.chats.return_reservation(sitting, fetch.room)
+            self._tiers.chats.return_reservation(session, load.reservation)
             job.counts.tier = "none"
             if not isinstance(error, Refused) or error.reason != SLOWER_THAN_RECOMPUTE:
-                fetch.source.kept = None
-        sitting.origin = None
-        self._started(job)
+                load.source.saved_cache = None
+        session.origin = None
+        self._plan_prefill(job)
 
-    def give_up(self, job: RequestState) -> None:
-        """Nobody waits any more for what was fetched."""
-        if job.fetch is not None:
-            job.fetch.room.release()
-            job.fetch = None
+    def abandon_load(self, job: RequestState) -> None:
+        """Release the cache load of a cancelled request."""
+        if job.load is not None:
+            job.load.reservation.release()
+            job.load = None
 
-    def _grant(self, sitting: SessionState, need: MemoryDemand) -> None:
-        before = 0 if sitting.host is None else sitting.host.bytes
-        self._tiers.chats.hold(sitting, max(before, need.host))
+    def _grant(self, session: SessionState, demand: MemoryDemand) -> None:
+        before = 0 if session.host_reservation is None else session.host_reservation.bytes
+        self._tiers.chats.reserve(session, max(before, demand.host))
         try:
-            self._tiers.grant(sitting, need)
+            self._tiers.grant(session, demand)
         except BudgetError:
-            self._tiers.chats.give_back(sitting, before)
+            self._tiers.chats.shrink(session, before)
             raise
 
     def _source(self, job: RequestState) -> SessionState | None:
-        """Whose caches in the store the session can go on with: its own, or what it began as."""
-        sitting, said = job.sitting, _tokens(job.said)
-        for each in (sitting, sitting.origin):
-            if each is not None and each.kept is not None and each.rule is sitting.rule:
-                if each.kept.tokens <= said:
+        """Session whose stored caches this one can use: its own, or those of the session it was
+        forked from."""
+        session, past_tokens = job.session, _tokens(job.past_turns)
+        for each in (session, session.origin):
+            if each is not None and each.saved_cache is not None and each.rule is session.rule:
+                if each.saved_cache.tokens <= past_tokens:
                     return each
         return None
 
     def _fetch(self, job: RequestState, source: SessionState) -> bool:
-        """Have caches come from the store; False where there is no host memory for them."""
-        kept = source.kept
+        """Start a cache load; False if there is no host memory for it."""
+        kept = source.saved_cache
         assert kept is not None
-        room = self._tiers.chats.set_aside(
-            job.sitting, kept.nbytes + WRITE_COPIES * kept.cache_bytes
+        reservation = self._tiers.chats.detach(
+            job.session, kept.nbytes + WRITE_COPIES * kept.cache_bytes
         )
-        if room is None:
+        if reservation is None:
             return False
-        future = self._tiers.vault.load(source, kept)
-        job.counts.tier, job.fetch = (
-            Tier.DISK.value,
-            CacheLoad(source, kept, kept.tokens, room, future),
-        )
+        future = self._tiers.disk.load(source, kept)
+        job.counts.tier = Tier.DISK.value
+        job.load = CacheLoad(source, kept, kept.tokens, reservation, future)
         return True
 
-    def _take_over(self, job: RequestState) -> str:
-        """Begin as another session that has come to the same point; the tier of its caches."""
-        sitting, origin = job.sitting, job.sitting.origin
-        sitting.origin = None
+    def _copy_from_origin(self, job: RequestState) -> str:
+        """Copy the caches of the session it was forked from, if they match;
+        the tier of the result."""
+        session, origin = job.session, job.session.origin
+        session.origin = None
         if origin is None or origin.chat_cache is None or origin.is_running:
             return "none"
-        if origin.rule is not sitting.rule:
+        if origin.rule is not session.rule:
             return "none"
-        sitting.chat_cache = origin.chat_cache.copy_before(len(job.said))
-        if sitting.chat_cache is not None:
-            sitting.read, sitting.is_coded = sitting.ids, origin.is_coded
-        sitting.episode, sitting.base = origin.episode, min(origin.base, len(job.said))
-        sitting.found, sitting.spots = origin.found, PositionMaps(dict(origin.spots.own))
-        return sitting.tier
+        session.chat_cache = origin.chat_cache.copy_before(len(job.past_turns))
+        if session.chat_cache is not None:
+            session.cached_ids, session.is_coded = session.ids, origin.is_coded
+        session.episode = origin.episode
+        session.rebuilt_turns = min(origin.rebuilt_turns, len(job.past_turns))
+        session.chat_occupancy = origin.chat_occupancy
+        session.position_maps = PositionMaps(dict(origin.position_maps.own))
+        return session.tier
 
     def _check(self, job: RequestState) -> None:
-        """Compare what is held with what was spoken for."""
-        sitting, drawer = job.sitting, job.active_turn
-        device, host = sitting.device_bytes, sitting.host_bytes
-        copy = None if drawer is None else drawer.copy
+        """Compare the bytes in use with the reservations."""
+        session, active_turn = job.session, job.active_turn
+        device, host = session.device_bytes, session.host_bytes
+        copy = None if active_turn is None else active_turn.copy
         if copy is not None:
             device += copy.device_nbytes
             host += copy.nbytes - copy.device_nbytes - copy.shared_nbytes
-        if sitting.chat_cache is not None:
-            device = max(device, sitting.chat_cache.refresh_meter.peak_live_bytes)
-        self._purse.check(sitting.key, device)
-        if host > (0 if sitting.host is None else sitting.host.bytes):
-            self._tiers.chats.hold(sitting, host)
+        if session.chat_cache is not None:
+            device = max(device, session.chat_cache.refresh_meter.peak_live_bytes)
+        self._reservations.check(session.key, device)
+        if host > (0 if session.host_reservation is None else session.host_reservation.bytes):
+            self._tiers.chats.reserve(session, host)
 
 
-def _is_complete(cabinet: ChatCache, job: RequestState) -> bool:
-    """Whether a session's caches are of all that was said."""
-    return len(cabinet.state.log.turns) == len(job.said)
+def _is_complete(chat_cache: ChatCache, job: RequestState) -> bool:
+    """True if the caches contain all turns before the request."""
+    return len(chat_cache.state.log.turns) == len(job.past_turns)
 
 
-def _tokens(said: Sequence[CompletedTurn]) -> int:
-    return sum(each.tokens for each in said)
+def _tokens(turns: Sequence[CompletedTurn]) -> int:
+    return sum(each.tokens for each in turns)

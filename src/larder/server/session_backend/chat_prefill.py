@@ -1,7 +1,5 @@
-"""From what there is of a chat's caches to one that has read all of a prompt but its end.
-
-A course is what such a turn takes in front of its answer, in steps that are no longer than a block.
-"""
+"""Prefill of a chat turn in steps of at most a block, from the session's caches to the prompt's
+tail."""
 
 from __future__ import annotations
 
@@ -24,126 +22,139 @@ PrefillSteps = Generator[object, None, None]
 
 
 class ChatPrefill:
-    """Makes them. For the model's thread.
+    """Makes the prefill steps of chat turns. For the model's thread.
 
     Args:
-        vault: told how long reading takes.
+        disk: receives measurements of prefill speed.
     """
 
-    def __init__(self, scribe: TokenizerAdapter, vault: DiskTier) -> None:
-        self._scribe, self._vault = scribe, vault
+    def __init__(self, tokenizer: TokenizerAdapter, disk: DiskTier) -> None:
+        self._tokenizer, self._disk = tokenizer, disk
 
-    def course(self, job: RequestState) -> PrefillSteps:
+    def steps(self, job: RequestState) -> PrefillSteps:
         """From what there is of a session to a cache that has read all but the prompt's end."""
-        sitting = job.sitting
-        if sitting.chat_cache is None:
-            sitting.chat_cache = yield from self._rebuilt(job)
-            if job.counts.recomputed > sitting.rule.block:  # fewer take longer, each
-                self._vault.note_reading(job.counts.recomputed, job.seconds)
+        session = job.session
+        if session.chat_cache is None:
+            session.chat_cache = yield from self._rebuild(job)
+            if job.counts.recomputed > session.rule.block:  # short prefills are slower per token
+                self._disk.note_reading(job.counts.recomputed, job.prefill_seconds)
         else:
-            sitting.chat_cache.refresh_meter = PeakMemoryMeter()
-            yield from self._caught_up(job, sitting.chat_cache)
-        sitting.read = sitting.ids
-        yield from _refresh_steps(sitting, sitting.chat_cache)
-        room = len(job.new_ids) + job.new_tokens + len(self._scribe.end_of_turn_ids())
-        told = sitting, sitting.chat_cache, job.turns[-1].text, job.new_ids, room
-        drawer, asked = yield from self._drawn(*told)
-        job.active_turn = drawer
-        job.asked = yield from drawer.reader.reading(asked)
-        if job.ids:  # they were said before, and are read once more
-            drawer.reader.ask(job.asked)
-            yield from drawer.reader.replay_steps(tuple(job.ids[:-1]))
+            session.chat_cache.refresh_meter = PeakMemoryMeter()
+            yield from self._catch_up(job, session.chat_cache)
+        session.cached_ids = session.ids
+        yield from _refresh_steps(session, session.chat_cache)
+        room = len(job.new_ids) + job.new_tokens + len(self._tokenizer.end_of_turn_ids())
+        active_turn, prompt_tail = yield from self._open_turn(
+            session, session.chat_cache, job.new_messages[-1].text, job.new_ids, room
+        )
+        job.active_turn = active_turn
+        job.prompt_tail = yield from active_turn.reader.message_steps(prompt_tail)
+        if job.output_ids:  # replay of generated tokens
+            active_turn.reader.read_last_part(job.prompt_tail)
+            yield from active_turn.reader.replay_steps(tuple(job.output_ids[:-1]))
 
-    def leads_on(self, job: RequestState, cabinet: ChatCache) -> bool:
-        """Whether caches are of a beginning of what was said, so that they can hear the rest."""
-        heard = cabinet.state.log.turns
-        if len(heard) == len(job.said):  # what was said in a session is never changed
+    def extends(self, job: RequestState, chat_cache: ChatCache) -> bool:
+        """True if the caches contain a prefix of the completed turns, so that
+        they can be extended."""
+        cached = chat_cache.state.log.turns
+        if len(cached) == len(job.past_turns):  # completed turns never change
             return True
-        return self._log(job).turns[: len(heard)] == heard
+        return self._log(job).turns[: len(cached)] == cached
 
-    def skipped(self, job: RequestState) -> int:
-        """Tokens of a first prompt that are read before the question."""
-        return opening_history(job.sitting.root, job.turns, job.wanted, self._scribe)[1]
+    def opening_len(self, job: RequestState) -> int:
+        """Tokens of a first prompt that precede its question."""
+        return opening_history(job.session.root, job.new_messages, job.prompt_ids, self._tokenizer)[
+            1
+        ]
 
-    def _rebuilt(self, job: RequestState) -> Generator[object, None, ChatCache]:
-        """Everything that was said, read anew."""
-        sitting, desk = job.sitting, job.sitting.rule.desk
+    def _rebuild(self, job: RequestState) -> Generator[object, None, ChatCache]:
+        """Rebuild the caches from the transcript."""
+        session, runtime = job.session, job.session.rule.desk
         log = self._log(job)
-        before = replace(log, turns=log.turns[: sitting.base])
-        sitting.spots = PositionMaps()
-        meter, source = PeakMemoryMeter(), before.prefill_input(before.transcript(self._scribe))
-        memory = yield from prefill_memory_steps(desk, source, sitting.rule.policy, {}, meter)
-        cabinet = ChatCache(desk, ChatState(memory, before))
-        cabinet.refresh_meter = meter
-        yield from self._caught_up(job, cabinet)
-        return cabinet
+        before = replace(log, turns=log.turns[: session.rebuilt_turns])
+        session.position_maps = PositionMaps()
+        meter, source = PeakMemoryMeter(), before.prefill_input(before.transcript(self._tokenizer))
+        memory = yield from prefill_memory_steps(runtime, source, session.rule.policy, {}, meter)
+        chat_cache = ChatCache(runtime, ChatState(memory, before))
+        chat_cache.refresh_meter = meter
+        yield from self._catch_up(job, chat_cache)
+        return chat_cache
 
-    def _caught_up(self, job: RequestState, cabinet: ChatCache) -> PrefillSteps:
-        """Turns that the caches have not heard, as they were when they were said."""
-        done = len(cabinet.state.log.turns)
-        if done == len(job.said):
+    def _catch_up(self, job: RequestState, chat_cache: ChatCache) -> PrefillSteps:
+        """Replay completed turns that the caches lack."""
+        done = len(chat_cache.state.log.turns)
+        if done == len(job.past_turns):
             return
         exchanges = self._log(job).turns
-        for said, exchange in list(zip(job.said, exchanges, strict=True))[done:]:
-            yield from _refresh_steps(job.sitting, cabinet)
-            yield from self._heard(job.sitting, cabinet, said, exchange)
+        for completed, exchange in list(zip(job.past_turns, exchanges, strict=True))[done:]:
+            yield from _refresh_steps(job.session, chat_cache)
+            yield from self._replay(job.session, chat_cache, completed, exchange)
 
     def _log(self, job: RequestState) -> ChatLog:
-        """What was said before the turn."""
-        if job.said:
-            return session_log(job.sitting.root, job.said, self._scribe)
-        told = job.turns, job.wanted, self._scribe
-        return ChatLog(opening_history(job.sitting.root, *told)[0])
+        """Log of the turns before the request."""
+        if job.past_turns:
+            return session_log(job.session.root, job.past_turns, self._tokenizer)
+        history, _ = opening_history(
+            job.session.root, job.new_messages, job.prompt_ids, self._tokenizer
+        )
+        return ChatLog(history)
 
-    def _heard(
-        self, sitting: SessionState, cabinet: ChatCache, said: CompletedTurn, exchange: ChatTurn
+    def _replay(
+        self,
+        session: SessionState,
+        chat_cache: ChatCache,
+        completed: CompletedTurn,
+        exchange: ChatTurn,
     ) -> PrefillSteps:
-        """A turn once more, as it was when it was said."""
-        answer, closing = tuple(said.answer), self._scribe.end_of_turn_ids()
+        """Replay of a completed turn over the caches, with the same steps as at first."""
+        answer, closing = tuple(completed.answer_ids), self._tokenizer.end_of_turn_ids()
         prompt = exchange.ids[: len(exchange.ids) - len(answer)]
-        told = sitting, cabinet, exchange.question, prompt, len(exchange.ids)
-        drawer, asked = yield from self._drawn(*told)
-        turn, stop = drawer.reader, len(answer) - said.unread
-        asked = yield from turn.reading(asked)
-        turn.ask(asked)
+        active_turn, prompt_tail = yield from self._open_turn(
+            session, chat_cache, exchange.question, prompt, len(exchange.ids)
+        )
+        turn, stop = active_turn.reader, len(answer) - completed.unread_tokens
+        prompt_tail = yield from turn.message_steps(prompt_tail)
+        turn.read_last_part(prompt_tail)
         yield
         yield from turn.replay_steps(answer[:stop])
         generated = len(answer) - (len(closing) if answer[-len(closing) :] == closing else 0)
-        yield from turn.following(answer[stop:], generated)
-        filed = cabinet.prepare_commit(drawer, exchange)
-        sitting.spots.file(drawer.number, filed.number, drawer.start_position, cabinet.num_tokens)
-        cabinet.commit(drawer, filed)
-        drawer.cache.compact()
-        yield from cabinet.enforce_budget_steps(drawer, filed)
+        yield from turn.closing_steps(answer[stop:], generated)
+        commit = chat_cache.prepare_commit(active_turn, exchange)
+        session.position_maps.file(
+            active_turn.number, commit.number, active_turn.start_position, chat_cache.length
+        )
+        chat_cache.commit(active_turn, commit)
+        active_turn.cache.compact()
+        yield from chat_cache.enforce_budget_steps(active_turn, commit)
         yield
 
-    def _drawn(
+    def _open_turn(
         self,
-        sitting: SessionState,
-        cabinet: ChatCache,
+        session: SessionState,
+        chat_cache: ChatCache,
         question: str,
         prompt: tuple[int, ...],
         room: int,
     ) -> Generator[object, None, tuple[ActiveTurn, tuple[int, ...]]]:
-        """The cache for a question, and what it is yet to read of the prompt: a message longer than
-        M is read as a context is, but for its last block.
+        """The cache for a question, and the rest of the prompt to read; a prompt longer than M is
+        prefilled as a context is, except for its last block.
 
         Args:
             room: tokens of the whole turn.
         """
-        drawer, block = cabinet.open_turn(question), sitting.rule.block
-        if len(prompt) > budget_tokens(sitting.rule.policy):
-            drawer = yield from cabinet.open_turn_prefilled(drawer, prompt[:-block])
+        active_turn, block = chat_cache.open_turn(question), session.rule.block
+        if len(prompt) > budget_tokens(session.rule.policy):
+            active_turn = yield from chat_cache.open_turn_prefilled(active_turn, prompt[:-block])
             prompt = prompt[-block:]
-        drawer.reader.reserve(room)
-        return drawer, prompt
+        active_turn.reader.reserve(room)
+        return active_turn, prompt
 
 
-def _refresh_steps(sitting: SessionState, cabinet: ChatCache) -> PrefillSteps:
-    """Caches that have grown too large, built anew."""
-    before = cabinet.state.refreshes
-    yield from cabinet.refresh_steps()
-    if cabinet.state.refreshes > before:
-        sitting.base = len(cabinet.state.log.turns)
-        read = [held.next_position for held in cabinet.caches.usage()]
-        sitting.spots.refresh(read, cabinet.num_tokens)
+def _refresh_steps(session: SessionState, chat_cache: ChatCache) -> PrefillSteps:
+    """Rebuild caches that have grown too large."""
+    before = chat_cache.state.refreshes
+    yield from chat_cache.refresh_steps()
+    if chat_cache.state.refreshes > before:
+        session.rebuilt_turns = len(chat_cache.state.log.turns)
+        read = [held.next_position for held in chat_cache.caches.usage()]
+        session.position_maps.refresh(read, chat_cache.num_tokens)

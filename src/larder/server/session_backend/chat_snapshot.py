@@ -1,7 +1,6 @@
-"""What the caches of a chat do not say of it, beside them in the store: the way to them, which of
-them answered last, and where in the text they stand.
+"""Chat state stored beside the caches: the session state, the active episode, and position maps.
 
-    {"schema": 1, "chat": ..., "base": ..., "episode": ..., "spots": [[number, starts, texts], ...]}
+{"schema": 1, "chat": ..., "base": ..., "episode": ..., "spots": [[number, starts, texts], ...]}
 """
 
 from __future__ import annotations
@@ -24,108 +23,120 @@ from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 SCHEMA = 1
 
 
-def has_all_turns(sitting: SessionState) -> bool:
-    """Whether the caches of a chat are those of all that was said, and no turn is half in them."""
-    cabinet = sitting.chat_cache
-    return cabinet is not None and len(cabinet.state.log.turns) == len(sitting.said)
+def has_all_turns(session: SessionState) -> bool:
+    """True if a session's caches contain exactly its completed turns."""
+    chat_cache = session.chat_cache
+    return chat_cache is not None and len(chat_cache.state.log.turns) == len(session.turns)
 
 
-def encode_chat_state(sitting: SessionState) -> bytes:
-    """All that `restore_chat` needs of a chat that is up to date, but for its caches and its
-    text.
-    """
-    assert sitting.chat_cache is not None
-    spots = sitting.spots.own.items()
+def encode_chat_state(session: SessionState) -> bytes:
+    """The record that `restore_chat` needs beside caches and transcript."""
+    assert session.chat_cache is not None
+    maps_by_cache = session.position_maps.own.items()
     record = {
         "schema": SCHEMA,
-        "chat": chat_state_record(sitting.chat_cache.state).decode(),
-        "base": sitting.base,
-        "episode": sitting.episode,
-        "spots": [[number, each.starts, each.texts] for number, each in spots],
+        "chat": chat_state_record(session.chat_cache.state).decode(),
+        "base": session.rebuilt_turns,
+        "episode": session.episode,
+        "spots": [[number, each.starts, each.texts] for number, each in maps_by_cache],
     }
     return json.dumps(record, ensure_ascii=False).encode()
 
 
 def restore_chat(
-    sitting: SessionState, ids: Sequence[int], caches: Sequence[SequenceCache], beside: bytes | None
+    session: SessionState, ids: Sequence[int], caches: Sequence[SequenceCache], beside: bytes | None
 ) -> None:
-    """Have a session be held in caches that came back, as when it had said these tokens.
+    """Install loaded caches in a session, in the state after these tokens.
 
     Args:
-        ids: the session's text begins with them.
-        caches: taken over.
+        ids: a prefix of the session's transcript.
+        caches: owned by the session afterwards.
+        beside: record of `encode_chat_state`.
 
     Raises:
-        Damaged: they are not those of that text; the session is as before.
+        Damaged: caches and record do not match the transcript; the session is unchanged.
     """
-    known, rule = _parsed(beside), sitting.rule
+    decoded, rule = _parsed(beside), session.rule
     try:
-        base, episode = int(known["base"]), int(known["episode"])
-        spots = PositionMaps(
-            {int(number): _position_map(*told) for number, *told in known["spots"]}
+        base, episode = int(decoded["base"]), int(decoded["episode"])
+        position_maps = PositionMaps(
+            {
+                int(number): _position_map(starts, texts)
+                for number, starts, texts in decoded["spots"]
+            }
         )
-        data = str(known["chat"]).encode()
+        data = str(decoded["chat"]).encode()
     except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"What stands beside the chat's caches cannot be used ({error}).") from error
-    if not (sitting.said and 0 <= episode < len(caches) and 0 <= base <= len(sitting.said)):
-        raise Damaged("What stands beside the chat's caches does not fit them.")
-    log = session_log(sitting.root, sitting.said, rule.desk.tokenizer)
+        raise Damaged(
+            f"The chat state beside the caches is invalid ({error}): discard it."
+        ) from error
+    if not (session.turns and 0 <= episode < len(caches) and 0 <= base <= len(session.turns)):
+        raise Damaged("The chat state beside the caches does not match them: discard it.")
+    log = session_log(session.root, session.turns, rule.desk.tokenizer)
     state = restore_chat_state(data, ids, caches, rule.desk, rule.policy, log, 0.0)
-    sitting.chat_cache = ChatCache(rule.desk, state)
-    sitting.base, sitting.episode, sitting.spots = base, episode, spots
+    session.chat_cache = ChatCache(rule.desk, state)
+    session.rebuilt_turns, session.episode, session.position_maps = base, episode, position_maps
 
 
 def _parsed(beside: bytes | None) -> Mapping[str, Any]:
     try:
-        known = json.loads(beside or b"")
+        decoded = json.loads(beside or b"")
     except (ValueError, RecursionError) as error:
-        raise Damaged("What stands beside the chat's caches is not JSON.") from error
-    if not isinstance(known, dict) or known.get("schema") != SCHEMA:
-        raise Damaged(f"What stands beside the chat's caches is not of schema {SCHEMA}.")
-    return known
+        raise Damaged("The chat state beside the caches is not JSON: discard it.") from error
+    if not isinstance(decoded, dict) or decoded.get("schema") != SCHEMA:
+        raise Damaged(f"The chat state beside the caches is not of schema {SCHEMA}: discard it.")
+    return decoded
 
 
 def _position_map(starts: Sequence[int], texts: Sequence[int]) -> PositionMap:
-    """Raises: ValueError: this is no way from one to the other."""
+    """A position map from its JSON.
+
+    Raises:
+        ValueError: the lists are empty or of different lengths.
+    """
     if not starts or len(starts) != len(texts):
-        raise ValueError("its places do not fit together")
+        raise ValueError(f"a position map of {len(starts)} starts and {len(texts)} texts")
     return PositionMap(tuple(map(int, starts)), tuple(map(int, texts)))
 
 
 def opening_history(
-    name: str, turns: Sequence[ChatMessage], prompt: Sequence[int], scribe: TokenizerAdapter
+    name: str, turns: Sequence[ChatMessage], prompt: Sequence[int], tokenizer: TokenizerAdapter
 ) -> tuple[Conversation, int]:
-    """What was said before the first question, and how many tokens that is.
+    """The conversation before the first question, and its number of tokens.
 
     Args:
-        name: of the session that all its forks began as.
-        turns: before the first answer.
-        prompt: the tokens that they came to.
+        name: root name of the session.
+        turns: messages before the first answer.
+        prompt: their tokens.
     """
     if len(turns) < 2:
         return EMPTY_HISTORY, 0
     messages = tuple(Message(turn.role, turn.text) for turn in turns[:-1])
     history = Conversation(name, messages)
     try:
-        ids = scribe.encode_conversation(history).ids
-    except LarderError:  # not every template can be closed anywhere
+        ids = tokenizer.encode_conversation(history).ids
+    except LarderError:  # not every chat template can end after these messages
         return EMPTY_HISTORY, 0
     return (history, len(ids)) if tuple(prompt[: len(ids)]) == ids else (EMPTY_HISTORY, 0)
 
 
-def session_log(name: str, said: Sequence[CompletedTurn], scribe: TokenizerAdapter) -> ChatLog:
-    """The log of finished exchanges.
+def session_log(
+    name: str, completed: Sequence[CompletedTurn], tokenizer: TokenizerAdapter
+) -> ChatLog:
+    """Log of completed turns.
 
     Args:
-        name: as in `opening_history`.
-        said: one or more.
+        name: root name of the session.
+        completed: one or more turns.
     """
-    history, skipped = opening_history(name, said[0].turns, said[0].prompt, scribe)
-    return ChatLog(history, tuple(_exchanges(said, skipped)))
+    history, skipped = opening_history(
+        name, completed[0].messages, completed[0].prompt_ids, tokenizer
+    )
+    return ChatLog(history, tuple(_exchanges(completed, skipped)))
 
 
-def _exchanges(said: Sequence[CompletedTurn], skipped: int) -> Iterator[ChatTurn]:
-    for each in said:
-        ids = (*each.prompt[skipped:], *each.answer)
-        yield ChatTurn(each.turns[-1].text, each.text, ids)
+def _exchanges(completed: Sequence[CompletedTurn], skipped: int) -> Iterator[ChatTurn]:
+    for each in completed:
+        ids = (*each.prompt_ids[skipped:], *each.answer_ids)
+        yield ChatTurn(each.messages[-1].text, each.text, ids)
         skipped = 0

@@ -1,4 +1,4 @@
-"""From a request with a session to a cache that has read all but the prompt's last token."""
+"""Prefix backend: one lossless cache per session, with prefix reuse between sessions."""
 
 from __future__ import annotations
 
@@ -20,280 +20,291 @@ from larder.server.tiers.disk import SLOWER_THAN_RECOMPUTE, WRITE_COPIES
 from larder.server.tiers.manager import TierManager
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
-# Given a sitting and a text, another of its tenant whose cache holds a part of the text.
+# Finds another session of the tenant whose cache has a prefix of the text.
 FindPrefix = Callable[[SessionState, tuple[int, ...]], SessionState | None]
 
 
 class PrefixBackend(SessionBackend):
-    """Holds each session in one cache that keeps everything: finds the one to go on with, and reads
-    what it lacks.
+    """Session backend that truncates or copies the cache with the longest common prefix, then
+    prefills the rest.
 
     Args:
-        find: who else may have read the beginning of a text.
+        find: finds another session with a common prefix.
     """
 
     def __init__(
         self,
         tiers: TierManager,
-        purse: DeviceReservations,
-        scribe: TokenizerAdapter,
+        reservations: DeviceReservations,
+        tokenizer: TokenizerAdapter,
         find: FindPrefix,
     ) -> None:
-        self._tiers, self._purse, self._scribe, self._find = tiers, purse, scribe, find
+        self._tiers = tiers
+        self._reservations = reservations
+        self._tokenizer = tokenizer
+        self._find = find
 
     def start(self, job: RequestState) -> None:
-        sitting = job.sitting
-        job.counts.tier = sitting.tier
-        usable = _usable_tokens(job, sitting)
-        if not usable and sitting.has_resident_cache:
-            self._tiers.drop(sitting)
-            usable = _usable_tokens(job, sitting)  # the store may have an earlier state
+        session = job.session
+        job.counts.tier = session.tier
+        usable = _usable_tokens(job, session)
+        if not usable and session.has_resident_cache:
+            self._tiers.drop(session)
+            usable = _usable_tokens(job, session)  # the store may have an earlier state
         if not usable:
-            self._begin(job)
-        elif sitting.has_resident_cache:
-            self._go_on(job, usable)
-        elif not self._fetch(job, sitting, usable):
-            self._begin(job)
-        if job.fetch is None:
-            self._started(job)
+            self._start_over(job)
+        elif session.has_resident_cache:
+            self._continue(job, usable)
+        elif not self._fetch(job, session, usable):
+            self._start_over(job)
+        if job.load is None:
+            self._plan_prefill(job)
 
     def on_loaded(self, job: RequestState) -> None:
-        """What was fetched is here, or is not to be had: go on, or begin anew."""
-        fetch, job.fetch = job.fetch, None
-        assert fetch is not None
-        sitting, error = job.sitting, fetch.future.exception()
+        """Install the loaded cache, or start with an empty one if the load failed."""
+        load, job.load = job.load, None
+        assert load is not None
+        session, error = job.session, load.future.exception()
         if error is not None:
-            fetch.room.release()
+            load.reservation.release()
             if not isinstance(error, Refused) or error.reason != SLOWER_THAN_RECOMPUTE:
-                fetch.source.kept = None
-            self._empty(sitting)
+                load.source.saved_cache = None
+            self._reset(session)
         else:
-            self._take(sitting, fetch)
-            self._cut(sitting, fetch.usable)
-            sitting.origin = None
-            sitting.note()
-        self._started(job)
+            self._install(session, load)
+            self._truncate(session, load.usable_tokens)
+            session.origin = None
+            session.update_occupancy()
+        self._plan_prefill(job)
 
-    def _take(self, sitting: SessionState, fetch: CacheLoad) -> None:
+    def _install(self, session: SessionState, load: CacheLoad) -> None:
         try:
-            told = fetch.source, fetch.kept, fetch.future.result(), fetch.room
-            self._tiers.take(sitting, *told)
+            self._tiers.restore_from_disk(
+                session, load.source, load.saved_cache, load.future.result(), load.reservation
+            )
         except BaseException:
-            if sitting.host is not fetch.room:  # else it goes with what is in it
-                fetch.room.release()
+            if session.host_reservation is not load.reservation:  # otherwise the session owns it
+                load.reservation.release()
             raise
 
-    def give_up(self, job: RequestState) -> None:
-        """Nobody waits any more for what was fetched."""
-        if job.fetch is not None:
-            job.fetch.room.release()
-            job.fetch = None
+    def abandon_load(self, job: RequestState) -> None:
+        """Release the cache load of a cancelled request."""
+        if job.load is not None:
+            job.load.reservation.release()
+            job.load = None
 
-    def _started(self, job: RequestState) -> None:
-        """The cache is there: see what is left to be read."""
-        cache = job.sitting.cache
+    def _plan_prefill(self, job: RequestState) -> None:
+        """Count cached tokens and split the rest into blocks: the cache is present."""
+        cache = job.session.cache
         assert cache is not None
-        job.mark = cache.next_position
-        said = sum(each.tokens for each in job.said) - sum(each.unread for each in job.said[-1:])
-        job.counts.cached = job.mark
-        job.counts.restored = job.mark if job.counts.tier in ("host", "disk") else 0
-        job.counts.recomputed = max(0, said - job.mark)
-        self._lay_out(job, job.wanted)
+        job.cached_len = cache.next_position
+        past_tokens = sum(each.tokens for each in job.past_turns) - sum(
+            each.unread_tokens for each in job.past_turns[-1:]
+        )
+        job.counts.cached = job.cached_len
+        job.counts.restored = job.cached_len if job.counts.tier in ("host", "disk") else 0
+        job.counts.recomputed = max(0, past_tokens - job.cached_len)
+        self._split_prefill(job, job.prompt_ids)
 
-    def read(self, job: RequestState) -> int:
-        sitting, piece = job.sitting, job.pieces[job.place]
-        cache = sitting.cache
+    def prefill_block(self, job: RequestState) -> int:
+        session, block = job.session, job.prefill_blocks[job.next_block]
+        cache = session.cache
         assert cache is not None
-        reader, begun = sitting.rule.reader(len(job.wanted)), perf_counter()
-        cache.reserve(len(piece))
-        reader.append([PrefillSequence(cache, {})], piece)
-        if 2 * len(piece) > sitting.rule.block:  # fewer take longer, each
-            self._tiers.vault.note_reading(len(piece), perf_counter() - begun)
-        sitting.read.extend(piece)
-        self._purse.check(sitting.key, max(cache.nbytes, reader.meter.peak_bytes))
-        job.place += 1
+        reader, started = session.rule.reader(len(job.prompt_ids)), perf_counter()
+        cache.reserve(len(block))
+        reader.append([PrefillSequence(cache, {})], block)
+        if 2 * len(block) > session.rule.block:  # short prefills are slower per token
+            self._tiers.disk.note_reading(len(block), perf_counter() - started)
+        session.cached_ids.extend(block)
+        self._reservations.check(session.key, max(cache.nbytes, reader.meter.peak_bytes))
+        job.next_block += 1
         if job.is_prefilled:
             self._prepare(job)
-        return len(piece)
+        return len(block)
 
     def restart_prefill(self, job: RequestState) -> None:
-        sitting = job.sitting
-        sitting.cache, sitting.read, sitting.settled_tokens = (
-            sitting.rule.empty(),
-            array(TOKEN_TYPECODE),
-            0,
-        )
-        job.mark = 0
-        self._lay_out(job, (*job.wanted, *job.ids))
+        session = job.session
+        session.cache = session.rule.empty_cache()
+        session.cached_ids = array(TOKEN_TYPECODE)
+        session.settled_tokens = 0
+        job.cached_len = 0
+        self._split_prefill(job, (*job.prompt_ids, *job.output_ids))
 
-    def note(self, job: RequestState, plans: int) -> None:
-        sitting = job.sitting
-        self._purse.check(sitting.key, job.cache.nbytes)
-        sitting.read.append(job.unread[0])
+    def on_step(self, job: RequestState, plans: int) -> None:
+        session = job.session
+        self._reservations.check(session.key, job.cache.nbytes)
+        session.cached_ids.append(job.step_ids[0])
         if job.cache.plans != plans:
-            sitting.settled_tokens = job.cache.next_position
+            session.settled_tokens = job.cache.next_position
 
     def needs_closing_pass(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> bool:
-        """As `Manner.goes_on`: the next turn reads that with its prompt."""
+        """False: the next turn reads the end of this one with its prompt."""
         del job, reason, closing
         return False
 
-    def file(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> CompletedTurn:
-        sitting, read = job.sitting, job.cache.next_position
-        unread = len(job.wanted) + len(job.ids) + len(closing) - read
-        sitting.read = array(TOKEN_TYPECODE, (*job.wanted, *job.ids)[:read])
-        sitting.note()
-        return job.exchange(closing, unread, reason)
+    def prepare_turn(
+        self, job: RequestState, reason: str, closing: tuple[int, ...]
+    ) -> CompletedTurn:
+        session, read = job.session, job.cache.next_position
+        unread = len(job.prompt_ids) + len(job.output_ids) + len(closing) - read
+        session.cached_ids = array(TOKEN_TYPECODE, (*job.prompt_ids, *job.output_ids)[:read])
+        session.update_occupancy()
+        return job.complete_turn(closing, unread, reason)
 
-    def accept(self, job: RequestState) -> None:
-        """As `Manner.accept`: the cache is there already."""
+    def commit_turn(self, job: RequestState) -> None:
+        """No effect: the cache contains the turn already."""
 
-    def undo(self, job: RequestState) -> None:
-        sitting, cache = job.sitting, job.sitting.cache
-        mark = job.mark
-        is_kept = sitting.rule.can_truncate and cache is not None and mark > 0
-        if cache is None or not is_kept or mark < sitting.settled_tokens:
-            self._tiers.drop(sitting)
+    def rollback(self, job: RequestState) -> None:
+        session, cache = job.session, job.session.cache
+        mark = job.cached_len
+        can_undo = session.rule.can_truncate and cache is not None and mark > 0
+        if cache is None or not can_undo or mark < session.settled_tokens:
+            self._tiers.drop(session)
             return
         cache.truncate(mark)
-        sitting.read = sitting.read[:mark]
-        sitting.note()
-        self._tiers.settle(sitting)
+        session.cached_ids = session.cached_ids[:mark]
+        session.update_occupancy()
+        self._tiers.shrink_to_fit(session)
 
-    def _lay_out(self, job: RequestState, text: tuple[int, ...]) -> None:
-        sitting = job.sitting
-        job.pieces = split_blocks(text[len(sitting.read) : -1], sitting.rule.block)
-        job.place = 0
+    def _split_prefill(self, job: RequestState, text: tuple[int, ...]) -> None:
+        session = job.session
+        job.prefill_blocks = split_blocks(text[len(session.cached_ids) : -1], session.rule.block)
+        job.next_block = 0
         if job.is_prefilled:
             self._prepare(job)
 
     def _prepare(self, job: RequestState) -> None:
-        """Everything is read: make ready to answer."""
-        sitting, cache = job.sitting, job.sitting.cache
+        """Prepare decoding: the prompt is read."""
+        session, cache = job.session, job.session.cache
         assert cache is not None
-        cache.reserve(job.new_tokens - len(job.ids))
-        self._purse.check(sitting.key, cache.nbytes)
+        cache.reserve(job.new_tokens - len(job.output_ids))
+        self._reservations.check(session.key, cache.nbytes)
         if job.stream is None:
             stop = job.request.stop
-            job.stream = IncrementalDetokenizer(self._scribe.decode, stop, job.listener.on_text)
-            job.source = job.request.sampling.generator()
+            job.stream = IncrementalDetokenizer(self._tokenizer.decode, stop, job.listener.on_text)
+            job.generator = job.request.sampling.generator()
 
-    def _go_on(self, job: RequestState, usable: int) -> None:
-        """With the session's own cache."""
-        sitting = job.sitting
-        self._tiers.grant(sitting, self._need(job, sitting))
-        if sitting.cache is None:
-            self._tiers.restore_from_host(sitting)
-        self._cut(sitting, usable)
+    def _continue(self, job: RequestState, usable: int) -> None:
+        """Continue with the session's own cache."""
+        session = job.session
+        self._tiers.grant(session, self._demand(job, session))
+        if session.cache is None:
+            self._tiers.restore_from_host(session)
+        self._truncate(session, usable)
 
-    def _cut(self, sitting: SessionState, usable: int) -> None:
-        """Forget what a text does not begin with."""
-        assert sitting.cache is not None
-        if usable < sitting.cache.next_position:
-            sitting.cache.truncate(usable)
-            sitting.read = sitting.read[:usable]
+    def _truncate(self, session: SessionState, usable: int) -> None:
+        """Truncate the cache to the common prefix."""
+        assert session.cache is not None
+        if usable < session.cache.next_position:
+            session.cache.truncate(usable)
+            session.cached_ids = session.cached_ids[:usable]
 
     def _fetch(self, job: RequestState, source: SessionState, usable: int) -> bool:
-        """Have a cache come from the store; False where it is not worth trying.
+        """Start a cache load; False if there is no host memory for it.
 
         Raises:
-            BudgetError: there is no device memory now.
+            BudgetError: no device memory is free now.
         """
-        sitting, kept = job.sitting, source.kept
-        assert kept is not None
-        needs = self._need(job, source), self._need(job, None)
+        session, saved = job.session, source.saved_cache
+        assert saved is not None
+        demands = self._demand(job, source), self._demand(job, None)
         self._tiers.grant(
-            sitting,
+            session,
             MemoryDemand(
-                max(each.bytes for each in needs), max(each.transient_bytes for each in needs)
+                max(each.bytes for each in demands), max(each.transient_bytes for each in demands)
             ),
         )
-        room = self._tiers.host_room(sitting, kept.nbytes + WRITE_COPIES * kept.cache_bytes)
-        if room is None:
+        reservation = self._tiers.host_room(
+            session, saved.nbytes + WRITE_COPIES * saved.cache_bytes
+        )
+        if reservation is None:
             return False
-        future = self._tiers.vault.load(source, kept)
+        future = self._tiers.disk.load(source, saved)
         job.counts.tier = source.tier
-        job.fetch = CacheLoad(source, kept, usable, room, future)
+        job.load = CacheLoad(source, saved, usable, reservation, future)
         return True
 
-    def _empty(self, sitting: SessionState) -> None:
-        """Begin with nothing, in memory that was granted."""
-        sitting.origin = None
-        sitting.cache, sitting.read, sitting.settled_tokens = (
-            sitting.rule.empty(),
-            array(TOKEN_TYPECODE),
-            0,
-        )
-        sitting.is_coded, sitting.is_lossless = False, True
+    def _reset(self, session: SessionState) -> None:
+        """Start with an empty cache, in memory that is reserved."""
+        session.origin = None
+        session.cache = session.rule.empty_cache()
+        session.cached_ids = array(TOKEN_TYPECODE)
+        session.settled_tokens = 0
+        session.is_coded, session.is_lossless = False, True
 
-    def _begin(self, job: RequestState) -> None:
-        """With a copy of another session's cache, or with nothing."""
-        sitting = job.sitting
+    def _start_over(self, job: RequestState) -> None:
+        """Start with a copy of another session's cache, or with an empty one."""
+        session = job.session
         source = self._source(job)
         if source is not None:
             try:
                 if not source.has_resident_cache:
-                    if self._fetch(job, source, source.usable(job.wanted)):
+                    if self._fetch(job, source, source.usable_prefix_len(job.prompt_ids)):
                         return
                 else:
-                    self._tiers.grant(sitting, self._need(job, source))
+                    self._tiers.grant(session, self._demand(job, source))
                     if self._copy(job, source):
                         return
             except BudgetError:
-                pass  # a copy of all that the other holds may be more than the turn needs
-        self._tiers.grant(sitting, self._need(job, None))
-        self._empty(sitting)
+                pass  # the whole copy may take more than the turn
+        self._tiers.grant(session, self._demand(job, None))
+        self._reset(session)
 
     def _copy(self, job: RequestState, source: SessionState) -> bool:
-        """Take over what another session has read; False if it has left meanwhile."""
-        sitting = job.sitting
-        usable = source.usable(job.wanted) if source.has_resident_cache else 0
-        cache = self._copied(source) if usable else None
+        """Copy the prefix from another session; False if its cache is no longer in memory."""
+        session = job.session
+        usable = source.usable_prefix_len(job.prompt_ids) if source.has_resident_cache else 0
+        cache = self._fork_cache(source) if usable else None
         if cache is None:
             return False
         if usable < cache.next_position:
             cache.truncate(usable)
             cache.compact()
         job.counts.tier = source.tier
-        sitting.cache, sitting.read = cache, source.read[:usable]
-        sitting.settled_tokens = min(source.settled_tokens, usable)
-        sitting.is_coded, sitting.origin = source.is_coded, None
-        sitting.note()
+        session.cache, session.cached_ids = cache, source.cached_ids[:usable]
+        session.settled_tokens = min(source.settled_tokens, usable)
+        session.is_coded, session.origin = source.is_coded, None
+        session.update_occupancy()
         return True
 
-    def _copied(self, source: SessionState) -> SequenceCache | None:
+    def _fork_cache(self, source: SessionState) -> SequenceCache | None:
         if source.cache is not None:
             return source.cache.fork()
-        if source.parked is not None:
-            return source.parked.copied(source.rule.desk.decoder.spec)
+        if source.offloaded_cache is not None:
+            return source.offloaded_cache.copied(source.rule.desk.decoder.spec)
         return None
 
     def _source(self, job: RequestState) -> SessionState | None:
-        """Who has read most of the text, and may share it."""
-        sitting = job.sitting
-        origin = sitting.origin
-        own = (
-            0 if origin is None or origin.rule is not sitting.rule else _usable_tokens(job, origin)
+        """Session with the longest common prefix, among the fork's origin and
+        shareable sessions."""
+        session = job.session
+        origin = session.origin
+        own_len = (
+            0 if origin is None or origin.rule is not session.rule else _usable_tokens(job, origin)
         )
-        other = self._find(sitting, job.wanted)
-        if other is not None and _usable_tokens(job, other) > own:
+        other = self._find(session, job.prompt_ids)
+        if other is not None and _usable_tokens(job, other) > own_len:
             return other
-        return origin if own else None
+        return origin if own_len else None
 
-    def _need(self, job: RequestState, source: SessionState | None) -> MemoryDemand:
-        """Of the turn over what a session holds now."""
-        held = job.sitting.held if source is None else source.held
-        need = job.sitting.rule.lossless_turn_demand(held, len(job.wanted), job.new_tokens)
+    def _demand(self, job: RequestState, source: SessionState | None) -> MemoryDemand:
+        """Memory demand of the turn over the cache of `source`."""
+        occupancy = job.session.occupancy if source is None else source.occupancy
+        demand = job.session.rule.lossless_turn_demand(
+            occupancy, len(job.prompt_ids), job.new_tokens
+        )
         if source is None:
-            return need
+            return demand
         nbytes = source.nbytes
         return replace(
-            need, bytes=max(need.bytes, nbytes), transient_bytes=max(need.transient_bytes, nbytes)
+            demand,
+            bytes=max(demand.bytes, nbytes),
+            transient_bytes=max(demand.transient_bytes, nbytes),
         )
 
 
-def _usable_tokens(job: RequestState, sitting: SessionState) -> int:
-    """How much of a text a session's cache can answer for; what lost something is not exact."""
-    if job.request.exact and not sitting.is_lossless:
+def _usable_tokens(job: RequestState, session: SessionState) -> int:
+    """Length of the usable common prefix; 0 for an exact request if the cache is lossy."""
+    if job.request.exact and not session.is_lossless:
         return 0
-    return sitting.usable(job.wanted)
+    return session.usable_prefix_len(job.prompt_ids)

@@ -1,8 +1,8 @@
-"""The bytes of caches on the device: spoken for before they exist, and checked when they do.
+"""Device memory: reservations for caches, made before they are allocated and checked afterwards.
 
-A turn is admitted with the most that its cache may come to, so nothing that has begun ever runs out
-of room. One thread works on one cache at a time; what it holds twice while storage is laid out
-anew is set aside once, for the cache that needs most of it.
+A turn is admitted with the upper bound of its memory, so no admitted turn runs out of memory. One
+thread works on one cache at a time, so memory that is used twice while storage is reallocated is
+reserved once, for the cache with the largest demand.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from larder.store.ledger import NO_TENANT, ByteLedger, Reservation, Tier
 
 @dataclass(frozen=True)
 class MemoryDemand:
-    """The most that a cache comes to.
+    """Upper bound of the memory that a cache takes.
 
     Args:
-        bytes: held to the end.
-        transient_bytes: held for a moment beside them.
-        host: in host memory meanwhile.
+        bytes: on the device, until the end of the turn.
+        transient_bytes: on the device in addition, for a moment.
+        host: in host memory.
     """
 
     bytes: int = 0
@@ -33,96 +33,106 @@ class MemoryDemand:
 
 
 class DeviceReservations:
-    """What each cache on the device may hold. For the model's thread.
+    """Reservation of each cache on the device. For the model's thread.
 
-    `violations` counts caches that held more than was spoken for them; 0 unless something is
-    broken. `peak` is the most that was ever spoken for.
+    `violations` counts caches that exceeded their reservation; 0 unless there is a bug. `peak` is
+    the maximum of the reserved bytes.
     """
 
     def __init__(self, ledger: ByteLedger) -> None:
         self._ledger = ledger
-        self._held: dict[int, tuple[MemoryDemand, Reservation]] = {}
-        self._passing = ledger.reserve(Tier.DEVICE, NO_TENANT, 0)
+        self._reserved: dict[int, tuple[MemoryDemand, Reservation]] = {}
+        self._transient = ledger.reserve(Tier.DEVICE, NO_TENANT, 0)
         self.violations = 0
         self.peak = 0
 
-    def grant(self, key: int, tenant: str, need: MemoryDemand) -> None:
-        """Speak for what a cache will need from now on, more or less than before.
+    def grant(self, key: int, tenant: str, demand: MemoryDemand) -> None:
+        """Set the reservation of a cache, larger or smaller than before.
 
         Raises:
             BudgetError: there is no room; nothing has changed.
         """
-        before = self._held.get(key)
-        held = 0 if before is None else before[0].bytes
-        more = self._ledger.reserve(Tier.DEVICE, tenant, max(0, need.bytes - held))
+        before = self._reserved.get(key)
+        reserved = 0 if before is None else before[0].bytes
+        extra = self._ledger.reserve(Tier.DEVICE, tenant, max(0, demand.bytes - reserved))
         try:
-            self._set_aside(max(need.transient_bytes, self._most_passing(key)))
+            self._reserve_transient(max(demand.transient_bytes, self._most_transient(key)))
         except BudgetError:
-            more.release()
+            extra.release()
             raise
-        self._join(key, tenant, need, before, more)
+        self._join(key, tenant, demand, before, extra)
         self.peak = max(self.peak, self._ledger.used(Tier.DEVICE))
 
-    def give_back(self, key: int) -> None:
-        """A cache has left the device; nothing happens where none was there."""
-        before = self._held.pop(key, None)
+    def release(self, key: int) -> None:
+        """Release the reservation of a cache, if there is one."""
+        before = self._reserved.pop(key, None)
         if before is not None:
             before[1].release()
-            self._set_aside(self._most_passing(key))
+            self._reserve_transient(self._most_transient(key))
 
     def check(self, key: int, held_bytes: int) -> None:
-        """Compare what is held with what was spoken for; more is charged, and counted as wrong."""
-        need, reservation = self._held[key]
-        limit = need.bytes + self._passing.bytes
+        """Compare the bytes in use with the reservation; an excess is charged and counted as a
+        violation."""
+        demand, reservation = self._reserved[key]
+        limit = demand.bytes + self._transient.bytes
         if held_bytes > limit:
             self.violations += 1
             self._ledger.charge(Tier.DEVICE, reservation.tenant, held_bytes - limit)
             reservation.bytes += held_bytes - limit
 
-    def fits(self, tenant: str, need: MemoryDemand) -> bool:
-        """Whether it could ever be granted, with nobody else there."""
+    def fits(self, tenant: str, demand: MemoryDemand) -> bool:
+        """True if the demand could be granted on an otherwise empty device."""
         ledger = self._ledger
-        own = need.bytes <= ledger.tenant_limit(Tier.DEVICE, tenant)
+        device_bytes = demand.bytes <= ledger.tenant_limit(Tier.DEVICE, tenant)
         host = min(ledger.limit(Tier.HOST), ledger.tenant_limit(Tier.HOST, tenant))
-        return own and need.total <= ledger.limit(Tier.DEVICE) and need.host <= host
+        return device_bytes and demand.total <= ledger.limit(Tier.DEVICE) and demand.host <= host
 
-    def missing(self, key: int, tenant: str, need: MemoryDemand) -> int:
-        """Bytes that others must give back before it is granted."""
-        before = self._held.get(key)
-        held = 0 if before is None else before[0].bytes
-        beside = max(need.transient_bytes, self._most_passing(key)) - self._passing.bytes
-        own = need.bytes - held
+    def missing_bytes(self, key: int, tenant: str, demand: MemoryDemand) -> int:
+        """Bytes that other caches must release before the demand can be granted."""
+        before = self._reserved.get(key)
+        reserved = 0 if before is None else before[0].bytes
+        transient = max(demand.transient_bytes, self._most_transient(key)) - self._transient.bytes
+        device_bytes = demand.bytes - reserved
         total = self._ledger.limit(Tier.DEVICE) - self._ledger.used(Tier.DEVICE)
-        return max(0, own + beside - total, own - self._ledger.room(Tier.DEVICE, tenant))
-
-    def bytes_of(self, key: int) -> int:
-        """What is spoken for one cache; 0 where it is not on the device."""
-        held = self._held.get(key)
-        return 0 if held is None else held[0].bytes
-
-    def _most_passing(self, but: int) -> int:
         return max(
-            (need.transient_bytes for key, (need, _) in self._held.items() if key != but), default=0
+            0,
+            device_bytes + transient - total,
+            device_bytes - self._ledger.room(Tier.DEVICE, tenant),
         )
 
-    def _set_aside(self, count: int) -> None:
-        if count > self._passing.bytes:
-            more = self._ledger.reserve(Tier.DEVICE, NO_TENANT, count - self._passing.bytes)
-            self._passing.bytes += more.bytes
-        self._passing.shrink(count)
+    def bytes_of(self, key: int) -> int:
+        """Reserved bytes of a cache; 0 if it is not on the device."""
+        reserved = self._reserved.get(key)
+        return 0 if reserved is None else reserved[0].bytes
+
+    def _most_transient(self, excluded: int) -> int:
+        return max(
+            (
+                demand.transient_bytes
+                for key, (demand, _) in self._reserved.items()
+                if key != excluded
+            ),
+            default=0,
+        )
+
+    def _reserve_transient(self, count: int) -> None:
+        if count > self._transient.bytes:
+            extra = self._ledger.reserve(Tier.DEVICE, NO_TENANT, count - self._transient.bytes)
+            self._transient.bytes += extra.bytes
+        self._transient.shrink(count)
 
     def _join(
         self,
         key: int,
         tenant: str,
-        need: MemoryDemand,
+        demand: MemoryDemand,
         before: tuple[MemoryDemand, Reservation] | None,
-        more: Reservation,
+        extra: Reservation,
     ) -> None:
         if before is None:
-            self._held[key] = need, more
+            self._reserved[key] = demand, extra
             return
         reservation = before[1]
-        reservation.bytes += more.bytes
-        reservation.shrink(need.bytes)
-        self._held[key] = need, reservation
+        reservation.bytes += extra.bytes
+        reservation.shrink(demand.bytes)
+        self._reserved[key] = demand, reservation

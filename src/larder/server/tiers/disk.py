@@ -1,4 +1,4 @@
-"""Caches in the store: written while others are answered, verified when they come back."""
+"""Disk tier: session caches in the store, written in the background and verified when loaded."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from larder.session.caches import offload
 from larder.store.blobs.payloads import is_lossless_codec
 from larder.store.ledger import UNLIMITED, ByteLedger, Reservation, Tier
 
-MAX_LOADS = 2  # caches that are read from the store at a time
+MAX_LOADS = 2  # concurrent cache loads
 SLOWER_THAN_RECOMPUTE = "slower"
 
 
 @dataclass(frozen=True)
 class LoadedCaches:
-    """What came back of a session.
+    """Caches of a session, loaded from the store.
 
     Args:
-        beside: what was told beside the caches, where anything was.
+        beside: chat state stored with them, if any.
     """
 
     caches: tuple[SequenceCache, ...]
@@ -41,90 +41,94 @@ class LoadedCaches:
 
 
 class DiskTier:
-    """Keeps the caches of sessions that are not in use; this one keeps none.
+    """Contract of the disk tier, and its null object, which stores nothing.
 
     Args:
-        durability: what the end of an answer waits for.
+        durability: condition for reporting the end of an answer.
     """
 
     is_open = False
     durability = Durability.TURN
 
     def save(
-        self, sitting: SessionState, caches: Sequence[SequenceCache], beside: bytes | None
+        self, session: SessionState, caches: Sequence[SequenceCache], beside: bytes | None
     ) -> Future[SavedCache]:
-        """Write a session's caches, which nobody changes until that is over, and what more is to
-        be told of them."""
+        """Write a session's caches and their chat state; the caches must not change until it is
+        done."""
         raise NotImplementedError
 
-    def load(self, source: SessionState, kept: SavedCache) -> Future[LoadedCaches]:
-        """A session's caches, in host memory; fails as `Refused` where its text is to be read."""
+    def load(self, source: SessionState, stored: SavedCache) -> Future[LoadedCaches]:
+        """Load a session's caches into host memory; fails with `Refused` if they must be
+        recomputed."""
         raise NotImplementedError
 
     def reject(self, error: LarderError) -> None:
-        """Count that what came back cannot be used."""
+        """Count a loaded cache that cannot be used."""
 
     def note_reading(self, tokens: int, seconds: float) -> None:
-        """The model has read so many tokens in that time."""
+        """Record the measured time of a prefill."""
 
     def seconds_to_read(self, tokens: int) -> float:
-        """How long that takes; by the token where nothing is known."""
+        """Estimated prefill time; one second per token if nothing was measured."""
         return float(tokens)
 
     def bytes_by_tier(self) -> dict[str, int]:
-        """What the store holds."""
+        """Bytes in the store."""
         return {}
 
     def budget_by_tier(self) -> dict[str, int]:
-        """What it may hold."""
+        """Capacity of the store, if limited."""
         return {}
 
     def rejected(self) -> Mapping[str, int]:
-        """Caches that were not taken back, by reason."""
+        """Stored caches that could not be used, by reason."""
         return {}
 
     def unwritten(self) -> Mapping[str, int]:
-        """Turns, caches and pins that the store has not taken, by reason."""
+        """Turns, caches and pins that the store did not accept, by reason."""
         return {}
 
     def written_bytes(self) -> int:
-        """Since the server started."""
+        """Bytes written since the server started."""
         return 0
 
     def close(self) -> None:
-        """Finish what is on its way."""
+        """Finish pending work."""
 
 
 class StoreDiskTier(DiskTier):
-    """Keeps them in the store where `keeper` keeps what was said.
+    """Disk tier in the store of a session persistence.
 
     Args:
-        snapshots: of the model that answers.
+        snapshots: of the served model.
     """
 
     is_open = True
 
     def __init__(
-        self, keeper: StoreSessionPersistence, snapshots: ModelSnapshots, durability: Durability
+        self,
+        persistence: StoreSessionPersistence,
+        snapshots: ModelSnapshots,
+        durability: Durability,
     ) -> None:
-        self._keeper, self._snapshots = keeper, snapshots
+        self._persistence, self._snapshots = persistence, snapshots
         self.durability = durability
         self._saving = ThreadPoolExecutor(1, "larder saving")
         self._loading = ThreadPoolExecutor(MAX_LOADS, "larder loading")
         self._parts = snapshots.store.parts
 
     def save(
-        self, sitting: SessionState, caches: Sequence[SequenceCache], beside: bytes | None
+        self, session: SessionState, caches: Sequence[SequenceCache], beside: bytes | None
     ) -> Future[SavedCache]:
-        ids, policy = tuple(sitting.read), str(sitting.rule.policy)
-        is_coded = sitting.is_coded or not is_lossless_codec(self._snapshots.codec)
-        is_whole = sitting.is_lossless and not is_coded
-        view = session_info(sitting)
+        ids, policy = tuple(session.cached_ids), str(session.rule.policy)
+        is_coded = session.is_coded or not is_lossless_codec(self._snapshots.codec)
+        is_lossless = session.is_lossless and not is_coded
+        view = session_info(session)
         labels = {
-            "settled": str(sitting.settled_tokens),
-            "entries": str(sitting.held.entries),
+            "settled": str(session.settled_tokens),
+            "entries": str(session.occupancy.entries),
             "coded": "yes" if is_coded else "no",
-            "whole": "yes" if is_whole else "no",
+            "whole": "yes" if is_lossless else "no",
             "kept": str(view.kept_tokens),
             "held": str(view.held_tokens),
             "budget": "" if view.budget_tokens is None else str(view.budget_tokens),
@@ -135,8 +139,8 @@ class StoreDiskTier(DiskTier):
         def saved() -> SavedCache:
             try:
                 snapshot = self._snapshots.snapshot(policy, caches, beside)
-                with self._snapshots.store.turns.stage(sitting.tenant, ids, snapshot) as made:
-                    record = self._keeper.attach(sitting, made, labels).result()
+                with self._snapshots.store.turns.stage(session.tenant, ids, snapshot) as staged:
+                    record = self._persistence.attach(session, staged, labels).result()
             except LarderError as error:
                 self._parts.unwritten.note_error(error)
                 raise
@@ -146,19 +150,19 @@ class StoreDiskTier(DiskTier):
 
         return self._saving.submit(saved)
 
-    def load(self, source: SessionState, kept: SavedCache) -> Future[LoadedCaches]:
-        own = source.tenant, source.name, str(source.rule.policy)
-        ids = tuple(source.ids[: kept.tokens])
+    def load(self, source: SessionState, stored: SavedCache) -> Future[LoadedCaches]:
+        policy = str(source.rule.policy)
+        ids = tuple(source.ids[: stored.tokens])
 
         def loaded() -> LoadedCaches:
-            found = self._snapshots.load(*own)
+            found = self._snapshots.load(source.tenant, source.name, policy)
             if found is None or found.cache is None:
                 reason = "gone" if found is None else found.reason
-                raise Refused(f"The cache of {source.name!r} is read anew: {reason}.", reason)
+                raise Refused(f"The cache of {source.name!r} is recomputed: {reason}.", reason)
             if found.ids[: found.record.num_cached_tokens] != ids:
-                said = f"The cache of {source.name!r} is of another text."
-                self._parts.refusals.note("tokens", said)
-                raise Refused(said, "tokens")
+                message = f"The cache of {source.name!r} belongs to another text."
+                self._parts.refusals.note("tokens", message)
+                raise Refused(message, "tokens")
             try:
                 beside = self._parts.vault.beside(found.record)
             except LarderError as error:
@@ -198,136 +202,147 @@ class StoreDiskTier(DiskTier):
         self._loading.shutdown()
 
 
-WRITE_COPIES = 2  # of a cache that is written: its state, and the blob in the making
+WRITE_COPIES = 2  # of a cache during its write: its state, and the blob
 
 
-def write_memory_bytes(sitting: SessionState) -> int:
-    """Host memory that it takes to write a session's caches, beside them.
+def write_memory_bytes(session: SessionState) -> int:
+    """Host memory that writing a session's caches takes, in addition to them.
 
-    Those of a chat are written one after the other. As many bytes as it has may be held twice
-    meanwhile: what is on the device, and what is wanted there.
+    Chat caches are written one by one. Their full size may be held twice meanwhile: offloading and
+    activation can both need it.
     """
-    if sitting.chat_cache is None:
-        return WRITE_COPIES * sitting.nbytes
-    largest = max(held.nbytes for held in sitting.chat_cache.caches.usage())
-    return sitting.nbytes + WRITE_COPIES * largest
+    if session.chat_cache is None:
+        return WRITE_COPIES * session.nbytes
+    largest = max(held.nbytes for held in session.chat_cache.caches.usage())
+    return session.nbytes + WRITE_COPIES * largest
 
 
 class DiskTierWriter:
-    """For the model's thread; the store is written by another one.
+    """Writes one session's caches at a time. For the model's thread; another thread writes to the
+    store.
 
     Args:
-        ended: told whenever a writing is over.
+        ended: called after each write.
     """
 
     def __init__(
-        self, ledger: ByteLedger, vault: DiskTier, news: CompletionQueue, ended: Callable[[], None]
+        self,
+        ledger: ByteLedger,
+        disk: DiskTier,
+        completions: CompletionQueue,
+        ended: Callable[[], None],
     ) -> None:
-        self._ledger, self._vault, self._news, self._ended = ledger, vault, news, ended
-        self._late: dict[int, list[Reservation]] = {}
-        self._under_way: dict[int, Future[SavedCache]] = {}
+        self._ledger, self._disk, self._completions, self._ended = ledger, disk, completions, ended
+        self._reservations: dict[int, list[Reservation]] = {}
+        self._futures: dict[int, Future[SavedCache]] = {}
         self.saved = 0
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being written."""
-        return bool(self._late)
+        """True while a write is in progress."""
+        return bool(self._reservations)
 
-    def under_way(self, sitting: SessionState) -> Future[SavedCache] | None:
-        """The writing of a session's cache, where it is being written."""
-        return self._under_way.get(sitting.key)
+    def write_in_progress(self, session: SessionState) -> Future[SavedCache] | None:
+        """The write of this session's caches, if it is in progress."""
+        return self._futures.get(session.key)
 
-    def soon(self, count: int) -> int:
-        """What a writing takes that can begin now; nothing where none can."""
-        return 0 if self.is_busy or not self._vault.is_open else count
+    def start_bytes(self, count: int) -> int:
+        """Host memory of a write that could start now: `count`, or 0 if none could."""
+        return 0 if self.is_busy or not self._disk.is_open else count
 
-    def wants(self, sitting: SessionState) -> bool:
-        """Whether a cache that is not in use may be written, and was not."""
-        is_idle = not (sitting.is_answering or sitting.is_running or sitting.is_saving)
-        return is_idle and self.needs(sitting) and not sitting.pending_writes
+    def may_write(self, session: SessionState) -> bool:
+        """True if an idle session's cache may be written and is not in the store."""
+        is_idle = not (session.is_answering or session.is_running or session.is_saving)
+        return is_idle and self.can_write(session) and not session.pending_writes
 
-    def needs(self, sitting: SessionState) -> bool:
-        """Whether the store could have a cache, but has not."""
-        if (
-            not sitting.has_resident_cache
-        ):  # who asks for memory stands in it before there is a cache
+    def can_write(self, session: SessionState) -> bool:
+        """True if the store could have the session's cache, but does not."""
+        if not session.has_resident_cache:  # reservations precede the cache
             return False
-        is_written = sitting.written > 0 and sitting.durable_turns == len(sitting.said) > 0
-        if sitting.chat_cache is not None and not has_all_turns(sitting):
+        is_written = session.durable_epoch > 0 and session.durable_turns == len(session.turns) > 0
+        if session.chat_cache is not None and not has_all_turns(session):
             return False
-        is_refused = sitting.failed_write_tokens == len(sitting.read)
-        return self._vault.is_open and is_written and not sitting.is_saved and not is_refused
+        is_refused = session.failed_write_tokens == len(session.cached_ids)
+        return self._disk.is_open and is_written and not session.is_saved and not is_refused
 
-    def start(self, sitting: SessionState) -> Future[SavedCache] | None:
-        """Write a session's cache; None where there is no room for the copies that takes."""
+    def start(self, session: SessionState) -> Future[SavedCache] | None:
+        """Write a session's caches; None if there is no host memory for the copies."""
         try:
-            room = self._ledger.reserve(Tier.HOST, sitting.tenant, write_memory_bytes(sitting))
+            reservation = self._ledger.reserve(
+                Tier.HOST, session.tenant, write_memory_bytes(session)
+            )
         except BudgetError:
             return None
-        return self._begin(sitting, room)
+        return self._begin(session, reservation)
 
-    def hold(self, sitting: SessionState, reservation: Reservation) -> None:
-        """Give memory back once the session's writing is over; at once where none is on its way."""
-        if sitting.is_saving:
-            self._late[sitting.key].append(reservation)
+    def release_after_write(self, session: SessionState, reservation: Reservation) -> None:
+        """Release a reservation once the session's write is done; at once if there is none."""
+        if session.is_saving:
+            self._reservations[session.key].append(reservation)
         else:
             reservation.release()
 
-    def _begin(self, sitting: SessionState, room: Reservation) -> Future[SavedCache]:
-        cabinet = sitting.chat_cache
-        beside = None if cabinet is None else encode_chat_state(sitting)
-        caches = (_read_only_cache(sitting),) if cabinet is None else cabinet.caches.lend_views()
-        sitting.is_saving = True
-        sitting.pending_writes += 1
-        self._late[sitting.key] = [room]
-        future = self._under_way[sitting.key] = self._vault.save(sitting, caches, beside)
-        self._news.hear(future, partial(self._over, sitting, len(sitting.read)))
+    def _begin(self, session: SessionState, reservation: Reservation) -> Future[SavedCache]:
+        chat_cache = session.chat_cache
+        beside = None if chat_cache is None else encode_chat_state(session)
+        caches = (
+            (_read_only_cache(session),) if chat_cache is None else chat_cache.caches.lend_views()
+        )
+        session.is_saving = True
+        session.pending_writes += 1
+        self._reservations[session.key] = [reservation]
+        future = self._futures[session.key] = self._disk.save(session, caches, beside)
+        self._completions.when_done(
+            future, partial(self._on_written, session, len(session.cached_ids))
+        )
         return future
 
-    def _over(self, sitting: SessionState, tokens: int, future: Future[SavedCache]) -> None:
-        sitting.is_saving = False
-        sitting.pending_writes -= 1
-        if sitting.chat_cache is not None:
-            sitting.chat_cache.caches.end_lending()
-        del self._under_way[sitting.key]
-        for reservation in self._late.pop(sitting.key):
+    def _on_written(self, session: SessionState, tokens: int, future: Future[SavedCache]) -> None:
+        session.is_saving = False
+        session.pending_writes -= 1
+        if session.chat_cache is not None:
+            session.chat_cache.caches.end_lending()
+        del self._futures[session.key]
+        for reservation in self._reservations.pop(session.key):
             reservation.release()
         if future.exception() is None:
-            sitting.kept, sitting.failed_write_tokens = future.result(), -1
+            session.saved_cache, session.failed_write_tokens = future.result(), -1
             self.saved += 1
         else:
-            sitting.failed_write_tokens = tokens
+            session.failed_write_tokens = tokens
         self._ended()
 
 
 def install_caches(
-    sitting: SessionState,
+    session: SessionState,
     source: SessionState,
-    kept: SavedCache,
-    fetched: LoadedCaches,
-    room: Reservation,
+    stored: SavedCache,
+    loaded_caches: LoadedCaches,
+    reservation: Reservation,
 ) -> None:
-    """Have caches that came back be those of a session, at rest in host memory.
+    """Install loaded caches in a session, in host memory.
 
     Args:
-        source, room: as `Tiers.take` has them.
+        source, room: as in `TierManager.restore_from_disk`.
 
     Raises:
-        Damaged: they are not those of a chat; nothing has changed.
+        Damaged: the chat caches do not match the transcript; nothing has changed.
     """
-    read = source.ids[: kept.tokens]
-    if sitting.rule.is_chat:
-        restore_chat(sitting, read, fetched.caches, fetched.beside)
+    read = source.ids[: stored.tokens]
+    if session.rule.is_chat:
+        restore_chat(session, read, loaded_caches.caches, loaded_caches.beside)
     else:
-        sitting.parked = offload(fetched.caches[0])
-        room.shrink(sitting.parked.nbytes)
-    sitting.host, sitting.read, sitting.settled_tokens = room, read, kept.settled_tokens
-    sitting.is_coded = kept.is_coded
+        session.offloaded_cache = offload(loaded_caches.caches[0])
+        reservation.shrink(session.offloaded_cache.nbytes)
+    session.host_reservation = reservation
+    session.cached_ids = read
+    session.settled_tokens = stored.settled_tokens
+    session.is_coded = stored.is_coded
 
 
-def _read_only_cache(sitting: SessionState) -> SequenceCache:
-    """A session's cache, to be looked at."""
-    if sitting.cache is not None:
-        return sitting.cache
-    assert sitting.parked is not None
-    return sitting.parked.shown(sitting.rule.desk.decoder.spec)
+def _read_only_cache(session: SessionState) -> SequenceCache:
+    """The session's cache, for serialization."""
+    if session.cache is not None:
+        return session.cache
+    assert session.offloaded_cache is not None
+    return session.offloaded_cache.shown(session.rule.desk.decoder.spec)

@@ -1,6 +1,7 @@
-"""Where the caches of chats rest: one on the device, others in host memory.
+"""Host memory: reservations for chat caches and for transcripts.
 
-What is parked of the one that answers counts on the host, too.
+Of a chat's caches one is on the device, the others in host memory. Entries that the active one has
+offloaded count as host memory, too.
 """
 
 from __future__ import annotations
@@ -15,187 +16,191 @@ from larder.store.ledger import ByteLedger, Reservation, Tier
 
 
 class ChatHostMemory:
-    """Moves such caches. For the model's thread.
+    """Host memory of chat caches. For the model's thread.
 
     Args:
-        in_host: who has something in host memory.
-        room: makes room there, if it can.
-        drop: gives all caches of a session up.
+        in_host: sessions with reservations in host memory.
+        room: makes room there, if possible.
+        drop: drops all caches of a session.
     """
 
     def __init__(
         self,
         ledger: ByteLedger,
-        purse: DeviceReservations,
+        reservations: DeviceReservations,
         in_host: MutableMapping[int, SessionState],
         room: Callable[[SessionState, int], bool],
         drop: Callable[[SessionState], None],
     ) -> None:
-        self._ledger, self._purse, self._in_host = ledger, purse, in_host
+        self._ledger, self._reservations, self._in_host = ledger, reservations, in_host
         self._room, self._drop = room, drop
 
-    def hold(self, sitting: SessionState, count: int) -> None:
-        """Speak for so many bytes of host memory, more or less than before.
+    def reserve(self, session: SessionState, count: int) -> None:
+        """Set the session's host reservation, larger or smaller than before.
 
         Raises:
-            BudgetError: others that are in use have too much.
+            BudgetError: sessions in use hold too much.
         """
-        held = 0 if sitting.host is None else sitting.host.bytes
-        if count > held:
-            self._room(sitting, count - held)
-        more = self._ledger.reserve(Tier.HOST, sitting.tenant, max(0, count - held))
-        if sitting.host is None:
-            sitting.host = more
+        reserved = 0 if session.host_reservation is None else session.host_reservation.bytes
+        if count > reserved:
+            self._room(session, count - reserved)
+        extra = self._ledger.reserve(Tier.HOST, session.tenant, max(0, count - reserved))
+        if session.host_reservation is None:
+            session.host_reservation = extra
         else:
-            sitting.host.bytes += more.bytes
-            sitting.host.shrink(count)
-        self._in_host[sitting.key] = sitting
+            session.host_reservation.bytes += extra.bytes
+            session.host_reservation.shrink(count)
+        self._in_host[session.key] = session
 
-    def give_back(self, sitting: SessionState, count: int) -> None:
-        """What was spoken for is not needed: so many bytes are, as before; 0 where nothing is."""
-        assert sitting.host is not None
-        sitting.host.shrink(count)
-        if not sitting.has_resident_cache:
-            sitting.host.release()
-            sitting.host = None
-            del self._in_host[sitting.key]
+    def shrink(self, session: SessionState, count: int) -> None:
+        """Reduce the session's reservation to `count` bytes; without caches it is released."""
+        assert session.host_reservation is not None
+        session.host_reservation.shrink(count)
+        if not session.has_resident_cache:
+            session.host_reservation.release()
+            session.host_reservation = None
+            del self._in_host[session.key]
 
-    def set_aside(self, sitting: SessionState, count: int) -> Reservation | None:
-        """What is spoken for in host memory, and so many bytes at least, for caches to arrive in;
-        None where there is no room, and all is as before."""
-        assert sitting.host is not None
+    def detach(self, session: SessionState, count: int) -> Reservation | None:
+        """Detach the session's reservation, enlarged to `count` bytes if smaller, for a cache load;
+        None if there is no room, with nothing changed."""
+        assert session.host_reservation is not None
         try:
-            self.hold(sitting, max(sitting.host.bytes, count))
+            self.reserve(session, max(session.host_reservation.bytes, count))
         except BudgetError:
             return None
-        room, sitting.host = sitting.host, None
-        del self._in_host[sitting.key]
+        room, session.host_reservation = session.host_reservation, None
+        del self._in_host[session.key]
         return room
 
-    def return_reservation(self, sitting: SessionState, room: Reservation) -> None:
-        """Have what was set aside be spoken for by the session again."""
-        sitting.host = room
-        self._in_host[sitting.key] = sitting
+    def return_reservation(self, session: SessionState, room: Reservation) -> None:
+        """Undo `detach`."""
+        session.host_reservation = room
+        self._in_host[session.key] = session
 
-    def settle(self, sitting: SessionState) -> None:
-        """A turn is over: give slack back, and keep no more than what is there."""
-        cache, need = sitting.active, MemoryDemand()
+    def shrink_to_fit(self, session: SessionState) -> None:
+        """Release slack after a turn, and reduce the reservations to the bytes in use."""
+        cache, need = session.active, MemoryDemand()
         if cache is not None:
             cache.compact()
-            self._purse.check(sitting.key, cache.device_nbytes)
+            self._reservations.check(session.key, cache.device_nbytes)
             need = MemoryDemand(
                 cache.device_nbytes, max(store.device_nbytes for store in cache.stores)
             )
-        self._purse.grant(sitting.key, sitting.tenant, need)
-        if sitting.chat_cache is None:
+        self._reservations.grant(session.key, session.tenant, need)
+        if session.chat_cache is None:
             return
         try:
-            self.hold(sitting, sitting.host_bytes)
+            self.reserve(session, session.host_bytes)
         except BudgetError:
-            self._drop(sitting)
+            self._drop(session)
 
-    def park(self, sitting: SessionState) -> bool:
-        """Have the device be free; False if there is no room for what leaves it."""
-        assert sitting.chat_cache is not None
-        if not self._room(sitting, sitting.device_bytes):
+    def offload(self, session: SessionState) -> bool:
+        """Move the active cache to host memory; False if there is no room."""
+        assert session.chat_cache is not None
+        if not self._room(session, session.device_bytes):
             return False
-        self.hold(sitting, sitting.nbytes)
-        sitting.chat_cache.caches.offload_active()
-        self.hold(sitting, sitting.nbytes)
+        self.reserve(session, session.nbytes)
+        session.chat_cache.caches.offload_active()
+        self.reserve(session, session.nbytes)
         return True
 
 
-def idle_bytes(sitting: SessionState) -> int:
-    """What a session's caches take at rest."""
-    if sitting.chat_cache is not None:
-        return sitting.nbytes
-    stores = () if sitting.cache is None else sitting.cache.stores
+def idle_bytes(session: SessionState) -> int:
+    """Bytes of a session's caches between two turns."""
+    if session.chat_cache is not None:
+        return session.nbytes
+    stores = () if session.cache is None else session.cache.stores
     return sum(tensor.nbytes for store in stores for tensor in store.tensors())
 
 
-MAX_IDLE_TRANSCRIPTS = (
-    64  # sessions without a cache whose logs are in memory, because they were used lately
-)
+MAX_IDLE_TRANSCRIPTS = 64  # recently used sessions without a cache whose transcripts stay in memory
 
 
 class TranscriptMemory:
-    """The logs of all sessions that are in memory. For the model's thread.
+    """Host memory of the transcripts of all sessions in memory. For the model's thread.
 
     Args:
-        unload: has a session of which nothing need be in memory leave it, if that can be.
+        unload: removes a session from memory, if possible.
     """
 
     def __init__(self, ledger: ByteLedger, unload: Callable[[SessionState], bool]) -> None:
         self._ledger, self._unload = ledger, unload
         self._charged: dict[int, SessionState] = {}
-        self._staying: dict[int, int] = {}
-        self._of: Counter[str] = Counter()
+        self._pinned_bytes: dict[int, int] = {}
+        self._tenant_bytes: Counter[str] = Counter()
 
-    def missing(self, sitting: SessionState) -> int:
-        """Bytes that a log takes beyond what was charged for it."""
-        return sitting.transcript_bytes - (0 if sitting.log is None else sitting.log.bytes)
+    def missing(self, session: SessionState) -> int:
+        """Bytes of a transcript beyond its reservation."""
+        return session.transcript_bytes - (
+            0 if session.transcript_reservation is None else session.transcript_reservation.bytes
+        )
 
-    def exceeds_share(self, sitting: SessionState) -> bool:
-        """Whether a tenant would have more that cannot leave memory than is left to others."""
-        if not self._is_crowding(sitting):
+    def exceeds_share(self, session: SessionState) -> bool:
+        """True if the tenant's transcripts that only memory has would exceed the memory left to
+        others."""
+        if not self._is_above_share(session):
             return False
         for each in self._charged.values():
-            if each.written:  # since it was charged
+            if each.durable_epoch:  # written since the charge
                 self._count(each, 0)
-        return self._is_crowding(sitting)
+        return self._is_above_share(session)
 
-    def charge(self, sitting: SessionState) -> None:
-        """Charge what a log takes now.
+    def charge(self, session: SessionState) -> None:
+        """Charge the present size of a transcript.
 
         Raises:
             BudgetError: there is no room.
         """
-        want, had = sitting.transcript_bytes, sitting.log
-        more = self._ledger.reserve(Tier.HOST, sitting.tenant, max(0, self.missing(sitting)))
-        if had is None:
-            sitting.log = more
+        size, reservation = session.transcript_bytes, session.transcript_reservation
+        extra = self._ledger.reserve(Tier.HOST, session.tenant, max(0, self.missing(session)))
+        if reservation is None:
+            session.transcript_reservation = extra
         else:
-            had.bytes += more.bytes
-            had.shrink(want)
-        self._charged[sitting.key] = sitting
-        self._count(sitting, self._kept_here(sitting))
+            reservation.bytes += extra.bytes
+            reservation.shrink(size)
+        self._charged[session.key] = session
+        self._count(session, self._unstored_bytes(session))
 
-    def forget(self, sitting: SessionState) -> None:
-        """It is not in memory any more."""
-        self._charged.pop(sitting.key, None)
-        self._count(sitting, 0)
-        if sitting.log is not None:
-            sitting.log.release()
-            sitting.log = None
+    def forget(self, session: SessionState) -> None:
+        """Release the reservation of a session that leaves memory."""
+        self._charged.pop(session.key, None)
+        self._count(session, 0)
+        if session.transcript_reservation is not None:
+            session.transcript_reservation.release()
+            session.transcript_reservation = None
 
     def unload_idle(self) -> None:
-        """Have sessions without a cache in memory leave it, but for some that were used last."""
-        resting = [each for each in self._resting() if not each.is_pinned]
-        for each in resting[: max(0, len(resting) - MAX_IDLE_TRANSCRIPTS)]:
+        """Unload sessions without a cache in memory, except for the most recently used ones."""
+        idle = [each for each in self._idle() if not each.is_pinned]
+        for each in idle[: max(0, len(idle) - MAX_IDLE_TRANSCRIPTS)]:
             self._unload(each)
 
     def unload_one(self, but: SessionState) -> bool:
-        """Have one of these leave memory, the one that was used least lately, those that are pinned
-        last; whether one could."""
-        return any(self._unload(each) for each in self._resting() if each is not but)
+        """Unload the least recently used idle session, pinned ones last; true
+        if one was unloaded."""
+        return any(self._unload(each) for each in self._idle() if each is not but)
 
-    def _is_crowding(self, sitting: SessionState) -> bool:
-        more = self._kept_here(sitting) - self._staying.get(sitting.key, 0)
-        own, held = self._of[sitting.tenant] + more, self._of.total() + more
-        return more > 0 and own > self._ledger.limit(Tier.HOST) - held
+    def _is_above_share(self, session: SessionState) -> bool:
+        extra = self._unstored_bytes(session) - self._pinned_bytes.get(session.key, 0)
+        own, reserved = (
+            self._tenant_bytes[session.tenant] + extra,
+            self._tenant_bytes.total() + extra,
+        )
+        return extra > 0 and own > self._ledger.limit(Tier.HOST) - reserved
 
-    def _kept_here(self, sitting: SessionState) -> int:
-        return 0 if sitting.written else sitting.transcript_bytes
+    def _unstored_bytes(self, session: SessionState) -> int:
+        return 0 if session.durable_epoch else session.transcript_bytes
 
-    def _count(self, sitting: SessionState, staying: int) -> None:
-        self._of[sitting.tenant] += staying - self._staying.pop(sitting.key, 0)
+    def _count(self, session: SessionState, staying: int) -> None:
+        self._tenant_bytes[session.tenant] += staying - self._pinned_bytes.pop(session.key, 0)
         if staying:
-            self._staying[sitting.key] = staying
-        if not self._of[sitting.tenant]:
-            del self._of[sitting.tenant]
+            self._pinned_bytes[session.key] = staying
+        if not self._tenant_bytes[session.tenant]:
+            del self._tenant_bytes[session.tenant]
 
-    def _resting(self) -> list[SessionState]:
-        """Sessions of which the log alone is in memory, and need not be."""
-        resting = [each for each in self._charged.values() if each.can_leave_memory]
-        resting = [each for each in resting if not each.has_resident_cache]
-        return sorted(resting, key=lambda each: (each.is_pinned, each.last_used))
+    def _idle(self) -> list[SessionState]:
+        """Idle sessions of which only the transcript is in memory, in order of unloading."""
+        idle = [each for each in self._charged.values() if each.can_leave_memory]
+        idle = [each for each in idle if not each.has_resident_cache]
+        return sorted(idle, key=lambda each: (each.is_pinned, each.last_used))

@@ -1,10 +1,10 @@
-"""Where caches rest: on the device, in host memory, in the store, or nowhere, so that their text is
-read again.
+"""Tier manager: session caches on the device, in host memory, in the store, or dropped and
+recomputed.
 
-What was used least recently leaves first, or whoever another rule of eviction names. Everything is
-reserved before it is there; what does not fit anywhere is dropped, never kept anyway. Whoever needs
-the room of a cache that is on its way to the store waits for it: a slow disk holds requests up, and
-never has more be held than may.
+The eviction policy chooses what leaves a full tier; the default is least recently used. Everything
+is reserved before it is allocated, and what fits nowhere is dropped. A request that needs the
+memory of a cache being written to the store waits for the write: a slow disk delays requests, but
+the budget is never exceeded.
 """
 
 from __future__ import annotations
@@ -34,349 +34,353 @@ from larder.store.ledger import NO_TENANT, ByteLedger, Reservation, Tier
 
 
 class TierManager:
-    """Moves the caches of sessions. For the model's thread.
+    """Moves session caches between tiers. For the model's thread.
 
-    `parked` and `restored` count moves by tier; `dropped` are caches that were given up.
+    `parked` and `restored` count moves by tier; `dropped` counts dropped caches.
 
     Args:
-        rule: who leaves first.
+        rule: eviction policy.
         clock: seconds since 1970.
-        vault: keeps what has no room in memory.
-        unload: has a session of which nothing need be in memory leave it, if that can be.
+        disk: stores caches for which memory has no room.
+        unload: removes a session from memory, if possible.
     """
 
     def __init__(
         self,
         ledger: ByteLedger,
-        purse: DeviceReservations,
+        reservations: DeviceReservations,
         rule: EvictionPolicy,
         clock: Callable[[], float],
-        vault: DiskTier,
-        news: CompletionQueue,
+        disk: DiskTier,
+        completions: CompletionQueue,
         unload: Callable[[SessionState], bool],
     ) -> None:
-        self._ledger, self._purse, self._unload = ledger, purse, unload
-        self._order, self.vault = SessionEvictionOrder(rule, clock, purse, vault), vault
-        self._stowing = DiskTierWriter(ledger, vault, news, self.write_next)
+        self._ledger, self._reservations, self._unload = ledger, reservations, unload
+        self._order, self.disk = SessionEvictionOrder(rule, clock, reservations, disk), disk
+        self._writer = DiskTierWriter(ledger, disk, completions, self.write_next)
         self.on_device: dict[int, SessionState] = {}
         self.in_host: dict[int, SessionState] = {}
-        self.chats = ChatHostMemory(ledger, purse, self.in_host, self._host_room, self.drop)
-        self.logs = TranscriptMemory(ledger, unload)
+        self.chats = ChatHostMemory(ledger, reservations, self.in_host, self._host_room, self.drop)
+        self.transcripts = TranscriptMemory(ledger, unload)
         self.parked: Counter[str] = Counter()
         self.restored: Counter[str] = Counter()
         self.dropped = 0
 
     @property
-    def is_leaving(self) -> bool:
-        """Whether a cache is on its way out of memory, so that there will be room."""
-        return self._stowing.is_busy
+    def is_writing(self) -> bool:
+        """True if a cache is being written, whose memory will then be free."""
+        return self._writer.is_busy
 
-    def grant(self, sitting: SessionState, need: MemoryDemand) -> None:
-        """Speak for device memory, for which sessions that nobody waits for may have to leave.
+    def grant(self, session: SessionState, demand: MemoryDemand) -> None:
+        """Reserve device memory, evicting idle sessions if necessary.
 
         Raises:
-            BudgetError: those that are left are all in use, or are being written; what has left
-                stays where it is now.
+            BudgetError: the remaining sessions are in use or being written; evictions so far are
+                not undone.
         """
-        missing = self._purse.missing(sitting.key, sitting.tenant, need)
-        while missing and self._leave_device(sitting, need, missing):
-            missing = self._purse.missing(sitting.key, sitting.tenant, need)
-        self._purse.grant(sitting.key, sitting.tenant, need)
-        self.on_device[sitting.key] = sitting
-        sitting.clock = self._order.clock(Tier.DEVICE)
+        missing = self._reservations.missing_bytes(session.key, session.tenant, demand)
+        while missing and self._free_device(session, demand, missing):
+            missing = self._reservations.missing_bytes(session.key, session.tenant, demand)
+        self._reservations.grant(session.key, session.tenant, demand)
+        self.on_device[session.key] = session
+        session.clock = self._order.clock(Tier.DEVICE)
 
-    def settle(self, sitting: SessionState) -> None:
-        """A turn is over: give slack back, and keep no more than what is there."""
-        self.chats.settle(sitting)
+    def shrink_to_fit(self, session: SessionState) -> None:
+        """Release slack after a turn, and reduce the reservations to the bytes in use."""
+        self.chats.shrink_to_fit(session)
 
-    def host_room(self, sitting: SessionState, count: int) -> Reservation | None:
-        """Host memory for a while; None where there is none."""
-        if not self._host_room(sitting, count):
+    def host_room(self, session: SessionState, count: int) -> Reservation | None:
+        """Reservation of host memory; None if there is no room."""
+        if not self._host_room(session, count):
             return None
-        return self._ledger.reserve(Tier.HOST, sitting.tenant, count)
+        return self._ledger.reserve(Tier.HOST, session.tenant, count)
 
-    def take(
+    def restore_from_disk(
         self,
-        sitting: SessionState,
+        session: SessionState,
         source: SessionState,
-        kept: SavedCache,
-        fetched: LoadedCaches,
-        room: Reservation,
+        saved: SavedCache,
+        loaded: LoadedCaches,
+        reservation: Reservation,
     ) -> None:
-        """Bring caches from the store, the one that answered last to the device, which was granted
-        before.
+        """Install loaded caches, and bring the one that answered last to the device, where memory
+        is reserved.
 
         Args:
-            source: whose they were.
-            room: host memory in which they have arrived.
+            source: session that they belonged to.
+            room: reservation of host memory that they are in.
 
         Raises:
-            LarderError: they are not those of a chat; the room is still the caller's.
+            LarderError: the chat caches do not match the transcript; `room` is still the caller's.
         """
         try:
-            install_caches(sitting, source, kept, fetched, room)
+            install_caches(session, source, saved, loaded, reservation)
         except LarderError as error:
-            self.vault.reject(error)
+            self.disk.reject(error)
             raise
-        self.in_host[sitting.key] = sitting
-        self.restore_from_host(sitting)
-        self.restored[Tier.HOST.value] -= 1  # it has only passed there
+        self.in_host[session.key] = session
+        self.restore_from_host(session)
+        self.restored[Tier.HOST.value] -= 1  # the step through host memory does not count
         self.restored[Tier.DISK.value] += 1
-        sitting.note()
+        session.update_occupancy()
 
-    def restore_from_host(self, sitting: SessionState) -> None:
-        """Bring a parked cache back to the device, which was granted before."""
-        if sitting.chat_cache is not None:
-            sitting.chat_cache.caches.activate(sitting.episode)
+    def restore_from_host(self, session: SessionState) -> None:
+        """Bring an offloaded cache to the device, where memory is reserved."""
+        if session.chat_cache is not None:
+            session.chat_cache.caches.activate(session.episode)
             self.restored[Tier.HOST.value] += 1
             return
-        assert sitting.parked is not None
-        parked, sitting.parked = sitting.parked, None
-        spec = sitting.rule.desk.decoder.spec
+        assert session.offloaded_cache is not None
+        parked, session.offloaded_cache = session.offloaded_cache, None
+        spec = session.rule.desk.decoder.spec
         try:
-            sitting.cache = parked.copied(spec) if sitting.is_saving else parked.restore(spec)
+            session.cache = parked.copied(spec) if session.is_saving else parked.restore(spec)
         finally:
-            self._give_host_back(sitting)
+            self._release_host(session)
         self.restored[Tier.HOST.value] += 1
 
-    def park(self, sitting: SessionState) -> bool:
+    def offload(self, session: SessionState) -> bool:
         """Move a cache from the device to host memory; False if there is no room, and it stays."""
-        if sitting.chat_cache is not None:
-            soon = self._stowing.soon(write_memory_bytes(sitting))
-            self._free_written_host(sitting, sitting.device_bytes + soon)
-            return self._parked(sitting, self.chats.park(sitting))
-        cache = sitting.cache
+        if session.chat_cache is not None:
+            soon = self._writer.start_bytes(write_memory_bytes(session))
+            self._free_written_host(session, session.device_bytes + soon)
+            return self._parked(session, self.chats.offload(session))
+        cache = session.cache
         assert cache is not None
-        count = idle_bytes(sitting)
-        self._free_written_host(sitting, count + self._stowing.soon(WRITE_COPIES * count))
-        room = self.host_room(sitting, count)
-        if room is None:
+        count = idle_bytes(session)
+        self._free_written_host(session, count + self._writer.start_bytes(WRITE_COPIES * count))
+        reservation = self.host_room(session, count)
+        if reservation is None:
             return False
-        sitting.parked, sitting.cache = offload(cache), None
-        room.shrink(sitting.parked.nbytes)
-        sitting.host = room
-        self.in_host[sitting.key] = sitting
-        return self._parked(sitting, True)
+        session.offloaded_cache, session.cache = offload(cache), None
+        reservation.shrink(session.offloaded_cache.nbytes)
+        session.host_reservation = reservation
+        self.in_host[session.key] = session
+        return self._parked(session, True)
 
-    def _parked(self, sitting: SessionState, is_done: bool) -> bool:
+    def _parked(self, session: SessionState, is_done: bool) -> bool:
         if is_done:
-            self._leave(sitting)
-            sitting.clock = self._order.clock(Tier.HOST)
+            self._leave(session)
+            session.clock = self._order.clock(Tier.HOST)
             self.parked[Tier.HOST.value] += 1
             self.write_next()
         return is_done
 
     def write_next(self) -> None:
-        """Have the cache that would leave host memory first be written, if none is just now."""
-        self.parked[Tier.DISK.value] = self._stowing.saved
-        wanting = [each for each in self.in_host.values() if self._stowing.wants(each)]
-        if wanting and not self._stowing.is_busy:
+        """Start writing the cache that would leave host memory first, unless a write is in
+        progress."""
+        self.parked[Tier.DISK.value] = self._writer.saved
+        wanting = [each for each in self.in_host.values() if self._writer.may_write(each)]
+        if wanting and not self._writer.is_busy:
             first = self._order.first(Tier.HOST, wanting, None, 1)[0]
             self._free_written_host(first, write_memory_bytes(first))
-            self._stowing.start(first)
+            self._writer.start(first)
 
-    def save_at_once(self, sitting: SessionState) -> Future[SavedCache] | None:
-        """Have the cache of a turn that was just kept be written, where its end waits for that."""
-        if self.vault.durability is not Durability.SNAPSHOT:
+    def save_at_once(self, session: SessionState) -> Future[SavedCache] | None:
+        """Start writing the cache of a completed turn, if the durability demands it."""
+        if self.disk.durability is not Durability.SNAPSHOT:
             return None
-        return self.save(sitting)
+        return self.save(session)
 
-    def save(self, sitting: SessionState) -> Future[SavedCache] | None:
-        """Have a cache be written, if it can be and need be."""
-        if sitting.is_saving:
-            return self._stowing.under_way(sitting)
-        if not sitting.has_resident_cache or not self._stowing.needs(sitting):
+    def save(self, session: SessionState) -> Future[SavedCache] | None:
+        """Start writing a session's cache, if possible and necessary."""
+        if session.is_saving:
+            return self._writer.write_in_progress(session)
+        if not session.has_resident_cache or not self._writer.can_write(session):
             return None
-        self._host_room(sitting, write_memory_bytes(sitting))
-        return self._stowing.start(sitting)
+        self._host_room(session, write_memory_bytes(session))
+        return self._writer.start(session)
 
-    def drop(self, sitting: SessionState) -> None:
-        """Give a cache up, wherever it is in memory: the store may have it, or its text is read
-        again."""
-        if sitting.has_resident_cache and not sitting.is_saved:
+    def drop(self, session: SessionState) -> None:
+        """Drop a session's cache from memory; the store may have it, or it is recomputed."""
+        if session.has_resident_cache and not session.is_saved:
             self.dropped += 1
-        sitting.cache = sitting.parked = sitting.chat_cache = None
-        sitting.read, sitting.settled_tokens, sitting.is_coded = array(TOKEN_TYPECODE), 0, False
-        sitting.is_lossless = sitting.kept is None or sitting.kept.is_lossless
-        self._give_host_back(sitting)
-        self._leave(sitting)
+        session.cache = session.offloaded_cache = session.chat_cache = None
+        session.cached_ids = array(TOKEN_TYPECODE)
+        session.settled_tokens = 0
+        session.is_coded = False
+        session.is_lossless = session.saved_cache is None or session.saved_cache.is_lossless
+        self._release_host(session)
+        self._leave(session)
 
-    def weigh(self, sitting: SessionState) -> bool:
-        """Charge what a session's log takes now; False if it leaves others no room, or has none."""
-        logs = self.logs
-        if logs.exceeds_share(sitting) or not self._log_room(sitting, logs.missing(sitting)):
+    def charge_transcript(self, session: SessionState) -> bool:
+        """Charge the transcript's present size; False if it exceeds the tenant's share or there is
+        no room."""
+        logs = self.transcripts
+        if logs.exceeds_share(session) or not self._transcript_room(session, logs.missing(session)):
             return False
-        self.logs.charge(sitting)
+        self.transcripts.charge(session)
         return True
 
-    def forget(self, sitting: SessionState) -> None:
-        """A session is no more, here: everything of it goes."""
-        self.drop(sitting)
-        self.logs.forget(sitting)
+    def forget(self, session: SessionState) -> None:
+        """Drop everything that memory has of a session."""
+        self.drop(session)
+        self.transcripts.forget(session)
 
     def lower(self, tier: Tier, count: int) -> int:
-        """Set a tier's budget, and have sessions leave until it holds; bytes still above it."""
+        """Set a tier's budget, and evict sessions until it holds; the bytes still above it."""
         above = self._ledger.lower(tier, count)
-        held = self.on_device if tier is Tier.DEVICE else self.in_host
-        while above > 0 and (leaving := self._order.first(tier, held.values(), None, above)):
-            for sitting in leaving:
-                if tier is Tier.HOST or not self.park(sitting):
-                    self.drop(sitting)
+        sessions = self.on_device if tier is Tier.DEVICE else self.in_host
+        while above > 0 and (leaving := self._order.first(tier, sessions.values(), None, above)):
+            for session in leaving:
+                if tier is Tier.HOST or not self.offload(session):
+                    self.drop(session)
             above = self._ledger.used(tier) - count
         return max(0, above)
 
-    def _leave_device(self, sitting: SessionState, need: MemoryDemand, missing: int) -> bool:
-        """Have idle sessions leave the device; whether any did.
+    def _free_device(self, session: SessionState, demand: MemoryDemand, missing: int) -> bool:
+        """Evict idle sessions from the device; true if any was evicted.
 
-        Where all tenants together have room, only the tenant's own need leave.
+        Only the tenant's own ones, if the tier has room but the tenant's limit is reached.
         """
-        is_own = not self._purse.missing(sitting.key, NO_TENANT, need)
-        whose = sitting.tenant if is_own else None
-        wanted = self.on_device.values(), sitting, missing, whose
-        left = [self._left(each) for each in self._order.first(Tier.DEVICE, *wanted)]
-        return any(left)
+        is_own = not self._reservations.missing_bytes(session.key, NO_TENANT, demand)
+        whose = session.tenant if is_own else None
+        victims = self._order.first(Tier.DEVICE, self.on_device.values(), session, missing, whose)
+        return any([self._evict_from_device(each) for each in victims])
 
-    def _left(self, sitting: SessionState) -> bool:
-        """Have a session leave the device; False where that must wait for the store."""
-        if self.park(sitting):
+    def _evict_from_device(self, session: SessionState) -> bool:
+        """Evict a session from the device; False if it has to wait for a write."""
+        if self.offload(session):
             return True
-        may_fit = 0 < idle_bytes(sitting) <= self._host_limit(sitting.tenant)
-        if may_fit and self.is_leaving and not sitting.is_saved:
+        may_fit = 0 < idle_bytes(session) <= self._host_limit(session.tenant)
+        if may_fit and self.is_writing and not session.is_saved:
             return False
-        self.evict(sitting)
+        self.evict(session)
         return True
 
-    def evict(self, sitting: SessionState) -> None:
-        """Have a cache leave memory, and all else of its session, if the store has it."""
-        self.drop(sitting)
-        if sitting.can_leave_memory and sitting.kept is not None and not sitting.is_pinned:
-            self._unload(sitting)
+    def evict(self, session: SessionState) -> None:
+        """Drop a cache; the session is unloaded, too, if the store has everything."""
+        self.drop(session)
+        if session.can_leave_memory and session.saved_cache is not None and not session.is_pinned:
+            self._unload(session)
 
-    def _host_room(self, sitting: SessionState, count: int) -> bool:
-        """Make room in host memory; False while it has to wait for the store, or all are in use."""
-        if count > self._host_limit(sitting.tenant):
+    def _host_room(self, session: SessionState, count: int) -> bool:
+        """Make room in host memory; False while it must wait for a write, or all sessions are in
+        use."""
+        if count > self._host_limit(session.tenant):
             return False
-        while not self._free_written_host(sitting, count):
+        while not self._free_written_host(session, count):
             self.write_next()
-            missing = self._missing_host(sitting, count)
-            if self.is_leaving or not self._evict_from_host(
-                sitting, self.in_host.values(), count, missing
+            missing = self._missing_host(session, count)
+            if self.is_writing or not self._evict_from_host(
+                session, self.in_host.values(), count, missing
             ):
                 return False
         return True
 
-    def _free_written_host(self, sitting: SessionState, count: int) -> bool:
-        """The same by having caches leave that the store has, or will never have, and logs."""
-        while (missing := self._missing_host(sitting, count)) > 0:
-            idle = [each for each in self.in_host.values() if not self._stowing.needs(each)]
+    def _free_written_host(self, session: SessionState, count: int) -> bool:
+        """Make room by evicting only caches that the store has or cannot take, and idle
+        transcripts."""
+        while (missing := self._missing_host(session, count)) > 0:
+            idle = [each for each in self.in_host.values() if not self._writer.can_write(each)]
             if not self._evict_from_host(
-                sitting, idle, count, missing
-            ) and not self.logs.unload_one(sitting):
+                session, idle, count, missing
+            ) and not self.transcripts.unload_one(session):
                 return False
         return True
 
-    def _log_room(self, sitting: SessionState, count: int) -> bool:
-        """The same for what cannot wait."""
-        if count > self._host_limit(sitting.tenant):
+    def _transcript_room(self, session: SessionState, count: int) -> bool:
+        """Make room for a transcript, without waiting for writes."""
+        if count > self._host_limit(session.tenant):
             return False
-        while count > 0 and (missing := self._missing_host(sitting, count)) > 0:
-            if self._host_room(sitting, count):
+        while count > 0 and (missing := self._missing_host(session, count)) > 0:
+            if self._host_room(session, count):
                 return True
-            if not self._evict_from_host(sitting, self.in_host.values(), count, missing):
+            if not self._evict_from_host(session, self.in_host.values(), count, missing):
                 return False
         return True
 
     def _evict_from_host(
-        self, sitting: SessionState, held: Iterable[SessionState], count: int, missing: int
+        self, session: SessionState, sessions: Iterable[SessionState], count: int, missing: int
     ) -> bool:
-        """Have some leave for so many bytes; whether any did."""
+        """Evict sessions from host memory; true if any was evicted."""
         is_own = self._ledger.limit(Tier.HOST) - self._ledger.used(Tier.HOST) >= count
-        whose = sitting.tenant if is_own else None
-        leaving = self._order.first(Tier.HOST, held, sitting, missing, whose)
+        whose = session.tenant if is_own else None
+        leaving = self._order.first(Tier.HOST, sessions, session, missing, whose)
         for each in leaving:
             self.evict(each)
         return bool(leaving)
 
-    def _missing_host(self, sitting: SessionState, count: int) -> int:
-        return count - self._ledger.room(Tier.HOST, sitting.tenant)
+    def _missing_host(self, session: SessionState, count: int) -> int:
+        return count - self._ledger.room(Tier.HOST, session.tenant)
 
     def _host_limit(self, tenant: str) -> int:
         ledger = self._ledger
         return min(ledger.limit(Tier.HOST), ledger.tenant_limit(Tier.HOST, tenant))
 
-    def _leave(self, sitting: SessionState) -> None:
-        self._purse.give_back(sitting.key)
-        self.on_device.pop(sitting.key, None)
+    def _leave(self, session: SessionState) -> None:
+        self._reservations.release(session.key)
+        self.on_device.pop(session.key, None)
 
-    def _give_host_back(self, sitting: SessionState) -> None:
-        self.in_host.pop(sitting.key, None)
-        if sitting.host is not None:
-            self._stowing.hold(sitting, sitting.host)
-            sitting.host = None
+    def _release_host(self, session: SessionState) -> None:
+        self.in_host.pop(session.key, None)
+        if session.host_reservation is not None:
+            self._writer.release_after_write(session, session.host_reservation)
+            session.host_reservation = None
 
 
 FOREVER = float("inf")
 
 
 class SessionEvictionOrder:
-    """Tells a rule of eviction what is known of sessions. For the model's thread.
+    """Sessions in the order in which an eviction policy evicts them. For the model's thread.
 
     Args:
         clock: seconds since 1970.
-        vault: knows how long reading takes.
+        disk: estimates prefill times.
     """
 
     def __init__(
         self,
         rule: EvictionPolicy,
         clock: Callable[[], float],
-        purse: DeviceReservations,
-        vault: DiskTier,
+        reservations: DeviceReservations,
+        disk: DiskTier,
     ) -> None:
-        self._rule, self._now, self._purse, self._vault = rule, clock, purse, vault
+        self._rule, self._now, self._reservations, self._disk = rule, clock, reservations, disk
         self._clocks: dict[Tier, float] = {}
 
     def clock(self, tier: Tier) -> float:
-        """Of a rule that ages what is not used; who is used now gets it."""
+        """Eviction clock of a tier, for policies with aging; a used session is set to it."""
         return self._clocks.get(tier, 0.0)
 
     def first(
         self,
         tier: Tier,
-        held: Iterable[SessionState],
-        but: SessionState | None,
+        sessions: Iterable[SessionState],
+        excluded: SessionState | None,
         missing: int,
         tenant: str | None = None,
     ) -> list[SessionState]:
-        """Who leaves for so many bytes; nobody who is running, or is being written."""
-        idle = [each for each in held if not (each.is_running or each.is_saving)]
-        idle = [each for each in idle if each is not but]
+        """Sessions to evict for this many bytes, except for running ones and ones being written."""
+        idle = [each for each in sessions if not (each.is_running or each.is_saving)]
+        idle = [each for each in idle if each is not excluded]
         idle = [each for each in idle if tenant in (None, each.tenant)]
-        told = CandidateColumns.of([self._candidate(each) for each in idle])
-        leaving = self._rule.select_victims(told, self._now(), missing)
+        columns = CandidateColumns.of([self._candidate(each) for each in idle])
+        leaving = self._rule.select_victims(columns, self._now(), missing)
         self._clocks[tier] = max(self.clock(tier), leaving.clock)
         return [idle[row] for row in leaving.rows]
 
-    def _candidate(self, sitting: SessionState) -> Candidate:
-        parked = sitting.host_bytes if sitting.has_resident_cache else 0
+    def _candidate(self, session: SessionState) -> Candidate:
+        parked = session.host_bytes if session.has_resident_cache else 0
         return Candidate(
-            name=str(sitting.key),
-            bytes=max(1, self._purse.bytes_of(sitting.key) + parked),
-            seconds=self._vault.seconds_to_read(len(sitting.read)),
-            last_used=sitting.last_used,
-            uses=sitting.uses,
-            clock=sitting.clock,
-            session=str(sitting.key),
-            pinned_until=FOREVER if sitting.is_pinned else -FOREVER,
-            steps=sitting.steps,
-            pauses=tuple(sitting.pauses),
+            name=str(session.key),
+            bytes=max(1, self._reservations.bytes_of(session.key) + parked),
+            seconds=self._disk.seconds_to_read(len(session.cached_ids)),
+            last_used=session.last_used,
+            uses=session.uses,
+            clock=session.clock,
+            session=str(session.key),
+            pinned_until=FOREVER if session.is_pinned else -FOREVER,
+            steps=session.workflow_steps,
+            pauses=tuple(session.think_times),
         )
 
 
-def can_unload(sitting: SessionState, family: Iterable[SessionState]) -> bool:
-    """Whether a session may leave memory with all that began as it did: the store has all of them,
-    and none that is pinned goes with one that is not."""
-    others = [each for each in family if each is not sitting]
+def can_unload(session: SessionState, family: Iterable[SessionState]) -> bool:
+    """True if a session and all its family may leave memory: the store has them, and no pinned
+    session would leave with an unpinned one."""
+    others = [each for each in family if each is not session]
     if any(each.has_resident_cache or not each.can_leave_memory for each in others):
         return False
-    return sitting.is_pinned or not any(each.is_pinned for each in others)
+    return session.is_pinned or not any(each.is_pinned for each in others)

@@ -1,4 +1,4 @@
-"""Which blobs there are, in whose name, and what needs them."""
+"""Reference-counted index of blobs in the manifest: owner, size, references and deletions."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ REFERENCED_QUERY = (
 
 
 class BlobIndex:
-    """The manifest's word on blobs. Safe from threads and processes."""
+    """Blob tables of the manifest. Safe from threads and processes."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
 
     def kept(self, ref: BlobRef, tenant: str, now: float, room: int | None = None) -> int:
-        """A blob is there, or is about to be; the bytes that are new in the tenant's account.
+        """Register a blob that exists or is about to be written; return the bytes new to the
+        tenant.
 
         Args:
             now: as in `touched`.
@@ -55,12 +56,12 @@ class BlobIndex:
         return after - before
 
     def bytes_by_tenant(self) -> dict[str, int]:
-        """Bytes of blobs that are kept in the name of each tenant, by any process."""
+        """Bytes of blobs charged to each tenant, over all processes."""
         with self._manifest.reading() as rows:
             return dict(rows("SELECT tenant, bytes FROM totals"))
 
     def prune(self, there: Collection[str], before: float) -> None:
-        """Forget blobs that are not there and were to be long ago."""
+        """Remove index rows of blobs that are missing and were registered before a time."""
         with self._manifest.writing() as rows:
             known = rows("SELECT digest FROM blobs WHERE written <= ?", (before,))
             for (digest,) in known:
@@ -72,7 +73,7 @@ class BlobIndex:
             )
 
     def live_digests(self, since: float = math.inf) -> set[str]:
-        """Digests of every blob that something needs, or that somebody has put since then."""
+        """Digests of every blob that is referenced, or was registered since a time."""
         with self._manifest.reading() as rows:
             found = rows(
                 "SELECT digest FROM spans UNION SELECT digest FROM chunks "
@@ -82,13 +83,13 @@ class BlobIndex:
         return {digest for (digest,) in found}
 
     def release(self, refs: Iterable[BlobRef]) -> None:
-        """Have no session need these any more, though its records name them."""
+        """Drop the references of sessions to these blobs, though their records still name them."""
         with self._manifest.writing() as rows:
             for ref in refs:
                 rows("DELETE FROM spans WHERE digest = ?", (ref.digest,))
 
     def is_evicted(self, record: Record) -> bool:
-        """Whether a part of a session's state was released."""
+        """True if a part of a session's state was released."""
         with self._manifest.reading() as rows:
             [(count,)] = rows(
                 "SELECT count(*) FROM spans WHERE tenant = ? AND session = ? AND epoch = ?",
@@ -97,12 +98,12 @@ class BlobIndex:
         return count < len({ref.digest for ref in record.refs})
 
     def is_referenced(self, digest: str) -> bool:
-        """Whether anything needs a blob."""
+        """True if anything refers to a blob."""
         with self._manifest.reading() as rows:
             return bool(rows(REFERENCED_QUERY, (digest, digest)))
 
     def touch(self, digest: str, now: float) -> bool:
-        """A blob that is there is about to be needed; False where it is being deleted.
+        """Renew a blob that is about to be referenced; False if it is being deleted.
 
         One that another machine has written has no place in this index, and is given none.
 
@@ -117,7 +118,7 @@ class BlobIndex:
         return True
 
     def mark_deleting(self, digest: str, own: float, before: float, now: float) -> bool:
-        """Note that a blob is about to be deleted: from then on it counts as not there.
+        """Mark a blob as being deleted: from then on it counts as missing.
 
         False where that must not be: something needs it, or somebody else has put it since. Its
         bytes count until `gone` is told.
@@ -131,7 +132,8 @@ class BlobIndex:
         return self._mark(digest, now, now - DELETION_LEASE_SECONDS, asked, (digest, own, before))
 
     def mark_orphan_deleting(self, digest: str, since: float, now: float) -> bool:
-        """As `given_up`, of a blob that nobody has put since then, whoever has put it before.
+        """`mark_deleting` for a blob that nobody has registered since a time, whoever wrote it
+        before.
 
         Nor was it noted since then that somebody else deletes it.
         """
@@ -140,7 +142,8 @@ class BlobIndex:
         return self._mark(digest, now, noted, asked, (digest, since))
 
     def gone(self, digest: str, noted: float) -> tuple[str, int] | None:
-        """A blob is deleted; in whose name it was kept and its bytes, if this machine has put it.
+        """Confirm a deletion; return the tenant and bytes of the blob if this machine had
+        registered it.
 
         Args:
             noted: when that was to be.
@@ -152,12 +155,12 @@ class BlobIndex:
         return found[0] if found else None
 
     def cancel_deletion(self, digest: str, noted: float) -> None:
-        """A deletion is over, whatever has become of the blob."""
+        """End a deletion, whatever happened to the blob."""
         with self._manifest.writing() as rows:
             self._over(rows, digest, noted)
 
     def renew_deletion(self, digest: str, noted: float, now: float) -> None:
-        """A deletion that was noted is not over yet."""
+        """Extend the mark of a deletion that is still in progress."""
         with self._manifest.writing() as rows:
             rows(
                 "UPDATE leaving SET since = ? WHERE digest = ? AND since = ?", (now, digest, noted)
@@ -178,7 +181,9 @@ class BlobIndex:
         return bool(rows(own, (digest, noted)))
 
     def written_at(self, digest: str) -> float | None:
-        """When a process of this machine has put a blob last; None where none has, or it leaves."""
+        """Time a process of this machine last registered a blob; None if none did, or it is
+        being deleted.
+        """
         with self._manifest.reading() as rows:
             found = rows(
                 "SELECT written FROM blobs WHERE digest = ? AND NOT EXISTS "
@@ -188,7 +193,7 @@ class BlobIndex:
         return found[0][0] if found else None
 
     def written_since(self, since: float) -> set[str]:
-        """Digests of blobs that processes of this machine have put since then."""
+        """Digests of blobs that processes of this machine have registered since a time."""
         with self._manifest.reading() as rows:
             return {
                 digest for (digest,) in rows("SELECT digest FROM blobs WHERE written > ?", (since,))
@@ -199,12 +204,12 @@ class BlobIndex:
         return total
 
     def tenants_by_digest(self) -> dict[str, str]:
-        """In whose name each blob was kept, by digest."""
+        """Tenant each blob is charged to, by digest."""
         with self._manifest.reading() as rows:
             return dict(rows("SELECT digest, tenant FROM blobs"))
 
     def count_written(self, day: int, count: int, limit: int | None) -> int | None:
-        """Count bytes written on a day; where that is too many, what was written before."""
+        """Add bytes to a day's writes; return the earlier count if the limit would be exceeded."""
         with self._manifest.writing() as rows:
             found = rows("SELECT bytes FROM written WHERE day = ?", (day,))
             written = found[0][0] if found else 0
@@ -224,7 +229,7 @@ POLL_SECONDS = 0.01  # between two looks whether a deletion is over
 
 @dataclass
 class _Deletion:
-    """A deletion that is under way.
+    """Deletion in progress.
 
     Args:
         noted: what the index knows it by.
@@ -240,7 +245,7 @@ class _Deletion:
 
 @dataclass(frozen=True)
 class DeletionResult:
-    """What became of a blob.
+    """Result of deleting a blob.
 
     Args:
         freed: bytes of what lay there.
@@ -255,7 +260,7 @@ class DeletionResult:
 
 
 class PendingDeletions:
-    """Carries out what the index was told of. Safe from threads.
+    """Deletions that the index has marked. Safe from threads.
 
     Args:
         seconds: to wait for a deletion by somebody else.
@@ -270,7 +275,7 @@ class PendingDeletions:
         self._under_way: list[_Deletion] = []
 
     def delete(self, digest: str, noted: float) -> DeletionResult:
-        """Delete a blob, and tell the index when that is over.
+        """Delete a blob and confirm it in the index when the call ends.
 
         Args:
             noted: when the index was told that it is about to go.
@@ -294,7 +299,7 @@ class PendingDeletions:
         return DeletionResult(freed, is_aside, kept)
 
     def settle(self) -> None:
-        """Tell the index of deletions that have ended since, and of those that still have not."""
+        """Confirm deletions that have ended in the meantime and renew those in progress."""
         with self._lock:
             for one in [*self._under_way]:
                 now = self._clock()
@@ -306,7 +311,7 @@ class PendingDeletions:
                     one.noted = now
 
     def await_end(self, digest: str, is_over: Callable[[str], bool]) -> None:
-        """Wait until a blob is not being deleted, by whomever.
+        """Wait until no process is deleting a blob.
 
         Raises:
             StoreSlow: it still is.

@@ -24,7 +24,7 @@ BLOB_SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class BlobRef:
-    """Where bytes are kept.
+    """Reference to a blob: digest and size.
 
     Args:
         digest: of them.
@@ -36,7 +36,7 @@ class BlobRef:
 
 
 class BlobStore:
-    """Bytes by digest. Safe from threads and processes.
+    """Content-addressed blobs on a file system. Safe from threads and processes.
 
     Args:
         place: where they are.
@@ -50,7 +50,7 @@ class BlobStore:
         self.place, self._guard, self._clock = place, guard, clock
 
     def put(self, data: bytes, ended: Callable[[], None] = no_op) -> BlobRef:
-        """Keep bytes; those that are kept already are not written again.
+        """Write bytes under their digest; existing blobs are not written again.
 
         Args:
             ended: as in `Guard.call`.
@@ -64,7 +64,7 @@ class BlobStore:
         return ref
 
     def get(self, ref: BlobRef) -> bytes:
-        """The bytes, verified.
+        """Read and verify a blob.
 
         Raises:
             Damaged: they are missing, or not what was written; these are set aside.
@@ -87,15 +87,15 @@ class BlobStore:
         )
 
     def has(self, ref: BlobRef) -> bool:
-        """Whether there is a blob of that name and size; its bytes are not looked at."""
+        """True if a blob of that digest and size exists; its content is not read."""
         return self.size(ref.digest) == ref.bytes
 
     def size(self, digest: str) -> int | None:
-        """Bytes of what lies under a blob's name; None where nothing does."""
+        """Bytes of the file under a digest; None if there is none."""
         return self._guard.call(self.place.size, blob_path(digest))
 
     def delete(self, digest: str, ended: Callable[[], None] = no_op) -> tuple[int, bool]:
-        """Remove a blob; its bytes, and whether a damaged one lies out of the way instead.
+        """Remove a blob; return its bytes, and True if a quarantined copy exists instead.
 
         Args:
             ended: as in `Guard.call`.
@@ -117,7 +117,7 @@ class BlobStore:
         grace_seconds: float,
         delete: Callable[[BlobRef], int] | None = None,
     ) -> int:
-        """Remove blobs that nothing refers to, and temporary files; the bytes that are freed.
+        """Remove unreferenced blobs and temporary files; return the bytes freed.
 
         Args:
             live: digests that are referred to.
@@ -161,7 +161,7 @@ class BlobStore:
 
 
 def blob_path(digest: str) -> str:
-    """Where a blob lies.
+    """Path of a blob.
 
     Raises:
         Damaged: this is no digest.
@@ -172,6 +172,6 @@ def blob_path(digest: str) -> str:
 
 
 def digest_in_path(path: str) -> str:
-    """The digest in a blob's path; empty where it is no blob's."""
+    """Digest in a blob's path; empty for any other path."""
     name = path.rpartition("/")[2].removesuffix(BLOB_SUFFIX)
     return name if is_digest(name) and path == blob_path(name) else ""

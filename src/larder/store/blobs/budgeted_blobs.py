@@ -1,4 +1,4 @@
-"""Blobs under the disk's budget: counted before they are written, until they are gone."""
+"""Blobs under the byte budget of the disk tier: bytes are reserved before they are written."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHUNK_METADATA_BYTES = 8 * 1024
 
 
 class BudgetedBlobs:
-    """What a store holds on its disk. Safe from threads and processes.
+    """Blobs and metadata of a store under its disk budget. Safe from threads and processes.
 
     Args:
         written_bytes: that may be written in a day; None for no limit.
@@ -58,7 +58,7 @@ class BudgetedBlobs:
 
     @contextmanager
     def saving(self, tenant: str) -> Iterator[BlobTransaction]:
-        """While something is saved: what it has put stays; if it fails, what is in vain goes."""
+        """Transaction of one save: its blobs are pinned until the end, and dropped if it fails."""
         made = BlobTransaction(self, tenant)
         try:
             yield made
@@ -70,7 +70,7 @@ class BudgetedBlobs:
 
     @contextmanager
     def reserve_metadata(self, chunks: int = 0) -> Iterator[None]:
-        """While something is written down of so many new chunks at most, and of a session.
+        """Reservation for the records and index rows of a session and up to `chunks` new chunks.
 
         Raises:
             BudgetError: there is no room for that, also not by having others leave.
@@ -80,12 +80,12 @@ class BudgetedBlobs:
         self.settle()
 
     def settle(self) -> None:
-        """Count what index and records have become."""
+        """Charge growth of the index and records to the ledger."""
         self._deletions.settle()
         self._account.settle()
 
     def reserve(self, tenant: str, count: int) -> Reservation:
-        """Room on the disk; others leave for it, if that helps.
+        """Reserve disk bytes, with eviction of other caches if needed.
 
         Raises:
             BudgetError: there is none.
@@ -98,20 +98,20 @@ class BudgetedBlobs:
         return self.ledger.reserve(Tier.DISK, tenant, count)
 
     def drop(self, refs: Iterable[BlobRef]) -> int:
-        """Delete what nothing needs any more, if nobody is about to; the bytes that are freed.
+        """Delete blobs that are unreferenced and not in use; return the bytes freed.
 
         What other machines have put they may need, too: a sweep knows that, which looks at all.
         """
         return sum(parallel_map(self._drop, dict.fromkeys(refs)))
 
     def evict(self, refs: Iterable[BlobRef]) -> None:
-        """Delete caches that have made room, whoever has put them: their texts are read again."""
+        """Delete the blobs of evicted caches, whoever wrote them; their text is prefilled again."""
         for ref in dict.fromkeys(refs):
             if not self._drop(ref) and self.blobs.has(ref):
                 self._drop_orphan(ref, NEVER_WRITTEN)
 
     def sweep(self, live: Iterable[str], grace_seconds: float = GRACE_SECONDS) -> int:
-        """Delete what nothing refers to, found by looking at every blob.
+        """Garbage collection over every blob on the disk.
 
         Args:
             live: digests that something refers to; what the manifest needs is added.
@@ -128,7 +128,7 @@ class BudgetedBlobs:
         return freed
 
     def hold(self, ref: BlobRef, tenant: str, data: bytes) -> None:
-        """Write a blob, under its budget, unless it is there."""
+        """Write a blob under the budget unless it exists."""
         self._deletions.await_end(ref.digest, self.touch)
         if self.blobs.has(ref):
             self.blobs.put(data)
@@ -144,12 +144,12 @@ class BudgetedBlobs:
         self.blobs.put(data, lambda: self._finished_writes.append(ref.digest))
 
     def pin(self, digest: str) -> None:
-        """Have a blob stay until the saving that puts it is over."""
+        """Protect a blob from deletion until its transaction ends."""
         with self._lock:
             self._pins[digest] += 1
 
     def touch(self, digest: str) -> bool:
-        """A blob is about to be needed: others are not to drop it meanwhile.
+        """Protect a blob that is about to be referenced; False if it is being deleted.
 
         To be said before it is looked at: then who drops it has done so, or cannot any more. False
         while it is being deleted: then it is not there, whatever the disk says.
@@ -165,13 +165,13 @@ class BudgetedBlobs:
         return is_free
 
     def release_ownership(self, refs: Iterable[BlobRef]) -> None:
-        """Leave blobs to a sweep that this process has put."""
+        """Leave blobs written by this process to the next sweep."""
         with self._lock:
             for ref in refs:
                 self._own.pop(ref.digest, None)
 
     def is_in_use(self, ref: BlobRef) -> bool:
-        """Whether somebody of this machine is about to need a blob, or lately was."""
+        """True if a process of this machine is about to refer to a blob, or recently did."""
         with self._lock:
             self._settle_writes()
             put, own = (
@@ -182,7 +182,7 @@ class BudgetedBlobs:
             return bool(self._pins[ref.digest]) or is_others
 
     def pending_digests(self, since: float) -> set[str]:
-        """Digests of all that somebody has put since then, or is about to need."""
+        """Digests of blobs registered since a time or pinned now."""
         with self._lock:
             return {*self._pins, *self.holdings.written_since(since)}
 
@@ -196,7 +196,7 @@ class BudgetedBlobs:
         return self._delete(ref, now)
 
     def _drop_orphan(self, ref: BlobRef, since: float) -> int:
-        """The same, whoever has put it, if nobody of this machine has since then."""
+        """Delete a blob of any writer unless this machine has registered it since a time."""
         with self._lock:
             now = self._manifest.clock()
             if self._is_referenced(ref) or not self.holdings.mark_orphan_deleting(
@@ -206,7 +206,7 @@ class BudgetedBlobs:
         return self._delete(ref, now)
 
     def _delete(self, ref: BlobRef, noted: float) -> int:
-        """Delete a blob that is noted to leave, while others go on; the bytes that are freed."""
+        """Delete a blob marked in the index without holding the lock; return the bytes freed."""
         own = self._own.get(ref.digest)
         told = self._deletions.delete(ref.digest, noted)
         with self._lock:
@@ -226,14 +226,14 @@ class BudgetedBlobs:
         return bool(self._pins[ref.digest]) or self.holdings.is_referenced(ref.digest)
 
     def _settle_writes(self) -> None:
-        """What has ended, be it long after its time limit, holds nothing any more."""
+        """Release what ended calls held, including calls that ended after their time limit."""
         self._deletions.settle()
         while self._finished_writes:
             self._pins[self._finished_writes.popleft()] -= 1
         self._pins = +self._pins
 
     def _drop_quietly(self, refs: Iterable[BlobRef]) -> None:
-        """After a failure: a disk that takes nothing gives nothing back either; a sweep does."""
+        """Drop blobs after a failed save; errors are ignored, because a sweep drops them later."""
         try:
             self.drop(ref for ref in refs if not self.holdings.is_referenced(ref.digest))
         except StoreError:
@@ -243,7 +243,7 @@ class BudgetedBlobs:
         self._account.count(self._pins, self._manifest.clock() - grace_seconds)
 
     def _count_written(self, count: int) -> None:
-        """Count what is written today.
+        """Add to the bytes written today.
 
         Raises:
             BudgetError: it is too much for the disk's wear.
@@ -259,7 +259,7 @@ class BudgetedBlobs:
 
 
 class BlobTransaction:
-    """What is being saved for one tenant."""
+    """Blobs of one save for one tenant."""
 
     def __init__(self, shelves: BudgetedBlobs, tenant: str) -> None:
         self._shelves, self._tenant = shelves, tenant
@@ -267,7 +267,7 @@ class BlobTransaction:
 
     @contextmanager
     def commit_record(self) -> Iterator[None]:
-        """While a record is written that names all of this.
+        """Context in which the record that refers to these blobs is written.
 
         Where that fails it may come about later, long after its time limit: what it names stays
         until a sweep, which sees whether it has.
@@ -279,7 +279,7 @@ class BlobTransaction:
             raise
 
     def put(self, data: bytes) -> BlobRef:
-        """Keep bytes.
+        """Write a blob under the budget.
 
         Raises:
             BudgetError: there is no room, also not by having others leave; or too much was
@@ -294,7 +294,7 @@ class BlobTransaction:
         return ref
 
     def stays(self, ref: BlobRef) -> bool:
-        """Whether a blob is there; it stays until the saving is over."""
+        """True if a blob exists; it is then protected until the transaction ends."""
         self._shelves.pin(ref.digest)
         self.refs.append(ref)
         return self._shelves.touch(ref.digest) and self._shelves.blobs.has(ref)

@@ -1,4 +1,4 @@
-"""A cache's state in the spelling of a codec: keys and values coded, everything else as it is."""
+"""Cache states encoded by a codec: keys and values are coded, everything else is copied."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EncodedState = tuple[dict[str, Tensor], dict[str, Any]]
 def encode_state(
     state: Mapping[str, Tensor], codec: StorageCodec, name: str, layers: int
 ) -> EncodedState:
-    """Tensors to be kept, and how they are read again, as JSON can say it.
+    """Encode a cache state; return tensors and JSON-compatible metadata for decoding.
 
     Numbers that the codec cannot hold, because one is not finite, are kept as they are.
 
@@ -68,7 +68,7 @@ def encode_state(
 def decode_state(
     tensors: Mapping[str, Tensor], told: Mapping[str, Any], max_bytes: int
 ) -> dict[str, Tensor]:
-    """The state again.
+    """Decode a cache state.
 
     Args:
         max_bytes: that it may take; what claims more is not decoded.
@@ -113,7 +113,7 @@ def _decode_tensor(
 def _row_layout(
     tensor: Tensor, lengths: Tensor | None, role: TensorRole, layer: int, layers: int
 ) -> RowLayout:
-    """A dense layer has the same entries in every head, and says so by three dimensions."""
+    """Row layout of a tensor; a dense layer (three dimensions) has equal lengths in every head."""
     if tensor.ndim == 3:
         counts: list[int] = [tensor.shape[1]] * tensor.shape[0]
     else:
@@ -122,18 +122,18 @@ def _row_layout(
 
 
 def state_nbytes(state: Mapping[str, Tensor]) -> int:
-    """Bytes of tensors, without slack."""
+    """Bytes of the tensors, without allocation slack."""
     return sum(tensor.numel() * tensor.dtype.itemsize for tensor in state.values())
 
 
 def layer_in_name(name: str) -> int:
-    """The layer that a tensor of a state belongs to; -1 for what belongs to none."""
+    """Layer index of a state tensor; -1 if it belongs to none."""
     head = name.partition(".")[0]
     return int(head) if head.isdecimal() else -1
 
 
 def same_state(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
-    """Whether two states are equal to the bit."""
+    """True if two states are bitwise equal."""
     return left.keys() == right.keys() and all(
         t.dtype is right[n].dtype
         and t.shape == right[n].shape
@@ -149,7 +149,7 @@ SNAPSHOT_PART_BYTES = 32 * 2**20  # of a snapshot's blob, unless a single layer 
 
 
 def is_lossless_cache(cache: SequenceCache) -> bool:
-    """Whether everything that was read is held as it was made, in every layer.
+    """True if every layer holds every token it has read, uncompressed.
 
     Only of such a cache a beginning is the cache of the beginning: what a policy keeps of a text
     depends on how it goes on.
@@ -161,7 +161,7 @@ def is_lossless_cache(cache: SequenceCache) -> bool:
 
 
 def slice_chunk(state: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
-    """Keys and values of true positions [start, stop) of a whole cache."""
+    """Keys and values at true positions [start, stop) of a lossless cache."""
     named = {"keys": "k", "values": "v"}
     return {
         f"L{layer_in_name(name)}.{named[what]}": tensor[:, start:stop].contiguous()
@@ -171,7 +171,7 @@ def slice_chunk(state: Mapping[str, Tensor], start: int, stop: int) -> dict[str,
 
 
 def slice_rest(state: Mapping[str, Tensor], start: int) -> dict[str, Tensor]:
-    """What a whole cache has behind its chunks."""
+    """State of a lossless cache from position `start` on, and everything not sliced by position."""
     return {
         name: tensor
         if name == TAIL
@@ -185,7 +185,7 @@ def slice_rest(state: Mapping[str, Tensor], start: int) -> dict[str, Tensor]:
 def join_chunks(
     chunks: Sequence[Mapping[str, Tensor]], rest: Mapping[str, Tensor], spec: ModelSpec, length: int
 ) -> dict[str, Tensor]:
-    """The state of a whole cache of `length` tokens: chunks, then what is behind them.
+    """State of a lossless cache of `length` tokens, joined from chunks and the rest.
 
     Raises:
         Damaged: pieces are missing, or of other shapes than the model's.
@@ -207,7 +207,7 @@ def join_chunks(
 
 
 def split_layers(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """A state in parts of whole layers; a layer that did not change makes the same part again."""
+    """Split a state into parts of whole layers; an unchanged layer yields the same part."""
     part: dict[str, Tensor] = {}
     for layer in sorted({layer_in_name(name) for name in state}):
         own = {name: tensor for name, tensor in state.items() if layer_in_name(name) == layer}
@@ -220,7 +220,7 @@ def split_layers(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 
 def check_fits(state: Mapping[str, Tensor], spec: ModelSpec) -> None:
-    """See that keys and values are such as the model makes.
+    """Check that keys and values have the model's sizes and dtype.
 
     Raises:
         Damaged: they are of another size or type.

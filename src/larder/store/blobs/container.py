@@ -51,7 +51,7 @@ DTYPE_NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 @dataclass(frozen=True)
 class _TensorHeader:
-    """A tensor as a header tells of it."""
+    """Header entry of one tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class _TensorHeader:
 
 
 def pack_container(tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> bytes:
-    """Bytes that `unpack_container` takes apart; the same for the same content, in any process.
+    """Write tensors and metadata as container bytes; equal content gives equal bytes.
 
     Args:
         told: anything that JSON can say; format and version are added.
@@ -87,7 +87,7 @@ def pack_container(tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> by
 
 
 def unpack_container(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors, which are views of `data` and not to be written to, and what is told of them.
+    """Read a container: tensors (read-only views of `data`) and metadata.
 
     Raises:
         Damaged: this is not what was packed.
@@ -105,17 +105,17 @@ def unpack_container(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def peek_metadata(data: bytes) -> dict[str, Any]:
-    """What is told of the tensors; they are not looked at, and may be damaged."""
+    """Read the metadata of a container without verifying its tensors."""
     return _parse_metadata(_text(_parse_header(data)[1].get("kvm"), "kvm"))
 
 
 def canonical_json(told: Any) -> str:
-    """JSON with one spelling for one content."""
+    """Canonical JSON: one spelling per content."""
     return json.dumps(told, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What JSON says.
+    """Parse JSON.
 
     Raises:
         Damaged: it is none.
@@ -127,7 +127,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The numbers of a tensor as they lie in memory, row by row."""
+    """Bytes of a tensor in row-major order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy().data)
 
@@ -153,7 +153,7 @@ def _parse_metadata(spelled: str) -> dict[str, Any]:
 
 
 def _parse_header(data: bytes) -> tuple[dict[str, _TensorHeader], dict[str, Any], memoryview]:
-    """Fields in the order of their names, metadata, and the bytes behind the header."""
+    """Tensor headers sorted by name, metadata, and the bytes after the header."""
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > min(MAX_HEADER_BYTES, len(data) - 8):
         raise Damaged(
@@ -225,14 +225,14 @@ ZSTD_LEVEL = (
 
 
 def compress(data: bytes | memoryview) -> bytes:
-    """Fewer bytes that `decompress` makes these of."""
+    """Compress bytes as one zstd frame."""
     import zstandard
 
     return zstandard.ZstdCompressor(level=ZSTD_LEVEL, write_content_size=True).compress(data)
 
 
 def decompress(data: bytes | memoryview, size: int) -> bytes:
-    """The bytes again.
+    """Decompress one zstd frame.
 
     Args:
         size: how many they are; a frame that says otherwise is not opened.

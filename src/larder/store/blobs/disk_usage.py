@@ -1,4 +1,4 @@
-"""What a store's disk holds, by tenant: the index's word on blobs, carried over to the ledger."""
+"""Disk usage of a store by tenant, carried from the blob index to the byte ledger."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from larder.store.manifest import Manifest
 
 
 class DiskUsage:
-    """The disk's part of a ledger. Safe from threads.
+    """Disk accounts of a byte ledger. Safe from threads.
 
     Processes of one machine have one account of blobs, in the index, and none exceeds the budget by
     what another has written. Of the others' records, some kilobytes each, it learns when it opens;
@@ -39,14 +39,14 @@ class DiskUsage:
         self._index_bytes = 0
 
     def settle(self) -> None:
-        """Count what index and records have become."""
+        """Charge growth of the index and records."""
         with self._lock:
             now = self._index()
             self._ledger.charge(Tier.DISK, NO_TENANT, now - self._index_bytes)
             self._index_bytes = now
 
     def learn(self) -> None:
-        """Count what other processes have written and deleted since."""
+        """Charge what other processes have written and deleted."""
         with self._lock:
             now = Counter(self._holdings.bytes_by_tenant())
             for tenant in now.keys() | self._known.keys():
@@ -56,7 +56,7 @@ class DiskUsage:
             self._known = now
 
     def add_blob(self, ref: BlobRef, tenant: str, now: float) -> None:
-        """A blob, for which its tenant has room, is about to be written.
+        """Register a blob that is about to be written and charge its tenant.
 
         Raises:
             BudgetError: others have taken the room meanwhile; nothing has changed.
@@ -68,20 +68,20 @@ class DiskUsage:
             self.remove_foreign_blob(ref)
 
     def remove_blob(self, tenant: str, count: int, left: int = 0) -> None:
-        """So many bytes of a blob are named by the index no more, and gone but for what is left."""
+        """Discharge a blob of `count` bytes, of which `left` bytes remain on the disk."""
         with self._lock:
             self._known[tenant] -= count
             self._ledger.discharge(Tier.DISK, tenant, count - left)
 
     def remove_foreign_blob(self, ref: BlobRef) -> None:
-        """A blob is nobody's any more; one that came after the last counting never was."""
+        """Discharge a blob without a tenant; one written after the last count was never charged."""
         with self._lock:
             if ref.digest in self._foreign:
                 self._foreign.remove(ref.digest)
                 self._ledger.discharge(Tier.DISK, NO_TENANT, ref.bytes)
 
     def count(self, making: Iterable[str], before: float) -> None:
-        """Count everything that is there or on its way, and set the accounts to that.
+        """Recount everything on the disk and set the accounts to the result.
 
         A blob that the index names counts in full, also while its file is still in the making.
 
@@ -125,7 +125,7 @@ _OTHERS = (f"{BLOBS}/", f"{QUARANTINE_FOLDER}/", f"{TEMPORARY_FOLDER}/")
 
 
 class CountingFileSystem(FileSystem):
-    """Counts what is written and removed beside the blobs. Safe from threads.
+    """File system wrapper that counts metadata and written bytes. Safe from threads.
 
     `metadata_bytes` and `written_bytes`, blobs included, are since it was opened, by this process.
     """

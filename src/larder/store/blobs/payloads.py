@@ -30,12 +30,12 @@ _ID_BYTES = 4
 
 
 def add_owner(data: bytes, *owner: str) -> bytes:
-    """Bytes as the bytes of a blob of a tenant's, or of a tenant's session's."""
+    """Prefix bytes with the owner: a tenant, or a session of a tenant."""
     return _owner_prefix(owner) + data
 
 
 def strip_owner(data: bytes, tenant: str, *session: str) -> bytes:
-    """The bytes again; a session may also have what its tenant has, as earlier larders wrote it.
+    """Verify and strip the owner prefix; a session may also read blobs owned by its tenant alone.
 
     Raises:
         Refused: they are somebody else's.
@@ -48,12 +48,12 @@ def strip_owner(data: bytes, tenant: str, *session: str) -> bytes:
 
 
 def encode_token_log(ids: Sequence[int], tenant: str, session: str) -> bytes:
-    """Token ids as the bytes of a session's blob."""
+    """Encode token ids as a blob owned by a session."""
     return add_owner(compress(np.asarray(ids, dtype="<i4").tobytes()), tenant, session)
 
 
 def decode_token_log(data: bytes, count: int, tenant: str, session: str) -> tuple[int, ...]:
-    """So many token ids again.
+    """Decode a token log of `count` ids.
 
     Raises:
         Damaged: this is no log of so many.
@@ -69,7 +69,7 @@ def decode_token_log(data: bytes, count: int, tenant: str, session: str) -> tupl
 def encode_chunk(
     tensors: Mapping[str, Tensor], tenant: str, identity: ModelIdentity, span: Mapping[str, Any]
 ) -> bytes:
-    """Keys and values of some tokens, to be shared inside a tenant.
+    """Encode keys and values of a prefix chunk, shared inside a tenant.
 
     Args:
         span: `start`, `n_tokens`, `tokens` and `prefix`, which says what they stand behind.
@@ -85,7 +85,7 @@ def encode_snapshot(
     codec: str,
     layers: int,
 ) -> bytes:
-    """A part of a session's cache, in the spelling of a codec.
+    """Encode a part of a session's cache with a codec.
 
     Args:
         layers: that the model has.
@@ -99,7 +99,7 @@ def encode_snapshot(
 def decode_cache_blob(
     data: bytes, kind: str, tenant: str, identity: ModelIdentity, max_bytes: int
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a blob, decoded, and what it tells.
+    """Decode a blob of a cache; return its tensors and metadata.
 
     Args:
         max_bytes: that they may take.
@@ -122,12 +122,12 @@ def decode_cache_blob(
 
 
 def layers_in(state: Mapping[str, Tensor]) -> set[int]:
-    """The layers that a part of a snapshot holds."""
+    """Layers that a part of a snapshot holds."""
     return {layer_in_name(name) for name in state}
 
 
 def is_lossless_codec(codec: str) -> bool:
-    """Whether caches come back to the bit."""
+    """True if decoded caches are bitwise equal."""
     return codec == RAW_CODEC or codec_named(codec).lossless
 
 
@@ -136,7 +136,7 @@ def _owner_prefix(owner: Sequence[str]) -> bytes:
 
 
 def _metadata(kind: str, tenant: str, identity: ModelIdentity) -> dict[str, Any]:
-    """What every blob tells. Nothing of when it was made: equal content must be equal bytes."""
+    """Metadata common to all cache blobs. No timestamps: equal content gives equal bytes."""
     return {
         "kind": kind,
         "tenant": tenant,

@@ -31,7 +31,7 @@ PINNED_FOREVER, NOT_PINNED = math.inf, -math.inf
 
 @dataclass(frozen=True)
 class _Victim:
-    """What goes together.
+    """Group of blobs that are evicted together.
 
     Args:
         refs: blobs that nobody else has.
@@ -44,7 +44,7 @@ class _Victim:
 
 
 class DiskEviction:
-    """Has others leave when room is wanted. Safe from threads.
+    """Eviction of saved caches under a full disk budget. Safe from threads.
 
     Args:
         rule: who goes first.
@@ -66,7 +66,7 @@ class DiskEviction:
         shelves.make_room = self.make_room
 
     def make_room(self, tenant: str, count: int) -> None:
-        """Have caches leave until so many bytes can be reserved for a tenant, or none are left.
+        """Evict caches until `count` bytes can be reserved for a tenant, or none are left.
 
         Where all tenants together have room, only the tenant's own leave.
         """
@@ -131,15 +131,14 @@ class DiskEviction:
         return [pair for pair in found if tenant in (None, pair[1].tenant)]
 
     def _clock_of(self, name: str, last_used: float) -> float:
-        """The tier's clock when a candidate was last used, as far as that was seen."""
+        """Clock of the tier when a candidate was last used, as far as it was observed."""
         known = self._clocks.get(name)
         if known is None or known[0] != last_used:
             known = self._clocks[name] = last_used, self._clock
         return known[1]
 
     def _states(self) -> list[tuple[Record, bool, float, int]]:
-        """Every state whose cache is kept, newer ones first, whether it is the newest, and its
-        session's use."""
+        """Every stored state that has a cache, newest first: record, is newest, last use, uses."""
         with self._manifest.reading() as rows:
             found = rows(
                 "SELECT tenant, session, epoch, epoch = head, last_used, uses "
@@ -163,14 +162,13 @@ class DiskEviction:
 
 
 class GarbageCollection:
-    """Safe from threads and processes."""
+    """Deletion of unreferenced states and chunks. Safe from threads and processes."""
 
     def __init__(self, chunks: ChunkIndex, shelves: BudgetedBlobs) -> None:
         self._chunks, self._shelves = chunks, shelves
 
     def states(self, dropped: Iterable[Record]) -> int:
-        """Delete what nothing needs any more of states that the index has forgotten; the bytes that
-        are freed."""
+        """Delete what only forgotten states referred to; return the bytes freed."""
         told = sorted(dropped, key=lambda record: record.tenant)
         freed = 0
         for tenant, records in groupby(told, key=lambda record: record.tenant):
@@ -182,7 +180,7 @@ class GarbageCollection:
         return freed
 
     def sweep(self, needed: Collection[str], since: float) -> set[str]:
-        """Forget chunks that no session is made of any more, of whichever machine.
+        """Forget chunks that no session of any machine refers to.
 
         Args:
             needed: digests that records name.

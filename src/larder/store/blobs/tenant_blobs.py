@@ -25,7 +25,7 @@ CHECK_TENANT = "nobody"  # whose key the check is under; no tenant is called so
 
 
 def open_encryption(place: FileSystem, guard: DeadlineExecutor, key: bytes | None) -> Encryption:
-    """How things lie in a store; an empty one is begun with the key, or without.
+    """Open the encryption of a store; an empty store is initialized with the key, or without one.
 
     Raises:
         StoreError: it was begun with another key, with one and none is given, or without one.
@@ -87,13 +87,13 @@ def _is_in_use(place: FileSystem) -> bool:
 
 
 class TenantBlobs:
-    """Blobs as their tenants have put them. Safe from threads and processes."""
+    """Blobs decrypted for their tenant. Safe from threads and processes."""
 
     def __init__(self, blobs: BlobStore, sealing: Encryption) -> None:
         self.blobs, self._sealing = blobs, sealing
 
     def get(self, ref: BlobRef, tenant: str) -> bytes:
-        """The bytes, verified.
+        """Read, verify and decrypt a blob.
 
         Raises:
             Damaged: as `Blobs.get`, or they are another tenant's.
@@ -101,7 +101,7 @@ class TenantBlobs:
         return self._sealing.opened(tenant, self.blobs.get(ref))
 
     def ids(self, record: Record) -> tuple[int, ...]:
-        """The tokens of a session.
+        """Token ids of a session.
 
         Raises:
             Damaged, Refused: their log is none, or another's.
@@ -110,7 +110,7 @@ class TenantBlobs:
         return decode_token_log(data, record.num_tokens, record.tenant, record.session)
 
     def transcript(self, record: Record) -> bytes:
-        """What was said as text, where it was kept.
+        """Transcript of a session.
 
         Raises:
             Damaged, Refused: it is not what was written, or another's.
@@ -121,7 +121,7 @@ class TenantBlobs:
         return strip_owner(data, record.tenant, record.session)
 
     def beside(self, record: Record) -> bytes | None:
-        """What is told beside a session's caches, where anything is.
+        """Extra state saved with a session's caches; None if there is none.
 
         Raises:
             Damaged, Refused: it is not what was written, or another's.
@@ -131,7 +131,7 @@ class TenantBlobs:
         return strip_owner(self.get(record.beside, record.tenant), record.tenant)
 
     def change_session(self, record: Record, heir: str) -> dict[str, bytes]:
-        """What a session cannot do without, as the bytes of another one of its tenant's, by part.
+        """Token log and transcript re-encoded for another session of the tenant, by part.
 
         Raises:
             Damaged, Refused: it is not what was written, or another's.
@@ -144,12 +144,12 @@ class TenantBlobs:
         }
 
     def closed(self, data: bytes, tenant: str) -> bytes:
-        """Bytes as a blob of a tenant has them."""
+        """Encrypt bytes as a blob of a tenant."""
         return self._sealing.closed(tenant, data)
 
 
 class EncryptedFileSystem(FileSystem):
-    """Records of sessions and chunks as their tenants have written them; nothing else lies here.
+    """File system whose records are encrypted per tenant.
 
     A path begins with a word and the tenant: what lies at another place does not open.
     """

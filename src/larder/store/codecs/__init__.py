@@ -1,1 +1,1 @@
-"""How keys and values are spelled when they are saved: one way per file, named by the file."""
+"""Storage codecs of keys and values: one codec per file, named after the file."""

@@ -29,7 +29,7 @@ GROUP = 64  # tokens, or channels, that share an offset and a scale
 
 
 class AffineCodec(StorageCodec):
-    """Codes of some bits."""
+    """Affine quantization to codes of a fixed number of bits."""
 
     bits: ClassVar[int]
 
@@ -54,7 +54,7 @@ class AffineCodec(StorageCodec):
 
 
 def _over_groups(numbers: Float[Tensor, "T D"], rows: RowLayout, side: str) -> Float[Tensor, "N W"]:
-    """The least or the largest number of each group."""
+    """Minimum or maximum of each group."""
     if rows.role is TensorRole.VALUES:
         pieces = [getattr(piece, side)(1) for piece in numbers.split(GROUP, 1)]
         return torch.stack(pieces, 1)
@@ -68,7 +68,7 @@ def _over_groups(numbers: Float[Tensor, "T D"], rows: RowLayout, side: str) -> F
 
 
 def _repeat_groups(shared: Float[Tensor, "N W"], rows: RowLayout) -> Float[Tensor, "T D"]:
-    """What groups share, once for every number."""
+    """Per-group values repeated for every number."""
     if rows.role is TensorRole.VALUES:
         return shared.repeat_interleave(GROUP, 1)[:, : rows.head_dim]
     counts = [

@@ -1,4 +1,4 @@
-"""The contract of codecs of saved caches."""
+"""Contract of storage codecs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CODECS = Family("codec", "larder.store.codecs")
 
 
 class TensorRole(Enum):
-    """What is coded: keys have channels of their own size, values do not."""
+    """Role of a coded tensor: keys have per-channel ranges, values do not."""
 
     KEYS = "keys"
     VALUES = "values"
@@ -26,7 +26,7 @@ class TensorRole(Enum):
 
 @dataclass(frozen=True)
 class RowLayout:
-    """What is known of the rows of a layer before they are decoded.
+    """Row layout of a layer, known before decoding.
 
     Args:
         lengths: rows of each kv head, which lie one head behind the other.
@@ -41,19 +41,19 @@ class RowLayout:
     role: TensorRole
 
     def heads(self) -> list[slice]:
-        """Where the rows of each head are."""
+        """Row range of each head."""
         stops = torch.tensor(self.lengths).cumsum(0).tolist()
         return [slice(stop - n, stop) for stop, n in zip(stops, self.lengths, strict=True)]
 
 
 class StorageCodec(ABC):
-    """A way to spell the keys or values of a layer in fewer bytes. Has no state."""
+    """Stateless codec of the keys or values of a layer."""
 
     lossless: ClassVar[bool] = False
 
     @abstractmethod
     def encode(self, numbers: Float[Tensor, "T D"], rows: RowLayout) -> dict[str, Tensor]:
-        """Tensors by short names that `decode` makes the numbers of.
+        """Encode numbers as named tensors.
 
         Raises:
             CacheError: numbers are not finite, or too large to be rounded.
@@ -61,7 +61,7 @@ class StorageCodec(ABC):
 
     @abstractmethod
     def decode(self, coded: Mapping[str, Tensor], rows: RowLayout) -> Float[Tensor, "T D"]:
-        """The numbers, in float32 unless they were kept as they are.
+        """Decode numbers, in float32 unless they were stored unchanged.
 
         Raises:
             Damaged: the codes are not what was written.
@@ -70,7 +70,7 @@ class StorageCodec(ABC):
 
 
 def codec_named(name: str) -> StorageCodec:
-    """A codec by its name.
+    """Codec by name.
 
     Raises:
         UnknownName: there is none; the message lists those there are.

@@ -35,7 +35,7 @@ MAX_STEPS = 2**15 - 1  # steps that a difference can be
 
 
 class Entropy(StorageCodec):
-    """CacheGen's differences and layer-wise steps, behind zstd."""
+    """Delta coding with layer-dependent steps (CacheGen), compressed by zstd."""
 
     def encode(self, numbers: Float[Tensor, "T D"], rows: RowLayout) -> dict[str, Tensor]:
         check_range(numbers)
@@ -85,7 +85,7 @@ class Entropy(StorageCodec):
 
 
 def _split(length: int) -> tuple[Tensor, Tensor]:
-    """Which rows are anchors, and which are told by their difference from one."""
+    """Indices of anchor rows and of rows coded as differences."""
     rows = torch.arange(length)
     return rows[rows % GROUP == 0], rows[rows % GROUP != 0]
 
@@ -103,7 +103,7 @@ def _spread(lows: Tensor, scales: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _steps(left: Float[Tensor, "N D"], rows: RowLayout) -> Tensor:
-    """How large a step is in each channel; large enough for the largest difference."""
+    """Step size of each channel, large enough for the largest difference."""
     size = STEPS[min(int(rows.depth * len(STEPS)), len(STEPS) - 1)] * STEP_SCALE
     if not len(left):
         return torch.ones(left.shape[1], dtype=torch.float16)
@@ -114,7 +114,7 @@ def _steps(left: Float[Tensor, "N D"], rows: RowLayout) -> Tensor:
 
 
 def _planes(counts: Int16[Tensor, "N D"]) -> bytes:
-    """The low bytes of all numbers, then the high ones, which say next to nothing.
+    """Byte planes: the low bytes of all numbers, then the high bytes, which are nearly constant.
 
     A sign goes into the lowest bit, so that small numbers of either sign have a high byte of 0.
     """

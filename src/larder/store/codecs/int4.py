@@ -12,7 +12,7 @@ from larder.store.codecs._affine import AffineCodec
 
 
 class Int4(AffineCodec):
-    """Two numbers per byte, and an offset and a scale for every 64."""
+    """Two numbers per byte; one offset and scale for every 64 numbers."""
 
     bits: ClassVar[int] = 4
 

@@ -12,7 +12,7 @@ from larder.store.codecs._affine import AffineCodec
 
 
 class Int8(AffineCodec):
-    """One byte per number, and an offset and a scale for every 64."""
+    """One byte per number; one offset and scale for every 64 numbers."""
 
     bits: ClassVar[int] = 8
 

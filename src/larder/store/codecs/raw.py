@@ -1,4 +1,4 @@
-"""Numbers as they are. No paper."""
+"""Uncompressed numbers. No paper."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from larder.store.codecs.base import RowLayout, StorageCodec
 
 
 class Raw(StorageCodec):
-    """Keeps every bit."""
+    """Codec that stores every bit."""
 
     lossless: ClassVar[bool] = True
 

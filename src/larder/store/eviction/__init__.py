@@ -1,1 +1,1 @@
-"""Who leaves a full tier first: one published rule per file, whose name is the public name."""
+"""Eviction policies of a full tier: one published rule per file, whose name is the public name."""

@@ -33,7 +33,7 @@ EVICTIONS = Family("eviction", "larder.store.eviction")
 
 
 class SupersededOrder(Enum):
-    """When states go that a newer one of their session replaces.
+    """Order of states that a newer state of their session has superseded.
 
     FIRST: before everything else.
     INSIDE: before the states of their own session that nothing replaces, and else by their worth.
@@ -47,7 +47,7 @@ class SupersededOrder(Enum):
 
 @dataclass(frozen=True)
 class EvictionOrder:
-    """Who goes.
+    """Result of a selection: the victims in order, and the tier's new clock.
 
     Args:
         rows: of the candidates, in the order in which they go.
@@ -60,7 +60,7 @@ class EvictionOrder:
 
 @dataclass(frozen=True)
 class EvictionPolicy(ABC):
-    """A rule for who leaves a tier that is full.
+    """Rule that selects the victims in a full tier.
 
     Args:
         superseded: when states go that a newer one replaces.
@@ -79,17 +79,17 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
-        """What keeping each is worth [N], in any unit: the least goes first, of equals who was
-        used longest ago."""
+        """Worth of each candidate [N], in any unit: lowest first, ties by least recent use."""
 
     def clock(self, gone: FloatColumn) -> float:
-        """The tier's clock after some have gone: what these were worth, without those who went
-        because others replace them."""
+        """Clock of the tier after an eviction, from the worth of victims that were not
+        superseded.
+        """
         del gone
         return 0.0
 
     def order(self, candidates: Sequence[Candidate], now: float) -> list[Candidate]:
-        """All of them, who goes first first."""
+        """All candidates in eviction order."""
         held = CandidateColumns.of(candidates)
         return [
             candidates[row] for row in self.select_victims(held, now, int(held.bytes.sum())).rows
@@ -98,7 +98,7 @@ class EvictionPolicy(ABC):
     def select_victims(
         self, held: CandidateColumns, now: float, wanted_bytes: int
     ) -> EvictionOrder:
-        """Those who must go for so many bytes; all who can if these are too few."""
+        """Victims that free `wanted_bytes`; all candidates if they free less."""
         if not len(held):
             return EvictionOrder(())
         worth = self.worth(held, now)
@@ -123,7 +123,7 @@ class EvictionPolicy(ABC):
         return worth[rows]
 
     def _keys(self, held: CandidateColumns, worth: FloatColumn, now: float) -> list[FloatColumn]:
-        """What decides, the most important first; the least goes."""
+        """Sort keys, most significant first; the lowest is evicted."""
         newest, replaced = (~held.superseded).astype(np.float64), held.superseded
         if self.superseded is SupersededOrder.INSIDE and replaced.any():
             worth = np.where(replaced, np.minimum(worth, _least_of_sessions(held, worth)), worth)
@@ -141,7 +141,7 @@ class EvictionPolicy(ABC):
         return [places + pins]
 
     def _pins(self, held: CandidateColumns, now: float) -> FloatColumn:
-        """How much of the queue each is behind its place: 1 while it is pinned, then less."""
+        """Pin strength in the queue: 1 while pinned, then decaying."""
         over = np.maximum(now - held.pinned_until, 0.0)
         return np.exp2(-over / self.half_life)
 
@@ -156,7 +156,7 @@ def _least_row(keys: Sequence[FloatColumn], rows: np.ndarray) -> int:
 
 
 def _least_of_sessions(held: CandidateColumns, worth: FloatColumn) -> FloatColumn:
-    """By row, the least that a state of its session is worth which nothing replaces."""
+    """Lowest worth, by row, among the session's states that are not superseded."""
     sessions, places = np.unique(held.sessions, return_inverse=True)
     least = np.full(len(sessions), np.inf)
     newest = ~held.superseded
@@ -173,7 +173,7 @@ NO_CODE = -1  # the code of no session and no parent
 
 @dataclass(frozen=True)
 class Candidate:
-    """One thing that a tier holds and could give up.
+    """One thing that a tier holds and could evict.
 
     Args:
         name: no other candidate has it.
@@ -214,7 +214,7 @@ class Candidate:
 
 @dataclass
 class CandidateColumns:
-    """The same of many, a row each.
+    """Candidates as columns, one row each.
 
     Args:
         codes, sessions, parents: numbers that stand for names; `NO_CODE` for no session, no parent.
@@ -275,26 +275,24 @@ class CandidateColumns:
 
     @staticmethod
     def empty(rows: int) -> CandidateColumns:
-        """Rows to be filled in."""
+        """Columns with uninitialized rows."""
         columns = CandidateColumns.of([Candidate("", 1, 0.0, 0.0)])
         return CandidateColumns(
             **{f.name: np.repeat(getattr(columns, f.name), rows, 0) for f in fields(columns)}
         )
 
     def first(self, rows: int) -> CandidateColumns:
-        """The first rows, in the same memory."""
+        """First rows, as a view of the same memory."""
         return CandidateColumns(**{name: column[:rows] for name, column in vars(self).items()})
 
     def move(self, source: int, target: int) -> None:
-        """Write one row over another."""
+        """Copy one row over another."""
         for column in vars(self).values():
             column[target] = column[source]
 
 
 def pause_quantiles(pauses: Sequence[float]) -> FloatColumn:
-    """Pauses at `NUM_QUANTILES` equal shares; of fewer or more that are known, the next higher
-    one.
-    """
+    """Quantiles of pauses at `NUM_QUANTILES` equal shares, each the next higher known pause."""
     if not pauses:
         return np.full(NUM_QUANTILES, np.inf)
     ordered = np.sort(np.asarray(pauses, np.float64))

@@ -27,7 +27,7 @@ QUANTILE_SHARES = np.arange(1, NUM_QUANTILES + 1) / NUM_QUANTILES
 
 @dataclass(frozen=True)
 class Continuum(EvictionPolicy):
-    """Time to live by predicted pauses.
+    """Time to live from predicted pauses.
 
     Args:
         load: seconds of computing that the whole tier, kept for a second, would save otherwise.

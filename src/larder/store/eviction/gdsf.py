@@ -21,7 +21,7 @@ from larder.store.eviction.base import CandidateColumns, EvictionPolicy, FloatCo
 
 @dataclass(frozen=True)
 class Gdsf(EvictionPolicy):
-    """Frequency times cost by size, above the clock."""
+    """Frequency times cost per byte, above an aging clock."""
 
     def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
         del now

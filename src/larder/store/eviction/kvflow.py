@@ -18,7 +18,7 @@ from larder.store.eviction.base import CandidateColumns, EvictionPolicy, FloatCo
 
 @dataclass(frozen=True)
 class Kvflow(EvictionPolicy):
-    """By steps to execution; without hints it is `lru`."""
+    """Steps to execution; without hints it equals `lru`."""
 
     def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
         del now

@@ -1,4 +1,4 @@
-"""Who was used longest ago goes first.
+"""Least recently used.
 
 No paper: the oldest rule there is, and what most stores do. It asks nothing of anybody and is the
 baseline that the others have to beat.
@@ -13,7 +13,7 @@ from larder.store.eviction.base import CandidateColumns, EvictionPolicy, FloatCo
 
 @dataclass(frozen=True)
 class Lru(EvictionPolicy):
-    """By the last use alone."""
+    """Eviction by last use alone."""
 
     def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
         del now

@@ -1,4 +1,4 @@
-"""How recent it is, and how much computing it saves per byte.
+"""Recency plus computation saved per byte.
 
 Pan et al., "Marconi: Prefix Caching for the Era of Hybrid LLMs" (2024), arXiv:2411.19379, section
 4.2:
@@ -49,7 +49,7 @@ class Marconi(EvictionPolicy):
 
 
 def _scaled(values: FloatColumn) -> FloatColumn:
-    """From 0 for the least to 1 for the most; all 0 where they are equal."""
+    """Values scaled to [0, 1]; all 0 if they are equal."""
     low, high = values.min(), values.max()
     return (values - low) / (high - low) if high > low else np.zeros_like(values)
 

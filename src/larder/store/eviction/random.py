@@ -1,4 +1,4 @@
-"""Anybody goes: the control that every other rule must beat.
+"""Random eviction: the baseline that every other rule must beat.
 
 No paper. Whoever is drawn is drawn anew each time, from the candidate, the time and the seed alone.
 """
@@ -20,7 +20,7 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 
 @dataclass(frozen=True)
 class Random(EvictionPolicy):
-    """A uniform number for each.
+    """Uniform random worth of each candidate.
 
     Args:
         seed: another seed is another draw.

@@ -1,4 +1,4 @@
-"""Where a store keeps its objects: a local folder, or any file system that fsspec knows.
+"""Contract of the store's file systems: a local folder, or any file system known to fsspec.
 
 An object appears whole or not at all. Paths are relative, made of digests and fixed words only.
 """
@@ -15,7 +15,7 @@ QUARANTINE_FOLDER = "damaged"  # folder of what was found damaged
 
 @dataclass(frozen=True)
 class FileInfo:
-    """An object that lies there.
+    """Path, size and time of an object.
 
     Args:
         bytes: of its content.
@@ -28,13 +28,13 @@ class FileInfo:
 
 
 class FileSystem(ABC):
-    """Objects by path. Safe from threads and processes; errors are the operating system's."""
+    """Objects by path. Safe from threads and processes; raises the operating system's errors."""
 
     url: str
 
     @abstractmethod
     def create(self, path: str, data: bytes) -> None:
-        """Write an object that is not there yet, durably.
+        """Write a new object durably.
 
         Raises:
             FileExistsError: somebody else has written it.
@@ -42,11 +42,11 @@ class FileSystem(ABC):
 
     @abstractmethod
     def replace(self, path: str, data: bytes) -> None:
-        """Write an object durably, whether it is there or not: readers see the old or the new."""
+        """Write or overwrite an object durably: readers see the old or the new content."""
 
     @abstractmethod
     def read(self, path: str) -> bytes:
-        """All of an object.
+        """Content of an object.
 
         Raises:
             FileNotFoundError: there is none.
@@ -54,22 +54,22 @@ class FileSystem(ABC):
 
     @abstractmethod
     def size(self, path: str) -> int | None:
-        """Bytes of an object; None where there is none."""
+        """Bytes of an object; None if it does not exist."""
 
     @abstractmethod
     def touch(self, path: str, data: bytes) -> None:
-        """Have an object count as written now; `data` is what it holds."""
+        """Set the modification time of an object to now; `data` is its content."""
 
     @abstractmethod
     def remove(self, path: str) -> None:
-        """Delete an object; nothing happens where there is none."""
+        """Delete an object if it exists."""
 
     @abstractmethod
     def list_files(self, folder: str) -> Iterator[FileInfo]:
         """Every object below a folder."""
 
     def set_aside(self, path: str) -> None:
-        """Move an object out of the way, so that it can be looked at and written anew."""
+        """Move a damaged object to quarantine, so that it can be inspected and written again."""
         try:
             data = self.read(path)
         except FileNotFoundError:
@@ -79,7 +79,7 @@ class FileSystem(ABC):
 
 
 def open_file_system(url: str) -> FileSystem:
-    """The place that a path or address names.
+    """File system at a path or address.
 
     Raises:
         StoreError: no file system of that kind is known.

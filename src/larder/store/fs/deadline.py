@@ -1,4 +1,4 @@
-"""Nobody waits for a disk for ever: a time limit on each call, and a rest after several failures.
+"""Deadlines and circuit breaker for calls to a storage tier.
 
 A call that runs out of time goes on in its thread, which cannot be stopped; how many may be
 under way is bounded, and what they hold is given back when they really end.
@@ -25,12 +25,12 @@ DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno
 
 
 def no_op() -> None:
-    """For a call that holds nothing."""
+    """Callback for calls that hold nothing."""
 
 
 @dataclass(frozen=True)
 class CallLimits:
-    """How long a tier is waited for.
+    """Limits of calls to a tier.
 
     Args:
         seconds: that one call may take.
@@ -51,7 +51,7 @@ class CallLimits:
 
 
 class CircuitBreaker:
-    """Opens after failures in a row, so that nobody waits for what will fail. Safe from threads."""
+    """Circuit breaker that opens after consecutive failures. Safe from threads."""
 
     def __init__(self, patience: CallLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._patience, self._clock = patience, clock
@@ -61,7 +61,7 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls are refused; the first one after the rest is let through."""
+        """True if calls are refused; the first call after the rest is let through as a trial."""
         with self._lock:
             if self._failures < self._patience.max_failures:
                 return False
@@ -72,19 +72,19 @@ class CircuitBreaker:
             return False
 
     def record_success(self) -> None:
-        """A call was answered."""
+        """Record a call that returned."""
         with self._lock:
             self._failures = 0
 
     def failed(self) -> None:
-        """A call was not answered, or by an error of the disk."""
+        """Record a call that timed out or failed with a disk error."""
         with self._lock:
             self._failures += 1
             self._rests_until = self._clock() + self._patience.rest_seconds
 
 
 class DeadlineExecutor:
-    """Carries out the calls to one tier. Safe from threads.
+    """Executor of calls to one tier under deadlines. Safe from threads.
 
     Args:
         tier: what it is called in errors.
@@ -106,7 +106,7 @@ class DeadlineExecutor:
         *args: Any,
         ended: Callable[[], None] = no_op,
     ) -> Result:
-        """What a function returns, or raises, within the time limit.
+        """Call a function in a thread and return its result within the time limit.
 
         Args:
             ended: called once when the function is truly over, be it long after the time limit; or
@@ -165,7 +165,7 @@ class DeadlineExecutor:
 
 @dataclass
 class _Call:
-    """A function in a thread of its own."""
+    """Function call in its own thread."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -195,7 +195,9 @@ CallResult = TypeVar("CallResult")
 
 
 def parallel_map(function: Callable[[Item], CallResult], items: Iterable[Item]) -> list[CallResult]:
-    """What a function returns for each item; where it raises for one, all others are done first."""
+    """Results of a function over items in threads; an error is raised after all calls have
+    ended.
+    """
     told = list(items)
     if len(told) < 2:
         return [function(each) for each in told]

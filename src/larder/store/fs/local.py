@@ -1,4 +1,4 @@
-"""A folder of this machine, or one that is mounted.
+"""Local file system: a folder of this machine, or a mounted one.
 
 Content goes to a temporary file, which is flushed to the disk and then given its name; the folder
 is flushed as well. A crash leaves at most a temporary file behind.
@@ -89,7 +89,7 @@ class LocalFileSystem(FileSystem):
         return self.folder / path
 
     def _placed(self, place: Callable[[Path, Path], object], temporary: Path, target: Path) -> None:
-        """Have a file be in its folder, which somebody may just have found empty and removed."""
+        """Move a file into its folder, which another process may just have removed as empty."""
         for _ in range(MAX_ATTEMPTS):
             self._made(target.parent)
             try:
@@ -101,7 +101,7 @@ class LocalFileSystem(FileSystem):
         place(temporary, target)
 
     def _made(self, folder: Path) -> None:
-        """Make a folder, and flush the ones that got to know of a new one."""
+        """Create a folder and flush every parent that gained an entry."""
         missing = [folder]
         while not missing[-1].parent.exists():
             missing.append(missing[-1].parent)
@@ -110,7 +110,7 @@ class LocalFileSystem(FileSystem):
             _fsync_folder(made.parent)
 
     def _written(self, data: bytes) -> Path:
-        """A temporary file with this content, flushed."""
+        """Write a flushed temporary file."""
         folder = self.folder / TEMPORARY_FOLDER
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users read nothing
         folder.mkdir(exist_ok=True)
@@ -127,7 +127,7 @@ class LocalFileSystem(FileSystem):
 
 
 def _link_new(temporary: Path, target: Path) -> None:
-    """Give a file its name, unless somebody else has it."""
+    """Link a file to its name unless the name exists."""
     try:
         os.link(temporary, target)
     except FileExistsError:
@@ -140,7 +140,7 @@ def _link_new(temporary: Path, target: Path) -> None:
 
 
 def _fsync_folder(folder: Path) -> None:
-    """Have the disk know the names in a folder."""
+    """Flush the entries of a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

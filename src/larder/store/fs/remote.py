@@ -1,4 +1,4 @@
-"""Any file system that fsspec knows.
+"""Remote file system: any that fsspec knows.
 
 Object stores write an object whole or not at all, and can be told not to replace one. On other
 file systems an object is uploaded under a temporary name and moved; there two machines that create
@@ -25,7 +25,7 @@ ATOMIC_PROTOCOLS = frozenset(
 
 
 class RemoteFileSystem(FileSystem):
-    """Objects behind an address.
+    """Objects at an fsspec address.
 
     Raises:
         StoreError: fsspec knows no such kind of file system, or lacks the package for it.
@@ -65,7 +65,7 @@ class RemoteFileSystem(FileSystem):
             return None
 
     def touch(self, path: str, data: bytes) -> None:
-        """Object stores know no other time than that of writing: the content is written again."""
+        """Write the content again: object stores have no other modification time."""
         self.replace(path, data)
 
     def remove(self, path: str) -> None:
@@ -98,8 +98,7 @@ class RemoteFileSystem(FileSystem):
 
 
 class _TranslatedErrors:
-    """While a file system's client is asked: it may have errors of its own, which are passed on as
-    the operating system's."""
+    """Context that translates errors of a file system's client to `OSError`."""
 
     def __enter__(self) -> None:
         return
@@ -125,7 +124,7 @@ def _open_url(url: str) -> tuple[Any, str]:
 
 
 def _modified_seconds(told: dict[str, Any]) -> float:
-    """When an object was written; 0, long ago, where the file system does not say."""
+    """Modification time of an object; 0 if the file system does not report it."""
     for name in ("mtime", "LastModified", "last_modified", "created", "updated"):
         when = told.get(name)
         if isinstance(when, datetime):

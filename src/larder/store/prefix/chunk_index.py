@@ -1,4 +1,4 @@
-"""Which beginnings of texts are kept, found token by token.
+"""Prefix index: a tree of token chunks in SQLite, matched token by token.
 
 A chunk holds keys and values of `CHUNK_TOKENS` tokens behind one known beginning. Chunks of one
 tenant and one identity form a tree; children of a chunk are ordered by their tokens, so the one
@@ -44,7 +44,7 @@ _DELETE_LEAF = (
 
 
 class ChunkIndex:
-    """The chunks of all tenants. Safe from threads and processes.
+    """Prefix chunks of all tenants. Safe from threads and processes.
 
     Args:
         place: where a chunk is told of for other machines, and for building the index again.
@@ -63,7 +63,7 @@ class ChunkIndex:
         self._records = ChunkRecords(place, guard, secret)
 
     def match_prefix(self, tenant: str, identity: str, ids: Sequence[int]) -> list[ChunkMatch]:
-        """Chunks that together hold the longest beginning of a text that is kept.
+        """Chunks of the longest stored prefix of a text.
 
         All but the last share all of their tokens with it.
         """
@@ -96,7 +96,7 @@ class ChunkIndex:
         ids: Sequence[int],
         ref: BlobRef,
     ) -> PrefixChunk | None:
-        """Tell of a chunk whose blob is kept; None where the one that it continues is gone.
+        """Index a chunk whose blob is written; None if its parent is gone.
 
         Args:
             ids: every token of the text up to the chunk's last.
@@ -123,7 +123,7 @@ class ChunkIndex:
         return added
 
     def drop(self, chunk: PrefixChunk, tenant: str) -> list[PrefixChunk]:
-        """Forget a chunk and all that continue it; the blobs are the caller's to delete."""
+        """Remove a chunk and its descendants; the caller deletes the blobs."""
         with self._manifest.writing() as rows:
             found = rows(
                 "WITH RECURSIVE below(id) AS (SELECT id FROM chunks WHERE id = ? AND key = ? "
@@ -139,7 +139,7 @@ class ChunkIndex:
         return gone
 
     def unused(self, tenant: str, refs: Iterable[BlobRef]) -> list[PrefixChunk]:
-        """Which chunks of these blobs no session that the index has is made of."""
+        """Chunks of these blobs that no indexed session refers to."""
         with self._manifest.reading() as rows:
             found = [
                 row
@@ -153,7 +153,7 @@ class ChunkIndex:
         return [_chunk_from_row(row) for row in found]
 
     def all_unused(self, since: float) -> dict[str, list[PrefixChunk]]:
-        """Per tenant, every chunk that no session is made of and nobody has read since then."""
+        """Chunks, by tenant, that no session refers to and nobody has read since a time."""
         found = defaultdict[str, list[PrefixChunk]](list)
         with self._manifest.reading() as rows:
             for tenant, *row in rows(
@@ -164,7 +164,7 @@ class ChunkIndex:
         return found
 
     def keep(self, tenant: str, identity: str, ids: Sequence[int]) -> None:
-        """Have the beginning of a text stay though no session is made of it, until it is dropped.
+        """Retain a prefix without any session until its chunks are dropped.
 
         On other machines, too.
         """
@@ -173,18 +173,18 @@ class ChunkIndex:
                 self._records.keep(tenant, each.chunk.key)
 
     def kept(self) -> dict[tuple[str, str], str]:
-        """By tenant and key, blobs of all chunks that are to stay; "" where none can be told."""
+        """Blob digests of retained chunks, by tenant and key; "" if unknown."""
         with self._manifest.reading() as rows:
             here = {(tenant, key): digest for tenant, key, digest in rows(_DIGESTS)}
         return {own: here.get(own) or self._digest(*own) for own in self._records.kept()}
 
     def stays(self, chunk: PrefixChunk, tenant: str) -> bool:
-        """Whether a chunk is kept for its own sake, or another machine than its writer uses it."""
+        """True if a chunk is retained, or shared by a machine other than its writer."""
         own = tenant, chunk.key
         return self._records.is_kept(*own) or self._records.is_shared(*own)
 
     def leave(self, tenant: str, chunks: Iterable[PrefixChunk]) -> None:
-        """Forget chunks that no session is made of and none continues that stays; the blobs do."""
+        """Remove the rows of unreferenced chunks without retained descendants; blobs remain."""
         gone: list[str] = []
         with self._manifest.writing() as rows:
             for chunk in sorted(chunks, key=lambda chunk: -chunk.start):
@@ -192,7 +192,7 @@ class ChunkIndex:
         parallel_map(lambda key: self._records.remove(tenant, [key]), gone)
 
     def used(self, shared: Sequence[ChunkMatch]) -> None:
-        """Chunks were read."""
+        """Record reads of chunks."""
         now = self._manifest.clock()
         with self._manifest.writing() as rows:
             for each in shared:
@@ -202,7 +202,7 @@ class ChunkIndex:
                 )
 
     def all(self) -> list[tuple[str, PrefixChunk, float, int]]:
-        """Tenant, chunk, last use and uses of every row, parents first."""
+        """Tenant, chunk, last use and number of uses of every row, parents first."""
         with self._manifest.reading() as rows:
             found = rows(
                 f"SELECT tenant, {_COLUMNS}, last_used, uses FROM chunks ORDER BY start, id"
@@ -210,7 +210,7 @@ class ChunkIndex:
         return [(row[0], _chunk_from_row(row[1:9]), row[9], row[10]) for row in found]
 
     def rebuild(self) -> None:
-        """Index what is told of beside the blobs."""
+        """Index the chunk records beside the blobs."""
         known: dict[tuple[str, str, str], int] = {}
         for each in sorted(self._records.all(), key=lambda told: (told["start"], told["key"])):
             own = each["tenant"], each["identity"]
@@ -222,7 +222,7 @@ class ChunkIndex:
                 known[*own, made.prefix] = row.row
 
     def _nearest(self, tenant: str, identity: str, parent: int, wanted: bytes) -> ChunkMatch | None:
-        """The child that shares most tokens: one of the two that stand beside the text."""
+        """Child that shares most tokens: one of the two neighbors in token order."""
         best: ChunkMatch | None = None
         with self._manifest.reading() as rows:
             for sign, order in (("<=", "DESC"), (">", "ASC")):
@@ -247,7 +247,7 @@ class ChunkIndex:
         wanted: bytes,
         prefix: str,
     ) -> ChunkMatch | None:
-        """A chunk that another machine has kept behind the same beginning."""
+        """Chunk that another machine has stored after the same prefix."""
         told = self._records.read(tenant, self._key(tenant, identity, parent_key, wanted))
         if told is None or told["tenant"] != tenant or told["identity"] != identity:
             return None
@@ -261,7 +261,7 @@ class ChunkIndex:
     def _insert(
         self, chunk: PrefixChunk, tenant: str, identity: str, before: str
     ) -> PrefixChunk | None:
-        """The chunk as a row; the one that is there already, with the blob that is told of now.
+        """Insert a chunk; an existing row gets the given blob.
 
         None where the row of the one that it continues is gone, or another's by now.
         """
@@ -288,7 +288,7 @@ class ChunkIndex:
         return _chunk_from_row(row)
 
     def _digest(self, tenant: str, key: str) -> str:
-        """Of the blob that is told of; empty where none can be told."""
+        """Digest of a recorded chunk's blob; empty if unknown."""
         told = self._records.read(tenant, key)
         return "" if told is None else str(told["ref"]["digest"])
 
@@ -297,7 +297,7 @@ class ChunkIndex:
 
 
 def _digest_before(prefix: Any, start: int) -> str:
-    """What stands in front of a chunk, as a digest; empty for nothing."""
+    """Digest of the text before a chunk; empty at the beginning."""
     return prefix.hexdigest() if start else ""
 
 

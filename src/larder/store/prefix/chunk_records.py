@@ -1,4 +1,4 @@
-"""What is told of chunks beside the blobs, for other machines and for building the index again.
+"""Sealed records of prefix chunks beside the blobs, for other machines and index rebuilds.
 
 chunks/<tenant>/<key>.json     a chunk, sealed
 chunks/<tenant>/<key>.shared   another machine than the one that told of it uses it as well
@@ -29,7 +29,7 @@ RECORD_SUFFIX, SHARED_SUFFIX = "json", "shared"
 
 @dataclass(frozen=True)
 class PrefixChunk:
-    """Keys and values of some tokens behind one beginning.
+    """Keys and values of a run of tokens after one prefix.
 
     Args:
         row: of the manifest.
@@ -52,20 +52,20 @@ class PrefixChunk:
 
     @property
     def stop(self) -> int:
-        """True position behind its last token."""
+        """True position after its last token."""
         return self.start + len(self.tokens) // 4
 
 
 @dataclass(frozen=True)
 class ChunkMatch:
-    """A chunk, and how many of its tokens a text shares."""
+    """Chunk and the number of its tokens that a text shares."""
 
     chunk: PrefixChunk
     tokens: int
 
 
 class ChunkRecords:
-    """Safe from threads and processes.
+    """Chunk records on the file system. Safe from threads and processes.
 
     Args:
         place: where they lie.
@@ -75,7 +75,7 @@ class ChunkRecords:
         self._place, self._guard, self._secret = place, guard, secret
 
     def tell(self, tenant: str, key: str, told: dict[str, Any]) -> bool:
-        """Tell of a chunk; whether nothing of its name was told before."""
+        """Write a chunk record; True if none of its key existed."""
         text = canonical_json(told | {"schema": CHUNK_SCHEMA})
         data = canonical_json({"chunk": text, "seal": mac_of(self._secret, text)}).encode()
         try:
@@ -85,47 +85,47 @@ class ChunkRecords:
         return True
 
     def read(self, tenant: str, key: str) -> dict[str, Any] | None:
-        """What is told of a chunk; None where nothing is, or it is not what was written."""
+        """Chunk record; None if it is missing or damaged."""
         return self._read(chunk_record_path(tenant, key))
 
     def all(self) -> Iterator[dict[str, Any]]:
-        """All that is told and whole."""
+        """All intact chunk records."""
         for path in self._guard.call(self._paths, CHUNKS_FOLDER):
             if (told := self._read(path)) is not None:
                 yield told
 
     def share(self, tenant: str, key: str) -> None:
-        """Say that another machine uses a chunk than the one that told of it."""
+        """Mark a chunk as used by a machine other than its writer."""
         with suppress(FileExistsError):
             self._guard.call(
                 self._place.create, chunk_record_path(tenant, key, SHARED_SUFFIX), b"{}"
             )
 
     def is_shared(self, tenant: str, key: str) -> bool:
-        """Whether another machine has said so."""
+        """True if a chunk is marked as shared."""
         return (
             self._guard.call(self._place.size, chunk_record_path(tenant, key, SHARED_SUFFIX))
             is not None
         )
 
     def keep(self, tenant: str, key: str) -> None:
-        """Say that a chunk is kept for its own sake."""
+        """Mark a chunk as retained without a session."""
         with suppress(FileExistsError):
             self._guard.call(self._place.create, _kept_marker_path(tenant, key), b"{}")
 
     def is_kept(self, tenant: str, key: str) -> bool:
-        """Whether a machine has said so."""
+        """True if a chunk is marked as retained."""
         return self._guard.call(self._place.size, _kept_marker_path(tenant, key)) is not None
 
     def kept(self) -> set[tuple[str, str]]:
-        """Tenant and key of every chunk of which that was said."""
+        """Tenant and key of every retained chunk."""
         words = (path.split("/") for path in self._guard.call(self._paths, KEPT_FOLDER))
         return {
             (each[1], each[2].removesuffix(f".{RECORD_SUFFIX}")) for each in words if len(each) == 3
         }
 
     def remove(self, tenant: str, keys: Iterable[str]) -> None:
-        """Tell nothing of some chunks any more."""
+        """Delete chunk records and their marks."""
         for key in keys:
             told = (chunk_record_path(tenant, key, kind) for kind in (RECORD_SUFFIX, SHARED_SUFFIX))
             for path in (_kept_marker_path(tenant, key), *told):
@@ -147,7 +147,7 @@ class ChunkRecords:
 
 
 def chunk_record_path(tenant: str, key: str, kind: str = RECORD_SUFFIX) -> str:
-    """Where a chunk is told of."""
+    """Path of a chunk record or mark."""
     return f"{CHUNKS_FOLDER}/{tenant}/{key}.{kind}"
 
 
@@ -156,7 +156,7 @@ def _kept_marker_path(tenant: str, key: str) -> str:
 
 
 def chunk_to_dict(chunk: PrefixChunk, tenant: str, identity: str, before: str) -> dict[str, Any]:
-    """What to tell of a chunk.
+    """Chunk record as a dictionary.
 
     Args:
         before: digest of the text in front of it; empty for nothing.
@@ -167,7 +167,7 @@ def chunk_to_dict(chunk: PrefixChunk, tenant: str, identity: str, before: str) -
 
 
 def chunk_from_dict(told: dict[str, Any], parent: int) -> PrefixChunk:
-    """A chunk as it was told of, before it has a row of its own.
+    """Chunk from its record, before it has a row.
 
     Args:
         parent: the row of the one that it continues.
@@ -184,7 +184,7 @@ def chunk_from_dict(told: dict[str, Any], parent: int) -> PrefixChunk:
 
 
 class PrefixDigest:
-    """A place in a text. Its digest, as `chunks.prefix_of` makes it, grows as the place moves on.
+    """Running digest of a text's prefix.
 
     `start` is the true position of the next token.
 
@@ -197,7 +197,7 @@ class PrefixDigest:
         self._digest = hashlib.sha256()
 
     def digest(self, tokens: Sequence[Any]) -> str:
-        """Of the text up to here, and of some tokens behind it.
+        """Digest of the text up to here, extended by some tokens.
 
         Raises:
             Damaged: these are no tokens.
@@ -210,13 +210,13 @@ class PrefixDigest:
         return digest.hexdigest()
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Go on behind them."""
+        """Advance by some tokens."""
         self._digest.update(token_bytes(tokens))
         self.start += len(tokens)
 
 
 def token_bytes(ids: Sequence[Any]) -> bytes:
-    """Token ids as bytes whose order is that of the ids.
+    """Token ids as bytes in an order-preserving encoding.
 
     Raises:
         OverflowError, TypeError, ValueError: they are none.
@@ -225,12 +225,12 @@ def token_bytes(ids: Sequence[Any]) -> bytes:
 
 
 def token_ids_from_bytes(tokens: bytes) -> list[int]:
-    """The token ids that `token_bytes` spelled."""
+    """Token ids from `token_bytes`."""
     return np.frombuffer(tokens, dtype=">u4").tolist()
 
 
 def common_prefix_len(left: bytes, right: bytes) -> int:
-    """How many tokens two texts have in common from their beginning."""
+    """Number of leading tokens that two texts share."""
     pair = [np.frombuffer(each, dtype=">u4") for each in (left, right)]
     length = min(map(len, pair))
     differing = np.flatnonzero(pair[0][:length] != pair[1][:length])
@@ -238,10 +238,10 @@ def common_prefix_len(left: bytes, right: bytes) -> int:
 
 
 def chunk_key(tenant: str, identity: str, parent: str, tokens: bytes) -> str:
-    """What a chunk is called beside the blobs."""
+    """Key of a chunk beside the blobs."""
     return key_of("chunk", tenant, identity, parent, tokens)
 
 
 def prefix_digest(ids: Sequence[int]) -> str:
-    """Digest of a text, of another kind than keys: both would have to collide."""
+    """Digest of a text, domain-separated from keys."""
     return hashlib.sha256(token_bytes(ids)).hexdigest()

@@ -1,4 +1,4 @@
-"""Beginnings of texts that a tenant's sessions share: kept once, read once."""
+"""Prefix store: caches of text prefixes, shared by the sessions of a tenant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from larder.store.throughput import RestorePath
 
 
 class PrefixStore:
-    """Caches of beginnings, by the tokens they hold. Safe from threads and processes."""
+    """Caches of prefixes by their tokens. Safe from threads and processes."""
 
     def __init__(self, parts: StoreComponents) -> None:
         self._parts = parts
@@ -25,7 +25,7 @@ class PrefixStore:
     def save(
         self, principal: str, ids: Sequence[int], cache: SequenceCache, identity: ModelIdentity
     ) -> int:
-        """Keep the beginning of a text for the tenant's other sessions; the tokens that are kept.
+        """Store a prefix for the tenant's other sessions; return the number of tokens stored.
 
         It stays, whether or not a session is made of it, until the disk must make room.
         Only a cache that holds everything it has read is good for that; of others nothing is kept.
@@ -47,7 +47,7 @@ class PrefixStore:
     def match_prefix(
         self, principal: str, ids: Sequence[int], identity: ModelIdentity, spec: ModelSpec
     ) -> SequenceCache | None:
-        """The cache of the longest beginning of a text that the tenant has kept; None of nothing.
+        """Cache of the longest stored prefix of a text; None if there is none.
 
         The text's last token is left out: it must be read for what comes next.
         """

@@ -1,4 +1,4 @@
-"""A session's state on its way to the store."""
+"""Caches written to blobs and read back."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from larder.store.throughput import ThroughputEstimates
 
 @dataclass(frozen=True)
 class CacheSnapshot:
-    """A cache that is to outlive the process, and what made it.
+    """Cache to be stored, with the model and policy that made it.
 
     Args:
         cache: it is read, not changed.
@@ -77,13 +77,13 @@ class CacheSnapshot:
 
     @property
     def each(self) -> tuple[CacheSnapshot, ...]:
-        """Per cache, a snapshot of it alone."""
+        """One snapshot per cache."""
         bare = replace(self, others=(), beside=None)
         return tuple(replace(bare, cache=cache) for cache in (self.cache, *self.others))
 
 
 def check_snapshot(ids: Sequence[int], snapshot: CacheSnapshot | None) -> None:
-    """See that a cache is that of its tokens, or one of several that share them.
+    """Check that the caches of a snapshot match their tokens.
 
     Raises:
         InputError: it has read more or fewer; of several, more.
@@ -102,7 +102,7 @@ def check_snapshot(ids: Sequence[int], snapshot: CacheSnapshot | None) -> None:
 
 @dataclass(frozen=True)
 class CacheBlobs:
-    """A cache as blobs.
+    """Blobs of the caches of one snapshot.
 
     Args:
         spans: its blobs, in order.
@@ -120,7 +120,7 @@ class CacheBlobs:
 
 
 def is_shareable(snapshot: CacheSnapshot) -> bool:
-    """Whether a cache is kept in chunks that others may share; of several none is."""
+    """True if a cache is stored as shareable prefix chunks; only a single cache is."""
     return (
         is_lossless_codec(snapshot.codec)
         and not snapshot.others
@@ -129,7 +129,7 @@ def is_shareable(snapshot: CacheSnapshot) -> bool:
 
 
 class CacheWriter:
-    """Writes caches as blobs. Safe from threads."""
+    """Writer of caches as blobs. Safe from threads."""
 
     def __init__(self, shelves: BudgetedBlobs, chunks: ChunkIndex) -> None:
         self._shelves, self._chunks = shelves, chunks
@@ -137,7 +137,7 @@ class CacheWriter:
     def snapshot(
         self, saving: BlobTransaction, tenant: str, ids: Sequence[int], snapshot: CacheSnapshot
     ) -> CacheBlobs:
-        """Write caches. A single one that is whole goes as chunks first, which are shared.
+        """Write caches. A single lossless cache is written as shared chunks first.
 
         Raises:
             BudgetError, StoreError: they cannot be kept.
@@ -162,7 +162,7 @@ class CacheWriter:
         snapshot: CacheSnapshot,
         chunked: bool,
     ) -> tuple[list[BlobRef], int]:
-        """The blobs of one cache, and the bytes of its tensors."""
+        """Write one cache; return its blobs and the bytes of its tensors."""
         cache = snapshot.cache
         with self._shelves.ledger.reserve(Tier.HOST, tenant, _host_bytes(cache)):
             state = cache.state()
@@ -184,7 +184,7 @@ class CacheWriter:
         cache: SequenceCache,
         who: ModelIdentity,
     ) -> int:
-        """Keep the beginning of a whole cache for other sessions; the tokens that are kept.
+        """Store the prefix of a lossless cache for other sessions; return the tokens stored.
 
         Raises:
             BudgetError, StoreError: they cannot be kept.
@@ -203,7 +203,7 @@ class CacheWriter:
         state: Mapping[str, Tensor],
         identity: ModelIdentity,
     ) -> list[PrefixChunk]:
-        """The chunks of a text; those that are kept already are not written again."""
+        """Write the chunks of a text; existing ones are not written again."""
         size = chunk_index.CHUNK_TOKENS
         shared = self._chunks.match_prefix(tenant, identity.key, ids)
         whole = (each.chunk for each in shared if each.tokens == size)
@@ -226,7 +226,7 @@ class CacheWriter:
 
 
 def _host_bytes(cache: SequenceCache) -> int:
-    """Bytes that saving holds beside the cache: a copy of its state, and the blob in the making."""
+    """Peak host bytes of a save: a copy of the state and the blob being written."""
     return 2 * cache.nbytes
 
 
@@ -236,7 +236,7 @@ MAX_PREFETCHED_BLOBS = 8  # blobs in memory, the one that is used included
 
 
 class CacheReader:
-    """Reads caches from blobs. Safe from threads."""
+    """Reader of caches from blobs. Safe from threads."""
 
     def __init__(self, vault: TenantBlobs, ledger: ByteLedger, rates: ThroughputEstimates) -> None:
         self._vault, self._ledger, self._rates = vault, ledger, rates
@@ -244,7 +244,7 @@ class CacheReader:
     def caches(
         self, record: Record, ids: Sequence[int], identity: ModelIdentity, spec: ModelSpec
     ) -> list[SequenceCache]:
-        """The caches that a record tells of.
+        """Caches of a record.
 
         Args:
             ids: its tokens, as its log has them.
@@ -278,7 +278,7 @@ class CacheReader:
         spec: ModelSpec,
         unusable: Callable[[ChunkMatch, LarderError], None],
     ) -> SequenceCache | None:
-        """The cache of the longest beginning of a text whose chunks are whole; None of nothing.
+        """Cache of the longest prefix whose chunks are intact; None if there is none.
 
         Args:
             shared: chunks that hold the beginning, as `Chunks.longest` finds them.
@@ -310,7 +310,7 @@ class CacheReader:
     def _read_parts(
         self, record: Record, ids: Sequence[int], identity: ModelIdentity
     ) -> tuple[list[CacheTensors], CacheTensors]:
-        """Chunks in their order, and what is the session's alone."""
+        """Chunk tensors in order, and the tensors of the session's own parts."""
         chunks: list[CacheTensors] = []
         rest: CacheTensors = {}
         behind = PrefixDigest(ids)
@@ -328,7 +328,7 @@ class CacheReader:
         return chunks, rest
 
     def _each(self, record: Record) -> Iterator[bytes]:
-        """Blobs in their order; the next ones are read and verified meanwhile."""
+        """Blobs in order; the next ones are read and verified ahead."""
         with ThreadPoolExecutor(READ_THREADS) as pool:
             later = iter(record.spans)
             coming = deque[Future[bytes]]()
@@ -344,7 +344,7 @@ class CacheReader:
 
 
 def restore_cache(spec: ModelSpec, state: CacheTensors, meta: Mapping[str, str]) -> SequenceCache:
-    """A cache of a state that was read.
+    """Cache from a decoded state.
 
     Raises:
         Damaged: the two do not make one.
@@ -370,7 +370,7 @@ def _snapshot_tensors(data: bytes, record: Record, identity: ModelIdentity) -> C
 def _chunk_tensors(
     data: bytes, tenant: str, identity: ModelIdentity, behind: PrefixDigest, count: int
 ) -> CacheTensors:
-    """A chunk's tensors, once it is known to stand behind these tokens and to begin with the rest.
+    """Tensors of a chunk, verified to follow this prefix and to match the next tokens.
 
     Args:
         behind: where it should stand; goes on behind it.

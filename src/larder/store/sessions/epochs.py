@@ -1,4 +1,4 @@
-"""Where each session stands: records beside the blobs, and the manifest that indexes them.
+"""Committed epochs of sessions: records beside the blobs, indexed by the manifest.
 
 A state is committed when its record is created under the next epoch's name, which only one can do,
 also of several machines. The manifest follows. What it lacks, because a process ended in between or
@@ -38,7 +38,7 @@ KEPT_EPOCHS = 4  # of a session, for rolling back
 
 
 class SessionEpochs:
-    """The states of sessions. Safe from threads and processes.
+    """Epochs of sessions. Safe from threads and processes.
 
     Args:
         damaged: told of every record that is not what was written.
@@ -56,7 +56,7 @@ class SessionEpochs:
         self._secret, self._damaged = secret, damaged
 
     def head(self, tenant: str, session: str) -> Record | None:
-        """The newest state that is whole; None where there is none, or the session was removed.
+        """Newest intact state; None if there is none, or the session was removed.
 
         Raises:
             Damaged: there are states, but none is whole.
@@ -65,7 +65,7 @@ class SessionEpochs:
         return None if record is None or record.removed else record
 
     def newest(self, tenant: str, session: str) -> Record | None:
-        """As `head`; of a removed session, the record that says so."""
+        """Newest intact state, tombstones of removed sessions included."""
         known = self._known(tenant, session, None)
         written = self.written(tenant, session)
         if known is not None and not written and known.epoch < self._forgotten(tenant):
@@ -91,16 +91,15 @@ class SessionEpochs:
         return None
 
     def epoch(self, tenant: str, session: str, epoch: int) -> Record | None:
-        """A state as the manifest or the record beside the blobs has it; None where neither is
-        whole."""
+        """State of one epoch, from the manifest or its record; None if neither is intact."""
         return self._known(tenant, session, epoch) or self._beside(tenant, session, epoch)
 
     def written(self, tenant: str, session: str) -> list[int]:
-        """The epochs that have a record beside the blobs."""
+        """Epochs that have a record beside the blobs."""
         return self._guard.call(self._listed, records_folder(tenant, session))
 
     def commit(self, record: Record, expected: int, is_new: bool = False) -> None:
-        """Make a record, whose epoch is the next one, the head.
+        """Commit a record, whose epoch is the next one, as the head.
 
         Args:
             is_new: it begins a session behind the epoch that `before` told: sessions that were
@@ -124,7 +123,7 @@ class SessionEpochs:
             self.manifest.adopt(record)
 
     def before(self, tenant: str, newest: Record | None, expected: int | None) -> int:
-        """The epoch that a session's next state follows.
+        """Epoch that a session's next state follows.
 
         Args:
             newest: state of the session.
@@ -135,7 +134,7 @@ class SessionEpochs:
         return expected
 
     def prune(self, tenant: str, session: str, keep: int) -> list[Record]:
-        """Drop all but the newest states; those that were dropped and could be read."""
+        """Drop all but the newest states; return the dropped records that could be read."""
         known = self.manifest.epochs(tenant, session)
         there = sorted({*known, *self.written(tenant, session)})
         old = there[:-keep]
@@ -146,7 +145,7 @@ class SessionEpochs:
         return [record for record in records if record is not None]
 
     def relabel(self, record: Record) -> None:
-        """Make a record the head that differs from the one before in its labels alone.
+        """Commit a head that differs from the previous one in its labels alone.
 
         Raises:
             Superseded, StoreFull: as `commit`.
@@ -156,7 +155,7 @@ class SessionEpochs:
             self._drop(record.tenant, record.session, [record.previous])
 
     def remove_damaged(self, tenant: str, session: str, name: str, made: float) -> None:
-        """Remove a session none of whose states can be read.
+        """Remove a session of which no state can be read.
 
         Raises:
             Superseded: somebody else goes on with it after all.
@@ -171,7 +170,7 @@ class SessionEpochs:
         self._drop(tenant, session, lost)
 
     def forget(self, record: Record) -> None:
-        """Drop what says that a session was removed: from now on its name is as new."""
+        """Delete the tombstone of a removed session; its name is then unused."""
         self._note_forgotten(record.tenant, record.epoch)
         own = record.tenant, record.session
         self.manifest.forget_session(*own)
@@ -180,8 +179,7 @@ class SessionEpochs:
                 self._guard.call(self._place.remove, record_path(*own, epoch))
 
     def of(self, tenant: str) -> list[Record]:
-        """The newest state of each session of a tenant, last used first: as the index has it, or
-        the record beside the blobs where what the index has is damaged."""
+        """Newest state of each session of a tenant, most recently used first."""
         found = list[Record]()
         for session, record in self.manifest.heads_of(tenant).items():
             if record is None:
@@ -192,7 +190,7 @@ class SessionEpochs:
         return found
 
     def sync_manifest(self) -> None:
-        """Have the index know what is written beside the blobs and it lacks.
+        """Index records beside the blobs that the manifest lacks.
 
         Only that is read. The rest of an index that was lost, damaged or interrupted while it was
         built comes about so, and what other machines have written meanwhile.
@@ -209,7 +207,7 @@ class SessionEpochs:
                 self.newest(*own)
 
     def all_records(self) -> list[Record]:
-        """Every record beside the blobs that is whole and can be read."""
+        """Every intact, readable record beside the blobs."""
         found = []
         for parts in map(_parse_record_path, self._guard.call(self._paths)):
             try:
@@ -219,7 +217,7 @@ class SessionEpochs:
         return [record for record in found if record is not None]
 
     def _create(self, record: Record) -> None:
-        """Raises: Superseded: that epoch was written before."""
+        """Create the record of an epoch. Raises: Superseded: it exists."""
         try:
             self._guard.call(self._place.create, record.path, encode_record(record, self._secret))
         except FileExistsError as error:
@@ -228,7 +226,7 @@ class SessionEpochs:
             raise superseded_error(record.name, record.previous, record.epoch) from error
 
     def _forgotten(self, tenant: str) -> int:
-        """The last epoch of any session of a tenant that was removed and forgotten; 0 of none."""
+        """Highest epoch of a tenant's forgotten sessions; 0 if there are none."""
         return max(self._guard.call(self._numbers, f"{FORGOTTEN_FOLDER}/{tenant}"), default=0)
 
     def _note_forgotten(self, tenant: str, epoch: int) -> None:
@@ -252,7 +250,7 @@ class SessionEpochs:
             self._guard.call(self._place.remove, record_path(tenant, session, epoch))
 
     def _adopt(self, tenant: str, session: str, epochs: Iterable[int]) -> None:
-        """Have the index know states of another machine's, so that what they need stays."""
+        """Index states of another machine, so that their blobs stay referenced."""
         for epoch in epochs:
             with suppress(Refused):
                 record = self._beside(tenant, session, epoch)
@@ -260,7 +258,7 @@ class SessionEpochs:
                     self.manifest.adopt(record)
 
     def _known(self, tenant: str, session: str, epoch: int | None) -> Record | None:
-        """What the manifest has; None where that is damaged."""
+        """State in the manifest; None if it is damaged."""
         try:
             if epoch is None:
                 return self.manifest.head(tenant, session)
@@ -292,7 +290,7 @@ class SessionEpochs:
 
 
 def _parse_record_path(path: str) -> tuple[str, str, int] | None:
-    """Tenant, session and epoch of a record's path; None where it is no record's."""
+    """Tenant, session and epoch from a record's path; None for any other path."""
     words = path.split("/")
     number = words[-1].removesuffix(".json")
     if len(words) != 4 or not number.isdecimal() or not number.isascii():
@@ -308,7 +306,7 @@ BRANCHES_FOLDER = "families"
 
 
 class BranchNotes:
-    """Safe from threads and processes.
+    """Notes that name the branches of each session. Safe from threads and processes.
 
     Args:
         place: where notes lie.
@@ -318,7 +316,7 @@ class BranchNotes:
         self._place, self._guard, self._secret = place, guard, secret
 
     def note(self, record: Record) -> None:
-        """Note a session, if it is a branch."""
+        """Write the note of a session if it is a branch."""
         path = _branch_path(record)
         if path is None:
             return
@@ -327,20 +325,20 @@ class BranchNotes:
             self._guard.call(self._place.create, path, data)
 
     def note_all(self, records: Iterable[Record]) -> None:
-        """The same for many, most of which are noted."""
+        """Write the notes of many branches, most of which exist."""
         noted = {None, *(entry.path for entry in self._guard.call(self._listed, BRANCHES_FOLDER))}
         for record in records:
             if _branch_path(record) not in noted:
                 self.note(record)
 
     def forget(self, record: Record) -> None:
-        """Note a session no more."""
+        """Delete the note of a session."""
         path = _branch_path(record)
         if path is not None:
             self._guard.call(self._place.remove, path)
 
     def of(self, tenant: str, root: str) -> list[str]:
-        """Names of the branches of a session, those that were noted first before others.
+        """Names of the branches of a session, oldest note first.
 
         Some may never have been written; what is damaged is passed over.
         """
@@ -350,7 +348,7 @@ class BranchNotes:
         return [name for name in names if name]
 
     def sweep(self, there: Collection[tuple[str, str]], before: float) -> None:
-        """Forget branches that are no more.
+        """Delete notes of branches that no longer exist.
 
         Args:
             there: tenant and key of each session that is written.

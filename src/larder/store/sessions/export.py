@@ -44,13 +44,13 @@ MAX_GROWTH = 4096  # of a cache by being decoded: no codec comes near it
 
 
 class SessionExporter:
-    """Sessions that leave and come."""
+    """Export and import of sessions."""
 
     def __init__(self, parts: StoreComponents) -> None:
         self._parts = parts
 
     def export(self, record: Record) -> bytes:
-        """All of a session as the bytes of a file.
+        """Export a session as the bytes of a file.
 
         Raises:
             Damaged: something of it is; save it anew first.
@@ -70,7 +70,7 @@ class SessionExporter:
         )
 
     def take_in(self, data: bytes, principal: str, name: str) -> Record:
-        """Make a session of a file that `export` wrote.
+        """Import a session from a file that `export` wrote.
 
         Raises:
             InputError: it is none, or the name is none or taken.
@@ -109,7 +109,7 @@ class SessionExporter:
 
 
 def _parse_export(data: bytes) -> tuple[Record, tuple[int, ...], dict[str, bytes]]:
-    """The record in an exported file, its tokens, and its blobs, verified.
+    """Record, token ids and verified blobs of an exported file.
 
     Raises:
         InputError: it is no such file, or a damaged one.
@@ -142,7 +142,7 @@ def _parse_record(told: Any) -> Record:
 
 
 def _check_record(record: Record) -> None:
-    """Raises: Damaged: somebody else has made the record, and its fields are of other kinds."""
+    """Check the field types of a foreign record. Raises: Damaged."""
     counts = [record.num_tokens, record.cache_bytes, record.cache_tokens]
     counts += [ref.bytes for ref in record.refs]
     counts += [count for held in record.others for count in (held.num_spans, held.cache_bytes)]
@@ -178,7 +178,7 @@ def _blob(tensors: Mapping[str, Tensor], ref: BlobRef) -> bytes:
 
 
 def _change_tenant(saving: BlobTransaction, data: bytes, tenant: str) -> BlobRef:
-    """The same blob, told to be the new tenant's.
+    """Rewrite a cache blob for a new tenant.
 
     Raises:
         InputError: it holds no part of a cache.
@@ -199,7 +199,7 @@ def _change_owner(
     record: Record,
     *heir: str,
 ) -> BlobRef | None:
-    """A blob that is no cache's, as the new tenant's, or session's; None of none."""
+    """Rewrite a blob that is not a cache for a new tenant or session; None stays None."""
     if ref is None:
         return None
     return saving.put(

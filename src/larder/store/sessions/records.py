@@ -39,7 +39,7 @@ CACHE_FIELDS = (
 
 @dataclass(frozen=True)
 class StoredCache:
-    """One of the caches of a session that has several.
+    """One cache of a session that has several.
 
     Args:
         cache: what `SequenceCache.meta` told.
@@ -54,7 +54,7 @@ class StoredCache:
 
 @dataclass(frozen=True)
 class Record:
-    """One epoch of a session.
+    """Record of one epoch of a session.
 
     Args:
         tenant: whose it is, as `tenant_of` spells it.
@@ -107,12 +107,12 @@ class Record:
 
     @property
     def num_cached_tokens(self) -> int:
-        """How many of the tokens its caches have read; 0 where there are none."""
+        """Number of tokens that the caches have read; 0 without caches."""
         return (self.cache_tokens or self.num_tokens) if self.spans else 0
 
     @property
     def refs(self) -> tuple[BlobRef, ...]:
-        """Every blob that it needs."""
+        """Every blob that the record refers to."""
         if self.removed:
             return ()
         own = (self.tokens,) if self.transcript is None else (self.tokens, self.transcript)
@@ -120,17 +120,17 @@ class Record:
 
     @property
     def cache_refs(self) -> tuple[BlobRef, ...]:
-        """Those of its caches, and of what is told beside them."""
+        """Blobs of the caches and of the state beside them."""
         return self.spans if self.beside is None else (*self.spans, self.beside)
 
     @property
     def path(self) -> str:
-        """Where it lies."""
+        """Path of the record."""
         return record_path(self.tenant, self.session, self.epoch)
 
     @property
     def each(self) -> list[Record]:
-        """Per cache, a record that tells of it alone."""
+        """One record per cache."""
         spans, count = len(self.spans), self.cache_bytes
         spans -= sum(held.num_spans for held in self.others)
         count -= sum(held.cache_bytes for held in self.others)
@@ -144,45 +144,45 @@ class Record:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether somebody wishes that its cache leaves last."""
+        """True if the session is pinned: its cache is evicted last."""
         return self.labels.get(PINNED_LABEL) == YES
 
     def without_cache(self) -> Record:
-        """The same with tokens and transcript alone."""
+        """Copy with tokens and transcript alone."""
         bare = replace(self, spans=(), cache={}, identity={}, cache_bytes=0, others=())
         bare = replace(bare, cache_tokens=0, cache_prefix="", beside=None)
         return replace(bare, codec="", lossless=True)
 
     def replace_cache(self, other: Record) -> Record:
-        """The same with another record's cache."""
+        """Copy with the cache of another record."""
         return replace(self, **{name: getattr(other, name) for name in CACHE_FIELDS})
 
 
 def session_key(tenant: str, name: str) -> str:
-    """What a session is called in paths: a digest of any name. Who begins one checks it before."""
+    """Key of a session in paths: a digest of its name, which the caller has checked."""
     return key_of("session", tenant, name)
 
 
 def record_path(tenant: str, session: str, epoch: int) -> str:
-    """Where the record of an epoch lies."""
+    """Path of the record of an epoch."""
     return f"{records_folder(tenant, session)}/{epoch}.json"
 
 
 def records_folder(tenant: str, session: str) -> str:
-    """Where the records of a session lie."""
+    """Folder of the records of a session."""
     if not (is_digest(tenant) and is_digest(session)):
         raise Damaged("The key of a tenant or a session is no digest.")
     return f"{SESSIONS_FOLDER}/{tenant}/{session}"
 
 
 def encode_record(record: Record, secret: bytes) -> bytes:
-    """A record as bytes, sealed."""
+    """Encode and seal a record."""
     told = canonical_json(asdict(record))
     return canonical_json({"record": told, "seal": mac_of(secret, told)}).encode()
 
 
 def decode_record(data: bytes, secret: bytes) -> Record:
-    """The record that `encode_record` wrote.
+    """Verify and decode a record that `encode_record` wrote.
 
     Raises:
         Damaged: it is not what was written, or was written with another secret.
@@ -207,7 +207,7 @@ def decode_record(data: bytes, secret: bytes) -> Record:
 
 
 def record_from_dict(told: Mapping[str, Any]) -> Record:
-    """Keys of a later larder are left out; what is sealed has the others."""
+    """Record from a dictionary; keys of later versions are ignored."""
     known = {name: told[name] for name in Record.__dataclass_fields__ if name in told}
     known["tokens"] = BlobRef(**told["tokens"])
     known["spans"] = tuple(BlobRef(**span) for span in told["spans"])

@@ -25,7 +25,7 @@ from larder.store.throughput import RestorePath
 
 @dataclass(frozen=True)
 class CacheRequirements:
-    """Who asks for a session: a cache that others made is not used.
+    """Requirements of a reader: caches of other models or policies are not used.
 
     Args:
         policy: canonical spelling, sizes filled in.
@@ -38,7 +38,7 @@ class CacheRequirements:
 
 @dataclass(frozen=True)
 class LoadedSession:
-    """A session as it came back.
+    """Session as loaded.
 
     Args:
         record: what is written of it.
@@ -58,7 +58,7 @@ class LoadedSession:
 
 
 class SessionStore:
-    """The sessions of all tenants, who know nothing of each other. Safe from threads, processes."""
+    """Sessions of all tenants, isolated from each other. Safe from threads and processes."""
 
     def __init__(self, parts: StoreComponents) -> None:
         self._parts = parts
@@ -73,7 +73,7 @@ class SessionStore:
         transcript: bytes | None = None,
         expected: int | None = None,
     ) -> Record:
-        """Make this the session's newest state; a cache that cannot be kept is left out.
+        """Save the newest state of a session; a cache that cannot be stored is left out.
 
         Args:
             ids: every token that was read.
@@ -118,7 +118,7 @@ class SessionStore:
     def load(
         self, principal: str, name: str, asking: CacheRequirements, ids: Sequence[int] | None = None
     ) -> LoadedSession | None:
-        """A session as it was saved; None where there is none of that name.
+        """Load a session; None if there is none of that name.
 
         Args:
             ids: the text to go on with, where it is known: it must begin with the session's.
@@ -147,12 +147,12 @@ class SessionStore:
         return LoadedSession(record, known, said, cache, others=tuple(others))
 
     def has_moved(self, principal: str, name: str, epoch: int) -> bool:
-        """Whether a session stands elsewhere than at this epoch, which is 0 for none."""
+        """True if a session's newest epoch differs from this one; 0 means no session."""
         newest = self._parts.heads.newest(*self._keys(principal, name))
         return epoch != (0 if newest is None or newest.removed else newest.epoch)
 
     def fork(self, principal: str, name: str, new_name: str, epoch: int | None = None) -> Record:
-        """A second session that begins where the first one is, or was; its caches are not copied.
+        """Create a session from a state of another; caches are shared, not copied.
 
         Raises:
             InputError: there is no such session or state, or the new name is none or taken.
@@ -177,7 +177,7 @@ class SessionStore:
                 return self._commit(made, is_new=True)
 
     def roll_back(self, principal: str, name: str, epoch: int) -> Record:
-        """Have a session be again what it was; the states in between stay for a while.
+        """Restore an earlier state as the newest; the states in between are retained for a while.
 
         Raises:
             InputError: there is no such session, or that state is not kept any more.
@@ -189,7 +189,7 @@ class SessionStore:
             return self._commit(replace(source, **number, made=self._parts.clock()))
 
     def remove(self, principal: str, name: str) -> int:
-        """Forget a session; what only it needed is deleted. The bytes that are freed.
+        """Remove a session and the blobs that only it referred to; return the bytes freed.
 
         Whoever still writes it finds it gone. Others that share its chunks are not touched.
 
@@ -214,7 +214,7 @@ class SessionStore:
         return freed
 
     def heads(self, principal: str | None = None) -> list[Record]:
-        """The newest state of every session, the one that was used last first.
+        """Newest state of every session, most recently used first.
 
         Args:
             principal: whose; None for everybody's.
@@ -252,7 +252,7 @@ class SessionStore:
     def _with_cache(
         self, saving: BlobTransaction, record: Record, ids: Sequence[int], snapshot: CacheSnapshot
     ) -> Record:
-        """The record with the cache's blobs; without, if they cannot be kept."""
+        """Record with the cache's blobs, or without if they cannot be stored."""
         chunks = len(ids) // chunk_index.CHUNK_TOKENS if is_shareable(snapshot) else 0
         try:
             with self._parts.budgeted_blobs.reserve_metadata(chunks):
@@ -287,7 +287,9 @@ class SessionStore:
         asking: CacheRequirements,
         ids: Sequence[int] | None,
     ) -> None:
-        """Raises: Refused: the cache is not for who asks, or reading is quicker."""
+        """Check that a cache fits the request. Raises: Refused: it does not, or prefill is
+        faster.
+        """
         if not record.spans:
             raise Refused("Only the session's tokens were kept.", "tokens only")
         if self._parts.budgeted_blobs.holdings.is_evicted(record):
@@ -306,5 +308,5 @@ class SessionStore:
 
 
 def _is_retry(record: Record, newest: Record) -> bool:
-    """Whether a state was saved before by somebody who did not hear that it was."""
+    """True if this state was saved before by a writer that did not receive the reply."""
     return record == replace(newest, made=record.made)

@@ -1,4 +1,4 @@
-"""Sessions that are written turn by turn, and their caches apart from that, when there is time.
+"""Sessions appended turn by turn, with caches attached later.
 
 A turn is small and written at once; the cache that was saved last stays with the session, though it
 has not read that turn. A cache is written in two steps: its blobs, which takes long, and then the
@@ -26,7 +26,7 @@ NO_LABELS: Mapping[str, str] = {}
 
 @dataclass(frozen=True)
 class SessionTurn:
-    """A session with its newest turn.
+    """Session with its newest turn.
 
     Args:
         ids: every token that was said.
@@ -41,7 +41,7 @@ class SessionTurn:
 
 @dataclass(frozen=True)
 class StagedCache:
-    """A cache whose blobs are written, and stay for a while.
+    """Cache whose blobs are written and pinned for a while.
 
     Args:
         ids: that it has read.
@@ -55,13 +55,13 @@ class StagedCache:
 
 
 class TurnStore:
-    """The sessions of all tenants, as `Sessions` has them. Safe from threads and processes."""
+    """Sessions of all tenants, in the format of `SessionStore`. Safe from threads and processes."""
 
     def __init__(self, parts: StoreComponents) -> None:
         self._parts = parts
 
     def append(self, principal: str, name: str, turn: SessionTurn, expected: int) -> Record:
-        """Make this the session's newest state, with the cache that was saved last.
+        """Append a turn as the newest state, keeping the cache that was saved last.
 
         Args:
             expected: the epoch that it follows; 0 for a new session. The same again is one turn.
@@ -106,7 +106,8 @@ class TurnStore:
     def stage(
         self, principal: str, ids: Sequence[int], snapshot: CacheSnapshot
     ) -> Iterator[StagedCache]:
-        """While a cache's blobs are there; afterwards, if nothing names them, they go.
+        """Context in which the blobs of a cache are written and pinned; unreferenced ones go after
+        it.
 
         Args:
             ids: that it has read.
@@ -130,7 +131,7 @@ class TurnStore:
         expected: int,
         labels: Mapping[str, str] = NO_LABELS,
     ) -> Record:
-        """Have a cache stand with a session whose text begins with what it has read.
+        """Attach a staged cache to a session whose text begins with the tokens it has read.
 
         Args:
             expected: the epoch of the session.
@@ -171,7 +172,7 @@ class TurnStore:
             return self._commit(record)
 
     def label(self, principal: str, name: str, labels: Mapping[str, str], expected: int) -> Record:
-        """Have labels stand with a session, in addition to those that it has.
+        """Add labels to a session.
 
         Its state is the same, made when it was: the one without them is dropped, which takes the
         place of none that can be gone back to.
@@ -195,7 +196,7 @@ class TurnStore:
         return labeled
 
     def newest(self, principal: str, name: str) -> tuple[Record, bytes] | None:
-        """A session as it was written last, without its cache; None where there is none.
+        """Newest state of a session and its transcript, without a cache; None if there is none.
 
         Raises:
             Damaged: its text, or every record of it, is not what was written.
@@ -215,8 +216,7 @@ class TurnStore:
             raise Refused(f"Session {name!r} cannot be had: {error}", reason) from error
 
     def restart_epoch(self, principal: str, name: str) -> int:
-        """The epoch that a session's next state follows for who begins it again, since its text is
-        damaged; 0 where it can be read, or there is none.
+        """Epoch that a new beginning of a damaged session follows; 0 if it is intact or missing.
 
         Where every record is damaged, they are taken out of the way of a new session.
         """
@@ -235,7 +235,7 @@ class TurnStore:
         return 0
 
     def head(self, principal: str, name: str) -> Record | None:
-        """What is written of a session's newest state; None where there is none.
+        """Record of a session's newest state; None if there is none.
 
         Raises:
             StoreError: it cannot be told.
@@ -243,23 +243,22 @@ class TurnStore:
         return self._parts.heads.head(*self._keys(principal, name))
 
     def has_cache(self, record: Record) -> bool:
-        """Whether a session's cache was saved and has not left since."""
+        """True if a session has a cache that was not evicted."""
         return bool(record.spans) and not self._parts.budgeted_blobs.holdings.is_evicted(record)
 
     def of(self, principal: str) -> list[Record]:
-        """The newest state of each session of one principal, the one that was used last first.
+        """Newest state of each session of one principal, most recently used first.
 
         The index alone is asked: what another machine has written shows once it is asked for.
         """
         return self._parts.heads.of(self._parts.tenant(principal))
 
     def branches(self, principal: str, root: str) -> list[str]:
-        """Names of sessions whose label `ROOT` names this one, of whichever machine; the one that
-        began first first. Some may be gone."""
+        """Names of sessions whose label `ROOT` names this one, on any machine, oldest first."""
         return self._parts.branches.of(self._parts.tenant(principal), root)
 
     def merge(self, principal: str, name: str) -> int:
-        """Keep the newest state of a session alone; the bytes that are freed."""
+        """Keep only the newest state of a session; return the bytes freed."""
         parts = self._parts
         dropped = parts.heads.prune(*self._keys(principal, name), keep=1)
         freed = parts.garbage.states(dropped)
@@ -271,7 +270,7 @@ class TurnStore:
         return tenant, session_key(tenant, name)
 
     def _cache_covers(self, record: Record, ids: Sequence[int]) -> bool:
-        """Whether a record's cache is there and can answer for the beginning of a text."""
+        """True if a record's cache is present and covers the beginning of a text."""
         count = record.num_cached_tokens
         if record.removed or not 0 < count <= len(ids) or not self.has_cache(record):
             return False
@@ -295,6 +294,6 @@ class TurnStore:
 
 
 def _is_retry(record: Record, newest: Record) -> bool:
-    """Whether a turn was written before by somebody who did not hear that it was."""
+    """True if this turn was written before by a writer that did not receive the reply."""
     told = (record.epoch, record.tokens, record.transcript)
     return told == (newest.epoch, newest.tokens, newest.transcript)
