@@ -122,7 +122,7 @@ class Chat:
         try:
             completion = self._engine.answer_generator.generate(
                 turn.cache,
-                run_steps(turn.reader.reading(prompt)),
+                run_steps(turn.reader.message_steps(prompt)),
                 sampling or SamplingParams(),
                 max_new_tokens,
                 stop=(),
@@ -286,7 +286,7 @@ class Chat:
         chat_cache.refresh()
         turn = self._open_turn(logged.question)
         turn.reader.reserve(len(logged.ids))
-        run_steps(turn.reader.reading(logged.ids))
+        run_steps(turn.reader.message_steps(logged.ids))
         self._read_rest(turn, logged.ids, 0)
         self._record_peaks(turn)
         commit = chat_cache.prepare_commit(turn, logged)
@@ -314,7 +314,7 @@ class Chat:
     def _read_rest(self, turn: ActiveTurn, ids: tuple[int, ...], num_generated: int) -> None:
         """Read the ids that decoding left unread: the last of the answer, the end of the turn."""
         unread = ids[turn.cache.next_position - turn.start_position :]
-        run_steps(turn.reader.following(unread, num_generated))
+        run_steps(turn.reader.closing_steps(unread, num_generated))
 
     def _record_peaks(self, turn: ActiveTurn) -> int:
         """Record peak bytes and entries of the turn; the bytes held now."""

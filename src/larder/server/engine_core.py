@@ -112,7 +112,7 @@ class EngineCore:
         )
         self.unwritten = WriteRetryQueue(persistence, completions, disk.durability, clock, wake)
         self.scheduler = Scheduler(
-            ModelRunner(engine.loaded.decoder, engine.scribe, engine.stops),
+            ModelRunner(engine.loaded.decoder, engine.tokenizer, engine.stop_ids),
             self.tiers,
             indexed,
             completions,

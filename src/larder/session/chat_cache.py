@@ -161,7 +161,7 @@ class ChatCache:
         if commit.number != turn.number:  # the new cache is within its budget already
             return
         try:
-            yield from turn.reader.settling()
+            yield from turn.reader.end_turn_steps()
             turn.cache.compact()
         except BaseException:
             self._discard_caches(self.state.log)
@@ -174,12 +174,12 @@ class ChatCache:
         """Restore the cache to its state before an unfinished turn."""
         if turn.is_copy:
             return
-        if turn.reader.saved is None:
+        if turn.reader.snapshot is None:
             turn.cache.truncate(turn.start_position)
             turn.cache.compact()
         else:
-            turn.reader.saved.compact()
-            self.caches.replace_active(turn.reader.saved)
+            turn.reader.snapshot.compact()
+            self.caches.replace_active(turn.reader.snapshot)
 
     def copy_before(self, num_turns: int) -> ChatCache | None:
         """Copy in host memory of the chat as of its first turns.

@@ -121,7 +121,7 @@ class ChatPrefill:
         yield from turn.closing_steps(answer[stop:], generated)
         commit = chat_cache.prepare_commit(active_turn, exchange)
         session.position_maps.file(
-            active_turn.number, commit.number, active_turn.start_position, chat_cache.length
+            active_turn.number, commit.number, active_turn.start_position, chat_cache.num_tokens
         )
         chat_cache.commit(active_turn, commit)
         active_turn.cache.compact()
