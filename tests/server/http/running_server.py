@@ -47,7 +47,7 @@ def listening(app: FastAPI) -> Iterator[str]:
     server = uvicorn.Server(config)
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        bound.record_logits(64)
+        bound.listen(64)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
         while not server.started:
