@@ -43,4 +43,4 @@ def test_why_a_replica_did_not_start() -> None:
     """
     assert error_reason(told) == "The model 'x' cannot be loaded: give a local folder."
     assert error_reason("Too few processors.\n") == "Too few processors."
-    assert error_reason("") == "Ray does not say why."
+    assert error_reason("") == "Ray gives no reason."

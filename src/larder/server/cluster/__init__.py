@@ -1,1 +1,1 @@
-"""Serving from several processes, on one machine or on many."""
+"""Serving by several replica processes, on one machine or on a cluster."""

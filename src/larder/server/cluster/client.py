@@ -1,4 +1,4 @@
-"""The face of several hubs: each request goes to the one that holds its session."""
+"""Engine client over several replicas, routed by session."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ T = TypeVar("T")
 
 
 class ClusterEngineClient(EngineClient):
-    """Replicas as one hub. Safe from any thread; it owns one, in which all answers arrive.
+    """Engine client over replicas. Thread-safe; it owns one thread, in which all answers arrive.
 
-    Sessions are listed from the replicas that have them in memory; of one that several have, the
-    state that is farthest.
+    Sessions are listed from the replicas that have them in memory; of several states of one
+    session, the one with the highest epoch, then the most recently used, counts.
 
     Args:
-        patience_seconds: how long another replica is looked for when one was lost.
+        patience_seconds: time to find another replica after one was lost.
     """
 
     def __init__(self, replicas: ReplicaSet, patience_seconds: float = PATIENCE_SECONDS) -> None:
@@ -59,99 +59,99 @@ class ClusterEngineClient(EngineClient):
 
     def models(self) -> tuple[ServedModel, ...]:
         if not self._models:
-            self._models = self._ask(ANY_REPLICA, "models")
+            self._models = self._call(ANY_REPLICA, "models")
         return self._models
 
     def tokenize(self, text: str) -> tuple[int, ...]:
-        return self._ask(ANY_REPLICA, "tokenize", text)
+        return self._call(ANY_REPLICA, "tokenize", text)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        return self._ask(ANY_REPLICA, "detokenize", ids)
+        return self._call(ANY_REPLICA, "detokenize", ids)
 
     def sessions(self, tenant: str) -> tuple[SessionInfo, ...]:
-        found: dict[str, SessionInfo] = {}
-        for view in (view for views in self._ask_all("sessions", tenant) for view in views):
-            known = found.setdefault(view.name, view)
-            found[view.name] = max(known, view, key=lambda each: (each.epoch, each.last_used))
-        return tuple(sorted(found.values(), key=lambda each: -each.last_used))
+        sessions: dict[str, SessionInfo] = {}
+        for view in (view for views in self._call_all("sessions", tenant) for view in views):
+            known = sessions.setdefault(view.name, view)
+            sessions[view.name] = max(known, view, key=lambda each: (each.epoch, each.last_used))
+        return tuple(sorted(sessions.values(), key=lambda each: -each.last_used))
 
     def session(self, tenant: str, name: str) -> SessionTranscript:
-        return self._of("session", tenant, name)
+        return self._call_session("session", tenant, name)
 
     def open(self, tenant: str, name: str, turns: Sequence[ChatMessage] = ()) -> SessionInfo:
-        return self._of("open", tenant, name, tuple(turns))
+        return self._call_session("open", tenant, name, tuple(turns))
 
     def pin(self, tenant: str, name: str) -> SessionInfo:
-        return self._of("pin", tenant, name)
+        return self._call_session("pin", tenant, name)
 
     def unpin(self, tenant: str, name: str) -> SessionInfo:
-        return self._of("unpin", tenant, name)
+        return self._call_session("unpin", tenant, name)
 
     def release(self, tenant: str, name: str) -> SessionInfo:
-        return self._of("release", tenant, name)
+        return self._call_session("release", tenant, name)
 
     def prefetch(self, tenant: str, name: str) -> SessionInfo:
-        return self._of("prefetch", tenant, name)
+        return self._call_session("prefetch", tenant, name)
 
     def fork(self, tenant: str, name: str, new_name: str | None = None) -> SessionInfo:
-        return self._of("fork", tenant, name, new_name)
+        return self._call_session("fork", tenant, name, new_name)
 
     def compact(self, tenant: str, name: str) -> SessionInfo:
-        return self._of("compact", tenant, name)
+        return self._call_session("compact", tenant, name)
 
     def export(self, tenant: str, name: str) -> bytes:
-        return self._of("export", tenant, name)
+        return self._call_session("export", tenant, name)
 
     def import_(self, tenant: str, name: str, data: bytes) -> SessionInfo:
-        return self._of("import_", tenant, name, data)
+        return self._call_session("import_", tenant, name, data)
 
     def remove(self, tenant: str, name: str, branches: bool = False) -> tuple[str, ...]:
-        return self._of("remove", tenant, name, branches)
+        return self._call_session("remove", tenant, name, branches)
 
     def kept(self, tenant: str, name: str) -> CachedPositions:
-        return self._of("kept", tenant, name)
+        return self._call_session("kept", tenant, name)
 
     def stats(self) -> ServerStats:
-        return sum_stats(self._ask_all("stats"))
+        return sum_stats(self._call_all("stats"))
 
     def is_healthy(self) -> bool:
-        return not self._is_closed and any(self._ask_all("is_healthy"))
+        return not self._is_closed and any(self._call_all("is_healthy"))
 
     def problems(self) -> tuple[str, ...]:
-        return tuple(sorted({each for told in self._ask_all("problems") for each in told}))
+        return tuple(sorted({each for result in self._call_all("problems") for each in result}))
 
     def close(self) -> None:
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
-        asyncio.run_coroutine_threadsafe(self._cancelled(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._cancel_tasks(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
         self._replicas.close()
 
-    def _of(self, method: str, tenant: str, name: str, *given: Any) -> Any:
-        """What the replica that has a session says."""
-        return self._ask(routing_key(tenant, name), method, tenant, name, *given)
+    def _call_session(self, method: str, tenant: str, name: str, *arguments: Any) -> Any:
+        """Result of a method of the replica that a session is routed to."""
+        return self._call(routing_key(tenant, name), method, tenant, name, *arguments)
 
-    def _ask(self, key: str, method: str, *given: Any) -> Any:
-        return _value(self._run(self._asked(key, method, *given)))
+    def _call(self, key: str, method: str, *arguments: Any) -> Any:
+        return _value(self._run(self._call_async(key, method, *arguments)))
 
-    async def _asked(self, key: str, method: str, *given: Any) -> ResultFrame | ErrorFrame:
+    async def _call_async(self, key: str, method: str, *arguments: Any) -> ResultFrame | ErrorFrame:
         try:
             async with asyncio.timeout(self._patience_seconds):
                 while True:
                     try:
-                        return await self._replicas.ask(key, method, *given)
+                        return await self._replicas.ask(key, method, *arguments)
                     except ReplicaLost:
                         await asyncio.sleep(0.1)
         except TimeoutError as error:
-            raise no_replica("none takes the request") from error
+            raise no_replica("none accepts the request") from error
 
-    def _ask_all(self, method: str, *given: Any) -> list[Any]:
-        told = self._run(self._replicas.ask_all(method, *given))
-        return [each.value for each in told if isinstance(each, ResultFrame)]
+    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
+        result = self._run(self._replicas.ask_all(method, *arguments))
+        return [each.value for each in result if isinstance(each, ResultFrame)]
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         with self._lock:
@@ -164,7 +164,7 @@ class ClusterEngineClient(EngineClient):
         except CancelledError as error:
             raise server_stopping() from error
 
-    async def _cancelled(self) -> None:
+    async def _cancel_tasks(self) -> None:
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in others:
                 task.cancel()
@@ -173,7 +173,7 @@ class ClusterEngineClient(EngineClient):
 
 
 def sum_stats(stats: Sequence[ServerStats]) -> ServerStats:
-    """The numbers of several hubs as if they were one."""
+    """Statistics of several engine clients, summed."""
     if not stats:
         return ServerStats()
     return ServerStats(
@@ -190,7 +190,7 @@ def _sum(values: Sequence[Any]) -> Any:
     return sum(values)
 
 
-def _value(told: ResultFrame | ErrorFrame) -> Any:
-    if isinstance(told, ErrorFrame):
-        raise told.refusal
-    return told.value
+def _value(result: ResultFrame | ErrorFrame) -> Any:
+    if isinstance(result, ErrorFrame):
+        raise result.refusal
+    return result.value

@@ -1,4 +1,4 @@
-"""Replicas that Ray Serve runs: it places them, watches them, and routes by the session's key."""
+"""Replicas under Ray Serve, which places them, checks their health and routes by session key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from larder.server.request import Request
 
 NAME = "larder"
 ROUTER: Any = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-MOST_REQUESTS = 1000  # at a time and replica: our own scheduler has them wait
+MOST_REQUESTS = 1000  # concurrent per replica: Larder's scheduler queues them
 DRAIN_SECONDS = 60.0
 ASK_SECONDS = 10.0
 ERROR_LINE = re.compile(r"[A-Za-z_.]*Error: (.+)")
@@ -33,12 +33,12 @@ ERROR_LINE = re.compile(r"[A-Za-z_.]*Error: (.+)")
 
 @dataclass(frozen=True)
 class ReplicaResources:
-    """How replicas are to run.
+    """Number and resources of replicas.
 
     Args:
-        replicas: how many.
-        cpus: of each; None shares what the machines have.
-        accelerators: of each.
+        replicas: number of replicas.
+        cpus: CPUs of each; None divides those of the machines.
+        accelerators: accelerators of each.
     """
 
     replicas: int
@@ -47,7 +47,7 @@ class ReplicaResources:
 
 
 def check_store(url: str | None, machines: int) -> None:
-    """Raises: UsageError: machines would not have the same store."""
+    """Raises: UsageError: several machines without a common store."""
     if url is None and machines > 1:
         raise UsageError(
             f"The Ray cluster has {machines} machines, so they need one store: give --store URL "
@@ -56,21 +56,25 @@ def check_store(url: str | None, machines: int) -> None:
 
 
 class RayReplicaSet(ReplicaSet):
-    """Replicas of one Ray Serve application, which ends with this.
+    """Replicas of one Ray Serve application, which `close` shuts down.
 
     Args:
-        opened: makes a replica's hub; it must be picklable.
+        open_client: opens the engine client of a replica; must be picklable.
     """
 
     def __init__(
-        self, opened: Callable[[], AbstractContextManager[EngineClient]], wanted: ReplicaResources
+        self,
+        open_client: Callable[[], AbstractContextManager[EngineClient]],
+        resources: ReplicaResources,
     ) -> None:
         from ray import serve  # pyright: ignore
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         try:
-            self._handle = serve.run(ray_application(opened, wanted), name=NAME, route_prefix=None)
+            self._handle = serve.run(
+                ray_application(open_client, resources), name=NAME, route_prefix=None
+            )
         except RuntimeError as error:
             reason = error_reason(_status_messages(serve.status()) or str(error))
             self.close()
@@ -81,8 +85,8 @@ class RayReplicaSet(ReplicaSet):
         frames = handle.remote(request)
         is_over = False
         try:
-            async with aclosing(_frames(frames)) as told:
-                async for several in told:
+            async with aclosing(_frames(frames)) as results:
+                async for several in results:
                     for frame in several:
                         yield frame
             is_over = True
@@ -90,25 +94,25 @@ class RayReplicaSet(ReplicaSet):
             if not is_over:
                 asyncio.get_running_loop().run_in_executor(None, frames.cancel)
 
-    async def ask(self, key: str, method: str, *given: Any) -> ResultFrame | ErrorFrame:
+    async def ask(self, key: str, method: str, *arguments: Any) -> ResultFrame | ErrorFrame:
         from ray.exceptions import RayError  # pyright: ignore
         from ray.serve.exceptions import RayServeException  # pyright: ignore
 
         handle = self._handle.options(session_id=key, method_name="ask")
         try:
-            return await handle.remote(method, *given)
+            return await handle.remote(method, *arguments)
         except (RayError, RayServeException) as error:
             raise ReplicaLost(type(error).__name__) from error
 
-    async def ask_all(self, method: str, *given: Any) -> list[ResultFrame | ErrorFrame]:
+    async def ask_all(self, method: str, *arguments: Any) -> list[ResultFrame | ErrorFrame]:
         from ray.serve.exceptions import RayServeException  # pyright: ignore
 
         try:
-            asked = self._handle.broadcast("ask", method, *given)
-            told = await asked.results_async(timeout_s=ASK_SECONDS, return_exceptions=True)
+            broadcast = self._handle.broadcast("ask", method, *arguments)
+            results = await broadcast.results_async(timeout_s=ASK_SECONDS, return_exceptions=True)
         except (RayServeException, TimeoutError):
             return []
-        return [each for each in told if isinstance(each, ResultFrame | ErrorFrame)]
+        return [each for each in results if isinstance(each, ResultFrame | ErrorFrame)]
 
     def close(self) -> None:
         from ray import serve  # pyright: ignore
@@ -117,13 +121,13 @@ class RayReplicaSet(ReplicaSet):
         serve.shutdown()
 
 
-def error_reason(told: str) -> str:
-    """The error at the end of what Ray tells of a replica, without where it was raised."""
-    lines = [line.strip() for line in told.splitlines() if line.strip()]
+def error_reason(results: str) -> str:
+    """Last error message in the output of a replica, without its traceback."""
+    lines = [line.strip() for line in results.splitlines() if line.strip()]
     for line in reversed(lines):
         if found := ERROR_LINE.match(line):
             return found[1]
-    return lines[-1] if lines else "Ray does not say why."
+    return lines[-1] if lines else "Ray gives no reason."
 
 
 def _status_messages(status: Any) -> str:
@@ -132,43 +136,43 @@ def _status_messages(status: Any) -> str:
 
 
 def ray_application(
-    opened: Callable[[], AbstractContextManager[EngineClient]], wanted: ReplicaResources
+    open_client: Callable[[], AbstractContextManager[EngineClient]], resources: ReplicaResources
 ) -> Any:
-    """What Ray Serve is to run."""
+    """Ray Serve application of the replicas."""
     from ray import serve  # pyright: ignore
     from ray.serve.config import RequestRouterConfig  # pyright: ignore
 
-    share = _cpus(wanted) if wanted.cpus is None else wanted.cpus
+    share = _cpus(resources) if resources.cpus is None else resources.cpus
     deployment = serve.deployment(
         Replica,
         name="replica",
-        num_replicas=wanted.replicas,
+        num_replicas=resources.replicas,
         max_ongoing_requests=MOST_REQUESTS,
         graceful_shutdown_timeout_s=DRAIN_SECONDS,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=2.0,
         max_constructor_retry_count=1,
-        ray_actor_options={"num_cpus": share, "num_gpus": wanted.accelerators},
+        ray_actor_options={"num_cpus": share, "num_gpus": resources.accelerators},
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
         logging_config={"log_level": "WARNING"},
     )
-    return deployment.bind(opened)
+    return deployment.bind(open_client)
 
 
-def _cpus(wanted: ReplicaResources) -> float:
-    """Those of the smallest machine, shared by the replicas that it may have to hold."""
+def _cpus(resources: ReplicaResources) -> float:
+    """CPUs of one replica: those of the smallest machine, divided by its share of the replicas."""
     machines = [count for count in cpu_counts() if count]
     if not machines:
-        raise UsageError("The Ray cluster has no processors to give: start it with --num-cpus.")
-    share = min(machines) / -(-wanted.replicas // len(machines))
+        raise UsageError("The Ray cluster has no CPUs: start it with --num-cpus.")
+    share = min(machines) / -(-resources.replicas // len(machines))
     return float(int(share)) if share >= 1 else share
 
 
 async def _frames(frames: Any) -> AsyncGenerator[list[Frame], None]:
-    """What a replica tells.
+    """Frames of a replica.
 
     Raises:
-        Lost: it has gone.
+        ReplicaLost: the replica is gone.
     """
     from ray.exceptions import RayError  # pyright: ignore
     from ray.serve.exceptions import RayServeException  # pyright: ignore

@@ -1,7 +1,7 @@
-"""One answer, whichever replicas it takes.
+"""Relay of one answer, which survives the loss of a replica.
 
-A replica that is lost halfway is replaced by another one, which gives the same answer again: it is
-drawn from the same seed, or was kept. What the client has heard of it is left out.
+A replica that is lost halfway is replaced by another one, which gives the same answer again (same
+seed, or the stored answer). Text that the client has received already is skipped.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from larder.server.cluster.routing import route
 from larder.server.request import ApiError, Listener, Report, Request, Ticket
 
 LOG = logging.getLogger(__name__)
-# What another try mends, here as well as at the client.
+# Errors that a retry may resolve, here or at the client.
 TRANSIENT_CODES = frozenset({"session_held", "session_superseded", "stopping"})
 BUSY = "session_busy"
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.05, 1.0
 CANCELLED = "cancelled"
-ANSWER_LOST = "The answer was lost on its way: ask again.", 503, "answer_lost", None, 1.0
 CANCELLED_REPORT = Report("", 0, 0, 0, 0, 0, 0, 0, True, "none", CANCELLED, 0.0, 0.0, 0.0)
 
 
 class Relay(Ticket):
-    """A request on its way to replicas.
+    """Ticket of a request that is forwarded to replicas.
 
     Args:
-        loop: that everything but `cancel` happens in.
-        patience_seconds: how long to try after a replica was lost or has refused for now.
+        loop: event loop of all work but `cancel`.
+        patience_seconds: time for retries after a lost replica or a transient error.
     """
 
     def __init__(
@@ -44,25 +43,25 @@ class Relay(Ticket):
         self._replicas, self._listener, self._loop = replicas, listener, loop
         self._key, self._request = route(request)
         self._patience_seconds = patience_seconds
-        self._begun: Future[None] = Future()
-        self._heard, self._is_repeated = "", False
+        self._started: Future[None] = Future()
+        self._sent_text, self._is_repeated = "", False
         self._task = asyncio.run_coroutine_threadsafe(self._run(), loop)
         self._task.add_done_callback(lambda task: self._fail(no_replica("the server stops")))
 
     def wait(self) -> None:
-        """Until a replica has taken the request.
+        """Block until a replica has accepted the request.
 
         Raises:
-            Refusal: none has.
+            ApiError: no replica has.
         """
-        self._begun.result()
+        self._started.result()
 
     def cancel(self) -> None:
         self._task.cancel()
 
     async def _run(self) -> None:
         try:
-            report = await self._answered()
+            report = await self._answer()
         except asyncio.CancelledError:
             self._fail(no_replica("nobody waits for the answer"))
             self._listener.on_done(CANCELLED_REPORT)
@@ -72,36 +71,36 @@ class Relay(Ticket):
         else:
             self._listener.on_done(report)
 
-    async def _answered(self) -> Report:
-        """What the replica reports that has told everything.
+    async def _answer(self) -> Report:
+        """Report of the complete answer, after retries.
 
         Raises:
-            Refusal: there is no answer.
+            ApiError: there is no answer.
         """
         deadline, wait = self._loop.time() + self._patience_seconds, FIRST_WAIT_SECONDS
         while True:
             try:
-                return await self._tried()
+                return await self._try_once()
             except ReplicaLost as error:
                 refusal = no_replica(str(error))
             except ApiError as error:
                 refusal = error
             now = self._loop.time()
-            if not self._is_passing(refusal) or now >= deadline:
+            if not self._is_transient(refusal) or now >= deadline:
                 raise refusal
             self._is_repeated = True
-            LOG.info("Asking again in %.2f s: %s", wait, refusal)
+            LOG.info("Retrying in %.2f s: %s", wait, refusal)
             await asyncio.sleep(min(wait, deadline - now))
             wait = min(2 * wait, LONGEST_WAIT_SECONDS)
 
-    async def _tried(self) -> Report:
-        """What a replica reports when all is said.
+    async def _try_once(self) -> Report:
+        """Report of one attempt.
 
         Raises:
-            Lost: it has gone, or stops, before that.
-            Refusal: it has refused.
+            ReplicaLost: the replica is gone or stops before the end.
+            ApiError: the replica has refused.
         """
-        said = ""
+        text = ""
         try:
             async with (
                 asyncio.timeout(self._patience_seconds) as limit,
@@ -112,43 +111,44 @@ class Relay(Ticket):
                     if isinstance(frame, ErrorFrame):
                         raise frame.refusal
                     if isinstance(frame, TextFrame):
-                        said += frame.text
-                        self._hear(said)
+                        text += frame.text
+                        self._send_new_text(text)
                     elif isinstance(frame, StartFrame):
-                        self._begin()
+                        self._mark_started()
                     elif frame.reason == CANCELLED:
                         raise ReplicaLost("it stops")
                     else:
                         return frame
         except TimeoutError as error:
-            raise ReplicaLost("none takes the request") from error
-        raise ReplicaLost("it has fallen silent")
+            raise ReplicaLost("none accepts the request") from error
+        raise ReplicaLost("it stopped sending")
 
-    def _is_passing(self, refusal: ApiError) -> bool:
-        """Whether it is over soon; a busy session may be busy with what was tried before."""
+    def _is_transient(self, refusal: ApiError) -> bool:
+        """True for transient errors; a busy session may be busy with an earlier attempt."""
         return refusal.code in TRANSIENT_CODES or (refusal.code == BUSY and self._is_repeated)
 
-    def _begin(self) -> None:
-        if not self._begun.done():
-            self._begun.set_result(None)
+    def _mark_started(self) -> None:
+        if not self._started.done():
+            self._started.set_result(None)
 
-    def _hear(self, said: str) -> None:
-        """Hand on what is new of an answer."""
-        known = min(len(said), len(self._heard))
-        if said[:known] != self._heard[:known]:
-            raise ApiError(*ANSWER_LOST)
-        if len(said) > known:
-            new, self._heard = said[known:], said
+    def _send_new_text(self, text: str) -> None:
+        """Forward the part of an answer that the client does not have."""
+        known = min(len(text), len(self._sent_text))
+        if text[:known] != self._sent_text[:known]:
+            message = "The answer was lost during a retry: send the request again."
+            raise ApiError(message, 503, "answer_lost", retry_after=1.0)
+        if len(text) > known:
+            new, self._sent_text = text[known:], text
             self._listener.on_text(new)
 
     def _fail(self, refusal: ApiError) -> bool:
-        """Tell who waits for a replica that there is none; False where one had the request."""
-        if self._begun.done():
+        """Make `wait` fail; False if a replica had accepted the request."""
+        if self._started.done():
             return False
-        self._begun.set_exception(refusal)
+        self._started.set_exception(refusal)
         return True
 
 
 def no_replica(why: str) -> ApiError:
-    """A replica has gone, and no other came in time."""
-    return ApiError(f"No replica answers ({why}): ask again.", 503, "stopping", retry_after=1.0)
+    """503 error: no replica responded in time."""
+    return ApiError(f"No replica answers ({why}): retry.", 503, "stopping", retry_after=1.0)

@@ -1,4 +1,4 @@
-"""What runs in each process behind a front: a hub, and what it says as frames."""
+"""Replica process: an engine client whose answers are sent as frames, and the replica set."""
 
 from __future__ import annotations
 
@@ -16,31 +16,28 @@ from larder.server.engine_client import EngineClient
 from larder.server.http.error_responses import as_api_error
 from larder.server.request import ApiError, Report, Request
 
-THREADS = 32  # that wait for the model's thread at a time
-# What may be asked by name.
+THREADS = 32  # that may wait for the model's thread at the same time
+# Methods that may be called by name.
 METHODS = frozenset(EngineClient.__abstractmethods__) - {"submit", "close"}
 
 
 class Replica:
-    """One hub of several.
+    """Engine client in a process of its own.
 
     Args:
-        opened: makes it, and closes it when it is left: what it still answers is cancelled then.
+        open_client: context manager of the client; its exit cancels running answers.
     """
 
-    def __init__(self, opened: Callable[[], AbstractContextManager[EngineClient]]) -> None:
-        self._living = ExitStack()
-        self._hub = self._living.enter_context(opened())
+    def __init__(self, open_client: Callable[[], AbstractContextManager[EngineClient]]) -> None:
+        self._resources = ExitStack()
+        self._client = self._resources.enter_context(open_client())
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="larder replica")
 
     async def answer(self, request: Request) -> AsyncGenerator[list[Frame], None]:
-        """An answer as it comes; whoever stops listening cancels it.
-
-        What has come meanwhile is told together.
-        """
-        loop, box = asyncio.get_running_loop(), _FrameQueue()
+        """Frames of an answer, in batches; closing the generator cancels the request."""
+        loop, queue = asyncio.get_running_loop(), _FrameQueue()
         try:
-            ticket = await loop.run_in_executor(self._pool, self._hub.submit, request, box)
+            ticket = await loop.run_in_executor(self._pool, self._client.submit, request, queue)
         except Exception as error:
             yield [ErrorFrame.of(error)]
             return
@@ -48,31 +45,31 @@ class Replica:
             yield [StartFrame()]
             is_over = False
             while not is_over:
-                frames = await box.taken()
+                frames = await queue.take()
                 is_over = not isinstance(frames[-1], TextFrame)
                 yield frames
         finally:
             ticket.cancel()
 
-    async def ask(self, method: str, *given: Any) -> ResultFrame | ErrorFrame:
-        """Call a method of the hub."""
+    async def ask(self, method: str, *arguments: Any) -> ResultFrame | ErrorFrame:
+        """Call a method of the engine client."""
         if method not in METHODS:
-            raise ValueError(f"A hub has no method {method!r}.")
+            raise ValueError(f"An engine client has no method {method!r}.")
         loop = asyncio.get_running_loop()
         try:
-            call = getattr(self._hub, method)
-            return ResultFrame(await loop.run_in_executor(self._pool, call, *given))
+            call = getattr(self._client, method)
+            return ResultFrame(await loop.run_in_executor(self._pool, call, *arguments))
         except Exception as error:
             return ErrorFrame.of(error)
 
     def check_health(self) -> None:
         """Raises: RuntimeError: the model's thread has died."""
-        if not self._hub.is_healthy():
+        if not self._client.is_healthy():
             raise RuntimeError("The model's thread has ended.")
 
     def close(self) -> None:
-        """Give everything back; what was said is kept already."""
-        self._living.close()
+        """Close the engine client; completed turns are stored already."""
+        self._resources.close()
         self._pool.shutdown(wait=False)
 
     def __del__(self) -> None:
@@ -80,7 +77,7 @@ class Replica:
 
 
 class _FrameQueue:
-    """Hears an answer in the model's thread, for the event loop that made it."""
+    """Listener that passes an answer from the model's thread to the event loop as frames."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -95,8 +92,8 @@ class _FrameQueue:
     def on_error(self, error: Exception) -> None:
         self._put(ErrorFrame.of(error))
 
-    async def taken(self) -> list[Frame]:
-        """All that has come; at least one thing."""
+    async def take(self) -> list[Frame]:
+        """All waiting frames; waits for at least one."""
         frames = [await self._frames.get()]
         while not self._frames.empty():
             frames.append(self._frames.get_nowait())
@@ -114,19 +111,19 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StartFrame:
-    """The request was taken."""
+    """Frame: the request was accepted."""
 
 
 @dataclass(frozen=True)
 class TextFrame:
-    """The next piece of the answer."""
+    """Frame: the next text of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ErrorFrame:
-    """There is no answer, or no more of it; the fields are those of `ApiError`."""
+    """Frame: the answer failed; the fields are those of `ApiError`."""
 
     message: str
     status: int
@@ -136,21 +133,23 @@ class ErrorFrame:
 
     @staticmethod
     def of(error: Exception) -> ErrorFrame:
-        """What a client may know of an error; the log has the rest."""
+        """Frame of an exception, without internal details; those are logged."""
         if not isinstance(error, LarderError):
             LOG.error("A replica has failed.", exc_info=error)
-        told = as_api_error(error)
-        return ErrorFrame(str(told), told.status, told.code, told.param, told.retry_after)
+        refusal = as_api_error(error)
+        return ErrorFrame(
+            str(refusal), refusal.status, refusal.code, refusal.param, refusal.retry_after
+        )
 
     @property
     def refusal(self) -> ApiError:
-        """The error that it was."""
+        """Error as an exception."""
         return ApiError(self.message, self.status, self.code, self.param, self.retry_after)
 
 
 @dataclass(frozen=True)
 class ResultFrame:
-    """What a method of a hub has returned."""
+    """Return value of a method of the engine client."""
 
     value: Any
 
@@ -159,35 +158,35 @@ Frame = StartFrame | TextFrame | Report | ErrorFrame
 
 
 class ReplicaLost(Exception):
-    """A replica has gone before it had told everything."""
+    """Replica lost before the end of an answer."""
 
 
 class ReplicaSet(ABC):
-    """Hubs in other processes, each of which can answer for any session. Safe from any thread.
+    """Replicas in other processes, each of which can serve any session. Thread-safe.
 
-    The same key leads to the same replica as long as there is it.
+    A key is routed to the same replica for as long as that lives.
     """
 
     @abstractmethod
     def answer(self, key: str, request: Request) -> AsyncGenerator[Frame, None]:
-        """Have a replica answer. Who closes the generator early has the answer cancelled.
+        """Frames of a replica's answer; closing the generator early cancels the request.
 
         Raises:
-            Lost: the replica has gone.
+            ReplicaLost: the replica is gone.
         """
 
     @abstractmethod
-    async def ask(self, key: str, method: str, *given: Any) -> ResultFrame | ErrorFrame:
-        """Call a method of a replica's hub.
+    async def ask(self, key: str, method: str, *arguments: Any) -> ResultFrame | ErrorFrame:
+        """Call a method of a replica's engine client.
 
         Raises:
-            Lost: the replica has gone.
+            ReplicaLost: the replica is gone.
         """
 
     @abstractmethod
-    async def ask_all(self, method: str, *given: Any) -> list[ResultFrame | ErrorFrame]:
-        """Call it of every replica that there is."""
+    async def ask_all(self, method: str, *arguments: Any) -> list[ResultFrame | ErrorFrame]:
+        """Call a method of every live replica."""
 
     @abstractmethod
     def close(self) -> None:
-        """Have all of them finish what they answer, and end."""
+        """Let all replicas finish their answers, and stop them."""

@@ -1,7 +1,7 @@
-"""Which replica a request goes to: the one that has answered in its session before.
+"""Routing keys: requests of one session, and of its forks, go to the same replica.
 
-All that a name says counts, apart from the number of a fork. A request that names no session goes
-by how its conversation begins, and the session that it is given has a name that tells so.
+The key is derived from the session's name without the number of a fork. A request without a session
+is routed by the stable prefix of its conversation, and the name of its new session has that key.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ GENERATED_NAME = re.compile(rf"s-([0-9a-f]{{{KEY_DIGITS}}})-[0-9a-f]+$")
 
 
 def routing_key(tenant: str, name: str) -> str:
-    """The key of a session and of all its forks."""
+    """Routing key of a session and of all its forks."""
     root = root_name(name)
-    lot = GENERATED_NAME.match(root)
-    return lot[1] if lot else key_of("session", tenant, root)
+    tag = GENERATED_NAME.match(root)
+    return tag[1] if tag else key_of("session", tenant, root)
 
 
 def route(request: Request) -> tuple[str, Request]:
-    """The key of a request, and the request as it is sent."""
+    """Routing key of a request, and the request with its routing tag."""
     name = request.follows or request.session
     if name is not None:
         return routing_key(request.tenant, name), request
-    lot = key_of("text", request.tenant, *_stable_prefix(request))[:KEY_DIGITS]
-    return lot, replace(request, routing_tag=lot)
+    tag = key_of("text", request.tenant, *_stable_prefix(request))[:KEY_DIGITS]
+    return tag, replace(request, routing_tag=tag)
 
 
 def _stable_prefix(request: Request) -> list[str]:
-    """What stays the same while a conversation goes on: up to what its user says first."""
+    """Roles and texts up to the first user message, which stay the same as a conversation grows."""
     if request.raw_prompt is not None:
         return [request.raw_prompt]
-    said: list[str] = []
+    prefix: list[str] = []
     for turn in request.turns:
-        said += (turn.role, turn.text)
+        prefix += (turn.role, turn.text)
         if turn.role == "user":
             break
-    return said
+    return prefix

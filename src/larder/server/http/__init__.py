@@ -1,1 +1,1 @@
-"""The server as HTTP: what clients send and what they are sent back."""
+"""HTTP front end of the server: OpenAI-compatible endpoints, authentication, metrics."""

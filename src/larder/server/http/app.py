@@ -1,4 +1,4 @@
-"""The server as an ASGI application."""
+"""FastAPI application of the server: routers, exception handlers, middleware."""
 
 from __future__ import annotations
 
@@ -34,42 +34,51 @@ from larder.server.http.streaming import CLIENT_CLOSED_REQUEST, ClientClosedRequ
 
 
 def create_app(
-    hub: EngineClient, door: Authenticator, archive: Archive, settings: HttpSettings
+    client: EngineClient, authenticator: Authenticator, archive: Archive, settings: HttpSettings
 ) -> FastAPI:
-    """The application: every endpoint over one hub. Hub and archive are closed with it.
+    """Application with every endpoint over one engine client. It closes client and archive at
+    shutdown.
 
     Args:
-        door: who may ask.
-        archive: of responses and conversations.
+        authenticator: admits or rejects each request.
+        archive: stored responses and conversations.
     """
 
     @asynccontextmanager
-    async def living(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await run_in_threadpool(hub.close)
+        await run_in_threadpool(client.close)
         archive.close()
 
     app = FastAPI(
         title="Larder",
         version=larder.__version__,
-        lifespan=living,
+        lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
     )
     bodies = BodyBudget(settings.body_budget_bytes)
-    gauges, what = Metrics(hub), "Bytes of request bodies, and of what they are decoded to."
-    gauges.add("body_bytes", what, lambda: bodies.used_bytes)
-    app.state.desk = AppState(hub, archive, bodies, gauges, settings)
-    for part in (chat_completions, completions, responses, conversations, sessions, server_info):
-        app.include_router(part.router)
+    metrics, description = (
+        Metrics(client),
+        "Bytes of request bodies and of their decoded values.",
+    )
+    metrics.add("body_bytes", description, lambda: bodies.used_bytes)
+    app.state.larder = AppState(client, archive, bodies, metrics, settings)
+    for module in (chat_completions, completions, responses, conversations, sessions, server_info):
+        app.include_router(module.router)
     app.add_exception_handler(LarderError, error_responses.on_larder_error)
     app.add_exception_handler(HTTPException, error_responses.on_http_error)
     app.add_exception_handler(BareHTTPException, error_responses.on_http_error)
     app.add_exception_handler(RequestValidationError, error_responses.on_validation_error)
     app.add_exception_handler(Exception, error_responses.on_unexpected_error)
-    for left in (ClientClosedRequest, ClientDisconnect):  # while it is answered, and while it asks
-        app.add_exception_handler(left, _client_closed)
-    app.add_middleware(AccessMiddleware, door=door, bodies=bodies, settings=settings)
+    for error_class in (
+        ClientClosedRequest,
+        ClientDisconnect,
+    ):  # during the answer, during the upload
+        app.add_exception_handler(error_class, _client_closed)
+    app.add_middleware(
+        AccessMiddleware, authenticator=authenticator, bodies=bodies, settings=settings
+    )
     return app
 
 

@@ -1,4 +1,4 @@
-"""What every endpoint works with."""
+"""State of the HTTP application that every endpoint shares, and its settings."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from larder.server.http.session_hint import SESSION_HEADERS
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """How the server behaves towards clients.
+    """Limits and defaults of the HTTP front end.
 
     Args:
-        max_body_bytes: of a request's body, imported sessions included.
-        body_budget_bytes: of all bodies and of what they are decoded to; a tenant may take half.
-        max_head_bytes: of a request line with its headers.
-        max_headers: of a request.
-        request_seconds: until a request has arrived; more for what has come of it, see below.
-        request_bytes_per_second: of a request that takes longer.
-        max_connections: that are answered at a time; half of them may be waiting for requests.
-        ping_seconds: of silence after which a stream says that it is alive.
-        session_headers: that may name a session, the most telling first.
-        sampling: of requests that say nothing of it.
-        max_new_tokens: likewise.
+        max_body_bytes: largest request body, imported sessions included.
+        body_budget_bytes: memory of all bodies and their decoded values; a tenant may use half.
+        max_head_bytes: largest request line with headers.
+        max_headers: most headers of a request.
+        request_seconds: time in which a request must arrive, plus the time that its received
+            bytes take at `request_bytes_per_second`.
+        request_bytes_per_second: minimum upload rate of a request that takes longer.
+        max_connections: open connections; at most half may be waiting for a request.
+        ping_seconds: idle time of a stream before it sends a ping comment.
+        session_headers: headers that may name a session, in order of precedence.
+        sampling: default sampling parameters.
+        max_new_tokens: default length limit of an answer.
     """
 
     max_body_bytes: int = 8 << 20
@@ -50,42 +51,42 @@ class HttpSettings:
 
 @dataclass(frozen=True)
 class AppState:
-    """A server's parts, shared by all requests."""
+    """Components of a server, shared by all requests."""
 
-    hub: EngineClient
+    client: EngineClient
     archive: Archive
     bodies: BodyBudget
-    gauges: Metrics
+    metrics: Metrics
     settings: HttpSettings
-    # Of their own: those that answers wait in may all be taken.
+    # Separate from the default thread pool, whose threads may all be waiting for answers.
     health_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(4))
 
     def check_model(self, name: str | None) -> ServedModel:
-        """The model of a name; the only one where none is named.
+        """Served model with this name; the first one if `name` is None.
 
         Raises:
-            Refusal: 404 `model_not_found`.
+            ApiError: 404 `model_not_found`.
         """
-        served = self.hub.models()
+        served = self.client.models()
         for each in served:
             if name is None or each.name == name:
                 return each
         known = ", ".join(repr(each.name) for each in served)
         raise not_found(
-            f"There is no model {str(name)[:200]!r} here: ask {known}.", "model_not_found", "model"
+            f"There is no model {str(name)[:200]!r} here: use {known}.", "model_not_found", "model"
         )
 
 
 def app_state(http: HttpRequest) -> AppState:
-    """The desk of the server that got a request."""
-    return http.app.state.desk
+    """Application state of the server that received a request."""
+    return http.app.state.larder
 
 
 def principal_of(http: HttpRequest) -> Principal:
-    """Who asks."""
+    """Authenticated principal of a request."""
     return http.scope["state"]["principal"]
 
 
 def tenant_of(http: HttpRequest) -> str:
-    """Whose sessions a request may see."""
+    """Tenant of a request: only its sessions are visible."""
     return principal_of(http).name

@@ -1,4 +1,4 @@
-"""What clients may ask for again by an id of ours: responses, conversations and their items."""
+"""SQLite archive of stored responses, conversations and their items, per tenant."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from larder.store.sqlite import DATABASE_SUFFIXES, make_private
 __all__ = ["IDEMPOTENT_ANSWER", "CONVERSATION", "RESPONSE", "Archive", "ConversationItem"]
 
 RESPONSE = "response"
-IDEMPOTENT_ANSWER = "answered"  # what was answered to a request with an idempotency key
-EVICTABLE_KINDS = (RESPONSE, IDEMPOTENT_ANSWER)  # kinds that make room
+IDEMPOTENT_ANSWER = "answered"  # the answer to a request with an idempotency key
+EVICTABLE_KINDS = (RESPONSE, IDEMPOTENT_ANSWER)  # removed when the archive is full, oldest first
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,21 @@ class ConversationItem:
 
 
 class Archive:
-    """JSON documents of tenants, in one SQLite file. Safe from threads.
+    """JSON documents of tenants in one SQLite file. Thread-safe.
 
-    Every document belongs to a tenant, and is as unknown to others as one that never was. What is
-    written is on the disk when the method returns, or the block of `together`. Responses and what
-    was answered to idempotency keys leave, the oldest first, when a tenant's take more than
-    `limit_bytes`; conversations stay until they are deleted.
+    A document is visible to its own tenant only. Writes are durable when the method, or the
+    enclosing `together` block, returns. When the responses and idempotent answers of a tenant
+    exceed `limit_bytes`, the oldest are removed; conversations stay until they are deleted.
 
     Args:
-        path: of the file; None keeps everything in memory.
-        limit_bytes: of responses and of what was answered to keys, per tenant.
-        sealing: how documents are hidden; an archive is begun under a key or without.
+        path: SQLite file; None keeps everything in memory.
+        limit_bytes: capacity for responses and idempotent answers, per tenant.
+        sealing: encryption of documents; fixed when the archive is created.
 
     Raises:
-        Damaged: the file is something else.
-        StoreError: it is under another key, or under one and none is given, or the other way round.
+        Damaged: the file is not an archive.
+        StoreError: the archive is encrypted with another key, is encrypted and no key is given,
+            or is not encrypted and a key is given.
     """
 
     def __init__(
@@ -87,40 +87,40 @@ class Archive:
             raise Damaged(f"{path} is no archive of responses ({error}): move it away.") from error
 
     def get(self, tenant: str, kind: str, name: str) -> dict[str, Any] | None:
-        """A document; None if this tenant has none of that name.
+        """Document of a tenant by kind and name, or None.
 
         Raises:
-            Damaged: it is not what was written.
+            Damaged: the document was altered.
         """
         with self._using() as base:
             return self._rows.get(base, tenant, kind, name)
 
     def put(
-        self, tenant: str, kind: str, name: str, body: dict[str, Any], made: float | None = None
+        self, tenant: str, kind: str, name: str, body: dict[str, Any], created: float | None = None
     ) -> None:
-        """Write a document, or write it anew.
+        """Insert or replace a document.
 
         Args:
-            made: seconds since 1970; None for now.
+            created: creation time in seconds since 1970; None for now.
         """
         with self._using() as base:
-            self._rows.put(base, tenant, kind, name, body, made)
+            self._rows.put(base, tenant, kind, name, body, created)
             self._shrink(base, tenant)
 
     def remove(self, tenant: str, kind: str, name: str) -> bool:
-        """Delete a document and the items in it; whether it was there."""
+        """Delete a document and its items; True if it existed."""
         with self._using() as base:
             return self._rows.remove(base, tenant, kind, name)
 
     def items(self, tenant: str, conversation: str) -> tuple[ConversationItem, ...]:
-        """The messages of a conversation in order.
+        """Messages of a conversation in order.
 
         Raises:
-            Damaged: they are not what was written.
+            Damaged: messages were altered.
         """
         with self._using() as base:
-            told = self._rows.items(base, tenant, conversation)
-        return tuple(ConversationItem(name, ChatMessage(**turn)) for name, turn in told)
+            body = self._rows.items(base, tenant, conversation)
+        return tuple(ConversationItem(name, ChatMessage(**turn)) for name, turn in body)
 
     def append(
         self,
@@ -128,35 +128,35 @@ class Archive:
         conversation: str,
         items: Sequence[ConversationItem],
         expected: int | None = None,
-        made: float | None = None,
+        created: float | None = None,
     ) -> None:
-        """Add messages at the end, all of them or none.
+        """Append messages to a conversation, all of them or none.
 
         Args:
-            expected: how many there must be before; None for any number.
-            made: as `put`.
+            expected: required number of messages before the call; None for any.
+            created: creation time in seconds since 1970; None for now.
 
         Raises:
-            Refusal: 409 `conversation_changed`.
-            Damaged: those before are not what was written.
+            ApiError: 409 `conversation_changed`.
+            Damaged: earlier messages were altered.
         """
-        told = [(item.id, {"role": item.turn.role, "text": item.turn.text}) for item in items]
+        body = [(item.id, {"role": item.turn.role, "text": item.turn.text}) for item in items]
         with self._using() as base:
             if expected not in (None, self._rows.count(base, tenant, conversation)):
-                said = "The conversation has changed while it was answered: ask again."
-                raise ApiError(said, 409, "conversation_changed", "conversation", 1.0)
-            self._rows.append(base, tenant, conversation, told, made)
+                message = "The conversation changed while it was being answered: retry."
+                raise ApiError(message, 409, "conversation_changed", "conversation", 1.0)
+            self._rows.append(base, tenant, conversation, body, created)
 
     def remove_item(self, tenant: str, conversation: str, name: str) -> None:
-        """Take one message out, if it is there."""
+        """Delete one message of a conversation, if it exists."""
         with self._using() as base:
             self._rows.remove_item(base, tenant, conversation, name)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """One transaction of all that this thread reads and writes meanwhile.
+        """Transaction around all reads and writes of this thread inside the block.
 
-        If the block is left by an error, or the process ends in it, nothing of it was written.
+        An exception, or the end of the process, inside the block rolls everything back.
         """
         with self._using() as base:
             base.execute("BEGIN IMMEDIATE")
@@ -171,7 +171,7 @@ class Archive:
     def _using(self) -> Iterator[sqlite3.Connection]:
         try:
             with self._lock:
-                if self._base.in_transaction:  # begun by `together`, which ends it
+                if self._base.in_transaction:  # opened by `together`, which commits it
                     yield self._base
                     return
                 with self._base:
@@ -182,19 +182,20 @@ class Archive:
             raise Damaged(f"The archive is damaged ({error}): move it away.") from error
 
     def _shrink(self, base: sqlite3.Connection, tenant: str) -> None:
-        where, own = (
+        where, parameters = (
             "WHERE tenant = ? AND kind IN (?, ?)",
             (self._rows.owner(tenant), *EVICTABLE_KINDS),
         )
-        (held,) = base.execute(
-            f"SELECT coalesce(sum(bytes), 0) FROM documents {where}", own
+        (used_bytes,) = base.execute(
+            f"SELECT coalesce(sum(bytes), 0) FROM documents {where}", parameters
         ).fetchone()
-        while held > self._limit_bytes:
+        while used_bytes > self._limit_bytes:
             row, size = base.execute(
-                f"SELECT rowid, bytes FROM documents {where} ORDER BY made, rowid LIMIT 1", own
+                f"SELECT rowid, bytes FROM documents {where} ORDER BY made, rowid LIMIT 1",
+                parameters,
             ).fetchone()
             base.execute("DELETE FROM documents WHERE rowid = ?", (row,))
-            held -= size
+            used_bytes -= size
 
 
 SELECT_ORDERED = (
@@ -204,31 +205,31 @@ SELECT_ORDERED = (
 
 
 def seal_archive(path: Path, sealing: Encryption) -> int:
-    """Seal an archive as it stands, in a new file that takes the place of the old one.
+    """Encrypt an existing archive into a new file that atomically replaces the old one.
 
-    Whose documents they are, and in which order, is believed: whoever could write the old file may
-    have written them. If this is interrupted, the old archive is there as it was.
+    Ownership and order of the documents are trusted as they stand: anyone who could write the old
+    file may have forged them. After an interruption the old archive is unchanged.
 
     Returns:
-        how many documents were sealed; 0 where there is no archive, or it is under a key.
+        Number of sealed documents; 0 if there is no archive or it is encrypted already.
 
     Raises:
-        StoreError: somebody uses it.
-        Damaged: it is no archive, or a document of it does not open with this key.
+        StoreError: another process uses the archive.
+        Damaged: the file is not an archive, or a document does not open with this key.
     """
     if not path.exists():
         return 0
-    made = path.with_name(f"{path.name}.sealing")
-    _remove(made)
+    created = path.with_name(f"{path.name}.sealing")
+    _remove(created)
     try:
         with closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as old:
-            old.execute("PRAGMA journal_mode=DELETE")  # which needs the file for itself
+            old.execute("PRAGMA journal_mode=DELETE")  # needs exclusive access to the file
             old.execute("BEGIN EXCLUSIVE")
-            asked = "SELECT 1 FROM documents WHERE tenant = ? AND kind = ?"
-            if old.execute(asked, (CHECK_TENANT, KEY_CHECK)).fetchone():
+            query = "SELECT 1 FROM documents WHERE tenant = ? AND kind = ?"
+            if old.execute(query, (CHECK_TENANT, KEY_CHECK)).fetchone():
                 return 0
-            count = _copied(old, made, sealing)
-            os.replace(made, path)
+            count = _copied(old, created, sealing)
+            os.replace(created, path)
     except sqlite3.OperationalError as error:
         raise StoreError(
             f"{path} cannot be sealed ({error}): stop the server that uses it first."
@@ -236,7 +237,7 @@ def seal_archive(path: Path, sealing: Encryption) -> int:
     except sqlite3.DatabaseError as error:
         raise Damaged(f"{path} is no archive of responses ({error}): move it away.") from error
     finally:
-        _remove(made)
+        _remove(created)
     return count
 
 
@@ -244,16 +245,19 @@ def _copied(old: sqlite3.Connection, path: Path, sealing: Encryption) -> int:
     count = 0
     with closing(Archive(path, limit_bytes=1 << 62, sealing=sealing)) as archive:
         with archive.together():
-            for tenant, kind, name, parent, made, body in old.execute(SELECT_ORDERED):
-                if isinstance(body, bytes):  # as Larder 0.1 has sealed it
+            for tenant, kind, name, parent, created, body in old.execute(SELECT_ORDERED):
+                if isinstance(body, bytes):  # sealed by Larder 0.1
                     body = sealing.opened(tenant, body, f"{kind}/{name}")
-                told = json.loads(body)
+                body = json.loads(body)
                 if kind == ITEM:
                     archive.append(
-                        tenant, parent, [ConversationItem(name, ChatMessage(**told))], made=made
+                        tenant,
+                        parent,
+                        [ConversationItem(name, ChatMessage(**body))],
+                        created=created,
                     )
                 else:
-                    archive.put(tenant, kind, name, told, made)
+                    archive.put(tenant, kind, name, body, created)
                 count += 1
     return count
 

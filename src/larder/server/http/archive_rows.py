@@ -1,11 +1,11 @@
-"""Rows of the archive as they lie on the disk: open, or sealed under a key.
+"""Rows of the SQLite archive, in plain text or encrypted.
 
-Under a key tenants, ids and parents are keyed digests, and a body is sealed (AES-GCM) together with
-all that stands beside it: kind, id, parent, place, time. A row that was changed, moved or given to
-another tenant does not open. What belongs to one conversation is sealed once more as a whole, in a
-row of kind `contents`: its document, and the digests of its messages in order. So none of them can
-be left out, repeated or put back alone. What nobody can tell: that a whole document, or a whole
-conversation with its contents, was deleted or put back as it once was.
+With a key, tenants, ids and parents are keyed digests, and a body is sealed (AES-GCM) with kind,
+id, parent, place and time as associated data: a row that was changed, moved or given to another
+tenant does not open. Each conversation has one more sealed row of kind `contents`, with the digests
+of its document and of its messages in order, so that none of them can be left out, repeated or
+rolled back alone. Not detected: deletion or rollback of a whole document, or of a whole
+conversation with its contents row.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ CREATE INDEX IF NOT EXISTS by_parent ON documents (tenant, kind, parent, place);
 CREATE INDEX IF NOT EXISTS by_age ON documents (tenant, kind, made);
 """
 CONVERSATION, ITEM = "conversation", "item"
-CONTENTS = "contents"  # of a conversation under a key
-KEY_CHECK = "key"  # the kind of the row that tells whether a key is the archive's
-VERSION = 2  # of sealed rows; the first had ids and parents in the open
-CHECK_TENANT = ""  # whose key tenants are tagged by; no tenant is called so
+CONTENTS = "contents"  # digest row of an encrypted conversation
+KEY_CHECK = "key"  # row that verifies the key of the archive
+VERSION = 2  # of sealed rows; version 1 had ids and parents in plain text
+CHECK_TENANT = ""  # its key derives the tags of tenants; no tenant has an empty name
 _COLUMNS = "id, parent, place, made, body"
 _Row = tuple[str, str, int, float, str | bytes]
 
 
 @dataclass(frozen=True)
 class ConversationContents:
-    """What a conversation consists of.
+    """Digests of the contents of a conversation.
 
     Args:
-        count: of its messages.
-        chain: digest of them all, in order.
-        document: digest of its own document; empty where there is none.
+        count: number of messages.
+        chain: digest of all messages in order.
+        document: digest of the conversation's own document; empty if there is none.
     """
 
     count: int = 0
@@ -54,57 +54,57 @@ class ConversationContents:
     document: str = ""
 
     def plus(self, row: _Row) -> ConversationContents:
-        """With one message more."""
-        own = key_of(self.chain, row[0], str(row[2]), _digest(row))
-        return replace(self, count=self.count + 1, chain=own)
+        """Contents with one message appended."""
+        chain = key_of(self.chain, row[0], str(row[2]), _digest(row))
+        return replace(self, count=self.count + 1, chain=chain)
 
 
 class ArchiveRows:
-    """Reads and writes documents inside transactions of the caller.
+    """Reader and writer of archive rows, inside transactions of the caller.
 
     Args:
-        sealing: how they are hidden.
+        sealing: encryption of bodies and tags.
     """
 
     def __init__(self, sealing: Encryption) -> None:
         self._sealing = sealing
 
     def check(self, base: sqlite3.Connection) -> None:
-        """Have an archive be under this key, or under none; an empty one is begun so.
+        """Verify the key of an archive; an empty archive is initialized with it.
 
         Raises:
-            StoreError: it is otherwise.
+            StoreError: the archive has another key, or a key is missing or unexpected.
         """
-        asked = f"SELECT {_COLUMNS} FROM documents WHERE tenant = ? AND kind = ?"
-        found = base.execute(asked, (CHECK_TENANT, KEY_CHECK)).fetchone()
-        if found and not self._sealing.is_encrypted:
-            raise StoreError("The archive of conversations is under a key: give --key-file FILE.")
-        if found:
+        query = f"SELECT {_COLUMNS} FROM documents WHERE tenant = ? AND kind = ?"
+        row = base.execute(query, (CHECK_TENANT, KEY_CHECK)).fetchone()
+        if row and not self._sealing.is_encrypted:
+            raise StoreError("The archive of conversations is encrypted: give --key-file FILE.")
+        if row:
             try:
-                self._opened(CHECK_TENANT, KEY_CHECK, found)
+                self._opened(CHECK_TENANT, KEY_CHECK, row)
             except Damaged as error:
                 raise StoreError(
-                    "The archive of conversations is under another key: give the file of the key "
-                    "that it was begun with."
+                    "The archive of conversations is encrypted with another key: give the key file "
+                    "that it was created with."
                 ) from error
         elif self._sealing.is_encrypted:
             if base.execute("SELECT 1 FROM documents LIMIT 1").fetchone():
                 raise StoreError(
                     "The archive of conversations was written without a key, or by an earlier "
-                    "Larder that did not seal all of it, so nobody can tell who has written it: "
-                    "'larder cache seal --key-file FILE' seals it as it stands."
+                    "Larder that did not seal all of it, so its origin cannot be verified: "
+                    "run 'larder cache seal --key-file FILE' to seal it as it is."
                 )
             self._insert(base, CHECK_TENANT, KEY_CHECK, ("", "", VERSION, time.time()), "")
 
     def owner(self, tenant: str) -> str:
-        """A tenant as a row shows it."""
+        """Tag of a tenant as stored in a row."""
         return self._sealing.tag(CHECK_TENANT, tenant) if tenant else CHECK_TENANT
 
     def get(self, base: sqlite3.Connection, tenant: str, kind: str, name: str) -> Any | None:
-        """A document; None where there is none.
+        """Body of a document, or None.
 
         Raises:
-            Damaged: it is not what was written.
+            Damaged: the document was altered.
         """
         row = self._row(base, tenant, kind, name)
         if kind == CONVERSATION:
@@ -120,12 +120,12 @@ class ArchiveRows:
         kind: str,
         name: str,
         body: Any,
-        made: float | None = None,
+        created: float | None = None,
     ) -> None:
-        """Write a document, whether it is there or not."""
+        """Insert or replace a document."""
         contents = self._contents(base, tenant, name) if kind == CONVERSATION else None
-        own = self._tag(tenant, name), "", 0, time.time() if made is None else float(made)
-        row = self._insert(base, tenant, kind, own, name, body)
+        columns = self._tag(tenant, name), "", 0, time.time() if created is None else float(created)
+        row = self._insert(base, tenant, kind, columns, name, body)
         if contents:
             self._set_contents(base, tenant, name, replace(contents, document=_digest(row)))
 
@@ -133,7 +133,7 @@ class ArchiveRows:
         """Ids and bodies of a conversation's messages in order.
 
         Raises:
-            Damaged: one is not what was written, is lacking, or stands where it did not.
+            Damaged: a message was altered, removed or moved.
         """
         rows = self._children(base, tenant, parent)
         contents = self._contents(base, tenant, parent)
@@ -143,10 +143,10 @@ class ArchiveRows:
         return [(name or row[0], body) for row, (name, body) in zip(rows, opened, strict=True)]
 
     def count(self, base: sqlite3.Connection, tenant: str, parent: str) -> int:
-        """How many messages a conversation has."""
-        own = self.owner(tenant), ITEM, self._tag(tenant, parent)
-        asked = "SELECT count(*) FROM documents WHERE tenant = ? AND kind = ? AND parent = ?"
-        return base.execute(asked, own).fetchone()[0]
+        """Number of messages in a conversation."""
+        columns = self.owner(tenant), ITEM, self._tag(tenant, parent)
+        query = "SELECT count(*) FROM documents WHERE tenant = ? AND kind = ? AND parent = ?"
+        return base.execute(query, columns).fetchone()[0]
 
     def append(
         self,
@@ -154,47 +154,49 @@ class ArchiveRows:
         tenant: str,
         parent: str,
         bodies: Sequence[tuple[str, Any]],
-        made: float | None = None,
+        created: float | None = None,
     ) -> None:
-        """Add messages at the end of a conversation, each an id and a body.
+        """Append messages to a conversation, each an id and a body.
 
         Raises:
-            Damaged: messages are lacking that were there.
+            Damaged: earlier messages are missing.
         """
         contents = self._contents(base, tenant, parent)
         if contents and contents.count != self.count(base, tenant, parent):
             raise _tampered(parent)
-        own = self.owner(tenant), ITEM, self._tag(tenant, parent)
-        asked = "SELECT coalesce(max(place) + 1, 0) FROM documents "
-        asked += "WHERE tenant = ? AND kind = ? AND parent = ?"
-        (start,) = base.execute(asked, own).fetchone()
+        columns = self.owner(tenant), ITEM, self._tag(tenant, parent)
+        query = "SELECT coalesce(max(place) + 1, 0) FROM documents "
+        query += "WHERE tenant = ? AND kind = ? AND parent = ?"
+        (start,) = base.execute(query, columns).fetchone()
         for place, (name, body) in enumerate(bodies, start):
-            now = time.time() if made is None else float(made)
-            where = self._tag(tenant, name), own[2], place, now
+            now = time.time() if created is None else float(created)
+            where = self._tag(tenant, name), columns[2], place, now
             row = self._insert(base, tenant, ITEM, where, name, body)
             contents = contents and contents.plus(row)
         if contents:
             self._set_contents(base, tenant, parent, contents)
 
     def remove(self, base: sqlite3.Connection, tenant: str, kind: str, name: str) -> bool:
-        """Delete a document and what is in it; whether it was there."""
+        """Delete a document and its items; True if it existed."""
         owner, tag = self.owner(tenant), self._tag(tenant, name)
         for below in (ITEM, CONTENTS):
-            asked = "DELETE FROM documents WHERE tenant = ? AND kind = ? AND parent = ?"
-            base.execute(asked, (owner, below, tag))
-        asked = "DELETE FROM documents WHERE tenant = ? AND kind = ? AND id = ?"
-        return base.execute(asked, (owner, kind, tag)).rowcount > 0
+            query = "DELETE FROM documents WHERE tenant = ? AND kind = ? AND parent = ?"
+            base.execute(query, (owner, below, tag))
+        query = "DELETE FROM documents WHERE tenant = ? AND kind = ? AND id = ?"
+        return base.execute(query, (owner, kind, tag)).rowcount > 0
 
     def remove_item(self, base: sqlite3.Connection, tenant: str, parent: str, name: str) -> None:
-        """Take one message out of a conversation, if it is there.
+        """Delete one message of a conversation, if it exists.
 
         Raises:
-            Damaged: as `items`.
+            Damaged: a message was altered, removed or moved.
         """
-        self.items(base, tenant, parent)  # else what was altered would be sealed as it stands
-        own = self.owner(tenant), ITEM, self._tag(tenant, parent), self._tag(tenant, name)
-        asked = "DELETE FROM documents WHERE tenant = ? AND kind = ? AND parent = ? AND id = ?"
-        base.execute(asked, own)
+        self.items(
+            base, tenant, parent
+        )  # verifies first, so that no altered message is sealed again
+        columns = self.owner(tenant), ITEM, self._tag(tenant, parent), self._tag(tenant, name)
+        query = "DELETE FROM documents WHERE tenant = ? AND kind = ? AND parent = ? AND id = ?"
+        base.execute(query, columns)
         contents = self._contents(base, tenant, parent)
         if contents:
             rows = self._children(base, tenant, parent)
@@ -216,7 +218,7 @@ class ArchiveRows:
     def _contents(
         self, base: sqlite3.Connection, tenant: str, name: str
     ) -> ConversationContents | None:
-        """What is sealed of a conversation as a whole; None where there is no key."""
+        """Sealed contents of a conversation; None without encryption."""
         if not self._sealing.is_encrypted:
             return None
         row = self._row(base, tenant, CONTENTS, name)
@@ -237,47 +239,47 @@ class ArchiveRows:
         base: sqlite3.Connection,
         tenant: str,
         kind: str,
-        own: tuple[str, str, int, float],
+        columns: tuple[str, str, int, float],
         name: str,
         body: Any = None,
     ) -> _Row:
-        told = [name, body] if self._sealing.is_encrypted else body
-        data = json.dumps(told).encode()
-        closed = self._sealing.closed(tenant, data, _associated_data(kind, *own))
-        row = (*own, closed if self._sealing.is_encrypted else closed.decode())
+        body = [name, body] if self._sealing.is_encrypted else body
+        data = json.dumps(body).encode()
+        closed = self._sealing.closed(tenant, data, _associated_data(kind, columns))
+        row = (*columns, closed if self._sealing.is_encrypted else closed.decode())
         base.execute(
             "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (self.owner(tenant), kind, *own, len(closed), row[-1]),
+            (self.owner(tenant), kind, *columns, len(closed), row[-1]),
         )
         return row
 
     def _opened(self, tenant: str, kind: str, row: _Row) -> tuple[str, Any]:
-        """The id of a document, which is empty where it stands in the open, and its body."""
-        *own, body = row
+        """Id and body of a row; the id is empty without encryption."""
+        *columns, body = row
         if not self._sealing.is_encrypted:
             if not isinstance(body, str):
-                raise Damaged("The archive is under a key: give --key-file.")
+                raise Damaged("The archive is encrypted: give --key-file.")
             return "", json.loads(body)
         if not isinstance(body, bytes):
-            raise Damaged("A document of the archive lies open, though the archive is under a key.")
-        name, told = json.loads(self._sealing.opened(tenant, body, _associated_data(kind, *own)))
-        return name, told
+            raise Damaged("A document of the encrypted archive is in plain text.")
+        name, body = json.loads(self._sealing.opened(tenant, body, _associated_data(kind, columns)))
+        return name, body
 
     def _tag(self, tenant: str, name: str) -> str:
         return self._sealing.tag(tenant, name)
 
 
 def _contents_of(rows: Sequence[_Row], contents: ConversationContents) -> ConversationContents:
-    """What a conversation of these messages consists of."""
-    found = ConversationContents(document=contents.document)
+    """Contents computed from message rows, with the given document digest."""
+    computed = ConversationContents(document=contents.document)
     for row in rows:
-        found = found.plus(row)
-    return found
+        computed = computed.plus(row)
+    return computed
 
 
-def _associated_data(kind: str, *own: object) -> str:
-    """What is sealed along with a body."""
-    return json.dumps([VERSION, kind, *own])
+def _associated_data(kind: str, columns: Sequence[object]) -> str:
+    """Associated data of a sealed body: version, kind, id, parent, place and time."""
+    return json.dumps([VERSION, kind, *columns])
 
 
 def _digest(row: _Row) -> str:
@@ -287,7 +289,6 @@ def _digest(row: _Row) -> str:
 
 def _tampered(name: str) -> Damaged:
     return Damaged(
-        f"Conversation {name!r} is not what was written: its document or some of its messages were "
-        "changed, deleted or put back. Delete the conversation, or put the archive back from a "
-        "copy."
+        f"Conversation {name!r} was altered: its document or some of its messages were changed, "
+        "deleted or rolled back. Delete the conversation, or restore the archive from a backup."
     )

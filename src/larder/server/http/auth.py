@@ -1,4 +1,4 @@
-"""Who may ask: API keys and the principals behind them."""
+"""Authentication: API keys, their principals, and loopback access without keys."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from urllib.parse import urlsplit
 from larder.core.errors import InputError
 from larder.server.request import ApiError
 
-LOCAL = "local"  # the principal of who works at the machine itself
-OPERATOR = "operator"  # the word behind a key that may read what concerns all tenants
+LOCAL = "local"  # principal of loopback clients without keys
+OPERATOR = "operator"  # marks a key that may read numbers of all tenants
 CROSS_SITE = frozenset(
     {"cross-site", "same-site"}
-)  # what browsers say of another origin's requests
+)  # Sec-Fetch-Site of requests from another origin
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 KEY = re.compile(r"[!-+\--~]{16,512}")  # printable ASCII without a comma
 
 
 @dataclass(frozen=True)
 class Principal:
-    """Who asks.
+    """Authenticated client.
 
     Args:
-        name: whose sessions are meant: the store derives the tenant from it by its own secret.
+        name: tenant name; the store derives the tenant from it with its own secret.
         is_operator: may read numbers of all tenants together.
     """
 
@@ -38,52 +38,54 @@ class Principal:
 
 
 class Authenticator(ABC):
-    """Who is let in."""
+    """Interface that admits or rejects requests."""
 
     @abstractmethod
     def admit(self, headers: Mapping[str, str], client: str | None) -> Principal:
-        """Whose request this is.
+        """Principal of a request.
 
         Args:
             headers: by lower-case name.
-            client: the address that it comes from; None where there is none, as in a test.
+            client: address of the peer; None if unknown.
 
         Raises:
-            Refusal: 401 `invalid_api_key`, or 403 `forbidden`.
+            ApiError: 401 `invalid_api_key`, or 403 `forbidden`.
         """
 
 
 class ApiKeyAuth(Authenticator):
-    """Only who has a key. Keys themselves are not held: a digest under a secret of this process is.
+    """Bearer authentication by API key. Keys are stored as digests under a secret of this process.
 
     Args:
-        keys: each with its principal.
+        keys: principal by key.
     """
 
     def __init__(self, keys: Mapping[str, Principal]) -> None:
         self._secret = secrets.token_bytes(32)
-        self._known = {self._digest(key): principal for key, principal in keys.items()}
+        self._principals = {self._digest(key): principal for key, principal in keys.items()}
 
     def admit(self, headers: Mapping[str, str], client: str | None) -> Principal:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        known = self._known.get(self._digest(key.strip())) if scheme.lower() == "bearer" else None
-        if known is None:
+        principal = (
+            self._principals.get(self._digest(key.strip())) if scheme.lower() == "bearer" else None
+        )
+        if principal is None:
             raise ApiError(
                 "No valid API key: send 'Authorization: Bearer KEY' with a key of this server.",
                 401,
                 "invalid_api_key",
             )
-        return known
+        return principal
 
     def _digest(self, key: str) -> bytes:
         return hmac.digest(self._secret, key.encode("utf-8", "surrogateescape"), "sha256")
 
 
 class LoopbackAuth(Authenticator):
-    """Without keys: whoever is at this machine, and in its browser this server's own page alone.
+    """Access without keys for clients on this machine; in a browser only for the server's own page.
 
-    A page of any other origin is another site's, also where it comes from another port of this
-    machine: browsers tell its origin, or that it is of another one.
+    A page of any other origin is rejected, another port of this machine included: browsers send
+    its origin, or mark the request as cross-site.
     """
 
     def admit(self, headers: Mapping[str, str], client: str | None) -> Principal:
@@ -91,15 +93,15 @@ class LoopbackAuth(Authenticator):
         if (client is not None and not is_loopback(client)) or not is_loopback(_host(f"//{host}")):
             raise ApiError(
                 "Without API keys only this machine is served, under the name localhost: start "
-                "the server with --keys FILE, or ask from the machine itself.",
+                "the server with --keys FILE, or connect from this machine.",
                 403,
                 "forbidden",
             )
         own = f"http://{host}".lower()
         if headers.get("origin", own) != own or headers.get("sec-fetch-site", "none") in CROSS_SITE:
             raise ApiError(
-                "Without API keys only the page of this server may ask from a browser: start the "
-                f"server with --keys FILE, or open {own}.",
+                "Without API keys only the page of this server has access from a browser: start "
+                f"the server with --keys FILE, or open {own}.",
                 403,
                 "forbidden",
             )
@@ -107,7 +109,7 @@ class LoopbackAuth(Authenticator):
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether a name or an address is this machine's own loopback."""
+    """True for `localhost` and for loopback addresses."""
     if host == "localhost":
         return True
     try:
@@ -117,34 +119,34 @@ def is_loopback(host: str | None) -> bool:
 
 
 def parse_keys(text: str, where: str) -> dict[str, Principal]:
-    """Keys and whose they are, from lines (or parts between commas) of `NAME KEY [operator]`.
+    """Principals by key, from lines (or comma-separated parts) of `NAME KEY [operator]`.
 
     Args:
-        where: what the text is, for errors.
+        where: source of the text, for error messages.
 
     Raises:
-        InputError: a line is none, or a key stands there twice; no key is repeated in the message.
+        InputError: a line is malformed or a key is duplicate; the message contains no key.
     """
-    found: dict[str, Principal] = {}
+    keys: dict[str, Principal] = {}
     lines = text.replace(",", "\n").splitlines()
     for number, line in enumerate(lines, 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
         _check(words, f"{where}, line {number}")
-        if words[1] in found:
-            raise InputError(f"{where}, line {number}: this key stood there before: make another.")
-        found[words[1]] = Principal(words[0], is_operator=words[2:] == [OPERATOR])
-    if not found:
+        if words[1] in keys:
+            raise InputError(f"{where}, line {number}: this key is a duplicate: make another.")
+        keys[words[1]] = Principal(words[0], is_operator=words[2:] == [OPERATOR])
+    if not keys:
         raise InputError(f"{where} holds no key: write lines of 'NAME KEY', or leave it out.")
-    return found
+    return keys
 
 
 def load_keys(path: Path) -> dict[str, Principal]:
-    """The keys of a file.
+    """Principals by key from a file.
 
     Raises:
-        InputError: it cannot be read, or see `parse_keys`.
+        InputError: the file cannot be read, or as `parse_keys`.
     """
     try:
         return parse_keys(path.read_text(encoding="utf-8"), str(path))

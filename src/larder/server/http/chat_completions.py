@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`."""
+"""Chat completions endpoint, `POST /v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ router = APIRouter(tags=["text"], route_class=JsonRoute)
 
 
 class StreamOptions(BaseModel):
-    """What a stream holds beside text."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
 
@@ -57,24 +57,26 @@ class ChatCompletionRequest(GenerationRequest):
     stream_options: StreamOptions | None = None
 
     def turns(self) -> tuple[ChatMessage, ...]:
-        """The messages as ours."""
+        """Messages in the form of the engine."""
         return tuple(message.turn() for message in self.messages)
 
 
 @router.post("/v1/chat/completions")
-async def chat_completions(http: HttpRequest, asked: ChatCompletionRequest) -> Response:
-    """Answer a conversation, in one piece or as it comes."""
-    desk, hint = app_state(http), request_session_hint(http, app_state(http), asked)
-    longest = asked.max_completion_tokens or asked.max_tokens
-    turns = await run_in_threadpool(asked.turns)
-    wanted = engine_request(http, desk, asked, hint.name, longest, stop_strings(asked.stop), turns)
-    heard = await stream_answer(http, desk, wanted, hint.is_firm)
-    kind = "chat.completion.chunk" if asked.stream else "chat.completion"
-    head = ChunkHeader(new_id("chatcmpl-"), kind, int(time.time()), asked.model)
-    if asked.stream:
-        has_usage = asked.stream_options is not None and asked.stream_options.include_usage
-        return EventStream(_chunks(head, heard, has_usage))
-    text, report = await collect_answer(heard)
+async def chat_completions(http: HttpRequest, body: ChatCompletionRequest) -> Response:
+    """Answer a conversation, as one body or as a stream."""
+    state, hint = app_state(http), request_session_hint(http, app_state(http), body)
+    max_new_tokens = body.max_completion_tokens or body.max_tokens
+    turns = await run_in_threadpool(body.turns)
+    request = engine_request(
+        http, state, body, hint.name, max_new_tokens, stop_strings(body.stop), turns
+    )
+    answer = await stream_answer(http, state, request, hint.is_firm)
+    kind = "chat.completion.chunk" if body.stream else "chat.completion"
+    head = ChunkHeader(new_id("chatcmpl-"), kind, int(time.time()), body.model)
+    if body.stream:
+        has_usage = body.stream_options is not None and body.stream_options.include_usage
+        return EventStream(_chunks(head, answer, has_usage))
+    text, report = await collect_answer(answer)
     message = {"role": "assistant", "content": text, "refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": report.reason}
     return JSONResponse(
@@ -83,10 +85,10 @@ async def chat_completions(http: HttpRequest, asked: ChatCompletionRequest) -> R
 
 
 async def _chunks(
-    head: ChunkHeader, heard: AnswerStream, has_usage: bool
+    head: ChunkHeader, answer: AnswerStream, has_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     yield sse_event(head.with_({"choices": [_delta({"role": "assistant", "content": ""})]}))
-    async for frame in with_pings(heard):
+    async for frame in with_pings(answer):
         if isinstance(frame, bytes):
             yield frame
         elif isinstance(frame, str):

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: a bare text to continue, without a chat template."""
+"""Completions endpoint, `POST /v1/completions`: continues raw text without a chat template."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Ids = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
 
 
 class CompletionRequest(GenerationRequest):
-    """A text to continue: itself, a list of one text, or its token ids."""
+    """Text to continue: a string, a list of one string, or token ids."""
 
     prompt: Text | Texts | Ids | tuple[Ids]
     max_tokens: Tokens | None = None
@@ -54,36 +54,36 @@ class CompletionRequest(GenerationRequest):
 
 
 @router.post("/v1/completions")
-async def completions(http: HttpRequest, asked: CompletionRequest) -> Response:
-    """Continue a text, in one piece or as it comes."""
-    desk, hint = app_state(http), request_session_hint(http, app_state(http), asked)
-    wanted = engine_request(
+async def completions(http: HttpRequest, body: CompletionRequest) -> Response:
+    """Continue a text, as one body or as a stream."""
+    state, hint = app_state(http), request_session_hint(http, app_state(http), body)
+    request = engine_request(
         http,
-        desk,
-        asked,
+        state,
+        body,
         hint.name,
-        asked.max_tokens,
-        stop_strings(asked.stop),
-        raw_prompt=await run_in_threadpool(_prompt, desk, asked.prompt),
+        body.max_tokens,
+        stop_strings(body.stop),
+        raw_prompt=await run_in_threadpool(_prompt, state, body.prompt),
     )
-    heard = await stream_answer(http, desk, wanted, hint.is_firm)
-    head = ChunkHeader(new_id("cmpl-"), "text_completion", int(time.time()), asked.model)
-    if asked.stream:
-        has_usage = asked.stream_options is not None and asked.stream_options.include_usage
-        return EventStream(_chunks(head, heard, has_usage))
-    text, report = await collect_answer(heard)
-    told = {
+    answer = await stream_answer(http, state, request, hint.is_firm)
+    head = ChunkHeader(new_id("cmpl-"), "text_completion", int(time.time()), body.model)
+    if body.stream:
+        has_usage = body.stream_options is not None and body.stream_options.include_usage
+        return EventStream(_chunks(head, answer, has_usage))
+    text, report = await collect_answer(answer)
+    fields = {
         "choices": [_choice(text, report.reason)],
         "usage": usage(report),
         "kv": kv_usage(report),
     }
-    return JSONResponse(head.with_(told))
+    return JSONResponse(head.with_(fields))
 
 
 async def _chunks(
-    head: ChunkHeader, heard: AnswerStream, has_usage: bool
+    head: ChunkHeader, answer: AnswerStream, has_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    async for frame in with_pings(heard):
+    async for frame in with_pings(answer):
         if isinstance(frame, bytes):
             yield frame
         elif isinstance(frame, str):
@@ -103,15 +103,15 @@ def _choice(text: str, reason: str | None = None) -> dict[str, Any]:
     return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
 
 
-def _prompt(desk: AppState, prompt: str | list[str] | list[int] | tuple[list[int]]) -> str:
-    """The one text that is meant."""
+def _prompt(state: AppState, prompt: str | list[str] | list[int] | tuple[list[int]]) -> str:
+    """Text of the prompt; token ids are detokenized."""
     if isinstance(prompt, str):
         return prompt
     if prompt and isinstance(prompt[0], int):
-        return desk.hub.detokenize([each for each in prompt if isinstance(each, int)])
+        return state.client.detokenize([each for each in prompt if isinstance(each, int)])
     if len(prompt) != 1:
-        raise invalid_field(f"prompt holds {len(prompt)} texts: send one per request.", "prompt")
+        raise invalid_field(f"prompt has {len(prompt)} texts: send one per request.", "prompt")
     [only] = prompt
     if isinstance(only, list):
-        return desk.hub.detokenize(only)
+        return state.client.detokenize(only)
     return str(only)

@@ -1,4 +1,4 @@
-"""Connections: what a client may send before its request is complete, and for how long."""
+"""HTTP connections with limits on the size and duration of incomplete requests."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ from uvicorn.server import ServerState
 
 from larder.server.http.app_state import HttpSettings
 
-UNREAD_BYTES = 1 << 20  # of a refused body that are taken, so that the client hears why
+UNREAD_BYTES = 1 << 20  # read of a rejected body, so that the client receives the response
 TIMEOUT_MESSAGE = b"The request did not arrive in time."
 
 
 class ServerConfig(uvicorn.Config):
-    """How uvicorn serves an application of ours: by h11, whose heads are bounded, whatever other
-    parser is installed.
+    """Uvicorn configuration of the application: always h11, which bounds the size of headers.
 
     Args:
-        app: made by `create_app`.
-        more: of `uvicorn.Config`.
+        app: application of `create_app`.
+        more: further arguments of `uvicorn.Config`.
     """
 
     def __init__(self, app: FastAPI, **more: Any) -> None:
-        self.settings: HttpSettings = app.state.desk.settings
+        self.settings: HttpSettings = app.state.larder.settings
         super().__init__(
             app,
             http=TimedConnection,
             ws="none",
             h11_max_incomplete_event_size=self.settings.max_head_bytes,
             limit_concurrency=self.settings.max_connections,
-            # Its own configuration of logging would close the handlers of everybody else.
+            # The log configuration of uvicorn would close existing handlers.
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -43,11 +42,11 @@ class ServerConfig(uvicorn.Config):
 
 
 class TimedConnection(H11Protocol):
-    """A connection that is closed when a request does not arrive in time.
+    """Connection that is closed when a request does not arrive in time.
 
-    A request has `request_seconds` from its first byte, and the first one from the start of the
-    connection; what has come extends that at `request_bytes_per_second`. Where more than half of
-    `max_connections` wait for a request, the one that has waited longest is closed.
+    A request has `request_seconds` from its first byte, the first request from the start of the
+    connection; received bytes extend the time at `request_bytes_per_second`. When more than half
+    of `max_connections` wait for a request, the one that has waited longest is closed.
     """
 
     def __init__(
@@ -60,12 +59,12 @@ class TimedConnection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self._settings = config.settings
         self._timer: asyncio.TimerHandle | None = None
-        self._began, self._received, self._unread = 0.0, 0, 0
+        self._started_at, self._received, self._unread = 0.0, 0, 0
 
     @property
     def waits_since(self) -> float | None:
-        """When the request that is awaited began, by the loop's clock; None where there is none."""
-        return None if self._timer is None else self._began
+        """Start of the incomplete request by the loop's clock; None if there is none."""
+        return None if self._timer is None else self._started_at
 
     def connection_made(self, transport: Any) -> None:  # uvloop has transports of its own
         super().connection_made(transport)
@@ -93,22 +92,22 @@ class TimedConnection(H11Protocol):
             self.close()
             return
         super().data_received(data)
-        self._follow()
+        self._update_timer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._follow()
+        self._update_timer()
 
     def close(self) -> None:
-        """Close the connection without what it was waiting for."""
+        """Close the connection; an incomplete request gets a 408."""
         self._stop()
         if not self.transport.is_closing():
             if self._received and self.conn.our_state is h11.IDLE:
-                self._tell_late()
+                self._send_timeout()
             self.transport.close()
 
     def _start(self) -> None:
-        self._began, self._received, self._unread = self.loop.time(), 0, 0
+        self._started_at, self._received, self._unread = self.loop.time(), 0, 0
         self._timer = self.loop.call_later(self._settings.request_seconds, self._expire)
 
     def _stop(self) -> None:
@@ -116,8 +115,8 @@ class TimedConnection(H11Protocol):
             self._timer.cancel()
             self._timer = None
 
-    def _follow(self) -> None:
-        """Have the clock run exactly while a request is incomplete."""
+    def _update_timer(self) -> None:
+        """Run the timer exactly while a request is incomplete."""
         state = self.conn.their_state
         is_incomplete = state is h11.SEND_BODY or (
             state is h11.IDLE and bool(self.conn.trailing_data[0])
@@ -130,15 +129,15 @@ class TimedConnection(H11Protocol):
     def _expire(self) -> None:
         rate = self._settings.request_bytes_per_second
         allowed = self._settings.request_seconds + self._received / rate
-        left = self._began + allowed - self.loop.time()
-        if self.flow.read_paused:  # it is us who do not read
-            left = self._settings.request_seconds
-        if left > 0:
-            self._timer = self.loop.call_later(left, self._expire)
+        remaining = self._started_at + allowed - self.loop.time()
+        if self.flow.read_paused:  # the server has paused reading
+            remaining = self._settings.request_seconds
+        if remaining > 0:
+            self._timer = self.loop.call_later(remaining, self._expire)
         else:
             self.close()
 
-    def _tell_late(self) -> None:
+    def _send_timeout(self) -> None:
         headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
         for event in (
             h11.Response(status_code=408, headers=headers, reason=b"Request Timeout"),

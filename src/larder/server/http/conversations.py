@@ -1,7 +1,7 @@
-"""`/v1/conversations`: conversations that the server remembers, message by message.
+"""Conversations endpoints, `/v1/conversations`: transcripts stored by the server.
 
-The session of a conversation is named after it. If an item is deleted, the text is another one:
-the next answer reads it again as far as it must, and its session is a new one.
+The session of a conversation has the same name. Deleting an item changes the text: the next answer
+recomputes what it must, in a new session.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ CONTENT_TYPES = {"assistant": "output_text"}
 
 
 class ConversationCreateRequest(JsonBody):
-    """A conversation to make."""
+    """Body of a request that creates a conversation."""
 
     items: Annotated[list[InputMessage], Field(max_length=10_000, fail_fast=True)] | None = None
     metadata: Metadata | None = None
 
 
 class ConversationUpdateRequest(JsonBody):
-    """What to note about a conversation."""
+    """New metadata of a conversation."""
 
     metadata: Metadata | None = None
 
@@ -54,57 +54,57 @@ class ItemsCreateRequest(JsonBody):
 
 
 @router.post("")
-def create(http: HttpRequest, begun: ConversationCreateRequest | None = None) -> JSONResponse:
-    """Make a conversation, with or without messages."""
-    desk, tenant, name = app_state(http), tenant_of(http), new_id("conv_")
-    wanted = begun or ConversationCreateRequest()
+def create(http: HttpRequest, body: ConversationCreateRequest | None = None) -> JSONResponse:
+    """Create a conversation, with or without messages."""
+    state, tenant, name = app_state(http), tenant_of(http), new_id("conv_")
+    item_id = body or ConversationCreateRequest()
     document = {
         "id": name,
         "object": "conversation",
         "created_at": int(time.time()),
-        "metadata": wanted.metadata or {},
+        "metadata": item_id.metadata or {},
         "session": name,
         "sessions": [name],
     }
-    with desk.archive.together():
-        desk.archive.put(tenant, CONVERSATION, name, document)
-        desk.archive.append(tenant, name, new_items(wanted.items or ()))
+    with state.archive.together():
+        state.archive.put(tenant, CONVERSATION, name, document)
+        state.archive.append(tenant, name, new_items(item_id.items or ()))
     return JSONResponse(_conversation_json(document))
 
 
 @router.get("/{name}")
 def retrieve(http: HttpRequest, name: str) -> JSONResponse:
-    """Tell of a conversation."""
+    """Retrieve a conversation."""
     return JSONResponse(
         _conversation_json(stored_conversation(app_state(http), tenant_of(http), name))
     )
 
 
 @router.post("/{name}")
-def update(http: HttpRequest, name: str, told: ConversationUpdateRequest) -> JSONResponse:
-    """Note something else about a conversation."""
-    desk, tenant = app_state(http), tenant_of(http)
-    with desk.archive.together():
-        document = {**stored_conversation(desk, tenant, name), "metadata": told.metadata or {}}
-        desk.archive.put(tenant, CONVERSATION, name, document)
+def update(http: HttpRequest, name: str, body: ConversationUpdateRequest) -> JSONResponse:
+    """Replace the metadata of a conversation."""
+    state, tenant = app_state(http), tenant_of(http)
+    with state.archive.together():
+        document = {**stored_conversation(state, tenant, name), "metadata": body.metadata or {}}
+        state.archive.put(tenant, CONVERSATION, name, document)
     return JSONResponse(_conversation_json(document))
 
 
 @router.delete("/{name}")
 def delete(http: HttpRequest, name: str) -> JSONResponse:
-    """Forget a conversation, and every session that has held it."""
-    desk, tenant = app_state(http), tenant_of(http)
+    """Delete a conversation and every session that has held it."""
+    state, tenant = app_state(http), tenant_of(http)
     try:
-        sessions = stored_conversation(desk, tenant, name)["sessions"]
-    except Damaged:  # what it tells is not believed, and it goes
+        sessions = stored_conversation(state, tenant, name)["sessions"]
+    except Damaged:  # its list of sessions is not trusted
         sessions = [name]
     for session in sessions:
         try:
-            desk.hub.remove(tenant, session)
+            state.client.remove(tenant, session)
         except ApiError as refusal:
-            if refusal.code != "session_not_found":  # nothing was asked in it, or it is gone
+            if refusal.code != "session_not_found":  # never used, or already removed
                 raise
-    desk.archive.remove(tenant, CONVERSATION, name)
+    state.archive.remove(tenant, CONVERSATION, name)
     return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
 
 
@@ -125,40 +125,40 @@ def list_items(
 
 
 @router.post("/{name}/items")
-def add_items(http: HttpRequest, name: str, added: ItemsCreateRequest) -> JSONResponse:
+def add_items(http: HttpRequest, name: str, body: ItemsCreateRequest) -> JSONResponse:
     """Add messages to a conversation."""
-    desk, tenant = app_state(http), tenant_of(http)
-    items = new_items(added.items)
-    with desk.archive.together():
-        stored_conversation(desk, tenant, name)
-        desk.archive.append(tenant, name, items)
+    state, tenant = app_state(http), tenant_of(http)
+    items = new_items(body.items)
+    with state.archive.together():
+        stored_conversation(state, tenant, name)
+        state.archive.append(tenant, name, items)
     return JSONResponse(page(items, len(items), None))
 
 
 @router.get("/{name}/items/{item}")
 def retrieve_item(http: HttpRequest, name: str, item: str) -> JSONResponse:
-    """Tell one message of a conversation."""
+    """Retrieve one message of a conversation."""
     return JSONResponse(item_json(_item(app_state(http), tenant_of(http), name, item)))
 
 
 @router.delete("/{name}/items/{item}")
 def delete_item(http: HttpRequest, name: str, item: str) -> JSONResponse:
-    """Take a message out of a conversation."""
-    desk, tenant = app_state(http), tenant_of(http)
-    desk.archive.remove_item(tenant, name, _item(desk, tenant, name, item).id)
-    return JSONResponse(_conversation_json(stored_conversation(desk, tenant, name)))
+    """Delete a message of a conversation."""
+    state, tenant = app_state(http), tenant_of(http)
+    state.archive.remove_item(tenant, name, _item(state, tenant, name, item).id)
+    return JSONResponse(_conversation_json(stored_conversation(state, tenant, name)))
 
 
-def stored_conversation(desk: AppState, tenant: str, name: str) -> dict[str, Any]:
-    """A conversation of a tenant.
+def stored_conversation(state: AppState, tenant: str, name: str) -> dict[str, Any]:
+    """Stored document of a tenant's conversation.
 
     Raises:
-        Refusal: 404 `conversation_not_found`.
+        ApiError: 404 `conversation_not_found`.
     """
-    document = desk.archive.get(tenant, CONVERSATION, name)
+    document = state.archive.get(tenant, CONVERSATION, name)
     if document is None:
         raise not_found(
-            "There is no such conversation: make one with POST /v1/conversations.",
+            "There is no such conversation: create one with POST /v1/conversations.",
             "conversation_not_found",
             "conversation",
         )
@@ -166,12 +166,12 @@ def stored_conversation(desk: AppState, tenant: str, name: str) -> dict[str, Any
 
 
 def new_items(messages: Sequence[InputMessage]) -> tuple[ConversationItem, ...]:
-    """Messages with ids of their own."""
+    """Messages with new item ids."""
     return tuple(ConversationItem(new_id("msg_"), message.turn()) for message in messages)
 
 
 def item_json(item: ConversationItem) -> dict[str, Any]:
-    """A message as conversations and responses tell it."""
+    """Conversation item as JSON."""
     kind = CONTENT_TYPES.get(item.turn.role, "input_text")
     content: dict[str, Any] = {"type": kind, "text": item.turn.text}
     if kind == "output_text":
@@ -186,10 +186,10 @@ def item_json(item: ConversationItem) -> dict[str, Any]:
 
 
 def page(items: Sequence[ConversationItem], limit: int, after: str | None) -> dict[str, Any]:
-    """Some of a list of messages.
+    """Page of a list of messages as JSON.
 
     Raises:
-        Refusal: 404, if `after` is none of them.
+        ApiError: 404 if no message has the id `after`.
     """
     start, names = 0, [item.id for item in items]
     if after is not None:
@@ -206,10 +206,10 @@ def page(items: Sequence[ConversationItem], limit: int, after: str | None) -> di
     }
 
 
-def _item(desk: AppState, tenant: str, name: str, wanted: str) -> ConversationItem:
-    stored_conversation(desk, tenant, name)
-    for item in desk.archive.items(tenant, name):
-        if item.id == wanted:
+def _item(state: AppState, tenant: str, name: str, item_id: str) -> ConversationItem:
+    stored_conversation(state, tenant, name)
+    for item in state.archive.items(tenant, name):
+        if item.id == item_id:
             return item
     raise not_found("There is no such item in this conversation.", "item_not_found")
 

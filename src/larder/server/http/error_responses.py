@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients understand them: a status, a body, and whether to try again."""
+"""Error responses in OpenAI's form: status, body and retry headers."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ FRAMEWORK_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 class BodyError(HTTPException):
-    """A refusal while a body is read: FastAPI hands on no error but its own from there."""
+    """ApiError raised while a body is read; FastAPI propagates only its own errors from there."""
 
     def __init__(self, refusal: ApiError) -> None:
         super().__init__(refusal.status, str(refusal))
         self.refusal = refusal
 
 
-# What clients try again by themselves, unless they are told not to.
+# Statuses that clients retry by default.
 RETRIED_STATUSES = (408, 409, 429)
-# The first that an error is one of says what becomes of it: status, code, seconds to wait.
+# Status, code and seconds to wait by error class; the first match counts.
 STATUSES: Sequence[tuple[type[LarderError], int, str, float | None]] = (
     (StoreSlow, 503, "store_slow", 1.0),
     (StoreFull, 503, "store_full", None),
@@ -59,48 +59,50 @@ STATUSES: Sequence[tuple[type[LarderError], int, str, float | None]] = (
 )
 
 
-# What clients are told of the server's disk: where it lies is nobody's business.
+# Messages about the store without paths of the server.
 PUBLIC_MESSAGES = {
-    "store_slow": "The server's disk does not answer: try again.",
-    "store_full": "The server's disk takes no more: tell whoever runs it.",
-    "store_damaged": "What the server has kept of this is damaged: tell whoever runs it.",
+    "store_slow": "The server's store does not respond: try again.",
+    "store_full": "The server's store is full: tell the operator.",
+    "store_damaged": "The stored data of this request is damaged: tell the operator.",
 }
 
 
 def invalid_field(message: str, param: str | None = None, code: str = INVALID_REQUEST) -> ApiError:
-    """A request that will never do as it is."""
+    """400 error about a field of the request."""
     return ApiError(message, 400, code, param)
 
 
-def malformed_field(steps: Sequence[int | str], why: str) -> ApiError:
-    """A value that does not have the form of its field.
+def malformed_field(steps: Sequence[int | str], reason: str) -> ApiError:
+    """400 error about a value that does not match the schema.
 
     Args:
-        steps: from the body to the value.
+        steps: path from the body to the value.
     """
     place = ".".join(str(step) for step in steps if _is_field(step))[:200] or None
-    said = f"{place or 'The body'}: {why}."
-    return invalid_field(said.encode("utf-8", "replace").decode(), place)
+    message = f"{place or 'The body'}: {reason}."
+    return invalid_field(message.encode("utf-8", "replace").decode(), place)
 
 
 def not_found(message: str, code: str, param: str | None = None) -> ApiError:
-    """Something that is not there, or not for who asks: the two are told alike."""
+    """404 error; the same for missing resources and those of other tenants."""
     return ApiError(message, 404, code, param)
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Any error as one for clients; what is nobody's business but ours is not in it."""
+    """ApiError for clients of any exception, without internal details."""
     if isinstance(error, ApiError):
         return error
     for kind, status, code, retry_after in STATUSES:
         if isinstance(error, kind):
-            said = PUBLIC_MESSAGES.get(code) or " ".join(str(error).split())
-            return ApiError(said, status, code, retry_after=retry_after)
-    return ApiError("The server has failed; its log says why.", 500, "internal_error")
+            message = PUBLIC_MESSAGES.get(code) or " ".join(str(error).split())
+            return ApiError(message, status, code, retry_after=retry_after)
+    return ApiError(
+        "Internal server error; the server's log has the details.", 500, "internal_error"
+    )
 
 
 def error_body(refusal: ApiError) -> dict[str, Any]:
-    """The JSON of an error."""
+    """JSON body of an error."""
     return {
         "error": {
             "message": str(refusal),
@@ -112,7 +114,7 @@ def error_body(refusal: ApiError) -> dict[str, Any]:
 
 
 def error_response(refusal: ApiError) -> JSONResponse:
-    """An error as a whole response."""
+    """Complete HTTP response of an error."""
     headers: dict[str, str] = {}
     if refusal.retry_after is not None:
         headers["retry-after"] = str(max(1, math.ceil(refusal.retry_after)))
@@ -124,36 +126,37 @@ def error_response(refusal: ApiError) -> JSONResponse:
 
 
 async def on_larder_error(request: HttpRequest, error: Exception) -> JSONResponse:
-    """Errors of ours."""
+    """Handler of LarderErrors."""
     return error_response(as_api_error(error))
 
 
 async def on_http_error(request: HttpRequest, error: Exception) -> JSONResponse:
-    """Errors of the framework: unknown paths, methods, broken bodies."""
+    """Handler of framework errors: unknown paths, methods, broken bodies."""
     if isinstance(error, BodyError):
         return error_response(error.refusal)
     assert isinstance(error, BareHTTPException)
     code = FRAMEWORK_CODES.get(error.status_code, INVALID_REQUEST)
-    told = error_response(ApiError(f"{error.detail}.".replace("..", "."), error.status_code, code))
-    told.headers.update(error.headers or {})
-    return told
+    response = error_response(
+        ApiError(f"{error.detail}.".replace("..", "."), error.status_code, code)
+    )
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def on_validation_error(request: HttpRequest, error: Exception) -> JSONResponse:
-    """A body or a parameter that does not have the form of the endpoint."""
+    """Handler of bodies and parameters that do not match the schema of the endpoint."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     return error_response(malformed_field(first["loc"], first["msg"]))
 
 
 async def on_unexpected_error(request: HttpRequest, error: Exception) -> JSONResponse:
-    """What should not have happened: the client learns nothing of the inside."""
+    """Handler of unexpected exceptions; clients get no internal details."""
     return error_response(as_api_error(error))
 
 
 def _is_field(part: int | str) -> bool:
-    """Whether a step towards what is wrong is a field's name or a place in a list; other steps
-    name types."""
+    """True if a path step is a field name or a list index; other steps name types."""
     return isinstance(part, int) or (
         part.isidentifier() and part.islower() and part not in LOCATION_TYPES
     )

@@ -1,9 +1,9 @@
-"""JSON requests, decoded into no more than their models have fields for.
+"""JSON request bodies, decoded only into the fields of their model.
 
-A JSON parser builds whatever a client sends, and a model then drops most of it: 64 MiB of `{}` in
-an unknown field take gigabytes on the way. Here the containers of a model's fields are a schema
-for msgspec. It skips unknown fields without building them and stops at the first value of another
-shape; the model then checks the values.
+A plain JSON parser builds everything that a client sends before the model drops it: 64 MiB of `{}`
+in an unknown field take gigabytes. Here the containers of a model's fields form a msgspec schema,
+which skips unknown fields without building them and stops at the first value of another shape; the
+model then validates the values.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from larder.server.http.error_responses import invalid_field, malformed_field
 Scalar = str | int | float | bool | None
 MISSING_FIELD = msgspec.Raw(b"")
 CONTAINERS = (dict, list, tuple, msgspec.Struct)
-MAX_PARTS = 40_000  # in a field: what comes behind the decoder looks at each of them
+MAX_PARTS = 40_000  # of a field: validation visits each of them
 MAX_ITEMS = 1 << 20  # of a list
-MAPPING_BYTES = 1 << 20  # of a field whose names are free: each is stored and hashed
-SMALL_BYTES = 256  # of a value that is compared with a few constants
+MAPPING_BYTES = 1 << 20  # of a mapping with arbitrary names: each is stored and hashed
+SMALL_BYTES = 256  # of an extra field, which is only compared with constants
 PATH_STEP = re.compile(r"\[(\d+|\.\.\.)\]")
 Model = TypeVar("Model", bound="JsonBody")
 
 
 class JsonBody(BaseModel):
-    """A request's JSON.
+    """Base of request bodies.
 
-    `extra_fields` are names of fields that the model does not have and still gets, as
-    `model_extra`, where its configuration allows that.
+    `extra_fields` names undeclared fields that are passed to the model as `model_extra`, where its
+    configuration allows that.
     """
 
     extra_fields: ClassVar[frozenset[str]] = frozenset()
 
 
 def decode_body(model: type[Model], content: bytes) -> Model | None:
-    """The model that a request's JSON describes; None for `null`.
+    """Model instance decoded from JSON; None for `null`.
 
     Raises:
-        Refusal: 400: this is no JSON, none of this model, or has more parts than any request.
+        ApiError: 400: the content is not JSON, does not match the model, or has too many parts.
     """
     if content.strip() == b"null":
         return None
@@ -63,34 +63,34 @@ def decode_body(model: type[Model], content: bytes) -> Model | None:
         return model.model_validate(fields, from_attributes=True)
     except ValidationError as error:
         [first, *_] = error.errors(include_url=False, include_context=False, include_input=False)
-    del fields  # else the refusal would keep them, and as its cause the error likewise
+    del fields  # else the traceback of the error would keep them alive
     raise malformed_field(first["loc"], first["msg"])
 
 
 def _fields(model: type[JsonBody], content: bytes) -> dict[str, Any]:
-    """The fields of a model, decoded as far as the model looks at them."""
+    """Fields of a model, decoded as far as the model reads them."""
     try:
-        told = msgspec.json.decode(content, type=_top(model))
+        decoded = msgspec.json.decode(content, type=_top(model))
     except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors
-        raise invalid_field(
-            f"The body is no JSON object, or holds what is no text ({error})."
-        ) from error
-    found = {
-        name: raw for name, raw in msgspec.structs.asdict(told).items() if raw is not MISSING_FIELD
+        raise invalid_field(f"The body is not a JSON object of valid text ({error}).") from error
+    present = {
+        name: raw
+        for name, raw in msgspec.structs.asdict(decoded).items()
+        if raw is not MISSING_FIELD
     }
     return {
         name: _extra(raw) if name in model.extra_fields else _value(model, name, raw)
-        for name, raw in found.items()
+        for name, raw in present.items()
     }
 
 
 def _extra(raw: msgspec.Raw) -> Any:
-    """A small value; larger ones as they are, because they equal no constant."""
+    """Decoded value if small; larger ones stay raw, because they equal no constant."""
     return msgspec.json.decode(raw) if len(raw) <= SMALL_BYTES else raw
 
 
 def _value(model: type[JsonBody], name: str, raw: msgspec.Raw) -> Any:
-    """A field's value in the first of its shapes that it has."""
+    """Value of a field, decoded as the first of its shapes that matches."""
     why = ""
     for shape in _shapes_of(model, name):
         if get_origin(shape) is dict and len(raw) > MAPPING_BYTES:
@@ -107,15 +107,15 @@ def _value(model: type[JsonBody], name: str, raw: msgspec.Raw) -> Any:
             if _has_more_parts(value, MAX_PARTS):
                 raise invalid_field(f"{name} has more than {MAX_PARTS} fields and lists.", name)
             return value
-    said, _, path = why.partition(" - at `$")  # with the place as the field's path
+    reason, _, path = why.partition(" - at `$")  # the path of the field follows
     steps = PATH_STEP.sub(r".\1", path.rstrip("`")).replace("....", "")
-    place = f"{name}{steps}"[:200]
-    raise invalid_field(f"{place}: {said}.", place)
+    location = f"{name}{steps}"[:200]
+    raise invalid_field(f"{location}: {reason}.", location)
 
 
 def _decode_without_gc(raw: msgspec.Raw, shape: Any) -> Any:
-    """A value, decoded without the garbage collector, which would go through all that is made
-    again and again while it grows, and find nothing: a decoder makes no cycles."""
+    """Value decoded with the garbage collector disabled: a decoder creates no cycles, and repeated
+    collections of the growing value would be wasted."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -126,17 +126,17 @@ def _decode_without_gc(raw: msgspec.Raw, shape: Any) -> Any:
 
 
 def _has_more_parts(value: Any, limit: int) -> bool:
-    """Whether a value holds more fields and lists than a limit; no more of them are looked at."""
+    """True if a value has more fields and lists than a limit; stops counting there."""
     waiting, count = [value] if isinstance(value, CONTAINERS) else [], 0
     while waiting and count <= limit:
-        found = waiting.pop()
-        if isinstance(found, msgspec.Struct):
-            found = msgspec.structs.astuple(found)
-            count += len(found)
-        elif isinstance(found, dict):
-            count += len(found)
-            found = found.values()
-        parts = [each for each in islice(found, limit + 1) if isinstance(each, CONTAINERS)]
+        present = waiting.pop()
+        if isinstance(present, msgspec.Struct):
+            present = msgspec.structs.astuple(present)
+            count += len(present)
+        elif isinstance(present, dict):
+            count += len(present)
+            present = present.values()
+        parts = [each for each in islice(present, limit + 1) if isinstance(each, CONTAINERS)]
         count += len(parts)
         waiting += parts
     return count > limit
@@ -144,7 +144,7 @@ def _has_more_parts(value: Any, limit: int) -> bool:
 
 @cache
 def _top(model: type[JsonBody]) -> type[msgspec.Struct]:
-    """A model's fields, each left as it was spelled."""
+    """Struct with the fields of a model as raw JSON."""
     names = dict.fromkeys((*model.model_fields, *model.extra_fields))
     return msgspec.defstruct(model.__name__, [(name, msgspec.Raw, MISSING_FIELD) for name in names])
 
@@ -155,9 +155,9 @@ def _shapes_of(model: type[JsonBody], name: str) -> tuple[Any, ...]:
 
 
 def _shapes(annotation: Any) -> Iterator[Any]:
-    """The shapes that a value of a type can have, scalars first.
+    """Shapes of the values of a type, scalars first.
 
-    Scalars are not told apart: whether a number will do is the model's to say.
+    All scalars are one shape: the model validates their type.
     """
     members = list(_members(annotation))
     containers = [each for each in map(_container, members) if each is not None]
@@ -167,7 +167,7 @@ def _shapes(annotation: Any) -> Iterator[Any]:
 
 
 def _members(annotation: Any) -> Iterator[Any]:
-    """The members of a union, without what annotates them."""
+    """Members of a union without annotations."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from _members(get_args(annotation)[0])
@@ -179,7 +179,7 @@ def _members(annotation: Any) -> Iterator[Any]:
 
 
 def _container(annotation: Any) -> Any:
-    """The shape of a list, a tuple, a mapping or a model; None of a scalar."""
+    """Shape of a list, tuple, mapping or model; None for a scalar."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is list:
         return list[_union(inner[0])]
@@ -199,5 +199,5 @@ def _container(annotation: Any) -> Any:
 
 
 def _union(annotation: Any) -> Any:
-    """The union of a value's shapes."""
-    return Union[tuple(_shapes(annotation))]  # noqa: UP007, of types that are computed
+    """Union of the shapes of a type."""
+    return Union[tuple(_shapes(annotation))]  # noqa: UP007, computed types

@@ -1,4 +1,4 @@
-"""Routes whose JSON bodies are decoded into the fields of their model alone."""
+"""FastAPI route that decodes JSON bodies within the body budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
 class JsonRequest(HttpRequest):
-    """A request whose JSON is the model that it describes."""
+    """Request whose `json()` is an instance of its model."""
 
     def __init__(self, http: HttpRequest, model: type[JsonBody]) -> None:
         super().__init__(http.scope, http.receive)
@@ -33,10 +33,10 @@ class JsonRequest(HttpRequest):
 
 
 class JsonRoute(APIRoute):
-    """A route that decodes its body by `Bodies`, where it has one."""
+    """Route that decodes its body, if it has one, by `BodyBudget`."""
 
     def get_route_handler(self) -> Callable[[HttpRequest], Any]:
-        """The handler of the route's requests."""
+        """Request handler of the route."""
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
@@ -49,7 +49,7 @@ class JsonRoute(APIRoute):
 
 
 def _model_of(annotation: Any) -> type[JsonBody]:
-    """The model of a body, which may be left out."""
+    """Model of a body annotation, which may be optional."""
     [model] = [each for each in (annotation, *get_args(annotation)) if _is_model(each)]
     return model
 

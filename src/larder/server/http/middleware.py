@@ -1,4 +1,4 @@
-"""What stands before every endpoint: who asks, and how much may be sent."""
+"""ASGI middleware for authentication, request limits and security headers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from larder.store.ledger import NO_TENANT, Reservation
 
 SCRIPTS = ("talk", "map", "turns", "list", "page", "start")
 ASSETS = frozenset({"/page.css", *(f"/{name}.js" for name in SCRIPTS)})
-# What says nothing of anybody. Everything else, unknown paths too, takes a key.
+# Paths without tenant data. Everything else, unknown paths included, needs a key.
 PUBLIC_PATHS = frozenset({"/", "/health"}) | ASSETS
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
@@ -24,16 +24,21 @@ SECURITY_HEADERS = (
 
 
 class AccessMiddleware:
-    """Lets in who may ask, with heads and bodies that are not too large.
+    """Middleware that authenticates requests and limits their headers and bodies.
 
     Args:
-        bodies: counts the bytes of bodies for as long as their requests are served.
+        bodies: holds the reservation of a body while its request is served.
     """
 
     def __init__(
-        self, app: ASGIApp, door: Authenticator, bodies: BodyBudget, settings: HttpSettings
+        self, app: ASGIApp, authenticator: Authenticator, bodies: BodyBudget, settings: HttpSettings
     ) -> None:
-        self._app, self._door, self._bodies, self._settings = app, door, bodies, settings
+        self._app, self._authenticator, self._bodies, self._settings = (
+            app,
+            authenticator,
+            bodies,
+            settings,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -42,67 +47,67 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        sent = _with_security_headers(send)
+        secured_send = _with_security_headers(send)
         try:
             tenant = self._admitted(scope)
         except ApiError as refusal:
-            await error_responses.error_response(refusal)(scope, receive, sent)
+            await error_responses.error_response(refusal)(scope, receive, secured_send)
             return
-        with self._bodies.of(tenant) as held:
-            await self._app(scope, self._limited(receive, held), sent)
+        with self._bodies.open_reservation(tenant) as reservation:
+            await self._app(scope, self._limited(receive, reservation), secured_send)
 
     def _admitted(self, scope: Scope) -> str:
-        """Whose request this is; nobody's where everybody may ask."""
+        """Tenant of an admitted request; NO_TENANT on public paths."""
         limit = self._settings.max_headers
         if len(scope["headers"]) > limit:
-            said = f"The request has more than {limit} headers: send fewer."
-            raise ApiError(said, 431, "request_header_fields_too_large")
+            message = f"The request has more than {limit} headers: send fewer."
+            raise ApiError(message, 431, "request_header_fields_too_large")
         headers, tenant = Headers(scope=scope), NO_TENANT
         if scope["path"] not in PUBLIC_PATHS:
             client = scope.get("client")
-            admitted = self._door.admit(headers, None if client is None else client[0])
+            admitted = self._authenticator.admit(headers, None if client is None else client[0])
             scope.setdefault("state", {})["principal"] = admitted
             tenant = admitted.name
-        if "\n" in scope["path"]:  # routes end before it: "a\n" would be taken for "a"
+        if "\n" in scope["path"]:  # routes match up to it: "a\n" would match "a"
             raise ApiError(
-                "A name in a path must not hold the end of a line: leave %0A out.",
+                "A name in a path must not contain a line break: leave %0A out.",
                 400,
                 "invalid_session_id",
             )
-        told, limit = headers.get("content-length", "0"), self._settings.max_body_bytes
-        if not told.isdecimal() or int(told[:20]) > limit:
+        content_length, limit = headers.get("content-length", "0"), self._settings.max_body_bytes
+        if not content_length.isdecimal() or int(content_length[:20]) > limit:
             raise _too_large(limit)
         return tenant
 
-    def _limited(self, receive: Receive, held: Reservation) -> Receive:
+    def _limited(self, receive: Receive, reservation: Reservation) -> Receive:
         limit = self._settings.max_body_bytes
 
-        async def received() -> Message:
+        async def limited_receive() -> Message:
             message = await receive()
             count = len(message.get("body", b""))
             try:
-                if held.bytes + count > limit:
+                if reservation.bytes + count > limit:
                     raise _too_large(limit)
-                self._bodies.extend(held, count)
+                self._bodies.extend(reservation, count)
             except ApiError as refusal:
                 raise error_responses.BodyError(refusal) from refusal
             return message
 
-        return received
+        return limited_receive
 
 
 def _too_large(limit: int) -> ApiError:
-    said = f"The body is larger than {limit} bytes: send less at once."
-    return ApiError(said, 413, "request_too_large")
+    message = f"The body is larger than {limit} bytes: send less at once."
+    return ApiError(message, 413, "request_too_large")
 
 
 def _with_security_headers(send: Send) -> Send:
-    async def sent(message: Message) -> None:
+    async def secured_send(message: Message) -> None:
         if message["type"] == "http.response.start":
-            given = message.get("headers", [])
-            names = {name for name, _ in given}
+            headers = message.get("headers", [])
+            names = {name for name, _ in headers}
             added = [(name, value) for name, value in SECURITY_HEADERS if name not in names]
-            message = {**message, "headers": [*given, *added]}
+            message = {**message, "headers": [*headers, *added]}
         await send(message)
 
-    return sent
+    return secured_send

@@ -1,4 +1,4 @@
-"""What requests for text have in common, and how they become one of ours."""
+"""Schema fields that all generation requests share, and their conversion to engine requests."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from larder.server.request import ChatMessage, Report, Request
 
 
 def _valid_unicode(text: str) -> str:
-    """Raises: ValueError: JSON can spell halves of characters, which are no text."""
+    """Raises: ValueError: the string has a lone surrogate, which JSON can escape."""
     if not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text):
-        raise ValueError("it holds half of a surrogate pair, which is no text")
+        raise ValueError("it contains half of a surrogate pair, which is not text")
     return text
 
 
@@ -30,7 +30,7 @@ Tokens = Annotated[int, Field(ge=1, le=1 << 31)]
 Steps = Annotated[int, Field(ge=0, le=1 << 31)]
 Stop = Annotated[Text, Field(min_length=1, max_length=1024)]
 ROLES = {"developer": "system"}
-# Fields that would change the answer if they were obeyed, with the values that change nothing.
+# Unsupported fields that would change the answer, with the values that have no effect.
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "background": (False,),
@@ -67,8 +67,8 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 
 
 class GenerationRequest(JsonBody):
-    """Fields of every request for text. Fields that are not known are passed over, as long as
-    they do not change the answer."""
+    """Fields of every generation request. Unknown fields are ignored unless they would change the
+    answer."""
 
     model_config = ConfigDict(extra="allow")
     extra_fields: ClassVar[frozenset[str]] = frozenset(NEUTRAL_VALUES)
@@ -86,7 +86,7 @@ class GenerationRequest(JsonBody):
     kv_steps: Steps | Annotated[dict[Text, Steps], Field(max_length=10_000)] | None = None
 
     def check(self) -> None:
-        """Raises: Refusal: 400 for a name that is none, or a field that cannot be obeyed."""
+        """Raises: ApiError: 400 for an invalid session name or an unsupported field."""
         for name in self.steps:
             if name:
                 validate_session_name(name, "kv_steps")
@@ -99,23 +99,23 @@ class GenerationRequest(JsonBody):
 
     @property
     def steps(self) -> Mapping[str, int]:
-        """Until sessions are asked again, by name; by "" the one of this request."""
-        said = self.kv_steps
-        return {} if said is None else {"": said} if isinstance(said, int) else said
+        """Steps until the next request of each session by name; "" is this request's session."""
+        steps = self.kv_steps
+        return {} if steps is None else {"": steps} if isinstance(steps, int) else steps
 
-    def sampling(self, usual: SamplingParams) -> SamplingParams:
-        """How to draw; what is not said is as usual."""
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
+        """Sampling parameters; fields that are not set come from `defaults`."""
         return SamplingParams(
-            usual.temperature if self.temperature is None else self.temperature,
-            usual.top_k if self.top_k is None else self.top_k,
-            usual.top_p if self.top_p is None else self.top_p,
-            usual.seed if self.seed is None else self.seed,
+            defaults.temperature if self.temperature is None else self.temperature,
+            defaults.top_k if self.top_k is None else self.top_k,
+            defaults.top_p if self.top_p is None else self.top_p,
+            defaults.seed if self.seed is None else self.seed,
         )
 
 
 @dataclass(frozen=True)
 class ChunkHeader:
-    """What every part of one answer begins with."""
+    """Fields that every chunk of one answer starts with."""
 
     id: str
     object: str
@@ -123,12 +123,12 @@ class ChunkHeader:
     model: str
 
     def with_(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        """A part: the head and its own fields."""
+        """Chunk with these fields and its own."""
         return {**vars(self), **more}
 
 
 class ContentPart(BaseModel):
-    """A piece of a message's content."""
+    """Part of a message's content."""
 
     type: Literal["text", "input_text", "output_text"]
     text: Text
@@ -141,7 +141,7 @@ class InputMessage(BaseModel):
     content: Text | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
 
     def turn(self) -> ChatMessage:
-        """It as one of ours."""
+        """Message in the form of the engine."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return ChatMessage(ROLES.get(self.role, self.role), text)
@@ -153,45 +153,45 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def request_session_hint(
-    http: HttpRequest, desk: AppState, asked: GenerationRequest
+    http: HttpRequest, state: AppState, body: GenerationRequest
 ) -> SessionHint:
-    """Which session a request names."""
-    names = desk.settings.session_headers
-    return session_hint(http.headers, names, asked.session_id, asked.prompt_cache_key)
+    """Session that a request names, if any."""
+    names = state.settings.session_headers
+    return session_hint(http.headers, names, body.session_id, body.prompt_cache_key)
 
 
 def engine_request(
     http: HttpRequest,
-    desk: AppState,
-    asked: GenerationRequest,
+    state: AppState,
+    body: GenerationRequest,
     session: str | None,
     max_new_tokens: int | None,
     stop: tuple[str, ...] = (),
     turns: tuple[ChatMessage, ...] = (),
     raw_prompt: str | None = None,
 ) -> Request:
-    """A request of ours.
+    """Engine request of a validated HTTP request.
 
     Raises:
-        Refusal: 400 for what is not supported, 404 `model_not_found`.
+        ApiError: 400 for unsupported fields, 404 `model_not_found`.
     """
-    asked.check()
-    desk.check_model(asked.model)
+    body.check()
+    state.check_model(body.model)
     return Request(
         tenant=tenant_of(http),
         turns=turns,
         session=session,
-        sampling=asked.sampling(desk.settings.sampling),
-        max_new_tokens=desk.settings.max_new_tokens if max_new_tokens is None else max_new_tokens,
+        sampling=body.sampling(state.settings.sampling),
+        max_new_tokens=state.settings.max_new_tokens if max_new_tokens is None else max_new_tokens,
         stop=stop,
-        exact=asked.kv_policy == "exact",
+        exact=body.kv_policy == "exact",
         raw_prompt=raw_prompt,
-        steps=asked.steps,
+        steps=body.steps,
     )
 
 
 def usage(report: Report) -> dict[str, Any]:
-    """What was used, as chat completions and completions tell it."""
+    """Token usage in the form of chat completions and completions."""
     return {
         "prompt_tokens": report.prompt_tokens,
         "completion_tokens": report.new_tokens,
@@ -202,7 +202,7 @@ def usage(report: Report) -> dict[str, Any]:
 
 
 def input_usage(report: Report) -> dict[str, Any]:
-    """What was used, as responses tell it."""
+    """Token usage in the form of responses."""
     return {
         "input_tokens": report.prompt_tokens,
         "input_tokens_details": _details(report),
@@ -213,11 +213,11 @@ def input_usage(report: Report) -> dict[str, Any]:
 
 
 def kv_usage(report: Report) -> dict[str, Any]:
-    """What the cache did for an answer, and whether its turn is in the store where that was waited
-    for: a field beside OpenAI's own."""
-    told = {} if report.durable is None else {"durable": report.durable}
+    """Cache statistics of an answer for the field `kv`, beside OpenAI's own fields. `durable` is
+    present if the server waited for the store."""
+    durability = {} if report.durable is None else {"durable": report.durable}
     return {
-        **told,
+        **durability,
         "session": report.session,
         "tier": report.tier,
         "lossless": report.lossless,

@@ -1,4 +1,4 @@
-"""`/v1/responses`: answers that remember what they go on from."""
+"""Responses endpoints, `/v1/responses`: stored answers that later requests continue."""
 
 from __future__ import annotations
 
@@ -52,37 +52,44 @@ from larder.server.http.streaming import (
 from larder.server.request import ApiError, ChatMessage, Report
 
 router = APIRouter(prefix="/v1/responses", tags=["responses"], route_class=JsonRoute)
-RETRY_HEADER = "x-stainless-retry-count"  # what OpenAI's clients say of how often they have tried
+RETRY_HEADER = "x-stainless-retry-count"  # number of retries, sent by OpenAI's clients
 
 
 @router.post("")
-async def create(http: HttpRequest, asked: ResponsesRequest) -> Response:
-    """Answer, in one piece or as it comes, and remember it."""
-    desk, hint = app_state(http), request_session_hint(http, app_state(http), asked)
+async def create(http: HttpRequest, request: ResponsesRequest) -> Response:
+    """Create a response, as one body or as a stream, and store it."""
+    state, hint = app_state(http), request_session_hint(http, app_state(http), request)
     key = http.headers.get(IDEMPOTENCY_HEADER)
-    what = await run_in_threadpool(pending_response, desk, tenant_of(http), asked, hint.name, key)
-    again = await run_in_threadpool(repeated_response, what, _is_retry(http))
-    if again is not None:
-        frames = _replay_events(again)
-        return EventStream(frames) if asked.stream else JSONResponse(again)
-    longest, is_firm = asked.max_output_tokens, hint.is_firm or what.session != hint.name
-    wanted = engine_request(http, desk, asked, what.session, longest, turns=what.turns())
-    heard = await stream_answer(http, desk, wanted, is_firm)
-    if asked.stream:
-        return EventStream(_events(what, heard))
-    text, report = await collect_answer(heard)
-    return JSONResponse(await run_in_threadpool(what.finish, text, report))
+    pending = await run_in_threadpool(
+        pending_response, state, tenant_of(http), request, hint.name, key
+    )
+    repeated = await run_in_threadpool(repeated_response, pending, _is_retry(http))
+    if repeated is not None:
+        frames = _replay_events(repeated)
+        return EventStream(frames) if request.stream else JSONResponse(repeated)
+    max_new_tokens, is_firm = (
+        request.max_output_tokens,
+        hint.is_firm or pending.session != hint.name,
+    )
+    engine_input = engine_request(
+        http, state, request, pending.session, max_new_tokens, turns=pending.turns()
+    )
+    answer = await stream_answer(http, state, engine_input, is_firm)
+    if request.stream:
+        return EventStream(_events(pending, answer))
+    text, report = await collect_answer(answer)
+    return JSONResponse(await run_in_threadpool(pending.finish, text, report))
 
 
 @router.get("/{name}")
 def retrieve(http: HttpRequest, name: str) -> JSONResponse:
-    """Tell a response once more."""
+    """Retrieve a stored response."""
     return JSONResponse(stored_response(app_state(http), tenant_of(http), name)["told"])
 
 
 @router.delete("/{name}")
 def delete(http: HttpRequest, name: str) -> JSONResponse:
-    """Forget a response. Those that go on from it can be told, but not be gone on from."""
+    """Delete a response. Responses that continue it can be retrieved, but not be continued."""
     stored_response(app_state(http), tenant_of(http), name)
     app_state(http).archive.remove(tenant_of(http), RESPONSE, name)
     return JSONResponse({"id": name, "object": "response.deleted", "deleted": True})
@@ -96,7 +103,7 @@ def input_items(
     order: Literal["asc", "desc"] = "desc",
     after: str | None = None,
 ) -> JSONResponse:
-    """List what was new in a request."""
+    """List the new input items of a request."""
     document = stored_response(app_state(http), tenant_of(http), name)
     items = [
         ConversationItem(own, ChatMessage(role, text)) for own, role, text in document["items"][:-1]
@@ -111,46 +118,46 @@ def _is_retry(http: HttpRequest) -> bool:
     return told.isdecimal() and told.strip("0") != ""
 
 
-async def _events(what: PendingResponse, heard: AnswerStream) -> AsyncGenerator[bytes, None]:
-    numbers, pieces = count(), list[str]()
+async def _events(pending: PendingResponse, answer: AnswerStream) -> AsyncGenerator[bytes, None]:
+    numbers, parts = count(), list[str]()
     for event in ("response.created", "response.in_progress"):
-        yield _event(numbers, event, {"response": what.told("in_progress")})
-    for event, content in _opening_events(what):
+        yield _event(numbers, event, {"response": pending.to_json("in_progress")})
+    for event, content in _opening_events(pending):
         yield _event(numbers, event, content)
-    place = {"item_id": what.answer, "output_index": 0, "content_index": 0, "logprobs": []}
+    location = {"item_id": pending.answer, "output_index": 0, "content_index": 0, "logprobs": []}
     try:
-        async for item in heard:
+        async for item in answer:
             if isinstance(item, StreamIdle):
                 yield PING
             elif isinstance(item, str):
-                pieces.append(item)
-                yield _event(numbers, "response.output_text.delta", place | {"delta": item})
+                parts.append(item)
+                yield _event(numbers, "response.output_text.delta", location | {"delta": item})
             else:
-                for frame in await _closing_events(what, "".join(pieces), item, numbers):
+                for frame in await _closing_events(pending, "".join(parts), item, numbers):
                     yield frame
     except LarderError as error:
-        yield _failed_event(what, error, numbers)
+        yield _failed_event(pending, error, numbers)
 
 
-def _opening_events(what: PendingResponse) -> Iterator[tuple[str, dict[str, Any]]]:
-    item = what.message("") | {"status": "in_progress", "content": []}
+def _opening_events(pending: PendingResponse) -> Iterator[tuple[str, dict[str, Any]]]:
+    item = pending.message("") | {"status": "in_progress", "content": []}
     yield "response.output_item.added", {"output_index": 0, "item": item}
-    [part] = what.message("")["content"]
-    place = {"item_id": what.answer, "output_index": 0, "content_index": 0}
-    yield "response.content_part.added", place | {"part": part}
+    [part] = pending.message("")["content"]
+    location = {"item_id": pending.answer, "output_index": 0, "content_index": 0}
+    yield "response.content_part.added", location | {"part": part}
 
 
 async def _closing_events(
-    what: PendingResponse, text: str, report: Report, numbers: Iterator[int]
+    pending: PendingResponse, text: str, report: Report, numbers: Iterator[int]
 ) -> list[bytes]:
-    """The last events; the turn is kept before they are told."""
-    told = await run_in_threadpool(what.finish, text, report)
+    """Final events; the turn is stored before they are sent."""
+    told = await run_in_threadpool(pending.finish, text, report)
     [item] = told["output"]
-    place = {"item_id": what.answer, "output_index": 0, "content_index": 0}
+    location = {"item_id": pending.answer, "output_index": 0, "content_index": 0}
     said = {"text": text, "logprobs": []}
     return [
-        _event(numbers, "response.output_text.done", place | said),
-        _event(numbers, "response.content_part.done", place | {"part": item["content"][0]}),
+        _event(numbers, "response.output_text.done", location | said),
+        _event(numbers, "response.content_part.done", location | {"part": item["content"][0]}),
         _event(numbers, "response.output_item.done", {"output_index": 0, "item": item}),
         _event(numbers, f"response.{told['status']}", {"response": told}),
     ]
@@ -162,9 +169,9 @@ async def _replay_events(told: dict[str, Any]) -> AsyncGenerator[bytes, None]:
     yield _event(numbers, f"response.{told['status']}", {"response": told})
 
 
-def _failed_event(what: PendingResponse, error: LarderError, numbers: Iterator[int]) -> bytes:
+def _failed_event(pending: PendingResponse, error: LarderError, numbers: Iterator[int]) -> bytes:
     refusal = as_api_error(error)
-    told = what.told("failed")
+    told = pending.to_json("failed")
     told["error"] = {"code": "server_error", "message": f"{refusal.code}: {refusal}"}
     return _event(numbers, "response.failed", {"response": told})
 
@@ -174,23 +181,23 @@ def _event(numbers: Iterator[int], event: str, content: dict[str, Any]) -> bytes
 
 
 MAX_CHAIN = 10_000
-IDEMPOTENCY_HEADER = "idempotency-key"  # the header by which a client knows its request
+IDEMPOTENCY_HEADER = "idempotency-key"  # client's identifier of a request
 
 
 class ResponseInputMessage(InputMessage):
-    """A message as responses take it."""
+    """Input message of a response."""
 
     type: Literal["message"] = "message"
 
 
 class ConversationParam(BaseModel):
-    """A conversation by its id."""
+    """Reference to a conversation by id."""
 
     id: Text
 
 
 class ResponsesRequest(GenerationRequest):
-    """What is new in a conversation, or all of one."""
+    """Body of a request: new messages of a conversation, or all of it."""
 
     input: (
         Text
@@ -214,20 +221,20 @@ class ResponsesRequest(GenerationRequest):
 
 @dataclass(frozen=True)
 class PendingResponse:
-    """One response on its way.
+    """Response that is being generated.
 
     Args:
-        past: turns in front of the new ones, instructions left out.
-        inputs: the new ones.
-        session: that holds the past; None where there is none yet.
-        conversation: its document; None without one.
-        digest: of what was asked: the same again is a repetition.
-        key: by which the client knows its request, as the archive has it; None without one.
+        past: messages before the new ones, without instructions.
+        inputs: new messages.
+        session: session that holds the past; None if there is none yet.
+        conversation: document of the conversation, or None.
+        digest: digest of the request, to detect retries.
+        key: digest of the idempotency key, or None.
     """
 
-    desk: AppState
+    state: AppState
     tenant: str
-    asked: ResponsesRequest
+    request: ResponsesRequest
     past: tuple[ChatMessage, ...]
     inputs: tuple[ConversationItem, ...]
     session: str | None
@@ -239,15 +246,15 @@ class PendingResponse:
     created: float = field(default_factory=time.time)
 
     def turns(self) -> tuple[ChatMessage, ...]:
-        """The whole text to continue."""
-        said = self.asked.instructions
+        """All messages to continue, instructions first."""
+        said = self.request.instructions
         first = () if said is None else (ChatMessage("system", said),)
         return (*first, *self.past, *(item.turn for item in self.inputs))
 
-    def told(self, status: str, text: str | None = None) -> dict[str, Any]:
-        """The response as it stands."""
-        asked, usual = self.asked, self.desk.settings.sampling
-        sampling = asked.sampling(usual)
+    def to_json(self, status: str, text: str | None = None) -> dict[str, Any]:
+        """Response as JSON with the given status."""
+        request, defaults = self.request, self.state.settings.sampling
+        sampling = request.sampling(defaults)
         conversation = None if self.conversation is None else {"id": self.conversation["id"]}
         return {
             "id": self.id,
@@ -257,16 +264,16 @@ class PendingResponse:
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "instructions": asked.instructions,
+            "instructions": request.instructions,
             "conversation": conversation,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
-            "model": asked.model,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": request.model,
             "output": [] if text is None else [self.message(text)],
             "parallel_tool_calls": False,
-            "previous_response_id": asked.previous_response_id,
-            "prompt_cache_key": asked.prompt_cache_key,
-            "store": asked.store,
+            "previous_response_id": request.previous_response_id,
+            "prompt_cache_key": request.prompt_cache_key,
+            "store": request.store,
             "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": "auto",
@@ -274,48 +281,47 @@ class PendingResponse:
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None,
-            "user": asked.user,
+            "user": request.user,
         }
 
     def message(self, text: str) -> dict[str, Any]:
-        """The answer as an item."""
+        """Answer as an output item."""
         return item_json(ConversationItem(self.answer, ChatMessage("assistant", text)))
 
     def finish(self, text: str, report: Report) -> dict[str, Any]:
-        """The response when all is said; kept, if it is to be.
+        """Final response as JSON, after storing it if requested.
 
         Raises:
-            Refusal: 409: the conversation has grown meanwhile.
+            ApiError: 409 `conversation_changed`: another request appended to it.
         """
         is_whole = report.reason != "length"
-        told = self.told("completed" if is_whole else "incomplete", text)
+        told = self.to_json("completed" if is_whole else "incomplete", text)
         if not is_whole:
             told["incomplete_details"] = {"reason": "max_output_tokens"}
         told |= {"usage": input_usage(report), "kv": kv_usage(report), "completed_at": time.time()}
         answer = ConversationItem(self.answer, ChatMessage("assistant", text))
-        self._keep(told, answer, report.session)
+        self._store(told, answer, report.session)
         return told
 
-    def _keep(self, told: dict[str, Any], answer: ConversationItem, session: str) -> None:
-        """Write the turn, the response and by what a retry is known: all of it, or nothing."""
-        archive, tenant = self.desk.archive, self.tenant
+    def _store(self, told: dict[str, Any], answer: ConversationItem, session: str) -> None:
+        """Write turn, response and idempotent answer in one transaction."""
+        archive, tenant = self.state.archive, self.tenant
         items = (*self.inputs, answer)
         with archive.together():
             if self.conversation is not None:
                 name = self.conversation["id"]
-                newest = stored_conversation(
-                    self.desk, tenant, name
-                )  # what was noted of it meanwhile stays
+                # Read again: its metadata may have changed meanwhile.
+                newest = stored_conversation(self.state, tenant, name)
                 archive.append(tenant, name, items, expected=len(self.past))
                 sessions = dict.fromkeys([*newest["sessions"], session])
                 last = {"sessions": list(sessions), "last": [self.digest, told]}
                 last["session"] = session
                 archive.put(tenant, CONVERSATION, name, newest | last)
-            if self.asked.store:
+            if self.request.store:
                 document = {
                     "told": told,
                     "items": [[item.id, item.turn.role, item.turn.text] for item in items],
-                    "previous": self.asked.previous_response_id,
+                    "previous": self.request.previous_response_id,
                     "session": session,
                 }
                 archive.put(tenant, RESPONSE, self.id, document)
@@ -325,91 +331,99 @@ class PendingResponse:
 
 
 def pending_response(
-    desk: AppState,
+    state: AppState,
     tenant: str,
-    asked: ResponsesRequest,
+    request: ResponsesRequest,
     session: str | None,
     key: str | None = None,
 ) -> PendingResponse:
-    """Find what a request goes on from.
+    """Pending response of a request, with the past that it continues.
 
     Args:
-        session: that the request names besides.
-        key: the request's idempotency key.
+        session: session named by the request.
+        key: idempotency key of the request.
 
     Raises:
-        Refusal: 400, if it goes on from two things; 404, if from none that is there.
+        ApiError: 400 if the request continues a conversation and a response; 404 if what it
+            continues does not exist.
     """
-    named = asked.conversation
+    named = request.conversation
     name = named.id if isinstance(named, ConversationParam) else named
-    if name is not None and asked.previous_response_id is not None:
+    if name is not None and request.previous_response_id is not None:
         raise invalid_field(
             "conversation and previous_response_id exclude each other: send one.",
             "previous_response_id",
         )
-    asked.check()
-    inputs, own = new_items(asked.messages()), (_digest(asked), _hidden(key))
+    request.check()
+    past: tuple[ChatMessage, ...] = ()
+    document: dict[str, Any] | None = None
     if name is not None:
-        document = stored_conversation(desk, tenant, validate_session_name(name, "conversation"))
-        past = tuple(item.turn for item in desk.archive.items(tenant, name))
-        return PendingResponse(
-            desk, tenant, asked, past, inputs, document["session"], document, *own
-        )
-    if asked.previous_response_id is not None:
-        past, before = _chain(desk, tenant, asked.previous_response_id)
-        return PendingResponse(desk, tenant, asked, past, inputs, before, None, *own)
-    return PendingResponse(desk, tenant, asked, (), inputs, session, None, *own)
+        document = stored_conversation(state, tenant, validate_session_name(name, "conversation"))
+        past = tuple(item.turn for item in state.archive.items(tenant, name))
+        session = document["session"]
+    elif request.previous_response_id is not None:
+        past, session = _chain(state, tenant, request.previous_response_id)
+    return PendingResponse(
+        state=state,
+        tenant=tenant,
+        request=request,
+        past=past,
+        inputs=new_items(request.messages()),
+        session=session,
+        conversation=document,
+        digest=_digest(request),
+        key=_key_digest(key),
+    )
 
 
-def repeated_response(what: PendingResponse, is_retry: bool) -> dict[str, Any] | None:
-    """What was answered to this very request before; None if it is new.
+def repeated_response(pending: PendingResponse, is_retry: bool) -> dict[str, Any] | None:
+    """Stored answer of a repeated request; None if the request is new.
 
-    It is the same request if it has the same idempotency key; without one, if its client says that
-    it asks once more and its conversation was asked just this last.
+    A request is repeated if it has a known idempotency key, or, without a key, if the client marks
+    it as a retry and it equals the last request of its conversation.
 
     Raises:
-        Refusal: 422 `idempotency_key_reused`, if another request had that key.
+        ApiError: 422 `idempotency_key_reused`: another request used that key.
     """
-    if what.key is not None:
-        document = what.desk.archive.get(what.tenant, IDEMPOTENT_ANSWER, what.key)
-        if document is not None and document["digest"] != what.digest:
+    if pending.key is not None:
+        document = pending.state.archive.get(pending.tenant, IDEMPOTENT_ANSWER, pending.key)
+        if document is not None and document["digest"] != pending.digest:
             raise ApiError(
-                f"Another request had this {IDEMPOTENCY_HEADER}: take a new key for each "
-                "request, and the same "
-                "one for a retry alone.",
+                f"Another request used this {IDEMPOTENCY_HEADER}: use a new key for each request, "
+                "and the same key only for a retry.",
                 422,
                 "idempotency_key_reused",
             )
         return None if document is None else document["told"]
-    last = None if what.conversation is None else what.conversation.get("last")
-    if not is_retry or last is None or last[0] != what.digest:
+    last = None if pending.conversation is None else pending.conversation.get("last")
+    if not is_retry or last is None or last[0] != pending.digest:
         return None
-    return last[1] if isinstance(last[1], dict) else None  # earlier larders have noted an id
+    return last[1] if isinstance(last[1], dict) else None  # earlier versions stored an id
 
 
-def stored_response(desk: AppState, tenant: str, name: str) -> dict[str, Any]:
-    """A response that was kept, with what belongs to it.
+def stored_response(state: AppState, tenant: str, name: str) -> dict[str, Any]:
+    """Stored document of a response.
 
     Raises:
-        Refusal: 404 `response_not_found`.
+        ApiError: 404 `response_not_found`.
     """
-    document = desk.archive.get(tenant, RESPONSE, name)
+    document = state.archive.get(tenant, RESPONSE, name)
     if document is None:
-        raise not_found("There is no such response, or not any more.", "response_not_found")
+        raise not_found("There is no such response, or it was removed.", "response_not_found")
     return document
 
 
-def _chain(desk: AppState, tenant: str, name: str) -> tuple[tuple[ChatMessage, ...], str]:
-    """Everything said up to a response, and the session that holds it."""
+def _chain(state: AppState, tenant: str, name: str) -> tuple[tuple[ChatMessage, ...], str]:
+    """All messages up to a response, and the session that holds them."""
     links: list[dict[str, Any]] = []
     following: str | None = name
     while following is not None and len(links) < MAX_CHAIN:
-        document = desk.archive.get(
+        document = state.archive.get(
             tenant, RESPONSE, validate_session_name(following, "previous_response_id")
         )
         if document is None:
             raise ApiError(
-                "A previous response is not kept (any more): send the conversation itself.",
+                "A previous response is not stored (any more): send the whole conversation.",
                 404,
                 "previous_response_not_found",
                 "previous_response_id",
@@ -420,11 +434,11 @@ def _chain(desk: AppState, tenant: str, name: str) -> tuple[tuple[ChatMessage, .
     return tuple(turns), links[0]["session"]
 
 
-def _digest(asked: ResponsesRequest) -> str:
-    text = json.dumps(asked.model_dump(mode="json"), sort_keys=True)
+def _digest(request: ResponsesRequest) -> str:
+    text = json.dumps(request.model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
 
 
-def _hidden(key: str | None) -> str | None:
-    """An idempotency key as the archive has it: of one length, whatever it says."""
+def _key_digest(key: str | None) -> str | None:
+    """Digest of an idempotency key, of fixed length."""
     return None if key is None else hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()

@@ -1,4 +1,4 @@
-"""What the server is: models, tokens, health, numbers, version, and its page."""
+"""Endpoints about the server: models, tokenizer, health, metrics, version, and its web page."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ CONTENT_SECURITY_POLICY = (
 
 
 class TokenizeRequest(JsonBody):
-    """A text to take apart."""
+    """Text to tokenize."""
 
     prompt: Text
     model: Text | None = None
 
 
 class DetokenizeRequest(JsonBody):
-    """Token ids to put together."""
+    """Token ids to detokenize."""
 
     tokens: Annotated[
         list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 20, fail_fast=True)
@@ -46,9 +46,9 @@ class DetokenizeRequest(JsonBody):
 
 @router.get("/health")
 async def health(http: HttpRequest) -> JSONResponse:
-    """Whether requests are taken, and what is wrong meanwhile."""
-    desk = app_state(http)
-    return await to_thread.run_sync(_health, desk.hub, limiter=desk.health_threads)
+    """Health of the server, with its current problems."""
+    state = app_state(http)
+    return await to_thread.run_sync(_health, state.client, limiter=state.health_threads)
 
 
 @router.get("/version")
@@ -59,19 +59,19 @@ def version() -> JSONResponse:
 
 @router.get("/metrics")
 def metrics(http: HttpRequest, names: Literal["larder", "vllm"] = "larder") -> Response:
-    """Numbers of all tenants together, for Prometheus and for operators only; with `names=vllm`
-    those that vLLM has too, as it calls them."""
+    """Prometheus metrics of all tenants together, for operators only; `names=vllm` gives those that
+    vLLM has too, under its names."""
     if not principal_of(http).is_operator:
         raise ApiError(
-            "This key is no operator's: write 'operator' behind it in the file of keys.",
+            "This key is not an operator's: append 'operator' to its line in the file of keys.",
             403,
             "forbidden",
         )
-    desk = app_state(http)
+    state = app_state(http)
     text = (
-        desk.gauges.text()
+        state.metrics.text()
         if names == "larder"
-        else desk.gauges.text_as_vllm(desk.hub.models()[0].name)
+        else state.metrics.text_as_vllm(state.client.models()[0].name)
     )
     return Response(text, media_type="text/plain; version=0.0.4")
 
@@ -79,54 +79,54 @@ def metrics(http: HttpRequest, names: Literal["larder", "vllm"] = "larder") -> R
 @router.get("/v1/models")
 def list_models(http: HttpRequest) -> JSONResponse:
     """List the models."""
-    served = app_state(http).hub.models()
+    served = app_state(http).client.models()
     return JSONResponse({"object": "list", "data": [_model(each) for each in served]})
 
 
 @router.get("/v1/models/{name:path}")
 def retrieve_model(http: HttpRequest, name: str) -> JSONResponse:
-    """Tell of a model."""
+    """Retrieve a model."""
     return JSONResponse(_model(app_state(http).check_model(name)))
 
 
 @router.post("/tokenize")
-def tokenize(http: HttpRequest, asked: TokenizeRequest) -> JSONResponse:
-    """The tokens of a text."""
-    desk = app_state(http)
-    served, ids = desk.check_model(asked.model), desk.hub.tokenize(asked.prompt)
-    told = {"count": len(ids), "max_model_len": served.context_tokens, "tokens": ids}
-    return JSONResponse(told)
+def tokenize(http: HttpRequest, body: TokenizeRequest) -> JSONResponse:
+    """Token ids of a text."""
+    state = app_state(http)
+    served, ids = state.check_model(body.model), state.client.tokenize(body.prompt)
+    fields = {"count": len(ids), "max_model_len": served.context_tokens, "tokens": ids}
+    return JSONResponse(fields)
 
 
 @router.post("/detokenize")
-def detokenize(http: HttpRequest, asked: DetokenizeRequest) -> JSONResponse:
-    """The text of tokens."""
-    app_state(http).check_model(asked.model)
-    return JSONResponse({"prompt": app_state(http).hub.detokenize(asked.tokens)})
+def detokenize(http: HttpRequest, body: DetokenizeRequest) -> JSONResponse:
+    """Text of token ids."""
+    app_state(http).check_model(body.model)
+    return JSONResponse({"prompt": app_state(http).client.detokenize(body.tokens)})
 
 
 @router.get("/", include_in_schema=False)
 def page() -> Response:
-    """Chat, sessions and what is kept of them, in a browser."""
+    """Web page with a chat, the sessions and their cached positions."""
     return _asset("page.html")
 
 
 @router.get("/{name}.css", include_in_schema=False)
 def style(name: str) -> Response:
-    """How the page looks."""
+    """Style sheet of the page."""
     return _named(name, "css")
 
 
 @router.get("/{name}.js", include_in_schema=False)
 def script(name: str) -> Response:
-    """What the page does."""
+    """Script of the page."""
     return _named(name, "js")
 
 
-def _health(hub: EngineClient) -> JSONResponse:
-    if not hub.is_healthy():
+def _health(client: EngineClient) -> JSONResponse:
+    if not client.is_healthy():
         return JSONResponse({"status": "down"}, 503)
-    problems = hub.problems()
+    problems = client.problems()
     if problems:
         return JSONResponse({"status": "degraded", "problems": list(problems)})
     return JSONResponse({"status": "ok"})

@@ -1,4 +1,4 @@
-"""Which session a request names, and the ids that the server makes."""
+"""Session named by a request, from headers and body fields, and new random ids."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from larder.server.api_errors import validate_session_name
 from larder.server.http.error_responses import invalid_field
 
-# What clients of several kinds send to say which conversation this is; the first one counts.
+# Session headers of several kinds of clients; the first one counts.
 SESSION_HEADERS = (
     "x-session-id",
     "x-dynamo-session-id",
@@ -23,11 +23,12 @@ SESSION_HEADERS = (
 
 @dataclass(frozen=True)
 class SessionHint:
-    """Which conversation a request belongs to, if it says so.
+    """Session name that a request gives, if any.
 
     Args:
-        is_firm: the client means one conversation. A cache key is none: many requests may carry
-            the same one at the same time.
+        name: None if the request names no session.
+        is_firm: the name identifies one conversation. A prompt cache key does not: many requests
+            may carry the same one at the same time.
     """
 
     name: str | None
@@ -40,13 +41,13 @@ def session_hint(
     session_id: str | None,
     prompt_cache_key: str | None,
 ) -> SessionHint:
-    """Resolve what a request says about its session, apart from `conversation` and its like.
+    """Session hint from headers and body, without `conversation` and `previous_response_id`.
 
     Args:
-        names: headers that may say it, the most telling first.
+        names: headers that may name a session, in order of precedence.
 
     Raises:
-        Refusal: 400 for a name that is none.
+        ApiError: 400 for an invalid name.
     """
     for name in names:
         if headers.get(name):
@@ -61,21 +62,21 @@ def session_hint(
 
 
 def new_id(kind: str) -> str:
-    """A name that nobody can guess, such as `resp_0c1f...`."""
+    """Unguessable id, such as `resp_0c1f...`."""
     return f"{kind}{secrets.token_hex(16)}"
 
 
 def _header_text(value: str, name: str) -> str:
-    """What the bytes of a header spell as UTF-8; HTTP itself reads each byte as a character.
+    """Header value decoded as UTF-8 instead of HTTP's Latin-1.
 
     Raises:
-        Refusal: 400: they are no UTF-8.
+        ApiError: 400: the bytes are not UTF-8.
     """
     try:
         return value.encode("latin-1").decode()
     except UnicodeDecodeError as error:
         raise invalid_field(
-            f"{name} must be UTF-8, got other bytes: encode it so, or send session_id in the body.",
+            f"{name} must be UTF-8, got other bytes: encode it, or send session_id in the body.",
             name,
             "invalid_session_id",
         ) from error

@@ -1,4 +1,4 @@
-"""An answer on its way from the model's thread to one client, who may leave at any time."""
+"""Stream of an answer from the model's thread to one client, which may disconnect at any time."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from larder.server.request import ApiError, Report, Request, Ticket
 
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
-UNICODE_LINE_BREAKS = "\u0085\u2028\u2029"  # ends of lines to some who read lines, but not to JSON
+UNICODE_LINE_BREAKS = "\u0085\u2028\u2029"  # line breaks for some readers, but not in JSON
 LOG = logging.getLogger(__name__)
-CLIENT_CLOSED_REQUEST = 499  # what logs call a client that did not wait
+CLIENT_CLOSED_REQUEST = 499  # nginx's status of a client that disconnected
 
 
 class ClientClosedRequest(Exception):
-    """The client has left."""
+    """Client disconnected before the end of its answer."""
 
 
 @dataclass(frozen=True)
 class StreamIdle:
-    """Nothing has come for a while."""
+    """Item of a stream that was idle for the ping interval."""
 
 
 AnswerStream = AsyncGenerator[str | Report | StreamIdle, None]
 
 
 class AnswerQueue:
-    """Hears an answer in the model's thread and hands it to the event loop that made it."""
+    """Listener that passes an answer from the model's thread to the event loop that created it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -57,14 +57,14 @@ class AnswerQueue:
         self.put(error)
 
     def put(self, item: str | Report | Exception) -> None:
-        """Hand something over, from any thread; once the loop is closed nobody reads it."""
+        """Enqueue an item from any thread; dropped once the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
         except RuntimeError:
             pass
 
     async def take(self, seconds: float) -> str | Report | Exception | StreamIdle:
-        """The next item, or silence."""
+        """Next item, or StreamIdle after `seconds`."""
         try:
             return await asyncio.wait_for(self._items.get(), seconds)
         except TimeoutError:
@@ -72,66 +72,66 @@ class AnswerQueue:
 
 
 async def stream_answer(
-    http: HttpRequest, desk: AppState, asked: Request, is_firm: bool = True
+    http: HttpRequest, state: AppState, request: Request, is_firm: bool = True
 ) -> AnswerStream:
-    """Submit a request and wait until its answer begins, or a ping is due.
+    """Submit a request and wait until its answer starts, or a ping is due.
 
     Args:
-        is_firm: the session named is the only one that will do; else a busy one is passed by.
+        is_firm: the named session is required; else another one is used if it is busy.
 
     Raises:
-        Refusal: it is refused, at once or before anything of the answer was there.
-        Gone: the client has left meanwhile.
+        ApiError: the request is refused before the answer starts.
+        ClientClosedRequest: the client disconnected.
     """
-    mailbox = AnswerQueue()
-    ticket = await run_in_threadpool(_submit, desk.hub, asked, mailbox, is_firm)
-    heard = _receive(http, desk, mailbox, ticket)
+    queue = AnswerQueue()
+    ticket = await run_in_threadpool(_submit, state.client, request, queue, is_firm)
+    answer = _receive(http, state, queue, ticket)
     try:
-        first = await anext(heard)
+        first = await anext(answer)
     except BaseException:
-        await heard.aclose()
+        await answer.aclose()
         raise
-    return _chain(first, heard)
+    return _chain(first, answer)
 
 
-async def collect_answer(heard: AnswerStream) -> tuple[str, Report]:
-    """The complete text of an answer, and what it took."""
-    pieces: list[str] = []
-    async for item in heard:
+async def collect_answer(answer: AnswerStream) -> tuple[str, Report]:
+    """Complete text of an answer, and its report."""
+    parts: list[str] = []
+    async for item in answer:
         if isinstance(item, Report):
-            return "".join(pieces), item
+            return "".join(parts), item
         if isinstance(item, str):
-            pieces.append(item)
+            parts.append(item)
     raise ClientClosedRequest
 
 
-async def with_pings(heard: AnswerStream) -> AsyncGenerator[str | Report | bytes, None]:
-    """The rest of an answer with silences as comments; an error is the last event.
+async def with_pings(answer: AnswerStream) -> AsyncGenerator[str | Report | bytes, None]:
+    """Items of an answer with idle times as ping comments; an error is the last event.
 
     Raises:
-        Gone: the client has left.
+        ClientClosedRequest: the client disconnected.
     """
     try:
-        async for item in heard:
+        async for item in answer:
             yield PING if isinstance(item, StreamIdle) else item
     except LarderError as error:
         yield sse_event(error_body(as_api_error(error)))
 
 
 def sse_event(content: dict[str, Any], event: str | None = None) -> bytes:
-    """One server-sent event."""
-    named = "" if event is None else f"event: {event}\n"
+    """Encoded server-sent event."""
+    prefix = "" if event is None else f"event: {event}\n"
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     for sign in UNICODE_LINE_BREAKS:
         text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return f"{named}data: {text}\n\n".encode("utf-8", "replace")
+    return f"{prefix}data: {text}\n\n".encode("utf-8", "replace")
 
 
 class EventStream(Response):
-    """Server-sent events.
+    """Response of server-sent events.
 
     Args:
-        frames: closed when the client has left or everything is sent.
+        frames: encoded events; closed at the end, or when the client disconnects.
     """
 
     media_type = "text/event-stream"
@@ -156,48 +156,50 @@ async def _send(send: Send, frame: bytes, is_last: bool) -> None:
     await send({"type": "http.response.body", "body": frame, "more_body": not is_last})
 
 
-def _submit(hub: EngineClient, asked: Request, mailbox: AnswerQueue, is_firm: bool) -> Ticket:
+def _submit(client: EngineClient, request: Request, queue: AnswerQueue, is_firm: bool) -> Ticket:
     try:
-        return hub.submit(asked, mailbox)
+        return client.submit(request, queue)
     except ApiError as refusal:
         if is_firm or refusal.code != "session_busy":
             raise
-    return hub.submit(replace(asked, session=None), mailbox)
+    return client.submit(replace(request, session=None), queue)
 
 
 async def _receive(
-    http: HttpRequest, desk: AppState, mailbox: AnswerQueue, ticket: Ticket
+    http: HttpRequest, state: AppState, queue: AnswerQueue, ticket: Ticket
 ) -> AnswerStream:
-    """Everything that is told; whoever stops listening cancels."""
-    watching = asyncio.create_task(_watch(http, mailbox))
+    """Items of an answer; closing the generator cancels the request."""
+    watcher = asyncio.create_task(_watch(http, queue))
     try:
         while True:
-            item = await mailbox.take(desk.settings.ping_seconds)
+            item = await queue.take(state.settings.ping_seconds)
             if isinstance(item, Exception):
                 raise as_client_error(item)
             if isinstance(item, Report) and item.reason == "cancelled":
-                raise ApiError("The server is stopping: ask again.", 503, "stopping", None, 1.0)
+                raise ApiError("The server is stopping: retry.", 503, "stopping", None, 1.0)
             if isinstance(item, Report):
-                desk.gauges.observe(item)
+                state.metrics.observe(item)
             yield item
             if isinstance(item, Report):
                 return
     finally:
-        watching.cancel()
+        watcher.cancel()
         ticket.cancel()
 
 
-async def _watch(http: HttpRequest, mailbox: AnswerQueue) -> None:
+async def _watch(http: HttpRequest, queue: AnswerQueue) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
-    mailbox.put(ClientClosedRequest())
+    queue.put(ClientClosedRequest())
 
 
 def as_client_error(error: Exception) -> Exception:
-    """An error of ours or of the client; others are put into the log and told as a refusal."""
+    """LarderErrors and disconnects as they are; other exceptions are logged and become
+    ApiErrors.
+    """
     if isinstance(error, LarderError | ClientClosedRequest):
         return error
-    LOG.error("An answer has failed.", exc_info=error)
+    LOG.error("A request has failed.", exc_info=error)
     return as_api_error(error)
 
 
