@@ -68,9 +68,7 @@ class CircuitBreaker:
             now = self._clock()
             if now < self._rests_until:
                 return True
-            self._rests_until = (
-                now + self._patience.rest_seconds
-            )  # one trial call, others are refused
+            self._rests_until = now + self._patience.rest_seconds  # one trial call
             return False
 
     def record_success(self) -> None:
