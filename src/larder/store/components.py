@@ -34,22 +34,22 @@ MANIFEST_FILE = "manifest.sqlite"  # of the store that a home knew first
 class StoreComponents:
     """Components of an open store. Safe from threads and processes, like each of them.
 
-    A damaged or foreign index is moved aside and built again from what lies beside the blobs, and
-    one that lacks something of that learns of it.
+    A damaged or foreign index is moved aside and rebuilt from the records beside the blobs; an
+    incomplete one is completed.
 
     Args:
         url: a folder, or any address that fsspec knows; or a place.
-        home: where the index and the secret are, on this machine.
+        home: folder of the index and the secret, on this machine.
         secret: 32 bytes that machines which share a store must share; else it is made in `home`.
-        key: under which everything lies, as `key_from` reads it; None hides nothing.
+        key: encryption key, as `read_key` returns it; None for no encryption.
         budgets: bytes of each tier.
-        patience: with the disk.
-        written_bytes: that may be written to the disk in a day; None for no limit.
+        patience: limits of calls to the disk.
+        written_bytes: daily limit of bytes written to the disk; None for no limit.
         kept_epochs: how many states of a session are kept, 1 or more.
-        eviction: who leaves a full disk first.
+        eviction: eviction policy of a full disk.
         clock: seconds since 1970.
 
-    `refusals` counts what was not taken back, `unwritten` what was not written, by reason.
+    `refusals` counts failed restores, `unwritten` failed writes, by reason.
 
     Raises:
         StoreError: it cannot be opened.
@@ -82,13 +82,17 @@ class StoreComponents:
         waits = min(patience.seconds, BUSY_SECONDS), min(patience.rest_seconds, BUSY_SECONDS)
         self._patience = CallLimits(waits[0], max_failures=1, rest_seconds=waits[1])
         self.manifest = self._index(home)
-        own = self.records, self.executor, self.manifest, self.secret
-        self.heads = SessionEpochs(*own, self._damaged)
-        self.chunks = ChunkIndex(*own, self.encryption)
+        self.heads = SessionEpochs(
+            self.records, self.executor, self.manifest, self.secret, self._damaged
+        )
+        self.chunks = ChunkIndex(
+            self.records, self.executor, self.manifest, self.secret, self.encryption
+        )
         self.branches = BranchNotes(self.records, self.executor, self.secret)
         self._catch_up()
-        told = self.vault, self.place, self.executor, self.manifest, self.ledger
-        self.budgeted_blobs = BudgetedBlobs(*told, written_bytes)
+        self.budgeted_blobs = BudgetedBlobs(
+            self.vault, self.place, self.executor, self.manifest, self.ledger, written_bytes
+        )
         DiskEviction(eviction, self.manifest, self.heads, self.chunks, self.budgeted_blobs)
         self.garbage = GarbageCollection(self.chunks, self.budgeted_blobs)
         self.writer = CacheWriter(self.budgeted_blobs, self.chunks)
@@ -117,13 +121,15 @@ class StoreComponents:
         return self._manifest(home / f"manifest-{number:08x}.sqlite")
 
     def _manifest(self, path: Path) -> Manifest:
-        own = path, self.secret, self.clock, self.encryption, self._patience
         try:
-            return Manifest(*own)
+            return self._open_manifest(path)
         except Damaged as error:
             self._damaged(str(error))
             quarantine_database(path)
-            return Manifest(*own)
+            return self._open_manifest(path)
+
+    def _open_manifest(self, path: Path) -> Manifest:
+        return Manifest(path, self.secret, self.clock, self.encryption, self._patience)
 
     def _catch_up(self) -> None:
         """Index the records beside the blobs; what a slow disk does not return waits for the
@@ -137,8 +143,8 @@ class StoreComponents:
         except StoreError as error:
             self._damaged(f"The index may lack sessions: {error}")
 
-    def _damaged(self, said: str) -> None:
-        self.refusals.note("manifest", said)
+    def _damaged(self, message: str) -> None:
+        self.refusals.note("manifest", message)
 
 
 def _store_number(url: str, home: Path) -> int:

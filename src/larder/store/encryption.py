@@ -113,7 +113,7 @@ class AesGcmEncryption(Encryption):
             except _ciphers().InvalidTag:
                 pass
         raise Damaged(
-            "What was kept does not open with this key: it is damaged, another tenant's, or was "
+            "Stored bytes do not open with this key: they are damaged, another tenant's, or were "
             "written with another key."
         )
 
@@ -202,7 +202,7 @@ def _ciphers() -> _Ciphers:
         return _Ciphers()
     except ModuleNotFoundError as error:
         raise DependencyError(
-            f"Keeping things under a key needs {error.name}: pip install 'larder[encrypt]'."
+            f"Encryption needs the package {error.name}: pip install 'larder[encrypt]'."
         ) from error
 
 
@@ -234,8 +234,7 @@ def store_secret(home: Path) -> bytes:
     found = path.read_bytes()
     if len(found) != SECRET_BYTES:
         raise StoreError(
-            f"{path} has {len(found)} bytes instead of {SECRET_BYTES}: put the right file back, "
-            "or take "
-            "another LARDER_HOME; without it what was saved cannot be read."
+            f"{path} has {len(found)} bytes instead of {SECRET_BYTES}: restore the file, or set "
+            "another LARDER_HOME; saved sessions cannot be read without it."
         )
     return found

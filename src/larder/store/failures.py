@@ -36,11 +36,11 @@ class FailureCounter:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
-    def note(self, reason: str, said: str) -> str:
+    def note(self, reason: str, message: str) -> str:
         """Count and log a failure; return its reason."""
         with self._lock:
             self._counts[reason] += 1
-        _LOG.warning("%s: %s", reason, said)
+        _LOG.warning("%s: %s", reason, message)
         return reason
 
     def note_error(self, error: LarderError) -> str:

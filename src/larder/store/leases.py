@@ -1,16 +1,17 @@
 """Session leases among hosts that share a store.
 
-    claims/<tenant>/<session>/<term>.json      whoever has created the highest term has the session
-    holders/<holder>.json                      until when a holder counts as alive
+    claims/<tenant>/<session>/<term>.json      the creator of the highest term holds the session
+    holders/<holder>.json                      time until which a holder counts as alive
 
-A claim lasts as long as its holder says that it is alive. Whoever falls silent, and wakes up late,
-finds a higher term, or that its own is gone. Clocks that differ only make a claim last longer or
+A lease lasts as long as its holder sends heartbeats. A holder that pauses and resumes late finds a
+higher term, or its own term deleted. Clocks that differ only make a claim last longer or
 shorter: what is written is decided by the epochs of the session (`larder.store.sessions.epochs`).
 """
 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ class SessionLease:
 
     Args:
         folder: of the session's claims.
-        mark: no two claims have the same.
+        mark: unique token of the lease.
     """
 
     folder: str
@@ -79,14 +80,14 @@ class SessionLeases:
         """
         until = self._parts.clock() + self._alive_seconds
         path = self._beside(self._holder)
-        self._call(self._parts.place.replace, path, self._told(path, until=until))
+        self._call(self._parts.place.replace, path, self._sealed(path, {"until": until}))
         self._alive_until = until
 
     def take(self, principal: str, name: str) -> SessionLease:
         """Acquire the lease of a session.
 
         Raises:
-            Held: somebody else does.
+            LeaseConflict: another host holds it.
             StoreError: nothing can be written.
         """
         if self._alive_until <= self._parts.clock():
@@ -97,7 +98,7 @@ class SessionLeases:
         for term in terms:
             self._check(f"{folder}/{term}.json")
         claim = SessionLease(folder, max(terms, default=0) + 1, secrets.token_hex(16))
-        told = self._told(claim.path, holder=self._holder, mark=claim.mark)
+        told = self._sealed(claim.path, {"holder": self._holder, "mark": claim.mark})
         try:
             self._call(self._parts.place.create, claim.path, told)
         except FileExistsError as error:
@@ -170,8 +171,8 @@ class SessionLeases:
         words = (path.rpartition("/")[2].removesuffix(".json") for path in found)
         return sorted(int(word) for word in words if word.isascii() and word.isdecimal())
 
-    def _told(self, path: str, **told: Any) -> bytes:
-        text = canonical_json(told)
+    def _sealed(self, path: str, fields: Mapping[str, Any]) -> bytes:
+        text = canonical_json(fields)
         return canonical_json(
             {"told": text, "seal": mac_of(self._parts.secret, path, text)}
         ).encode()
@@ -186,8 +187,8 @@ class SessionLeases:
             return {}
         return parse_json(text) if is_ours else {}
 
-    def _call(self, function: Any, *given: Any) -> Any:
-        return self._parts.executor.call(function, *given)
+    def _call(self, function: Any, *args: Any) -> Any:
+        return self._parts.executor.call(function, *args)
 
     def _beside(self, holder: str) -> str:
         return f"{HOLDERS_FOLDER}/{mac_of(self._parts.secret, holder)}.json"

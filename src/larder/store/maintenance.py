@@ -14,7 +14,7 @@ from larder.store.components import StoreComponents
 from larder.store.fs.base import QUARANTINE_FOLDER
 from larder.store.sessions.records import Record, decode_record, encode_record
 
-# How long it is told of a session that it was removed, to writers that have not heard of it.
+# Lifetime of the tombstone of a removed session, for writers that do not know of the removal.
 TOMBSTONE_SECONDS = 60.0
 
 
@@ -118,8 +118,8 @@ class StoreMaintenance:
         try:
             self._parts.vault.beside(record)
         except LarderError as error:
-            found.append(f"What was told beside the caches is lost: {error}")
-        return found + self._mended(record)
+            found.append(f"The state beside the caches is lost: {error}")
+        return found + self._repair_record(record)
 
     def _damage(self, ref: BlobRef, tenant: str) -> str:
         try:
@@ -128,7 +128,7 @@ class StoreMaintenance:
             return str(error)
         return ""
 
-    def _mended(self, record: Record) -> list[str]:
+    def _repair_record(self, record: Record) -> list[str]:
         parts = self._parts
         try:
             data = parts.executor.call(parts.records.read, record.path)

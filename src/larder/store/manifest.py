@@ -267,10 +267,10 @@ class Manifest:
             StoreSlow: it is held, or was.
         """
         if self._breaker.is_open:
-            raise StoreSlow(f"{self.path} was held by others and is left alone for a while.")
+            raise StoreSlow(f"{self.path} was locked too long and is not retried for a while.")
         if not self._lock.acquire(timeout=self._patience.seconds):
             self._breaker.failed()
-            raise StoreSlow(f"{self.path} was held for {self._patience.seconds:g} s.")
+            raise StoreSlow(f"{self.path} was locked for {self._patience.seconds:g} s.")
         try:
             with translate_errors(self.path, self._patience.seconds):
                 yield

@@ -98,9 +98,9 @@ def translate_errors(path: Path, busy_seconds: float = BUSY_SECONDS) -> Iterator
             ) from error
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             raise StoreSlow(
-                f"{path} was held by others for {busy_seconds:g} s: try again."
+                f"{path} was locked by other processes for {busy_seconds:g} s: try again."
             ) from error
-        raise StoreError(f"{path} cannot be used ({error}): see to its disk.") from error
+        raise StoreError(f"{path} cannot be used ({error}): check its disk.") from error
 
 
 def make_private(path: Path) -> None:
@@ -137,8 +137,8 @@ def prepare_schema(database: sqlite3.Connection, path: Path) -> None:
         raise Damaged(f"{path} is no index of a store, or lacks tables: it is built again.")
     if schema > SCHEMA_VERSION:
         raise StoreError(
-            f"{path} is of schema {schema}, this larder reads {SCHEMA_VERSION}: use the larder "
-            "that wrote it, or another LARDER_HOME."
+            f"{path} is of schema {schema}, this larder reads {SCHEMA_VERSION}: use the "
+            "version of larder that wrote it, or another LARDER_HOME."
         )
     if abs(schema) < SCHEMA_VERSION:
         carried = MIGRATION if there else ""

@@ -15,9 +15,7 @@ from larder.store.blobs.blob_store import BlobRef, BlobStore
 from larder.store.manifest import Manifest
 from larder.store.sessions.records import Record
 
-DELETION_LEASE_SECONDS = (
-    120.0  # for which it is believed that a blob is being deleted, until said again
-)
+DELETION_LEASE_SECONDS = 120.0  # validity of a deletion mark until it is renewed
 REFERENCED_QUERY = (
     "SELECT 1 FROM spans WHERE digest = ? UNION SELECT 1 FROM chunks WHERE digest = ?"
 )
@@ -51,7 +49,7 @@ class BlobIndex:
             if room is not None and after > room and after > before:
                 raise BudgetError(
                     f"{ref.bytes} bytes more do not fit on the disk, where another process has "
-                    "taken the room: remove sessions, or raise the budget."
+                    "reserved the bytes: remove sessions, or raise the budget."
                 )
         return after - before
 
@@ -113,7 +111,7 @@ class BlobIndex:
         with self._manifest.writing() as rows:
             if _is_being_deleted(rows, digest, now - DELETION_LEASE_SECONDS):
                 return False
-            rows("DELETE FROM leaving WHERE digest = ?", (digest,))  # of a process that is no more
+            rows("DELETE FROM leaving WHERE digest = ?", (digest,))  # of a process that has ended
             rows("UPDATE blobs SET written = ? WHERE digest = ?", (now, digest))
         return True
 
@@ -121,7 +119,7 @@ class BlobIndex:
         """Mark a blob as being deleted: from then on it counts as missing.
 
         False where that must not be: something needs it, or somebody else has put it since. Its
-        bytes count until `gone` is told.
+        bytes count until `gone` is called.
 
         Args:
             own: when who asks has put it.
@@ -150,7 +148,7 @@ class BlobIndex:
         """
         with self._manifest.writing() as rows:
             if not self._over(rows, digest, noted):
-                return None  # it took so long that somebody else has settled it
+                return None  # another process has settled it after the time limit
             found = rows("DELETE FROM blobs WHERE digest = ? RETURNING tenant, bytes", (digest,))
         return found[0] if found else None
 
@@ -167,11 +165,11 @@ class BlobIndex:
             )
 
     def _mark(
-        self, digest: str, now: float, noted: float, asked: str, given: tuple[Any, ...]
+        self, digest: str, now: float, noted: float, statement: str, values: tuple[Any, ...]
     ) -> bool:
         with self._manifest.writing() as rows:
             is_needed = rows(REFERENCED_QUERY, (digest, digest))
-            if is_needed or _is_being_deleted(rows, digest, noted) or not rows(asked, given):
+            if is_needed or _is_being_deleted(rows, digest, noted) or not rows(statement, values):
                 return False
             rows("INSERT OR REPLACE INTO leaving VALUES (?, ?)", (digest, now))
         return True
@@ -321,6 +319,6 @@ class PendingDeletions:
             if time.monotonic() > until:
                 raise StoreSlow(
                     f"Blob {digest[:12]} was being deleted for {self._seconds:g} s, and cannot be "
-                    "written before that is over: try again, and see whether the disk is well."
+                    "written before the deletion ends: try again, and check the disk."
                 )
             time.sleep(POLL_SECONDS)

@@ -1,10 +1,10 @@
-"""Immutable objects that are called by the digest of their bytes.
+"""Content-addressed blobs: immutable objects named by the digest of their bytes.
 
     blobs/<aa>/<digest>.safetensors
 
-What was written once is never written differently, so a reader sees a blob whole or not at all and
-two writers of the same one cannot hurt each other. What does not match its name is set aside when
-it is read, and can be written anew.
+A blob never changes, so a reader sees all of it or nothing, and two writers of the same blob do not
+conflict. A blob that does not match its digest is quarantined when it is read, and can be written
+again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class BlobRef:
     """Reference to a blob: digest and size.
 
     Args:
-        digest: of them.
-        bytes: how many there are.
+        digest: hexadecimal blake3 of the bytes.
+        bytes: size.
     """
 
     digest: str
@@ -76,14 +76,14 @@ class BlobStore:
             data = self._guard.call(self.place.read, path)
         except FileNotFoundError as error:
             raise Damaged(
-                f"Blob {ref.digest[:12]} is missing: what it held must be computed again."
+                f"Blob {ref.digest[:12]} is missing: its content must be computed again."
             ) from error
         if digests_equal(digest_of(data), ref.digest):
             return data
         self._set_aside(path)
         raise Damaged(
             f"Blob {ref.digest[:12]} has {len(data)} bytes that are not the {ref.bytes} written: "
-            "it is set aside, and what it held must be computed again."
+            "it is set aside, and its content must be computed again."
         )
 
     def has(self, ref: BlobRef) -> bool:
@@ -167,7 +167,7 @@ def blob_path(digest: str) -> str:
         Damaged: this is no digest.
     """
     if not is_digest(digest):
-        raise Damaged(f"{digest[:80]!r} is no digest: what refers to it is damaged.")
+        raise Damaged(f"{digest[:80]!r} is no digest: the record that refers to it is damaged.")
     return f"{BLOBS_FOLDER}/{digest[:2]}/{digest}{BLOB_SUFFIX}"
 
 

@@ -20,7 +20,7 @@ from larder.store.sqlite import BUSY_SECONDS
 
 DAY_SECONDS = 86400
 NEVER_WRITTEN = float("-inf")
-GRACE_SECONDS = 600.0  # how long what another process writes may be in the making
+GRACE_SECONDS = 600.0  # age below which unreferenced blobs may belong to a save in progress
 # By how much index and records grow when a session is saved, and for each chunk of it, at most.
 SESSION_METADATA_BYTES = 64 * 1024
 CHUNK_METADATA_BYTES = 8 * 1024
@@ -53,7 +53,7 @@ class BudgetedBlobs:
         self._lock = threading.RLock()
         self._pins: Counter[str] = Counter()  # digests that are not to be deleted now
         self._finished_writes: deque[str] = deque()  # of those, what is written by now
-        self._own: dict[str, float] = {}  # when this process has put what
+        self._own: dict[str, float] = {}  # time of each blob this process has written
         self._count()
 
     @contextmanager
@@ -73,7 +73,7 @@ class BudgetedBlobs:
         """Reservation for the records and index rows of a session and up to `chunks` new chunks.
 
         Raises:
-            BudgetError: there is no room for that, also not by having others leave.
+            BudgetError: there is no room, even after eviction.
         """
         with self.reserve(NO_TENANT, SESSION_METADATA_BYTES + CHUNK_METADATA_BYTES * chunks):
             yield
@@ -88,7 +88,7 @@ class BudgetedBlobs:
         """Reserve disk bytes, with eviction of other caches if needed.
 
         Raises:
-            BudgetError: there is none.
+            BudgetError: there is no room, even after eviction.
         """
         self._account.learn()
         try:
@@ -246,15 +246,15 @@ class BudgetedBlobs:
         """Add to the bytes written today.
 
         Raises:
-            BudgetError: it is too much for the disk's wear.
+            BudgetError: the daily write limit is exceeded.
         """
         day = int(self._manifest.clock() // DAY_SECONDS)
         written = self.holdings.count_written(day, count, self._written_bytes)
         if written is not None:
             raise BudgetError(
-                f"{count} bytes more were to be written, but today's writes are {written} of "
-                f"{self._written_bytes}: save less often or in fewer bits, or raise the budget of "
-                "writes."
+                f"Writing {count} bytes exceeds the daily write limit: {written} of "
+                f"{self._written_bytes} bytes are used. Save less often or in fewer bits, or raise "
+                "the limit."
             )
 
 

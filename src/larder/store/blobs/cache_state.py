@@ -79,7 +79,7 @@ def decode_state(
     state = {key: tensor for key, tensor in tensors.items() if ":" not in key}
     room = max_bytes - sum(tensor.nbytes for tensor in state.values())
     if room < 0:
-        raise Damaged("A part of the saved cache is larger than all of it was.")
+        raise Damaged("A part of the saved cache exceeds the recorded size of the cache.")
     for key, how in told.items():
         try:
             part = key.partition(".")[2]
@@ -198,7 +198,7 @@ def join_chunks(
             whole = _concatenate(parts, what)[:, :length]
             if whole.shape != (layer.kv_heads, length, layer.head_dim):
                 raise Damaged(
-                    f"The pieces of layer {layer.index} make {what} of {tuple(whole.shape)}, but "
+                    f"The chunks of layer {layer.index} make {what} of {tuple(whole.shape)}, but "
                     f"the model's are {(layer.kv_heads, length, layer.head_dim)}."
                 )
             state[f"{layer.index}.{what}"] = whole.contiguous()
@@ -241,5 +241,5 @@ def _concatenate(parts: Sequence[Tensor | None], what: str) -> Tensor:
     found = [part for part in parts if part is not None]
     shapes = {(part.ndim, part.shape[0], part.shape[-1]) for part in found}
     if len(found) < len(parts) or len(shapes) != 1 or found[0].ndim != 3:
-        raise Damaged(f"Pieces of the saved {what} are missing or of different shapes.")
+        raise Damaged(f"Parts of the saved {what} are missing or of different shapes.")
     return torch.cat(found, 1)

@@ -1,12 +1,12 @@
-"""Tensors and what is told of them in one piece of bytes: a safetensors file, format KVM 1.
+"""Container of tensors and metadata: a safetensors file, format KVM 1.
 
-`__metadata__` holds `kvm`, canonical JSON of what is told, and `kvm_digest`, blake3 over it and
+`__metadata__` holds `kvm`, canonical JSON of the metadata, and `kvm_digest`, blake3 over it and
 over every tensor's name, type, shape and bytes in the order of names: safetensors itself notices no
 flipped bit. Any safetensors reader reads these files. They are laid out here and not by its
 writer, which puts `__metadata__` in another order in every process: equal content must be equal
-bytes, or nothing would be kept once.
+bytes, or deduplication would fail.
 
-Reading checks the header before anything is made of it, and runs no code from the file.
+Reading validates the header before it allocates anything, and runs no code from the file.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"What is told of a saved cache is not JSON ({error}).") from error
+        raise Damaged(f"The metadata of a saved cache is not JSON ({error}).") from error
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -146,7 +146,7 @@ def _parse_metadata(spelled: str) -> dict[str, Any]:
     if told.get("version") != CONTAINER_VERSION:
         raise Refused(
             f"The saved cache is of version {str(told.get('version'))[:20]}, this larder reads "
-            f"version {CONTAINER_VERSION}: it is left as it is, for the larder that wrote it.",
+            f"version {CONTAINER_VERSION}: it is left as it is; use the larder that wrote it.",
             "format",
         )
     return told
@@ -157,8 +157,8 @@ def _parse_header(data: bytes) -> tuple[dict[str, _TensorHeader], dict[str, Any]
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or length > min(MAX_HEADER_BYTES, len(data) - 8):
         raise Damaged(
-            f"A saved cache of {len(data)} bytes claims a header of {length}; it can have "
-            f"{MAX_HEADER_BYTES} at most."
+            f"A saved cache of {len(data)} bytes claims a header of {length}; the limit is "
+            f"{MAX_HEADER_BYTES} bytes."
         )
     header = parse_json(data[8 : 8 + length])
     if not isinstance(header, dict) or len(header) > MAX_TENSORS:
@@ -183,14 +183,14 @@ def _tensor_header(name: str, told: Any) -> _TensorHeader:
         raise Damaged(f"Tensor {name!r} has {len(shape)} dimensions and {len(offsets)} offsets.")
     field = _TensorHeader(dtype, shape, *offsets)
     if field.stop - field.start != math.prod(shape) * DTYPES[dtype].itemsize:
-        raise Damaged(f"Tensor {name!r} of shape {field.shape} has not the bytes for it.")
+        raise Damaged(f"The bytes of tensor {name!r} do not match its shape {field.shape}.")
     return field
 
 
 def _counts(told: dict[str, Any], key: str) -> tuple[int, ...]:
     value = told.get(key)
     if not isinstance(value, list) or not all(type(n) is int and 0 <= n < 2**62 for n in value):
-        raise Damaged(f"A tensor of a saved cache has no {key}.")
+        raise Damaged(f"A tensor of a saved cache has no valid {key}.")
     return tuple(value)
 
 
@@ -220,7 +220,7 @@ def _text(value: Any, name: str) -> str:
 
 
 ZSTD_LEVEL = (
-    1  # entropy coding alone finds nearly all there is; higher levels are slower for nothing
+    1  # nearly all redundancy is found by entropy coding alone; higher levels only cost time
 )
 
 

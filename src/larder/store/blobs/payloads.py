@@ -1,8 +1,8 @@
-"""What the blobs of a store hold: logs of tokens, chunks, parts of snapshots; and who may read.
+"""Payloads of blobs: token logs, prefix chunks and snapshot parts, each with its owner.
 
-Every blob tells whose it is, and a blob of a cache what made it. It is read by nobody else,
-whatever refers to it: that a blob is found does not mean that it is meant. So no two tenants ever
-have a blob in common, and nobody sees by what is written whether another has said the same.
+Every blob names its owner, and a cache blob the model that made it. No other tenant can read it,
+whatever refers to it. So two tenants never share a blob, and a tenant cannot tell from what is
+written whether another has the same text.
 
 What a session cannot do without, its tokens and its transcript, is its own down to the bytes: of
 two machines with one store neither knows what the other's sessions need. Caches may be shared: what
@@ -44,7 +44,7 @@ def strip_owner(data: bytes, tenant: str, *session: str) -> bytes:
         spelled = _owner_prefix(owner)
         if data[: len(spelled)] == spelled:
             return data[len(spelled) :]
-    raise Refused("What was kept is another tenant's.", "tenant")
+    raise Refused("The blob belongs to another tenant or session.", "tenant")
 
 
 def encode_token_log(ids: Sequence[int], tenant: str, session: str) -> bytes:
@@ -110,14 +110,14 @@ def decode_cache_blob(
     """
     tensors, told = unpack_container(data)
     if told.get("kind") != kind:
-        raise Refused(f"A {told.get('kind')} stands where a {kind} should.", "kind")
+        raise Refused(f"The blob is a {told.get('kind')}, not a {kind}.", "kind")
     if told.get("tenant") != tenant:
         raise Refused("A saved cache is another tenant's.", "tenant")
     if told.get("identity") != identity.key:
         raise Refused("A saved cache was made by another model.", "identity")
     how = told.get("coded", {})
     if not isinstance(how, dict):
-        raise Damaged("A saved cache does not tell how it is coded.")
+        raise Damaged("A saved cache lacks its codec metadata.")
     return decode_state(tensors, how, max_bytes), told
 
 

@@ -1,8 +1,8 @@
-"""Room on a full disk: saved caches leave, their sessions' tokens stay.
+"""Disk space reclamation: eviction of saved caches; token logs of sessions stay.
 
-What leaves is read again from its tokens when it is asked for. A chunk leaves after all that
-continue it, and with it go the caches of sessions that are made of it. What a pinned session is
-made of leaves last.
+An evicted cache is prefilled again from its tokens on access. A chunk is evicted after all chunks
+that continue it, together with the caches of sessions that refer to it. Caches of pinned sessions
+are evicted last.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class DiskEviction:
     """Eviction of saved caches under a full disk budget. Safe from threads.
 
     Args:
-        rule: who goes first.
+        rule: eviction policy.
     """
 
     def __init__(

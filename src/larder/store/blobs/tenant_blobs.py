@@ -1,4 +1,4 @@
-"""A store under a key, or without one: which it is, and blobs and records as their owners see them.
+"""Encryption of a store, and its blobs and records as decrypted for their tenants.
 
 key.json     {"version": 1, "salt": ..., "check": ...}, where there is a key
 """
@@ -28,7 +28,7 @@ def open_encryption(place: FileSystem, guard: DeadlineExecutor, key: bytes | Non
     """Open the encryption of a store; an empty store is initialized with the key, or without one.
 
     Raises:
-        StoreError: it was begun with another key, with one and none is given, or without one.
+        StoreError: it was created with another key, with a key and none is given, or without one.
     """
     try:
         found = guard.call(place.read, KEY_PATH)
@@ -36,7 +36,7 @@ def open_encryption(place: FileSystem, guard: DeadlineExecutor, key: bytes | Non
         return NoEncryption() if key is None else _create_key_file(place, guard, key)
     if key is None:
         raise StoreError(
-            f"The store at {place.url} is under a key: give --key-file FILE, or take another store."
+            f"The store at {place.url} is under a key: give --key-file FILE, or use another store."
         )
     return _verify_key(found, key, place.url)
 
@@ -53,7 +53,7 @@ def _create_key_file(place: FileSystem, guard: DeadlineExecutor, key: bytes) -> 
     told = {"version": KEY_FILE_VERSION, "salt": salt.hex(), "check": check.hex()}
     try:
         guard.call(place.create, KEY_PATH, canonical_json(told).encode())
-    except FileExistsError:  # somebody else has begun it meanwhile
+    except FileExistsError:  # another process has created it meanwhile
         return _verify_key(guard.call(place.read, KEY_PATH), key, place.url)
     return sealing
 
@@ -65,19 +65,19 @@ def _verify_key(found: bytes, key: bytes, url: str) -> Encryption:
         hidden = bytes.fromhex(check)
     except (Damaged, KeyError, TypeError, ValueError) as error:
         raise StoreError(
-            f"{KEY_PATH} of the store at {url} is damaged: put it back from a copy; without it "
-            "nothing "
-            "there can be opened."
+            f"{KEY_PATH} of the store at {url} is damaged: put it back from a copy; the store "
+            "cannot be decrypted without it."
         ) from error
     if version != KEY_FILE_VERSION:
-        raise StoreError(f"The store at {url} is under a key of a later larder: use that one.")
+        raise StoreError(
+            f"The store at {url} has a key file of a later version of larder: use that version."
+        )
     sealing = AesGcmEncryption(key, salt)
     try:
         sealing.opened(CHECK_TENANT, hidden, KEY_PATH)
     except Damaged as error:
         raise StoreError(
-            f"The store at {url} is under another key: give the file of the key that it was begun "
-            "with."
+            f"The store at {url} is under another key: give the key file that it was created with."
         ) from error
     return sealing
 
@@ -116,7 +116,7 @@ class TenantBlobs:
             Damaged, Refused: it is not what was written, or another's.
         """
         if record.transcript is None:
-            raise Damaged("What was said was not kept as text.")
+            raise Damaged("The session was saved without a transcript.")
         data = self.get(record.transcript, record.tenant)
         return strip_owner(data, record.tenant, record.session)
 

@@ -1,7 +1,7 @@
 """Deadlines and circuit breaker for calls to a storage tier.
 
-A call that runs out of time goes on in its thread, which cannot be stopped; how many may be
-under way is bounded, and what they hold is given back when they really end.
+A call past its deadline continues in its thread, which cannot be stopped; the number of calls in
+progress is bounded, and what they hold is released when they end.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from larder.core.errors import BadParameter, StoreError, StoreFull, StoreSlow
 
 Result = TypeVar("Result")
 
-# What a working disk answers, too.
+# Errors that a working disk raises, too.
 EXPECTED_ERRORS = (FileNotFoundError, FileExistsError)
-# Of a disk that takes no more.
+# Errors of a full or read-only disk.
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 
 
@@ -33,10 +33,10 @@ class CallLimits:
     """Limits of calls to a tier.
 
     Args:
-        seconds: that one call may take.
-        calls: that may be under way at once, those that ran out of time included.
-        max_failures: in a row after which the tier rests.
-        rest_seconds: for which a tier that failed is left alone; then one call tries it.
+        seconds: time limit of one call.
+        calls: limit of concurrent calls, including calls past their deadline.
+        max_failures: consecutive failures that open the circuit breaker.
+        rest_seconds: time that the breaker stays open; then one trial call is let through.
     """
 
     seconds: float = 30.0
@@ -68,7 +68,7 @@ class CircuitBreaker:
             now = self._clock()
             if now < self._rests_until:
                 return True
-            self._rests_until = now + self._patience.rest_seconds  # one tries, others wait
+            self._rests_until = now + self._patience.rest_seconds  # one trial call
             return False
 
     def record_success(self) -> None:
@@ -87,7 +87,7 @@ class DeadlineExecutor:
     """Executor of calls to one tier under deadlines. Safe from threads.
 
     Args:
-        tier: what it is called in errors.
+        tier: name in errors.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class DeadlineExecutor:
         """Call a function in a thread and return its result within the time limit.
 
         Args:
-            ended: called once when the function is truly over, be it long after the time limit; or
-                at once where it was not begun.
+            ended: called once when the function has ended, possibly after the time limit; or
+                immediately if it was not started.
 
         Raises:
-            StoreSlow: it took too long, or the tier rests.
-            StoreFull: the tier takes no more.
+            StoreSlow: the call took too long, or the breaker is open.
+            StoreFull: the tier is full or read-only.
             StoreError: it fails.
             FileNotFoundError, FileExistsError: as the function says.
         """
@@ -134,9 +134,9 @@ class DeadlineExecutor:
         if not under_way.done.wait(max(left, 0)):
             self.breaker.failed()
             raise self._late(function)
-        return self._told(under_way)
+        return self._result_of(under_way)
 
-    def _told(self, call: _Call) -> Any:
+    def _result_of(self, call: _Call) -> Any:
         if isinstance(call.error, OSError) and not isinstance(call.error, EXPECTED_ERRORS):
             self.breaker.failed()
             raise self._disk_error(call.error) from call.error
@@ -148,12 +148,12 @@ class DeadlineExecutor:
     def _disk_error(self, error: OSError) -> StoreError:
         if error.errno in DISK_FULL_ERRNOS:
             return StoreFull(
-                f"The {self.tier} tier takes no more ({error.strerror}): make room, see to its "
+                f"The {self.tier} tier cannot be written ({error.strerror}): make room, see to its "
                 "permissions, or take another store. What was saved before is untouched."
             )
         return StoreError(
-            f"The {self.tier} tier fails ({error.strerror or error}): see whether its disk or "
-            "server is well. What was saved before is untouched."
+            f"The {self.tier} tier fails ({error.strerror or error}): see whether its "
+            "disk or server is well. What was saved before is untouched."
         )
 
     def _late(self, function: Callable[..., Any]) -> StoreSlow:
@@ -181,7 +181,7 @@ class _Call:
     def _run(self) -> None:
         try:
             self.result = self.function(*self.args)
-        except BaseException as error:  # handed to who waits
+        except BaseException as error:  # raised again in the waiting thread
             self.error = error
         finally:
             self.room.release()

@@ -31,17 +31,17 @@ class LocalFileSystem(FileSystem):
         target = self._at(path)
         if target.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
-        temporary = self._written(data)
+        temporary = self._write_temporary(data)
         try:
-            self._placed(_link_new, temporary, target)
+            self._place_file(_link_new, temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
         _fsync_folder(target.parent)
 
     def replace(self, path: str, data: bytes) -> None:
-        target, temporary = self._at(path), self._written(data)
+        target, temporary = self._at(path), self._write_temporary(data)
         try:
-            self._placed(os.replace, temporary, target)
+            self._place_file(os.replace, temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
         _fsync_folder(target.parent)
@@ -68,7 +68,7 @@ class LocalFileSystem(FileSystem):
             target.parent.rmdir()
 
     def set_aside(self, path: str) -> None:
-        self._made(self.folder / QUARANTINE_FOLDER)
+        self._make_folder(self.folder / QUARANTINE_FOLDER)
         try:
             os.replace(self._at(path), self.folder / QUARANTINE_FOLDER / path.rpartition("/")[2])
         except FileNotFoundError:
@@ -88,19 +88,21 @@ class LocalFileSystem(FileSystem):
     def _at(self, path: str) -> Path:
         return self.folder / path
 
-    def _placed(self, place: Callable[[Path, Path], object], temporary: Path, target: Path) -> None:
+    def _place_file(
+        self, place: Callable[[Path, Path], object], temporary: Path, target: Path
+    ) -> None:
         """Move a file into its folder, which another process may just have removed as empty."""
         for _ in range(MAX_ATTEMPTS):
-            self._made(target.parent)
+            self._make_folder(target.parent)
             try:
                 place(temporary, target)
             except FileNotFoundError:
                 continue
             return
-        self._made(target.parent)
+        self._make_folder(target.parent)
         place(temporary, target)
 
-    def _made(self, folder: Path) -> None:
+    def _make_folder(self, folder: Path) -> None:
         """Create a folder and flush every parent that gained an entry."""
         missing = [folder]
         while not missing[-1].parent.exists():
@@ -109,10 +111,10 @@ class LocalFileSystem(FileSystem):
         for made in missing:
             _fsync_folder(made.parent)
 
-    def _written(self, data: bytes) -> Path:
+    def _write_temporary(self, data: bytes) -> Path:
         """Write a flushed temporary file."""
         folder = self.folder / TEMPORARY_FOLDER
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users read nothing
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # not readable by other users
         folder.mkdir(exist_ok=True)
         temporary = folder / f"{os.getpid()}-{secrets.token_hex(8)}"
         try:

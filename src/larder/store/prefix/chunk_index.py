@@ -47,8 +47,8 @@ class ChunkIndex:
     """Prefix chunks of all tenants. Safe from threads and processes.
 
     Args:
-        place: where a chunk is told of for other machines, and for building the index again.
-        sealing: how tokens and their digests stand in the index.
+        place: file system of the chunk records, for other machines and index rebuilds.
+        sealing: encryption of tokens and their digests in the index.
     """
 
     def __init__(
@@ -78,8 +78,12 @@ class ChunkIndex:
             masked = self._sealing.masked(tenant, before, wanted)
             best = self._nearest(tenant, identity, parent, masked)
             if len(wanted) == 4 * CHUNK_TOKENS and (best is None or best.tokens < CHUNK_TOKENS):
-                told = (tenant, identity, parent, parent_key, start, wanted, prefix.hexdigest())
-                best = self._match_other_host(*told) or best
+                best = (
+                    self._match_other_host(
+                        tenant, identity, parent, parent_key, start, wanted, prefix.hexdigest()
+                    )
+                    or best
+                )
             if best is None or not best.tokens:
                 break
             found.append(best)
@@ -216,7 +220,7 @@ class ChunkIndex:
             own = each["tenant"], each["identity"]
             parent = known.get((*own, each["before"]), 0)
             if each["start"] and not parent:
-                continue  # what it continues is lost
+                continue  # its parent is lost
             made = chunk_from_dict(each, parent)
             if (row := self._insert(made, *own, each["before"])) is not None:
                 known[*own, made.prefix] = row.row
@@ -263,7 +267,7 @@ class ChunkIndex:
     ) -> PrefixChunk | None:
         """Insert a chunk; an existing row gets the given blob.
 
-        None where the row of the one that it continues is gone, or another's by now.
+        None if the row of its parent is gone or reused.
         """
         tokens = self._sealing.masked(tenant, before, chunk.tokens)
         prefix = self._sealing.tag(tenant, chunk.prefix)

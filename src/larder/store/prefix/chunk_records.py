@@ -206,7 +206,7 @@ class PrefixDigest:
             digest = self._digest.copy()
             digest.update(token_bytes(tokens))
         except (OverflowError, TypeError, ValueError) as error:
-            raise Damaged("A chunk of the saved cache has tokens that are none.") from error
+            raise Damaged("A chunk of the saved cache has invalid token ids.") from error
         return digest.hexdigest()
 
     def advance(self, tokens: Sequence[int]) -> None:

@@ -27,11 +27,11 @@ class PrefixStore:
     ) -> int:
         """Store a prefix for the tenant's other sessions; return the number of tokens stored.
 
-        It stays, whether or not a session is made of it, until the disk must make room.
-        Only a cache that holds everything it has read is good for that; of others nothing is kept.
+        It is retained, with or without sessions that refer to it, until it is evicted.
+        Only lossless caches are stored; for others the result is 0.
 
         Raises:
-            BudgetError, StoreFull, StoreSlow: it cannot be kept.
+            BudgetError, StoreFull, StoreSlow: it cannot be stored.
         """
         check_snapshot(ids, CacheSnapshot(cache, identity, ""))
         tenant = self._parts.tenant(principal)
@@ -66,7 +66,7 @@ class PrefixStore:
             stored = sum(each.chunk.ref.bytes for each in shared)
             tokens = sum(each.tokens for each in shared)
             if parts.throughput.choose(Tier.DISK, stored, tokens) is not RestorePath.LOAD:
-                raise Refused("Reading the text again is quicker than loading it.", "slower")
+                raise Refused("Prefill is faster than loading the cache.", "slower")
             cache = parts.reader.prefix(tenant, shared, ids, identity, spec, unusable)
             with parts.unwritten.suppressed():
                 parts.chunks.used(shared)

@@ -96,7 +96,7 @@ def check_snapshot(ids: Sequence[int], snapshot: CacheSnapshot | None) -> None:
     if longest > len(ids) or (not snapshot.others and longest < len(ids)):
         raise InputError(
             f"The cache has read {longest} tokens, but {len(ids)} are to be "
-            "saved with it: give exactly those that it has read."
+            "saved with it: give exactly the tokens that it has read."
         )
 
 
@@ -282,7 +282,7 @@ class CacheReader:
 
         Args:
             shared: chunks that hold the beginning, as `Chunks.longest` finds them.
-            unusable: told of the first chunk that cannot be used, and why.
+            unusable: called with the first unusable chunk and its error.
 
         Raises:
             BudgetError: it does not fit in host memory.
@@ -355,7 +355,7 @@ def restore_cache(spec: ModelSpec, state: CacheTensors, meta: Mapping[str, str])
     except CacheError as error:
         raise Damaged(f"The saved cache does not fit the model: {error}") from error
     except (KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
-        raise Damaged(f"The saved cache cannot be put together ({error}).") from error
+        raise Damaged(f"The saved cache cannot be restored ({error}).") from error
 
 
 def _snapshot_tensors(data: bytes, record: Record, identity: ModelIdentity) -> CacheTensors:
@@ -381,7 +381,7 @@ def _chunk_tensors(
     wanted = list(behind.ids[start : start + count])
     tokens = span.get("tokens") if isinstance(span, dict) else None
     if not isinstance(span, dict) or not isinstance(tokens, list):
-        raise Damaged("A chunk of the saved cache does not tell where it belongs.")
+        raise Damaged("A chunk of the saved cache lacks its position.")
     is_behind = span.get("start") == start and tokens[: len(wanted)] == wanted
     if not is_behind or span.get("prefix") != behind.digest(tokens):
         raise Refused("A chunk of the saved cache belongs to another text.", "tokens")
@@ -393,5 +393,5 @@ def _chunk_len(told: Mapping[str, Any]) -> int:
     span = told.get("span")
     count = span.get("n_tokens") if isinstance(span, dict) else None
     if type(count) is not int or count < 1:
-        raise Damaged("A chunk of the saved cache does not tell how many tokens it has.")
+        raise Damaged("A chunk of the saved cache lacks its number of tokens.")
     return count

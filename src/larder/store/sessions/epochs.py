@@ -5,8 +5,8 @@ also of several machines. The manifest follows. What it lacks, because a process
 because another machine wrote it, is read from the records when the session is asked for.
 
 A session that takes the name of one that was removed begins behind that one's last epoch, and
-behind all that its tenant's removed sessions have had once what says of them is dropped: whoever
-still knows one of them finds that it has moved.
+behind all that its tenant's removed sessions have had once what says of them is dropped: a
+writer that still knows one of them finds that it has moved.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SessionEpochs:
     """Epochs of sessions. Safe from threads and processes.
 
     Args:
-        damaged: told of every record that is not what was written.
+        damaged: called with a message for every damaged record.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class SessionEpochs:
         try:
             self._guard.call(self._place.create, record.path, encode_record(record, self._secret))
         except FileExistsError as error:
-            with suppress(Damaged):  # what it needs may be what is given up now
+            with suppress(Damaged):  # its blobs may be the ones evicted now
                 self.newest(record.tenant, record.session)
             raise superseded_error(record.name, record.previous, record.epoch) from error
 
@@ -340,7 +340,7 @@ class BranchNotes:
     def of(self, tenant: str, root: str) -> list[str]:
         """Names of the branches of a session, oldest note first.
 
-        Some may never have been written; what is damaged is passed over.
+        Some sessions may never have been written; damaged notes are skipped.
         """
         folder = f"{BRANCHES_FOLDER}/{tenant}/{session_key(tenant, root)}"
         found = sorted(self._guard.call(self._listed, folder), key=lambda each: each.modified)

@@ -1,8 +1,7 @@
-"""A session as one file: to be carried elsewhere, or kept aside.
+"""Export and import of a session as one file.
 
-The file is a container like a blob. It holds the session's record and, under their digests, all of
-its blobs. Whoever takes it in becomes its owner: blobs are spelled anew for the new tenant, after
-each has been verified.
+The file is a container like a blob. It holds the session's record and, by digest, all of its blobs.
+The importing tenant becomes the owner: each blob is verified, then rewritten for the new tenant.
 """
 
 from __future__ import annotations
@@ -35,8 +34,13 @@ from larder.store.blobs.payloads import (
 )
 from larder.store.components import StoreComponents
 from larder.store.digests import digest_of, digests_equal
-from larder.store.sessions.records import RECORD_SCHEMA, ROOT_LABEL, Record, session_key
-from larder.store.sessions.records import record_from_dict as record_of_told
+from larder.store.sessions.records import (
+    RECORD_SCHEMA,
+    ROOT_LABEL,
+    Record,
+    record_from_dict,
+    session_key,
+)
 
 EXPORT_KIND = "session_export"
 MAX_TOKENS = 2**26
@@ -53,7 +57,7 @@ class SessionExporter:
         """Export a session as the bytes of a file.
 
         Raises:
-            Damaged: something of it is; save it anew first.
+            Damaged: a part of it is damaged; save the session again first.
         """
         own = {ref: self._parts.vault.get(ref, record.tenant) for ref in set(record.refs)}
         named = {ref: BlobRef(digest_of(data), len(data)) for ref, data in own.items()}
@@ -73,9 +77,9 @@ class SessionExporter:
         """Import a session from a file that `export` wrote.
 
         Raises:
-            InputError: it is none, or the name is none or taken.
+            InputError: the file is not an export, or the name is invalid or taken.
             Refused: it is of another version.
-            BudgetError, StoreError: it cannot be kept.
+            BudgetError, StoreError: it cannot be stored.
         """
         check_name(name)
         tenant = self._parts.tenant(principal)
@@ -112,21 +116,19 @@ def _parse_export(data: bytes) -> tuple[Record, tuple[int, ...], dict[str, bytes
     """Record, token ids and verified blobs of an exported file.
 
     Raises:
-        InputError: it is no such file, or a damaged one.
+        InputError: the file is not an export, or is damaged.
         Refused: it is of another version.
     """
     try:
         tensors, told = unpack_container(data)
         if told.get("kind") != EXPORT_KIND or not isinstance(told.get("record"), str):
-            raise Damaged("It is a saved cache, but no exported session.")
+            raise Damaged("The container is a saved cache, not an exported session.")
         record = _parse_record(parse_json(told["record"]))
         blobs = {ref.digest: _blob(tensors, ref) for ref in record.refs}
         log, own = blobs[record.tokens.digest], (record.tenant, record.session)
         ids = decode_token_log(log, record.num_tokens, *own)
     except Damaged as error:
-        raise InputError(
-            f"This is no session that larder has exported, or a damaged one: {error}"
-        ) from error
+        raise InputError(f"The file is not an exported session, or is damaged: {error}") from error
     return record, ids, blobs
 
 
@@ -134,9 +136,9 @@ def _parse_record(told: Any) -> Record:
     if not isinstance(told, dict) or told.get("schema") != RECORD_SCHEMA:
         raise Refused("The exported session was written by another larder.", "format")
     try:
-        record = record_of_told(told)
+        record = record_from_dict(told)
     except (KeyError, TypeError, AttributeError) as error:
-        raise Damaged("Its record lacks something.") from error
+        raise Damaged("The record lacks a field.") from error
     _check_record(record)
     return record
 
@@ -147,24 +149,24 @@ def _check_record(record: Record) -> None:
     counts += [ref.bytes for ref in record.refs]
     counts += [count for held in record.others for count in (held.num_spans, held.cache_bytes)]
     if record.removed or not all(type(count) is int and 0 <= count < 2**62 for count in counts):
-        raise Damaged("Its record has counts that are none.")
+        raise Damaged("The record has invalid counts.")
     if record.num_tokens > MAX_TOKENS or record.cache_bytes > MAX_GROWTH * (
         1 + sum(ref.bytes for ref in record.spans)
     ):
-        raise Damaged("Its record tells of more than its parts can hold.")
+        raise Damaged("The record claims more tokens or bytes than its parts can hold.")
     if sum(held.num_spans for held in record.others) > len(record.spans):
-        raise Damaged("Its record tells of more parts than there are.")
+        raise Damaged("The record claims more parts than there are.")
     if record.cache_tokens > record.num_tokens:
-        raise Damaged("Its caches have read more tokens than there are.")
+        raise Damaged("The caches have read more tokens than the log has.")
     texts = [record.tenant, record.session, record.name, record.policy, record.codec]
     texts += [record.cache_prefix, *(ref.digest for ref in record.refs)]
     told = [record.identity, record.cache, record.labels, *(held.cache for held in record.others)]
     for mapping in told:
         if not isinstance(mapping, Mapping):
-            raise Damaged("Its record has lists that are none.")
+            raise Damaged("The record has invalid lists.")
         texts += [*mapping.keys(), *mapping.values()]
     if not all(isinstance(text, str) for text in texts) or type(record.lossless) is not bool:
-        raise Damaged("Its record has texts that are none.")
+        raise Damaged("The record has invalid strings.")
 
 
 def _blob(tensors: Mapping[str, Tensor], ref: BlobRef) -> bytes:
@@ -188,7 +190,7 @@ def _change_tenant(saving: BlobTransaction, data: bytes, tenant: str) -> BlobRef
     except LarderError as error:
         raise InputError(f"A part of the exported session cannot be used: {error}") from error
     if told.get("kind") not in (CHUNK_KIND, SNAPSHOT_KIND):
-        raise InputError("A part of the exported session is none of a cache.")
+        raise InputError("A part of the exported session is not part of a cache.")
     return saving.put(pack_container(tensors, told | {"tenant": tenant}))
 
 

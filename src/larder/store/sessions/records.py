@@ -190,7 +190,7 @@ def decode_record(data: bytes, secret: bytes) -> Record:
     """
     outer = parse_json(data)
     if not isinstance(outer, dict) or not isinstance(outer.get("record"), str):
-        raise Damaged("The record of a session is not one.")
+        raise Damaged("The record of a session is not valid.")
     if not digests_equal(mac_of(secret, outer["record"]), str(outer.get("seal"))):
         raise Damaged(
             "The record of a session does not match its seal: it is damaged, or was written with "
@@ -200,7 +200,7 @@ def decode_record(data: bytes, secret: bytes) -> Record:
     if told.get("schema") != RECORD_SCHEMA:
         raise Refused(
             f"The record of a session is of schema {str(told.get('schema'))[:20]}, this larder "
-            f"reads {RECORD_SCHEMA}: it is left as it is, for the larder that wrote it.",
+            f"reads {RECORD_SCHEMA}: it is left as it is; use the version of larder that wrote it.",
             "format",
         )
     return record_from_dict(told)

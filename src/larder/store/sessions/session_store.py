@@ -1,7 +1,7 @@
-"""Conversations that outlive the process.
+"""Session store: save, load, fork, roll back and remove sessions.
 
-Whatever is wrong with a saved cache, its session is not lost: the log of its tokens is kept apart,
-and the text is read again. Why that was necessary is logged, and counted by reason.
+A damaged or unsuitable cache does not lose its session: the token log is a blob of its own, and the
+text is prefilled again. The reason is logged and counted.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class LoadedSession:
     """Session as loaded.
 
     Args:
-        record: what is written of it.
+        record: its newest record.
         ids: every token of it; the caches may have read fewer, as the record tells.
-        transcript: what was said as text, where that was saved.
-        cache: None where the text must be read again.
-        reason: one word for why; empty where there is a cache.
+        transcript: text of the conversation, if saved.
+        cache: None if the text must be prefilled again.
+        reason: one word for a missing cache; empty if there is a cache.
         others: the caches behind the first, where the session has several.
     """
 
@@ -124,7 +124,7 @@ class SessionStore:
             ids: the text to go on with, where it is known: it must begin with the session's.
 
         Raises:
-            Refused: not even the tokens can be had; the reason says why.
+            Refused: the tokens cannot be read either; the reason is in the error.
         """
         parts, (tenant, session) = self._parts, self._keys(principal, name)
         try:
@@ -135,7 +135,7 @@ class SessionStore:
             said = None if record.transcript is None else parts.vault.transcript(record)
         except LarderError as error:
             reason = parts.refusals.note_error(error)
-            raise Refused(f"Session {name!r} cannot be had: {error}", reason) from error
+            raise Refused(f"Session {name!r} cannot be read: {error}", reason) from error
         try:
             self._check(record, known, asking, ids)
             read = known[: record.num_cached_tokens]
@@ -291,9 +291,9 @@ class SessionStore:
         faster.
         """
         if not record.spans:
-            raise Refused("Only the session's tokens were kept.", "tokens only")
+            raise Refused("The session was saved without a cache.", "tokens only")
         if self._parts.budgeted_blobs.holdings.is_evicted(record):
-            raise Refused("The cache has made room for others.", "evicted")
+            raise Refused("The cache was evicted.", "evicted")
         differing = asking.identity.differences(ModelIdentity.of(record.identity))
         if differing:
             raise Refused(f"The cache differs in {', '.join(differing)}.", "identity")
@@ -304,7 +304,7 @@ class SessionStore:
             raise Refused("The text does not begin as the session does.", "tokens")
         stored = sum(ref.bytes for ref in record.spans)
         if self._parts.throughput.choose(Tier.DISK, stored, len(read)) is not RestorePath.LOAD:
-            raise Refused("Reading the text again is quicker than loading the cache.", "slower")
+            raise Refused("Prefill is faster than loading the cache.", "slower")
 
 
 def _is_retry(record: Record, newest: Record) -> bool:

@@ -2,7 +2,7 @@
 
 A turn is small and written at once; the cache that was saved last stays with the session, though it
 has not read that turn. A cache is written in two steps: its blobs, which takes long, and then the
-record that names them, behind whatever has become of the session meanwhile.
+record that refers to them, as the epoch after the session's newest.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class SessionTurn:
     """Session with its newest turn.
 
     Args:
-        ids: every token that was said.
-        transcript: what was said as text.
+        ids: every token of the conversation.
+        transcript: text of the conversation.
         labels: as in `Record`.
     """
 
@@ -145,7 +145,7 @@ class TurnStore:
         parts, own = self._parts, self._keys(principal, name)
         head = parts.heads.head(*own)
         if head is None:
-            raise Refused(f"There is no session {name!r} any more.", "gone")
+            raise Refused(f"Session {name!r} no longer exists.", "gone")
         count = len(prepared.ids)
         if self._ids(head)[:count] != prepared.ids:
             raise Refused("The text does not begin as the cache does.", "tokens")
@@ -184,8 +184,8 @@ class TurnStore:
         """
         parts, head = self._parts, self._parts.heads.head(*self._keys(principal, name))
         if head is None:
-            raise Refused(f"There is no session {name!r} any more.", "gone")
-        if head.epoch != expected:  # also where nothing is to be written: it was asked of another
+            raise Refused(f"Session {name!r} no longer exists.", "gone")
+        if head.epoch != expected:
             raise superseded_error(name, expected, head.epoch)
         if labels.items() <= head.labels.items():
             return head
@@ -200,7 +200,7 @@ class TurnStore:
 
         Raises:
             Damaged: its text, or every record of it, is not what was written.
-            Refused: it cannot be had for another reason, which it names.
+            Refused: it cannot be read for another reason, named in the error.
         """
         parts = self._parts
         try:
@@ -213,12 +213,12 @@ class TurnStore:
             raise
         except LarderError as error:
             reason = parts.refusals.note_error(error)
-            raise Refused(f"Session {name!r} cannot be had: {error}", reason) from error
+            raise Refused(f"Session {name!r} cannot be read: {error}", reason) from error
 
     def restart_epoch(self, principal: str, name: str) -> int:
         """Epoch that a new beginning of a damaged session follows; 0 if it is intact or missing.
 
-        Where every record is damaged, they are taken out of the way of a new session.
+        If every record is damaged, the session is removed, so that its name is free.
         """
         parts, own = self._parts, self._keys(principal, name)
         try:
@@ -238,7 +238,7 @@ class TurnStore:
         """Record of a session's newest state; None if there is none.
 
         Raises:
-            StoreError: it cannot be told.
+            StoreError: the disk fails.
         """
         return self._parts.heads.head(*self._keys(principal, name))
 
@@ -249,7 +249,7 @@ class TurnStore:
     def of(self, principal: str) -> list[Record]:
         """Newest state of each session of one principal, most recently used first.
 
-        The index alone is asked: what another machine has written shows once it is asked for.
+        Read from the local index: sessions of other machines appear after their first access.
         """
         return self._parts.heads.of(self._parts.tenant(principal))
 
