@@ -62,7 +62,7 @@ class ModelOptions(OutputOptions):
         typer.Option(help="float32, bfloat16, float16 or auto.  Default: float32 on a CPU."),
     ] = None
     seed: Annotated[int, typer.Option(help="Random seed of sampling.")] = 0
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0
     top_k: Annotated[
         int, typer.Option(help="Sample among the K most likely tokens; 0 for all.")

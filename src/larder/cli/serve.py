@@ -112,7 +112,7 @@ class ServeOptions(ModelOptions):
 
 @command
 def serve(options: ServeOptions) -> None:
-    """Serve sessions over HTTP, compatible with OpenAI clients, with a status page.
+    """Serve sessions over HTTP, compatible with OpenAI clients, with an inspection page.
 
     The API is at http://HOST:PORT/v1, the page at http://HOST:PORT/.
     """
