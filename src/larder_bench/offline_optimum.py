@@ -1,4 +1,4 @@
-"""What somebody who knows the future would keep: two rules, and a bound that no rule passes.
+"""Offline eviction with knowledge of future reads: two rules, and an upper bound for any rule.
 
 Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer" (1966), lets go what is
 needed last; where sizes differ that is no longer the best, and the best is hard to find. The bound
@@ -56,7 +56,7 @@ class FutureReads:
 
 
 class Belady(EvictionPolicy):
-    """What is read last goes first. `steps` are the times of the next reads."""
+    """Belady's rule: evict the latest next read. `steps` are the times of the next reads."""
 
     def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
         del now

@@ -32,7 +32,7 @@ MIN_PAUSES = 8  # pauses that are told as they were; before that they are guesse
 
 @dataclass
 class ReplayCounts:
-    """What a replay has come to.
+    """Result of a replay.
 
     Args:
         prompt_tokens, prompt_seconds: of all that was to be read.
@@ -63,7 +63,7 @@ class ReplayCounts:
 
 @dataclass
 class ToolPauses:
-    """How long tools took, and what that says of the next time."""
+    """Durations of tool calls, and the prediction of the next."""
 
     seen: dict[str, deque[float]] = field(default_factory=dict[str, deque[float]])
     told: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
@@ -171,7 +171,7 @@ class SimulatedTier(ReplayTier):
         self._columns.steps[row] = 1.0 if is_shared else steps
 
     def _nearest(self, piece: int) -> int:
-        """What is held of a text, the longest that there is."""
+        """Longest cached prefix of a text."""
         while piece != NONE and piece not in self._rows:
             piece = self._pieces[piece].before
         return piece
@@ -202,7 +202,7 @@ class SimulatedTier(ReplayTier):
             columns.steps[row] = self._foresight.after(piece, now)
 
     def _missing(self, event: WriteEvent) -> list[int]:
-        """What a turn leaves behind and is not held, the first of the text first."""
+        """Objects that a turn adds and the tier lacks, in text order."""
         missing, piece, found = list[int](), event.piece, self._found.get(event.session, 0)
         while piece != NONE:
             told = self._pieces[piece]
@@ -277,7 +277,7 @@ class SimulatedTier(ReplayTier):
 def replay_trace(
     trace: Trace, rule: EvictionPolicy, budget_bytes: int, foresight: FutureReads | None = None
 ) -> ReplayCounts:
-    """What a tier of so many bytes saves over a whole trace."""
+    """Savings of a tier of a capacity over a whole trace."""
     shelf = SimulatedTier(trace, rule, budget_bytes, foresight)
     for event in trace.events:
         event.play(shelf)

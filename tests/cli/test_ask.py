@@ -110,7 +110,7 @@ def test_a_policy_that_keeps_what_the_question_needs(run: Run, talk: Path, polic
     options = ("--policy", policy, "--budget", "48", "--max-new-tokens", "4")
     assert run("ask", talk, "-q", CAT, *options).exit_code == 0
     two = run("ask", talk, "-q", CAT, "-q", WINDOW, *options)
-    assert "what one question looks at, got 2" in complaint(two, 2)
+    assert "for one question, got 2" in complaint(two, 2)
 
 
 def test_page(run: Run, talk: Path, tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_page_of_a_transcript(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", ["nowhere/page.html", "."])
 def test_a_page_without_a_place(run: Run, talk: Path, tmp_path: Path, page: str) -> None:
     result = run("ask", talk, "-q", CAT, "--explain", tmp_path / page)
-    assert "is no place for a page" in complaint(result, 2)
+    assert "is not a writable file path" in complaint(result, 2)
 
 
 def test_one_failure_among_several_is_told_with_its_question(run: Run, talk: Path) -> None:

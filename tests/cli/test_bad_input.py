@@ -107,7 +107,7 @@ def test_a_question_longer_than_the_budget(run: Run, talk: Path) -> None:
 
 
 def test_a_blank_question(run: Run, talk: Path) -> None:
-    assert "question is blank" in complaint(run("ask", talk, "-q", " "), 2)
+    assert "question is empty" in complaint(run("ask", talk, "-q", " "), 2)
 
 
 def test_a_question_that_is_no_text(run: Run, talk: Path) -> None:

@@ -34,10 +34,10 @@ def loaded(name: str) -> Any:
 
 
 def test_nothing_is_kept(run: Run) -> None:
-    assert run("cache", "list").stdout == "No sessions are kept.\n"
+    assert run("cache", "list").stdout == "No sessions are stored.\n"
     assert document(run("cache", "list", "--json"))["sessions"] == []
     assert "no session 'x'" in complaint(run("cache", "show", "x"), 1)
-    assert "0 sessions are whole" in run("cache", "verify").stdout
+    assert "0 sessions are intact" in run("cache", "verify").stdout
 
 
 def test_list_and_show(run: Run, kept: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_store_under_a_key_opens_with_it_alone(run: Run, tmp_path: Path) -> No
     store.sessions.save(LOCAL_PRINCIPAL, "talk", IDS, snapshot(read(IDS)))
     store.close()
     assert "talk" in run("cache", "list", "--key-file", str(key)).stdout
-    assert "1 sessions are whole" in run("cache", "verify", "--key-file", str(key)).stdout
+    assert "1 sessions are intact" in run("cache", "verify", "--key-file", str(key)).stdout
     assert "give --key-file" in complaint(run("cache", "list"), 1)
     assert "under another key" in complaint(run("cache", "list", "--key-file", str(other)), 1)
     other.write_bytes(b"x")
@@ -68,7 +68,7 @@ def test_a_store_under_a_key_opens_with_it_alone(run: Run, tmp_path: Path) -> No
 
 
 def test_verify_finds_damage(run: Run, kept: Path) -> None:
-    assert "1 sessions are whole" in run("cache", "verify").stdout
+    assert "1 sessions are intact" in run("cache", "verify").stdout
     assert document(run("cache", "verify", "talk", "--json"))["sessions"] == [
         {"session": "talk", "problems": []}
     ]

@@ -40,9 +40,9 @@ def test_another_policy_is_told_even_when_piped(run: Run) -> None:
     assert run("chat", "s", *SMALL, stdin="").stderr == ""
     other = run("chat", "s", "--policy", "keydiff", *SMALL[2:], stdin="")
     [line] = other.stderr.splitlines()
-    assert line.startswith("larder: the session 's' was held under episodes(")
+    assert line.startswith("larder: the session 's' used episodes(")
     assert "> pooled(tokens=64) >" in line
-    assert "is read anew under single() > blockwise(tokens=64) >" in line
+    assert "is prefilled again under single() > blockwise(tokens=64) >" in line
     assert other.exit_code == 0
 
 

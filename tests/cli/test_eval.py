@@ -54,7 +54,7 @@ def test_two_files_are_said_to_be_too_few_for_an_interval(
 ) -> None:
     fails_at(monkeypatch, CAT, InputError("no cats."))
     shown = run("eval", folder, *SMALL)
-    assert shown.stderr.startswith("larder: an interval over two files reaches from one file's")
+    assert shown.stderr.startswith("larder: an interval over two files only spans")
     assert len(shown.stderr.splitlines()) == 1
     told = document(run("eval", folder, *FULL, "--json"))
     means = sorted(one["summary"]["f1"] for one in told["files"])
@@ -141,7 +141,7 @@ def test_interrupted_in_the_second_file(
     assert result.exit_code == 130
     assert [len(one["answers"]) for one in told["files"]] == [2, 2]
     assert told["summary"]["questions"] == 4
-    assert "only what was finished" in run("eval", folder, *SMALL).stdout
+    assert "only finished questions" in run("eval", folder, *SMALL).stdout
 
 
 def test_a_file_that_does_not_fit_does_not_stop_the_others(run: Run, folder: Path) -> None:
@@ -160,5 +160,5 @@ def test_nothing_could_be_answered(run: Run, talk: Path) -> None:
 
 def test_a_file_without_questions(run: Run, tmp_path: Path) -> None:
     path = cli_results.talk(tmp_path / "mute.json", [])
-    assert "holds no questions" in complaint(run("eval", path), 1)
+    assert "has no questions" in complaint(run("eval", path), 1)
     assert WINDOW not in path.read_text()

@@ -26,7 +26,7 @@ def test_what_is_missing_is_named(
 
 def test_replicas_are_of_a_cluster(run: Run) -> None:
     said = complaint(run("serve", "--replicas", "3", "--port", "0"), 2)
-    assert said == "--replicas are Ray's: give --ray, too, or leave --replicas out."
+    assert said == "--replicas needs --ray: add --ray, or leave --replicas out."
 
 
 def test_machines_need_one_store(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 
 from cli_results import Run, complaint, document
-from larder.cli import serve, serve_backends
+from larder.cli import serve
 from larder.cli.errors import INTERRUPTED_EXIT_CODE
 
 ASKED = {"messages": [{"role": "user", "content": "My cat is Mira."}], "max_tokens": 3}
@@ -114,7 +114,7 @@ def test_serving_without_its_extra_says_what_to_install(
     """In one line, before a port or the model is opened."""
     opened: list[str] = []
     monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr(serve_backends, "local_hub", lambda options: opened.append("hub"))
+    monkeypatch.setattr(serve, "local_engine_client", lambda options: opened.append("hub"))
     monkeypatch.setattr(serve, "_listening_socket", lambda options: opened.append("port"))
     said = complaint(run("serve", "--port", "0"), 1)
     assert said == f"'larder serve' needs {name}: pip install 'larder[serve]'."

@@ -49,7 +49,7 @@ def test_layers_sum_to_the_counts(rows: tuple[tuple[int, ...], ...]) -> None:
 
 @pytest.mark.parametrize("episode", [-1, 2])
 def test_answers_name_an_episode(small: Explanation, episode: int) -> None:
-    with pytest.raises(BadParameter, match=r"ShownAnswer.episode must lie in \[0, 2\)"):
+    with pytest.raises(BadParameter, match=r"PageAnswer.episode must lie in \[0, 2\)"):
         replace(small, answers=(PageAnswer("Who?", "Ann", episode=episode),))
 
 
@@ -60,5 +60,5 @@ def test_sliding_layers_exist(small: Explanation) -> None:
 
 @pytest.mark.parametrize(("lead", "tail"), [(2, 1), (-1, 0), (0, 3)])
 def test_template_tokens_fit_in_the_message(lead: int, tail: int) -> None:
-    with pytest.raises(BadParameter, match="ShownMessage.lead_tokens"):
+    with pytest.raises(BadParameter, match="PageMessage.lead_tokens"):
         PageMessage("user", "", "", ("a", "b"), lead, tail)

@@ -137,8 +137,7 @@ def serving(home: Path, **options: Any) -> Iterator[str]:
     Args:
         options: as the command has them; the key file hides the archive as well as the store.
     """
-    from larder.cli.serve import ServeOptions
-    from larder.cli.serve_backends import local_hub
+    from larder.cli.serve import ServeOptions, local_engine_client
     from larder.server.http.app import create_app
     from larder.server.http.app_state import HttpSettings
     from larder.server.http.archive import Archive
@@ -148,7 +147,7 @@ def serving(home: Path, **options: Any) -> Iterator[str]:
     asked = ServeOptions(**options)
     with patch.dict(os.environ, {"LARDER_HOME": str(home)}), restored():
         sealing = encryption_for(read_key(asked.key_file), "archive")
-        with patch.object(question_run, "load", _load), local_hub(asked) as hub:
+        with patch.object(question_run, "load", _load), local_engine_client(asked) as hub:
             archive = Archive(home / "server" / "archive.sqlite", sealing=sealing)
             limits = HttpSettings(max_new_tokens=asked.max_new_tokens)
             with _listening(create_app(hub, LoopbackAuth(), archive, limits)) as url:

@@ -28,15 +28,18 @@ def ask(
         Path, typer.Argument(metavar="FILE", help="Conversation (.json) or document (.txt, .md).")
     ],
     question: Annotated[
-        list[str], typer.Option("--question", "-q", help="What to ask; may be given many times.")
+        list[str], typer.Option("--question", "-q", help="Question; may be repeated.")
     ],
     options: ModelOptions,
     explain: Annotated[
         Path | None,
-        typer.Option(metavar="PAGE.html", help="Write a page that shows what each cache keeps."),
+        typer.Option(
+            metavar="PAGE.html", help="Write a page that shows the entries of each cache."
+        ),
     ] = None,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Keep the reading, and restore it the next time.")
+        bool,
+        typer.Option("--keep", help="Save the caches after prefill; restore them the next time."),
     ] = False,
     store: StoreUrl = None,
     codec: CodecName = "raw",
@@ -44,7 +47,7 @@ def ask(
 ) -> None:
     """Answer questions about FILE from a cache within the budget.
 
-    Questions are independent of each other. A question that FILE knows the answer to is scored.
+    Questions are independent. A question whose answer is in FILE is scored.
     """
     from larder.cli.question_run import open_engine
     from larder.session.files import read_conversation
@@ -53,22 +56,22 @@ def ask(
     check_codec(codec)
     if not keep and (store is not None or codec != "raw" or key_file is not None):
         raise UsageError(
-            "--store, --codec and --key-file say how a reading is kept: give --keep as well."
+            "--store, --codec and --key-file need --keep: add --keep, or leave them out."
         )
     conversation = read_conversation(file)
     questions = [_question_of(conversation, text) for text in question]
     engine = open_engine(options)
     with open_persistence(engine, store, codec, key_file) if keep else nullcontext() as keeper:
-        sitting, is_whole = _run_questions(engine, keeper, options, conversation, questions)
+        run, is_whole = _run_questions(engine, keeper, options, conversation, questions)
     if explain is not None and is_whole:
-        _write_page(explain, sitting)
+        _write_page(explain, run)
     if options.json:
         from larder.cli.json_documents import run_document
 
-        print_document(run_document(sitting))
+        print_document(run_document(run))
     else:
-        _print_errors(sitting)
-    _print_figures(sitting)
+        _print_errors(run)
+    _print_figures(run)
     if not is_whole:
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
 
@@ -80,40 +83,40 @@ def _run_questions(
     conversation: Conversation,
     questions: list[Question],
 ) -> tuple[QuestionRun, bool]:
-    """Read and ask; whether every question had its turn before Ctrl-C.
+    """Prefill and questions; False if Ctrl-C came before the last question.
 
     Raises:
-        LarderError: the first question's, if none could be answered.
+        LarderError: error of the first question, if every question failed.
     """
     from larder.cli.question_run import prefill_run, prompts_for, sampling_params
 
-    sitting = prefill_run(engine, conversation, prompts_for(engine, questions), keeper=keeper)
-    drawn = sampling_params(options)
+    run = prefill_run(engine, conversation, prompts_for(engine, questions), keeper=keeper)
+    sampling = sampling_params(options)
     try:
         for one in questions:
             if not options.json and len(questions) > 1:
                 print(f"{'' if one is questions[0] else chr(10)}> {one.question}")
             on_text = _discard_text if options.json else _write_text
-            asked = sitting.ask(one, drawn, options.max_new_tokens, on_text)
-            if not options.json and asked.error is None:
+            outcome = run.ask(one, sampling, options.max_new_tokens, on_text)
+            if not options.json and outcome.error is None:
                 print()
     except KeyboardInterrupt:
         if not options.json:
             print()
-        return sitting, False
-    if all(asked.error is not None for asked in sitting.asked):
-        raise _first_error(sitting)
-    return sitting, True
+        return run, False
+    if all(asked.error is not None for asked in run.asked):
+        raise _first_error(run)
+    return run, True
 
 
-def _first_error(sitting: QuestionRun) -> LarderError:
-    return next(asked.error for asked in sitting.asked if asked.error is not None)
+def _first_error(run: QuestionRun) -> LarderError:
+    return next(asked.error for asked in run.asked if asked.error is not None)
 
 
 def _question_of(conversation: Conversation, text: str) -> Question:
-    """The question as the file has it, with its answer; else as it was typed."""
+    """Question of the file with this text and its answer; otherwise a question without one."""
     if not text.strip():
-        raise UsageError('A question is blank: write -q "What ...?".')
+        raise UsageError('A question is empty: write -q "What ...?".')
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -131,16 +134,16 @@ def _discard_text(text: str) -> None:
     del text
 
 
-def _print_errors(sitting: QuestionRun) -> None:
-    for asked in sitting.asked:
+def _print_errors(run: QuestionRun) -> None:
+    for asked in run.asked:
         if asked.error is not None:
             print(f"larder: {asked.question.question[:40]!r}: {asked.error}", file=sys.stderr)
 
 
-def _print_figures(sitting: QuestionRun) -> None:
+def _print_figures(run: QuestionRun) -> None:
     from larder.cli.eval_tables import dense_line
 
-    figures, asked = sitting.memory.figures, sitting.asked
+    figures, asked = run.memory.figures, run.asked
     lines = progress_console()
     lines.print(
         f"read {figures.context_tokens:,} tokens in {format_seconds(figures.prefill_seconds)}; "
@@ -158,19 +161,19 @@ def _print_figures(sitting: QuestionRun) -> None:
 
 
 def _check_page(page: Path | None) -> None:
-    """Raises: UsageError: the page could not be written at the end."""
+    """Raises: UsageError: the page's path is a folder, or in none that exists."""
     if page is not None and (page.is_dir() or not page.absolute().parent.is_dir()):
         raise UsageError(
-            f"--explain {page} is no place for a page: name a file in a folder that exists."
+            f"--explain {page} is not a writable file path: name a file in an existing folder."
         )
 
 
-def _write_page(page: Path, sitting: QuestionRun) -> None:
+def _write_page(page: Path, run: QuestionRun) -> None:
     from larder.cli.explain_page import explanation
     from larder.explain import render
 
     try:
-        page.write_text(render(explanation(sitting)), encoding="utf-8")
+        page.write_text(render(explanation(run)), encoding="utf-8")
     except OSError as error:
         raise UsageError(
             f"--explain {page} cannot be written ({error.strerror}): name another file."

@@ -1,4 +1,4 @@
-"""`larder cache`: the sessions that are kept, looked at and looked after."""
+"""`larder cache`: list, inspect, verify, export, import, remove and encrypt stored sessions."""
 
 from __future__ import annotations
 
@@ -29,52 +29,58 @@ Name = Annotated[str, typer.Argument(metavar="SESSION", help="Its name.")]
 
 @dataclass(frozen=True)
 class SessionOptions(OutputOptions):
-    """Where sessions are kept, and whose are meant."""
+    """Store, encryption key and owner of sessions."""
 
     store: StoreUrl = None
     key_file: KeyFile = None
     owner: Annotated[
-        str, typer.Option(metavar="PRINCIPAL", help="Whose sessions: an API user's name.")
+        str, typer.Option(metavar="PRINCIPAL", help="Owner of the sessions: an API user's name.")
     ] = LOCAL_PRINCIPAL
 
 
 @app.command("list")
 @command
 def list_all(options: SessionOptions) -> None:
-    """List the sessions of an owner, the one that was used last first."""
+    """List the sessions of an owner, most recently used first."""
     with _open_store(options) as store:
         records = store.sessions.heads(options.owner)
     if options.json:
         print_document({"schema": SCHEMA, "sessions": [_record_document(each) for each in records]})
         return
     if not records:
-        results_console().print("No sessions are kept.")
+        results_console().print("No sessions are stored.")
         return
-    shown = make_table("session", "policy", "codec", "saved", "tokens", "bytes", "states", texts=4)
+    table = make_table("session", "policy", "codec", "saved", "tokens", "bytes", "states", texts=4)
     for each in records:
-        kept = format_bytes(sum(ref.bytes for ref in each.refs))
-        told = each.policy or "tokens only", each.codec, _saved_at(each)
-        shown.add_row(each.name, *told, str(each.num_tokens), kept, str(each.epoch))
-    results_console().print(shown)
+        table.add_row(
+            each.name,
+            each.policy or "tokens only",
+            each.codec,
+            _saved_at(each),
+            str(each.num_tokens),
+            format_bytes(sum(ref.bytes for ref in each.refs)),
+            str(each.epoch),
+        )
+    results_console().print(table)
 
 
 @app.command("show")
 @command
 def show(name: Name, options: SessionOptions) -> None:
-    """Show what is kept of a session, and what its cache depends on."""
+    """Show the stored state of a session, and what its cache depends on."""
     with _open_store(options) as store:
         record = _session_record(store, options, name)
         states = store.parts.manifest.epochs(record.tenant, record.session)
-    told = _record_document(record) | {"states": states}
+    document = _record_document(record) | {"states": states}
     if options.json:
-        print_document({"schema": SCHEMA, **told})
+        print_document({"schema": SCHEMA, **document})
         return
-    shown = make_table("", "", texts=2)
-    for key, value in told.items():
+    table = make_table("", "", texts=2)
+    for key, value in document.items():
         rows = value.items() if isinstance(value, dict) else [("", value)]
         for inner, each in rows:
-            shown.add_row(f"{key} {inner}".strip(), str(each))
-    results_console().print(shown)
+            table.add_row(f"{key} {inner}".strip(), str(each))
+    results_console().print(table)
 
 
 @app.command("verify")
@@ -85,28 +91,28 @@ def verify(
         str | None, typer.Argument(metavar="SESSION", help="Its name.  Default: all.")
     ] = None,
 ) -> None:
-    """Read every byte of sessions and compare it with its digests; exit code 1 if any differs."""
+    """Compare every stored byte of sessions with its digest; exit code 1 if any differs."""
     with _open_store(options) as store:
-        meant = (
+        records = (
             store.sessions.heads(options.owner)
             if name is None
             else [_session_record(store, options, name)]
         )
-        checked = store.maintenance.verify(meant)
+        checked = store.maintenance.verify(records)
         freed = store.maintenance.sweep() if name is None else 0
-    told = [{"session": c.record.name, "problems": list(c.problems)} for c in checked]
+    documents = [{"session": c.record.name, "problems": list(c.problems)} for c in checked]
     damaged = [each for each in checked if each.problems]
     if options.json and not damaged:
-        print_document({"schema": SCHEMA, "sessions": told, "freed_bytes": freed})
+        print_document({"schema": SCHEMA, "sessions": documents, "freed_bytes": freed})
     elif not damaged:
         results_console().print(
-            f"{len(checked)} sessions are whole; {format_bytes(freed)} of orphans swept."
+            f"{len(checked)} sessions are intact; {format_bytes(freed)} of unused blobs deleted."
         )
     if damaged:
-        said = " ".join(f"{each.record.name}: {' '.join(each.problems)}" for each in damaged)
+        problems = " ".join(f"{each.record.name}: {' '.join(each.problems)}" for each in damaged)
         raise Damaged(
-            f"{len(damaged)} of {len(checked)} sessions are damaged. Those whose tokens are whole "
-            f"are read again when they are asked for. {said}"
+            f"{len(damaged)} of {len(checked)} sessions are damaged. Those with intact tokens "
+            f"are prefilled again at their next use. {problems}"
         )
 
 
@@ -114,10 +120,10 @@ def verify(
 @command
 def export(
     name: Name,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="To be written.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write.")],
     options: SessionOptions,
 ) -> None:
-    """Write a session, cache and all, to one file."""
+    """Write a session with its cache to one file."""
     if file.exists():
         raise InputError(f"{file} exists: take another name, or remove it first.")
     with _open_store(options) as store:
@@ -132,11 +138,11 @@ def export(
 @app.command("import")
 @command
 def import_session(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="That 'export' has written.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File that 'export' wrote.")],
     name: Name,
     options: SessionOptions,
 ) -> None:
-    """Make a session of an exported file."""
+    """Create a session from an exported file."""
     try:
         data = file.read_bytes()
     except OSError as error:
@@ -149,7 +155,7 @@ def import_session(
 @app.command("remove")
 @command
 def remove(name: Name, options: SessionOptions) -> None:
-    """Forget a session; what no other session needs is deleted."""
+    """Remove a session, and delete the blobs that no other session refers to."""
     with _open_store(options) as store:
         freed = store.sessions.remove(options.owner, name)
     _print_result(options, {"session": name, "freed_bytes": freed})
@@ -158,22 +164,22 @@ def remove(name: Name, options: SessionOptions) -> None:
 @app.command("seal")
 @command
 def seal(options: OutputOptions, key_file: KeyFile = None) -> None:
-    """Put under the key what was written without one: the server's archive, and chats.
+    """Encrypt what was written without a key: the server's archive, and chats.
 
-    Who has written it, and in which order, is believed as it stands. The server must not run.
+    Authors and order are taken over unverified. Stop the server first.
     """
     from larder.core.settings import home
-    from larder.server.http.archive import seal_archive as adopt_archive
-    from larder.session.transcript.session_file import seal_session_files as adopt_chats
+    from larder.server.http.archive import seal_archive
+    from larder.session.transcript.session_file import seal_session_files
     from larder.store.encryption import encryption_for, read_key
 
     key = read_key(key_file)
     if key is None:
-        raise UsageError("There is no key to seal with: give --key-file FILE.")
+        raise UsageError("There is no encryption key: give --key-file FILE.")
     archive = home() / "server" / "archive.sqlite"
-    documents = adopt_archive(archive, encryption_for(key, "archive"))
+    documents = seal_archive(archive, encryption_for(key, "archive"))
     _print_result(
-        options, {"documents": documents, "chats": adopt_chats(encryption_for(key, "chats"))}
+        options, {"documents": documents, "chats": seal_session_files(encryption_for(key, "chats"))}
     )
 
 
@@ -187,10 +193,10 @@ def _open_store(options: SessionOptions) -> Iterator[Store]:
 
 
 def _session_record(store: Store, options: SessionOptions, name: str) -> Record:
-    named = {record.name: record for record in store.sessions.heads(options.owner)}
-    if name not in named:
-        raise InputError(f"There is no session {name!r}: 'larder cache list' names all.")
-    return named[name]
+    by_name = {record.name: record for record in store.sessions.heads(options.owner)}
+    if name not in by_name:
+        raise InputError(f"There is no session {name!r}: 'larder cache list' shows all names.")
+    return by_name[name]
 
 
 def _record_document(record: Record) -> dict[str, Any]:
@@ -213,10 +219,10 @@ def _saved_at(record: Record) -> str:
     return datetime.fromtimestamp(record.made, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 
-def _print_result(options: OutputOptions, told: dict[str, Any]) -> None:
+def _print_result(options: OutputOptions, result: dict[str, Any]) -> None:
     if options.json:
-        print_document({"schema": SCHEMA, **told})
+        print_document({"schema": SCHEMA, **result})
         return
     results_console().print(
-        ", ".join(f"{key} {value}" for key, value in told.items()), soft_wrap=True
+        ", ".join(f"{key} {value}" for key, value in result.items()), soft_wrap=True
     )

@@ -1,4 +1,4 @@
-"""`larder chat`: talk; a named session survives the process."""
+"""`larder chat`: interactive chat; a named session can be resumed by a later process."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from larder.engine.chat import Chat
 
 COMMANDS = {
-    "/help": "what can be typed here",
-    "/figures": "what the memory holds",
+    "/help": "the commands",
+    "/figures": "turns, tokens and bytes of the caches",
     "/episodes": "the episodes, one cache each",
-    "/quit": "leave; a named session can be taken up again",
+    "/quit": "leave; a named session can be resumed",
 }
 
 
@@ -48,19 +48,20 @@ COMMANDS = {
 def chat(
     options: ModelOptions,
     session: Annotated[
-        str | None, typer.Argument(metavar="SESSION", help="Name to go on under later.")
+        str | None, typer.Argument(metavar="SESSION", help="Name to resume it by.")
     ] = None,
     file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Begin a new session by reading FILE.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Start a new session with the messages of FILE."),
     ] = None,
     store: StoreUrl = None,
     codec: CodecName = "raw",
     key_file: KeyFile = None,
 ) -> None:
-    """Talk under a memory budget; one line is one turn.
+    """Chat under a memory budget; one line is one turn.
 
-    What was said in a named session is kept under LARDER_HOME/sessions, and its caches in a store:
-    resumed, they are restored, or the session is read again where that is quicker or safer.
+    The transcript of a named session is saved under LARDER_HOME/sessions, its caches in a store.
+    A resumed session restores them, or is prefilled again where that is faster or safer.
     """
     from larder.cli.question_run import open_engine
     from larder.engine.chat import Chat
@@ -68,8 +69,10 @@ def chat(
     check_codec(codec)
     history = _history(file)
     engine = open_engine(options)
-    kept = nullcontext() if session is None else open_persistence(engine, store, codec, key_file)
-    with kept as keeper:
+    persistence = (
+        nullcontext() if session is None else open_persistence(engine, store, codec, key_file)
+    )
+    with persistence as keeper:
         with progress_bar("Reading", "tokens") as watch:
             talk = Chat(engine, session, history, watch, keeper)
         _chat_loop(talk, session, options)
@@ -82,28 +85,27 @@ def _history(file: Path | None) -> Conversation | None:
 
 
 def _chat_loop(talk: Chat, session: str | None, options: ModelOptions) -> None:
-    """Say what is typed, line by line, to the end or until interrupted."""
-    from larder.session.capacity import beyond_budget_line as told_beyond
+    """Run the lines of stdin as turns, to the end or until interrupted."""
+    from larder.session.capacity import beyond_budget_line
 
     _print_policy_change(talk, session)
     if talk.beyond_budget:
-        print(f"larder: {told_beyond(talk.beyond_budget)}", file=sys.stderr)
-    aside = progress_console()
-    aside.print(f"{talk.policy}\n{len(talk.turns)} turns so far; /help for help")
-    told: list[dict[str, Any]] = []
+        print(f"larder: {beyond_budget_line(talk.beyond_budget)}", file=sys.stderr)
+    progress_console().print(f"{talk.policy}\n{len(talk.turns)} turns so far; /help for help")
+    answers: list[dict[str, Any]] = []
     try:
         for line in _lines():
             if line.split()[0] == "/quit":
                 break
-            _turn(talk, line, options, told)
+            _turn(talk, line, options, answers)
     except KeyboardInterrupt:
-        _finish(talk, session, options, told)
+        _finish(talk, session, options, answers)
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
-    _finish(talk, session, options, told)
+    _finish(talk, session, options, answers)
 
 
 def _print_policy_change(talk: Chat, session: str | None) -> None:
-    """Say on stderr, piped or not, that a session is not remembered as it was before."""
+    """Report on stderr that a session resumes under another policy, or how it was restored."""
     former, now = talk.former_policy, str(talk.policy)
     if former is None:
         return
@@ -111,16 +113,16 @@ def _print_policy_change(talk: Chat, session: str | None) -> None:
         print_resume_result(f"the session {session!r}", talk.resumed)
         return
     print(
-        f"larder: the session {session!r} was held under {former} and is read anew under {now}",
+        f"larder: the session {session!r} used {former} and is prefilled again under {now}",
         file=sys.stderr,
     )
 
 
 def _lines() -> Iterator[str]:
-    """What is typed or piped, without blank lines, up to the end."""
+    """Non-blank lines of stdin, prompted for on a terminal."""
     is_terminal = sys.stdin.isatty() and sys.stderr.isatty()
     if is_terminal:
-        # Only importing it gives input() arrow keys and a history; Windows has none.
+        # Importing readline gives input() arrow keys and a history; Windows has none.
         try:
             import readline  # noqa: F401
         except ImportError:
@@ -134,8 +136,8 @@ def _lines() -> Iterator[str]:
             yield line.strip()
 
 
-def _turn(talk: Chat, line: str, options: ModelOptions, told: list[dict[str, Any]]) -> None:
-    """Obey a command, or say the line and show the answer; a refused line is no end."""
+def _turn(talk: Chat, line: str, options: ModelOptions, answers: list[dict[str, Any]]) -> None:
+    """Run a command, or answer the line; an error is printed and the chat goes on."""
     if line in COMMANDS:
         _run_command(talk, line)
         return
@@ -146,20 +148,20 @@ def _turn(talk: Chat, line: str, options: ModelOptions, told: list[dict[str, Any
         answer = _answer_line(talk, line, options)
     except LarderError as error:
         print(f"larder: {error}", file=sys.stderr)
-        told.append({"question": line, "error": error_record(error)})
+        answers.append({"question": line, "error": error_record(error)})
         return
-    told.append(_record(answer))
+    answers.append(_record(answer))
 
 
 def _answer_line(talk: Chat, line: str, options: ModelOptions) -> Answer:
     from larder.cli.question_run import sampling_params
 
-    def speak(text: str) -> None:
+    def print_text(text: str) -> None:
         if not options.json:
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    answer = talk.say(line, speak, sampling_params(options), options.max_new_tokens)
+    answer = talk.say(line, print_text, sampling_params(options), options.max_new_tokens)
     if not options.json:
         print()
     if answer.episode is not None and talk.outcome is not None:
@@ -171,14 +173,14 @@ def _answer_line(talk: Chat, line: str, options: ModelOptions) -> Answer:
 
 
 def _record(answer: Answer) -> dict[str, Any]:
-    told = {"question": answer.question, "answer": answer.text}
-    place = {} if answer.episode is None else {"episode": answer.episode}
-    spent = {"decode_seconds": answer.decode_seconds, "new_tokens": answer.new_tokens}
-    return {**told, **place, **spent}
+    record: dict[str, Any] = {"question": answer.question, "answer": answer.text}
+    if answer.episode is not None:
+        record["episode"] = answer.episode
+    return record | {"decode_seconds": answer.decode_seconds, "new_tokens": answer.new_tokens}
 
 
 def _finish(
-    talk: Chat, session: str | None, options: ModelOptions, told: list[dict[str, Any]]
+    talk: Chat, session: str | None, options: ModelOptions, answers: list[dict[str, Any]]
 ) -> None:
     reason = talk.keep()
     if reason not in QUIET_REASONS:
@@ -186,9 +188,9 @@ def _finish(
     if options.json:
         figures = talk.figures
         head = {"schema": SCHEMA, "session": session, "policy": str(talk.policy)}
-        held = {**asdict(figures), "kv_bytes": figures.kv_bytes}
-        held["restored_tokens"] = talk.resumed.tokens
-        print_document({**head, "model": options.model, **held, "answers": told})
+        sizes = {**asdict(figures), "kv_bytes": figures.kv_bytes}
+        sizes["restored_tokens"] = talk.resumed.tokens
+        print_document({**head, "model": options.model, **sizes, "answers": answers})
 
 
 def _run_command(talk: Chat, line: str) -> None:
@@ -201,10 +203,10 @@ def _run_command(talk: Chat, line: str) -> None:
 
 
 def _show_help() -> None:
-    made = make_table("type", "to see", texts=2)
+    table = make_table("command", "shows", texts=2)
     for name, meaning in COMMANDS.items():
-        made.add_row(name, meaning)
-    results_console().print(made)
+        table.add_row(name, meaning)
+    results_console().print(table)
 
 
 def _show_figures(talk: Chat) -> None:
@@ -223,10 +225,10 @@ def _show_figures(talk: Chat) -> None:
 
 
 def _show_episodes(talk: Chat) -> None:
-    made = make_table("episode", "about", "segments", "per head", "KV", "", texts=2)
+    table = make_table("episode", "about", "segments", "per head", "KV", "", texts=2)
     for view in talk.episodes:
         about = " ".join(view.prompt_texts[0].split())[:60] if view.prompt_texts else "everything"
-        made.add_row(
+        table.add_row(
             str(view.number + 1),
             about,
             str(view.segments),
@@ -234,4 +236,4 @@ def _show_episodes(talk: Chat) -> None:
             format_bytes(view.kv_bytes),
             "active" if view.is_active else "",
         )
-    results_console().print(made)
+    results_console().print(table)

@@ -1,4 +1,4 @@
-"""Where a command writes: results to stdout, and to a terminal's stderr how far it is."""
+"""Consoles, progress bars and tables: results on stdout, progress on a terminal's stderr."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-PIPED_WIDTH = 120  # columns of a table where no terminal says how wide it is
+PIPED_WIDTH = 120  # columns, where stdout is not a terminal
 
 ProgressCallback = Callable[[int, int], None]
 
 
 def results_console() -> Console:
-    """For results. Text of ours and of others is printed as it is, never taken for markup."""
+    """Console on stdout for results; text is printed verbatim, without markup."""
     width = None if sys.stdout.isatty() else PIPED_WIDTH
     return Console(file=sys.stdout, markup=False, highlight=False, width=width)
 
 
 def progress_console() -> Console:
-    """For what is no result; seen on a terminal alone."""
+    """Console on stderr for progress and notes; silent unless stderr is a terminal."""
     return Console(
         file=sys.stderr, markup=False, highlight=False, quiet=not sys.stderr.isatty(), style="dim"
     )
@@ -30,11 +30,13 @@ def progress_console() -> Console:
 
 @contextmanager
 def progress_bar(doing: str, unit: str = "") -> Iterator[ProgressCallback]:
-    """A bar on stderr while something takes its time; gone afterwards, and absent when piped.
+    """Transient progress bar on stderr; absent unless stderr is a terminal.
+
+    Yields a callback `(done, total)`. Before its first call the bar is indeterminate.
 
     Args:
-        doing: what takes time.
-        unit: of what `watch(done, total)` is told. Until it is told, the bar only moves.
+        doing: label.
+        unit: of `done` and `total`.
     """
     bar = Progress(
         TextColumn("{task.description}", markup=False),
@@ -55,18 +57,18 @@ def progress_bar(doing: str, unit: str = "") -> Iterator[ProgressCallback]:
 
 
 def make_table(*columns: str, texts: int = 1) -> Table:
-    """An empty table whose first columns hold text and whose others hold figures."""
-    made = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    """Empty table: the first `texts` columns hold text and wrap, the others hold numbers."""
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for number, column in enumerate(columns):
         if number < texts:
-            made.add_column(column, overflow="fold")
+            table.add_column(column, overflow="fold")
         else:
-            made.add_column(column, justify="right", no_wrap=True)
-    return made
+            table.add_column(column, justify="right", no_wrap=True)
+    return table
 
 
 def format_bytes(count: int) -> str:
-    """Bytes as people read them."""
+    """Byte count with a binary unit, such as 1.5 MiB."""
     if count < 1 << 10:
         return f"{count} B"
     amount, unit = count / (1 << 10), "KiB"
@@ -78,10 +80,10 @@ def format_bytes(count: int) -> str:
 
 
 def format_score(value: float) -> str:
-    """A score in [0, 1]."""
+    """Score in [0, 1] with three decimals."""
     return f"{value:.3f}"
 
 
 def format_seconds(value: float) -> str:
-    """A duration."""
+    """Duration in seconds with two decimals."""
     return f"{value:.2f} s"

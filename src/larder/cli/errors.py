@@ -1,4 +1,4 @@
-"""How a command fails: one line on stderr, a document on stdout for `--json`, an exit code."""
+"""Failure of a command: one line on stderr, a document on stdout for `--json`, an exit code."""
 
 from __future__ import annotations
 
@@ -15,55 +15,57 @@ INTERRUPTED_EXIT_CODE = 130  # what shells report for a program that Ctrl-C ende
 
 
 class Interrupted(LarderError):
-    """Ctrl-C came before there was anything to show."""
+    """Ctrl-C before the first result."""
 
     exit_code = INTERRUPTED_EXIT_CODE
 
 
 def print_error(error: LarderError, is_json: bool) -> None:
-    """Print an error where it is looked for."""
+    """Print an error as one line on stderr, and with `is_json` as a document on stdout."""
     print(f"larder: {' '.join(str(error).split())}", file=sys.stderr)
     if is_json:
         print_document({"schema": SCHEMA, "error": error_record(error)})
 
 
 class Unwritable(LarderError):
-    """Stdout takes no more."""
+    """Stdout is closed or full."""
 
 
 def handle_stdout_error(error: OSError) -> int:
-    """Say that stdout takes no more, and have nothing else tried; the exit code.
+    """Report a failed write to stdout, redirect stdout to null, and return the exit code.
 
-    A reader that has gone, as `head` does, knows that itself.
+    A closed pipe, as `head` leaves it, is not reported.
 
     Raises:
-        OSError: the same, if it is about a file and not about stdout.
+        OSError: `error` itself, if it names a file and so does not concern stdout.
     """
     if error.filename is not None:
         raise error
     if error.errno != errno.EPIPE:
-        said = f"The output cannot be written ({error.strerror}): make room, or send it elsewhere."
-        print_error(Unwritable(said), is_json=False)
+        message = (
+            f"The output cannot be written ({error.strerror}): make room, or send it elsewhere."
+        )
+        print_error(Unwritable(message), is_json=False)
     _redirect_stdout_to_null()
     return Unwritable.exit_code
 
 
 def _redirect_stdout_to_null() -> None:
-    """Let what stdout still holds go nowhere, or Python would complain when it ends."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    """Discard buffered output, which Python would otherwise fail to flush at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, sys.stdout.fileno())
+        os.dup2(null, sys.stdout.fileno())
     except (OSError, ValueError):
-        pass  # no file behind it, as in a test
+        pass  # no file descriptor, as in tests
     finally:
-        os.close(nowhere)
+        os.close(null)
 
 
 def error_record(error: LarderError) -> dict[str, str]:
-    """An error as documents carry it."""
+    """Error as a JSON record: type and one-line message."""
     return {"type": type(error).__name__, "message": " ".join(str(error).split())}
 
 
 def print_document(document: dict[str, Any]) -> None:
-    """The one document of a command run with `--json`."""
+    """Print the single JSON document of a command with `--json`."""
     print(json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False))

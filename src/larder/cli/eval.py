@@ -11,7 +11,7 @@ import typer
 from larder.cli.errors import INTERRUPTED_EXIT_CODE, print_document
 from larder.cli.options import ModelOptions, command
 
-TOO_FEW_FILES = 2  # files: half of all resamples hold one of them alone
+TOO_FEW_FILES = 2  # files: half of all resamples draw one of them twice
 
 
 @command
@@ -27,32 +27,32 @@ def evaluate(
     ] = None,
     adversarial: Annotated[
         bool,
-        typer.Option("--adversarial", help="Ask LoCoMo's questions without an answer too."),
+        typer.Option("--adversarial", help="Include LoCoMo's unanswerable questions."),
     ] = False,
 ) -> None:
     """Answer every question of FILE independently and score exact match and F1.
 
-    Over several files, means come with bootstrap intervals that resample whole files; two files
-    are too few for that.
+    Over several files, means have bootstrap intervals from resampling whole files; use three files
+    or more.
     """
     from larder.cli.evaluation import evaluate_files, load_question_files
     from larder.session.files import Adversarial
 
     files = load_question_files(file, Adversarial.ASKED if adversarial else Adversarial.LEFT_OUT)
-    examination = evaluate_files(options, against, files)
+    evaluation = evaluate_files(options, against, files)
     if options.json:
         from larder.cli.json_documents import evaluation_document
 
-        print_document(evaluation_document(examination))
+        print_document(evaluation_document(evaluation))
     else:
         from larder.cli.eval_tables import print_evaluation
 
-        print_evaluation(examination)
-    if examination.scored == TOO_FEW_FILES:
+        print_evaluation(evaluation)
+    if evaluation.scored == TOO_FEW_FILES:
         print(
-            "larder: an interval over two files reaches from one file's mean to the other's, no "
-            "more: give three files or more.",
+            "larder: an interval over two files only spans their two means: give three files or "
+            "more.",
             file=sys.stderr,
         )
-    if not examination.is_whole:
+    if not evaluation.is_whole:
         raise typer.Exit(INTERRUPTED_EXIT_CODE)

@@ -1,4 +1,4 @@
-"""What `larder eval` prints for people."""
+"""Tables of `larder eval` for a terminal."""
 
 from __future__ import annotations
 
@@ -40,47 +40,47 @@ FILE_COLUMNS = (
 )
 
 
-def print_evaluation(examination: Evaluation) -> None:
-    """Print an examination: one file question by question, several file by file."""
+def print_evaluation(evaluation: Evaluation) -> None:
+    """Print an evaluation: one file by question, several by file."""
     console = results_console()
-    if examination.wanted == 1 and examination.comparison is None:
-        [only] = examination.files
-        assert only.sitting is not None  # without it the examination raised
-        _print_file(console, only.sitting)
+    if evaluation.wanted == 1 and evaluation.comparison is None:
+        [only] = evaluation.files
+        assert only.run is not None  # evaluate_files raises otherwise
+        _print_file(console, only.run)
     else:
-        _print_files(console, examination)
-    if not examination.is_whole:
-        console.print("\ninterrupted: only what was finished is shown.")
+        _print_files(console, evaluation)
+    if not evaluation.is_whole:
+        console.print("\ninterrupted: only finished questions are shown.")
 
 
-def _print_file(console: Console, sitting: QuestionRun) -> None:
+def _print_file(console: Console, run: QuestionRun) -> None:
     questions = make_table("question", "answer", "expected", "exact", "F1", texts=3)
-    for one in sitting.asked:
+    for one in run.asked:
         questions.add_row(one.question.question, *_outcome_cells(one))
     console.print(questions)
     console.print()
-    console.print(_kinds_table(sitting.asked))
+    console.print(_kinds_table(run.asked))
     console.print()
-    console.print(figures_line(sitting), soft_wrap=True)
+    console.print(figures_line(run), soft_wrap=True)
 
 
-def figures_line(sitting: QuestionRun) -> str:
-    """What the answers above were given from, and what it took."""
-    figures = sitting.memory.figures
+def figures_line(run: QuestionRun) -> str:
+    """Policy, context, budget, prefill time and cache sizes of a run."""
+    figures = run.memory.figures
     return (
-        f"policy: {sitting.memory.policy}\n"
+        f"policy: {run.memory.policy}\n"
         f"context {figures.context_tokens:,} tokens, budget {figures.budget_tokens:,} per head; "
         f"read in {format_seconds(figures.prefill_seconds)}\n"
         f"KV cache {format_bytes(figures.active_kv_bytes)} active, "
         f"{format_bytes(figures.kv_bytes)} in all, "
-        f"{format_bytes(sitting.peak_kv_bytes)} at the peak, "
+        f"{format_bytes(run.peak_kv_bytes)} at the peak, "
         f"{format_bytes(figures.full_kv_bytes)} without a budget"
         f"{dense_line(figures)}"
     )
 
 
 def dense_line(figures: CacheFigures) -> str:
-    """A line on the layers that the budget does not cover; empty where there are none."""
+    """Line about layers that the budget does not cover; empty if it covers all."""
     dense = figures.dense
     if not dense:
         return ""
@@ -106,14 +106,14 @@ def _outcome_cells(one: QuestionOutcome) -> tuple[str, str, str, str]:
 
 
 def _kinds_table(asked: Sequence[QuestionOutcome]) -> object:
-    """Means by kind of question, and over all."""
-    made = make_table("kind", "questions", "exact", "F1", "F1 stemmed")
+    """Table of mean scores by kind of question, and over all."""
+    table = make_table("kind", "questions", "exact", "F1", "F1 stemmed")
     kinds = sorted({one.question.kind for one in asked if one.question.kind})
     for kind in kinds:
         of_kind = [one for one in asked if one.question.kind == kind]
-        made.add_row(kind, str(len(of_kind)), *_mean_cells(of_kind))
-    made.add_row("all", str(len(asked)), *_mean_cells(asked), style="bold")
-    return made
+        table.add_row(kind, str(len(of_kind)), *_mean_cells(of_kind))
+    table.add_row("all", str(len(asked)), *_mean_cells(asked), style="bold")
+    return table
 
 
 def _mean_cells(asked: Sequence[QuestionOutcome]) -> list[str]:
@@ -121,27 +121,27 @@ def _mean_cells(asked: Sequence[QuestionOutcome]) -> list[str]:
     return [format_score(found[name]) if found else MISSING for name in METRICS]
 
 
-def _print_files(console: Console, examination: Evaluation) -> None:
-    console.print(f"policy: {examination.engine.policy}\n", soft_wrap=True)
-    console.print(_files_table(examination.files))
-    asked = [one.asked for one in examination.files]
+def _print_files(console: Console, evaluation: Evaluation) -> None:
+    console.print(f"policy: {evaluation.engine.policy}\n", soft_wrap=True)
+    console.print(_files_table(evaluation.files))
+    asked = [one.asked for one in evaluation.files]
     _print_intervals(console, "\nall questions, 95% interval", mean_intervals(asked))
     console.print(_kinds_table([one for of_file in asked for one in of_file]))
-    if examination.comparison is not None:
-        console.print(f"\nagainst: {examination.comparison.policy}\n", soft_wrap=True)
-        console.print(_files_table(examination.others))
-        found = paired_differences(examination.pairs())
+    if evaluation.comparison is not None:
+        console.print(f"\nagainst: {evaluation.comparison.policy}\n", soft_wrap=True)
+        console.print(_files_table(evaluation.others))
+        found = paired_differences(evaluation.pairs())
         _print_intervals(console, "\ndifference in pairs, 95% interval", found)
 
 
 def _files_table(files: Sequence[FileEvaluation]) -> object:
-    made = make_table(*FILE_COLUMNS)
+    table = make_table(*FILE_COLUMNS)
     for one in files:
-        if one.sitting is None:
-            made.add_row(f"{one.path}: {one.error}", *[MISSING] * (len(FILE_COLUMNS) - 1))
+        if one.run is None:
+            table.add_row(f"{one.path}: {one.error}", *[MISSING] * (len(FILE_COLUMNS) - 1))
             continue
-        figures = one.sitting.memory.figures
-        made.add_row(
+        figures = one.run.memory.figures
+        table.add_row(
             one.path.name,
             f"{figures.context_tokens:,}",
             f"{figures.budget_tokens:,}",
@@ -151,18 +151,18 @@ def _files_table(files: Sequence[FileEvaluation]) -> object:
             format_bytes(figures.dense_kv_bytes) if figures.dense else MISSING,
             format_seconds(figures.prefill_seconds),
         )
-    return made
+    return table
 
 
 def _print_intervals(console: Console, title: str, found: dict[str, Interval]) -> None:
     console.print(title)
-    made = make_table("score", "mean", "low", "high")
+    table = make_table("score", "mean", "low", "high")
     for name, interval in found.items():
-        made.add_row(
+        table.add_row(
             name,
             format_score(interval.mean),
             format_score(interval.low),
             format_score(interval.high),
         )
-    console.print(made)
+    console.print(table)
     console.print()

@@ -1,4 +1,4 @@
-"""Put the questions of many files, under one policy or under two that are compared."""
+"""Evaluation of the questions of many files, under one policy or two that are compared."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ Files = Mapping[Path, Conversation]
 
 @dataclass
 class FileEvaluation:
-    """One file under one policy: the sitting, or why there is none."""
+    """One file under one policy: its run, or the error that prevented it."""
 
     path: Path
-    sitting: QuestionRun | None = None
+    run: QuestionRun | None = None
     error: LarderError | None = None
 
     @property
     def asked(self) -> list[QuestionOutcome]:
-        """What came of the questions so far; empty where the file could not be read."""
-        return [] if self.sitting is None else self.sitting.asked
+        """Outcomes so far; empty if the prefill failed."""
+        return [] if self.run is None else self.run.asked
 
 
 @dataclass
 class Evaluation:
-    """All files so far, and the same files under the policy they are compared with.
+    """Finished files under one policy, and under a second one for comparison.
 
     Args:
-        wanted: how many files there are.
-        comparison: the engine of the other policy; None where nothing is compared.
-        is_whole: whether every question had its turn.
+        comparison: engine of the second policy; None without a comparison.
+        wanted: number of files given.
+        is_whole: False after Ctrl-C.
     """
 
     engine: Engine
@@ -58,59 +58,57 @@ class Evaluation:
 
     @property
     def scored(self) -> int:
-        """How many files had a question whose answer is known."""
+        """Number of files with at least one expected answer."""
         return sum(any(a.question.answer for a in one.asked) for one in self.files)
 
     def pairs(self) -> list[tuple[Sequence[QuestionOutcome], Sequence[QuestionOutcome]]]:
-        """Outcomes under both policies, of the questions that both got to."""
+        """Outcomes under both policies, of the questions that both finished."""
         both = zip(self.files, self.others, strict=False)
         counts = [(one, other, min(len(one.asked), len(other.asked))) for one, other in both]
         return [(one.asked[:n], other.asked[:n]) for one, other, n in counts]
 
 
 def load_question_files(paths: Sequence[Path], adversarial: Adversarial) -> Files:
-    """All files, read before any work starts, so that a bad one is known at once.
+    """Conversations by path, all read before a model loads.
 
     Raises:
-        InputError: a file cannot be read or asks nothing.
+        InputError: a file cannot be read or has no questions.
     """
     found = {path: read_conversation(path, adversarial) for path in find_files(paths)}
     for path, conversation in found.items():
         if not conversation.questions:
-            raise InputError(
-                f"{path} holds no questions: give it some under 'qa', or use larder ask."
-            )
+            raise InputError(f"{path} has no questions: add some under 'qa', or use larder ask.")
     return found
 
 
 def evaluate_files(options: ModelOptions, against: str | None, files: Files) -> Evaluation:
-    """Put every file's questions; Ctrl-C ends it early with what is finished.
+    """Answer the questions of all files; Ctrl-C returns what is finished.
 
     Raises:
-        LarderError: the first error, if nothing at all could be answered.
-        KeyboardInterrupt: it came before a file was read.
+        LarderError: the first error, if no question was answered.
+        KeyboardInterrupt: before the first file was read.
     """
     engine = open_engine(options)
     rival = None if against is None else comparison_engine(engine, against)
-    examination = Evaluation(engine, rival, len(files))
+    evaluation = Evaluation(engine, rival, len(files))
     try:
         for path, conversation in files.items():
-            _evaluate_file(options, engine, path, conversation, examination.files)
+            _evaluate_file(options, engine, path, conversation, evaluation.files)
             if rival is not None:
-                _evaluate_file(options, rival, path, conversation, examination.others)
-        examination.is_whole = True
+                _evaluate_file(options, rival, path, conversation, evaluation.others)
+        evaluation.is_whole = True
     except KeyboardInterrupt:
-        if not any(one.sitting for one in examination.files):
+        if not any(one.run for one in evaluation.files):
             raise
-    errors = [e for one in examination.files for e in (one.error, *(a.error for a in one.asked))]
-    answered = any(a.answer for one in examination.files for a in one.asked)
-    if examination.is_whole and not answered:
+    errors = [e for one in evaluation.files for e in (one.error, *(a.error for a in one.asked))]
+    answered = any(a.answer for one in evaluation.files for a in one.asked)
+    if evaluation.is_whole and not answered:
         raise next(error for error in errors if error is not None)
-    return examination
+    return evaluation
 
 
 def comparison_engine(engine: Engine, spelling: str) -> Engine:
-    """The same model under another policy, at the same sizes where that policy leaves them open."""
+    """Engine over the same model with another policy; open sizes are taken from `engine`."""
     policy, sizes = parse_policy_option("--against", spelling), engine.sizes
     is_sized = policy.budget.tokens is not None or policy.budget.kept is not None
     blocks = [f.name for f in fields(policy.schedule)]  # pyright: ignore[reportArgumentType]
@@ -127,17 +125,17 @@ def _evaluate_file(
     conversation: Conversation,
     into: list[FileEvaluation],
 ) -> None:
-    examined = FileEvaluation(path)
-    into.append(examined)
+    file_evaluation = FileEvaluation(path)
+    into.append(file_evaluation)
     questions = list(conversation.questions)
     try:
-        sitting = prefill_run(engine, conversation, prompts_for(engine, questions))
+        run = prefill_run(engine, conversation, prompts_for(engine, questions))
     except LarderError as error:
-        examined.error = error
+        file_evaluation.error = error
         return
-    examined.sitting = sitting
-    drawn = sampling_params(options)
+    file_evaluation.run = run
+    sampling = sampling_params(options)
     with progress_bar(f"Asking about {conversation.name}", "questions") as watch:
         for number, question in enumerate(questions, start=1):
-            sitting.ask(question, drawn, options.max_new_tokens)
+            run.ask(question, sampling, options.max_new_tokens)
             watch(number, len(questions))

@@ -1,4 +1,4 @@
-"""From a sitting to the page that shows what its caches keep."""
+"""Conversion of a question run into the plain data of the explain page."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from larder.explain import Explanation, PageAnswer, PageEpisode, PageMessage, to
 from larder.session.episodes.clustering import episode_keywords
 from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
 
-DEFAULT_EPISODE_NAME = "everything"  # of a single cache, or of episodes that no word tells apart
+DEFAULT_EPISODE_NAME = "everything"  # of a single cache, or of an episode without keywords
 
 
-def explanation(sitting: QuestionRun) -> Explanation:
-    """Everything that the page shows of a sitting, in plain data.
+def explanation(run: QuestionRun) -> Explanation:
+    """Explanation of a run.
 
-    The shelf's caches are made active one after the other; the last one stays so.
+    Activates the cache of each episode in turn; the last one stays active.
     """
-    memory, spec = sitting.memory, sitting.engine.loaded.decoder.spec
+    memory, spec = run.memory, run.engine.loaded.decoder.spec
     figures, recall = memory.figures, memory.policy.recall
     return Explanation(
         title=memory.conversation.name,
-        model=sitting.engine.loaded.name,
+        model=run.engine.loaded.name,
         policy=str(memory.policy),
         context_tokens=figures.context_tokens,
         budget_tokens=figures.budget_tokens,
         full_kv_bytes=figures.full_kv_bytes,
         kv_bytes=figures.kv_bytes,
         active_kv_bytes=figures.active_kv_bytes,
-        peak_kv_bytes=sitting.peak_kv_bytes,
-        messages=_messages(sitting),
-        episodes=_episodes(sitting),
-        answers=tuple(_answer(asked) for asked in sitting.asked if asked.answer is not None),
+        peak_kv_bytes=run.peak_kv_bytes,
+        messages=_messages(run),
+        episodes=_episodes(run),
+        answers=tuple(_answer(asked) for asked in run.asked if asked.answer is not None),
         sliding_layers=tuple(
             layer.index for layer in spec.layers if layer.sliding_window is not None
         ),
@@ -47,8 +47,8 @@ def explanation(sitting: QuestionRun) -> Explanation:
     )
 
 
-def _episodes(sitting: QuestionRun) -> tuple[PageEpisode, ...]:
-    memory = sitting.memory
+def _episodes(run: QuestionRun) -> tuple[PageEpisode, ...]:
+    memory = run.memory
     prompts = memory.router.prompts() or [()]
     words = episode_keywords([" ".join(texts) for texts in prompts])
     return tuple(
@@ -72,7 +72,7 @@ def _episode(
 
 
 def _kept_heads(cache: SequenceCache, layer: int, tokens: int) -> Int[np.ndarray, " tokens"]:
-    """How many kv heads of a layer keep each token."""
+    """Number of kv heads of a layer that keep each token."""
     positions = cache.entries(layer).packed_positions().cpu().numpy()
     return np.bincount(positions, minlength=tokens)
 
@@ -89,15 +89,15 @@ def _answer(asked: QuestionOutcome) -> PageAnswer:
     )
 
 
-def _messages(sitting: QuestionRun) -> tuple[PageMessage, ...]:
-    """The transcript cut into messages; every token of the context is in one of them."""
-    conversation, transcript = sitting.memory.conversation, sitting.memory.transcript
-    text, starts = sitting.engine.tokenizer.render_conversation(conversation)
+def _messages(run: QuestionRun) -> tuple[PageMessage, ...]:
+    """Transcript cut into messages; every token of the context is in exactly one."""
+    conversation, transcript = run.memory.conversation, run.memory.transcript
+    text, starts = run.engine.tokenizer.render_conversation(conversation)
     pieces = token_texts(text, starts)
     last = transcript.spans[-1][1]
     stops = [stop for _, stop in transcript.spans]
     if conversation.form is PromptLayout.CHAT:
-        stops[-1] = len(pieces)  # what closes the last turn
+        stops[-1] = len(pieces)  # tokens that close the last turn
     cut = [pieces[start:stop] for start, stop in pairwise([0, *stops])]
     shown = [
         _message(m, own) for m, own in zip(_messages_with_dates(conversation), cut, strict=True)
@@ -112,9 +112,9 @@ def _messages(sitting: QuestionRun) -> tuple[PageMessage, ...]:
 
 
 def _messages_with_dates(conversation: Conversation) -> Iterator[Message]:
-    """The messages, each with the latest date that the model was told.
+    """Messages, each with the latest date in the text that the model reads.
 
-    Some sources date every message; a session opens only where a date stands in the text.
+    Some sources date every message; a session starts only where a date is in the text.
     """
     date = ""
     for message in conversation.messages:
@@ -123,7 +123,7 @@ def _messages_with_dates(conversation: Conversation) -> Iterator[Message]:
 
 
 def _message(message: Message, pieces: tuple[str, ...]) -> PageMessage:
-    """A message, with what the template puts around its content told apart."""
+    """Message with the counts of template tokens before and after its content."""
     content, joined = message.content.strip(), "".join(pieces)
     begin = joined.find(content)
     lead, tail = 0, 0
@@ -138,7 +138,7 @@ def _message(message: Message, pieces: tuple[str, ...]) -> PageMessage:
 
 
 def _with_opening(conversation: Conversation, shown: list[PageMessage]) -> list[PageMessage]:
-    """The opening of a transcript on its own, instead of in front of the first utterance."""
+    """Messages with the transcript's opening as its own message, split from the first one."""
     first = shown[0]
     opening = Message("user", conversation.opening)
     lead, rest = first.tokens[: first.lead_tokens], first.tokens[first.lead_tokens :]

@@ -1,4 +1,4 @@
-"""What `--json` prints, as plain dictionaries."""
+"""JSON documents of `larder ask`, `eval` and `demo`: answers, scores, cache sizes, intervals."""
 
 from __future__ import annotations
 
@@ -16,74 +16,74 @@ from larder.evaluation.bootstrap import Bootstrap, Interval, questions_as_cluste
 METRICS = ("exact", "f1", "f1_stemmed")
 
 
-def run_document(sitting: QuestionRun) -> dict[str, Any]:
-    """A conversation that was read, and everything that was asked about it."""
-    figures = sitting.memory.figures
+def run_document(run: QuestionRun) -> dict[str, Any]:
+    """Document of one run: cache sizes, answers, and their summary."""
+    figures = run.memory.figures
     return {
         "schema": SCHEMA,
-        "policy": str(sitting.memory.policy),
-        "model": sitting.engine.loaded.name,
+        "policy": str(run.memory.policy),
+        "model": run.engine.loaded.name,
         "context_tokens": figures.context_tokens,
         "budget_tokens": figures.budget_tokens,
         "full_kv_bytes": figures.full_kv_bytes,
         "kv_bytes": figures.kv_bytes,
         "active_kv_bytes": figures.active_kv_bytes,
         "layers": [asdict(each) | {"coverage": each.coverage.value} for each in figures.layers],
-        "peak_kv_bytes": sitting.peak_kv_bytes,
+        "peak_kv_bytes": run.peak_kv_bytes,
         "prefill_seconds": figures.prefill_seconds,
         "setup_seconds": figures.setup_seconds,
-        "answers": [answer_record(asked) for asked in sitting.asked],
-        "summary": summary(sitting.asked),
+        "answers": [answer_record(asked) for asked in run.asked],
+        "summary": summary(run.asked),
     }
 
 
 def answer_record(asked: QuestionOutcome) -> dict[str, Any]:
-    """One question and what came of it; what is not known is left out."""
+    """Record of one question; unknown values are left out."""
     question, answer = asked.question, asked.answer
-    told: dict[str, Any] = {"question": question.question}
+    record: dict[str, Any] = {"question": question.question}
     if answer is not None:
-        told["answer"] = answer.text
-    told |= {"expected": question.answer} if question.answer else {}
-    told |= {"kind": question.kind} if question.kind else {}
-    told |= asdict(asked.scores) if asked.scores is not None else {}
+        record["answer"] = answer.text
+    record |= {"expected": question.answer} if question.answer else {}
+    record |= {"kind": question.kind} if question.kind else {}
+    record |= asdict(asked.scores) if asked.scores is not None else {}
     if answer is not None:
-        told |= {} if answer.episode is None else {"episode": answer.episode}
-        told |= {"decode_seconds": answer.decode_seconds, "new_tokens": answer.new_tokens}
-        told |= recall_record([answer]) | rebuild_record([answer])
+        record |= {} if answer.episode is None else {"episode": answer.episode}
+        record |= {"decode_seconds": answer.decode_seconds, "new_tokens": answer.new_tokens}
+        record |= recall_record([answer]) | rebuild_record([answer])
     if asked.error is not None:
-        told["error"] = error_record(asked.error)
-    return told
+        record["error"] = error_record(asked.error)
+    return record
 
 
 def summary(asked: Sequence[QuestionOutcome]) -> dict[str, Any]:
     """Counts, speed, and mean scores over all questions and per kind.
 
-    A question that failed scores 0: it was not answered, and leaving it out would flatter.
+    A failed question scores 0: leaving it out would raise the mean.
     """
     answers = [one.answer for one in asked if one.answer is not None]
     tokens = sum(answer.new_tokens for answer in answers)
     spent = sum(answer.decode_seconds for answer in answers)
-    told: dict[str, Any] = {
+    document: dict[str, Any] = {
         "questions": len(asked),
         "errors": len(asked) - len(answers),
         "new_tokens": tokens,
         "decode_seconds": spent,
         "decode_tokens_per_second": tokens / spent if spent else 0.0,
     }
-    told |= recall_record(answers) | rebuild_record(answers)
+    document |= recall_record(answers) | rebuild_record(answers)
     kinds = sorted({one.question.kind for one in asked if one.question.kind})
-    told |= mean_scores(asked)
+    document |= mean_scores(asked)
     if kinds and scored_questions(asked):
-        told["kinds"] = {
+        document["kinds"] = {
             kind: {"questions": len(of_kind), **mean_scores(of_kind)}
             for kind in kinds
             for of_kind in [[one for one in asked if one.question.kind == kind]]
         }
-    return told
+    return document
 
 
 def recall_record(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Pages that answers fetched, and the share that lay there already; empty where none did."""
+    """Number of recalled pages and their hit rate on the device; empty without recall."""
     asked = sum(answer.pages for answer in answers)
     if not asked:
         return {}
@@ -92,7 +92,7 @@ def recall_record(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def rebuild_record(answers: Sequence[Answer]) -> dict[str, Any]:
-    """What was computed again for answers, over layers and steps; empty where nothing was."""
+    """Tokens recomputed for answers, over layers and decode steps; empty if none."""
     tokens = sum(answer.tokens_rebuilt for answer in answers)
     if not tokens:
         return {}
@@ -103,12 +103,12 @@ def rebuild_record(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def scored_questions(asked: Sequence[QuestionOutcome]) -> list[QuestionOutcome]:
-    """The questions whose answer is known."""
+    """Outcomes of questions with an expected answer."""
     return [one for one in asked if one.question.answer]
 
 
 def mean_scores(asked: Sequence[QuestionOutcome]) -> dict[str, float]:
-    """The mean of every metric over the questions whose answer is known; empty without any."""
+    """Mean of every metric over questions with an expected answer; empty without any."""
     scored = scored_questions(asked)
     if not scored:
         return {}
@@ -116,43 +116,43 @@ def mean_scores(asked: Sequence[QuestionOutcome]) -> dict[str, float]:
 
 
 def scores(asked: Sequence[QuestionOutcome], metric: str) -> list[float]:
-    """One score per question whose answer is known; 0 for one that failed."""
+    """Score of each question with an expected answer; 0 for a failed one."""
     return [
         0.0 if one.scores is None else float(asdict(one.scores)[metric])
         for one in scored_questions(asked)
     ]
 
 
-def evaluation_document(examination: Evaluation) -> dict[str, Any]:
-    """The document of one file alone; of several files, or of a comparison, all of them."""
-    if examination.wanted == 1 and examination.comparison is None:
-        [only] = examination.files
-        assert only.sitting is not None  # without it the examination raised
-        return run_document(only.sitting)
-    asked = [one.asked for one in examination.files]
-    told = {
+def evaluation_document(evaluation: Evaluation) -> dict[str, Any]:
+    """Document of an evaluation: of one file its run, otherwise all files and a summary."""
+    if evaluation.wanted == 1 and evaluation.comparison is None:
+        [only] = evaluation.files
+        assert only.run is not None  # evaluate_files raises otherwise
+        return run_document(only.run)
+    asked = [one.asked for one in evaluation.files]
+    document = {
         "schema": SCHEMA,
-        "policy": str(examination.engine.policy),
-        "model": examination.engine.loaded.name,
-        "files": [_file_document(one) for one in examination.files],
+        "policy": str(evaluation.engine.policy),
+        "model": evaluation.engine.loaded.name,
+        "files": [_file_document(one) for one in evaluation.files],
         "summary": {
             "files": len(asked),
             **summary([one for of_file in asked for one in of_file]),
             **interval_records(asked),
         },
     }
-    if examination.comparison is not None:
-        told["summary"]["against"] = _comparison(examination, examination.comparison)
-    return told
+    if evaluation.comparison is not None:
+        document["summary"]["against"] = _comparison(evaluation, evaluation.comparison)
+    return document
 
 
 def interval_records(files: Sequence[Sequence[QuestionOutcome]]) -> dict[str, Any]:
-    """Per metric the mean over all questions, with what resampling whole files makes of it."""
+    """Mean and bootstrap interval per metric, as JSON records."""
     return {name: asdict(interval) for name, interval in mean_intervals(files).items()}
 
 
 def mean_intervals(files: Sequence[Sequence[QuestionOutcome]]) -> dict[str, Interval]:
-    """The same as intervals; none where no answer is known."""
+    """Mean and bootstrap interval per metric; empty without expected answers."""
     if not any(scored_questions(asked) for asked in files):
         return {}
     return {name: Bootstrap().mean(_clusters(files, name)) for name in METRICS}
@@ -161,7 +161,7 @@ def mean_intervals(files: Sequence[Sequence[QuestionOutcome]]) -> dict[str, Inte
 def paired_differences(
     pairs: Sequence[tuple[Sequence[QuestionOutcome], Sequence[QuestionOutcome]]],
 ) -> dict[str, Interval]:
-    """Per metric how much better the first of each pair is, question by question."""
+    """Mean difference per metric, first minus second, paired by question."""
     if not any(scored_questions(one) for one, _ in pairs):
         return {}
     ones, others = [one for one, _ in pairs], [other for _, other in pairs]
@@ -172,7 +172,7 @@ def paired_differences(
 
 
 def _clusters(files: Sequence[Sequence[QuestionOutcome]], metric: str) -> list[list[float]]:
-    """Scores by file; a file alone has only its questions to draw from."""
+    """Scores by file; of a single file each question is a cluster of its own."""
     return (
         questions_as_clusters(scores(files[0], metric))
         if len(files) == 1
@@ -181,18 +181,18 @@ def _clusters(files: Sequence[Sequence[QuestionOutcome]], metric: str) -> list[l
 
 
 def _file_document(one: FileEvaluation) -> dict[str, Any]:
-    if one.sitting is not None:
-        return {"file": str(one.path), **run_document(one.sitting)}
-    assert one.error is not None  # a file is read or has an error
+    if one.run is not None:
+        return {"file": str(one.path), **run_document(one.run)}
+    assert one.error is not None  # a file has a run or an error
     return {"file": str(one.path), "schema": SCHEMA, "error": error_record(one.error)}
 
 
-def _comparison(examination: Evaluation, rival: Engine) -> dict[str, Any]:
-    asked = [one.asked for one in examination.others]
+def _comparison(evaluation: Evaluation, rival: Engine) -> dict[str, Any]:
+    asked = [one.asked for one in evaluation.others]
     return {
         "policy": str(rival.policy),
         **summary([one for of_file in asked for one in of_file]),
         **interval_records(asked),
-        "difference": {n: asdict(i) for n, i in paired_differences(examination.pairs()).items()},
-        "files": [_file_document(one) for one in examination.others],
+        "difference": {n: asdict(i) for n, i in paired_differences(evaluation.pairs()).items()},
+        "files": [_file_document(one) for one in evaluation.others],
     }

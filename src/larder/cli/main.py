@@ -1,4 +1,4 @@
-"""The command `larder` and where its commands are."""
+"""Command `larder`: its sub-commands, `--version`, and the entry point."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ app.add_typer(policy.app, name="policy")
 app.add_typer(cache.app, name="cache")
 
 
-def _show_version(wanted: bool) -> bool:
-    if wanted:
+def _show_version(show: bool) -> bool:
+    if show:
         typer.echo(f"larder {larder.__version__}")
         raise typer.Exit
-    return wanted
+    return show
 
 
 @app.callback()
@@ -44,13 +44,13 @@ def describe(
         typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Keep a model's KV cache within a fixed memory budget, and see what that costs."""
+    """Run a model with its KV cache within a fixed memory budget, and measure what that costs."""
     del version
 
 
 def main() -> None:
-    """The entry point."""
-    if sys.stderr is None:  # closed by who started the program
+    """Entry point of the `larder` console script."""
+    if sys.stderr is None:  # closed by the parent process
         sys.stderr = open(os.devnull, "w")
     if sys.stdout is None:
         print_error(

@@ -1,6 +1,6 @@
-"""The options that commands share, each declared once.
+"""Options that commands share, the decorator `command`, and the command groups.
 
-A command takes one parameter of a class from here; `command` turns its fields into options.
+A command takes one parameter of an options class; `command` turns its fields into options.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from larder.core.errors import LarderError, UsageError
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """How results and errors are shown."""
+    """Output of results and errors."""
 
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False
+    debug: Annotated[bool, typer.Option("--debug", help="Print an error's traceback.")] = False
 
 
 @dataclass(frozen=True)
 class ModelOptions(OutputOptions):
-    """What every command that runs a model can be told."""
+    """Options of every command that runs a model."""
 
     model: Annotated[
         str, typer.Option(metavar="NAME_OR_PATH", help="Hugging Face name or local folder.")
@@ -42,9 +42,9 @@ class ModelOptions(OutputOptions):
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Of each cache: 512 (tokens per kv head), 20% or 1/5 of the context, or 64MiB; "
-            "episodes have a cache each.  "
-            "Default: what the policy says, else 20%, at least 128.",
+            help="Size of each cache: 512 (tokens per kv head), 20% or 1/5 of the context, or "
+            "64MiB; each episode has its own cache.  "
+            "Default: the policy's, else 20%, at least 128.",
         ),
     ] = None
     block: Annotated[
@@ -54,35 +54,37 @@ class ModelOptions(OutputOptions):
             help="Tokens read between two plans.  Default: the smaller of 512 and the budget.",
         ),
     ] = None
-    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, mps.")] = (
+    device: Annotated[str, typer.Option(help="Device of the model: cpu, cuda, cuda:1, mps.")] = (
         "cpu"
     )
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16, float16 or auto.  Default: float32 on a CPU."),
     ] = None
-    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0
-    max_new_tokens: Annotated[int, typer.Option(help="An answer's longest length.")] = 256
+    seed: Annotated[int, typer.Option(help="Random seed of sampling.")] = 0
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0
-    top_k: Annotated[int, typer.Option(help="Draw among so many tokens; 0 for all.")] = 0
-    top_p: Annotated[float, typer.Option(help="Draw within this share of probability.")] = 1.0
+    top_k: Annotated[
+        int, typer.Option(help="Sample among the K most likely tokens; 0 for all.")
+    ] = 0
+    top_p: Annotated[float, typer.Option(help="Sample within this share of probability.")] = 1.0
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Make a function a command: its options flattened, its errors one line and an exit code."""
+    """Decorator for commands: flattens the options class, and turns errors into exit codes."""
     own = inspect.signature(function, eval_str=True)
     [slot] = [p for p in own.parameters.values() if _is_options(p.annotation)]
     shared = _parameters(slot.annotation)
 
     @wraps(function)
-    def run(**given: Any) -> None:
-        options = slot.annotation(**{p.name: given.pop(p.name) for p in shared})
+    def run(**arguments: Any) -> None:
+        options = slot.annotation(**{p.name: arguments.pop(p.name) for p in shared})
         try:
-            function(**given, **{slot.name: options})
+            function(**arguments, **{slot.name: options})
         except LarderError as error:
             _exit_with_error(error, options)
         except KeyboardInterrupt:
-            _exit_with_error(Interrupted("interrupted before anything was finished."), options)
+            _exit_with_error(Interrupted("interrupted before the first result."), options)
 
     others = [p for p in own.parameters.values() if p is not slot]
     run.__signature__ = inspect.Signature(  # pyright: ignore[reportAttributeAccessIssue]
@@ -104,7 +106,7 @@ def _is_options(annotation: Any) -> bool:
 
 
 def _parameters(kind: type[OutputOptions]) -> list[inspect.Parameter]:
-    """The fields of an options class, as a command's parameters; what all commands share last."""
+    """Parameters from the fields of an options class; those of `OutputOptions` come last."""
     hints = get_type_hints(kind, include_extras=True)
     base = {f.name for f in fields(OutputOptions)}
     ordered = sorted(fields(kind), key=lambda f: f.name in base)
@@ -119,37 +121,37 @@ def _parameters(kind: type[OutputOptions]) -> list[inspect.Parameter]:
     ]
 
 
-# The class behind every complaint of the parser; typer shows only its children.
+# Base class of all errors of the parser; typer exports only subclasses.
 ParserError: Any = typer.BadParameter.__base__
 
 
 class HelpGroup(TyperGroup):
-    """Commands; without the name of one, their help."""
+    """Group of commands that prints its help if no command is given."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the words behind the group's name."""
+        """Parse the arguments, `--help` if there are none."""
         return super().parse_args(ctx, args or ["--help"])
 
 
-COMMANDS = "larder.command"  # entry points: functions that are commands
+COMMANDS = "larder.command"  # entry point group of commands in other packages
 
 
 class ErrorLineGroup(HelpGroup):
-    """All commands; a usage error is one line on stderr and exit code 2.
+    """Top-level group of commands; a usage error is one line on stderr and exit code 2.
 
-    Packages add commands through the entry point group `larder.command`. They are loaded when they
-    are called or listed, and cannot take the name of a built-in command.
+    Packages add commands through the entry point group `larder.command`. A command is loaded when
+    it runs or its help is listed, and cannot replace a built-in command.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Built-in commands, those of other packages, then built-in groups of commands."""
+        """Names of built-in commands, of other packages' commands, then of built-in groups."""
         own = super().list_commands(ctx)
         groups = [name for name in own if isinstance(self.commands[name], TyperGroup)]
         others = sorted(point.name for point in entry_points(group=COMMANDS))
         return [n for n in own if n not in groups] + [n for n in others if n not in own] + groups
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of this name, or None."""
+        """Command of this name, or None."""
         built_in = super().get_command(ctx, cmd_name)
         if built_in is not None:
             return built_in
@@ -165,7 +167,7 @@ class ErrorLineGroup(HelpGroup):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run a command line and leave with its exit code."""
+        """Run a command line and exit with its code; without `standalone_mode`, return the code."""
         words = list(sys.argv[1:] if args is None else args)
         try:
             code = self._code(words, prog_name, complete_var, **extra)
@@ -187,12 +189,12 @@ class ErrorLineGroup(HelpGroup):
 
 
 def _command_of(point: EntryPoint) -> Any:
-    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    alone.command(point.name)(point.load())
-    return typer.main.get_command(alone)
+    program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    program.command(point.name)(point.load())
+    return typer.main.get_command(program)
 
 
 def _usage_error(error: Any) -> UsageError:
-    said = " ".join(error.format_message().split())
+    message = " ".join(error.format_message().split())
     where = "larder" if error.ctx is None else error.ctx.command_path
-    return UsageError(f"{said.rstrip('.')}. See '{where} --help'.")
+    return UsageError(f"{message.rstrip('.')}. See '{where} --help'.")

@@ -1,4 +1,4 @@
-"""What the policy commands tell about parts and presets, gathered from the files themselves."""
+"""Documentation of policy parts and presets, read from their docstrings and fields."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from larder.session.presets import PRESETS
 
 @dataclass(frozen=True)
 class PartParameter:
-    """A parameter of a part: its type, its default as written, its range in words."""
+    """Parameter of a part: type, default as written, and meaning with range."""
 
     name: str
     kind: str
@@ -30,7 +30,7 @@ class PartParameter:
 
 @dataclass(frozen=True)
 class PartDoc:
-    """A part, as its file describes it."""
+    """Documentation of a part: slot, first sentence of its module, parameters, citations."""
 
     name: str
     slot: str
@@ -41,8 +41,14 @@ class PartDoc:
 
 @dataclass(frozen=True)
 class PresetDoc:
-    """A preset: its sentence as kept, written out in full, the papers of its parts, and what it
-    holds beyond its budget."""
+    """Documentation of a preset.
+
+    Args:
+        sentence: its short spelling.
+        full: the spelling with every parameter.
+        parts: its parts, with the citations that apply to its parameters.
+        beyond_budget: clauses on memory that the budget does not cover.
+    """
 
     name: str
     sentence: str
@@ -51,17 +57,17 @@ class PresetDoc:
     beyond_budget: tuple[str, ...]
 
     def record(self) -> dict[str, str]:
-        """What a list tells of it: as `asdict`, without the pages of its parts."""
+        """Name and spellings, as in the list of presets."""
         return {"name": self.name, "sentence": self.sentence, "full": self.full}
 
 
 def part_docs() -> list[PartDoc]:
-    """Every part, slot by slot."""
+    """Documentation of every part, by slot."""
     return [part_doc(kind, slot) for slot in SLOTS for kind in _part_classes(slot)]
 
 
 def part_names() -> list[str]:
-    """Every part by name, slot by slot."""
+    """Names of all parts, by slot."""
     return [
         name
         for slot in SLOTS
@@ -70,21 +76,21 @@ def part_names() -> list[str]:
 
 
 def preset_docs() -> list[PresetDoc]:
-    """Every preset, in the order of its file."""
+    """Documentation of every preset, in definition order."""
     return [preset_doc(name) for name in PRESETS]
 
 
 def preset_doc(name: str) -> PresetDoc:
-    """A preset by name."""
+    """Documentation of a preset."""
     policy = Policy.parse(name)
     return PresetDoc(name, PRESETS[name], str(policy), parts_of(policy), beyond_budget(policy))
 
 
 def parts_of(policy: Policy) -> tuple[PartDoc, ...]:
-    """The parts of a sentence, in order, with the papers that it uses.
+    """Parts of a policy in order, with the citations that apply to their parameters.
 
-    A part has several papers where its values are of different ones. How queries and heads are
-    joined is of no paper of its own where it is as the scorer's paper says.
+    A part has several citations where its parameter values come from different papers. Reductions
+    over queries and heads have none where they are the scorer's default.
     """
     parts = ((slot, getattr(policy, slot)) for slot in SLOTS)
     pages = [_part_doc_with_values(part, slot) for slot, part in parts if part is not None]
@@ -102,10 +108,10 @@ def _part_doc_with_values(part: Any, slot: str) -> PartDoc:
 
 
 def find_part(name: str) -> PartDoc:
-    """A part by name.
+    """Documentation of a part by name.
 
     Raises:
-        UnknownName: no part or preset has it.
+        UnknownName: no part or preset has this name.
     """
     pages = {kind.name: kind for kind in part_docs()}
     if name not in pages:
@@ -115,7 +121,7 @@ def find_part(name: str) -> PartDoc:
 
 
 def part_doc(kind: type, slot: str) -> PartDoc:
-    """A part, from its class and its module."""
+    """Documentation of a part, from its class and its module."""
     text = inspect.getdoc(inspect.getmodule(kind)) or ""
     return PartDoc(
         name_of(kind), slot, _first_sentence(text), _fields(kind), tuple(citations(text))
@@ -129,14 +135,14 @@ def _part_classes(slot: str) -> list[type]:
 
 
 def _first_sentence(text: str) -> str:
-    """Up to the first full stop that ends a sentence."""
+    """First sentence of the first paragraph."""
     paragraph = " ".join(text.split("\n\n")[0].split())
     return re.split(r"(?<=\.)\s+(?=[A-Z])", paragraph)[0]
 
 
 def _fields(kind: Any) -> tuple[PartParameter, ...]:
     meanings: dict[str, str] = {}
-    for base in reversed(kind.__mro__):  # what a family shares is told by its base
+    for base in reversed(kind.__mro__):  # the base documents fields shared by its family
         meanings |= _argument_descriptions(inspect.cleandoc(base.__doc__ or ""))
     return tuple(
         PartParameter(f.name, _type(f.type), _default(f), meanings.get(f.name, ""))
@@ -158,18 +164,18 @@ def _default(f: Any) -> str:
 
 
 def _argument_descriptions(text: str) -> dict[str, str]:
-    """What the `Args:` of a docstring say, by name; `sinks, recent: ...` speaks for both."""
+    """Descriptions under `Args:` by name; `sinks, recent: ...` describes both."""
     _, _, described = text.partition("Args:\n")
     described = described.split("\n\n")[0]
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for entry in re.split(r"\n(?=    \w)", "\n" + described):
         names, _, meaning = entry.strip().partition(":")
-        found |= dict.fromkeys(re.split(r",\s*", names), " ".join(meaning.split()))
-    return found
+        descriptions |= dict.fromkeys(re.split(r",\s*", names), " ".join(meaning.split()))
+    return descriptions
 
 
-# Words that authors' names are made of: capitalized, initials, and what joins them.
-_OPENING = r"(?:After|Also|As|By|From|In|Like|See|The|With)\b"  # capitalized, but of a sentence
+# Authors: capitalized words and initials, and what joins them.
+_OPENING = r"(?:After|Also|As|By|From|In|Like|See|The|With)\b"  # capitalized, but not a name
 _NAME = r"(?:[^\W\d_a-z][\w'’-]*|[A-Z]\.|de|van|von|der|den)"
 _JOIN = r"(?:, and | and |, | )"
 _AUTHORS = rf"(?P<authors>(?!{_OPENING}){_NAME}(?:{_JOIN}{_NAME})*(?: et al\.)?)"
@@ -185,11 +191,12 @@ _VALUE = re.compile(r'`(?P<name>\w+)(?P<sign>=| > )(?P<value>"[^"`]*"|[\d.]+)`')
 
 @dataclass(frozen=True)
 class Citation:
-    """A paper, and the place in it that a part implements.
+    """Paper, and the passage of it that a part implements.
 
     Args:
-        values: the parameters, each as it is written, that it is the paper of; it is the paper of
-            the whole part where there are none.
+        where: section, equation or figure; empty for the whole paper.
+        values: parameter values, such as `name="x"`, that the paper is cited for; empty for the
+            whole part.
     """
 
     authors: str
@@ -205,19 +212,19 @@ class Citation:
         return f'{self.authors}, "{self.title}" ({self.year}){place}{passage}'
 
     def covers(self, parameters: Mapping[str, Value]) -> bool:
-        """Whether it is the paper of a part with these parameters."""
+        """Test if the citation applies to a part with these parameters."""
         return not self.values or any(_has_value(value, parameters) for value in self.values)
 
     @property
     def short(self) -> str:
-        """As a table shows it."""
+        """First author, year and arXiv id, for tables."""
         first, comma, _ = self.authors.partition(",")
-        who = f"{first} et al." if comma else first
-        return f"{who} {self.year}" + (f", arXiv:{self.arxiv}" if self.arxiv else "")
+        authors = f"{first} et al." if comma else first
+        return f"{authors} {self.year}" + (f", arXiv:{self.arxiv}" if self.arxiv else "")
 
 
 def citations(docstring: str) -> list[Citation]:
-    """Every full citation of a docstring, in order; one paragraph is one piece of text."""
+    """All full citations in a docstring, in order; none spans two paragraphs."""
     paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", docstring)]
     return [citation for text in paragraphs for citation in _citations_of_paragraph(text)]
 
@@ -232,13 +239,13 @@ def _citations_of_paragraph(paragraph: str) -> list[Citation]:
     return cited
 
 
-def _has_value(value: str, parameters: Mapping[str, Value]) -> bool:
-    """Whether parameters have a value as a docstring writes it."""
-    name, sign, wanted = re.split(r"(=| > )", value, maxsplit=1)
-    held = parameters[name]
+def _has_value(condition: str, parameters: Mapping[str, Value]) -> bool:
+    """Test parameters against a value from a docstring: `name=value` or `name > number`."""
+    name, sign, expected = re.split(r"(=| > )", condition, maxsplit=1)
+    value = parameters[name]
     if sign == "=":
-        return str(held) == wanted.strip('"')
-    return isinstance(held, int | float) and held > float(wanted)
+        return str(value) == expected.strip('"')
+    return isinstance(value, int | float) and value > float(expected)
 
 
 def _citation(found: re.Match[str], values: tuple[str, ...]) -> Citation:

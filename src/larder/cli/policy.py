@@ -1,4 +1,4 @@
-"""`larder policy`: what parts and presets there are, generated from their files."""
+"""`larder policy`: list, show and cite parts and presets, from their docstrings."""
 
 from __future__ import annotations
 
@@ -27,42 +27,46 @@ def list_all(options: OutputOptions) -> None:
 
     parts, presets = part_docs(), preset_docs()
     if options.json:
-        listed = [preset.record() for preset in presets]
-        told = {"presets": listed, "parts": [asdict(part) for part in parts]}
-        print_document({"schema": SCHEMA, **told})
+        print_document(
+            {
+                "schema": SCHEMA,
+                "presets": [preset.record() for preset in presets],
+                "parts": [asdict(part) for part in parts],
+            }
+        )
         return
     console = results_console()
-    short = make_table("preset", "sentence", texts=2)
+    preset_table = make_table("preset", "sentence", texts=2)
     for preset in presets:
-        short.add_row(preset.name, preset.sentence)
-    console.print(short)
+        preset_table.add_row(preset.name, preset.sentence)
+    console.print(preset_table)
     console.print()
-    long = make_table("part", "slot", "what it is for", "papers", texts=4)
+    part_table = make_table("part", "slot", "purpose", "papers", texts=4)
     for part in parts:
         papers = "; ".join(citation.short for citation in part.citations)
-        long.add_row(part.name, part.slot, part.summary, papers or NO_PAPER)
-    console.print(long)
+        part_table.add_row(part.name, part.slot, part.summary, papers or NO_PAPER)
+    console.print(part_table)
     console.print(
-        "\nlarder policy show NAME tells more about one, larder policy cite NAME its papers."
+        "\nlarder policy show NAME describes one, larder policy cite NAME prints its papers."
     )
 
 
 @app.command("show")
 @command
 def show(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of a part or preset.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of a part or preset.")],
     options: OutputOptions,
 ) -> None:
-    """Show what a part takes and what a preset stands for; some names are both."""
+    """Show the parameters of a part, or the sentence of a preset; some names are both."""
     from larder.cli.part_docs import find_part, part_names, preset_doc
     from larder.session.presets import PRESETS
 
     preset = preset_doc(name) if name in PRESETS else None
     part = find_part(name) if name in part_names() or preset is None else None
     if options.json:
-        told = {} if preset is None else {"preset": asdict(preset)}
-        told |= {} if part is None else {"part": asdict(part)}
-        print_document({"schema": SCHEMA, "name": name, **told})
+        document = {} if preset is None else {"preset": asdict(preset)}
+        document |= {} if part is None else {"part": asdict(part)}
+        print_document({"schema": SCHEMA, "name": name, **document})
         return
     if preset is not None:
         _show_preset(preset)
@@ -81,8 +85,8 @@ def cite(
     """Print the papers behind a part, a preset or a whole sentence."""
     cited = _cited(policy)
     if options.json:
-        told = [{"part": name, **asdict(citation)} for name, citation in cited]
-        print_document({"schema": SCHEMA, "policy": policy, "citations": told})
+        citations = [{"part": name, **asdict(citation)} for name, citation in cited]
+        print_document({"schema": SCHEMA, "policy": policy, "citations": citations})
         return
     console = results_console()
     if not cited:
@@ -108,10 +112,10 @@ def _show_preset(page: PresetDoc) -> None:
     console = results_console()
     console.print(f"{page.name}, a preset")
     console.print(f"\n  {page.full}\n", soft_wrap=True)
-    made = make_table("slot", "part", "what it is for", texts=3)
+    table = make_table("slot", "part", "purpose", texts=3)
     for part in page.parts:
-        made.add_row(part.slot, part.name, part.summary)
-    console.print(made)
+        table.add_row(part.slot, part.name, part.summary)
+    console.print(table)
     for clause in page.beyond_budget:
         console.print(f"Beyond the budget: {clause}.", soft_wrap=True)
     console.print("\nSizes that are open are filled in by --budget and --block.\n")
@@ -120,9 +124,9 @@ def _show_preset(page: PresetDoc) -> None:
 def _show_part(page: PartDoc) -> None:
     console = results_console()
     console.print(f"{page.name}, a {page.slot}: {page.summary}\n")
-    made = make_table("parameter", "type", "default", "meaning", texts=4)
+    table = make_table("parameter", "type", "default", "meaning", texts=4)
     for field in page.fields:
-        made.add_row(field.name, field.kind, field.default, field.meaning)
-    console.print(made if page.fields else "It takes no parameters.")
+        table.add_row(field.name, field.kind, field.default, field.meaning)
+    console.print(table if page.fields else "It takes no parameters.")
     for cited in page.citations or (NO_PAPER,):
         console.print(f"\n{cited}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""One conversation that was read, and the questions asked about it so far."""
+"""Prefill of one conversation and the outcomes of the questions asked about it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from larder.session.capacity import beyond_budget_line
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 
-QUESTION_PROMPT = "question"  # the prompt that needs its question before reading
+QUESTION_PROMPT = "question"  # the scoring prompt that needs the question before prefill
 
 
 @dataclass(frozen=True)
 class AnswerScores:
-    """How well an answer agrees with the expected one."""
+    """Agreement of an answer with the expected one; F1 in [0, 1]."""
 
     exact: bool
     f1: float
@@ -37,7 +37,7 @@ class AnswerScores:
 
 @dataclass(frozen=True)
 class QuestionOutcome:
-    """A question and what came of it: an answer or an error, and marks if one was expected."""
+    """Answer or error of one question, with scores if an answer was expected."""
 
     question: Question
     answer: Answer | None = None
@@ -47,10 +47,10 @@ class QuestionOutcome:
 
 @dataclass
 class QuestionRun:
-    """A memory under questioning.
+    """Engine and memory of one conversation, with the outcomes of its questions.
 
     Args:
-        peak_kv_bytes: the most held at any time, while reading or answering.
+        peak_kv_bytes: peak over prefill and all answers.
     """
 
     engine: Engine
@@ -65,7 +65,7 @@ class QuestionRun:
         max_new_tokens: int,
         on_text: Callable[[str], None] = discard_text,
     ) -> QuestionOutcome:
-        """Ask one question; an error of ours is its outcome, not the end."""
+        """Answer one question; a `LarderError` becomes its outcome."""
         try:
             answer = self.engine.ask(
                 self.memory, question.question, sampling, max_new_tokens, on_text=on_text
@@ -79,7 +79,7 @@ class QuestionRun:
 
 
 def score_answer(text: str, question: Question) -> AnswerScores | None:
-    """Scores of an answer; None where none was expected."""
+    """Scores of an answer; None without an expected answer."""
     expected = question.answer
     if not expected:
         return None
@@ -91,9 +91,9 @@ def score_answer(text: str, question: Question) -> AnswerScores | None:
 
 
 def open_engine(options: ModelOptions) -> Engine:
-    """The engine that the options ask for; what can be refused early is, before a model loads.
+    """Engine of the options; options are validated before the model loads.
 
-    What its policy holds beyond the budget is told on a terminal.
+    Prints on a terminal what the policy holds beyond the budget.
     """
     policy = check_model_options(options)
     with progress_bar(f"Loading {options.model}"):
@@ -105,10 +105,10 @@ def open_engine(options: ModelOptions) -> Engine:
 
 
 def check_model_options(options: ModelOptions) -> Policy:
-    """The policy; everything else that can be refused without a model is, too.
+    """Policy of the options, after all checks that need no model.
 
     Raises:
-        LarderError: an option is not what it should be.
+        LarderError: an option has an invalid value.
     """
     policy = parse_policy_option("--policy", options.policy)
     _check_sizes(options)
@@ -117,10 +117,10 @@ def check_model_options(options: ModelOptions) -> Policy:
 
 
 def parse_policy_option(option: str, spelling: str) -> Policy:
-    """The policy that an option spells.
+    """Policy of an option's spelling.
 
     Raises:
-        LarderError: it spells none; the message names the option.
+        LarderError: the spelling is invalid; the message names the option.
     """
     try:
         return Policy.parse(spelling)
@@ -129,7 +129,7 @@ def parse_policy_option(option: str, spelling: str) -> Policy:
 
 
 def _check_sizes(options: ModelOptions) -> None:
-    """Raises: UsageError, BadParameter: `--budget` or `--block` is no size."""
+    """Raises: UsageError, BadParameter: `--budget` or `--block` is not a size."""
     if options.budget is not None:
         MemoryBudget.parse(options.budget, "--budget")
     if options.block is not None and options.block < 1:
@@ -137,7 +137,7 @@ def _check_sizes(options: ModelOptions) -> None:
 
 
 def _check_decoding(options: ModelOptions) -> None:
-    """Raises: BadParameter: an option of decoding is out of range; the message names it."""
+    """Raises: BadParameter: a sampling option is out of range; the message names it."""
     try:
         sampling_params(options)
         StoppingCriteria(options.max_new_tokens)
@@ -147,7 +147,7 @@ def _check_decoding(options: ModelOptions) -> None:
 
 
 def sampling_params(options: ModelOptions) -> SamplingParams:
-    """How the options want tokens drawn."""
+    """Sampling parameters of the options."""
     return SamplingParams(options.temperature, options.top_k, options.top_p, options.seed)
 
 
@@ -158,10 +158,12 @@ def prefill_run(
     doing: str = "Reading",
     keeper: ChatPersistence | None = None,
 ) -> QuestionRun:
-    """Read a conversation, with a bar that says what is being done.
+    """Prefill of a conversation, or its restore from a store, with a progress bar.
 
     Args:
-        keeper: restores the reading, or keeps it; None where it is not to be kept.
+        prompts: texts of scoring prompts by name, see `prompts_for`.
+        doing: label of the bar.
+        keeper: store of prefilled caches; None neither restores nor saves.
     """
     session = name_of(type(engine.policy.session))
     builds = "" if session == "single" else f" into {session}"
@@ -176,16 +178,16 @@ def prefill_run(
 
 
 def prompts_for(engine: Engine, questions: list[Question]) -> dict[str, str]:
-    """What a policy must know of the questions before it reads.
+    """Scoring prompts that depend on the question; empty where the policy needs none.
 
     Raises:
-        UsageError: it keeps what one question needs, and there are several.
+        UsageError: the policy needs one question before prefill, and there are several.
     """
     if QUESTION_PROMPT not in engine.policy.planner.scorer.required_prompts():
         return {}
     if len(questions) != 1:
         raise UsageError(
-            f"The policy keeps what one question looks at, got {len(questions)} questions: ask one "
+            f"The policy scores entries for one question, got {len(questions)} questions: ask one "
             "at a time, or take another --policy."
         )
     return {QUESTION_PROMPT: questions[0].question}

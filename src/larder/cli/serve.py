@@ -6,7 +6,10 @@ import gc
 import os
 import socket
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,26 +21,36 @@ from larder.cli.options import ModelOptions, command
 from larder.cli.store_options import CodecName, KeyFile, check_codec
 from larder.core.errors import DependencyError, InputError, UsageError
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
+from larder.core.settings import home
 
 if TYPE_CHECKING:
     from larder.server.engine_client import EngineClient
     from larder.server.http.auth import Authenticator
+    from larder.server.persistence.base import SessionPersistence
+    from larder.server.persistence.store import StoreSessionPersistence
     from larder.store.ledger import ByteBudgets
+    from larder.store.store import Store
+
+    PersistenceWrapper = Callable[[StoreSessionPersistence], SessionPersistence]
 
 # What the extra `serve` brings, as modules.
 REQUIRED_MODULES = ("fastapi", "msgspec", "prometheus_client", "pydantic", "starlette", "uvicorn")
 API_KEYS_VARIABLE = "LARDER_API_KEYS"
+STORE_FOLDER = "store"  # in the home folder
+DEFAULT_REPLICAS = 2
+# Saved states of a session: the newest, and one to fall back on if that is damaged.
+STORED_EPOCHS = 2
 
 
 @dataclass(frozen=True)
 class ServeOptions(ModelOptions):
-    """How a server is set up."""
+    """Options of `larder serve`: model, address, byte budgets, store, access, replicas."""
 
     policy: Annotated[
         str,
         typer.Option(
             metavar="SPELLING",
-            help="Of each conversation: a preset's name or a sentence of parts.",
+            help="Policy of each session: a preset or a sentence of parts.",
         ),
     ] = "full"
     host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1"
@@ -46,34 +59,33 @@ class ServeOptions(ModelOptions):
     ] = 8000
     kv_budget: Annotated[
         str,
-        typer.Option(metavar="BYTES", help="Of all caches where the model runs, never exceeded."),
+        typer.Option(metavar="BYTES", help="Limit of all caches on the device of the model."),
     ] = "1GiB"
     host_budget: Annotated[
-        str, typer.Option(metavar="BYTES", help="Of caches parked in host memory.")
+        str, typer.Option(metavar="BYTES", help="Limit of caches offloaded to host memory.")
     ] = "4GiB"
     store: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Where turns are written before their end is told: a folder or an fsspec "
-            "address.  Default: $LARDER_HOME/store.",
+            help="Session store: a folder or an fsspec address.  Default: $LARDER_HOME/store.",
         ),
     ] = None
     store_budget: Annotated[
         str | None,
-        typer.Option(metavar="BYTES", help="Of the store, index and all.  Default: no limit."),
+        typer.Option(metavar="BYTES", help="Limit of the store, index included.  Default: none."),
     ] = None
     durability: Annotated[
         str,
         typer.Option(
-            help="What is written before the end of an answer is told: none, its turn, snapshot "
-            "for its turn and its cache, or strict for its turn, without which the request fails.",
+            help="Written before an answer ends: none; turn, its messages; snapshot, its messages "
+            "and cache; strict, its messages, and a failed write fails the request.",
         ),
     ] = "turn"
     eviction: Annotated[
         str,
         typer.Option(
-            metavar="RULE", help="Who leaves first: lru, gdsf, marconi, continuum, kvflow."
+            metavar="RULE", help="Eviction of sessions: lru, gdsf, marconi, continuum, kvflow."
         ),
     ] = "lru"
     codec: CodecName = "raw"
@@ -88,50 +100,47 @@ class ServeOptions(ModelOptions):
     ] = None
     ray: Annotated[
         bool,
-        typer.Option(
-            "--ray", help="Serve from replicas that Ray runs, on the machines of its cluster."
-        ),
+        typer.Option("--ray", help="Serve from replicas on the machines of a Ray cluster."),
     ] = False
     replicas: Annotated[
         int | None,
-        typer.Option(min=1, help="With --ray; each has budgets of its own.  Default: 2."),
+        typer.Option(
+            min=1, help="With --ray: their number; each has its own budgets.  Default: 2."
+        ),
     ] = None
 
 
 @command
 def serve(options: ServeOptions) -> None:
-    """Serve many conversations at once to OpenAI's and other clients, and a page to look inside.
+    """Serve sessions over HTTP, compatible with OpenAI clients, with an inspection page.
 
-    Clients find it at http://HOST:PORT/v1, browsers at http://HOST:PORT/.
+    The API is at http://HOST:PORT/v1, the page at http://HOST:PORT/.
     """
-    from larder.cli.serve_backends import local_hub, ray_hub
-
     _check_extra()
     if options.replicas is not None and not options.ray:
-        raise UsageError("--replicas are Ray's: give --ray, too, or leave --replicas out.")
+        raise UsageError("--replicas needs --ray: add --ray, or leave --replicas out.")
     check_store_options(options)
-    door, bound = _access_control(options), _listening_socket(options)
-    with bound, (ray_hub if options.ray else local_hub)(options) as hub:
-        _run(options, hub, door, bound)
+    authenticator, bound = _access_control(options), _listening_socket(options)
+    with bound, (ray_engine_client if options.ray else local_engine_client)(options) as client:
+        _run(options, client, authenticator, bound)
 
 
 def _check_extra() -> None:
-    """Raises: DependencyError: something of the extra is not installed."""
-    lacking = [name for name in REQUIRED_MODULES if find_spec(name) is None]
-    if lacking:
+    """Raises: DependencyError: a package of the extra `serve` is not installed."""
+    missing = [name for name in REQUIRED_MODULES if find_spec(name) is None]
+    if missing:
         raise DependencyError(
-            f"'larder serve' needs {', '.join(lacking)}: pip install 'larder[serve]'."
+            f"'larder serve' needs {', '.join(missing)}: pip install 'larder[serve]'."
         )
 
 
 def _run(
-    options: ServeOptions, hub: EngineClient, door: Authenticator, bound: socket.socket
+    options: ServeOptions, client: EngineClient, authenticator: Authenticator, bound: socket.socket
 ) -> None:
-    """Serve until a signal ends it."""
+    """HTTP server on a bound socket, until a signal ends it."""
     import uvicorn
 
     from larder.cli.question_run import sampling_params
-    from larder.core.settings import home
     from larder.server.http.app import create_app
     from larder.server.http.app_state import HttpSettings
     from larder.server.http.archive import Archive
@@ -142,24 +151,24 @@ def _run(
         sampling=sampling_params(options), max_new_tokens=options.max_new_tokens
     )
     try:
-        sealing = encryption_for(read_key(options.key_file), "archive")
-        archive = Archive(home() / "server" / "archive.sqlite", sealing=sealing)
-        app = create_app(hub, door, archive, settings)
-        # Whatever is loaded stays: a full collection of garbage would go through the model and
-        # all libraries, half a second in which nobody is answered.
+        encryption = encryption_for(read_key(options.key_file), "archive")
+        archive = Archive(home() / "server" / "archive.sqlite", sealing=encryption)
+        app = create_app(client, authenticator, archive, settings)
+        # Loaded objects live as long as the process: a full garbage collection would walk the
+        # model and all libraries, and stall every request for half a second.
         gc.collect()
         gc.freeze()
-        _print_address(options, hub, bound)
+        _print_address(options, client, bound)
         config = ServerConfig(app, timeout_graceful_shutdown=5)
         uvicorn.Server(config).run(sockets=[bound])
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
 
 
-def _print_address(options: ServeOptions, hub: EngineClient, bound: socket.socket) -> None:
+def _print_address(options: ServeOptions, client: EngineClient, bound: socket.socket) -> None:
     from larder.session.capacity import beyond_budget_line
 
-    [served] = hub.models()
+    [served] = client.models()
     host, port = bound.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     if options.json:
@@ -173,10 +182,10 @@ def _print_address(options: ServeOptions, hub: EngineClient, bound: socket.socke
 
 
 def _access_control(options: ServeOptions) -> Authenticator:
-    """Who may ask.
+    """Authenticator from API keys; without keys, loopback clients only.
 
     Raises:
-        UsageError: everybody could, from anywhere.
+        UsageError: the host is reachable from other machines and there are no API keys.
     """
     from larder.server.http.auth import ApiKeyAuth, LoopbackAuth, is_loopback, load_keys, parse_keys
 
@@ -193,10 +202,10 @@ def _access_control(options: ServeOptions) -> Authenticator:
 
 
 def _listening_socket(options: ServeOptions) -> socket.socket:
-    """A socket that listens where the options say.
+    """Listening socket at `--host` and `--port`.
 
     Raises:
-        InputError: it cannot.
+        InputError: the address cannot be bound.
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
@@ -209,7 +218,11 @@ def _listening_socket(options: ServeOptions) -> socket.socket:
 
 
 def tier_budgets(options: ServeOptions) -> ByteBudgets:
-    """Raises: UsageError: an option is no number of bytes."""
+    """Byte budgets of the device and host tiers.
+
+    Raises:
+        UsageError: an option is not a number of bytes.
+    """
     from larder.store.ledger import ByteBudgets, Tier
 
     return ByteBudgets(
@@ -221,7 +234,11 @@ def tier_budgets(options: ServeOptions) -> ByteBudgets:
 
 
 def store_budgets(options: ServeOptions) -> ByteBudgets:
-    """Raises: UsageError: the option is no number of bytes."""
+    """Byte budget of the disk tier; no limit without `--store-budget`.
+
+    Raises:
+        UsageError: the option is not a number of bytes.
+    """
     from larder.store.ledger import ByteBudgets, Tier
 
     if options.store_budget is None:
@@ -230,7 +247,11 @@ def store_budgets(options: ServeOptions) -> ByteBudgets:
 
 
 def check_store_options(options: ServeOptions) -> None:
-    """Raises: UsageError, UnknownName: an option is none that there is."""
+    """Validation of budgets, eviction, codec and durability before a model loads.
+
+    Raises:
+        UsageError, UnknownName: an option has an invalid or unknown value.
+    """
     from larder.server.persistence.base import Durability
     from larder.store.eviction.base import EVICTIONS
 
@@ -246,8 +267,143 @@ def check_store_options(options: ServeOptions) -> None:
 
 
 def _bytes(option: str, text: str) -> int:
-    """Raises: UsageError: the text is no number of bytes."""
+    """Raises: UsageError: the text is not a number of bytes."""
     amount = MemoryBudget.parse(text, option)
     if amount.unit is not BudgetUnit.BYTES:
         raise UsageError(f"{option} {text!r} is not a number of bytes: write 512MiB or 2GiB.")
     return int(amount.number)
+
+
+@contextmanager
+def local_engine_client(options: ServeOptions) -> Iterator[EngineClient]:
+    """Engine client in this process, over the store of the options."""
+    from larder.store.encryption import read_key
+
+    store = _open_store(options, store_url(options), key=read_key(options.key_file))
+    try:
+        with _local_engine_client(options, store, lambda base: base) as client:
+            yield client
+    finally:
+        store.close()
+
+
+@contextmanager
+def ray_engine_client(options: ServeOptions) -> Iterator[EngineClient]:
+    """Engine client of replicas in processes that Ray runs.
+
+    Raises:
+        DependencyError: Ray Serve is not installed.
+        UsageError: the machines do not share the store.
+        ModelError: no replica starts.
+    """
+    from larder.cli.question_run import check_model_options
+    from larder.core.ray_cluster import connect, require_ray, shutdown
+    from larder.server.cluster.client import ClusterEngineClient
+    from larder.server.cluster.ray_serve import RayReplicaSet, ReplicaResources, check_store
+    from larder.store.encryption import read_key, store_secret
+
+    require_ray("'larder serve --ray'")
+    check_model_options(options)
+    replicas = DEFAULT_REPLICAS if options.replicas is None else options.replicas
+    resources = ReplicaResources(replicas, accelerators=int(options.device.startswith("cuda")))
+    start_replica = partial(
+        replica_engine_client,
+        options,
+        store_url(options),
+        secret=store_secret(home()),
+        key=read_key(options.key_file),
+    )
+    machines = connect()
+    try:
+        check_store(options.store, machines)
+        client = ClusterEngineClient(RayReplicaSet(start_replica, resources))
+        try:
+            yield client
+        finally:
+            client.close()
+    finally:
+        shutdown()
+
+
+@contextmanager
+def replica_engine_client(
+    options: ServeOptions, url: str, secret: bytes, key: bytes | None = None
+) -> Iterator[EngineClient]:
+    """Engine client of one replica, in its own process; its store index is local to its machine.
+
+    Args:
+        url: address of the store that all replicas share.
+        secret: secret of the store, the same in every replica.
+        key: encryption key; None leaves blobs unencrypted.
+    """
+    from larder.server.persistence.leases import LeasedSessionPersistence, LeaseHeartbeat
+    from larder.store.leases import SessionLeases
+
+    store = _open_store(options, url, secret, key)
+    leases = SessionLeases(store.parts)
+    heartbeat = LeaseHeartbeat(leases)
+
+    try:
+        with _local_engine_client(
+            options, store, lambda base: LeasedSessionPersistence(base, store, leases)
+        ) as client:
+            yield client
+    finally:
+        heartbeat.close()
+        store.close()
+
+
+def store_url(options: ServeOptions) -> str:
+    """Store address, absolute where it is a folder."""
+    if options.store is None:
+        return str(home() / STORE_FOLDER)
+    if "://" in options.store:
+        return options.store
+    return str(Path(options.store).expanduser().absolute())
+
+
+def _open_store(
+    options: ServeOptions, url: str, secret: bytes | None = None, key: bytes | None = None
+) -> Store:
+    from larder.store.eviction.base import EVICTIONS
+    from larder.store.store import Store
+
+    return Store(
+        url,
+        home(),
+        secret=secret,
+        key=key,
+        eviction=EVICTIONS.load(options.eviction)(),
+        budgets=store_budgets(options),
+        kept_epochs=STORED_EPOCHS,
+    )
+
+
+@contextmanager
+def _local_engine_client(
+    options: ServeOptions, store: Store, wrap: PersistenceWrapper
+) -> Iterator[EngineClient]:
+    from larder.cli.question_run import open_engine
+    from larder.engine.snapshots import ModelSnapshots
+    from larder.server.local_engine_client import LocalEngineClient
+    from larder.server.persistence.base import Durability
+    from larder.server.persistence.store import StoreSessionPersistence
+    from larder.server.persistence.sweeper import StoreSweeper
+    from larder.server.tiers.disk import StoreDiskTier
+
+    engine = open_engine(options)
+    persistence = StoreSessionPersistence(store, engine.loaded.decoder.spec)
+    snapshots = ModelSnapshots(store, engine.loaded, options.codec)
+    disk_tier = StoreDiskTier(persistence, snapshots, Durability(options.durability))
+    client = LocalEngineClient(
+        engine,
+        tier_budgets(options),
+        eviction=options.eviction,
+        keeper=wrap(persistence),
+        vault=disk_tier,
+    )
+    try:
+        with StoreSweeper(store):
+            yield client
+    finally:
+        client.close()

@@ -1,4 +1,4 @@
-"""The store as commands see it: where it is, whose sessions are meant, and what came back."""
+"""Store options of commands, opening of a store, and the report of a restore."""
 
 from __future__ import annotations
 
@@ -30,25 +30,26 @@ KeyFile = Annotated[
     typer.Option(
         "--key-file",
         metavar="FILE",
-        help="32 random bytes, or 64 hexadecimal digits, under which everything is kept.  "
-        "Default: $LARDER_STORE_KEY; without, nothing is hidden.",
+        help="Encryption key: 32 random bytes, or 64 hexadecimal digits.  "
+        "Default: $LARDER_STORE_KEY; without a key nothing is encrypted.",
     ),
 ]
 CodecName = Annotated[
     str,
     typer.Option(
-        "--codec", help="How caches are saved: raw to the bit; int8, int4, entropy in fewer bytes."
+        "--codec",
+        help="Encoding of saved caches: raw is bit-exact; int8, int4, entropy take fewer bytes.",
     ),
 ]
-QUIET_REASONS = ("", "new", "slower")  # why nothing was restored, where nothing is wrong
+QUIET_REASONS = ("", "new", "slower")  # reasons for no restore that are no fault
 
 
 def open_store(url: str | None, key_file: Path | None) -> Store:
-    """The store of that address.
+    """Store at an address; by default in the home folder.
 
     Raises:
         StoreError: it cannot be opened, or not with this key.
-        InputError: the file is no key.
+        InputError: the file does not hold a key.
     """
     from larder.core.settings import home
     from larder.store.encryption import read_key
@@ -69,10 +70,12 @@ def check_codec(name: str) -> None:
 def open_persistence(
     engine: Engine, url: str | None, codec: str, key_file: Path | None
 ) -> Iterator[ChatPersistence]:
-    """What keeps caches in a store; a store that cannot be opened keeps nothing, and says so.
+    """Persistence of caches in a store.
+
+    Without a key, a store that cannot be opened is reported on stderr and nothing is saved.
 
     Raises:
-        StoreError, InputError: there is a key, and it is none, or not the store's.
+        StoreError, InputError: the key is invalid, or the store cannot be opened with it.
     """
     from larder.core.settings import LOCAL_PRINCIPAL
     from larder.engine.persistence import NoPersistence, StorePersistence
@@ -95,11 +98,11 @@ def open_persistence(
         store.close()
 
 
-def print_resume_result(what: str, resumed: ResumeResult) -> None:
-    """Say in one line whether it was restored: on a terminal, or where something is wrong."""
+def print_resume_result(name: str, resumed: ResumeResult) -> None:
+    """Print one line about a restore: on a terminal, and always if the restore failed."""
     from larder.cli.console import progress_console
 
     if resumed.reason in QUIET_REASONS:
-        progress_console().print(f"{what}: {resumed.summary}")
+        progress_console().print(f"{name}: {resumed.summary}")
     else:
-        print(f"larder: {what} is {resumed.summary}", file=sys.stderr)
+        print(f"larder: {name} is {resumed.summary}", file=sys.stderr)

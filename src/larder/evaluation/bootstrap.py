@@ -1,9 +1,9 @@
-"""How sure a mean is, and the difference of two systems asked the same questions.
+"""Bootstrap confidence intervals of mean scores, paired differences and ratios.
 
-The bootstrap of Bradley Efron, "Bootstrap Methods: Another Look at the Jackknife" (1979), Annals of
+The method is Bradley Efron, "Bootstrap Methods: Another Look at the Jackknife" (1979), Annals of
 Statistics 7(1), with percentile intervals. Questions about one conversation are answered from one
-cache and succeed or fail together, so whole conversations are drawn (the cluster bootstrap), not
-questions. Pass `questions_as_clusters(scores)` to draw questions, as a single file demands.
+cache and are correlated, so whole conversations are resampled (cluster bootstrap). Pass
+`questions_as_clusters(scores)` to resample questions, as a single file needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Summed = tuple[Float[ndarray, " files"], Int[ndarray, " files"]]
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over questions, and the bounds within which resampling leaves it."""
+    """Mean over questions with the bounds of its confidence interval."""
 
     mean: float
     low: float
@@ -34,12 +34,12 @@ class Interval:
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """How intervals are drawn; equal values give equal intervals.
+    """Percentile bootstrap over files; equal parameters give equal intervals.
 
     Args:
-        resamples: how many times files are drawn with replacement, 1 or more.
+        resamples: number of resamples, 1 or more.
         coverage: the share of resampled means inside the interval, in (0, 1).
-        seed: of the drawing.
+        seed: of the resampling.
     """
 
     resamples: int = 2_000
@@ -55,7 +55,7 @@ class Bootstrap:
             )
 
     def mean(self, files: Scores) -> Interval:
-        """The mean of all questions with its interval.
+        """Mean over all questions with its interval.
 
         Args:
             files: for each file, the score of each of its questions.
@@ -66,12 +66,12 @@ class Bootstrap:
         return _mean_interval(self, tuple(tuple(map(float, file)) for file in files))
 
     def difference(self, first: Scores, second: Scores) -> Interval:
-        """How much better `first` is than `second`, question by question on the same files.
+        """Mean of `first` minus `second`, paired by question on the same files.
 
-        An interval that leaves out 0 says that the order of the two is no luck of these files.
+        An interval that excludes 0 means that the order does not depend on the sample of files.
 
         Raises:
-            BadParameter: the two do not hold the same questions, or see `mean`.
+            BadParameter: the two have different questions, or see `mean`.
         """
         if [len(file) for file in first] != [len(file) for file in second]:
             raise BadParameter(
@@ -82,10 +82,10 @@ class Bootstrap:
         return self.mean([[a - b for a, b in zip(*pair, strict=True)] for pair in pairs])
 
     def ratio(self, first: Scores, second: Scores) -> Interval:
-        """How many times as large the mean of `first` is as that of `second`, on the same files.
+        """Mean of `first` divided by the mean of `second`, on the same files.
 
         Raises:
-            BadParameter: the two do not hold the same files, the second mean is not above 0, or see
+            BadParameter: the two have different files, the second mean is not above 0, or see
                 `mean`.
         """
         upper, lower = _sums_and_counts(first), _sums_and_counts(second)
@@ -110,14 +110,14 @@ class Bootstrap:
 
 
 def questions_as_clusters(scores: Sequence[float]) -> list[list[float]]:
-    """Each question as a file of its own, so that questions are what is drawn."""
+    """Each question as a cluster of its own, to resample questions instead of files."""
     return [[score] for score in scores]
 
 
 def drop_unpaired(
     first: Sequence[float | int | None], second: Sequence[float | int | None]
 ) -> tuple[list[float], list[float]]:
-    """Scores of two systems on the same questions, less those that one of them has no score for."""
+    """Scores of two systems on the same questions, without those that one system lacks."""
     missing = {n for side in (first, second) for n, score in enumerate(side) if score is None}
     one, other = (
         [float(score) for n, score in enumerate(side) if score is not None and n not in missing]
@@ -128,7 +128,7 @@ def drop_unpaired(
 
 @lru_cache(maxsize=4096)
 def _mean_interval(drawing: Bootstrap, files: tuple[tuple[float, ...], ...]) -> Interval:
-    """Tables and figures ask for the same intervals again and again."""
+    """Interval of a mean; cached, because tables and figures repeat the same ones."""
     sums, counts = _sums_and_counts(files)
     drawn = drawing._drawn(len(sums))
     low, high = drawing._ends(sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1))
@@ -136,7 +136,7 @@ def _mean_interval(drawing: Bootstrap, files: tuple[tuple[float, ...], ...]) -> 
 
 
 def _ratios(upper: Summed, lower: Summed, drawn: Int[ndarray, "resamples files"]) -> Means:
-    """Of the means of two, in those draws where the second is above 0."""
+    """Ratios of the two means, in the resamples where the second is above 0."""
     first, second = (
         sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1) for sums, counts in (upper, lower)
     )
@@ -144,13 +144,13 @@ def _ratios(upper: Summed, lower: Summed, drawn: Int[ndarray, "resamples files"]
 
 
 def _sums_and_counts(files: Scores) -> Summed:
-    # A file without questions tells nothing, and a resample of such files alone has no mean.
-    asked = [np.asarray(file, dtype=np.float64) for file in files if len(file)]
-    if not asked:
+    # Files without questions are left out: a resample of such files alone has no mean.
+    scored = [np.asarray(file, dtype=np.float64) for file in files if len(file)]
+    if not scored:
         raise BadParameter("bootstrap needs at least one scored question, got none.")
-    if not all(np.isfinite(file).all() for file in asked):
+    if not all(np.isfinite(file).all() for file in scored):
         raise BadParameter("bootstrap needs finite scores, got nan or inf: leave those out.")
-    return np.array([file.sum() for file in asked]), np.array([file.size for file in asked])
+    return np.array([file.sum() for file in scored]), np.array([file.size for file in scored])
 
 
 def _shape(files: Scores) -> str:

@@ -1,4 +1,4 @@
-"""Shows what a cache keeps: one page that a browser opens without a network."""
+"""Explain page: one self-contained HTML file that shows which entries a cache keeps."""
 
 from larder.explain.explanation import (
     Explanation,

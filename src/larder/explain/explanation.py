@@ -1,11 +1,11 @@
-"""What a page about a cache shows, in plain numbers and words.
+"""Data of the explain page, in plain numbers and text.
 
-    Explanation             one reading of one conversation
-    ├── PageMessage        who spoke, when, and the text token by token
-    ├── PageEpisode        one cache: what each token, layer and head kept
-    └── PageAnswer         a question, what was answered, and by which episode
+    Explanation             one conversation after its prefill
+    ├── PageMessage        role, speaker, date, and the text token by token
+    ├── PageEpisode        one cache: entries kept by token, layer and head
+    └── PageAnswer         question, answer, and the episode that answered
 
-Nothing here knows tensors: whoever fills it turns them into tuples first.
+The module does not depend on tensors: its callers convert them to tuples.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from larder.core.errors import BadParameter
 
 @dataclass(frozen=True)
 class PageMessage:
-    """One utterance, as the tokens that the cache saw.
+    """One message as tokens.
 
     Args:
-        role: `system`, `user` or `assistant`. System messages are drawn as headings.
+        role: `system`, `user` or `assistant`. System messages are shown as headings.
         speaker: a person's name; empty shows the role.
-        date: when it was said; a date unlike the one before opens a new session.
+        date: a date that differs from the previous message's starts a new session.
         tokens: the text of each token, joined they are the message (see `token_texts`).
-        lead_tokens: how many tokens at the start are the chat template's, drawn as marks.
-        tail_tokens: the same at the end.
+        lead_tokens: number of chat template tokens at the start, shown as marks.
+        tail_tokens: number of chat template tokens at the end.
     """
 
     role: str
@@ -39,25 +39,25 @@ class PageMessage:
 
     def __post_init__(self) -> None:
         if min(self.lead_tokens, self.tail_tokens) < 0:
-            raise BadParameter("ShownMessage.lead_tokens and tail_tokens must be at least 0.")
+            raise BadParameter("PageMessage.lead_tokens and tail_tokens must be at least 0.")
         if self.lead_tokens + self.tail_tokens > len(self.tokens):
             raise BadParameter(
-                f"ShownMessage.lead_tokens + tail_tokens must be at most its {len(self.tokens)} "
+                f"PageMessage.lead_tokens + tail_tokens must be at most its {len(self.tokens)} "
                 f"tokens, got {self.lead_tokens} + {self.tail_tokens}."
             )
 
 
 @dataclass(frozen=True)
 class PageEpisode:
-    """One cache of the conversation. A policy without episodes has exactly one.
+    """One cache of the conversation; a policy without episodes has exactly one.
 
     Args:
         name: a few words, such as the topic.
-        kept_heads: for each token of the whole transcript, how many (layer, kv head) pairs keep it.
+        kept_heads: for each token of the transcript, the (layer, kv head) pairs that keep it.
         kept_lengths: entries kept, layer by kv head.
-        segments: the pieces of conversation that made the scoring prompt.
+        segments: the conversation segments of the scoring prompt.
         topics: further words for the episode.
-        kept_by_layer: layer by token, how many kv heads of the layer keep it; empty if unknown.
+        kept_by_layer: layer by token, the kv heads of the layer that keep it; empty if unknown.
     """
 
     name: str
@@ -71,7 +71,7 @@ class PageEpisode:
         heads = sum(len(row) for row in self.kept_lengths)
         if any(not 0 <= count <= heads for count in self.kept_heads):
             raise BadParameter(
-                f"ShownEpisode.kept_heads must lie in [0, {heads}], the pairs in kept_lengths, "
+                f"PageEpisode.kept_heads must lie in [0, {heads}], the pairs in kept_lengths, "
                 f"got {min(self.kept_heads)} to {max(self.kept_heads)}."
             )
         if self.kept_by_layer:
@@ -80,30 +80,28 @@ class PageEpisode:
     def _check_layers(self) -> None:
         if len(self.kept_by_layer) != len(self.kept_lengths):
             raise BadParameter(
-                f"ShownEpisode.kept_by_layer must have {len(self.kept_lengths)} layers like "
+                f"PageEpisode.kept_by_layer must have {len(self.kept_lengths)} layers like "
                 f"kept_lengths, got {len(self.kept_by_layer)}."
             )
         if any(len(row) != len(self.kept_heads) for row in self.kept_by_layer):
             raise BadParameter(
-                f"Each layer of ShownEpisode.kept_by_layer must have {len(self.kept_heads)} "
+                f"Each layer of PageEpisode.kept_by_layer must have {len(self.kept_heads)} "
                 "tokens like kept_heads."
             )
         if any(min(row, default=0) < 0 for row in self.kept_by_layer) or (
             tuple(map(sum, zip(*self.kept_by_layer, strict=True))) != self.kept_heads
         ):
-            raise BadParameter("ShownEpisode.kept_by_layer must sum over layers to kept_heads.")
+            raise BadParameter("PageEpisode.kept_by_layer must sum over layers to kept_heads.")
 
 
 @dataclass(frozen=True)
 class PageAnswer:
-    """A question and what came of it.
+    """Question and its answer.
 
     Args:
-        question: as it was asked.
-        answer: as the model gave it.
-        expected: the known answer; empty if none is.
+        expected: the known answer; empty if there is none.
         episode: index of the episode that answered.
-        exact: whether a scorer found it equal to `expected`; None if nothing was expected.
+        exact: result of `exact_match` against `expected`; None without an expected answer.
     """
 
     question: str
@@ -115,23 +113,23 @@ class PageAnswer:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What was read, what was kept of it, and what was answered from that.
+    """Conversation, the entries its caches keep, and the answers from them.
 
     Args:
-        title: what was read, such as the file's name.
+        title: such as the file's name.
         model: the model's name.
-        policy: the policy, as its spelling prints it.
-        context_tokens: tokens read.
-        budget_tokens: entries that each head may keep, on average.
-        full_kv_bytes: a cache that keeps everything.
-        kv_bytes: all episodes together.
-        active_kv_bytes: the one episode that answers.
-        peak_kv_bytes: the most that was held while reading.
+        policy: canonical spelling of the policy.
+        context_tokens: prefilled tokens.
+        budget_tokens: entries per kv head, on average over heads.
+        full_kv_bytes: size of a cache that keeps every entry.
+        kv_bytes: size of all episodes' caches.
+        active_kv_bytes: size of the active episode's cache.
+        peak_kv_bytes: peak over prefill and answers.
         messages: the transcript in order.
-        episodes: at least one; all over the same tokens, layers and heads.
+        episodes: at least one; all have the same tokens, layers and heads.
         answers: in the order asked; the first one's episode is shown at the start.
-        sliding_layers: layers that keep a sliding window whatever the policy says.
-        recalled_by: the part that finds entries again which are not kept; empty if they are gone.
+        sliding_layers: layers with a sliding window, independent of the policy.
+        recalled_by: name of the policy's recall part; empty without recall.
     """
 
     title: str
@@ -151,7 +149,7 @@ class Explanation:
 
     @property
     def heads_total(self) -> int:
-        """(layer, kv head) pairs: the most that can keep one token."""
+        """Number of (layer, kv head) pairs, the most that can keep one token."""
         return sum(self.heads_per_layer)
 
     @property
@@ -166,7 +164,7 @@ class Explanation:
         for answer in self.answers:
             if not 0 <= answer.episode < len(self.episodes):
                 raise BadParameter(
-                    f"ShownAnswer.episode must lie in [0, {len(self.episodes)}), "
+                    f"PageAnswer.episode must lie in [0, {len(self.episodes)}), "
                     f"got {answer.episode}."
                 )
         if any(not 0 <= layer < len(self.heads_per_layer) for layer in self.sliding_layers):
@@ -180,22 +178,22 @@ class Explanation:
         for index, episode in enumerate(self.episodes):
             if len(episode.kept_heads) != tokens:
                 raise BadParameter(
-                    f"ShownEpisode.kept_heads must have one count for each of the {tokens} tokens "
+                    f"PageEpisode.kept_heads must have one count for each of the {tokens} tokens "
                     f"in messages, got {len(episode.kept_heads)} in episode {index}."
                 )
             if tuple(len(row) for row in episode.kept_lengths) != self.heads_per_layer:
                 raise BadParameter(
-                    "ShownEpisode.kept_lengths must have the same layers and heads in every "
+                    "PageEpisode.kept_lengths must have the same layers and heads in every "
                     f"episode, {self.heads_per_layer} heads per layer, unlike episode {index}."
                 )
 
 
 def token_texts(text: str, starts: Sequence[int]) -> tuple[str, ...]:
-    """Cut a text into one piece per token, losing and repeating nothing.
+    """Text of each token; joined, they are the whole text.
 
     Byte-level tokenizers split a rare character over several tokens, which then share one offset:
-    the last of them gets the character and the others an empty text. What lies between two tokens
-    (a space that the tokenizer skips) goes to the earlier one, what lies before all to the first.
+    the last of them gets the character and the others an empty text. Text between two tokens
+    (a space that the tokenizer skips) belongs to the earlier one, text before all to the first.
 
     Args:
         text: the text that was tokenized.

@@ -1,8 +1,8 @@
-"""One self-contained page about a cache: no network, no fonts or scripts from elsewhere.
+"""HTML renderer of the explain page: self-contained, without network, fonts or remote scripts.
 
-The page's text travels as JSON and reaches the document by `textContent` only. Its content
-security policy admits this page's own style and script, by digest, and nothing else: markup in a
-conversation is text, and would stay dead even if it were not.
+The page's text is embedded as JSON and reaches the document by `textContent` only. The content
+security policy admits only the page's own style and script, by digest: markup in a conversation is
+shown as text, and a script in it could not run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCRIPTS = ("page.js", "charts.js", "transcript.js", "start.js")
 
 
 def render(explanation: Explanation) -> str:
-    """Write the explanation as an HTML page. Equal explanations give equal pages."""
+    """HTML page of an explanation; deterministic."""
     style = _asset("page.css")
     script = "\n".join(_asset(name) for name in SCRIPTS)
     return Template(_asset("page.html")).substitute(
@@ -86,7 +86,7 @@ def _episode(episode: PageEpisode, heads_width: int, layer_width: int) -> dict[s
 
 
 def _digits_per_count(largest: int) -> int:
-    """Digits that every count up to `largest` fits into."""
+    """Number of digits of `largest` in base 62, at least 1."""
     width = 1
     while len(DIGITS) ** width <= largest:
         width += 1
@@ -94,7 +94,7 @@ def _digits_per_count(largest: int) -> int:
 
 
 def _encode_counts(counts: Sequence[int], width: int) -> str:
-    """Counts as one string, `width` digits each: a third of what a JSON list takes."""
+    """Counts as one base-62 string, `width` digits each: a third of a JSON list's size."""
     base = len(DIGITS)
     spelled = [
         "".join(DIGITS[count // base**place % base] for place in reversed(range(width)))
@@ -104,7 +104,7 @@ def _encode_counts(counts: Sequence[int], width: int) -> str:
 
 
 def _json(data: dict[str, Any]) -> str:
-    """JSON that cannot end the element it stands in, or open another."""
+    """JSON with `<`, `>` and `&` escaped, safe inside a script element."""
     text = json.dumps(data, separators=(",", ":"))
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")

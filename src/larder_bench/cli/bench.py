@@ -36,7 +36,7 @@ FIELD_OF_OPTION = {"policy": "policies", "control": "controls", **OVERRIDABLE_FI
 
 @dataclass(frozen=True)
 class BenchOptions(OutputOptions):
-    """What a study can be told on the command line; None where nothing is said."""
+    """Overrides of a study on the command line; None keeps the study's value."""
 
     study: Annotated[
         str | None, typer.Option(metavar="FILE|NAME", help="A study in TOML, or one of studies/.")
@@ -171,7 +171,7 @@ def requested_study(tasks: list[str], options: BenchOptions) -> Study:
 
 
 def _other_tasks(study: Study, tasks: list[str], tokens: str | None) -> dict[str, Any]:
-    """Those that are named in the place of a study's, or its own at other lengths."""
+    """Tasks that replace a study's, or its own at other lengths."""
     from larder_bench.studies.study import StudyTask
 
     if not tasks and tokens is None:
@@ -250,7 +250,7 @@ def _study_run(study: Study, options: BenchOptions) -> StudyRunner:
 
 
 def _run(running: StudyRunner) -> bool:
-    """Whether everything was measured before Ctrl-C."""
+    """False if Ctrl-C came before all cells were measured."""
     from larder.cli.console import progress_bar
 
     with progress_bar(f"Running {running.study.name}", "cells") as watch:

@@ -1,4 +1,4 @@
-"""What `larder bench --json` prints, as plain dictionaries."""
+"""JSON documents of `larder bench`."""
 
 from __future__ import annotations
 

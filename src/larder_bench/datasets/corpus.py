@@ -68,7 +68,7 @@ def sentences_of_prose(texts: Sequence[str], random: Random) -> Iterator[str]:
 
 
 def sentences_of_small_talk(grammar: Grammar, random: Random) -> Iterator[str]:
-    """What people say in life-logs between facts, without end."""
+    """Endless small talk between the facts of life-logs."""
     chat = [sentence for topic in grammar.topics for sentence in topic.chat]
     while True:
         yield random.choice(chat)

@@ -1,4 +1,4 @@
-"""What a life-log is made of: topics with entities and attributes, and words to fill them with."""
+"""Grammar of life-logs: topics with entities and attributes, and words to fill them with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Words = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Attribute:
-    """What can be told of an entity: templates with {E} for the entity and {V} for the value."""
+    """Attribute of an entity: templates with {E} for the entity and {V} for the value."""
 
     name: str
     value_kind: str

@@ -58,7 +58,7 @@ def read_list(path: Path) -> list[Fields]:
 
 
 def required_field(fields: Fields, name: str, place: str) -> Any:
-    """What a sample holds under a name.
+    """Value of a sample's field.
 
     Raises:
         InputError: it holds nothing under it.

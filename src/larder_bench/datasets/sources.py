@@ -1,4 +1,4 @@
-"""What tasks are made from: a way to count tokens, words to fill in, and folders that were named.
+"""Sources of tasks: token counts, filler words, and folders of data sets.
 
 Nothing is read before a task asks for it, and nothing is read twice.
 """
@@ -29,7 +29,7 @@ PROSE, DIALOGUES = "prose.jsonl.xz", "sgd_{split}.jsonl.xz"
 
 @dataclass(frozen=True)
 class TaskSources:
-    """Where tasks take their material from.
+    """Sources that tasks draw from.
 
     Args:
         count_tokens: how many tokens of the model a text is.
@@ -46,7 +46,7 @@ class TaskSources:
 
     @cached_property
     def grammar(self) -> Grammar:
-        """What life-logs are made of; it comes with the package."""
+        """Grammar of life-logs; it is part of the package."""
         return load_grammar()
 
     @cached_property
@@ -80,7 +80,7 @@ class TaskSources:
         return sentences_of_small_talk(self.grammar, random)
 
     def embedder(self, name: str) -> Embedder:
-        """What tells how near texts are to each other, loaded when it is first asked for."""
+        """Text embedder, loaded at first use."""
         from larder.session.embedders.base import load_embedder
 
         return self.once(Path(name), lambda path: load_embedder(name))
@@ -98,7 +98,7 @@ class TaskSources:
         return self.data / name
 
     def once(self, path: Path, read: Callable[[Path], T]) -> T:
-        """What a file holds, read when it is first asked for."""
+        """Contents of a file, read at first use."""
         if path not in self._read:
             self._read[path] = read(path)
         return self._read[path]

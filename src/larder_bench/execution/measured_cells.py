@@ -1,4 +1,4 @@
-"""What the cells of a run that are measured already tell of those that are not."""
+"""Measured cells of a run, whose results apply to cells that are not measured yet."""
 
 from __future__ import annotations
 

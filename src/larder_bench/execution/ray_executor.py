@@ -41,7 +41,7 @@ def ray_execution(open: ContextLoader, threads: int) -> ExecutionStrategy:
 
 
 class CellWorker:
-    """What a worker does: it has a model, and measures cells of it.
+    """Worker that holds a model and measures its cells.
 
     Args:
         threads: that torch computes with.
@@ -116,7 +116,7 @@ class RayExecutor:
     def __call__(
         self, cells: Sequence[Cell], measure: Callable[[Cell], Row]
     ) -> Generator[tuple[Cell, Row, float], None, None]:
-        """What cells came to, as they become ready.
+        """Results of cells, as they become ready.
 
         Raises:
             LarderError: a worker cannot have the model.

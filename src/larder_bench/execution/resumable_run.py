@@ -30,7 +30,7 @@ Kind = TypeVar("Kind", bound=Hashable)  # of jobs that take about as long
 
 @dataclass(frozen=True)
 class RunProgress:
-    """How far a run is.
+    """Progress of a run.
 
     Args:
         done, total: jobs of this run, those already in the file left out.
@@ -43,7 +43,7 @@ class RunProgress:
 
     @property
     def left_seconds(self) -> float:
-        """What the rest takes at the pace so far."""
+        """Estimated remaining seconds."""
         return self.seconds / self.done * (self.total - self.done) if self.done else 0.0
 
 

@@ -136,7 +136,7 @@ class StudyRunner:
         return [row for model in self._told for row in self._of(model, known)]
 
     def others(self) -> int:
-        """How many cells more the file holds: of other runs and other studies."""
+        """Number of other cells in the file, of other runs and studies."""
         return len(self._known()) - len(self.rows())
 
     @cached_property
@@ -144,7 +144,7 @@ class StudyRunner:
         return {model: _cells_of_model(self.study, model) for model in self.study.models}
 
     def _of(self, model: str, rows: Sequence[Row]) -> list[Row]:
-        """Those of the cells that were asked for of a model."""
+        """Selected cells of a model."""
         asked = {cell_key(cell.head(self._told[model])) for cell in self._cells[model]}
         return [row for row in rows if cell_key(row) in asked]
 
@@ -190,7 +190,7 @@ class StudyRunner:
 
 
 def _cost_group(cell: Cell) -> CostGroup:
-    """What cells that take about as long have in common."""
+    """Key of cells with about the same duration."""
     task, length, *_ = cell.place
     return cell.model, task, length, cell.measure, cell.subject.name
 
@@ -226,7 +226,7 @@ def _check_texts(bench: ModelContext, left: Sequence[Cell], rows: Sequence[Row],
 
 
 def measure_cell(bench: ModelContext, known: MeasuredCells, cell: Cell) -> Row:
-    """What a cell comes to."""
+    """Result row of a cell."""
     row = known.shared_row(cell) or _measure_uncached(bench, cell, known.guess(cell))
     known.learn(cell, row)
     return row

@@ -1,4 +1,4 @@
-"""How far what is expected at each token of the right answers is from what the full cache expects.
+"""KL divergence from the full cache at each token of the right answers.
 
 KL(full || policy) in nats per token, end of turn included, beside exact match and log-likelihood.
 M. Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on

@@ -1,4 +1,4 @@
-"""What every measure can do."""
+"""Base of measures."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from larder_bench.studies.model_context import ModelContext
 
 
 class Measure(ABC):
-    """What is found out about one cell of a study. Implementations are frozen dataclasses."""
+    """Measure of one cell of a study. Implementations are frozen dataclasses."""
 
     def is_alike(self, amount: MemoryBudget) -> bool:
-        """Whether a budget comes to the same for this measure, whatever is held equal."""
+        """Test if a budget means the same for this measure under every matched quantity."""
         del amount
         return False
 

@@ -1,4 +1,4 @@
-"""What a step of decoding costs, and how much a cache takes, at any length and without a text.
+"""Cost of a decode step and size of a cache, at any length and without a text.
 
 Caches are filled with made-up entries, as if so many tokens had been read: see
 `larder_bench.profiling.synthetic_cache`. Seconds per step are those of a batch of equal sequences,
@@ -144,12 +144,12 @@ class StepTimings:
 
     @property
     def share(self) -> float:
-        """What the policy takes of a step, over a whole window."""
+        """Time of the policy per decode step, over a whole window."""
         own = [sum(step.get(name, 0.0) for name in (POLICY, "evict")) for step in self.parts]
         return self._over_window(own) / self._over_window([sum(s.values()) for s in self.parts])
 
     def exhibits(self) -> list[Row]:
-        """What steps of each kind consist of."""
+        """Parts of the time of each kind of decode step."""
         kinds = (
             [(PLAIN_STEP, False), (EVICTION_STEP, True)]
             if len({*self.gone}) > 1

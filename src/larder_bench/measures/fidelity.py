@@ -1,4 +1,4 @@
-"""How true a policy is to the full cache on any text: KL, the likeliest token, attention kept.
+"""Fidelity of a policy to the full cache on any text: KL, likeliest token, attention kept.
 
 No answer is needed: after each token that really follows, KL(full || policy) in nats, whether the
 likeliest token is the same, how likely the real one is, and the share of the full cache's attention
@@ -31,7 +31,7 @@ from larder_bench.studies.size_matching import TargetSize, row_figures
 
 @dataclass(frozen=True)
 class Fidelity(Measure):
-    """What comes next, compared with what the full cache expects.
+    """Next-token distributions compared with those of the full cache.
 
     Args:
         following: tokens that are compared at.

@@ -23,7 +23,7 @@ from larder_bench.studies.question_sequences import ContextReader, ask_all
 
 @dataclass(frozen=True)
 class ForcedAnswers(Measure):
-    """How likely the expected answers are."""
+    """Likelihood of the expected answers under teacher forcing."""
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
         readings = ContextReader.of(bench, cell, guess)

@@ -25,7 +25,7 @@ from larder_bench.studies.question_sequences import ContextReader, ask_all
 
 @dataclass(frozen=True)
 class GeneratedAnswers(Measure):
-    """How well answers agree with the expected ones, and how fast they come."""
+    """Agreement of generated answers with the expected ones, and their speed."""
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
         readings = ContextReader.of(bench, cell, guess)

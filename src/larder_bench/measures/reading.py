@@ -1,4 +1,4 @@
-"""What reading costs, and how much of it is the policy's.
+"""Cost of prefill, and the policy's share of it.
 
 Random tokens are read as a session reads a text, into one cache or several, judged by prompts of
 random tokens. A reading consists of the passes that append (`model`), of those read behind the

@@ -1,4 +1,4 @@
-"""How much of what an answer looks for is among the pages that were recalled for it.
+"""Recall measure: share of an answer's attention that the recalled pages hold.
 
 A conversation is read under a policy that parks, and the expected answers are given token by token.
 At every step and layer, what was fetched is held against the keys with the largest products of all
@@ -182,7 +182,7 @@ def _layer_recall(
 
 
 def _means(told: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Of each number."""
+    """Mean of each number."""
     rows = list(told)
     return {name: round(fmean(row[name] for row in rows), 5) for name in rows[0]}
 
@@ -197,7 +197,7 @@ def _exhibit(
 
 
 def _index_figures(tiers: Sequence[TieredLayer]) -> Row:
-    """What the indexes take beside each key, and how full their pages are."""
+    """Bytes of the indexes per key, and the fill of their pages."""
     used = [tier for tier in tiers if tier.has_offloaded and tier.finder.shared_index.is_used]
     keys = sum(sum(tier.parked().lengths) for tier in used)
     if not keys:

@@ -1,4 +1,4 @@
-"""How much each layer's keys change when most of the past is hidden: a profile of the model.
+"""Change of each layer's keys when most of the past is masked: a profile of the model.
 
 M. Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv:2509.17396, section 3.2, eq. 8 and 9, figures 4a

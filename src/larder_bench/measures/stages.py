@@ -1,4 +1,4 @@
-"""What a long conversation costs from beginning to end: stages of reading, then turns.
+"""Cost of a long conversation: stages of its prefill, then turns.
 
 M. Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv:2509.17396, section 4.3, table 3: embedding and

@@ -24,7 +24,7 @@ PolicyLabels = Mapping[tuple[str, str], str]  # by study and policy
 def load_results(
     paths: Sequence[Path], policies: Sequence[str] = ()
 ) -> tuple[Results, PolicyStyles]:
-    """What result files hold of some policies, by short names, and how each is drawn.
+    """Results of selected policies by short names, with the style of each.
 
     As `select_policies`.
     """
@@ -35,7 +35,7 @@ def load_results(
 def select_policies(
     paths: Sequence[Path], policies: Sequence[str] = ()
 ) -> tuple[Results, PolicyLabels]:
-    """What result files hold of some policies, and the short name of each in each study.
+    """Results of selected policies, with the short name of each in each study.
 
     Args:
         policies: names, long or short, in the order wanted; unless given all, the three systems at
@@ -67,7 +67,7 @@ def select_policies(
 
 
 def relabel_results(found: Results, names: PolicyLabels) -> Results:
-    """The same with policies by the names that tables and figures give them."""
+    """Results with policies renamed to their labels in tables and figures."""
 
     def again(rows: Sequence[Row]) -> tuple[Row, ...]:
         return tuple(row | {"policy": names[_place(row)]} for row in rows)
@@ -87,7 +87,7 @@ def _names(rows: Sequence[Row]) -> PolicyLabels:
 
 
 def _rank(name: str, short: str, policies: Sequence[str]) -> int:
-    """Where a policy stands in the order; -1 where it is not wanted."""
+    """Index of a policy in the order; -1 if it is not selected."""
     if not policies:
         return MAIN_POLICIES.index(name) if name in MAIN_POLICIES else len(MAIN_POLICIES)
     places = [place for place, one in enumerate(policies) if one in (name, short)]

@@ -30,7 +30,7 @@ class ColorScale:
     high: float
 
     def place(self, value: float) -> float:
-        """Where a number lies on the ramp, in [0, 1]."""
+        """Position of a number on the color ramp, in [0, 1]."""
         return min(1.0, max(0.0, (value - self.low) / ((self.high - self.low) or 1.0)))
 
     def color(self, value: float) -> str:
@@ -76,7 +76,7 @@ def draw_heatmap(
 def draw_color_key(
     figure: Any, scale: ColorScale, ends: tuple[str, str], title: str, left: float, top: float
 ) -> None:
-    """What colors mean: a title, and the ramp between the names of its ends."""
+    """Color legend: a title, and the ramp between the names of its ends."""
     from matplotlib.patches import Rectangle
 
     sheet = overlay_axes(figure)

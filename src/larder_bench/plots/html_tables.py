@@ -38,7 +38,7 @@ def escape_html(text: str) -> str:
 
 
 def _time_table(table: ScoreTable) -> Iterator[str]:
-    """What was timed, a line per policy and budget."""
+    """Table of timings, one line per policy and budget."""
     if not (timed := table.timed()):
         return
     head = "".join(f"<th scope=col>{TIMES[name]}</th>" for name in timed)

@@ -71,7 +71,7 @@ class PanelGrid:
         return axes_at(figure, left, bottom, self.panel_width, self.panel_height)
 
     def is_bottom(self, number: int, count: int) -> bool:
-        """Whether no panel stands below this one of `count`."""
+        """Test if a panel of `count` has none below it."""
         return number + self.columns >= count
 
 

@@ -45,7 +45,7 @@ _LONGEST = 36  # letters of a policy's name
 
 @dataclass(frozen=True)
 class PolicyStyle:
-    """How a policy is drawn.
+    """Drawing style of a policy.
 
     Args:
         name: as labels give it.

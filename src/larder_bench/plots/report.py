@@ -180,13 +180,13 @@ def _tables(
 
 
 def _has_table(row: Row) -> bool:
-    """Whether a table has anything of it."""
+    """Test if any table has rows of it."""
     has_scores = bool(row.get("items")) or SPEED.key in row
     return has_scores or bool(cell_seconds(row)) or "refused" in row
 
 
 def _claim(study: str) -> str:
-    """What a study is to show, where its file is at hand."""
+    """Purpose of a study, if its file is available."""
     return read_study(study).claim if study in study_names() else ""
 
 
@@ -217,7 +217,7 @@ def _title(found: Results) -> str:
 
 
 def _counted(found: Results) -> str:
-    """How much the page is about, in one line."""
+    """One-line summary of the page: numbers of studies, cells and models."""
     policies = len({row["policy"] for row in found.cells})
     models = ", ".join(dict.fromkeys(row["model"] for row in (*found.cells, *found.exhibits)))
     items = sum(len(score_groups.counted_items(row)) for row in found.measured)

@@ -18,7 +18,7 @@ from larder_bench.studies.study import CONTROLS, Study, read_study, study_names
 def rerun_commands(
     found: Results, paths: Sequence[Path], policies: Sequence[str] = ()
 ) -> list[str]:
-    """Those that measure each study, then those that draw; of some policies where chosen."""
+    """Commands that measure each study, then those that plot; of selected policies if given."""
     named = " ".join(shlex.quote(str(path)) for path in paths)
     named += "".join(f" --policy {shlex.quote(policy)}" for policy in policies)
     lines = list(_bench_commands(found, paths))
@@ -55,7 +55,7 @@ def _places(found: Results, paths: Sequence[Path]) -> dict[str, Path]:
 
 
 def _is_of(study: Study, rows: Sequence[Row]) -> bool:
-    """Whether the study as it is written has such cells."""
+    """Test if the study's file defines these cells."""
     tasks = {(_base(task.spelling), tokens) for task in study.tasks for tokens in task.tokens}
     measures = set(map(_base, study.measure))
     budgets = {*study.budgets, WHOLE, OWN}
@@ -86,7 +86,7 @@ def _by_name(study: Study, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _device(device: str, dtype: str) -> Iterator[str]:
-    """What is not usual."""
+    """Options that differ from the defaults."""
     if device != "cpu":
         yield f"--device {device}"
     if dtype != ("float32" if device == "cpu" else "bfloat16"):
@@ -146,7 +146,7 @@ def cell_blocks(rows: Sequence[Row]) -> list[Block]:
 
 
 def _merged(found: Sequence[Block], name: str) -> list[Block]:
-    """Those that differ in nothing else become one."""
+    """Commands that differ only in these options, joined."""
     groups: dict[tuple[object, ...], Block] = {}
     for block in found:
         rest = tuple(values for key, values in block.items() if key != name)
@@ -164,7 +164,7 @@ def _consecutive_seeds(block: Block) -> Iterator[Block]:
 
 
 def _with_shared_budgets(found: Sequence[Block]) -> list[Block]:
-    """What has no budget to choose goes with the budgets of others, for it is run with any."""
+    """Policies without a budget join the commands of others: any budget runs them."""
     told: dict[tuple[object, ...], Block] = {}
     for block in found:
         if not set(block["budget"]) <= {WHOLE, OWN}:

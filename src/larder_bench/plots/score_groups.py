@@ -1,4 +1,4 @@
-"""What cells say, put together: groups of cells that answer the same questions, and their means."""
+"""Groups of cells that answer the same questions, and their mean scores."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def group_cells(cells: Sequence[Row], *alike: str) -> dict[ComparisonGroup, list
     """
     found: dict[ComparisonGroup, list[Row]] = {}
     for row in cells:
-        told = {name: row.get(name, "") for name in ComparisonGroup._fields if name not in alike}
-        group = ComparisonGroup(**{**_BLANK, **told})
+        own = {name: row.get(name, "") for name in ComparisonGroup._fields if name not in alike}
+        group = ComparisonGroup(**(_BLANK | own))
         found.setdefault(group, []).append(row)
     return found
 
@@ -154,7 +154,7 @@ def mean_interval(files: ScoresBySeed) -> Interval:
 
 
 def score_title(score: str) -> str:
-    """How axes and tables call a score."""
+    """Label of a score on axes and in tables."""
     return SCORES.get(score, score.replace("_", " "))
 
 
@@ -164,7 +164,7 @@ def capitalize(text: str) -> str:
 
 
 def _conditions(row: Row) -> tuple[Any, ...]:
-    """How it was measured, whatever was held equal."""
+    """Name of the measure, independent of the matched quantity."""
     return tuple(row.get(name, "") for name in _FAMILY if name != "matched")
 
 
@@ -198,7 +198,7 @@ def _label(key: Sequence[str], varied: Sequence[bool]) -> str:
 
 
 def matched_title(matched: str) -> str:
-    """What was held equal, as captions say it."""
+    """Matched quantity, for captions."""
     return EQUAL.get(matched, "tokens per kv head")
 
 

@@ -1,4 +1,4 @@
-"""How figures look: sizes of a paper's column and page, small type, no frame that says nothing.
+"""Style of figures: widths of a paper's column and page, small type, no redundant frame.
 
 matplotlib draws them, without its state (pyplot) and without touching what others set. Text stays
 text in an SVG. Equal data gives equal bytes: ids are salted with a word of ours and no date is
@@ -67,14 +67,14 @@ _RULES: dict[str, Any] = {
 
 
 class ImageFormat(Enum):
-    """What a figure is saved as."""
+    """File format of a figure."""
 
     SVG = "svg"
     PNG = "png"
 
 
 class FigureWidth(Enum):
-    """Where in a paper a figure stands: in a column of 3.3 inches, or across a page of 6.9."""
+    """Width of a figure: a column of 3.3 inches, or a page of 6.9."""
 
     COLUMN = "column"
     PAGE = "page"

@@ -1,4 +1,4 @@
-"""What a step of decoding consists of, by clocks around the methods that do its work.
+"""Profiler of decode steps, with clocks around the methods that do the work.
 
 attention   appending a token and attending, over fast entries and recalled pages, and joining these
 search      looking for pages in an index
@@ -47,7 +47,7 @@ class StepProfiler:
     _thread: int = field(default_factory=get_ident)
 
     def timed(self, inner: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """The same, with the time that it takes itself added to a part."""
+        """Wrapper of a method that adds its own time to a part."""
 
         def run(*args: Any, **named: Any) -> Any:
             if get_ident() != self._thread:

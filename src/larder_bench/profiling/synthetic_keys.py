@@ -30,7 +30,7 @@ QUERY_NOISE = 0.5  # of what a query looks for, per step
 
 @dataclass(frozen=True)
 class KeyQueryStream:
-    """What one layer is made to see: keys of a text, then a key and queries per step."""
+    """Synthetic input of one layer: keys of a text, then a key and queries per decode step."""
 
     keys: Float[Tensor, "K S D"]
     later: Float[Tensor, "K N D"]

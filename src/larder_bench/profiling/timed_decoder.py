@@ -39,7 +39,7 @@ class TimedObserver:
 
 
 class TimedDecoder(Decoder):
-    """The same decoder, which adds up what observers and scratch passes take while it reads.
+    """Decoder that sums up the time of observers and scratch passes during prefill.
 
     `observer_seconds` is seconds in observers, `scratch` those of passes read behind a cache, to
     judge it by, without observers.
@@ -116,8 +116,9 @@ class SyntheticDecoder(TimedDecoder):
             for number, row in enumerate(rows):
                 recorded = self._made(layer, row, mode)
                 if mode is Mode.APPEND:
-                    told = recorded.keys, recorded.values, recorded.positions
-                    row.cache.stores[layer.index].append(*told)
+                    row.cache.stores[layer.index].append(
+                        recorded.keys, recorded.values, recorded.positions
+                    )
                 if observer is not None:
                     observer(number, layer.index, recorded)
         if mode is Mode.APPEND:
@@ -125,7 +126,7 @@ class SyntheticDecoder(TimedDecoder):
                 row.cache.advance(len(row.ids))
 
     def _made(self, layer: LayerSpec, row: BatchSegment, mode: Mode) -> LayerActivations:
-        """What a layer might have made of a row."""
+        """Synthetic activations of a layer for one segment."""
         count, size = len(row.ids), layer.head_dim
         queries = torch.randn(layer.query_heads, count, size)
         keys, values = torch.randn(2, layer.kv_heads, count, size)
@@ -138,4 +139,4 @@ class SyntheticDecoder(TimedDecoder):
 
 
 def _ignore(*seen: object) -> None:
-    """Watches nothing."""
+    """Observer without effect."""

@@ -1,4 +1,4 @@
-"""How long things take: cases by turns, medians and what one in twenty exceeds."""
+"""Timing of alternating cases: median and 95th percentile."""
 
 from __future__ import annotations
 

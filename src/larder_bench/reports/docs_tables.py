@@ -46,7 +46,7 @@ BAR = r"\|"  # inside a cell
 
 @dataclass(frozen=True)
 class TableMark:
-    """What one mark asks for.
+    """Options of one table mark.
 
     Args:
         study: its name.
@@ -68,16 +68,22 @@ class TableMark:
     def parse(text: str) -> TableMark:
         """Raises: InputError: an option is not known, or no study is named."""
         words = [word.partition("=") for word in shlex.split(text)]
-        told = {name: value for name, _, value in words}
-        if strange := sorted(set(told) - set(OPTIONS)):
-            raise InputError(f"A table has no option {strange[0]!r}: take one of {list(OPTIONS)}.")
-        one = {**OPTIONS, **told}
+        given = {name: value for name, _, value in words}
+        if unknown := sorted(set(given) - set(OPTIONS)):
+            raise InputError(f"A table has no option {unknown[0]!r}: take one of {list(OPTIONS)}.")
+        one = OPTIONS | given
         if not one["study"] or one["by"] not in (*TABLES, PAPER):
             raise InputError(
                 f"A table needs study=NAME, and by=budget, task or paper, not {text!r}."
             )
-        named = one["study"], one["by"], one["scale"], one["matched"]
-        return TableMark(*named, _split_names(one["policies"]), _split_names(one["tasks"]))
+        return TableMark(
+            study=one["study"],
+            by=one["by"],
+            scale=one["scale"],
+            matched=one["matched"],
+            policies=_split_names(one["policies"]),
+            tasks=_split_names(one["tasks"]),
+        )
 
     def rows(self, found: Results) -> list[Row]:
         """Those of the cells that it shows.
@@ -219,7 +225,7 @@ def _scale(table: ScoreTable, key: str) -> ScoreScale:
 
 
 def _budgets(table: ScoreTable) -> list[str]:
-    """Those of more than the full cache."""
+    """Studies with more than the full cache."""
     return [budget for budget in table.budgets if budget != WHOLE] or list(table.budgets)
 
 

@@ -1,4 +1,4 @@
-"""What a paper reports beside what was measured here.
+"""Comparison of a paper's reported values with measured ones.
 
 Ours is a mean with its bootstrap interval over what was read, of those cells that a value of the
 paper names. Beside exact match stands the log-likelihood of the same answers, which has no floor.
@@ -56,14 +56,14 @@ class PaperComparison:
         return [*place, *(self.measured_text(model, names) for model in models), *beside]
 
     def told(self) -> str:
-        """What the paper reports."""
+        """Value of the paper."""
         value, said = self.reported.paper, self.reported.says
         number = value if isinstance(value, str) else f"{value:g}"
         shown = f"{number} {self.reported.unit}".strip()
         return f"{shown} ({said})" if said else shown
 
     def over(self, names: Mapping[str, str]) -> str:
-        """What ours is a mean of."""
+        """Cells that the measured value is a mean of."""
         one = self.reported
         times = f", times that of {names.get(one.against, one.against)}" if one.against else ""
         times += f", less that of {names.get(one.above, one.above)}" if one.above else ""
@@ -126,7 +126,7 @@ def comparison_markdown(paper: Paper, rows: Sequence[Row], names: Mapping[str, s
 
 
 def comparison_document(paper: Paper, rows: Sequence[Row]) -> Row:
-    """The same as plain dictionaries."""
+    """Comparison as plain dictionaries."""
     values = [
         {key: own for key, own in asdict(one.reported).items() if own not in (None, "")}
         | {"here": {model: asdict(ours) for model, ours in one.ours.items()}}
@@ -181,7 +181,7 @@ def _scores(
 
 
 def _matches_value(row: Row, value: ReportedValue, policy: str, budget: str) -> bool:
-    """Whether a cell is one that ours is a mean of."""
+    """Test if a cell is part of the measured value."""
     wanted = {"task": value.task, "tokens": value.tokens}
     wanted |= {"measure": value.measure, "matched": value.matched}
     told = {name: own for name, own in wanted.items() if own is not None}

@@ -40,7 +40,7 @@ def folder_options(tasks: Collection[str]) -> Iterator[str]:
 
 
 def study_command(study: Study) -> str:
-    """What runs it."""
+    """Command that runs the study."""
     options = folder_options([task.spelling for task in study.tasks])
     return " ".join(["larder bench --study", study.name, *options])
 

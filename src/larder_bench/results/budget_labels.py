@@ -1,4 +1,4 @@
-"""What studies hold equal between policies, and how they name budgets."""
+"""Matched quantities between policies, and labels of budgets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OWN = "own"  # that of a policy whose spelling has a size already
 
 
 class MatchedQuantity(Enum):
-    """What is held equal between policies.
+    """Quantity that is equal for all compared policies.
 
     BYTES: those that one question attends to, positions, columns and scales included.
     TOTAL: those of all caches together, with slow tiers and all episodes.

@@ -1,4 +1,4 @@
-"""What figures depend on beside what a cell tells: versions, the processor, the commit."""
+"""Environment of a measurement: versions, the processor, the commit."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def checkout_commit() -> str:
 
 
 def _git(*words: str) -> str:
-    """What git says of the checkout that this file belongs to; nothing where there is none."""
+    """Output of git in the checkout of this file; empty without a checkout."""
     asked = ["git", "-C", str(Path(__file__).parent), *words]
     try:
         found = subprocess.run(asked, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What a paper reports, and which of our figures stands beside it; a part of a study's file.
+"""Values reported by a paper, and the measured values to compare them with, in a study's file.
 
     [paper]
     cite = 'Authors, "Title" (year), arXiv:dddd.ddddd, table 1'
@@ -104,7 +104,7 @@ class ReportedValue:
     above: str | None = None
 
     def is_among(self, known: Mapping[str, Sequence[Any]]) -> bool:
-        """Whether a study has all that it names, and it says which of several.
+        """Test if a study has everything that the value names, without ambiguity.
 
         Args:
             known: what a study names, by the fields here.
@@ -122,7 +122,7 @@ class ReportedValue:
 
 @dataclass(frozen=True)
 class Paper:
-    """What a paper reports.
+    """Paper with its reported values.
 
     Args:
         cite: authors, title, year, arXiv number, and which table or figure.
@@ -136,7 +136,7 @@ class Paper:
     values: tuple[ReportedValue, ...] = ()
 
     def check(self, where: str, known: Mapping[str, Sequence[Any]]) -> None:
-        """Whether a study has all that is named.
+        """Test if a study has everything that the paper names.
 
         Args:
             where: the study, as errors call it.
@@ -163,7 +163,7 @@ class Paper:
                 raise UsageError(f"{place} has against and above: take one of the two.")
 
     def row(self, study: str) -> Row:
-        """As it stands in a results file."""
+        """Row of a results file."""
         values = [
             {key: own for key, own in asdict(value).items() if own not in (None, "")}
             for value in self.values
@@ -173,7 +173,7 @@ class Paper:
 
     @staticmethod
     def of(row: Row) -> Paper:
-        """Of a row that `larder bench` has written.
+        """Paper from a row that `larder bench` wrote.
 
         Raises:
             UnknownName: a value has a key or a scale that nobody knows, as of a later version.
@@ -190,7 +190,7 @@ class Paper:
 
 
 def known_scales() -> dict[str, ScoreScale | CellCost]:
-    """All that ours can be on, by name."""
+    """Scales of measured values, by name."""
     return {one.key: one for one in (*SCALES, *COSTS)}
 
 
@@ -206,8 +206,7 @@ def parse_paper(value: Any, where: str) -> Paper:
 
 def _parse_value(value: Any, where: str) -> ReportedValue:
     needed = ("policy", "budget", "scale", "paper")
-    told = read_table(value, where, "a paper's value", _VALUE_KEYS, needed)
-    return ReportedValue(**told)
+    return ReportedValue(**read_table(value, where, "a paper's value", _VALUE_KEYS, needed))
 
 
 def _budget(value: Any, where: str) -> str:
@@ -215,12 +214,12 @@ def _budget(value: Any, where: str) -> str:
 
 
 def nameable_budgets(budgets: Sequence[str]) -> list[str]:
-    """All that a value can name in a study of these budgets."""
+    """Names that a value can refer to in a study with these budgets."""
     return [*budgets, WHOLE, OWN]
 
 
 def paper_budget(budget: str) -> str:
-    """As a file says it."""
+    """Value as written in a file."""
     return FULL if budget == WHOLE else budget
 
 

@@ -46,7 +46,7 @@ def relabel_rows(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
 
 
 def label_legend(names: Mapping[str, str]) -> list[str]:
-    """What short names mean, as a list in Markdown; nothing where all go by their own."""
+    """Markdown list of short names and their policies; empty if there are none."""
     lines = [f"- {short}: `{name}`" for name, short in names.items() if short != name]
     return ["Policies that are spelled out:", "", *lines, ""] if lines else []
 
@@ -60,7 +60,7 @@ def _parse_parts(name: str) -> list[Call]:
 
 
 def _common(sentences: Sequence[Sequence[Call]]) -> set[PartParameter]:
-    """What all sentences have, where there are several."""
+    """Parts that all sentences share, if there are several."""
     atoms = [set(_atoms(calls)) for calls in sentences]
     return set.intersection(*atoms) if len(atoms) > 1 else set()
 

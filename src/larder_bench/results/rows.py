@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: lines of JSON, one per measured cell, and one per environment.
+"""Rows of results files: lines of JSON, one per measured cell, and one per environment.
 
 Beside them stand exhibits, rows of other kinds that only figures are drawn from (`EXHIBITS`), and
 what a paper reports of the same (`larder_bench.results.papers`).
@@ -68,7 +68,7 @@ TIMING_KEYS = frozenset(
 
 
 class CellKey(NamedTuple):
-    """What no two cells of a study have in common."""
+    """Unique key of a cell in a study."""
 
     study: str
     model_fingerprint: str
@@ -95,7 +95,7 @@ _REQUIRED_KEYS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Results:
-    """What result files hold.
+    """Contents of results files.
 
     Args:
         cells: the last row of each key, in the order in which the keys came first.
@@ -189,7 +189,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def existing_rows(path: Path) -> list[Row]:
-    """The same; none if there is no file yet."""
+    """Rows of a file; empty if there is no file yet."""
     return read_rows(path) if path.exists() else []
 
 
@@ -230,7 +230,7 @@ def without_timings(row: Row) -> Row:
 
 
 def exhibit_key(row: Row) -> str:
-    """What no two exhibits have in common."""
+    """Unique key of an exhibit."""
     own = (row[name] for name in _REQUIRED_KEYS[row["row"]])
     return json.dumps([row["row"], *own, *(row.get(name) for name in CONDITION_KEYS)])
 

@@ -31,7 +31,7 @@ class ScoreScale:
 
 @dataclass(frozen=True)
 class CellScores:
-    """What one policy made of one thing at one budget.
+    """Scores of one policy on one file at one budget.
 
     Args:
         source: what was read, by which policies are compared in pairs.
@@ -97,16 +97,23 @@ def cell_scores(row: Row) -> CellScores:
     if costs := {scale.key: row[scale.key] for scale in COSTS if scale.key in row}:
         items = (costs,)
     source = f"{row['task']} {row['tokens']} {row['seed']}"
-    head = row["policy"], row["budget"], source
-    why = row.get("refused", "")
-    share = row.get("bytes_share", 0.0)
-    tokens = row.get("budget_tokens", 0)
     dense = row["dense_kv_bytes"] / row["full_kv_bytes"] if "dense_kv_bytes" in row else 0.0
-    return CellScores(*head, items, share, "refused" in row, why, cell_seconds(row), tokens, dense)
+    return CellScores(
+        row["policy"],
+        row["budget"],
+        source,
+        items,
+        row.get("bytes_share", 0.0),
+        "refused" in row,
+        row.get("refused", ""),
+        cell_seconds(row),
+        row.get("budget_tokens", 0),
+        dense,
+    )
 
 
 def cell_seconds(row: Row) -> dict[str, float]:
-    """What a cell took, as far as it was timed."""
+    """Timings of a cell; empty if it was not timed."""
     told = {name: row[name] for name in TIMES if name in row}
     for what, shares in row.get("latency", {}).items():
         told |= {f"{what}_{share}": seconds for share, seconds in shares.items()}
@@ -137,7 +144,7 @@ class ScoreTable:
         self._sources = sorted({one.source for one in entries})
 
     def counted(self) -> str:
-        """How much was scored, by the policy that refused least."""
+        """Number of scored items, of the policy that refused fewest."""
         items = [self._items(name, budget) for name in self.names for budget in self.budgets]
         most = max(sum(map(len, found.values())) for found in items)
         files = f"{len(self._sources)} {'file' if len(self._sources) == 1 else 'files'}"
@@ -168,7 +175,7 @@ class ScoreTable:
         return ["### Seconds", "", *lines, ""]
 
     def timed(self) -> list[str]:
-        """Those of `TIMES` that any entry has."""
+        """`TIMES` that any entry has."""
         entries = self._entries.values()
         return [name for name in TIMES if any(name in one.seconds for one in entries)]
 
@@ -180,7 +187,7 @@ class ScoreTable:
         return {key: sum(values) / len(values) for key, values in each.items() if values}
 
     def held(self, scales: Sequence[ScoreScale]) -> list[ScoreScale]:
-        """Those scales that any item has a number for."""
+        """Scales for which any item has a number."""
         items = [item for one in self._entries.values() for item in one.items[:1]]
         return [s for s in scales if any(item.get(s.key) is not None for item in items)]
 
@@ -238,7 +245,7 @@ class ScoreTable:
         return round(_mean_of([float(one.budget_tokens) for one in self._scored(name, budget)]))
 
     def refused(self, name: str, budget: str) -> int:
-        """How many were."""
+        """Number of cells."""
         found = (self._entries.get((name, budget, source)) for source in self._sources)
         return sum(one is not None and one.is_refused for one in found)
 
@@ -260,7 +267,7 @@ class ScoreTable:
 
 
 def resampling_units(files: list[list[float]]) -> list[list[float]]:
-    """What the bootstrap draws: files, or the items of the only one."""
+    """Clusters of the bootstrap: files, or the items of a single file."""
     return files if len(files) > 1 else questions_as_clusters(files[0])
 
 

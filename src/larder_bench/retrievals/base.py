@@ -1,4 +1,4 @@
-"""What every way to retrieve text can do."""
+"""Base of text retrievals."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class SegmentIndex:
         return cut_segments(self.conversation, SegmentUnit.UTTERANCES, self.size)
 
     def nearest(self, question: str, among: Sequence[int]) -> list[int]:
-        """Those segments, the most similar first; of equals the earlier."""
+        """Segments by similarity, most similar first; ties by position."""
         likeness = self._rows[list(among)] @ self._question(question)
         return [among[place] for place in np.argsort(-likeness, kind="stable").tolist()]
 

@@ -1,4 +1,4 @@
-"""How public data sets score their answers, beside the scores that every task has.
+"""Answer metrics of public data sets, in addition to the scores that every task has.
 
 LongBench: Yushi Bai et al. (2023), arXiv:2308.14508, table 1 and the released code. InfiniteBench:
 Xinrong Zhang et al. (2024), arXiv:2402.13718, and the released code. ROUGE-L: Chin-Yew Lin, "ROUGE:
@@ -36,12 +36,12 @@ def dataset_score(said: str, question: Question) -> float:
 
 
 def f1(said: str, expected: str) -> float:
-    """Of words, as SQuAD has it; only ASCII signs are punctuation."""
+    """F1 over words as in SQuAD; only ASCII signs are punctuation."""
     return _overlap(_words(said), _words(expected))
 
 
 def f1_characters(said: str, expected: str) -> float:
-    """Of letters, for writing without spaces."""
+    """F1 over characters, for scripts without spaces."""
     return _overlap(list(_letters(said)), list(_letters(expected)))
 
 
@@ -76,25 +76,25 @@ def share_of_numbers(said: str, expected: str) -> float:
 
 
 def first_digits(said: str, expected: str) -> float:
-    """Whether the first digits said are the expected ones."""
+    """Test if the first digits of the answer are the expected ones."""
     found = re.search(r"\d+", said)
     return float(found is not None and found[0] == expected)
 
 
 def first_number(said: str, expected: str) -> float:
-    """Whether the first number said is the expected one."""
+    """Test if the first number of the answer is the expected one."""
     found = NUMBER.search(said)
     return float(found is not None and float(found[0]) == float(expected))
 
 
 def last_number(said: str, expected: str) -> float:
-    """Whether the last word said is the expected number."""
+    """Test if the last word of the answer is the expected number."""
     words = re.sub(r"[\n.`'\":]", " ", said).split()
     return float(bool(words) and words[-1] == expected)
 
 
 def numbers_in_a_row(said: str, expected: str) -> float:
-    """How many of the expected numbers come before the first wrong one, as a share."""
+    """Share of the expected numbers before the first wrong one."""
     found, wanted = re.findall(r"\d+", said), re.findall(r"\d+", expected)
     pairs = [one == other for one, other in zip(found, wanted, strict=False)]
     right = pairs.index(False) if False in pairs else len(pairs)
@@ -102,7 +102,7 @@ def numbers_in_a_row(said: str, expected: str) -> float:
 
 
 def among_words(said: str, expected: str) -> float:
-    """Whether the expected word is one of those said, in whatever case."""
+    """Test if the answer has the expected word, ignoring case."""
     words = re.sub(r"[\n:\"'.,?!{}]", " ", said).upper().split()
     return float(expected.upper() in words)
 

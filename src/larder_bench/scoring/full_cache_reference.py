@@ -1,4 +1,4 @@
-"""What the full cache makes of a text, and how far another cache is from it, without a task.
+"""Reference of the full cache on a text, and distances of other caches from it, without a task.
 
 The beginning of a conversation is read, and the tokens that really follow are read behind it in
 scratch mode. Beside the distributions of the next token, attention itself is compared: how much of
@@ -99,7 +99,7 @@ class FullCacheReference:
         return FullCacheReference(engine, cut, memory, logits, recorded)
 
     def expected(self, memory: ConversationMemory) -> tuple[Float[Tensor, "N V"], SequenceCache]:
-        """What another cache expects, and the cache."""
+        """Logits of another cache, and the cache."""
         cache, _ = memory.activate_for(self.passage.last_utterance)
         rows = [Tokens(cache, self.passage.following)]
         wanted = range(len(self.passage.following))

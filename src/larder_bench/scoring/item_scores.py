@@ -42,7 +42,7 @@ class NumberedQuestion:
     turn: int
 
     def item(self, part: int | None = None) -> Row:
-        """What its items start with."""
+        """First fields of its items."""
         told: Row = {"kind": self.question.kind, "question": self.number, "turn": self.turn}
         told |= {} if part is None else {"item": part}
         return told | {"depth": self.question.depth}

@@ -1,4 +1,4 @@
-"""How far what a model expects next is from what it would expect with everything kept.
+"""KL divergence of next-token distributions from those of the full cache.
 
 Solomon Kullback and Richard A. Leibler, "On Information and Sufficiency" (1951), Annals of
 Mathematical Statistics 22(1): nats that are lost per token by believing the second distribution

@@ -29,7 +29,7 @@ MAX_PACKED_TOKENS = 2048  # questions and answers packed into one pass; bounds a
 
 @dataclass(frozen=True)
 class AnswerLikelihood:
-    """How the expected answer to one question fared.
+    """Teacher-forced result of the expected answer to one question.
 
     Args:
         hits: for each of its tokens, end of turn included, whether it was the most likely one.
@@ -44,7 +44,7 @@ class AnswerLikelihood:
 
     @property
     def exact(self) -> bool:
-        """Whether greedy decoding would give it, end of turn included."""
+        """Test if greedy decoding would give it, end of turn included."""
         return all(self.hits)
 
     @property
@@ -58,7 +58,7 @@ class AnswerLikelihood:
         return len(self.hits)
 
     def part(self, start: int, stop: int) -> AnswerLikelihood:
-        """How the tokens [start, stop) fared, all before them given as expected."""
+        """Result of the tokens [start, stop), given the expected tokens before them."""
         hits, likelihoods = self.hits[start:stop], self.likelihoods[start:stop]
         return replace(self, hits=hits, likelihoods=likelihoods)
 
@@ -77,7 +77,7 @@ def split_by_spans(
 
 @dataclass(frozen=True, eq=False)
 class AnswerLogits:
-    """What was expected at each token of an answer.
+    """Next-token logits at each token of an answer.
 
     Args:
         place: of the question among those asked.
@@ -92,7 +92,7 @@ class AnswerLogits:
     episode: int | None
 
     def likelihood(self, question: Question) -> AnswerLikelihood:
-        """How the answer fared."""
+        """Result of the answer."""
         expected = torch.tensor(self.answer, device=self.logits.device)
         likelihoods = self.logits.log_softmax(-1).gather(1, expected[:, None])[:, 0]
         hits = self.logits.argmax(-1) == expected
@@ -121,7 +121,7 @@ def score_answers(
 def score_answers_stepwise(
     engine: Engine, memory: ConversationMemory, questions: Sequence[Question]
 ) -> list[AnswerLikelihood]:
-    """The same, as `answer_logits_stepwise`."""
+    """Results from `answer_logits_stepwise`."""
     return _in_order(questions, answer_logits_stepwise(engine, memory, questions))
 
 

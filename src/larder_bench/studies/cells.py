@@ -56,18 +56,18 @@ class Cell:
 
     @property
     def place(self) -> tuple[str, ...]:
-        """What cells of different seeds have in common."""
+        """Key that cells of different seeds share."""
         head = spell(self.task), str(self.tokens), self.subject.spelling
         return (*head, self.budget, self.matched.value)
 
     @property
     def is_alike(self) -> bool:
-        """Whether it comes to the same whatever is held equal."""
+        """Test if the result is the same for every matched quantity."""
         kinds = {self.subject.matched(one) for one in MatchedQuantity}
         return self.amount is None or self.ignores_matching or len(kinds) == 1
 
     def head(self, told: Row) -> Row:
-        """What its row starts with.
+        """First fields of its row.
 
         Args:
             told: of the model (`Workbench.told`).

@@ -26,7 +26,7 @@ MAX_SEGMENT_CHARACTERS = 240  # of a segment that are kept
 
 
 def exhibit_rows(memory: ConversationMemory) -> list[Row]:
-    """All that a memory has to show: no budgets of the full cache, no map without episodes."""
+    """Exhibits of a memory: no budgets for the full cache, no map without episodes."""
     is_full = memory.policy.budget.tokens == WITHOUT_LIMIT
     rows = [] if is_full else budget_rows(memory)
     has_map = (
@@ -36,7 +36,7 @@ def exhibit_rows(memory: ConversationMemory) -> list[Row]:
 
 
 def budget_rows(memory: ConversationMemory) -> list[Row]:
-    """How many entries each kv head of each layer keeps, a row per episode.
+    """Entries kept by each kv head of each layer, one row per episode.
 
     The shelf's caches are made active one after the other, and then the one that was so before.
     """

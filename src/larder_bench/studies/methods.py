@@ -1,4 +1,4 @@
-"""What is compared in a study: policies, and controls that show what a policy is worth.
+"""Compared methods of a study: policies, and controls.
 
 full            the whole cache
 random          entries by chance
@@ -50,7 +50,7 @@ TOPK_POLICY = (
 
 
 class QuestionScope(Enum):
-    """What is read serves which questions.
+    """Questions that one prefill serves.
 
     CONTEXT: all of them; nothing of them is known before.
     FIRST: all that share a context, but it is read with the first in mind.
@@ -74,7 +74,7 @@ class ComparedMethod(ABC):
     @property
     @abstractmethod
     def spelling(self) -> str:
-        """As it is written in full."""
+        """Full spelling."""
 
     @property
     @abstractmethod
@@ -82,7 +82,7 @@ class ComparedMethod(ABC):
         """Which questions one reading is for."""
 
     def budgets(self, wanted: Sequence[str]) -> Sequence[str]:
-        """Those of a study that it is run at."""
+        """Budgets of a study that the method runs at."""
         return wanted
 
     def matched(self, wanted: MatchedQuantity) -> MatchedQuantity:
@@ -174,14 +174,15 @@ class RetrievalMethod(ComparedMethod):
     ) -> ConversationMemory:
         room = self.retrieval.tokens if tokens is None else tokens
         assert room is not None  # a budget, where the spelling has none
-        kind = self.retrieval.embedder, self.retrieval.segment
-        passages = bench.passages(conversation, *kind)
+        passages = bench.passages(conversation, self.retrieval.embedder, self.retrieval.segment)
         made = passages.fitting(self.retrieval.ranked(passages, question.question), room)
         memory = bench.engine.under("full").read(made)
         context = len(bench.engine.tokenizer.encode_conversation(conversation).ids)
         full = bench.engine.loaded.decoder.spec.full_bytes(context)
-        told = {"context_tokens": context, "full_kv_bytes": full, "budget_tokens": room}
-        return replace(memory, figures=replace(memory.figures, **told))
+        figures = replace(
+            memory.figures, context_tokens=context, full_kv_bytes=full, budget_tokens=room
+        )
+        return replace(memory, figures=figures)
 
 
 def parse_control(name: str) -> ComparedMethod:
@@ -239,12 +240,12 @@ class PolicyVariant:
 
     @property
     def needs_question(self) -> bool:
-        """Whether it must know the question before it reads."""
+        """Test if it needs the question before prefill."""
         return "question" in self.policy.scorer.required_prompts()
 
     @property
     def is_full(self) -> bool:
-        """Whether it keeps everything."""
+        """Test if it keeps every entry."""
         return self.name == "full"
 
 

@@ -26,7 +26,7 @@ CACHED_CONVERSATIONS = 2  # conversations; cells of one follow each other
 
 @dataclass(frozen=True, eq=False)
 class ModelContext:
-    """What cells of one model share.
+    """Objects that the cells of one model share.
 
     Args:
         engine: under the full cache.
@@ -48,7 +48,7 @@ class ModelContext:
         object.__setattr__(self, "expected", lru_cache(maxsize=1)(self._asked))
 
     def told(self) -> Row:
-        """What rows tell of the model, beside its name."""
+        """Fields of rows about the model, apart from its name."""
         spec = self.engine.loaded.decoder.spec
         return {
             "model_fingerprint": spec.fingerprint,

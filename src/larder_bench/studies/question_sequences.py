@@ -31,7 +31,7 @@ from larder_bench.tasks.base import QuestionStyle, Task
 
 @runtime_checkable
 class AnswerScorer(Protocol):
-    """How answers are got out of a memory, which is afterwards as it was before."""
+    """Answering mode that leaves the memory unchanged."""
 
     def ask(
         self, engine: Engine, memory: ConversationMemory, posed: Sequence[NumberedQuestion]
@@ -155,7 +155,7 @@ def _ask_in_turns(
 
 
 def fork_memory(engine: Engine, memory: ConversationMemory) -> ConversationMemory:
-    """The same memory on caches of its own."""
+    """Copy of a memory with its own caches."""
     numbers = range(len(memory.caches))
     caches = [memory.caches.activate(number).fork() for number in numbers]
     return replace(memory, caches=SessionCaches(engine.loaded.decoder.spec, caches))

@@ -53,7 +53,7 @@ class StudyTask:
 
 @dataclass(frozen=True)
 class Study:
-    """What is run, in words: nothing of it is looked up yet.
+    """Study as its file spells it, before any name is resolved.
 
     Args:
         claim: what it is to show.
@@ -110,7 +110,7 @@ class Study:
             self.paper.check(f"The study {self.name!r}", self._named())
 
     def _named(self) -> dict[str, Sequence[Any]]:
-        """What a paper's values can name."""
+        """Names that a paper's values can refer to."""
         policies = self.policies + self.controls
         return {
             "policy": policies,
@@ -160,7 +160,7 @@ def read_study(name: str) -> Study:
 
 
 def study_names() -> list[str]:
-    """Of all files in the folder `studies`, here or in the checkout."""
+    """Studies in the folder `studies`, here or in the checkout."""
     return sorted({path.stem for folder in _folders() for path in folder.glob("*.toml")})
 
 

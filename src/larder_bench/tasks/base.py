@@ -1,4 +1,4 @@
-"""What every task of the benchmark can be asked: a conversation with questions, made from a seed.
+"""Base of benchmark tasks: a conversation with questions, generated from a seed.
 
 Tasks are a family as the parts of a policy are: a file in `bench/tasks` is a task, and its name the
 public one. They are written as parts are, `needles(kind="magic", needles=8)`; third parties add
@@ -23,7 +23,7 @@ QuestionSequence = tuple[Question, ...]
 
 
 class QuestionStyle(Enum):
-    """How the questions of a task are asked.
+    """Mode in which the questions of a task are asked.
 
     INDEPENDENT: each on a fork of what was read.
     TURNS: one after the other in one sitting; each sees the questions and answers before it.

@@ -37,7 +37,7 @@ EXCERPT_SLACK = 2  # a transcript takes more tokens than the chat that is made o
 
 
 class TranscriptSource(Enum):
-    """Where the conversation comes from."""
+    """Source of the conversation."""
 
     LOCOMO = "locomo"
     REALTALK = "realtalk"
@@ -45,7 +45,7 @@ class TranscriptSource(Enum):
 
 @dataclass(frozen=True)
 class PlantedFact:
-    """What is said, and what is asked."""
+    """Messages and questions."""
 
     said: str
     asked: str

@@ -1,1 +1,1 @@
-"""What a store is asked for over time: one made-up crowd per file, the file its public name."""
+"""Synthetic traces of requests to a store: one workload per file, named like the file."""

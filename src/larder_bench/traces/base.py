@@ -27,7 +27,7 @@ NONE = -1
 
 
 class StateForm(Enum):
-    """What a store keeps of a session: its whole state, or the part that each turn adds."""
+    """Unit that a store keeps of a session: its whole state, or the part that each turn adds."""
 
     WHOLE = "whole"
     PARTS = "parts"
@@ -73,7 +73,7 @@ class CachedObject:
 
 
 class ReplayTier(ABC):
-    """Whoever holds pieces, and what happens to them."""
+    """Session that holds objects, and the events on them."""
 
     @abstractmethod
     def read(self, event: ReadEvent) -> None: ...
@@ -158,7 +158,7 @@ TraceEvent = ReadEvent | WriteEvent | HintEvent | PinEvent
 
 @dataclass(frozen=True)
 class Trace:
-    """All that happens, in order of time.
+    """Events of a workload, in order of time.
 
     Args:
         pieces: what events name by its place here.

@@ -1,4 +1,4 @@
-"""`larder demo`: one conversation, five ways to keep it, one table."""
+"""`larder demo`: one conversation under five policies, compared in one table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FULL = "full"
 POLICIES = ("streaming_llm", "snapkv_blockwise", "kvzip_blockwise", "epicache")
-BUDGET_DIVISOR = 6  # the budget is the context over this, where nothing else is asked for
+BUDGET_DIVISOR = 6  # default budget: the context divided by this
 MAX_NEW_TOKENS = 32  # the answers are names, dates and numbers
 
 
@@ -49,18 +49,16 @@ def demo(
     from larder.core.memory_budget import MemoryBudget
 
     if budget is not None:
-        MemoryBudget.parse(
-            budget, "--budget"
-        )  # refused now rather than after the full cache was read
+        MemoryBudget.parse(budget, "--budget")  # an error before the full cache is prefilled
     conversation = _conversation()
     engine = open_engine(ModelOptions())
     if not options.json:
         _print_introduction(conversation)
-    sittings, is_whole = _run(engine, conversation, budget)
+    runs, is_whole = _run(engine, conversation, budget)
     if options.json:
-        print_document(_demo_document(sittings))
+        print_document(_demo_document(runs))
     else:
-        _print_table(sittings)
+        _print_table(runs)
     if not is_whole:
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
 
@@ -75,7 +73,7 @@ def _conversation() -> Conversation:
 def _run(
     engine: Engine, conversation: Conversation, budget: str | None
 ) -> tuple[dict[str, QuestionRun], bool]:
-    """Sit through every policy; whether all were finished before Ctrl-C."""
+    """Finished runs by policy; False if Ctrl-C came before the last."""
     done: dict[str, QuestionRun] = {}
     try:
         done[FULL] = _run_policy(engine.under(FULL), conversation, FULL)
@@ -91,18 +89,18 @@ def _run(
 
 
 def _run_policy(engine: Engine, conversation: Conversation, name: str) -> QuestionRun:
-    """Read under one policy and ask every question."""
+    """Prefill under one policy, and answers to all questions."""
     from larder.cli.question_run import prefill_run
     from larder.engine.sampler import SamplingParams
 
-    sitting = prefill_run(engine, conversation, {}, f"{name}: reading")
-    # Kernels compile at their first call, which would be charged to the first policy's answers.
-    engine.ask(sitting.memory, conversation.questions[0].question, max_new_tokens=2)
+    run = prefill_run(engine, conversation, {}, f"{name}: reading")
+    # Kernels compile at their first call, which would count as the first policy's decode time.
+    engine.ask(run.memory, conversation.questions[0].question, max_new_tokens=2)
     with progress_bar(f"{name}: answering", "questions") as watch:
         for number, question in enumerate(conversation.questions, start=1):
-            sitting.ask(question, SamplingParams(), MAX_NEW_TOKENS)
+            run.ask(question, SamplingParams(), MAX_NEW_TOKENS)
             watch(number, len(conversation.questions))
-    return sitting
+    return run
 
 
 def _print_introduction(conversation: Conversation) -> None:
@@ -114,11 +112,11 @@ def _print_introduction(conversation: Conversation) -> None:
     )
 
 
-def _print_table(sittings: dict[str, QuestionRun]) -> None:
+def _print_table(runs: dict[str, QuestionRun]) -> None:
     from larder.cli.json_documents import mean_scores, summary
 
     console = results_console()
-    made = make_table(
+    table = make_table(
         "policy",
         "budget",
         "exact",
@@ -129,34 +127,34 @@ def _print_table(sittings: dict[str, QuestionRun]) -> None:
         "prefill",
         "decode tok/s",
     )
-    for name, sitting in sittings.items():
-        figures, scores = sitting.memory.figures, mean_scores(sitting.asked)
-        made.add_row(
+    for name, run in runs.items():
+        figures, scores = run.memory.figures, mean_scores(run.asked)
+        table.add_row(
             name,
             f"{figures.budget_tokens:,}",
             format_score(scores["exact"]),
             format_score(scores["f1"]),
             format_bytes(figures.active_kv_bytes),
             format_bytes(figures.kv_bytes),
-            format_bytes(sitting.peak_kv_bytes),
+            format_bytes(run.peak_kv_bytes),
             format_seconds(figures.prefill_seconds),
-            f"{summary(sitting.asked)['decode_tokens_per_second']:.1f}",
+            f"{summary(run.asked)['decode_tokens_per_second']:.1f}",
         )
-    console.print(made)
-    context = sittings[FULL].memory.figures.context_tokens
+    console.print(table)
+    context = runs[FULL].memory.figures.context_tokens
     console.print(
         f"\nThe context has {context:,} tokens; the budget counts tokens per kv head. EpiCache "
-        "holds\none cache per episode: one is active, the others wait in host memory.\n"
-        "* the most held at any time, while reading or answering: caches, the block being read,\n"
-        "  prompts that only judge, room for the answer.\n"
+        "holds\none cache per episode: one is active, the others are in host memory.\n"
+        "* the peak over prefill and answers: caches, the block being read, scoring prompts,\n"
+        "  space for the answer.\n"
     )
     console.print(
         'Go on: larder ask FILE -q "...", larder chat, larder policy list, larder ask --help'
     )
 
 
-def _demo_document(sittings: dict[str, QuestionRun]) -> dict[str, Any]:
+def _demo_document(runs: dict[str, QuestionRun]) -> dict[str, Any]:
     from larder.cli.json_documents import run_document
 
-    rows = [{"name": name, **run_document(sitting)} for name, sitting in sittings.items()]
+    rows = [{"name": name, **run_document(run)} for name, run in runs.items()]
     return {"schema": SCHEMA, "rows": rows}

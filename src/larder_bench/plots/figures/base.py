@@ -1,4 +1,4 @@
-"""What a figure is: rows in, drawings out. One file is one kind, its name what it is asked for by.
+"""Base of figures: result rows in, drawings out. One file is one kind, named like the file.
 
 The parameters of a figure are the fields of its class, written as those of policy parts are:
 `quality(score="f1")`.
@@ -69,7 +69,7 @@ class Figure(ABC):
 
 
 def panel_policies(policies: Sequence[str], looks: PolicyStyles) -> list[str]:
-    """Those that have a panel of their own: all of a few, of many those that have a color."""
+    """Policies with a panel of their own: all if they are few, otherwise those with a color."""
     if len(policies) <= MAX_PANELS:
         return list(policies)
     return [policy for policy in policies if looks[policy].is_labeled]

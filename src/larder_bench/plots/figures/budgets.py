@@ -1,4 +1,4 @@
-"""How many entries each kv head of each layer keeps: what a budget part has decided.
+"""Entries kept by each kv head of each layer, as a budget part allocated them.
 
 A panel for each policy; layers run downwards, heads across. Bars at the right are each layer's
 mean, the line through them the mean of all: D2O's and EpiCache's budgets by layer are seen there.
@@ -27,7 +27,7 @@ TALL, SHORT, HIGHEST = 0.15, 0.05, 2.6  # inches of a layer, and of all
 
 @dataclass(frozen=True)
 class BudgetPanel:
-    """What one policy keeps, as a mean over files and episodes.
+    """Entries that one policy keeps, as a mean over files and episodes.
 
     Args:
         lengths: entries by layer and head; None in a layer that no budget governs.
@@ -60,7 +60,7 @@ class BudgetsFigure(Figure):
         ]
 
     def charts(self, results: Results, looks: PolicyStyles) -> list[tuple[str, list[BudgetPanel]]]:
-        """What is drawn, in numbers: for each task and budget, its policies."""
+        """Plotted numbers: for each task and budget, its policies."""
         rows = [row for row in results.shown("budgets") if row["policy"] in looks]
         groups = score_groups.group_cells(rows, "matched", "measure")
         titles = score_groups.group_titles(list(groups))

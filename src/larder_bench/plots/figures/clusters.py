@@ -96,7 +96,7 @@ def _frame(axes: Any) -> None:
 
 
 def _episode_lines(row: Row, number: int) -> tuple[str, list[str]]:
-    """What stands beside the map about an episode: a headline, then lines."""
+    """Text beside the map about an episode: a headline, then lines."""
     count = sum(segment["episode"] == number for segment in row["segments"])
     topics = ", ".join(row["episodes"][number]["topics"]) or f"episode {number + 1}"
     head = f"{topics} · {score_groups.count_noun(count, 'segment')}"

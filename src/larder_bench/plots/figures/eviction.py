@@ -1,4 +1,4 @@
-"""What rules of eviction save, against the bytes of the tier.
+"""Savings of eviction rules against the capacity of the tier.
 
 A panel for each trace. A tier with all the bytes that a trace needs at its worst hour stands at 1.
 `bound` is what no rule can pass, `clairvoyant` what one that knows the future comes to.
@@ -21,7 +21,7 @@ from larder_bench.results.rows import Results, Row
 
 
 class SavedQuantity(Enum):
-    """What is spared: tokens that need not be read anew, or the seconds that this would take."""
+    """Saved quantity: tokens not prefilled again, or the seconds that this would take."""
 
     TOKENS = "tokens"
     SECONDS = "seconds"
@@ -58,7 +58,7 @@ class EvictionFigure(Figure):
         ]
 
     def charts(self, results: Results, looks: PolicyStyles) -> list[tuple[str, list[LinePanel]]]:
-        """What is drawn, in numbers: a sheet for each study and model, a panel for each trace."""
+        """Plotted numbers: a sheet for each study and model, a panel for each trace."""
         rows = [row for row in results.shown("eviction") if row["policy"] in looks]
         rows = [row for row in rows if row[f"known_{self.saved.value}"]]  # anything to save
         return [

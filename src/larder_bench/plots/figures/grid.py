@@ -84,7 +84,7 @@ class Grid(Figure):
         ]
 
     def charts(self, results: Results, looks: PolicyStyles) -> list[GridChart]:
-        """What is drawn, in numbers."""
+        """Plotted numbers."""
         cells = [
             row for row in results.measured if row["policy"] in looks and _items_with_depth(row)
         ]

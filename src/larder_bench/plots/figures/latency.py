@@ -1,4 +1,4 @@
-"""How long things take: reading, the first token, each further one, and what a step consists of.
+"""Latency: prefill, first token, further tokens, and the parts of a decode step.
 
 Dots are medians, lines reach to the 95th percentile. Where results tell the parts of a step, they
 stand end to end; IceCache's figure 6b.
@@ -35,7 +35,7 @@ class LatencySpan:
 
 @dataclass(frozen=True)
 class PolicyLatency:
-    """What cells tell of one policy at one budget; None where they do not."""
+    """Latency of one policy at one budget; None without timings."""
 
     policy: str
     budget: str
@@ -119,7 +119,7 @@ class Latency(Figure):
     def broken(
         self, results: Results, looks: PolicyStyles
     ) -> list[tuple[str, list[StepBreakdown]]]:
-        """The same of the parts of each kind of step."""
+        """Time of the parts of each kind of decode step."""
         rows = [row for row in results.shown("breakdown") if row["policy"] in looks]
         groups = score_groups.group_cells(score_groups.repeat_unmatched(rows))
         titles = score_groups.group_titles(list(groups))
@@ -176,7 +176,7 @@ def _step_breakdowns(rows: Sequence[Row]) -> list[StepBreakdown]:
 
 
 def _names(rows: Sequence[PolicyLatency] | Sequence[StepBreakdown]) -> list[str]:
-    """What rows are called: by their budget, too, where one policy has several."""
+    """Labels of rows: the policy, with its budget where it has several."""
     several = len({row.policy for row in rows}) < len(rows)
     return [
         f"{short_label(row.policy)}, {row.budget}" if several else short_label(row.policy)
@@ -303,7 +303,7 @@ def _draw_key(
 
 
 def _unit(seconds: Sequence[float]) -> tuple[float, str]:
-    """What seconds are multiplied by, and what they are called then."""
+    """Factor and name of the time unit."""
     most = max(seconds)
     if most >= 1:
         return 1.0, "seconds"

@@ -1,4 +1,4 @@
-"""How many bytes reading takes, or leaves, as inputs get longer; EpiCache's figure 1c (top).
+"""Peak and resident bytes of prefill against input length; EpiCache's figure 1c (top).
 
 A panel for each task and budget; two where a slow tier holds anything: the fast one, and both. The
 full cache's own bytes are the dashed line: a policy under it saves memory, one that runs level with
@@ -58,7 +58,7 @@ class MemoryFigure(Figure):
         ]
 
     def charts(self, results: Results, looks: PolicyStyles) -> list[tuple[str, list[LinePanel]]]:
-        """What is drawn, in numbers: a sheet for each study and model, a panel for each budget."""
+        """Plotted numbers: a sheet for each study and model, a panel for each budget."""
         cells = [row | {"measure": ""} for row in results.measured if row["policy"] in looks]
         charts = [
             (label, self._panels(rows, looks))
@@ -84,7 +84,7 @@ class MemoryFigure(Figure):
         return found
 
     def _tiers(self, rows: Sequence[Row]) -> list[tuple[str, str]]:
-        """What panels show: the fast tier by itself where a slow one holds anything."""
+        """Quantities of panels: the device tier separately where the host tier holds anything."""
         if not any(row.get("slow_kv_bytes") for row in rows):
             return [("", self.bytes.key)]
         return [(_FAST, CountedBytes.ACTIVE.key), (", both tiers", self.bytes.key)]

@@ -54,7 +54,7 @@ class PromptCurve(Figure):
         ]
 
     def charts(self, results: Results, looks: PolicyStyles) -> list[tuple[str, list[LinePanel]]]:
-        """What is drawn, in numbers: a panel per task and budget."""
+        """Plotted numbers: a panel per task and budget."""
         rows = [row for row in results.shown("prompt") if row["policy"] in looks]
         rows = [row for row in rows if score_groups.scores_by_seed({0: row}, self.score)]
         charts = [
@@ -64,7 +64,7 @@ class PromptCurve(Figure):
         return [(label, panels) for label, panels in charts if panels]
 
     def _panels(self, rows: Sequence[Row]) -> list[LinePanel]:
-        """Those that have a prompt beside the question itself."""
+        """Policies with a scoring prompt other than the question."""
         groups = score_groups.group_cells(rows)
         titles = score_groups.group_titles(list(groups))
         return [

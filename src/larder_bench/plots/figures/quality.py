@@ -1,4 +1,4 @@
-"""How well policies answer against the bytes that they keep; EpiCache's figure 5 with intervals.
+"""Score of policies against the bytes that they keep; EpiCache's figure 5 with intervals.
 
 A panel for each task, length and model. Points stand at the bytes that were really held, as a share
 of the full cache's; bars are 95% bootstrap intervals over files. The full cache is the line across,
@@ -90,7 +90,7 @@ class Quality(Figure):
         ]
 
     def charts(self, results: Results, looks: PolicyStyles) -> list[tuple[str, list[QualityChart]]]:
-        """What is drawn, in numbers: a sheet for each study, model, way of measuring and score."""
+        """Plotted numbers: a sheet for each study, model, measure and score."""
         cells = [row for row in results.measured if row["policy"] in looks and row.get("items")]
         charts: list[tuple[str, list[QualityChart]]] = []
         for label, rows in score_groups.comparable_sheets(cells).items():

@@ -1,4 +1,4 @@
-"""How many of the true nearest keys each index finds; IceCache's figure 3.
+"""Recall of the true nearest keys by index; IceCache's figure 3.
 
 A panel for each k, and for each layer where rows tell layers apart. The curve runs over the entries
 that are fetched, the length of the context, or the steps of decoding.
@@ -29,7 +29,7 @@ from larder_bench.results.rows import Results, Row
 
 
 class RecallAxis(Enum):
-    """What a curve runs over: entries that are fetched, tokens of context, or decoding steps."""
+    """X axis of a curve: entries that are fetched, tokens of context, or decoding steps."""
 
     FETCHED = "fetched_tokens"
     TOKENS = "tokens"
@@ -72,7 +72,7 @@ class RecallFigure(Figure):
         ]
 
     def charts(self, results: Results, looks: PolicyStyles) -> list[tuple[str, list[LinePanel]]]:
-        """What is drawn, in numbers: a sheet for each study and model."""
+        """Plotted numbers: a sheet for each study and model."""
         key = self.along.value
         rows = [r for r in results.shown("recall") if r["policy"] in looks and r[key] is not None]
         # What fetches without a limit has no place on a scale of doublings.

@@ -1,4 +1,4 @@
-"""How much each layer's keys change under block-wise eviction; EpiCache's figures 4a and 9.
+"""Change of each layer's keys under block-wise eviction; EpiCache's figures 4a and 9.
 
 A line for each kind of text, dots the means over texts, bars from the least to the most of them.
 Layers that lie low lose most when the past is hidden, and get most of a sensitivity budget.
@@ -47,7 +47,7 @@ class SimilarityFigure(Figure):
         ]
 
     def charts(self, results: Results, looks: PolicyStyles) -> list[tuple[str, LinePanel]]:
-        """What is drawn, in numbers: a line for each task and length."""
+        """Plotted numbers: a line for each task and length."""
         rows = [row for row in results.measured if row["policy"] in looks]
         rows = [row for row in rows if score_groups.scores_by_seed({0: row}, SCORE)]
         return [(label, _panel(own)) for label, own in score_groups.comparable_sheets(rows).items()]
