@@ -1,4 +1,4 @@
-"""A layer whose heads all hold the same positions: the plain cache, preallocated.
+"""Dense layer: all heads hold the same positions, in preallocated storage.
 
     keys   [ head 0: entries, slack | head 1: entries, slack | ... ]      [K, C, D]
 
@@ -25,7 +25,7 @@ MIN_GROWTH_TOKENS = 64
 
 
 class DenseLayer(CacheLayer):
-    """Every head keeps the same entries."""
+    """Layer storage with the same entries in every head."""
 
     def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
         shape = (layer.kv_heads, 0, layer.head_dim)
@@ -107,7 +107,7 @@ class DenseLayer(CacheLayer):
         return self._keys.shape[1]
 
     def _chosen(self, plan: Plan) -> Tensor:
-        """The entries that a plan keeps in every head, on the host."""
+        """Entries that a plan keeps in every head, on the host."""
         check_single_precision(plan)
         check_kept(plan, self.lengths)
         if len(plan.folds) or plan.columns or plan.scalars:
@@ -152,7 +152,7 @@ class DenseLayer(CacheLayer):
 
 
 def _repeat_per_head(positions: Tensor, heads: int) -> Tensor:
-    """One row of positions, seen by every head."""
+    """Positions repeated for every head."""
     return positions.repeat(heads)
 
 

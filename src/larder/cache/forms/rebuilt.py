@@ -1,13 +1,13 @@
-"""A layer that holds some keys and values, and what all the others follow from.
+"""Recomputed layer: evicted entries are recomputed from residuals or token ids.
 
-    fast     a ragged part, which a budget governs
-    source   by position, what stands for every token that was read: a residual, an id, or nothing
-    gone     per kv head, the positions of what plans rejected
+    fast     ragged part under a budget
+    source   by position, one row per token read: a residual, an id, or nothing
+    gone     per kv head, the positions that plans rejected
 
-Who runs the model rebuilds what is gone, when it is attended to: by projecting residuals, a block
-at a time, or by reading the text again and lending this layer what it makes of it. Nothing rebuilt
-is kept. Attention to both parts is joined by log-sum-exp, so that it is to everything there ever
-was. Where one layer's source stands for all layers, the others have none.
+The decoder recomputes evicted entries for attention: it projects residuals, a block at a time, or
+reads the text again and lends this layer the keys and values. Recomputed entries are not stored.
+Attention to both parts is merged by log-sum-exp, so it covers every token. If the source of one
+layer serves all layers, the others have none.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ ProjectKV = Callable[[int, Tensor, Positions], tuple[RecomputedKV, RecomputedKV]
 
 
 class RecomputedLayer(RecoverableLayer):
-    """Nothing is lost, and little is held.
+    """Layer that loses no entry and stores few.
 
     Args:
-        ledger: what the policy has it remember of each entry and head.
-        rebuilding: how rejected entries come back.
+        ledger: columns and scalars that the policy keeps.
+        rebuilding: source of the recomputation.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RecomputedLayer(RecoverableLayer):
         self._lent: tuple[RecomputedKV, RecomputedKV] | None = None
 
     def keep(self, source: Tensor) -> None:
-        """Take in what stands for the tokens that were read last, a row each."""
+        """Append the source rows of the tokens read last."""
         self._source = torch.cat([self._source, source]) if len(self._source) else source.clone()
 
     def again(
@@ -80,7 +80,7 @@ class RecomputedLayer(RecoverableLayer):
         positions: Positions,
         answer: Callable[[], Queries],
     ) -> Float[Tensor, "H N D"]:
-        """As every store's; what is read again is lent for what comes behind it."""
+        """Attention of replayed tokens, whose keys and values are lent to the tokens after them."""
         self._lent = keys, values
         self.tokens += len(positions)
         try:
@@ -96,10 +96,10 @@ class RecomputedLayer(RecoverableLayer):
         self._gone = [own[own < length] for own in self._gone]
 
     def forget(self, start: int, stop: int) -> None:
-        """As every store's, whatever stands for it.
+        """Drop entries at true positions [start, stop), evicted ones included.
 
         Raises:
-            CacheError: what is read again would see it again.
+            CacheError: the recomputation reads the whole text again, with these tokens.
         """
         if self.rebuilding.rereads:
             raise CacheError(
@@ -113,17 +113,17 @@ class RecomputedLayer(RecoverableLayer):
 
     @property
     def gone(self) -> tuple[Int64[Tensor, " _"], ...]:
-        """Positions of what is rebuilt, per kv head."""
+        """Positions of evicted entries per kv head."""
         return tuple(self._gone)
 
     @property
     def wanted(self) -> int:
-        """How many tokens, from the first on, must be read again for all that is gone."""
+        """Number of first tokens to read again for all evicted entries."""
         return max((int(own.max()) + 1 for own in self._gone if len(own)), default=0)
 
     @property
     def source(self) -> Tensor:
-        """What stands for each token, by position; nothing where another layer's does."""
+        """Source row of each token, by position; empty if another layer holds them."""
         return self._source
 
     @property
@@ -170,7 +170,7 @@ class RecomputedLayer(RecoverableLayer):
         return merge_attention([out for out, _ in parts], [lse for _, lse in parts])
 
     def _blocks(self) -> Iterator[tuple[Int64[Tensor, " B"], RecomputedKV, RecomputedKV]]:
-        """Keys and values of all that is gone, with their positions, some at a time."""
+        """Blocks of recomputed keys and values of all evicted entries, with their positions."""
         wanted = torch.unique(torch.cat(self._gone))
         if not len(wanted):
             return
@@ -194,7 +194,7 @@ class RecomputedLayer(RecoverableLayer):
         keys: RecomputedKV,
         values: RecomputedKV,
     ) -> AttentionState:
-        """Attention to those of some rebuilt tokens that are gone from each kv head."""
+        """Attention to the recomputed tokens that are evicted from each kv head."""
         rows = [torch.nonzero(torch.isin(places, own)).flatten() for own in self._gone]
         lengths = torch.tensor([len(own) for own in rows])
         flat = torch.cat([own + head * len(places) for head, own in enumerate(rows)])
@@ -204,7 +204,7 @@ class RecomputedLayer(RecoverableLayer):
         return ragged_attention(queries, held[0], held[1], *layout)
 
     def _carry_out(self, plan: Plan, change: Callable[[Plan], None]) -> None:
-        """Note what a plan rejects, then have the ragged part carry it out."""
+        """Record the positions that a plan rejects, then apply it to the ragged part."""
         check_single_precision(plan)
         if len(plan.folds):
             raise CacheError(
@@ -229,12 +229,12 @@ class RecomputedLayer(RecoverableLayer):
 
 
 def recomputed_layers(stores: Sequence[CacheLayer]) -> list[RecomputedLayer]:
-    """Those of the stores that are rebuilt."""
+    """Layers with recomputed entries."""
     return [store for store in stores if isinstance(store, RecomputedLayer)]
 
 
 def recompute_cost(stores: Sequence[CacheLayer]) -> tuple[int, int]:
-    """Tokens that were rebuilt so far, over layers, and operations that this took."""
+    """Tokens recomputed so far, over layers, and the operations this took."""
     own = recomputed_layers(stores)
     return sum(store.tokens for store in own), sum(store.operations for store in own)
 

@@ -1,4 +1,4 @@
-"""What the slow tiers of one sequence may take of host memory together."""
+"""Host memory budget that the slow tiers of one sequence share."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ MEMINFO_PATH = "/proc/meminfo"
 
 
 class HostMemoryUser(ABC):
-    """Who takes host memory."""
+    """Owner of host memory that a `HostMemoryBudget` counts."""
 
     @property
     @abstractmethod
     def host_nbytes(self) -> int:
-        """Bytes of it that are taken: of what is parked, and of what finds it again."""
+        """Bytes of host memory in use: offloaded entries and their index."""
 
 
 class HostMemoryBudget:
-    """Adds up what is taken, and refuses more.
+    """Limit on the host memory of all registered users.
 
     Args:
         limit: bytes; None for what the machine has.
@@ -32,24 +32,24 @@ class HostMemoryBudget:
         self._guests: WeakSet[HostMemoryUser] = WeakSet()
 
     def join(self, guest: HostMemoryUser) -> None:
-        """Count what one more takes."""
+        """Register a user, by weak reference."""
         self._guests.add(guest)
 
     @property
     def taken(self) -> int:
-        """Bytes that are taken now."""
+        """Bytes in use by all users."""
         return sum(guest.host_nbytes for guest in self._guests)
 
     def check(self, entries: int, index: int = 0, beside: int = 0) -> None:
-        """See that so much more may be taken.
+        """Check that memory may grow.
 
         Args:
-            entries: bytes that storage is to grow by.
-            index: bytes that what finds entries will grow by, about.
-            beside: bytes that are held twice meanwhile.
+            entries: bytes by which storage is to grow.
+            index: estimated bytes by which the index will grow.
+            beside: bytes that are held twice during the change.
 
         Raises:
-            BudgetError: it may not, or the machine has no such memory.
+            BudgetError: the limit or the machine's free memory would be exceeded.
         """
         if self.limit is not None:
             self._check_limit(self.limit, self.taken + entries, index)
@@ -72,7 +72,7 @@ class HostMemoryBudget:
 
 
 def _available_bytes() -> int | None:
-    """Memory that the machine can give without swapping; None where it does not say."""
+    """Memory available without swapping; None where the system does not report it."""
     try:
         with open(MEMINFO_PATH, encoding="ascii") as lines:
             told = dict(line.split(":", 1) for line in lines)
