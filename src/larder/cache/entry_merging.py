@@ -96,7 +96,7 @@ def check_sources(plan: Plan, held: int) -> None:
     sources = plan.folds.sources
     if not are_in_range(sources, held):
         raise CacheError(
-            f"Sources of folds must be among the {held} packed entries, but they lie in "
+            f"Sources of merges must be among the {held} packed entries, but they lie in "
             f"[{int(sources.min())}, {int(sources.max())}]: count them as they are before the plan."
         )
 
@@ -106,6 +106,6 @@ def check_targets(plan: Plan, targets: Int64[Tensor, " N"]) -> None:
     found = is_in_sorted(targets, plan.kept.to(targets.device))
     if not bool(found.all()):
         raise CacheError(
-            f"Entry {int(targets[~found][0])} is the target of a fold, but the plan does not keep "
-            "it: keep it, or fold into one that stays."
+            f"Entry {int(targets[~found][0])} is a merge target, but the plan does not keep it: "
+            "keep it, or merge into a kept entry."
         )

@@ -84,7 +84,7 @@ class SequenceCache:
         if mode is Mode.SCRATCH:
             return store.attend(queries, keys, values, positions, sections, shift)
         if len(sections) != 1:
-            raise CacheError(f"{len(sections)} sections were to be appended: append one at a time.")
+            raise CacheError(f"Cannot append {len(sections)} sections at once: append one.")
         return store.extend(queries, keys, values, positions)
 
     def record_logits(self, layers: Iterable[int]) -> None:
@@ -256,8 +256,8 @@ class SequenceCache:
     def _check(self) -> None:
         if self._is_spoiled:
             raise CacheError(
-                "A pass over this cache was broken off when some layers had already dropped "
-                "entries for good: read the text again into a new cache."
+                "A forward pass over this cache failed after some layers had evicted entries, so "
+                "it cannot be used: read the text again into a new cache."
             )
 
     def meta(self) -> dict[str, str]:

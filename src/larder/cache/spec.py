@@ -63,20 +63,20 @@ class CacheSpec:
     def __post_init__(self) -> None:
         if self.form is CacheForm.DENSE and self.ledger != Ledger():
             names = ", ".join(self.ledger.columns + self.ledger.scalars) or "queries"
-            raise CacheError(f"A dense cache remembers no {names}: use a ragged cache.")
+            raise CacheError(f"A dense cache holds no {names}: use a ragged cache.")
         if self.form is not CacheForm.RAGGED and self.codecs:
             raise CacheError(
                 f"A {self.form.value} cache has one precision: use a ragged one for codecs."
             )
         if (self.form is CacheForm.TIERED) != (self.parking is not None):
             raise CacheError(
-                f"A {self.form.value} cache was given {self.parking}: a tiered one needs to know "
-                "how parked entries are found again, and no other parks any."
+                f"A {self.form.value} cache was given the offload spec {self.parking}: a tiered "
+                "cache needs one, and no other form offloads entries."
             )
         if (self.form is CacheForm.REBUILT) != (self.rebuilding is not None):
             raise CacheError(
-                f"A {self.form.value} cache was given {self.rebuilding}: a rebuilt one needs to "
-                "know how rejected entries come back, and no other has them back."
+                f"A {self.form.value} cache was given the recompute spec {self.rebuilding}: a "
+                "rebuilt cache needs one, and no other form recomputes entries."
             )
 
     def store(self, layer: LayerSpec, spec: ModelSpec) -> CacheLayer:
@@ -85,8 +85,8 @@ class CacheSpec:
         if layer.sliding_window is not None:
             if self.parking is not None and self.parking.recall.corrected:
                 raise CacheError(
-                    f"Layer {layer.index} slides a window and remembers no answers to correct: "
-                    "take corrected=0, or a model without such layers."
+                    f"Layer {layer.index} has a sliding window and stores no outputs to correct: "
+                    "use corrected=0, or a model without such layers."
                 )
             return SlidingWindowLayer(*own)
         if self.form is CacheForm.DENSE:

@@ -109,6 +109,6 @@ def _check_layer(makeup: CacheSpec, index: int, state: Mapping[str, Tensor]) -> 
     found = saved_codecs(state)
     if found != makeup.codecs:
         raise CacheError(
-            f"Layer {index} of the saved cache has {len(found)} coded grades, but they are not the "
-            f"{len(makeup.codecs)} of its description: build the cache again."
+            f"Layer {index} of the saved cache has {len(found)} quantized grades, but these are "
+            f"not the {len(makeup.codecs)} of its description: build the cache again."
         )

@@ -46,8 +46,8 @@ def check_dropped(plan: Plan, gone: Int64[Tensor, " G"]) -> None:
     dropped = plan.dropped.cpu()
     if bool((dropped.diff() <= 0).any()) or not bool(torch.isin(dropped, gone).all()):
         raise CacheError(
-            f"A plan drops {len(dropped)} entries, but not all of them once, in order, and among "
-            f"the {len(gone)} that it does not keep: drop what is rejected, sorted."
+            f"The {len(dropped)} entries that a plan drops must ascend, without repeats, and be "
+            f"among the {len(gone)} that it does not keep: drop only rejected entries, sorted."
         )
 
 
@@ -55,8 +55,8 @@ def check_single_precision(plan: Plan) -> None:
     """Check that a plan lowers no precision. Raises: CacheError: it does."""
     if len(plan.grades) and bool(plan.grades.any()):
         raise CacheError(
-            "A cache of one precision cannot give entries different grades, but the plan asks for "
-            "it: use a compensation that lowers no precision."
+            "A cache of one precision cannot hold entries of different grades, but the plan "
+            "requests them: use a compensation that lowers no precision."
         )
 
 
@@ -78,13 +78,13 @@ def check_grades(plan: Plan, held: Int8[Tensor, " T"], coarsest: int) -> Int8[Te
     if bool(((wanted < 0) | (wanted > coarsest)).any()):
         raise CacheError(
             f"Grades of a plan lie in [{int(wanted.min())}, {int(wanted.max())}], but this cache "
-            f"has 0 to {coarsest}: give it a codec for every grade that plans ask for."
+            f"has 0 to {coarsest}: configure a codec for every grade that plans request."
         )
     if bool((wanted < held).any()):
         worst = int((wanted < held).nonzero()[0])
         raise CacheError(
             f"Kept entry {worst} has grade {int(held[worst])}, but the plan asks for "
-            f"{int(wanted[worst])}: precision cannot come back, so ask for no finer grade."
+            f"{int(wanted[worst])}: precision cannot be restored, so request no finer grade."
         )
     return wanted
 
@@ -104,8 +104,8 @@ def check_ledger(ledger: Ledger, layer: int, found: Iterable[str]) -> None:
     named = sorted(ledger.columns + ledger.scalars)
     if sorted(found) != named:
         raise CacheError(
-            f"Layer {layer} of the saved cache remembers {', '.join(sorted(found)) or 'nothing'}, "
-            f"but its description names {', '.join(named) or 'nothing'}: build the cache again."
+            f"Layer {layer} of the saved cache has {', '.join(sorted(found)) or 'no columns'}, "
+            f"but its description names {', '.join(named) or 'none'}: build the cache again."
         )
 
 
@@ -114,14 +114,14 @@ def check_offload_plan(plan: Plan) -> None:
     check_single_precision(plan)
     if len(plan.folds):
         raise CacheError(
-            f"A tiered cache parks what is rejected, but a plan folds {len(plan.folds)} rows: use "
-            "a ragged cache for plans that fold."
+            f"A tiered cache offloads rejected entries, but a plan merges {len(plan.folds)} of "
+            "them: use a ragged cache for plans that merge."
         )
 
 
 def refuse_eviction(count: int, layer: LayerSpec) -> None:
     """Refuse a plan for a layer without offload. Raises: CacheError: always."""
     raise CacheError(
-        f"Layer {layer.index} parks nothing, but a plan rejects {count} of its entries: leave the "
-        "first layers that a policy calls dense out of its plans."
+        f"Layer {layer.index} offloads nothing, but a plan rejects {count} of its entries: leave "
+        "the first layers, which the recall part calls dense, out of plans."
     )

@@ -24,7 +24,7 @@ from larder.core.plan import Plan
 from larder.core.types import empty_tensor
 from larder.ops.packing import is_in_sorted, sorted_places, storage_rows
 
-CODING_CHUNK = 1 << 12  # entries turned back into numbers, or encoded, at once
+CODING_CHUNK = 1 << 12  # entries encoded or dequantized at once
 NO_WEIGHTS = torch.empty(0, 0)
 NO_PLACES = torch.empty(0, dtype=torch.int64)
 NO_COLUMNS: Mapping[str, Tensor] = MappingProxyType({})
@@ -320,8 +320,8 @@ KV_FIELDS = {side.value: side for side in KVField}
 class LazyEntries(Entries):
     """Copy of a layer's entries whose keys and values are computed on first access.
 
-    Positions, columns and grades are there at once: many policies read nothing else. Valid until the
-    layer changes.
+    Positions, columns and grades are there at once: many policies read nothing else. Valid until
+    the layer changes.
     """
 
     _like: Tensor
@@ -342,9 +342,7 @@ class LazyEntries(Entries):
         Args:
             made: computes all keys, or all values.
         """
-        entries = object.__new__(
-            LazyEntries
-        )  # without keys and values, which would be made at once
+        entries = object.__new__(LazyEntries)  # __init__ would need keys and values
         vars(entries).update(
             _like=like,
             _made=made,

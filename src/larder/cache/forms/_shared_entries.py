@@ -177,8 +177,8 @@ class SharedEntries:
         )
 
 
-ALL_ALIKE = 1e-6  # radians between the least and the greatest angle that are rounding's
-# Carries out a plan in a layer's own entries: what folds make of them, and what comes beside them.
+ALL_ALIKE = 1e-6  # radians between the least and the greatest angle that are rounding errors
+# Applies a plan to a layer's own entries, with merged and inserted entries.
 PlanApplier = Callable[[RaggedLayer, Plan, MergedEntries, InsertedEntries | None], None]
 
 

@@ -28,7 +28,7 @@ class CacheLayer(ABC):
     """
 
     layer: LayerSpec
-    replaced_bytes: int = 0  # storage that stood beside its successor during the last change
+    replaced_bytes: int = 0  # old storage held beside the new one during the last change
 
     def attend(
         self,

@@ -36,7 +36,7 @@ from larder.ops.attention import ragged_attention
 from larder.ops.packing import starts_of, storage_rows
 from larder.ops.rope import rerotate_per_head, rotate
 
-ROTATION_CHUNK = 1 << 14  # keys turned at once, in float32
+ROTATION_CHUNK = 1 << 14  # keys rotated at once, in float32
 
 
 class CompactLayer(CacheLayer):
@@ -58,8 +58,8 @@ class CompactLayer(CacheLayer):
     ) -> None:
         if layer.radians is None:
             raise CacheError(
-                f"Layer {layer.index} turns its keys in a way that Larder does not know, so they "
-                "cannot be turned back: take a storage that leaves them at their true positions."
+                f"Layer {layer.index} has a rotary embedding unknown to Larder, so its keys "
+                "cannot be unrotated: use a cache form that keeps true positions."
             )
         self.layer = layer
         self._unturned = RaggedLayer(layer, dtype, device, ledger)

@@ -33,7 +33,7 @@ from larder.core.types import AppendKind, Keys, Positions, Queries, Values
 from larder.ops.attention import merge_attention, ragged_attention
 from larder.ops.packing import starts_of
 
-SET_STRIDE = 1 << 40  # a set's entries are its own: numbers are far below
+SET_STRIDE = 1 << 40  # added per set; entry numbers are far below
 PARKED = "parked"
 OUTS, SUMS, PLACES, SEEN, COUNTS, IDS = "outs", "sums", "places", "seen", "seen.lengths", "ids"
 PAST = "past."  # before these names in a state
@@ -101,8 +101,8 @@ class CorrectedLayer(TieredLayer):
         tails = [held.head_positions(head)[-len(places) :].tolist() for head in range(len(keys))]
         if positions.tolist() != places or any(tail != places for tail in tails):
             raise CacheError(
-                f"Layer {self.layer.index} was to correct its answers at positions "
-                f"{positions.tolist()}, but they are not the latest that it holds: protect as many "
+                f"Layer {self.layer.index} cannot correct its outputs at positions "
+                f"{positions.tolist()}, which are not its latest entries: protect at least as many "
                 "recent tokens as are corrected."
             )
         ends = torch.tensor([s + n for s, n in zip(held.starts, held.lengths, strict=True)])

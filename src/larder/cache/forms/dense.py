@@ -20,7 +20,7 @@ from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.removal import remove_rows
 
-GROWTH = 4  # storage grows by a quarter when a caller appends without having reserved
+GROWTH = 4  # storage grows by a quarter when a caller appends without a reservation
 MIN_GROWTH_TOKENS = 64
 
 
@@ -112,8 +112,8 @@ class DenseLayer(CacheLayer):
         check_kept(plan, self.lengths)
         if len(plan.folds) or plan.columns or plan.scalars:
             raise CacheError(
-                "A dense cache merges nothing and remembers nothing per entry, but the plan asks "
-                "for it: use a ragged cache."
+                "A dense cache neither merges entries nor has columns, but the plan requests "
+                "it: use a ragged cache."
             )
         heads = plan.kept.cpu().split(plan.lengths)
         chosen = [part - head * self._length for head, part in enumerate(heads)]

@@ -30,8 +30,8 @@ from larder.ops.attention import ragged_attention
 from larder.ops.packing import packed_rows, sorted_places, starts_of, storage_rows
 from larder.ops.removal import move_rows, plan_removal, remove_rows
 
-MIN_ROAMING_SLACK = 16  # rows of slack from which on a head may wander through its region
-GROWTH_TOKENS = 64  # slack taken when a caller appends without having reserved
+MIN_ROAMING_SLACK = 16  # rows of slack from which on a head may move within its region
+GROWTH_TOKENS = 64  # slack allocated when a caller appends without a reservation
 
 
 class RaggedLayer(CacheLayer):

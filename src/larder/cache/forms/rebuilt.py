@@ -31,7 +31,7 @@ from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import merge_attention, ragged_attention
 from larder.ops.packing import heads_of_packed, starts_of
 
-BLOCK_TOKENS = 512  # rebuilt at once
+BLOCK_TOKENS = 512  # tokens recomputed at once
 SOURCE_KEY, EVICTED_KEY, LENGTHS_KEY, SPEC_KEY = (
     "source",
     "gone",
@@ -39,7 +39,7 @@ SOURCE_KEY, EVICTED_KEY, LENGTHS_KEY, SPEC_KEY = (
     "manner",
 )  # names in a state
 
-# Keys and values [K, N, D] of a layer, for what stands for N tokens and their true positions.
+# Keys and values [K, N, D] of a layer from N source rows and their true positions.
 RecomputedKV = Float[Tensor, "K B D"]
 ProjectKV = Callable[[int, Tensor, Positions], tuple[RecomputedKV, RecomputedKV]]
 
@@ -62,7 +62,7 @@ class RecomputedLayer(RecoverableLayer):
     ) -> None:
         self.layer, self.rebuilding = layer, rebuilding
         self.project: ProjectKV | None = None  # while a model runs
-        self.tokens = self.operations = 0  # rebuilt so far, and what that took
+        self.tokens = self.operations = 0  # recomputed tokens so far, and their operations
         self._fast = RaggedLayer(layer, dtype, device, ledger)
         self._source = torch.empty(0, 0, dtype=dtype, device=device)
         self._gone = [torch.empty(0, dtype=torch.int64) for _ in range(layer.kv_heads)]
@@ -84,7 +84,7 @@ class RecomputedLayer(RecoverableLayer):
         self._lent = keys, values
         self.tokens += len(positions)
         try:
-            if self.layer.index < self.rebuilding.depth:  # nobody looks at what it makes of these
+            if self.layer.index < self.rebuilding.depth:  # outputs of replayed tokens are unused
                 return torch.cat([torch.zeros_like(queries), answer()], 1)
             return super().again(queries, keys, values, positions, answer)
         finally:
@@ -103,8 +103,8 @@ class RecomputedLayer(RecoverableLayer):
         """
         if self.rebuilding.rereads:
             raise CacheError(
-                f"Tokens [{start}, {stop}) were to be forgotten, but held="
-                f"{self.rebuilding.manner.value!r} reads the text again with all of them: take "
+                f"Tokens [{start}, {stop}) cannot be dropped: held="
+                f"{self.rebuilding.manner.value!r} reads the text again with all tokens. Use "
                 "recompute(held='every')."
             )
         self._fast.forget(start, stop)
@@ -143,8 +143,8 @@ class RecomputedLayer(RecoverableLayer):
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> RecomputedLayer:
         if SPEC_KEY not in state:
             raise CacheError(
-                f"Layer {layer.index} of the saved cache is not rebuilt, but its description says "
-                "so: build the cache again."
+                f"Layer {layer.index} of the saved cache has no recompute spec, but its "
+                "description has one: build the cache again."
             )
         like, told = state["keys"], bytes(state[SPEC_KEY].cpu().tolist()).decode()
         store = cls(layer, like.dtype, like.device, Ledger(), RecomputeSpec.of(told))
@@ -179,8 +179,8 @@ class RecomputedLayer(RecoverableLayer):
             return
         if self.project is None or not len(self._source):
             raise CacheError(
-                f"Layer {self.layer.index} holds {len(wanted)} tokens as what they follow from, "
-                "but nobody rebuilds them: attend through a decoder."
+                f"Layer {self.layer.index} must recompute {len(wanted)} evicted tokens, but has no "
+                "model to do so: attend through a decoder."
             )
         for places in wanted.split(BLOCK_TOKENS):
             there = places.to(self._source.device)
@@ -208,8 +208,8 @@ class RecomputedLayer(RecoverableLayer):
         check_single_precision(plan)
         if len(plan.folds):
             raise CacheError(
-                f"A rebuilt cache gives back what is rejected, but a plan folds {len(plan.folds)} "
-                "rows: use a ragged cache for plans that fold."
+                f"A rebuilt cache recomputes rejected entries, but a plan merges {len(plan.folds)} "
+                "of them: use a ragged cache for plans that merge."
             )
         check_kept(plan, self.lengths)
         held = self._fast.entries()

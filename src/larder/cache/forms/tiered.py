@@ -100,7 +100,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         self._slow.compact()
 
     def truncate(self, length: int) -> None:
-        """Drop entries at `length` and later in both tiers; a changed slow tier gets a new index."""
+        """Drop entries at `length` and later; a changed slow tier is indexed again."""
         rest = self._slow.without_range(length)
         self._fast.truncate(length)
         self._replace_slow_tier(rest)

@@ -23,8 +23,8 @@ from larder.ops.attention import windowed_attention
 class SlidingWindowLayer(CacheLayer):
     """Last `sliding_window` entries, the same in every head.
 
-    Older entries are lost: `truncate` can go back over the last appended block, and over as many more
-    tokens as were reserved. Call `reserve` before a longer rollback.
+    Older entries are lost: `truncate` can go back over the last appended block, and over as many
+    more tokens as were reserved. Call `reserve` before a longer rollback.
     """
 
     def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
@@ -49,8 +49,8 @@ class SlidingWindowLayer(CacheLayer):
     def apply(self, plan: Plan) -> None:
         del plan
         raise CacheError(
-            f"Layer {self.layer.index} slides its own window, so no plan applies to it: plan for "
-            "the managed layers only."
+            f"Layer {self.layer.index} has a sliding window, so no plan applies to it: plan for "
+            "managed layers only."
         )
 
     def evict(self, plan: Plan) -> None:

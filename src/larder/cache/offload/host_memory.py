@@ -29,16 +29,16 @@ class HostMemoryBudget:
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self._guests: WeakSet[HostMemoryUser] = WeakSet()
+        self._users: WeakSet[HostMemoryUser] = WeakSet()
 
-    def join(self, guest: HostMemoryUser) -> None:
+    def join(self, user: HostMemoryUser) -> None:
         """Register a user, by weak reference."""
-        self._guests.add(guest)
+        self._users.add(user)
 
     @property
     def taken(self) -> int:
         """Bytes in use by all users."""
-        return sum(guest.host_nbytes for guest in self._guests)
+        return sum(user.host_nbytes for user in self._users)
 
     def check(self, entries: int, index: int = 0, beside: int = 0) -> None:
         """Check that memory may grow.
@@ -57,17 +57,17 @@ class HostMemoryBudget:
         needed = entries + index + beside
         if free is not None and needed > free:
             raise BudgetError(
-                f"Parking entries needs {needed / MIB:.1f} MiB of host memory for a moment, but "
-                f"{free / MIB:.1f} MiB are available: read less, or drop entries."
+                f"Offloading entries needs {needed / MIB:.1f} MiB of host memory, but only "
+                f"{free / MIB:.1f} MiB are available: read a shorter text, or drop entries."
             )
 
     def _check_limit(self, limit: int, entries: int, index: int) -> None:
         if entries + index > limit:
             raise BudgetError(
-                f"Parked entries and the index over them would take "
+                f"Offloaded entries and their index would take "
                 f"{(entries + index) / MIB:.1f} MiB of host memory, more than the "
-                f"{limit / MIB:.1f} MiB allowed: raise park(host_mib), hold them in few bits as "
-                "quantized() does, or drop entries instead."
+                f"{limit / MIB:.1f} MiB allowed: raise park(host_mib), quantize them with "
+                "quantized(), or drop entries instead."
             )
 
 
@@ -75,7 +75,7 @@ def _available_bytes() -> int | None:
     """Memory available without swapping; None where the system does not report it."""
     try:
         with open(MEMINFO_PATH, encoding="ascii") as lines:
-            told = dict(line.split(":", 1) for line in lines)
-        return int(told["MemAvailable"].split()[0]) * KIB
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * KIB
     except (OSError, KeyError, ValueError):
         return None

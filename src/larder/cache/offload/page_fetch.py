@@ -32,7 +32,7 @@ from larder.ops.search import interleaved
 
 GROWTH = 2  # times the slots, when there are more pages than slots
 ObservedQueries = Float[Tensor, "H O D"]
-# Attention of queries to some of the entries; None where they are to attend to all of them.
+# Attention of queries to some of the entries; None for attention to all of them.
 RecallAttention = Callable[[Queries, Entries, ObservedQueries], list[AttentionState] | None]
 
 
@@ -76,7 +76,7 @@ class PageFetcher:
     def recalled(
         self, queries: Queries, entries: Entries, observed: ObservedQueries
     ) -> list[AttentionState] | None:
-        """Attention to the pages found for one query per head; None for attention to all entries."""
+        """Attention to the pages found for one query per head; None for attention to everything."""
         found = self._take_prefetched(queries, entries, observed)
         if found is None:
             found = self._found(queries, entries, observed)
@@ -130,7 +130,7 @@ class PageFetcher:
         """Add the entries offloaded since the last search to the index."""
         try:
             self.shared_index.learn(entries, observed if observed.shape[1] else None)
-        except BaseException:  # it starts anew, and so do its pages
+        except BaseException:  # the index was reset, so its pages are invalid
             self._pool = None
             raise
 
@@ -293,7 +293,7 @@ class SharedIndex:
         self._recall, self._layer = recall, layer
         self.index = recall.index(layer) if index is None else index
         self.known = known or (0,) * layer.kv_heads
-        self._each = 0.0  # bytes of the index for an entry, about; 0 where nobody has asked
+        self._each = 0.0  # estimated index bytes per entry; 0 until first needed
         self._sharers: WeakSet[SharedIndex] = WeakSet([self])
 
     def learn(self, entries: Entries, observed: Float[Tensor, "H Q D"] | None) -> None:
@@ -304,7 +304,7 @@ class SharedIndex:
             self._own(self._copied())
         try:
             self.index.add(entries, observed)
-        except BaseException:  # it may know half of them
+        except BaseException:  # the index may contain half of them
             self._own(self._recall.index(self._layer))
             self.known = (0,) * self._layer.kv_heads
             raise
@@ -331,7 +331,7 @@ class SharedIndex:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.index.tensors())
 
     def growth_estimate_bytes(self, entries: int) -> int:
-        """Estimated bytes by which the index grows when it covers `entries` entries of all heads."""
+        """Estimated growth in bytes until the index covers `entries` entries of all heads."""
         known = sum(self.known)
         if known < SAMPLE_ENTRIES * len(self.known):
             self._each = self._each or self._recall.entry_bytes(self._layer)

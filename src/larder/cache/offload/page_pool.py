@@ -52,7 +52,7 @@ class PagePool:
         device: torch.device,
     ) -> None:
         self.sets, self.slots, self.page = sets, slots, page
-        self.asked = self.moved = 0  # pages, since it was made
+        self.asked = self.moved = 0  # pages requested and moved so far
         self._layer = layer
         rows = sets * slots * page
         self._keys = torch.zeros(rows, layer.head_dim, dtype=dtype, device=device)
@@ -94,8 +94,15 @@ class PagePool:
 
     def attend(self, queries: Queries) -> AttentionState:
         """Attention to the pages loaded last."""
-        layout = self._starts, self._counts, self._layer.scaling
-        return ragged_attention(queries, self._keys, self._values, *layout, self._biases)
+        return ragged_attention(
+            queries,
+            self._keys,
+            self._values,
+            self._starts,
+            self._counts,
+            self._layer.scaling,
+            self._biases,
+        )
 
     @staticmethod
     def foreseen_bytes(layer: LayerSpec, rows: int, itemsize: int) -> int:
@@ -172,7 +179,7 @@ class PagePool:
         self._copy(torch.from_numpy(rows[held]), torch.from_numpy(targets[held]), entries)
         left = old >= 0
         self._table[sets[left], old[left]] = NO_PAGE
-        # A page that lay in a slot with stale contents leaves that slot to nobody.
+        # The former slot of a page with stale contents becomes empty.
         stale = self._table[sets, pages]
         lost = (stale >= 0) & (stale != into)
         self._pages[sets[lost], stale[lost]] = NO_PAGE
@@ -194,23 +201,22 @@ class PagePool:
         self._values.index_copy_(0, places, near[1])
 
 
-MAX_ROWS = 1 << 14  # of the slow tier, brought to an accelerator at once
+MAX_ROWS = 1 << 14  # slow-tier rows moved to an accelerator at once
 
 
 def attend_all(queries: Queries, held: Entries, layer: LayerSpec) -> list[AttentionState]:
     """Attention of several queries to all offloaded entries, in chunks on an accelerator."""
     starts, lengths = held.layout
     if queries.device.type == "cpu":
-        layout = starts, lengths, layer.scaling
-        return [ragged_attention(queries, held.keys, held.values, *layout)]
+        return [ragged_attention(queries, held.keys, held.values, starts, lengths, layer.scaling)]
     piece = max(1, MAX_ROWS // layer.kv_heads)
     parts: list[AttentionState] = []
     for first in range(0, max(held.lengths), piece):
         counts = (lengths - first).clamp(0, piece)
         rows = storage_rows(torch.arange(int(counts.sum())), starts + first, counts)
         keys, values = (part[rows].to(queries.device) for part in (held.keys, held.values))
-        layout = starts_of(counts), counts, layer.scaling
-        parts.append(ragged_attention(queries, keys, values, *layout))
+        packed = starts_of(counts)
+        parts.append(ragged_attention(queries, keys, values, packed, counts, layer.scaling))
     return parts
 
 
@@ -220,8 +226,8 @@ def attend_estimate(queries: Queries, estimate: Estimate, layer: LayerSpec) -> A
     starts = torch.arange(layer.kv_heads) * count
     flat = [part.float().flatten(0, 1).to(place) for part in (estimate.keys, estimate.values)]
     bias = estimate.log_counts.float().clamp(min=MASKED_BIAS).flatten().contiguous().to(place)
-    layout = starts, torch.full_like(starts, count), layer.scaling
-    return ragged_attention(queries, flat[0], flat[1], *layout, bias)
+    lengths = torch.full_like(starts, count)
+    return ragged_attention(queries, flat[0], flat[1], starts, lengths, layer.scaling, bias)
 
 
 def attend_mean(

@@ -36,7 +36,7 @@ from larder.ops.packing import packed_rows, starts_of
 from larder.ops.quantization import QuantizedRows, concat_rows
 from larder.ops.quantized_attention import QuantizedKV, quantized_attention
 
-DECODE_CHUNK = 1 << 12  # entries turned back at once
+DECODE_CHUNK = 1 << 12  # entries dequantized at once
 
 
 class KVSide(Enum):
@@ -120,7 +120,8 @@ class DequantizedEntries(Entries):
         members = torch.arange(first, self.lengths[head])
         heads = torch.full_like(members, head)
         pairs = zip(heads.split(DECODE_CHUNK), members.split(DECODE_CHUNK), strict=True)
-        return torch.cat([self._numbers.decoded(*pair, side).to(self._dtype) for pair in pairs])
+        parts = [self._numbers.decoded(own, some, side).to(self._dtype) for own, some in pairs]
+        return torch.cat(parts)
 
     def _everything(self, side: KVSide) -> Float[Tensor, "C D"]:
         parts = [self._of(head, 0, side) for head in range(len(self.lengths))]
@@ -130,7 +131,7 @@ class DequantizedEntries(Entries):
         return whole
 
 
-MERGE_RATIO = 2  # a piece is joined to one that is not more than so many times as long
+MERGE_RATIO = 2  # a piece is merged with the one before if that is at most so many times as long
 CODED = "coded."
 KeysAndValues = tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]
 
@@ -243,8 +244,8 @@ class QuantizedSlowTier(SlowTier):
         if int(lengths.sum()):
             sides = zip(*self._numbers.waiting, strict=True)
             keys, values = (torch.cat(side).to(queries.device) for side in sides)
-            layout = starts_of(lengths), lengths, layer.scaling
-            parts.append(ragged_attention(queries, keys, values, *layout))
+            starts = starts_of(lengths)
+            parts.append(ragged_attention(queries, keys, values, starts, lengths, layer.scaling))
         return parts
 
     def without_range(self, start: int, stop: int | None = None) -> SlowTier | None:
@@ -269,14 +270,14 @@ class QuantizedSlowTier(SlowTier):
         return copy
 
     def state(self) -> dict[str, Tensor]:
-        numbers, told = self._numbers, super().state()
-        told["keys"], told["values"] = map(torch.cat, zip(*numbers.waiting, strict=True))
+        numbers, state = self._numbers, super().state()
+        state["keys"], state["values"] = map(torch.cat, zip(*numbers.waiting, strict=True))
         for piece in (_concat_pieces(numbers.pieces),) if numbers.pieces else ():
-            told[f"{CODED}lengths"] = piece.lengths.clone()
+            state[f"{CODED}lengths"] = piece.lengths.clone()
             for side, held in (("keys", piece.keys), ("values", piece.values)):
                 own = held.tensors().items()
-                told |= {f"{CODED}{side}.{name}": tensor.clone() for name, tensor in own}
-        return told
+                state |= {f"{CODED}{side}.{name}": tensor.clone() for name, tensor in own}
+        return state
 
     def adopt(self, state: Mapping[str, Tensor]) -> None:
         none = state["keys"].new_empty(len(state["positions"]), 0)
@@ -291,8 +292,9 @@ class QuantizedSlowTier(SlowTier):
         return *super().tensors(), *self._numbers.tensors()
 
     def _like(self) -> SlowTier:
-        told = self._whole, self._keys.dtype, self._names, self._is_pinned
-        return QuantizedSlowTier(*told, self._codec)
+        return QuantizedSlowTier(
+            self._whole, self._keys.dtype, self._names, self._is_pinned, self._codec
+        )
 
     def _saved(self, state: Mapping[str, Tensor]) -> QuantizedKV:
         """Quantized groups of a saved state."""
@@ -351,8 +353,8 @@ def _attend_on_device(
         order = rows[heads[rows].argsort(stable=True)]
         lengths = torch.bincount(heads[rows], minlength=layer.kv_heads)
         keys, values = (side.to(queries.device) for side in piece.decoded(order))
-        layout = starts_of(lengths), lengths, layer.scaling
-        parts.append(ragged_attention(queries, keys, values, *layout))
+        starts = starts_of(lengths)
+        parts.append(ragged_attention(queries, keys, values, starts, lengths, layer.scaling))
     return parts
 
 
@@ -364,5 +366,6 @@ def create_slow_tier(
     is_pinned: bool,
 ) -> SlowTier:
     """Empty slow tier, quantized if the offload spec has a codec."""
-    told = layer, dtype, columns, is_pinned
-    return SlowTier(*told) if parking.codec is None else QuantizedSlowTier(*told, parking.codec)
+    if parking.codec is None:
+        return SlowTier(layer, dtype, columns, is_pinned)
+    return QuantizedSlowTier(layer, dtype, columns, is_pinned, parking.codec)

@@ -32,9 +32,9 @@ from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.types import Queries
 from larder.ops.packing import heads_of_packed, packed_rows, starts_of, storage_rows
 
-GROWTH_ENTRIES = 256  # the least room that a head gets when the storage is laid out anew
-GROWTH_SHARE = 8  # room for one in so many of what is held
-SPARE_SHARES = 2  # times that room, from which on some is given back
+GROWTH_ENTRIES = 256  # least slack of a head after its storage grows
+GROWTH_SHARE = 8  # slack after growth: one row for so many entries
+SPARE_SHARES = 2  # times that slack, above which `compact` frees some
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,10 @@ class OffloadBatch:
         lengths = torch.bincount(heads_of_packed(gone, held.lengths), minlength=len(held.lengths))
         rows = storage_rows(gone, *held.layout).to(held.keys.device)
         columns = [column[rows] for column in held.columns.values()]
-        told = torch.stack(columns) if columns else held.keys.new_empty(0, len(rows)).float()
-        return OffloadBatch(held.keys[rows], held.values[rows], held.positions[rows], told, lengths)
+        stacked = torch.stack(columns) if columns else held.keys.new_empty(0, len(rows)).float()
+        return OffloadBatch(
+            held.keys[rows], held.values[rows], held.positions[rows], stacked, lengths
+        )
 
 
 def rejected_entries(plan: Plan, held: int) -> Int64[Tensor, " G"]:
@@ -310,13 +312,13 @@ def saved_offload_spec(state: Mapping[str, Tensor], layer: LayerSpec) -> Offload
     Raises:
         CacheError: the saved layer has no slow tier.
     """
-    told = state.get(PARKING)
-    if told is None:
+    saved = state.get(PARKING)
+    if saved is None:
         raise CacheError(
-            f"Layer {layer.index} of the saved cache parked nothing, but its description says so: "
-            "build the cache again."
+            f"Layer {layer.index} of the saved cache has no offload spec, but its description has "
+            "one: build the cache again."
         )
-    return OffloadSpec.of(bytes(told.cpu().tolist()).decode())
+    return OffloadSpec.of(bytes(saved.cpu().tolist()).decode())
 
 
 def with_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
