@@ -228,7 +228,7 @@ def test_what_cannot_be_is_refused() -> None:
             a_plan([range(1, n) for n in lengths], lengths), folds=onto(0)
         ),
         "weigh each once": replace(stay, channels=torch.ones(2, HEAD_DIM + 1)),
-        "no column 'moss'": replace(stay, columns={"moss": torch.ones(kept)}),
+        "no 'moss'": replace(stay, columns={"moss": torch.ones(kept)}),
     }
     for message, bad in wrong.items():
         for carry_out in (store.apply, store.evict):

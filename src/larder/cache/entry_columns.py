@@ -115,8 +115,8 @@ def _check(numbers: Mapping[str, Tensor], known: tuple[str, ...], count: int, ea
     for name, given in numbers.items():
         if name not in known:
             raise CacheError(
-                f"The cache has no column {name!r} (it has: {', '.join(known) or 'none'}): declare "
-                "it in the ledger of the part that writes it."
+                f"The cache holds no {name!r} (it holds: {', '.join(known) or 'nothing'}): name it "
+                "in the ledger of the part that writes it."
             )
         if given.shape != (count,):
             raise CacheError(
