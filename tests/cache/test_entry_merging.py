@@ -127,7 +127,7 @@ def test_nothing_outside_a_plan_is_folded(merging, carry_out) -> None:
     plan, before = merging.plan([[0, 1]] * merging.layer.kv_heads, 4), store.state()
     lengths = store.lengths
     unkept = [Fold((0, 0), (0, 3), 1.0, 1.0)]
-    with pytest.raises(CacheError, match="does not keep it: keep it, or fold into one"):
+    with pytest.raises(CacheError, match="does not keep it: keep it, or merge into a kept entry"):
         carry_out(store, with_folds(plan, unkept, lengths))
     for outside in ((0, -1), (0, 4 * merging.layer.kv_heads)):
         with pytest.raises(CacheError, match="as they are before the plan"):

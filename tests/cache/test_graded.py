@@ -221,10 +221,10 @@ def test_what_cannot_be_is_refused() -> None:
     onto = lambda target: Folds(self_fold, torch.tensor([target]), one, one)  # noqa: E731
     stay = a_plan([range(n) for n in lengths], lengths)
     wrong = {
-        "precision cannot come back": replace(plan, grades=torch.zeros(kept, dtype=torch.int8)),
+        "precision cannot be restored": replace(plan, grades=torch.zeros(kept, dtype=torch.int8)),
         "give one each": replace(plan, grades=plan.grades[1:]),
         "has 0 to 2": replace(plan, grades=plan.grades + 1),
-        "is the target of a fold, but the plan does not keep": replace(
+        "is a merge target, but the plan does not keep": replace(
             a_plan([range(1, n) for n in lengths], lengths), folds=onto(0)
         ),
         "weigh each once": replace(stay, channels=torch.ones(2, HEAD_DIM + 1)),

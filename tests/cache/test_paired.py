@@ -258,7 +258,7 @@ def test_what_cannot_be_shared_is_refused_and_nothing_changes() -> None:
     onto = lambda target: Folds(first, first + target, one, one)  # noqa: E731
     plan = a_plan([[0, 1], [0]], pair[0].lengths)
     for wrong, told in (
-        (replace(plan, folds=onto(2)), "is the target of a fold, but the plan does not keep it"),
+        (replace(plan, folds=onto(2)), "is a merge target, but the plan does not keep it"),
         (replace(plan, grades=torch.zeros(3, dtype=torch.int8)), "finer|come back"),
         (replace(plan, grades=torch.full((3,), 2, dtype=torch.int8)), "0 to 1"),
         (Plan(torch.tensor([0, 9]), (1, 1)), "within their own heads"),

@@ -74,7 +74,7 @@ def test_bytes_and_entries_are_counted() -> None:
 def test_another_description_is_not_restored() -> None:
     cache = filled()
     meta = cache.meta() | {"codecs": SequenceCache(SPEC, CacheForm.RAGGED).meta()["codecs"]}
-    with pytest.raises(CacheError, match="2 coded grades, .* build the cache again"):
+    with pytest.raises(CacheError, match="2 quantized grades, .* build the cache again"):
         SequenceCache.restore(SPEC, cache.state(), meta)
 
 

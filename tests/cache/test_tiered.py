@@ -232,7 +232,7 @@ def test_truncating_reaches_the_slow_tier() -> None:
 def test_a_dense_layer_parks_nothing() -> None:
     store = a_tiered(Flat(tokens=4, dense=1))
     append(store, draw(LAYER, 6))
-    with pytest.raises(CacheError, match="parks nothing"):
+    with pytest.raises(CacheError, match="offloads nothing"):
         store.apply(a_plan([[5], [5]], [6, 6]))
     assert store.lengths == (6, 6)
 

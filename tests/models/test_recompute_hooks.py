@@ -166,7 +166,7 @@ def test_what_is_held_and_what_is_done_are_counted(three_layers, manner) -> None
 
 def test_what_cannot_come_back_is_refused(three_layers) -> None:
     cache = filled(three_layers, "ids")
-    with pytest.raises(CacheError, match="to be forgotten, but held='ids' reads the text again"):
+    with pytest.raises(CacheError, match="cannot be dropped: held='ids' reads the text again"):
         cache.forget(2, 4)
     every = filled(three_layers, "every")
     every.forget(2, 4)

@@ -131,7 +131,7 @@ def test_keys_that_nothing_can_find_are_refused_before_anything_changes(name, va
 def test_entries_that_went_away_are_missed(name) -> None:
     tier, index = grown(name, [(40, 20)])
     tier.keys[0], tier.values[0] = tier.keys[0][:30], tier.values[0][:30]
-    with pytest.raises(CacheError, match="knows 40 entries of kv head 0"):
+    with pytest.raises(CacheError, match="has 40 entries of kv head 0"):
         index.add(tier.entries(), asked(tier, part(name)))
 
 

@@ -1,4 +1,4 @@
-"""The numbers that a policy has a store remember, beside its keys and values."""
+"""Per-entry columns and per-head scalars that a policy's ledger keeps beside keys and values."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _COLUMN, _SCALAR = "column.", "scalar."
 
 
 class EntryColumns:
-    """Float32 columns over the rows of a storage, and scalars per kv head.
+    """Float32 columns over the rows of a layer's storage, and scalars per kv head.
 
-    `values` [n, C] is replaced by its owner whenever the storage is laid out anew.
+    The owner replaces `values` [n, C] whenever it relocates its storage.
     """
 
     def __init__(self, ledger: Ledger, kv_heads: int, device: torch.device) -> None:
@@ -34,24 +34,24 @@ class EntryColumns:
         return dict(zip(self.ledger.scalars, self._scalars, strict=True))
 
     def clear(self, rows: Int[Tensor, " N"]) -> None:
-        """New entries lie in these rows."""
+        """Zero all columns at the rows of new entries."""
         if len(self.values):
             self.values[:, rows] = 0.0
 
     def check_columns(self, columns: Mapping[str, Tensor], rows: int) -> None:
-        """See that columns can be written, for so many rows.
+        """Check that columns fit `rows` rows.
 
         Raises:
-            CacheError: a name that is not in the ledger, or another count of numbers.
+            CacheError: a name that is not in the ledger, or a wrong number of values.
         """
         check_columns(columns, self.ledger, rows)
 
     def check_scalars(self, scalars: Mapping[str, Tensor]) -> None:
-        """See that scalars can be written. Raises: CacheError: as `check_columns`."""
+        """Check names and shapes of scalars. Raises: CacheError: see `check_columns`."""
         _check(scalars, self.ledger.scalars, self._scalars.shape[1], "kv head")
 
     def write(self, columns: Mapping[str, Float[Tensor, " _"]]) -> None:
-        """Replace whole columns. Raises: CacheError: as `check_columns`; nothing is written."""
+        """Replace whole columns. Raises: CacheError: see `check_columns`; nothing is written."""
         self.check_columns(columns, self.values.shape[1])
         for name, numbers in columns.items():
             self.values[self.ledger.columns.index(name)] = numbers
@@ -59,24 +59,24 @@ class EntryColumns:
     def write_rows(
         self, rows: Int[Tensor, " T"], columns: Mapping[str, Float[Tensor, " T"]]
     ) -> None:
-        """Replace some rows of columns that were checked."""
+        """Replace some rows of columns that passed `check_columns`."""
         for name, numbers in columns.items():
             self.values[self.ledger.columns.index(name), rows] = numbers
 
     def write_scalars(self, scalars: Mapping[str, Float[Tensor, " K"]]) -> None:
-        """Replace scalars that were checked."""
+        """Replace scalars that passed `check_scalars`."""
         for name, numbers in scalars.items():
             self._scalars[self.ledger.scalars.index(name)] = numbers
 
     def state(self, rows: Int[Tensor, " T"]) -> dict[str, Tensor]:
-        """Everything needed to restore, of the given rows."""
+        """Copies of columns (at the given rows) and scalars, by saved name."""
         columns = {_COLUMN + name: held[rows] for name, held in self.by_name().items()}
         scalars = {_SCALAR + name: held.clone() for name, held in self.scalars_by_name().items()}
         return columns | scalars
 
     @classmethod
     def adopt(cls, state: Mapping[str, Tensor], kv_heads: int, rows: int) -> EntryColumns:
-        """The columns and scalars in a store's state; other tensors are left alone."""
+        """Columns and scalars from a layer's saved state; other tensors are ignored."""
         columns = sorted(name for name in state if name.startswith(_COLUMN))
         scalars = sorted(name for name in state if name.startswith(_SCALAR))
         ledger = Ledger(
@@ -92,21 +92,21 @@ class EntryColumns:
         return held
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What is held; nothing where the ledger is empty."""
+        """Tensors that are not empty."""
         return tuple(held for held in (self.values, self._scalars) if held.numel())
 
 
 def column_names(state: Iterable[str]) -> list[str]:
-    """Columns and scalars by name, out of the names in a store's state."""
+    """Names of columns and scalars among the tensor names of a layer's state."""
     kinds = (_COLUMN, _SCALAR)
     return [name.removeprefix(kind) for name in state for kind in kinds if name.startswith(kind)]
 
 
 def check_columns(columns: Mapping[str, Tensor], ledger: Ledger, rows: int) -> None:
-    """See that columns can be written, for so many rows.
+    """Check that columns fit a ledger and `rows` rows.
 
     Raises:
-        CacheError: a name that is not in the ledger, or another count of numbers.
+        CacheError: a name that is not in the ledger, or a wrong number of values.
     """
     _check(columns, ledger.columns, rows, "row")
 

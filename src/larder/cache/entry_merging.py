@@ -1,4 +1,4 @@
-"""Carries out the folds of a plan: entries that become weighted sums of entries."""
+"""Entry merging: the folds of a plan, weighted sums that replace their target entries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EntryReader = Callable[[Int64[Tensor, " N"]], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class MergedEntries:
-    """What the targets of a plan become.
+    """Merged keys and values of the targets of a plan.
 
     Args:
         targets: ascending indices into the packed entries before the plan.
@@ -33,13 +33,13 @@ class MergedEntries:
     values: Float[Tensor, "N D"]
 
     def among(self, places: Int64[Tensor, " M"]) -> MergedEntries:
-        """Only those targets that are among `places`, which ascend."""
+        """Merges whose targets are in `places`, which ascend."""
         own = is_in_sorted(self.targets, places.to(self.targets.device))
         return MergedEntries(self.targets[own], self.keys[own], self.values[own])
 
 
 def merge_entries(plan: Plan, entries: Entries) -> MergedEntries:
-    """The sums that a plan asks for, computed before anything moves.
+    """Merged entries of a plan, computed before anything moves.
 
     Raises:
         CacheError: a source is no entry, or a target is not kept.
@@ -57,14 +57,14 @@ def merge_entries(plan: Plan, entries: Entries) -> MergedEntries:
 def merge_by_place(
     plan: Plan, order: Int64[Tensor, " T"], numbers: EntryReader, device: torch.device
 ) -> MergedEntries:
-    """As `merge_entries`, where a layer holds entries in several manners, by place.
+    """Merged entries of a layer with several storages, by place (see `TierOrder`, `PairedOrder`).
 
     Args:
-        order: the place of each packed entry, in host memory; targets are told by it.
-        numbers: keys and values of some places, each once.
+        order: the place of each packed entry, in host memory; `targets` are places as well.
+        numbers: reads keys and values at some places, each place once.
 
     Raises:
-        CacheError: as `merge_entries`.
+        CacheError: a source is no entry, or a target is not kept.
     """
     check_folds(plan, len(order))
     folds = plan.folds
@@ -76,13 +76,13 @@ def merge_by_place(
 
 
 def no_merges(keys: Float[Tensor, "C D"]) -> MergedEntries:
-    """The sums of a plan that folds nothing."""
+    """Empty result of a plan without folds."""
     none = empty_tensor(torch.float32, 0, keys.shape[1]).to(keys.device)
     return MergedEntries(empty_tensor(torch.int64, 0).to(keys.device), none, none)
 
 
 def check_folds(plan: Plan, held: int) -> None:
-    """See that sources are among `held` entries, and targets among the kept.
+    """Check that sources are among `held` entries and targets among the kept ones.
 
     Raises:
         CacheError: they are not.
@@ -92,20 +92,20 @@ def check_folds(plan: Plan, held: int) -> None:
 
 
 def check_sources(plan: Plan, held: int) -> None:
-    """See that sources of folds are among `held` entries. Raises: CacheError: they are not."""
+    """Check that fold sources are among `held` entries. Raises: CacheError: they are not."""
     sources = plan.folds.sources
     if not are_in_range(sources, held):
         raise CacheError(
-            f"Sources of folds must be among the {held} packed entries, but they lie in "
+            f"Sources of merges must be among the {held} packed entries, but they lie in "
             f"[{int(sources.min())}, {int(sources.max())}]: count them as they are before the plan."
         )
 
 
 def check_targets(plan: Plan, targets: Int64[Tensor, " N"]) -> None:
-    """See that targets are among the kept. Raises: CacheError: they are not."""
+    """Check that fold targets are kept. Raises: CacheError: they are not."""
     found = is_in_sorted(targets, plan.kept.to(targets.device))
     if not bool(found.all()):
         raise CacheError(
-            f"Entry {int(targets[~found][0])} is the target of a fold, but the plan does not keep "
-            "it: keep it, or fold into one that stays."
+            f"Entry {int(targets[~found][0])} is a merge target, but the plan does not keep it: "
+            "keep it, or merge into a kept entry."
         )

@@ -1,4 +1,4 @@
-"""What a sequence's cache remembers of its newest tokens, beside the entries of its layers."""
+"""Latest activations of a sequence: last hidden state and recent queries, beside its entries."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ POSITION_BYTES = 8
 
 
 class LatestActivations:
-    """The model's output for the last token, and the latest queries of each layer.
+    """Model output of the last token, and the latest queries of each layer.
 
     Args:
-        num_queries: how many queries of a layer are held; 0 for none.
+        num_queries: queries held per layer; 0 for none.
     """
 
     def __init__(self, num_queries: int = 0) -> None:
@@ -29,23 +29,23 @@ class LatestActivations:
         self._queries: dict[int, LatestQueries] = {}
 
     def queries(self, layer: int) -> LatestQueries | None:
-        """The latest queries of a layer; None before any was remembered."""
+        """Latest queries of a layer; None before the first `remember`."""
         return self._queries.get(layer)
 
     def remember(self, layer: int, queries: Queries, positions: Positions) -> None:
-        """Take in the queries of a pass; the oldest go."""
+        """Append the queries of a forward pass; the oldest beyond `num_queries` are dropped."""
         new = LatestQueries.of(queries, positions).last(self._num_queries)
         if (held := self._queries.get(layer)) is not None:
             new = held.extended(new).last(self._num_queries)
         self._queries[layer] = new.clone()
 
     def truncate(self, length: int) -> None:
-        """Forget tokens at true positions `length` and later."""
+        """Drop tokens at true positions `length` and later."""
         self.tail = torch.empty(0)
         self._queries = {i: held.before(length).clone() for i, held in self._queries.items()}
 
     def fork(self) -> LatestActivations:
-        """The same on tensors of its own."""
+        """Independent copy on tensors of its own."""
         copy = LatestActivations(self._num_queries)
         copy.tail = self.tail.clone()
         copy._queries = {index: held.clone() for index, held in self._queries.items()}
@@ -56,7 +56,7 @@ class LatestActivations:
         return self.tail.nbytes + sum(held.nbytes for held in self._queries.values())
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors by name: copies."""
+        """Copies of all tensors by name."""
         state = {TAIL: self.tail.clone()} if len(self.tail) else {}
         for index, held in self._queries.items():
             state[f"{index}.{LATEST}queries"] = held.queries.clone()
@@ -64,7 +64,7 @@ class LatestActivations:
         return state
 
     def release_state(self, place: torch.device) -> dict[str, Tensor]:
-        """As `state`, moved to another place; nothing is remembered afterwards."""
+        """All tensors, moved to device `place`; the object is empty afterwards."""
         handed = {name: tensor.to(place) for name, tensor in self.state().items()}
         self.tail, self._queries = torch.empty(0), {}
         return handed
@@ -73,7 +73,7 @@ class LatestActivations:
     def restore(
         cls, state: Mapping[str, Tensor], num_queries: int, device: torch.device
     ) -> LatestActivations:
-        """What `state` came from, on tensors of its own."""
+        """Restored activations on tensors of their own."""
         held = cls(num_queries)
         if TAIL in state:
             held.tail = state[TAIL].to(device, copy=True)
@@ -87,11 +87,11 @@ class LatestActivations:
 
 
 def is_latest_queries(name: str) -> bool:
-    """Whether a tensor of a sequence's state is of the latest queries of a layer."""
+    """True for tensor names of a layer's latest queries in a sequence's state."""
     return name.partition(".")[2].startswith(LATEST)
 
 
 def latest_queries_bytes(num_queries: int, layers: Iterable[LayerSpec], itemsize: int) -> int:
-    """Bytes of the latest queries of so many layers, once there are enough tokens."""
+    """Bytes of the latest queries of some layers, once `num_queries` tokens were read."""
     widths = [layer.query_heads * layer.head_dim * itemsize + POSITION_BYTES for layer in layers]
     return num_queries * sum(widths)

@@ -1,9 +1,9 @@
-"""One tier of a layer: entries of one grade of precision, held in few bits.
+"""Quantized tier of a layer: entries of one grade of precision, in groups.
 
     row      0 1 2 3 | 4 5 6 | 7 8 9 10 | ...      entries of a group in order of position
-    lengths  (head, 4) (head, 3) (head, 4)         groups of a head in any places
+    lengths  (head, 4) (head, 3) (head, 4)         groups of a head in any order
 
-A tier is a value: a change makes a new one, so that a change that fails has changed nothing.
+A tier is immutable: a change makes a new one, so a change that fails has changed nothing.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from larder.ops.quantized_attention import QuantizedKV, quantized_attention
 
 @dataclass(frozen=True)
 class QuantizedTier:
-    """Entries of all heads of a layer at one grade.
+    """Quantized entries of all heads of a layer at one grade.
 
     Args:
         positions: true positions [T].
-        columns: of the ledger, one number per row [n, T].
+        columns: ledger columns, one number per row [n, T].
     """
 
     codec: Codec
@@ -40,7 +40,7 @@ class QuantizedTier:
 
     @staticmethod
     def nothing(codec: Codec, like: Tensor, num_columns: int) -> QuantizedTier:
-        """No entry; numbers that stay as they are have the type of `like`, whose size is D."""
+        """Empty tier; residual numbers have the dtype of `like`, whose last size is D."""
         head_dim = like.shape[-1]
         keys = QuantizedRows.nothing(codec.keys(head_dim), like[:0])
         values = QuantizedRows.nothing(codec.values(head_dim), like[:0])
@@ -63,7 +63,7 @@ class QuantizedTier:
         return quantized_attention(queries, self.rows, num_kv_heads, scaling, bias)
 
     def select(self, rows: Int64[Tensor, " N"]) -> QuantizedTier:
-        """Only these rows, ascending, to the bit as they are; groups without rows are gone."""
+        """Tier with only these rows (ascending), bit for bit; groups without rows are removed."""
         counts = torch.bincount(self.rows.groups_of(rows), minlength=len(self.rows.lengths))
         groups = counts.nonzero().flatten()
         lengths = torch.stack([self.rows.lengths[groups, 0], counts[groups].int()], dim=1)
@@ -73,7 +73,7 @@ class QuantizedTier:
         return QuantizedTier(self.codec, kept, self.positions[there], self.columns[:, there])
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them by name, without those of the ledger."""
+        """All tensors by name, ledger columns excluded."""
         named = {"positions": self.positions, "lengths": self.rows.lengths}
         for side, numbers in (("keys", self.rows.keys), ("values", self.rows.values)):
             named |= {f"{side}.{name}": tensor for name, tensor in numbers.tensors().items()}
@@ -86,7 +86,7 @@ class QuantizedTier:
         return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
     def state(self, ledger: Ledger) -> dict[str, Tensor]:
-        """Copies of everything needed to restore the tier, the codec included."""
+        """Copies of all tensors by name, codec and ledger columns included."""
         columns = zip(ledger.columns, self.columns, strict=True)
         named = self.tensors() | {f"column.{name}": column for name, column in columns}
         codec = torch.tensor(astuple(self.codec), dtype=torch.float64)
@@ -94,7 +94,7 @@ class QuantizedTier:
 
     @staticmethod
     def adopt(state: Mapping[str, Tensor], ledger: Ledger, head_dim: int) -> QuantizedTier:
-        """The tier that `state` came from; the tensors are taken over."""
+        """Tier restored from `state`, which takes ownership of the tensors."""
         codec = codec_from_tensor(state["codec"])
         keys = QuantizedRows(codec.keys(head_dim), **_with_prefix(state, "keys."))
         values = QuantizedRows(codec.values(head_dim), **_with_prefix(state, "values."))
@@ -107,10 +107,10 @@ class QuantizedTier:
 
 @dataclass(frozen=True)
 class EncodingBatch:
-    """Entries that are to be encoded, in order of heads and positions.
+    """Entries to encode, in order of heads and positions.
 
     Args:
-        heads: per entry, in host memory.
+        heads: kv head of each entry, in host memory.
     """
 
     keys: Float[Tensor, "N D"]
@@ -127,14 +127,14 @@ def encode_tier(
     dtype: torch.dtype,
     num_columns: int,
 ) -> QuantizedTier:
-    """A tier of new groups of so many entries each; its columns are to be written yet.
+    """New tier of groups with `counts` entries each; its columns are zero.
 
     Args:
         weights: of the key channels of each head [K, D], or empty.
-        dtype: of numbers that stay as they are.
+        dtype: of numbers that are not quantized.
 
     Raises:
-        CacheError: numbers beyond float16 were to be rounded.
+        CacheError: a number to quantize exceeds float16.
     """
     owners = pool.heads[starts_of(counts)]
     own = weights[owners.to(weights.device)] if len(weights) else weights
@@ -147,7 +147,7 @@ def encode_tier(
 
 
 def concat_tiers(tiers: Sequence[QuantizedTier]) -> QuantizedTier:
-    """Groups of several tiers of one codec, one after the other."""
+    """Concatenation of tiers of one codec, group by group."""
     if len(tiers) == 1:
         return tiers[0]
     rows = QuantizedKV(
@@ -162,7 +162,7 @@ def concat_tiers(tiers: Sequence[QuantizedTier]) -> QuantizedTier:
 
 
 def codec_from_tensor(numbers: Tensor) -> Codec:
-    """The codec that a tier's state names."""
+    """Codec of a tier's saved state."""
     key_bits, value_bits, group, outliers, channels, balance = numbers.tolist()
     return Codec(int(key_bits), int(value_bits), int(group), outliers, channels, balance)
 

@@ -1,4 +1,4 @@
-"""Entries that come into a storage among those that it holds, each at its true position."""
+"""Row updates of a layer's storage: insert entries by position, relocate rows, write a plan."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class InsertedEntries:
-    """Entries that a layer held in another manner, by head and then by position.
+    """Entries that come from another tier of the layer, ordered by head, then position.
 
     Args:
         heads: in host memory.
-        columns: of the ledger, one number per entry [n, N].
+        columns: ledger columns, one number per entry [n, N].
     """
 
     heads: Int64[Tensor, " N"]
@@ -29,7 +29,7 @@ class InsertedEntries:
         return len(self.heads)
 
     def counts(self, kv_heads: int) -> Int64[Tensor, " K"]:
-        """How many come to each kv head, in host memory."""
+        """Entries of each kv head, in host memory."""
         return torch.bincount(self.heads, minlength=kv_heads)
 
 
@@ -40,11 +40,11 @@ def insert_entries(
     lengths: Int64[Tensor, " K"],
     arrivals: InsertedEntries,
 ) -> None:
-    """Put entries among those of their heads, which have as much room behind them.
+    """Insert entries into their heads by position; each head has enough slack behind it.
 
     Args:
         stored: keys, values and positions, one row per row of the storage.
-        starts, lengths: of the heads, before anything comes.
+        starts, lengths: of the heads before the insertion.
     """
     keys, values, positions = stored
     counts = arrivals.counts(len(starts)).tolist()
@@ -67,11 +67,11 @@ def insert_entries(
 
 @dataclass(frozen=True)
 class PlanWrites:
-    """What a plan writes into the entries that stay, once they lie where they stay.
+    """Values that a plan writes into kept entries after these have moved.
 
     Args:
-        targets: rows of the storage that get `keys` and `values`.
-        rows: those of all entries, which get `columns`; empty where nothing is written by row.
+        targets: storage rows that get `keys` and `values`.
+        rows: storage rows of all entries, which get `columns`; empty if no column is written.
     """
 
     targets: Int64[Tensor, " N"]
@@ -89,11 +89,11 @@ def relocate_rows(
     starts: Int64[Tensor, " K"],
     size: int,
 ) -> list[Tensor]:
-    """The given rows of each head in storage of `size` rows, columns last.
+    """The given rows of each head in new storage of `size` rows; columns come last.
 
     Args:
         stored: keys, values and positions, one row per row of the storage.
-        starts: where each head begins in the new one. What lies between holds anything.
+        starts: first new row of each head; slack between heads is uninitialized.
     """
     keys, values, positions = stored
     fresh = [keys.new_empty(size, keys.shape[1]), values.new_empty(size, values.shape[1])]

@@ -1,4 +1,4 @@
-"""The cache of one sequence: a store per layer, and the true position of the next token."""
+"""KV cache of one sequence: one `CacheLayer` per layer, and the true position of the next token."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from larder.core.types import Keys, Mode, Positions, Queries, Values
 class SequenceCache:
     """Keys and values of one sequence, for all layers.
 
-    `next_position` is the number of tokens truly read, whatever is left of them. If a pass through
-    the model fails halfway, `truncate(next_position)` puts every layer back, unless a plan was
-    carried out in it: what a plan rejects is freed at once. Such a cache is `invalidate`ed, and of
-    no use any more. Two threads must not use one cache; what forks share stands still.
-    `plans` counts the changes so far that cannot be taken back: plans, and columns written.
-    `latest` is what is remembered of the newest tokens, where somebody asks for it.
+    `next_position` counts the tokens that were read, whatever was evicted. If a forward pass fails
+    halfway, `truncate(next_position)` restores every layer, unless a plan was already applied:
+    rejected entries are freed at once. Such a cache must be `invalidate`d and is unusable. A cache
+    is not thread-safe; storage that forks share is never written.
+    `plans` counts the changes so far that cannot be undone: plans, and columns written.
+    `latest` holds activations of the newest tokens, if the ledger asks for queries.
 
     Args:
-        ledger, ..., rebuilding: as in `CacheSpec`, which refuses what does not fit.
+        ledger, ..., rebuilding: see `CacheSpec`, which checks them.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class SequenceCache:
         sections: tuple[int, ...],
         shift: int = 0,
     ) -> Queries:
-        """One layer's attention, in one of three modes.
+        """Attention of one layer, in one of three modes.
 
         Args:
-            shift: how much later than `next_position` a scratch text begins; below 0 earlier.
+            shift: offset of a scratch text from `next_position`; negative for earlier positions.
 
-        Raises: CacheError: several sections were to be appended, or the cache is spoiled.
+        Raises: CacheError: more than one section to append, or the cache is invalid.
         """
         self._check()
         if mode is Mode.PROBE:
@@ -84,69 +84,69 @@ class SequenceCache:
         if mode is Mode.SCRATCH:
             return store.attend(queries, keys, values, positions, sections, shift)
         if len(sections) != 1:
-            raise CacheError(f"{len(sections)} sections were to be appended: append one at a time.")
+            raise CacheError(f"Cannot append {len(sections)} sections at once: append one.")
         return store.extend(queries, keys, values, positions)
 
     def record_logits(self, layers: Iterable[int]) -> None:
-        """Have layers keep the logits of the next token that is attended, for `heard`."""
+        """Record the logits of the next decode step in some layers, for `heard`."""
         for layer in layers:
             self._stores[layer].record_logits()
 
     def heard(self, layer: int) -> Float[Tensor, "R C"] | None:
-        """As `Store.heard`."""
+        """Recorded logits of a layer, see `CacheLayer.heard`."""
         return self._stores[layer].heard()
 
     def advance(self, tokens: int) -> None:
-        """Count tokens as read, once every layer holds them."""
+        """Count tokens as read, after every layer has appended them."""
         self.next_position += tokens
 
     def apply(self, layer: int, plan: Plan) -> None:
-        """Carry out a plan in one layer; what it rejects is freed at once."""
+        """Apply a plan to one layer; rejected entries are freed at once."""
         with self._changing():
             self._stores[layer].apply(plan)
 
     def evict(self, layer: int, plan: Plan) -> None:
-        """Carry out a plan; what it rejects becomes room for the tokens that come next."""
+        """Apply a plan to one layer; rejected entries become slack for the next tokens."""
         with self._changing():
             self._stores[layer].evict(plan)
 
     def note(self, layer: int, columns: Mapping[str, Tensor]) -> None:
-        """Replace columns of the ledger in one layer, one number per row of its storage."""
+        """Replace ledger columns of one layer, one number per row of its storage."""
         with self._changing():
             self._stores[layer].note(columns)
 
     def remember(self, layer: int, queries: Queries, positions: Positions) -> None:
-        """Take the queries of a pass, post-RoPE, among the latest of a layer."""
+        """Record the post-RoPE queries of a forward pass among the latest of a layer."""
         with self._changing():
             self.latest.remember(layer, queries, positions)
 
     def forget(self, start: int, stop: int) -> None:
-        """Have managed layers drop for good what they hold at true positions [start, stop)."""
+        """Drop the entries of managed layers at true positions [start, stop)."""
         with self._changing():
             for layer in self.spec.managed:
                 self._stores[layer.index].forget(start, stop)
 
     def invalidate(self) -> None:
-        """A pass failed after some layers had carried out their plans: no layer may be used."""
+        """Mark the cache unusable, after a pass that failed when some plans had been applied."""
         self._is_spoiled = True
 
     def allocate(self, room: int) -> None:
-        """Set storage aside for at least `room` more tokens per head, which stay."""
+        """Reserve storage for at least `room` more tokens per head, to be kept."""
         for store in self._stores:
             store.allocate(room)
 
     def reserve(self, room: int) -> None:
-        """As `allocate`, for tokens that `truncate` may take back, also from sliding windows."""
+        """Reserve storage for `room` tokens that `truncate` may take back, windows included."""
         for store in self._stores:
             store.reserve(room)
 
     def compact(self) -> None:
-        """Give all slack back."""
+        """Free all slack."""
         for store in self._stores:
             store.compact()
 
     def truncate(self, length: int) -> None:
-        """Forget everything at true positions `length` and later."""
+        """Drop everything at true positions `length` and later."""
         for store in self._stores:
             store.truncate(length)
         if length < self.next_position:
@@ -154,7 +154,7 @@ class SequenceCache:
             self.latest.truncate(length)
 
     def fork(self) -> SequenceCache:
-        """An independent copy, without slack."""
+        """Independent copy without slack."""
         self._check()
         copy = SequenceCache(self.spec, **vars(self.cache_spec))
         copy._stores = [store.fork() for store in self._stores]
@@ -163,16 +163,16 @@ class SequenceCache:
         return copy
 
     def entries(self, layer: int) -> Entries:
-        """What a layer holds, as views; as a copy where it is held in few bits."""
+        """Entries of a layer: views, or a copy where they are quantized."""
         self._check()
         return self._stores[layer].entries()
 
     def entries_copy_bytes(self, layer: int) -> int:
-        """Bytes that `entries` copies; 0 where it hands out views."""
+        """Bytes that `entries` copies; 0 where it returns views."""
         return self._stores[layer].entries_copy_bytes
 
     def attention_copy_bytes(self, layer: int) -> int:
-        """As `Store.attended_bytes`."""
+        """Bytes that attention copies, see `CacheLayer.attention_copy_bytes`."""
         return self._stores[layer].attention_copy_bytes
 
     def lengths(self) -> tuple[tuple[int, ...], ...]:
@@ -180,27 +180,27 @@ class SequenceCache:
         return tuple(store.lengths for store in self._stores)
 
     def full_precision_lengths(self) -> tuple[tuple[int, ...], ...]:
-        """Those of them that are held at full precision."""
+        """Full-precision entries of each kv head of each layer."""
         return tuple(store.full_precision_lengths for store in self._stores)
 
     @property
     def managed_entries(self) -> int:
-        """Entries over all layers and heads that a budget governs."""
+        """Entries over all heads of the budgeted layers."""
         return sum(sum(s.lengths) for s in self._stores if self.cache_spec.is_budgeted(s.layer))
 
     @property
     def stores(self) -> tuple[CacheLayer, ...]:
-        """Those of all layers."""
+        """Layers of the cache, in model order."""
         return tuple(self._stores)
 
     @property
     def tiers(self) -> list[TieredLayer]:
-        """The stores of layers that have a slow tier."""
+        """Layers that have a slow tier."""
         return tiered_layers(self._stores)
 
     @property
     def pages(self) -> tuple[int, int]:
-        """Pages that were recalled so far, and how many of them had to be moved."""
+        """Pages recalled so far, and how many of them had to be moved."""
         counts = [store.pages for store in self.tiers]
         return sum(asked for asked, _ in counts), sum(moved for _, moved in counts)
 
@@ -211,21 +211,21 @@ class SequenceCache:
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of them in the model's memory, where a cache has a slower tier."""
+        """Bytes in the model's memory, without the slow tiers."""
         return sum(store.device_nbytes for store in self._stores) + self.latest.nbytes
 
     @property
     def shared_nbytes(self) -> int:
-        """Bytes that a cache which it was forked from, or a fork of it, holds as well."""
+        """Bytes shared with forks of this cache or with the cache it was forked from."""
         return sum(store.shared_nbytes for store in self.tiers)
 
     def replaced_bytes(self, layer: int) -> int:
-        """Bytes that a layer held twice while its last change was carried out."""
+        """Bytes that a layer held twice during its last change."""
         return self._stores[layer].replaced_bytes
 
     @property
     def largest_layer_bytes(self) -> int:
-        """Bytes of the layer that holds most, slack included."""
+        """Bytes of the largest layer, slack included."""
         return max(store.nbytes for store in self._stores)
 
     def state(self) -> dict[str, Tensor]:
@@ -234,7 +234,7 @@ class SequenceCache:
         return state_dict(self._stores) | self.latest.state()
 
     def release_state(self, place: torch.device) -> dict[str, Tensor]:
-        """As `saving.handed_over`: all tensors, layer by layer; the cache is empty afterwards."""
+        """All tensors, moved layer by layer to device `place`; the cache is empty afterwards."""
         self._check()
         try:
             handed = move_state(self._stores, self.cache_spec, self.spec, place)
@@ -244,7 +244,7 @@ class SequenceCache:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Count a change that cannot be taken back, even if it is broken off halfway."""
+        """Count a change that cannot be undone, even one that is interrupted halfway."""
         self._check()
         self.plans += 1
         try:
@@ -256,21 +256,21 @@ class SequenceCache:
     def _check(self) -> None:
         if self._is_spoiled:
             raise CacheError(
-                "A pass over this cache was broken off when some layers had already dropped "
-                "entries for good: read the text again into a new cache."
+                "A forward pass over this cache failed after some layers had evicted entries, so "
+                "it cannot be used: read the text again into a new cache."
             )
 
     def meta(self) -> dict[str, str]:
-        """What `restore` needs beside the tensors."""
+        """Text metadata that `restore` needs beside the tensors."""
         return self.cache_spec.meta() | {"next_position": str(self.next_position)}
 
     @classmethod
     def restore(
         cls, spec: ModelSpec, state: Mapping[str, Tensor], meta: Mapping[str, str]
     ) -> SequenceCache:
-        """The cache that `state` and `meta` came from, on tensors of its own.
+        """Cache restored from `state` and `meta`, on tensors of its own.
 
-        Raises: CacheError: the state has other layers than the model, or no ledger of `meta`'s.
+        Raises: CacheError: layers of the state do not match the model or the ledger of `meta`.
         """
         return cls._rebuilt(spec, state, meta, lambda store, own: store.restore(store.layer, own))
 
@@ -278,7 +278,7 @@ class SequenceCache:
     def adopt(
         cls, spec: ModelSpec, state: Mapping[str, Tensor], meta: Mapping[str, str]
     ) -> SequenceCache:
-        """As `restore`, but tensors that are in place are taken over instead of copied.
+        """Cache restored without copying tensors that are on the right device.
 
         `state` must not be used afterwards: the cache writes into it.
         """

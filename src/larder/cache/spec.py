@@ -1,4 +1,4 @@
-"""What the layers of a sequence's cache are made of, and how that is written down."""
+"""Cache specification: form and options of a sequence's cache, and its metadata as text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from larder.core.spec import LayerPairing, LayerSpec, ModelSpec, RecomputeSpec
 
 
 class CacheForm(Enum):
-    """How the managed layers of a cache are held."""
+    """Storage form of the managed layers of a cache."""
 
     DENSE = "dense"
     RAGGED = "ragged"
@@ -39,18 +39,18 @@ class CacheForm(Enum):
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What the managed layers of a cache are.
+    """Form and options of the managed layers; creates and links a `CacheLayer` per layer.
 
     Args:
-        ledger: what a policy has them remember.
-        codecs: of the grades 1, 2, ... of precision that they can hold entries at.
-        pairing: which of them hold entries together, in a paired cache.
-        parking: where a tiered cache has what plans reject; None in any other.
-        rebuilding: how a rebuilt cache gets back what plans reject; None in any other.
+        ledger: columns, scalars and queries that a policy keeps.
+        codecs: of precision grades 1, 2, ...
+        pairing: which layers share entries, in a paired cache.
+        parking: offload of rejected entries, in a tiered cache; None in any other.
+        rebuilding: recomputation of rejected entries, in a rebuilt cache; None in any other.
 
     Raises:
-        CacheError: a dense cache was asked to remember something, one that is not ragged to hold
-            several precisions, or one without tiers to park.
+        CacheError: a dense cache with a ledger, codecs without a ragged cache, or `parking` or
+            `rebuilding` that does not match the form.
     """
 
     form: CacheForm
@@ -63,30 +63,30 @@ class CacheSpec:
     def __post_init__(self) -> None:
         if self.form is CacheForm.DENSE and self.ledger != Ledger():
             names = ", ".join(self.ledger.columns + self.ledger.scalars) or "queries"
-            raise CacheError(f"A dense cache remembers no {names}: use a ragged cache.")
+            raise CacheError(f"A dense cache holds no {names}: use a ragged cache.")
         if self.form is not CacheForm.RAGGED and self.codecs:
             raise CacheError(
                 f"A {self.form.value} cache has one precision: use a ragged one for codecs."
             )
         if (self.form is CacheForm.TIERED) != (self.parking is not None):
             raise CacheError(
-                f"A {self.form.value} cache was given {self.parking}: a tiered one needs to know "
-                "how parked entries are found again, and no other parks any."
+                f"A {self.form.value} cache was given the offload spec {self.parking}: a tiered "
+                "cache needs one, and no other form offloads entries."
             )
         if (self.form is CacheForm.REBUILT) != (self.rebuilding is not None):
             raise CacheError(
-                f"A {self.form.value} cache was given {self.rebuilding}: a rebuilt one needs to "
-                "know how rejected entries come back, and no other has them back."
+                f"A {self.form.value} cache was given the recompute spec {self.rebuilding}: a "
+                "rebuilt cache needs one, and no other form recomputes entries."
             )
 
     def store(self, layer: LayerSpec, spec: ModelSpec) -> CacheLayer:
-        """An empty store for one layer; those of pairs are to be linked."""
+        """Empty `CacheLayer` for one layer; `link_layers` links it with the others."""
         own = layer, spec.dtype, spec.device
         if layer.sliding_window is not None:
             if self.parking is not None and self.parking.recall.corrected:
                 raise CacheError(
-                    f"Layer {layer.index} slides a window and remembers no answers to correct: "
-                    "take corrected=0, or a model without such layers."
+                    f"Layer {layer.index} has a sliding window and stores no outputs to correct: "
+                    "use corrected=0, or a model without such layers."
                 )
             return SlidingWindowLayer(*own)
         if self.form is CacheForm.DENSE:
@@ -106,7 +106,7 @@ class CacheSpec:
         return kind(*own, self.ledger)
 
     def meta(self) -> dict[str, str]:
-        """All of it as text."""
+        """Specification as text fields, the inverse of `of`."""
         return {
             "form": self.form.value,
             "columns": ",".join(self.ledger.columns),
@@ -119,14 +119,14 @@ class CacheSpec:
         }
 
     def is_budgeted(self, layer: LayerSpec) -> bool:
-        """Whether a budget governs a layer: it sees everything, and is not called dense."""
+        """True for layers under a budget: full attention, and not among the first, dense ones."""
         dense = 0 if self.parking is None else self.parking.recall.dense
         if self.rebuilding is not None:
             dense = self.rebuilding.depth
         return layer.sliding_window is None and layer.index >= dense
 
     def link_layers(self, stores: Sequence[CacheLayer]) -> None:
-        """Have the stores of a sequence know of each other what they need to."""
+        """Link pairs, the shared host memory budget and recall leaders of a sequence's layers."""
         link_pairs(stores)
         if self.parking is not None:
             mib = self.parking.host_mib
@@ -137,7 +137,7 @@ class CacheSpec:
 
     @staticmethod
     def of(meta: Mapping[str, str]) -> CacheSpec:
-        """What `meta` told; codecs and pairing are the default where it tells of none."""
+        """Specification from `meta`; a missing field has its default."""
         names = [tuple(filter(None, meta[kind].split(","))) for kind in ("columns", "scalars")]
         codecs = tuple(Codec(**parts) for parts in json.loads(meta.get("codecs", "[]")))
         pairing = LayerPairing(**json.loads(meta.get("pairing", "{}")))
@@ -150,7 +150,7 @@ class CacheSpec:
 
 
 def link_recall_leaders(stores: Sequence[CacheLayer]) -> None:
-    """Have layers use what others find, as their recall part says."""
+    """Link each tiered layer to the layer whose page selections it reuses, if any."""
     parking = [store for store in tiered_layers(stores) if not store.is_dense]
     for place, store in enumerate(parking):
         leader = parking[store.parking.recall.leader_of(place)]
@@ -158,6 +158,6 @@ def link_recall_leaders(stores: Sequence[CacheLayer]) -> None:
 
 
 def _same_heads(left: TieredLayer, right: TieredLayer) -> bool:
-    """Whether two layers have as many heads of either kind."""
+    """True if two layers have the same numbers of kv heads and query heads."""
     pair = left.layer, right.layer
     return len({(layer.kv_heads, layer.query_heads) for layer in pair}) == 1

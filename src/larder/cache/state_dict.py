@@ -1,4 +1,4 @@
-"""The stores of a sequence as tensors by name, and back."""
+"""State dictionary of a sequence's layers: tensors by name, saving, moving and restoring."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from larder.core.spec import ModelSpec
 
 
 def state_dict(stores: Sequence[CacheLayer]) -> dict[str, Tensor]:
-    """Copies of all tensors, without slack."""
+    """Copies of all tensors, without slack, named `<layer>.<tensor>`."""
     return {
         f"{index}.{name}": tensor
         for index, store in enumerate(stores)
@@ -28,12 +28,12 @@ def state_dict(stores: Sequence[CacheLayer]) -> dict[str, Tensor]:
 
 
 def is_slow_tier_tensor(name: str) -> bool:
-    """Whether a tensor of a sequence's state is of a slow tier: entries, or what finds them."""
+    """True for state names of a slow tier: offloaded entries, their index and observed queries."""
     return name.partition(".")[2].startswith((SLOW, INDEX, OBSERVED, PARKING))
 
 
 def layer_of(name: str) -> int | None:
-    """The layer that a tensor of a sequence's state belongs to; None for one of no layer."""
+    """Layer index of a state name; None for tensors of no layer."""
     index = name.partition(".")[0]
     return int(index) if index.isdecimal() else None
 
@@ -41,9 +41,9 @@ def layer_of(name: str) -> int | None:
 def move_state(
     stores: list[CacheLayer], makeup: CacheSpec, spec: ModelSpec, place: torch.device
 ) -> dict[str, Tensor]:
-    """All tensors, moved to another place layer by layer; the stores are empty afterwards.
+    """All tensors, moved to device `place` layer by layer; the layers are empty afterwards.
 
-    Never more than one layer is held twice. Interrupted, the stores are as before, but not linked.
+    At most one layer is held twice. On an interruption the layers are restored, but not linked.
     """
     handed: dict[str, Tensor] = {}
     given: list[int] = []
@@ -68,10 +68,10 @@ def restore_layers(
     state: Mapping[str, Tensor],
     fill: Callable[[CacheLayer, dict[str, Tensor]], CacheLayer],
 ) -> list[CacheLayer]:
-    """What empty stores become by a saved state; they are to be linked.
+    """Layers restored from a saved state; the caller links them.
 
     Raises:
-        CacheError: the state has fewer layers, or others than the makeup says.
+        CacheError: a layer is missing, or does not match the cache specification.
     """
     full: list[CacheLayer] = []
     for index, store in enumerate(stores):
@@ -88,7 +88,7 @@ def restore_layers(
 
 
 def _layer_state(state: Mapping[str, Tensor], index: int, spec: ModelSpec) -> dict[str, Tensor]:
-    """One layer's tensors on the model's device; lengths and what was parked stay on the host."""
+    """Tensors of one layer on the model's device; lengths and the slow tier stay on the host."""
     prefix, host = f"{index}.", torch.device("cpu")
     stays = (f"{prefix}{SLOW}", f"{prefix}{INDEX}", f"{prefix}{OBSERVED}")
     own = {n: t for n, t in state.items() if n.startswith(prefix) and not is_latest_queries(n)}
@@ -100,15 +100,15 @@ def _layer_state(state: Mapping[str, Tensor], index: int, spec: ModelSpec) -> di
 
 
 def _check_layer(makeup: CacheSpec, index: int, state: Mapping[str, Tensor]) -> None:
-    """See that a saved managed layer is what its cache's description says.
+    """Check a saved managed layer against the cache specification.
 
     Raises:
-        CacheError: it remembers other numbers, or holds other grades of precision.
+        CacheError: columns or precision grades differ.
     """
     check_ledger(makeup.ledger, index, column_names(state))
     found = saved_codecs(state)
     if found != makeup.codecs:
         raise CacheError(
-            f"Layer {index} of the saved cache has {len(found)} coded grades, but they are not the "
-            f"{len(makeup.codecs)} of its description: build the cache again."
+            f"Layer {index} of the saved cache has {len(found)} quantized grades, but these are "
+            f"not the {len(makeup.codecs)} of its description: build the cache again."
         )

@@ -1,4 +1,4 @@
-"""What is asked of a plan before a store changes anything, and of a saved layer."""
+"""Validation of plans before a layer changes, and of saved layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from larder.core.spec import LayerSpec
 
 
 def check_counts(plan: Plan, heads: int) -> None:
-    """See that a plan counts what it keeps, head by head. Raises: CacheError: it does not."""
+    """Check that a plan's lengths count its kept entries per head. Raises: CacheError."""
     if len(plan.lengths) != heads or sum(plan.lengths) != len(plan.kept):
         raise CacheError(
             f"A plan's lengths must count the {len(plan.kept)} kept entries of {heads} kv heads, "
@@ -24,10 +24,10 @@ def check_counts(plan: Plan, heads: int) -> None:
 
 
 def check_kept(plan: Plan, lengths: tuple[int, ...]) -> None:
-    """See that a plan keeps entries of heads that hold `lengths`, in order.
+    """Check that kept entries ascend and lie within heads of `lengths` entries.
 
     Raises:
-        CacheError: it does not.
+        CacheError: they do not.
     """
     check_counts(plan, len(lengths))
     held, kept = torch.tensor(lengths), plan.kept.cpu()
@@ -42,31 +42,31 @@ def check_kept(plan: Plan, lengths: tuple[int, ...]) -> None:
 
 
 def check_dropped(plan: Plan, gone: Int64[Tensor, " G"]) -> None:
-    """See that what a plan drops is among what it rejects. Raises: CacheError: it is not."""
+    """Check that dropped entries are among the rejected ones. Raises: CacheError: they are not."""
     dropped = plan.dropped.cpu()
     if bool((dropped.diff() <= 0).any()) or not bool(torch.isin(dropped, gone).all()):
         raise CacheError(
-            f"A plan drops {len(dropped)} entries, but not all of them once, in order, and among "
-            f"the {len(gone)} that it does not keep: drop what is rejected, sorted."
+            f"The {len(dropped)} entries that a plan drops must ascend, without repeats, and be "
+            f"among the {len(gone)} that it does not keep: drop only rejected entries, sorted."
         )
 
 
 def check_single_precision(plan: Plan) -> None:
-    """For stores of one precision. Raises: CacheError: the plan lowers that of some entries."""
+    """Check that a plan lowers no precision. Raises: CacheError: it does."""
     if len(plan.grades) and bool(plan.grades.any()):
         raise CacheError(
-            "A cache of one precision cannot give entries different grades, but the plan asks for "
-            "it: use a compensation that lowers no precision."
+            "A cache of one precision cannot hold entries of different grades, but the plan "
+            "requests them: use a compensation that lowers no precision."
         )
 
 
 def check_grades(plan: Plan, held: Int8[Tensor, " T"], coarsest: int) -> Int8[Tensor, " T"]:
-    """The grades that kept entries shall have, who have these now; in host memory.
+    """New grades of the kept entries, whose present grades are `held`; in host memory.
 
-    Targets of folds have grade 0: they are sums now.
+    Targets of folds have grade 0, because they are new sums.
 
     Raises:
-        CacheError: grades that there are not, or a finer one than an entry has.
+        CacheError: a grade that does not exist, or is finer than the present one.
     """
     if not len(plan.grades):
         return held
@@ -78,19 +78,19 @@ def check_grades(plan: Plan, held: Int8[Tensor, " T"], coarsest: int) -> Int8[Te
     if bool(((wanted < 0) | (wanted > coarsest)).any()):
         raise CacheError(
             f"Grades of a plan lie in [{int(wanted.min())}, {int(wanted.max())}], but this cache "
-            f"has 0 to {coarsest}: give it a codec for every grade that plans ask for."
+            f"has 0 to {coarsest}: configure a codec for every grade that plans request."
         )
     if bool((wanted < held).any()):
         worst = int((wanted < held).nonzero()[0])
         raise CacheError(
             f"Kept entry {worst} has grade {int(held[worst])}, but the plan asks for "
-            f"{int(wanted[worst])}: precision cannot come back, so ask for no finer grade."
+            f"{int(wanted[worst])}: precision cannot be restored, so request no finer grade."
         )
     return wanted
 
 
 def check_channels(plan: Plan, layer: LayerSpec) -> None:
-    """See that a plan weighs all channels or none. Raises: CacheError: it does not."""
+    """Check that channel weights cover all key channels or none. Raises: CacheError."""
     shape = (layer.kv_heads, layer.head_dim)
     if plan.channels.numel() and plan.channels.shape != shape:
         raise CacheError(
@@ -100,28 +100,28 @@ def check_channels(plan: Plan, layer: LayerSpec) -> None:
 
 
 def check_ledger(ledger: Ledger, layer: int, found: Iterable[str]) -> None:
-    """See that a saved layer remembers what its ledger names. Raises: CacheError: it does not."""
+    """Check that a saved layer has the columns of its ledger. Raises: CacheError: it has others."""
     named = sorted(ledger.columns + ledger.scalars)
     if sorted(found) != named:
         raise CacheError(
-            f"Layer {layer} of the saved cache remembers {', '.join(sorted(found)) or 'nothing'}, "
-            f"but its description names {', '.join(named) or 'nothing'}: build the cache again."
+            f"Layer {layer} of the saved cache has {', '.join(sorted(found)) or 'no columns'}, "
+            f"but its description names {', '.join(named) or 'none'}: build the cache again."
         )
 
 
 def check_offload_plan(plan: Plan) -> None:
-    """Raises: CacheError: a plan folds or rounds, where what is rejected is parked instead."""
+    """Check that a plan for a tiered layer neither merges nor quantizes. Raises: CacheError."""
     check_single_precision(plan)
     if len(plan.folds):
         raise CacheError(
-            f"A tiered cache parks what is rejected, but a plan folds {len(plan.folds)} rows: use "
-            "a ragged cache for plans that fold."
+            f"A tiered cache offloads rejected entries, but a plan merges {len(plan.folds)} of "
+            "them: use a ragged cache for plans that merge."
         )
 
 
 def refuse_eviction(count: int, layer: LayerSpec) -> None:
-    """Raises: CacheError: a layer that parks nothing was to lose entries."""
+    """Refuse a plan for a layer without offload. Raises: CacheError: always."""
     raise CacheError(
-        f"Layer {layer.index} parks nothing, but a plan rejects {count} of its entries: leave the "
-        "first layers that a policy calls dense out of its plans."
+        f"Layer {layer.index} offloads nothing, but a plan rejects {count} of its entries: leave "
+        "the first layers, which the recall part calls dense, out of plans."
     )

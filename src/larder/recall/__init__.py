@@ -1,1 +1,1 @@
-"""Indexes that find parked entries again, one per file: the file name is the public name."""
+"""Recall indexes over offloaded entries, one per file: the file name is the public name."""

@@ -1,7 +1,8 @@
-"""k-means over the keys of one head: always from evenly spaced entries, so always the same.
+"""Deterministic k-means over the keys of one head, and pages of clusters.
 
 Stuart Lloyd, "Least squares quantization in PCM" (1982): assign, then move centers to their means;
-a center that nothing is assigned to stays where it is. Equally near centers: the lower number.
+a center without points stays where it is. Initial centers are evenly spaced entries. Ties between
+centers go to the lower number.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ MAX_PRODUCTS = 1 << 22  # of one chunk: 16 MiB
 
 
 class ClusterMetric(Enum):
-    """What the nearest center is.
+    """Metric of the nearest center.
 
-    DISTANCE: the one at the smallest Euclidean distance.
-    COSINE: the one at the smallest angle; centers are plain means.
-    DIRECTION: the one of the largest product; centers have length 1.
+    DISTANCE: smallest Euclidean distance.
+    COSINE: smallest angle; centers are plain means.
+    DIRECTION: largest product; centers have length 1.
     """
 
     DISTANCE = "distance"
@@ -33,14 +34,14 @@ class ClusterMetric(Enum):
 
 
 def initial_centers(points: Float[Tensor, "S D"], count: int) -> Float[Tensor, "C D"]:
-    """Centers to begin with."""
+    """Initial centers: evenly spaced points."""
     return points[(2 * torch.arange(count) + 1) * len(points) // (2 * count)].clone()
 
 
 def assign_clusters(
     points: Float[Tensor, "S D"], centers: Float[Tensor, "C D"], nearness: ClusterMetric
 ) -> Int64[Tensor, " S"]:
-    """The center of each point. Lengths of points change no answer, so they stay as they are."""
+    """Nearest center of each point. Lengths of points change no result, so points stay as is."""
     if nearness is not ClusterMetric.DISTANCE:
         centers = normalize(centers, dim=-1)
     credit = centers.square().sum(-1) / 2 if nearness is ClusterMetric.DISTANCE else None
@@ -54,7 +55,7 @@ def assign_clusters(
 def update_centers(
     points: Float[Tensor, "S D"], labels: Int64[Tensor, " S"], centers: Float[Tensor, "C D"]
 ) -> Float[Tensor, "C D"]:
-    """The mean of the points of each center; the center itself where it has none."""
+    """Mean of the points of each center; the center itself if it has none."""
     sums = torch.zeros_like(centers).index_add_(0, labels, points)
     counts = torch.bincount(labels, minlength=len(centers))[:, None]
     return torch.where(counts > 0, sums / counts.clamp(min=1), centers)
@@ -63,7 +64,7 @@ def update_centers(
 def kmeans(
     points: Float[Tensor, "S D"], count: int, iterations: int, nearness: ClusterMetric
 ) -> tuple[Float[Tensor, "C D"], Int64[Tensor, " S"]]:
-    """`count` centers and the center of each point."""
+    """Centers, and the nearest center of each point."""
     centers = initial_centers(points, count)
     for _ in range(iterations):
         centers = update_centers(points, assign_clusters(points, centers, nearness), centers)
@@ -73,10 +74,10 @@ def kmeans(
 
 
 class ClusterPages:
-    """Which entries stand in which page of each kv head, and how often that changed.
+    """Entries of each page of each kv head, and page versions.
 
     Args:
-        page: the most entries of a page.
+        page: maximum entries of a page.
     """
 
     def __init__(self, heads: int, page: int) -> None:
@@ -97,7 +98,7 @@ class ClusterPages:
 
     @property
     def width(self) -> int:
-        """Pages that tables have room for."""
+        """Page capacity of the tables."""
         return self._firsts.shape[1]
 
     def replace(
@@ -108,11 +109,11 @@ class ClusterPages:
         order: Int64[Tensor, " S"],
         firsts: Int64[Tensor, " P"],
     ) -> None:
-        """Put new pages in place of those from `page` on, whose entries begin at `place`.
+        """Replace the pages from `page` on, whose entries begin at `place` in the order.
 
         Args:
-            order: all entries from there on, as they stand in the new pages.
-            firsts: where in the whole order each of them begins.
+            order: all entries from there on, in the order of the new pages.
+            firsts: where in the whole order each new page begins.
         """
         before = self._of_head(head, page)
         length, count = place + len(order), page + len(firsts)
@@ -131,13 +132,13 @@ class ClusterPages:
         self._versions[head, page : page + most] += (before != after).any(1)
 
     def _of_head(self, head: int, page: int) -> Int64[Tensor, "P L"]:
-        """Contents of the pages of one head, from one on."""
+        """Contents of the pages of one head from `page` on."""
         pages = torch.full((len(self._counts), max(int(self._counts[head]) - page, 0)), -1)
         pages[head] = torch.arange(page, page + pages.shape[1])
         return self.contents(pages)[head]
 
     def tail_pages(self, head: int, page: int) -> tuple[Int64[Tensor, " S"], Int64[Tensor, " P"]]:
-        """Entries of the pages from one on, in order, and how many each has."""
+        """Entries of the pages from `page` on, in order, and the number of entries of each."""
         firsts = self._firsts[head, page : int(self._counts[head])]
         edges = torch.cat([firsts, self._lengths[head : head + 1]])
         return self._order[head, int(edges[0]) : int(edges[-1])].long(), edges.diff()
@@ -153,7 +154,7 @@ class ClusterPages:
         return held.masked_fill(missing, -1)
 
     def fills(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P"]:
-        """Entries in each page."""
+        """Number of entries in each page."""
         firsts, stops = self._edges(pages)
         return stops - firsts
 
@@ -164,7 +165,7 @@ class ClusterPages:
         return found.masked_fill(pages < 0, 0)
 
     def page_of(self) -> Int64[Tensor, "K M"]:
-        """The page of each entry; 0 behind the last of a head."""
+        """Page of each entry; 0 after the last entry of a head."""
         pages = torch.zeros(len(self._counts), int(self._lengths.max()), dtype=torch.int64)
         for head, count in enumerate(self.counts):
             order, fills = self.tail_pages(head, 0)
@@ -177,7 +178,7 @@ class ClusterPages:
     def _edges(
         self, pages: Int64[Tensor, "N P"]
     ) -> tuple[Int64[Tensor, "N P"], Int64[Tensor, "N P"]]:
-        """Where each page begins and stops in the order; zeros where there is none."""
+        """First and stop of each page in the order; zeros for missing pages."""
         if not self._firsts.shape[1]:
             return torch.zeros_like(pages), torch.zeros_like(pages)
         heads, missing = self._heads(pages), pages < 0
@@ -202,7 +203,7 @@ class ClusterPages:
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Become what `state` came from."""
+        """Restore from the tensors of `state`."""
         self._lengths, self._counts = state["lengths"].clone(), state["counts"].clone()
         self._order, self._firsts = state["order"].clone(), state["firsts"].clone()
         self._versions = state["versions"].clone()
@@ -211,9 +212,9 @@ class ClusterPages:
 def paginate_clusters(
     points: Float[Tensor, "S D"], count: int, iterations: int, page: int
 ) -> tuple[Int64[Tensor, " S"], Int64[Tensor, " P"]]:
-    """Points in the order of their clusters, and where in it pages begin.
+    """Points in the order of their clusters, and where pages begin in it.
 
-    A cluster that fits no page becomes several, equally full.
+    A cluster larger than a page becomes several pages, equally full.
     """
     _, labels = kmeans(points, count, iterations, ClusterMetric.DIRECTION)
     order = torch.sort(labels, stable=True).indices

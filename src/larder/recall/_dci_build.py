@@ -1,4 +1,4 @@
-"""Building the tree of one head from all of its keys, level by level from the top."""
+"""Construction of a head's DCI tree from all of its keys, level by level from the top."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def build_tree(
     beam: int,
     mean_dim: int,
 ) -> DciTree:
-    """
+    """DCI tree of one head.
+
     Args:
         targets: the level of each entry, 0 the finest; no level is empty.
-        upcoming: that of the next.
-        square: the squared radius of the sphere that keys are lifted to.
-        direction: along which entries of a cell are sorted, in lifted space.
-        beam: how widely the nearest entry of a level larger than `EXACT_LEVEL_ENTRIES` is searched
-            for.
-        mean_dim: how many numbers of the mean of each cell are kept: all or none.
+        upcoming: level of the next entry.
+        square: squared radius of the sphere that keys are lifted to.
+        direction: sort direction of the entries of a cell, in lifted space.
+        beam: search width for the nearest entry of a level larger than `EXACT_LEVEL_ENTRIES`.
+        mean_dim: numbers kept of the mean of each cell: all or none.
     """
     count = len(targets)
     sizes = np.bincount(targets, minlength=MAX_LEVELS)
@@ -69,7 +69,7 @@ def build_tree(
 
 
 def nearest_parents(keys: Float[Tensor, "S D"], own: Array, above: Array, square: float) -> Array:
-    """Which of `above` is nearest to each of `own`, all lifted to the sphere: every pair."""
+    """Index in `above` of the entry nearest to each of `own`, in lifted space, by all pairs."""
     theirs, tails = _lift_keys(keys, above, square)
     found = np.empty(len(own), np.int64)
     step = max(MAX_PAIRS // len(above), 1)
@@ -81,7 +81,7 @@ def nearest_parents(keys: Float[Tensor, "S D"], own: Array, above: Array, square
 
 
 def _lift_keys(keys: Float[Tensor, "S D"], rows: Array, square: float) -> tuple[Tensor, Tensor]:
-    """Keys, and what the lifted dimension adds: c times the numbers of the paper."""
+    """Keys, and the lifted coordinate: c times the numbers of the paper."""
     some = keys[torch.from_numpy(rows)].float()
     return some, (square - some.square().sum(-1)).clamp(min=0).sqrt()
 
@@ -89,7 +89,7 @@ def _lift_keys(keys: Float[Tensor, "S D"], rows: Array, square: float) -> tuple[
 def _cell_means(
     keys: Float[Tensor, "S D"], targets: Array, parent_of: Array, cell_of: Array, cells: int
 ) -> Float[Tensor, "U D"]:
-    """Of each cell: the mean of all entries under its own, and of that."""
+    """Mean of each cell over all entries under its center, the center included."""
     sums = torch.zeros(cells, keys.shape[1])
     counts = torch.zeros(cells)
     for level in range(int(targets.max(initial=0)) + 1):
@@ -107,7 +107,7 @@ def _cell_means(
 
 
 class _PageBuilder:
-    """The pages of a tree while it is built."""
+    """Pages of a tree under construction."""
 
     def __init__(self, page: int, cells: int) -> None:
         self._page = page
@@ -152,11 +152,12 @@ class _PageBuilder:
 
 @dataclass(frozen=True)
 class LevelAssigner:
-    """
+    """Levels of tree entries, by counting or at random.
+
     Args:
-        first, further: the ratio of level 1 to level 0, and of each to the next above.
-        drawn: whether levels are random.
-        stream: what random levels depend on besides head and entry.
+        first, further: size ratio of level 1 to level 0, and of each level to the next above.
+        drawn: random levels.
+        stream: seed of random levels, besides head and entry.
     """
 
     first: float
@@ -165,7 +166,7 @@ class LevelAssigner:
     stream: tuple[int, ...]
 
     def initial_levels(self, count: int, head: int) -> tuple[Array, int]:
-        """Levels of the first entries of a head, and that of the next."""
+        """Levels of the first `count` entries of a head, and that of the next."""
         if not self.drawn:
             sizes = np.zeros(MAX_LEVELS, np.int64)
             targets, _, upcoming = count_levels(count, self._ratios, MAX_LEVELS, sizes, 0, 0)
@@ -174,7 +175,7 @@ class LevelAssigner:
         return targets, 0
 
     def next_levels(self, forest: DciForest, head: int, count: int) -> Array:
-        """Levels of entries that come to a tree, which gets no higher by them."""
+        """Levels of new entries of an existing tree, whose height stays the same."""
         levels = int(forest.levels[head])
         if self.drawn:
             known = int(forest.known[head])
@@ -190,8 +191,8 @@ class LevelAssigner:
         return np.array([self.first, self.further], np.float64)
 
     def _draws(self, known: int, count: int, head: int) -> Array:
-        """How often each of the entries behind the known ones is promoted."""
+        """Number of promotions of each new entry."""
         source = np.random.default_rng((*self.stream, head))
-        luck = source.random(known + count)[known:]
-        highest = 1 + np.floor(np.log(luck / self.first) / np.log(self.further))
-        return np.where(luck < self.first, highest, 0).clip(max=MAX_LEVELS - 1).astype(np.int64)
+        samples = source.random(known + count)[known:]
+        highest = 1 + np.floor(np.log(samples / self.first) / np.log(self.further))
+        return np.where(samples < self.first, highest, 0).clip(max=MAX_LEVELS - 1).astype(np.int64)

@@ -1,8 +1,8 @@
-"""The trees of a layer, one per kv head, as arrays that all heads share.
+"""DCI trees of a layer, one per kv head, in arrays that all heads share.
 
-What the arrays mean stands in `larder.ops.cpu.dci_kernels`. A head owns rows
+`larder.ops.cpu.dci_kernels` describes the arrays. A head owns rows
 [bases[0, h], bases[0, h + 1]) of the pages and [bases[1, h], bases[1, h + 1]) of the cells, the
-last of them slack. Numbers of pages and cells are its own and start at 0.
+last of them slack. Numbers of pages and cells are per head and start at 0.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ CELLS = {"firsts": np.int32, "centers": np.int32, "scales": np.float32, "means":
 
 @dataclass(frozen=True)
 class DciTree:
-    """The tree of one head, newly built: its arrays without slack, and what it goes on with.
+    """Newly built tree of one head: its arrays without slack, and the state for later insertion.
 
     Args:
         sizes: entries of each level.
         upcoming: the level of the next entry, where levels are filled by counting.
-        square: radius of the sphere that keys are lifted to, squared.
+        square: squared radius of the sphere that keys are lifted to.
     """
 
     pages: dict[str, Array]
@@ -50,13 +50,13 @@ class DciTree:
 
 
 class DciForest:
-    """The arrays, and per head: how much of them is live, and what insertion goes on with.
+    """Tree arrays of all heads, and per head their live lengths and the state for insertion.
 
     `counts` has live pages and cells, `peaks` the most pages there ever were: versions of pages
-    that a later tree did not need are kept, lest a number come back with an old version.
+    that a later tree did not need are kept, so that a reused number never has an old version.
 
     Args:
-        mean_dim: numbers of each cell's mean; 0 where none is kept.
+        mean_dim: numbers of each cell's mean; 0 for none.
     """
 
     def __init__(self, heads: int, page: int, mean_dim: int) -> None:
@@ -75,18 +75,18 @@ class DciForest:
 
     @property
     def tree(self) -> tuple[Array, ...]:
-        """The arrays in the order in which kernels take them."""
+        """Arrays in the order of the kernels' parameters."""
         return tuple(self.arrays[name] for name in (*PAGES, *CELLS))
 
     def head(self, number: int) -> dict[str, Array]:
-        """The arrays of one head, as views, its slack included."""
+        """Arrays of one head, as views, its slack included."""
         low, high = self.bases[0, number], self.bases[0, number + 1]
         pages = {name: self.arrays[name][low:high] for name in PAGES}
         low, high = self.bases[1, number], self.bases[1, number + 1]
         return pages | {name: self.arrays[name][low:high] for name in CELLS}
 
     def reserve(self, pages: Array, cells: Array) -> None:
-        """Make room for at least so many pages and cells of each head."""
+        """Ensure capacity for at least so many pages and cells of each head."""
         rooms = np.diff(self.bases, axis=1)
         wanted = np.stack([pages, cells])
         if bool((wanted <= rooms).all()):
@@ -102,7 +102,7 @@ class DciForest:
                 array[: len(arrays[name])] = arrays[name]
 
     def replace(self, number: int, built: DciTree) -> None:
-        """Give a head a new tree. Versions change of pages whose contents do."""
+        """Replace the tree of a head; versions change for pages whose contents change."""
         count, cells = len(built.pages["fills"]), len(built.cells["firsts"])
         needs = np.diff(self.bases, axis=1)
         needs[:, number] = np.maximum(needs[:, number], [count, cells])
@@ -122,14 +122,14 @@ class DciForest:
         self.squares[number], self.built[number] = built.square, built.entries
 
     def entries_of(self, number: int, count: int) -> Array:
-        """Entry numbers of the first pages of a head [count, S], -1 behind the last of each."""
+        """Entry numbers of the first pages of a head [count, S], -1 after the last of each."""
         mine = self.head(number)
         members = mine["members"][:count]
         upper = (mine["tiers"][:count, None] > 0) & (members >= 0)
         return np.where(upper, mine["centers"][np.where(upper, members, 0)], members)
 
     def look(self, name: str, pages: Int64[Tensor, "N P"]) -> Array:
-        """A number of each page, of whatever set; of page 0 in place of -1."""
+        """Values of array `name` for pages of any set; those of page 0 in place of -1."""
         return self.arrays[name][self._rows(pages)]
 
     def contents(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P S"]:
@@ -146,7 +146,7 @@ class DciForest:
         return tuple(torch.from_numpy(array) for array in (*self.arrays.values(), *own))
 
     def state(self) -> dict[str, Tensor]:
-        """Everything, without slack."""
+        """All arrays, without slack."""
         ends = {**dict.fromkeys(PAGES, self.peaks), **dict.fromkeys(CELLS, self.counts[:, 1])}
         state = {name: torch.from_numpy(getattr(self, name).copy()) for name in _HEAD_FIELDS}
         state["counts"] = torch.from_numpy(self.counts.copy())
@@ -156,7 +156,7 @@ class DciForest:
         return state
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Become the forest that `state` came from."""
+        """Restore from the tensors of `state`."""
         for name in (*_HEAD_FIELDS, "counts"):
             setattr(self, name, state[name].clone().numpy())
         self.arrays = {name: state[name].clone().numpy() for name in (*PAGES, *CELLS)}
@@ -164,7 +164,7 @@ class DciForest:
         self.bases = np.concatenate([np.zeros((2, 1), np.int64), ends], axis=1)
 
     def _bases(self, kind: int, sets: int) -> Array:
-        """Where the rows of the head of each set start."""
+        """First row of the head of each set."""
         heads = np.arange(sets) // (sets // len(self.levels))
         return self.bases[kind, heads][:, None]
 

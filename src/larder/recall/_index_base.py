@@ -1,7 +1,7 @@
-"""Pages of entries that follow each other: page p holds entries p * size to (p + 1) * size - 1.
+"""Base classes of recall indexes over contiguous pages and single entries, and shared helpers.
 
-The base of every part that takes pages in the order of time. Nothing is stored but how many entries
-each head has. What is in a page changes only by growing, so its fill tells how often it did.
+Page p of contiguous pages holds entries p * size to (p + 1) * size - 1. Only the number of entries
+per head is stored. A page changes only by growing, so its number of entries is its version.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from larder.ops.search import interleaved, page_max_scores, top_rows
 
 @dataclass
 class ContiguousPages:
-    """Which entries stand in which page.
+    """Contents of contiguous pages.
 
     Args:
         lengths: entries of each kv head.
@@ -47,17 +47,17 @@ class ContiguousPages:
         return numbers.masked_fill(missing, -1)
 
     def fills(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P"]:
-        """Entries in each page."""
+        """Number of entries in each page."""
         left = self._owned(pages) - pages * self.size
         return left.clamp(0, self.size).masked_fill(pages < 0, 0)
 
     def _owned(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N 1"]:
-        """Entries of the kv head that each set belongs to."""
+        """Entries of the kv head of each set."""
         return self.lengths.repeat_interleave(len(pages) // len(self.lengths))[:, None]
 
 
 class ContiguousIndex(RecallIndex):
-    """An index over such pages. Subclasses find, and digest what comes in `_digest`.
+    """Index over contiguous pages. Subclasses implement the search, and `_digest` for new entries.
 
     Args:
         page: entries of a page.
@@ -75,7 +75,7 @@ class ContiguousIndex(RecallIndex):
         self.paged = ContiguousPages(self.page, torch.tensor(entries.lengths))
 
     def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
-        """Take up entries behind the known ones; nothing here, where the keys say all."""
+        """Add entries after the known ones; no effect where the search reads the keys."""
 
     def contents(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P S"]:
         return self.paged.contents(pages)
@@ -94,27 +94,27 @@ class ContiguousIndex(RecallIndex):
         return {"lengths": self.paged.lengths.clone()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Become the index that `state` came from."""
+        """Restore from the tensors of `state`."""
         self.paged = ContiguousPages(self.page, state["lengths"].clone())
 
 
 def check_new_entries(entries: Entries, known: tuple[int, ...], layer: int) -> None:
-    """Look at the entries that come, before an index changes anything.
+    """Check new entries before an index changes anything.
 
     Args:
-        known: how many entries of each kv head the index has.
+        known: indexed entries of each kv head.
 
     Raises:
-        CacheError: a key is not finite, or a head has fewer entries than the index knows.
+        CacheError: a key is not finite, or a head has fewer entries than are indexed.
     """
     for head, (length, first) in enumerate(zip(entries.lengths, known, strict=True)):
         if length < first:
             raise CacheError(
-                f"An index of layer {layer} knows {first} entries of kv head {head} and was handed "
-                f"{length}: entries never leave a slow tier; build the index anew."
+                f"The recall index of layer {layer} has {first} entries of kv head {head}, but the "
+                f"slow tier has {length}: entries never leave a slow tier; build a new index."
             )
         coming = entries.keys_from(head, first)
-        # A sum is finite where all are, but for overflows: those are looked at one by one.
+        # The sum of finite keys is finite, except for overflow: then each key is checked.
         if not bool(coming.float().sum().isfinite()):
             _check_rows(coming.isfinite().all(-1), first, head, layer)
 
@@ -122,7 +122,7 @@ def check_new_entries(entries: Entries, known: tuple[int, ...], layer: int) -> N
 def indexed_layout(
     entries: Entries, known: tuple[int, ...]
 ) -> tuple[Int64[Tensor, " K"], Int64[Tensor, " K"]]:
-    """Starts, and lengths as far as an index knows them, as kernels take them."""
+    """Starts, and lengths of the indexed entries, for kernels."""
     return entries.layout[0], torch.tensor(known)
 
 
@@ -131,26 +131,26 @@ def _check_rows(finite: Tensor, first: int, head: int, layer: int) -> None:
         return
     entry = first + int((~finite).int().argmax())
     raise CacheError(
-        f"The key of entry {entry} of kv head {head} in layer {layer} holds NaN or infinity, and "
-        "no search finds such a key: check what the model computes."
+        f"The key of entry {entry} of kv head {head} in layer {layer} has NaN or infinity, and "
+        "no search finds such a key: check the model's weights and dtype."
     )
 
 
 class EntryIndex(ContiguousIndex):
-    """What they share: a page never changes, and there are as many as entries."""
+    """Index over single entries: pages of one entry, which never change."""
 
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__(layer, 1)
 
     def logits(self, queries: Float[Tensor, "H D"], entries: Entries) -> Float[Tensor, "H M"]:
-        """What attention would take from every entry that the index knows."""
+        """Attention logits of all indexed entries."""
         layout = indexed_layout(entries, self.paged.known)
         return page_max_scores(queries, entries.keys, *layout).mul_(self.layer.scaling)
 
 
 @dataclass(frozen=True)
 class EntryRecall(RecallPart):
-    """A part whose index is an `EntryIndex`."""
+    """Recall part whose index is an `EntryIndex`."""
 
     @property
     def page(self) -> int:
@@ -166,12 +166,12 @@ class EntryRecall(RecallPart):
 
 
 def group_queries(queries: Float[Tensor, "H D"], layer: LayerSpec) -> Float[Tensor, "K R D"]:
-    """Queries in float32, by the kv head that they belong to."""
+    """Float32 queries grouped by kv head."""
     return queries.float().view(layer.kv_heads, layer.group, layer.head_dim)
 
 
 def mask_missing(scores: Float[Tensor, "N M"], counts: tuple[int, ...]) -> Float[Tensor, "N M"]:
-    """-inf where a row reaches behind what its kv head has; in place."""
+    """Scores with -inf after the last entry or page of the row's kv head; in place."""
     if min(counts) < scores.shape[1]:
         owned = torch.tensor(counts).repeat_interleave(len(scores) // len(counts))
         scores.masked_fill_(torch.arange(scores.shape[1]) >= owned[:, None], -torch.inf)
@@ -179,27 +179,24 @@ def mask_missing(scores: Float[Tensor, "N M"], counts: tuple[int, ...]) -> Float
 
 
 def softmax_weights(logits: Float[Tensor, "N M"]) -> Float[Tensor, "N M"]:
-    """Softmax of every row; zeros in a row that has nothing."""
+    """Softmax of every row; zeros in an empty row."""
     return torch.softmax(logits, dim=1).nan_to_num_(0.0)
 
 
 def sum_group_weights(
     weights: Float[Tensor, "H M"], counts: tuple[int, ...]
 ) -> Float[Tensor, "K M"]:
-    """Weights summed over the query heads of each kv head, -inf where it has no entry."""
+    """Weights summed over the query heads of each kv head, -inf for missing entries."""
     heads, columns = len(counts), weights.shape[1]
     return mask_missing(weights.view(heads, len(weights) // heads, columns).sum(1), counts)
 
 
 MIN_COLUMNS = 64  # columns of the smallest table
-GROWTH_SHARE = 4  # a table grows by at least 1 / MARGIN, so that growing costs little per entry
+GROWTH_SHARE = 4  # a table grows by at least 1 / GROWTH_SHARE: amortized cost per entry
 
 
 def grow_table(table: Tensor, needed: int, dim: int = 1) -> Tensor:
-    """The table with room for `needed` along a dimension: itself, or a larger copy.
-
-    What lies behind the old end is zero.
-    """
+    """Table with capacity for `needed` along a dimension: itself, or a larger zero-padded copy."""
     room = table.shape[dim]
     if needed <= room:
         return table
@@ -211,19 +208,19 @@ def grow_table(table: Tensor, needed: int, dim: int = 1) -> Tensor:
 
 
 def trim_table(table: Tensor, needed: int, dim: int = 1) -> Tensor:
-    """The table without its slack."""
+    """Table without slack."""
     return table.narrow(dim, 0, needed).contiguous()
 
 
 class QueryHeadRule(Enum):
-    """Whose scores decide.
+    """Combination of the scores of query heads.
 
-    OWN: every query head has a set of its own.
-    INTERLEAVED: one per kv head: the best of each of its query heads, then their seconds, and so
-        on, what came before left out (IceCache).
-    SUM, MEAN, MAX: one per kv head, by the scores of its query heads joined.
-    LAYER_SUM, LAYER_MEAN, LAYER_MAX: one for all, by the scores of all query heads joined. Numbers
-        that a kv head lacks count for the others only.
+    OWN: one set per query head.
+    INTERLEAVED: one set per kv head: the best page of each of its query heads, then their second
+        best, and so on, without repeats (IceCache).
+    SUM, MEAN, MAX: one set per kv head, by the combined scores of its query heads.
+    LAYER_SUM, LAYER_MEAN, LAYER_MAX: one set for all, by the combined scores of all query heads.
+        Pages that a kv head lacks count for the others only.
     """
 
     OWN = "own"
@@ -239,7 +236,7 @@ class QueryHeadRule(Enum):
 def select_pages(
     scores: Float[Tensor, "H N"], kv_heads: int, rule: QueryHeadRule, count: int
 ) -> Int64[Tensor, "F P"]:
-    """At most `count` pages per set, the best first, as `Found.pages` takes them."""
+    """At most `count` pages per set, the best first, in the form of `RecallResult.pages`."""
     if rule is QueryHeadRule.OWN:
         return top_rows(scores, count)
     if rule is QueryHeadRule.INTERLEAVED:
@@ -250,7 +247,7 @@ def select_pages(
 def combine_scores(
     scores: Float[Tensor, "H N"], kv_heads: int, rule: QueryHeadRule
 ) -> Float[Tensor, "K N"]:
-    """The scores of a group, or of all heads, as one; for the rules that join scores."""
+    """Combined scores of a group, or of all heads; not for OWN and INTERLEAVED."""
     groups = scores.view(kv_heads, len(scores) // kv_heads, scores.shape[1])  # [K, R, N]
     if rule is QueryHeadRule.MAX:
         return groups.amax(1)

@@ -1,15 +1,15 @@
-"""Pages by what their best key could be at most: a box around the keys of each.
+"""Page bounds index (Quest, ArkVale): upper bounds of products from a box around each page's keys.
 
 `digest="quest"`, Tang et al., "Quest: Query-Aware Sparsity for Efficient Long-Context LLM
 Inference" (2024), arXiv:2406.10774: a page's smallest and largest number of every channel bound any
-product with its keys; every query head takes the pages of the highest bounds for itself, as the
-released evaluation does. `digest="arkvale"`, Chen et al., "ArkVale: Efficient Generative LLM
-Inference with Recallable Key-Value Eviction" (2024), NeurIPS 2024, draws the box closer: around the
-middle of each channel, by the mean distance from it, which bounds most keys and not all; the mean
-over all query heads chooses one set for the layer, of pages of 32.
+product with its keys; every query head takes the pages of its highest bounds, as in the released
+evaluation. `digest="arkvale"`, Chen et al., "ArkVale: Efficient Generative LLM Inference with
+Recallable Key-Value Eviction" (2024), NeurIPS 2024, has a tighter box: around the middle of each
+channel, by the mean distance from it, which bounds most keys and not all; the mean over all query
+heads selects one set for the layer, of pages of 32.
 
-What differs: a last page that is not full has a box of its own and competes, and both fill whatever
-number of pages is asked for (Quest takes no fewer than three).
+Differences: a partial last page has a box of its own and competes, and both select any number of
+pages (Quest takes no fewer than three).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from larder.recall._index_base import (
 
 
 class PageSummary(Enum):
-    """What stands for a page: all of its keys within bounds, or most of them."""
+    """Box of a page: bounds of all of its keys, or of most of them."""
 
     QUEST = "quest"
     ARKVALE = "arkvale"
@@ -51,11 +51,11 @@ HEAD_RULES = {PageSummary.QUEST: QueryHeadRule.OWN, PageSummary.ARKVALE: QueryHe
 
 @dataclass(frozen=True)
 class Bounds(RecallPart):
-    """Pages of consecutive entries, by the highest product that their box allows.
+    """Pages of contiguous entries, by the highest product that their box allows.
 
     Args:
         page: entries of a page; ArkVale's are 32.
-        digest: how the box is drawn and whose bounds decide.
+        digest: box and query head rule.
     """
 
     page: int = 16
@@ -71,7 +71,7 @@ class Bounds(RecallPart):
 
 
 class BoundsIndex(ContiguousIndex):
-    """Holds a box per page, in float32: two numbers per channel."""
+    """Index with a float32 box per page: two numbers per channel."""
 
     def __init__(self, layer: LayerSpec, part: Bounds) -> None:
         super().__init__(layer, part.page)
@@ -117,7 +117,7 @@ class BoundsIndex(ContiguousIndex):
 def bounding_boxes(
     keys: Float[Tensor, "S D"], page: int, kind: PageSummary
 ) -> Float[Tensor, "P E"]:
-    """The box of each page of some keys, the last of which need not be full."""
+    """Box of each page of some keys; the last page may be partial."""
     missing = -len(keys) % page
     highest = _pad_pages(keys, page, missing, -torch.inf).amax(1)
     lowest = _pad_pages(keys, page, missing, torch.inf).amin(1)

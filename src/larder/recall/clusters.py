@@ -1,13 +1,14 @@
-"""Entries by clusters of keys that point the same way: whole clusters until enough is found.
+"""Cluster index (ClusterKV): whole clusters of keys by centroid product, until the budget is full.
 
 Liu et al., "ClusterKV: Manipulating LLM KV Cache in Semantic Space for Recallable Compression"
 (2024), arXiv:2412.03213: the keys of a kv head are clustered by cosine, centroids are
 the means of their keys; each query head ranks them by product and takes their entries, cluster by
 cluster, until its budget is full; the last cluster is trimmed.
 
-What differs: k-means begins with evenly spaced entries and takes a fixed number of rounds. New
+Differences: k-means starts from evenly spaced entries and runs a fixed number of iterations. New
 entries join the cluster of the nearest centroid, where the paper makes a few new clusters of every
-320 new ones; when a head has twice the entries that its clusters were made of, they are made anew.
+320 new ones; when a head has twice the entries that its clusters were made of, it is clustered
+again.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Clusters(EntryRecall):
     """Entries of the clusters whose centroids have the largest products.
 
     Args:
-        size: entries per cluster, on average, when they are made.
-        iterations: rounds of k-means.
+        size: average entries per cluster when the clusters are made.
+        iterations: k-means iterations.
     """
 
     size: int = 80
@@ -60,7 +61,7 @@ class Clusters(EntryRecall):
 
 
 class ClustersIndex(EntryIndex):
-    """Holds the cluster of each entry, entries in the order of clusters, and the centroids."""
+    """Index with the cluster of each entry, entries in cluster order, and the centroids."""
 
     def __init__(self, layer: LayerSpec, part: Clusters) -> None:
         super().__init__(layer)
@@ -104,7 +105,7 @@ class ClustersIndex(EntryIndex):
         self._labels[head, first : first + len(keys)] = labels
 
     def _sort(self, head: int, length: int) -> None:
-        """Put entries in the order of their clusters, and of their numbers in each."""
+        """Order entries by cluster, then by number."""
         labels = self._labels[head, :length].numpy()
         if int(self._made[head]) <= 1 << 16:
             labels = labels.astype(np.uint16)  # sorted by radix
@@ -119,7 +120,7 @@ class ClustersIndex(EntryIndex):
         return RecallResult(self._entries_of(_rank_clusters(scores), min(count, max(self.counts))))
 
     def _entries_of(self, ranked: Int64[Tensor, "H C"], count: int) -> Int64[Tensor, "H P"]:
-        """The first entries of clusters, one cluster after the other."""
+        """First `count` entries of the ranked clusters, cluster by cluster."""
         sizes = self._sizes.repeat_interleave(self.layer.group, 0)
         firsts = (sizes.cumsum(1) - sizes).gather(1, ranked)  # in `order`, by rank
         sizes = sizes.gather(1, ranked)
@@ -162,7 +163,7 @@ class ClustersIndex(EntryIndex):
 
 
 def _rank_clusters(scores: Float[Tensor, "H C"]) -> Int64[Tensor, "H C"]:
-    """Clusters by falling score, of equals the lower number first; what a head lacks, last."""
+    """Clusters by descending score; ties go to the lower number, missing clusters come last."""
     return torch.sort(scores, dim=1, descending=True, stable=True).indices
 
 

@@ -1,28 +1,28 @@
-"""A tree of keys whose leaves are the pages: the index of IceCache.
+"""Prioritized DCI tree of keys, whose leaves are pages: the index of IceCache.
 
 Mao, Wang, Ester, Li, "IceCache: Memory-efficient KV-cache Management for Long-Sequence LLMs"
 (2026), arXiv:2604.10539, sections 2 and D. Keys are lifted to [k / c, sqrt(1 - |k|^2 / c^2)],
-so that the key nearest to [q / |q|, 0] is the one with the largest product. Every entry lives on
-one level of a tree; its parent is the nearest entry of the level above, and what shares a parent is
-a cell. The entries of a cell, sorted along one random direction, are divided evenly into pages. A
-search goes down from the top and looks at every entry of the best cells of each level; pages are
-found by the best entry that was seen in them, on whatever level.
+so that the key nearest to [q / |q|, 0] is the one with the largest product. Every entry is on
+one level of a tree; its parent is the nearest entry of the level above, and entries with one parent
+are a cell. The entries of a cell, sorted along one random direction, are divided evenly into pages.
+A search descends from the top and scores every entry of the best cells of each level; a page ranks
+by the best of its entries that was scored, on whatever level.
 
     variant   levels                    cells of a level      judged by        pages of
     paper     at random, one ratio      as code               their entry      each query head
     code      counted, 0.01 then 0.2    max(30, 0.0015 n)     their entry      a kv head
     larder    counted, 1/32 then 0.2    max(24, 0.5 n^0.5)    their mean       a kv head
 
-Pages of a kv head are those of its query heads, interleaved. Where each query head has pages of its
-own, as many as the budget allows, their slots take R times the memory, which is counted. The paper
-gives neither its ratio nor how wide it searches. The width of the released code grows with n, and
-its cells are of 100 entries: from 20,000 on it looks at 15 % of all keys. Ours are small, and the
-mean of all entries under a cell, in 8 bits, says better than one of them what is in it.
+Pages of a kv head are those of its query heads, interleaved. If each query head has its own
+pages, as many as the budget allows, the slots take R times the memory, which is counted. The paper
+gives neither its ratio nor its search width. The width of the released code grows with n, and
+its cells have 100 entries: from 20,000 on it scores 15 % of all keys. Ours are small, and the
+8-bit mean of all entries under a cell predicts its contents better than one entry does.
 
-What differs from paper and code in every variant: c is 1.05 times the largest norm and fixed until
-a larger key than that comes, when the tree is built anew, as it is when it has twice the entries
-that it was built of. Until then a tree gets no higher, means stay, and a new entry takes no
-children from others. Inside a visited cell every entry is scored; the code stops at 80 %.
+Differences from paper and code in every variant: c is 1.05 times the largest norm and fixed until
+a larger key comes, when the tree is rebuilt, as it is at twice the entries it was built of. Until
+then the tree gets no higher, means stay, and a new entry takes no children from others. Inside a
+visited cell every entry is scored; the code stops at 80 %.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ from larder.recall._dci_forest import Array, DciForest
 from larder.recall._index_base import check_new_entries, indexed_layout
 
 MARGIN = 1.05  # of the radius, over the largest norm
-GROWTH = 2  # times the entries that a tree was built of: it is built anew
-PARENT_BEAM = 16  # cells of each level that are looked at for the parent of a new entry
+GROWTH = 2  # times the entries that a tree was built of: it is rebuilt
+PARENT_BEAM = 16  # cells of each level that are searched for the parent of a new entry
 
 
 @dataclass(frozen=True)
 class Dci(RecallPart):
-    """A tree per kv head.
+    """DCI tree per kv head.
 
     Args:
-        page: the most entries of a page.
-        variant: whom it follows; see above.
-        first, further: how much of level 0, and of each level above it, the next level is; 0 for
-            what the variant has.
-        beam: cells of each level that a search looks into; 0 for what the variant has.
-        seed: of the direction, and of levels at random.
+        page: maximum entries of a page.
+        variant: see the table above.
+        first, further: size ratio of level 1 to level 0, and of each level to the next above; 0 for
+            the variant's.
+        beam: cells of each level that a search visits; 0 for the variant's.
+        seed: of the direction, and of random levels.
     """
 
     page: int = 16
@@ -99,7 +99,7 @@ class Dci(RecallPart):
         return index
 
     def width(self, entries: int) -> int:
-        """How many cells of each level a search over so many entries looks into."""
+        """Cells of each level that a search over `entries` entries visits."""
         if self.beam:
             return self.beam
         if self.variant is Variant.LARDER:
@@ -108,7 +108,7 @@ class Dci(RecallPart):
 
 
 class DciIndex(RecallIndex):
-    """The trees of one layer."""
+    """DCI trees of one layer."""
 
     def __init__(self, part: Dci, layer: LayerSpec) -> None:
         self.page = part.page
@@ -158,11 +158,11 @@ class DciIndex(RecallIndex):
     def search(
         self, queries: Float[Tensor, "H D"], entries: Entries, count: int
     ) -> tuple[Int64[Tensor, "H P"], Int64[Tensor, " H"]]:
-        """The best pages of each query head, and how many keys were looked at for them."""
+        """Best pages of each query head, and the number of keys scored for them."""
         forest = self.forest
         layout = np.array(entries.starts), forest.tree, forest.bases, forest.levels
         known = zip(forest.known.tolist(), self.counts, strict=True)
-        # Where all pages are wanted, none may be missed: then every cell is looked into.
+        # If all pages are requested, none may be missed: every cell is visited.
         beams = np.array([self._part.width(n) if count < pages else n for n, pages in known])
         ranked, seen = dci.search(queries, entries.keys, *layout, beams, count)
         return torch.from_numpy(ranked), torch.from_numpy(seen)
@@ -207,7 +207,7 @@ class DciIndex(RecallIndex):
         dci.insert(targets, forest.known, entries.keys, starts, *sphere, *layout)
 
     def _page_of(self, entries: int) -> Int64[Tensor, "K S"]:
-        """The page of each entry; -1 where a head has no such entry."""
+        """Page of each entry; -1 where a head has no such entry."""
         page_of = np.full((len(self.counts), entries), -1, np.int64)
         for head, count in enumerate(self.counts):
             held = self.forest.entries_of(head, count)
@@ -217,7 +217,7 @@ class DciIndex(RecallIndex):
 
 
 def _largest(keys: Float[Tensor, "S D"]) -> float:
-    """The largest norm, squared."""
+    """Largest squared norm."""
     parts = keys.split(1 << 14)
     return max(
         (float(part.float().square().sum(-1).max()) for part in parts if len(part)), default=0.0

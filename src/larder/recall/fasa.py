@@ -1,17 +1,17 @@
-"""Entries by the few pairs of rotated dimensions that say what the whole head would say.
+"""FASA index: entries by products over the few rotary dimension pairs that predict a ranking.
 
-Wang et al., "FASA: Frequency-aware Sparse Attention" (2026), arXiv:2602.03152: RoPE cuts
+Wang et al., "FASA: Frequency-aware Sparse Attention" (2026), arXiv:2602.03152: RoPE splits
 the product of query and key into a sum over pairs of dimensions, one per frequency. A pair's
 contextual agreement is the share of the best entries by the full product that are also among the
-best by the pair alone; the pairs of the highest mean agreement stand for the head, and the sum over
+best by the pair alone; the pairs of the highest mean agreement represent the head, and the sum over
 them ranks all entries.
 
 Sixteen pairs, a quarter of a head of 128, and agreement over the best 256 entries are among the
-settings of the paper's ablation, as told in a published note on it; it has 8 and 12 as well.
+settings of the paper's ablation, according to a published note on it; it has 8 and 12 as well.
 
-What differs: the paper calibrates once per model, offline; here pairs are chosen per kv head, by
+Differences: the paper calibrates once per model, offline; here pairs are selected per kv head, by
 all its query heads together, over the latest queries of the text that is read. Without queries the
-pairs in which keys are largest are taken, until there are some. Dimensions that are not turned are
+pairs with the largest keys are taken, until there are some. Dimensions that are not rotated are
 paired like the others. Every query head ranks for itself; the paper leaves groups open.
 """
 
@@ -46,8 +46,8 @@ class Fasa(EntryRecall):
     """Entries by products over the dominant pairs of dimensions.
 
     Args:
-        pairs: that stand for a head.
-        agreeing: the best entries that a pair is compared on.
+        pairs: dimension pairs that represent a head.
+        agreeing: number of best entries that agreement is measured on.
     """
 
     pairs: int = 16
@@ -67,7 +67,7 @@ class Fasa(EntryRecall):
 
 
 class FasaIndex(EntryIndex):
-    """Holds the chosen dimensions of all keys, channel by channel, in the keys' type."""
+    """Index with the selected dimensions of all keys, channel by channel, in the keys' dtype."""
 
     def __init__(self, layer: LayerSpec, part: Fasa) -> None:
         super().__init__(layer)
@@ -130,7 +130,7 @@ class FasaIndex(EntryIndex):
 
 
 def rotary_pairs(layer: LayerSpec) -> Int64[Tensor, "F 2"]:
-    """Dimensions that are turned together, then neighbors among those that are not."""
+    """Dimensions that are rotated together, then neighbors among those that are not rotated."""
     turned = len(layer.radians) if layer.radians else 0
     first = torch.arange(turned)
     rest = torch.arange(2 * turned, layer.head_dim)
@@ -145,7 +145,7 @@ def contextual_agreement(
     pairs: Int64[Tensor, "F 2"],
     agreeing: int,
 ) -> Float[Tensor, " F"]:
-    """Of each pair, the mean share of best entries that it has in common with the full product."""
+    """Mean share of best entries that each pair has in common with the full product."""
     full = top_mask(queries @ keys.T, agreeing)
     merits: list[Tensor] = []
     for pair in pairs:
@@ -156,7 +156,7 @@ def contextual_agreement(
 
 
 def top_mask(scores: Float[Tensor, "Q S"], count: int) -> Bool[Tensor, "Q S"]:
-    """Marks what is no worse than the `count`-th best of its row."""
+    """Mask of the scores that are no worse than the `count`-th best of their row."""
     least = torch.topk(scores, min(count, scores.shape[1])).values[:, -1:]
     return scores >= least
 

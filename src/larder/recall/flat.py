@@ -1,12 +1,12 @@
-"""Look at every key: the exact search that all others are measured against.
+"""Exact search over all offloaded keys: the baseline that other indexes are measured against.
 
-No paper; "Exact-TopK" in Mao, Yuzhen et al., "IceCache" and the oracle of most others. Nothing can
-be missed, and every step reads all keys once.
+No paper; "Exact-TopK" in Mao, Yuzhen et al., "IceCache" and the oracle of most others. It misses
+nothing, and every step reads all keys once.
 
-How others build on it: an index over consecutive pages is a `ContiguousIndex`
-(`_consecutive.py`), which checks what comes and keeps numbers and versions of pages; it fills in
-`_digest`, `find` and, if it holds more, `tensors`, `state` and `restore`. Head rules are in
-`_heads.py`, the search itself in `larder.ops.search`.
+To write another index over contiguous pages, subclass `ContiguousIndex` (`_index_base.py`), which
+validates new entries and tracks numbers and versions of pages; implement `_digest`, `find` and, if
+it holds more, `tensors`, `state` and `restore`. Query head rules are in `_index_base.py`, the
+search itself in `larder.ops.search`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from larder.recall._index_base import ContiguousIndex, QueryHeadRule, indexed_la
 
 @dataclass(frozen=True)
 class Flat(RecallPart):
-    """Pages of consecutive entries, by the best key in each.
+    """Pages of contiguous entries, by the best key in each.
 
     Args:
-        page: entries of a page; 1 finds entries one by one.
-        heads: whose products with a key decide.
+        page: entries of a page; 1 finds single entries.
+        heads: query head rule.
     """
 
     page: int = 1
@@ -46,7 +46,7 @@ class Flat(RecallPart):
 
 
 class FlatIndex(ContiguousIndex):
-    """Holds nothing but how many entries there are."""
+    """Index without tables: it stores only the number of entries."""
 
     def __init__(self, layer: LayerSpec, page: int, heads: QueryHeadRule) -> None:
         super().__init__(layer, page)

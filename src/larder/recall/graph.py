@@ -1,18 +1,18 @@
-"""Entries by walking a graph of keys, with real queries of the text as signposts.
+"""Graph index (RetrievalAttention, RoarGraph): nearest-neighbor graph guided by observed queries.
 
 Liu et al., "RetrievalAttention: Accelerating Long-Context LLM Inference via Vector Retrieval"
-(2024), arXiv:2409.10516: queries are not spread like keys, so that a graph of keys
-that are near each other leads them astray; the index is therefore built from the exact nearest keys
-of the queries of the prompt. It names Chen et al., "RoarGraph: A Projected Bipartite Graph for
+(2024), arXiv:2409.10516: queries are distributed differently from keys, so a graph of near keys
+serves them badly; the index is therefore built from the exact nearest keys of the queries of
+the prompt. It names Chen et al., "RoarGraph: A Projected Bipartite Graph for
 Efficient Cross-Modal Approximate Nearest Neighbor Search" (2024), arXiv:2408.08933, whose graph
 links a key to keys that answer the same query.
 
-What is followed: the bipartite half of it. Every observed query keeps its exact nearest keys; a new
-query goes to the observed ones of the largest cosine, and their keys are candidates. What differs:
+Implemented is the bipartite half of it. Every observed query keeps its exact nearest keys; a new
+query goes to the observed ones of the largest cosine, and their keys are candidates. Differences:
 these are not projected into edges between keys, since the library (usearch, a hierarchical graph
-over inner products) takes no edges of ours; the walk through its graph adds its own candidates, and
+over inner products) accepts no edges; the search in its graph adds its own candidates, and
 all candidates are ranked by their true products. Only the latest queries are observed. New entries
-are looked at one by one until there are as many as the graph has; then it is built anew. Each query
+are scored one by one until there are as many as the graph has; then it is rebuilt. Each query
 head searches for itself.
 """
 
@@ -36,8 +36,8 @@ from larder.ops.search import page_max_scores, top_rows
 from larder.recall._index_base import EntryIndex, EntryRecall, group_queries
 
 EDGES = 16  # of each key in the graph, twice as many on its lowest level
-BUILD_BEAM = 64  # keys that are kept in view while a key finds its place
-GUIDE_QUERIES = 8  # observed queries that a new one goes to
+BUILD_BEAM = 64  # expansion while a key is inserted
+GUIDE_QUERIES = 8  # observed queries that a new one is compared with
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Graph(EntryRecall):
     """Entries by approximate search for the largest products.
 
     Args:
-        beam: keys that a walk through the graph keeps in view; more where more are asked for.
+        beam: expansion of the graph search; more if more entries are requested.
         links: nearest keys that every observed query keeps.
-        least: entries of which the first graph is made; fewer are looked at one by one.
+        least: entries of the first graph; fewer are scored one by one.
     """
 
     beam: int = 128
@@ -65,13 +65,13 @@ class Graph(EntryRecall):
     def index(self, layer: LayerSpec) -> GraphIndex:
         """
         Raises:
-            DependencyError: the package that makes graphs is not installed.
+            DependencyError: the package usearch is not installed.
         """
         return GraphIndex(layer, self)
 
 
 class GraphIndex(EntryIndex):
-    """Holds a graph per kv head, keys included, in bfloat16, and observed queries with links."""
+    """Index with a bfloat16 graph per kv head, keys included, and observed queries with links."""
 
     def __init__(self, layer: LayerSpec, part: Graph) -> None:
         super().__init__(layer)
@@ -111,7 +111,7 @@ class GraphIndex(EntryIndex):
         self._graphs[head], self._in_graph[head] = graph, len(keys)
 
     def _link(self, entries: Entries) -> None:
-        """The exact nearest keys of every observed query; -1 behind the last."""
+        """Exact nearest keys of every observed query; -1 after the last."""
         links = torch.full((*self._signs.shape[:2], self._part.links), -1, dtype=torch.int32)
         for head, signs in enumerate(self._signs):
             best = top_rows(signs @ entries.head_keys(head).float().T, self._part.links)
@@ -119,7 +119,7 @@ class GraphIndex(EntryIndex):
         self._links = links
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        if count >= max(self.counts):  # all are wanted: a walk could miss some
+        if count >= max(self.counts):  # all entries are requested: a graph search could miss some
             return self.exact(queries, entries, count)
         asked = group_queries(queries, self.layer)
         scores = self._late(queries, entries)
@@ -132,7 +132,7 @@ class GraphIndex(EntryIndex):
         return RecallResult(top_rows(scores, count))
 
     def _late(self, queries: Float[Tensor, "H D"], entries: Entries) -> Float[Tensor, "H M"]:
-        """Products with the entries that are in no graph; -inf for those that are."""
+        """Products with entries outside the graphs; -inf for those inside."""
         known, built = self.paged.known, self._in_graph.tolist()
         starts = torch.tensor(entries.starts) + self._in_graph
         late = page_max_scores(queries, entries.keys, starts, torch.tensor(known) - self._in_graph)
@@ -144,12 +144,12 @@ class GraphIndex(EntryIndex):
         return scores
 
     def _linked(self, head: int, asked: Float[Tensor, "R D"]) -> Int64[Tensor, "R C"]:
-        """Keys that answered the observed queries which are most like the new ones."""
+        """Keys linked to the observed queries most similar to the new ones."""
         guides = top_rows(asked @ self._signs[head].T, GUIDE_QUERIES)
         return self._links[head][guides].flatten(1).long()
 
     def _walked(self, head: int, asked: Float[Tensor, "R D"], count: int) -> Int64[Tensor, "R C"]:
-        """Keys that the graph finds."""
+        """Keys found in the graph."""
         graph = self._graphs[head]
         graph.expansion_search = max(self._part.beam, count)
         found = [graph.search(row, count, threads=1).keys for row in asked.numpy()]
@@ -166,7 +166,7 @@ class GraphIndex(EntryIndex):
         head: int,
         scores: Float[Tensor, "R M"],
     ) -> None:
-        """Write the true products of candidates in their places."""
+        """Write the true products of candidates into `scores`."""
         if self.paged.known[head] and candidates.shape[1]:
             some = candidates.clamp(min=0)
             rows = entries.keys.index_select(0, some.flatten() + entries.starts[head])
@@ -178,7 +178,7 @@ class GraphIndex(EntryIndex):
         return RecallResult(top_rows(self.logits(queries, entries), count))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        # Graphs lie in the library's own memory: tensors of their size that hold nothing.
+        # Graphs are in the library's own memory: meta tensors of their size count their bytes.
         graphs = tuple(
             torch.empty(graph.memory_usage, dtype=torch.uint8, device="meta")
             for graph in self._graphs
@@ -212,7 +212,7 @@ def _usearch_index() -> Any:
     except ImportError as error:
         raise DependencyError(
             "recall graph needs the package usearch, which is not installed; "
-            'run `pip install "larder[graph]"`, or take the recall `dci`.'
+            'run `pip install "larder[graph]"`, or use the recall `dci`.'
         ) from error
     return Index
 

@@ -1,22 +1,22 @@
-"""Pages by one product each, first of large ones, then of the small ones within the best.
+"""MPCache index: coarse-to-fine search over contiguous pages by one product per page.
 
 Zeng et al., "MPCache: MPC-Friendly KV Cache Eviction for Efficient Private Large Language Model
-Inference" (2025), arXiv:2501.06807: neighboring tokens are clusters, and each is digested by a
+Inference" (2025), arXiv:2501.06807: neighboring tokens are clusters, and each is summarized by a
 point between its largest and smallest numbers, 0.6 of the way up, whose product with the query is
-linear and stands for the bound of what is inside. Coarse clusters narrow the search, fine ones
+linear and approximates the bound of its contents. Coarse clusters narrow the search, fine ones
 within them are ranked.
 
-Sizes are those of the released code: clusters of 32 and of 16, half of the coarse ones stay, and
-the point is 0.6 of the way up.
+Sizes are those of the released code: clusters of 32 and of 16, half of the coarse ones are kept,
+and the point is 0.6 of the way up.
 
-Two neighboring layers share what the first of them finds, all but the first two. That takes
-layers that parked the same tokens; where a first cut of the text is a scorer's work, have the pair
+Two neighboring layers share the selection of the first of them, all but the first two. That takes
+layers that offloaded the same tokens; if a scorer makes a first cut of the text, have the pair
 share its scores too: `token(layers=2)`.
 
-What differs: the paper's first cut of the text is a scorer's work. Never fewer coarse
-clusters stay than hold what is asked for; the code asks for a fifth of all that is left. All fine
-digests are multiplied at once, which on a plain machine is quicker than gathering some, and those
-outside the coarse clusters are left out. Every query head chooses for itself.
+Differences: the paper's first cut of the text is a scorer's work. At least as many coarse
+clusters are kept as hold the requested pages; the code requests a fifth of all that is left. All
+fine points are multiplied at once, which on ordinary hardware is quicker than gathering some, and
+those outside the coarse clusters are masked. Every query head selects for itself.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from larder.recall.bounds import PageSummary, bounding_boxes
 
 @dataclass(frozen=True)
 class MPCache(RecallPart):
-    """Pages of consecutive entries, by a point in their box, coarse to fine.
+    """Pages of contiguous entries, by a point in their box, coarse to fine.
 
     Args:
         page: entries of a page.
         coarse: pages of a coarse cluster.
-        kept: the share of coarse clusters that stay, in (0, 1].
-        slant: how far up between lowest and highest the point is, in [0, 1].
-        alone: the first so many layers that park share nothing.
+        kept: share of coarse clusters that are kept, in (0, 1].
+        slant: height of the point between lowest and highest, in [0, 1].
+        alone: number of first offloading layers that share no selection.
     """
 
     layers: int = 2
@@ -88,7 +88,7 @@ class MPCache(RecallPart):
 
 
 class MPCacheIndex(ContiguousIndex):
-    """Holds a point per page and one per coarse cluster, in float32."""
+    """Index with a float32 point per page and one per coarse cluster."""
 
     def __init__(self, layer: LayerSpec, part: MPCache) -> None:
         super().__init__(layer, part.page)
@@ -103,7 +103,7 @@ class MPCacheIndex(ContiguousIndex):
     def _points(
         self, table: Float[Tensor, "K P D"], entries: Entries, known: tuple[int, ...], size: int
     ) -> Float[Tensor, "K L D"]:
-        """The table with the points of all clusters that are new or have grown."""
+        """Table with the points of all clusters that are new or have grown."""
         table = grow_table(table, -(-max(entries.lengths) // size))
         for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
             if now > before:
@@ -123,7 +123,7 @@ class MPCacheIndex(ContiguousIndex):
         )
 
     def _stays(self, asked: Float[Tensor, "K R D"], count: int) -> Bool[Tensor, "H C"]:
-        """The coarse clusters that each query head looks into."""
+        """Mask of the coarse clusters that each query head searches."""
         owned = tuple(-(-pages // self._part.coarse) for pages in self.counts)
         scores = (asked @ self._coarse[:, : max(owned)].transpose(1, 2)).flatten(0, 1)
         least = -(-count // self._part.coarse) + 1  # the last one may not be full

@@ -1,13 +1,13 @@
-"""Entries by products with what their keys are rounded to: two codes per key.
+"""Product quantization index (PQCache): entries by products with the codes of their keys.
 
 Zhang et al., "PQCache: Product Quantization-based KVCache for Long Context LLM Inference" (2024),
 arXiv:2407.12820: the keys of a kv head are cut into two parts, each part clustered by
 k-means into 64; a query's products with all centroids are looked up for every key. Softmax of each
 query head, summed over the group; the highest entries are fetched.
 
-What differs: k-means begins with evenly spaced entries and takes a fixed number of rounds, where
-the paper takes as many as fit beside the computation. New entries take the nearest centroids, as
-in the paper; when a head has twice the entries that its centroids were made of, they are made anew.
+Differences: k-means starts from evenly spaced entries and runs a fixed number of iterations, where
+the paper runs as many as fit beside the computation. New entries take the nearest centroids, as
+in the paper; centroids are recomputed when a head has twice the entries they were made of.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ MAX_CODES = 256  # a code is a byte
 
 @dataclass(frozen=True)
 class PQ(EntryRecall):
-    """Entries by the attention that their rounded keys would have.
+    """Entries by the attention weights of their quantized keys.
 
     Args:
-        parts: that a key is cut into, each with a code.
-        centroids: of each part.
-        iterations: rounds of k-means.
+        parts: parts of a key, each with a code.
+        centroids: centroids per part.
+        iterations: k-means iterations.
     """
 
     parts: int = 2
@@ -72,7 +72,7 @@ class PQ(EntryRecall):
 
 
 class PQIndex(EntryIndex):
-    """Holds a byte per part of each key, and the centroids in float32."""
+    """Index with a byte per part of each key, and the centroids in float32."""
 
     def __init__(self, layer: LayerSpec, part: PQ) -> None:
         super().__init__(layer)

@@ -1,16 +1,16 @@
-"""Pages by a few channels of what their largest or smallest keys are: RocketKV's second stage.
+"""RocketKV second-stage index: pages by a few channels of their largest or smallest keys.
 
 Behnam et al., "RocketKV: Accelerating Long-Context LLM Inference via Two-Stage KV Cache
-Compression" (2025), arXiv:2502.14051: keys are digested in chunks by their largest and
+Compression" (2025), arXiv:2502.14051: chunks of keys are summarized by their largest and
 smallest numbers; of these, the channels in which a group's query is largest are read, the largest
 or the smallest number by the query's sign; softmax at SparQ's temperature, mean over the group, and
 the best chunks are attended to exactly. A ratio is split between the two sides: chunks of its root,
-rounded up, and as much fewer channels as is left.
+rounded up, and correspondingly fewer channels.
 
-Digests, channels, temperature, mean and the way a ratio is split are those of the released code.
+Summaries, channels, temperature, mean and the split of the ratio are those of the released code.
 
-What differs: the first stage, which cuts the text once, is a scorer's work, so the ratio is a
-parameter and not what that stage left. A last chunk that is not full is digested as it is.
+Differences: the first stage, which cuts the text once, is a scorer's work, so the ratio is a
+parameter and not derived from that stage. A partial last chunk is summarized as it is.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from larder.recall.bounds import PageSummary, bounding_boxes
 
 @dataclass(frozen=True)
 class Rocket(RecallPart):
-    """Chunks of consecutive entries, by attention to the side of their box that a query faces.
+    """Chunks of contiguous entries, by attention to the side of their box that a query faces.
 
     Args:
-        ratio: how many times fewer numbers are read than all keys have.
+        ratio: reduction of the numbers read, relative to all keys.
     """
 
     ratio: float = 16.0
@@ -55,11 +55,11 @@ class Rocket(RecallPart):
     def __post_init__(self) -> None:
         if not 1 <= self.ratio < math.inf:
             raise BadParameter(f"rocket.ratio must be at least 1, got {self.ratio}.")
-        super().__post_init__()  # looks at the page, which the ratio makes
+        super().__post_init__()  # checks the page, which depends on the ratio
 
     @property
     def page(self) -> int:
-        """Entries of a chunk: the root of the ratio, rounded up; 1 where that is more than it."""
+        """Entries of a chunk: the root of the ratio, rounded up; 1 where that exceeds the ratio."""
         chunk = math.ceil(math.sqrt(self.ratio))
         return chunk if chunk <= self.ratio else 1
 
@@ -74,7 +74,7 @@ class Rocket(RecallPart):
 
 
 class RocketIndex(ContiguousIndex):
-    """Holds the largest and smallest numbers of each chunk, channel by channel, in float32."""
+    """Index with the largest and smallest numbers of each chunk, channel by channel, in float32."""
 
     def __init__(self, layer: LayerSpec, page: int, channels: int) -> None:
         super().__init__(layer, page)

@@ -1,17 +1,17 @@
-"""Sentences by the product of their mean key with the mean query of the sentence being generated.
+"""Sentence index (SentenceKV): sentences by product of mean key and mean query of the current one.
 
 Zhu et al., "SentenceKV: Efficient LLM Inference via Sentence-Level Semantic KV Caching" (2025),
 arXiv:2504.00970: texts are cut at punctuation, and each head keeps the mean key of every sentence.
 A step searches with the mean of the queries since the last punctuation, its own included. Sentences
-are ranked by their products with it, and entries taken sentence after sentence until the budget is
-full. The first token of a sentence has no such mean: it attends to everything that is parked,
+are ranked by their products with it, and entries taken sentence by sentence until the budget is
+full. The first token of a sentence has no such mean: it attends to all offloaded entries,
 beyond the budget, which the first cut of the text (`park(cut="budgets")`) bounds.
 
-What differs: a score is the sum of products over the query heads of a kv head, where the released
-code repeats kv heads and ranks for every query head. Means are of parked entries, and an entry that
-is parked while its sentence still goes on is found at once. A sentence that has no room left is
-taken as far as there is. Where the cache keeps no `sentence` column, 32 entries that follow each
-other are a sentence, and no token but the first one after a text attends to everything.
+Differences: a score is the sum of products over the query heads of a kv head, where the released
+code repeats kv heads and ranks for every query head. Means are over offloaded entries, and an entry
+that is offloaded while its sentence continues is searchable at once. A sentence that exceeds the
+budget is trimmed. If the cache keeps no `sentence` column, 32 contiguous entries are a sentence,
+and only the first token after a text attends to everything.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from larder.recall._index_base import (
 )
 
 COLUMN = "sentence"
-DEFAULT_SENTENCE_ENTRIES = 32  # entries of a sentence where nothing says where sentences end
-NO_POSITION = -2  # a position that none follows
+DEFAULT_SENTENCE_ENTRIES = 32  # entries of a sentence without the sentence column
+NO_POSITION = -2  # a position without successor
 
 
 @dataclass(frozen=True)
 class Sentences(EntryRecall):
-    """Entries of the sentences that the sentence being generated is like.
+    """Entries of the sentences most similar to the one being generated.
 
     Raises:
-        BadParameter: pages are fetched ahead, with queries that no mean may hold.
+        BadParameter: pages are prefetched, with predicted queries that no mean may include.
     """
 
     is_plain: ClassVar[bool] = False
@@ -60,8 +60,8 @@ class Sentences(EntryRecall):
         super().__post_init__()
         if self.fetch is not FetchMode.IN_TURN:
             raise BadParameter(
-                f"sentences.fetch must be in_turn, got {self.fetch.value}: queries that are "
-                "foreseen are no part of a sentence."
+                f"sentences.fetch must be in_turn, got {self.fetch.value}: predicted queries of a "
+                "prefetch are no part of a sentence."
             )
 
     def index(self, layer: LayerSpec) -> SentencesIndex:
@@ -69,9 +69,9 @@ class Sentences(EntryRecall):
 
 
 class SentencesIndex(EntryIndex):
-    """Holds the sentence of each entry, the sums of keys, and the mean query in float32."""
+    """Index with the sentence of each entry, sums of keys, and the mean query in float32."""
 
-    is_stateless = False  # it remembers what was asked since the last punctuation
+    is_stateless = False  # it sums the queries since the last punctuation
 
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__(layer)
@@ -91,7 +91,7 @@ class SentencesIndex(EntryIndex):
                 self._take_in(head, entries, before)
 
     def _take_in(self, head: int, entries: Entries, before: int) -> None:
-        """Label the entries of a head anew, and add those from `before` on to their sentences."""
+        """Relabel the entries of a head, and add those from `before` on to their sentences."""
         column = self._column(entries, head)
         numbers, labels = column.unique(return_inverse=True)
         size, old = len(numbers), int(self._sizes[head])
@@ -112,7 +112,7 @@ class SentencesIndex(EntryIndex):
         self._sizes[head] = size
 
     def _column(self, entries: Entries, head: int) -> Float[Tensor, " S"]:
-        """The sentence of each entry; the end of one still belongs to it."""
+        """Sentence of each entry; an end of sentence belongs to its sentence."""
         if COLUMN in entries.columns:
             return entries.columns[COLUMN][entries.rows(head)].abs()
         return (torch.arange(entries.lengths[head]) // DEFAULT_SENTENCE_ENTRIES).float()
@@ -137,7 +137,7 @@ class SentencesIndex(EntryIndex):
         return self._found(logits.view(self.layer.kv_heads, self.layer.group, -1).sum(1), count)
 
     def _searched(self, queries: Float[Tensor, "H D"]) -> Float[Tensor, "H D"]:
-        """The mean query of the sentence; the given ones where no step was followed."""
+        """Mean query of the sentence; `queries` before the first followed step."""
         count = int(self._course[0])
         return self._asked / count if count else queries
 
@@ -171,7 +171,7 @@ class SentencesIndex(EntryIndex):
 
 
 def _has_ended(stays: Entries, position: int) -> bool:
-    """Whether the token at a position, the last but one, ends a sentence, in any head."""
+    """True if the token at a position, the last but one, ends a sentence, in any head."""
     if COLUMN not in stays.columns:
         return False
     for head, length in enumerate(stays.lengths):

@@ -1,13 +1,13 @@
-"""Entries by the few channels in which the query is largest.
+"""SparQ index: entries by the few channels in which the query is largest.
 
 Ribar et al., "SparQ Attention: Bandwidth-Efficient LLM Inference" (2023), arXiv:2312.04985,
 algorithm 1: the channels of the largest absolute numbers, summed over a group, are read
-of every key; their products, at a temperature for what they leave out, tell roughly how attention
-goes; the highest entries by its sum over the group are attended to exactly; what mass is missing
+of every key; their products, at a temperature for the omitted channels, approximate attention;
+the highest entries by its sum over the group are attended to exactly; the missing mass
 goes to the mean value of all.
 
-What differs: shares and the mean are of parked entries alone, since what the fast tier always
-holds is attended to exactly. As in the paper, keys are held a second time, channel by channel.
+Differences: shares and the mean are over offloaded entries alone, since the device tier is
+attended to exactly. As in the paper, keys are stored a second time, channel by channel.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SparQ(EntryRecall):
     """Entries by attention over few channels, and the mean value for the rest.
 
     Args:
-        channels: that are read of every key.
+        channels: channels read of every key.
     """
 
     channels: int = 32
@@ -62,7 +62,7 @@ class SparQ(EntryRecall):
 
 
 class SparQIndex(EntryIndex):
-    """Holds all keys once more, in their own type, and the sum of all values in float64."""
+    """Index with a second copy of all keys, in their dtype, and float64 sums of the values."""
 
     def __init__(self, layer: LayerSpec, channels: int) -> None:
         super().__init__(layer)
@@ -98,8 +98,8 @@ class SparQIndex(EntryIndex):
         owned = torch.tensor(known)
         share[(owned == 0).repeat_interleave(self.layer.group)] = 1.0  # there is nothing to mix in
         mean = (self._sums / owned.clamp(min=1)[:, None]).float()
-        # What a group chooses may be nothing to one of its heads: never 0, as the mean's weight is
-        # told by what the found ones have.
+        # A group's selection may have no weight for one of its heads. The share is never 0, since
+        # the mean's weight is computed from that of the fetched entries.
         return RecallResult(pages, share=share.clamp(MIN_SHARE, 1.0), mean=mean)
 
     def tensors(self) -> tuple[Tensor, ...]:

@@ -1,18 +1,18 @@
-"""Entries by the votes of all heads of a layer, chosen anew only when the query turns away.
+"""Vote index (TokenSelect): entries by the votes of all heads, reused while queries are similar.
 
 Wu et al., "TokenSelect: Efficient Long-Context Inference and Length Extrapolation for LLMs via
 Dynamic Token-Level KV Cache Selection" (2024), arXiv:2411.02886: every query
-head's softmax over the keys of its kv head is its vote; their sum chooses one set of tokens for all
-heads. While the cosine between the queries of all heads, taken as one vector, and those of the
-last choice is at least a threshold, that choice stands. A chunk of the prompt is read with one
-choice, too: its mean query of each head votes, and the whole chunk attends to what is chosen, to
-the first and the latest tokens, and to itself.
+head's softmax over the keys of its kv head is its vote; their sum selects one set of tokens for all
+heads. The selection is reused while the cosine between the queries of all heads, taken as one
+vector, and those of the last selection is at least a threshold. A chunk of the prompt is read with
+one selection, too: its mean query of each head votes, and the whole chunk attends to the selection,
+to the first and the latest tokens, and to itself.
 
-What differs: the softmax has the model's own scaling, and query head h votes by kv head h // R (the
+Differences: the softmax has the model's own scaling, and query head h votes by kv head h // R (the
 released kernel has neither). A chunk is a block of the schedule, and a question is one. Votes are
-for positions, so that heads that park different tokens take, of the same ranking, those that they
-have. A choice is also made anew when another number of entries is asked for, or when a head's
-entries no longer filled it.
+for positions, so that heads that offload different tokens take, of the same ranking, those that
+they have. A new selection is also made when another number of entries is requested, or when a
+head's entries no longer fill it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Votes(EntryRecall):
     """Entries by the attention of all query heads together.
 
     Args:
-        threshold: the least cosine with the queries of the last choice at which it stands; 1 and
-            more chooses at every step.
-        prefill: what blocks of a text and questions attend to: `exact`, everything, or `recalled`,
-            as many entries as a step does.
+        threshold: minimum cosine with the queries of the last selection for reusing it; 1 and more
+            selects at every step.
+        prefill: entries that blocks of a text and questions attend to: `exact`, everything, or
+            `recalled`, as many as a decode step.
     """
 
     threshold: float = 0.9
@@ -56,9 +56,9 @@ class Votes(EntryRecall):
 
 
 class VotesIndex(EntryIndex):
-    """Holds the last choice, the queries that it was made for, and how many were asked for."""
+    """Index with the last selection, its queries, and its requested size."""
 
-    is_stateless = False  # it remembers what was asked last
+    is_stateless = False  # it stores the last queries
 
     def __init__(self, layer: LayerSpec, threshold: float) -> None:
         super().__init__(layer)
@@ -75,14 +75,14 @@ class VotesIndex(EntryIndex):
         return RecallResult(self._chosen)
 
     def _is_selection_valid(self, asked: Float[Tensor, " Q"], count: int) -> bool:
-        """Whether the last choice will do."""
+        """True if the last selection can be reused."""
         if self._threshold >= 1 or count != self._count or not self._filled():
             return False
         norms = self._asked.norm() * asked.norm()
         return bool(self._asked @ asked >= self._threshold * norms)
 
     def _filled(self) -> bool:
-        """Whether every head has as many entries in the choice as it could have now."""
+        """True if every head has as many entries in the selection as it could have now."""
         wanted = torch.tensor(self.paged.known).clamp(max=self._count)
         return bool(((self._chosen >= 0).sum(1) == wanted).all())
 
@@ -113,7 +113,7 @@ class VotesIndex(EntryIndex):
 def _sum_by_position(
     votes: Float[Tensor, "K M"], entries: Entries, known: tuple[int, ...]
 ) -> Float[Tensor, "K M"]:
-    """The votes of all heads for the position of each entry."""
+    """Votes of all heads for the position of each entry."""
     places = _padded_positions(entries, known, votes.shape[1])
     if bool((places == places[:1]).all()):
         return votes.sum(0).expand_as(votes).clone()
@@ -126,7 +126,7 @@ def _sum_by_position(
 def _padded_positions(
     entries: Entries, known: tuple[int, ...], longest: int
 ) -> Int64[Tensor, "K M"]:
-    """Positions of the entries of each head; 0 behind its last, where votes are 0."""
+    """Positions of the entries of each head; 0 after its last, where votes are 0."""
     places = torch.zeros(len(known), longest, dtype=torch.int64)
     for head, length in enumerate(known):
         places[head, :length] = entries.head_positions(head)[:length]

@@ -1,17 +1,17 @@
-"""Clusters of keys, the best fetched, the next estimated by their centroids, the rest left out.
+"""Wave index (RetroInfer): best clusters fetched, next ones estimated by centroids, rest omitted.
 
 Chen et al., "RetroInfer: A Vector-Storage Approach for Scalable Long-Context LLM Inference" (2025),
-arXiv:2505.02922: k-means within segments of the text, centroids of length 1 while it
-iterates over keys less their mean, about 16 entries to a cluster. Softmax over centroids, summed
-over a group, ranks clusters. A cluster that is only estimated counts as many times its centroid as
-it has entries, with their mean value. New entries become clusters when there are 1,024 of them;
-until then they are pending, and every step attends to them. A text of fewer has no clusters.
+arXiv:2505.02922: k-means within segments of the text, over keys less their mean, with centroids of
+length 1 during the iterations, about 16 entries to a cluster. Softmax over centroids, summed
+over a group, ranks clusters. An estimated cluster counts as many times its centroid as it has
+entries, with their mean value. New entries become clusters when there are 1,024 of them;
+until then they are pending, and every step attends to them. A shorter text has no clusters.
 
-What differs: k-means begins with evenly spaced entries. A cluster larger than a page is cut into
-pages of its own centroids, equally full, in the order of time. Pending entries stand in pages of
-entries that follow each other, which come before all others out of the same budget: so no more than
+Differences: k-means starts from evenly spaced entries. A cluster larger than a page is cut into
+pages with their own centroids, equally full, in the order of time. Pending entries are in pages of
+contiguous entries, which come before all others within the same budget: so no more than
 half of what is fetched may be pending, and clusters are made earlier where that is below 1,024.
-Centroids are ranked as released: by softmax without their counts.
+Centroids are ranked as in the released code: by softmax without their counts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from larder.recall._index_base import (
 
 
 class PendingMode(Enum):
-    """How entries that are in no cluster yet are found: all of them, or ranked like clusters."""
+    """Search for entries outside any cluster: all of them, or ranked like clusters."""
 
     EXACT = "exact"
     RANKED = "ranked"
@@ -53,18 +53,18 @@ class PendingMode(Enum):
 
 @dataclass(frozen=True)
 class Wave(RecallPart):
-    """Pages of clusters, and centroids for those that come next.
+    """Pages of clusters, and centroids for the next ones.
 
     Args:
-        page: the most entries of a page.
-        size: entries per cluster, on average.
-        segment: entries that are clustered together at most.
+        page: maximum entries of a page.
+        size: average entries per cluster.
+        segment: maximum entries that are clustered together.
         update: pending entries that make a segment of their own; at most half of `tokens` are
-            pending where all of them are attended to.
+            pending if all of them are attended to.
         pending: `exact` attends to all pending entries at every step, `ranked` to the pages of them
             that rank high enough.
-        iterations: rounds of k-means.
-        estimated: the share of all pages that is estimated, in [0, 1].
+        iterations: k-means iterations.
+        estimated: share of all pages that is estimated, in [0, 1].
     """
 
     page: int = 16
@@ -91,7 +91,7 @@ class Wave(RecallPart):
 
     @property
     def segment_tokens(self) -> int:
-        """Pending entries that become clusters."""
+        """Number of pending entries at which they become clusters."""
         if self.pending is PendingMode.RANKED or self.tokens is None:
             return self.update
         return min(self.update, max(1, self.pages // 2) * self.page)
@@ -106,7 +106,7 @@ class Wave(RecallPart):
 
 
 class WaveIndex(RecallIndex):
-    """Holds the entries of each page, and its mean key and value in float32."""
+    """Index with the entries of each page, and its mean key and value in float32."""
 
     def __init__(self, layer: LayerSpec, part: Wave) -> None:
         self.layer = layer
@@ -126,7 +126,7 @@ class WaveIndex(RecallIndex):
                 self._grow(head, entries)
 
     def _grow(self, head: int, entries: Entries) -> None:
-        """Make clusters of what has waited long enough, and pages of the rest."""
+        """Cluster complete segments of pending entries, and paginate the rest."""
         part, now = self._part, entries.lengths[head]
         done, kept = self._settled[head].tolist()
         orders: list[Tensor] = []
@@ -148,7 +148,7 @@ class WaveIndex(RecallIndex):
     def _clusters(
         self, keys: Float[Tensor, "S D"]
     ) -> tuple[Int64[Tensor, " S"], Int64[Tensor, " P"]]:
-        """Entries in the order of clusters, and where pages begin in it."""
+        """Entries in cluster order, and where pages begin in it."""
         count = max(len(keys) // self._part.size, 1)
         centered = keys - keys.mean(0)
         return paginate_clusters(centered, count, self._part.iterations, self.page)
@@ -219,7 +219,7 @@ class WaveIndex(RecallIndex):
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Become the index that `state` came from."""
+        """Restore from the tensors of `state`."""
         self._paged.restore(state)
         self._settled = state["settled"].clone()
         self._keys, self._values = state["keys"].clone(), state["values"].clone()

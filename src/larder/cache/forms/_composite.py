@@ -1,4 +1,4 @@
-"""A layer that holds some entries as they are, and others in another manner."""
+"""Base classes of layers that combine a ragged part with entries held elsewhere."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ GRADE_BYTES = 1  # of a grade in what `entries` shows
 
 
 class CompositeLayer(CacheLayer):
-    """New entries come into a ragged tier; a form says what else there is, and how it is attended.
+    """Ragged tier for new entries, beside other storage that a subclass defines.
 
-    What `entries` shows is a copy as soon as anything is held in another manner.
+    `entries` returns a copy as soon as the other storage holds any entry.
     """
 
     _finest: RaggedLayer
@@ -32,11 +32,11 @@ class CompositeLayer(CacheLayer):
     @property
     @abstractmethod
     def _is_mixed(self) -> bool:
-        """Whether anything is held in another manner than the ragged tier's."""
+        """True if any entry is outside the ragged tier."""
 
     @abstractmethod
     def _attended(self, queries: Queries) -> Iterator[AttentionState]:
-        """Attention to each part of what is held in another manner."""
+        """Attention to each part outside the ragged tier."""
 
     def allocate(self, room: int) -> None:
         self._finest.allocate(room)
@@ -58,7 +58,7 @@ class CompositeLayer(CacheLayer):
 
     @property
     def _bias_column(self) -> int | None:
-        """Which column of the ledger attention adds to the logits; None where there is none."""
+        """Index of the ledger column that attention adds to the logits; None if there is none."""
         names = self._finest.ledger.columns
         return names.index(LOG_COUNT) if LOG_COUNT in names else None
 
@@ -73,7 +73,7 @@ class CompositeLayer(CacheLayer):
 
 
 class RecoverableLayer(CacheLayer):
-    """A ragged part, `_fast`, in front of what is rejected; that part alone is a policy's."""
+    """Ragged part `_fast`, visible to policies, in front of recoverable rejected entries."""
 
     _fast: RaggedLayer
 
@@ -103,7 +103,7 @@ class RecoverableLayer(CacheLayer):
         self._fast.compact()
 
     def entries(self) -> Entries:
-        """What the ragged part holds; the rest is beyond a policy's reach."""
+        """Entries of the ragged part; policies do not see the rest."""
         return self._fast.entries()
 
     @property
@@ -112,8 +112,8 @@ class RecoverableLayer(CacheLayer):
 
     @abstractmethod
     def _carry_out(self, plan: Plan, change: Callable[[Plan], None]) -> None:
-        """Put aside what a plan rejects, and change the ragged part.
+        """Store what a plan rejects, and change the ragged part.
 
         Args:
-            change: what the ragged part does with the plan.
+            change: applies the plan to the ragged part.
         """

@@ -1,4 +1,7 @@
-"""The tiers of a graded layer as they are at one moment, and what becomes of the coded ones."""
+"""Tiers of a graded layer at one moment, and the quantized tiers that follow from a plan.
+
+A place is the index of an entry over all tiers, the finest first (`TierOrder`).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from larder.core.plan import Plan
 from larder.core.types import empty_tensor
 from larder.ops.packing import is_in_sorted, sorted_places, storage_rows
 
-CODING_CHUNK = 1 << 12  # entries turned back into numbers, or encoded, at once
+CODING_CHUNK = 1 << 12  # entries encoded or dequantized at once
 NO_WEIGHTS = torch.empty(0, 0)
 NO_PLACES = torch.empty(0, dtype=torch.int64)
 NO_COLUMNS: Mapping[str, Tensor] = MappingProxyType({})
@@ -29,11 +32,11 @@ NO_COLUMNS: Mapping[str, Tensor] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class GradedTiers:
-    """All entries of a layer.
+    """Snapshot of all entries of a layer.
 
     Args:
-        finest: those at full precision, as views.
-        sums: what some places become, whatever they hold.
+        finest: entries at full precision, as views.
+        sums: merged entries that replace the numbers at some places.
     """
 
     finest: Entries
@@ -43,12 +46,12 @@ class GradedTiers:
 
     @staticmethod
     def of(finest: Entries, coded: tuple[QuantizedTier, ...]) -> GradedTiers:
-        """As they are, before any plan."""
+        """Snapshot before any plan."""
         return GradedTiers(finest, coded, TierOrder.of(finest, coded), no_merges(finest.keys))
 
     @cached_property
     def grades(self) -> Int8[Tensor, " T"]:
-        """By place, how its numbers are had: as its code has them, or whole where they are sums."""
+        """Grade of the numbers at each place; 0 for merged entries."""
         grades = self.places.grades.clone()
         grades[self.sums.targets.cpu()] = 0
         return grades
@@ -56,7 +59,7 @@ class GradedTiers:
     def numbers(
         self, places: Int64[Tensor, " N"]
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
-        """Keys and values of some entries, each once, at least as exact as float32."""
+        """Keys and values at some places, each once, in float32 or better."""
         return self._numbers(places, KVField.KEYS), self._numbers(places, KVField.VALUES)
 
     def _numbers(self, places: Int64[Tensor, " N"], side: KVField) -> Float[Tensor, "N D"]:
@@ -79,7 +82,7 @@ class GradedTiers:
         return numbers
 
     def shown(self) -> Entries:
-        """A copy of everything, by head and then by position; codes are turned back when needed."""
+        """Copy of all entries by head, then position; dequantized on first access."""
         order, device = self.places.order, self.finest.keys.device
         counts = torch.bincount(self.places.heads, minlength=len(self.finest.lengths))
         return LazyEntries.of(
@@ -93,23 +96,23 @@ class GradedTiers:
         )
 
     def _everything(self, side: KVField) -> Float[Tensor, "T D"]:
-        """All keys or all values in packed order, as the cache's type has them."""
+        """All keys or all values in packed order, in the cache's dtype."""
         parts = self.places.order.split(CODING_CHUNK)
         return torch.cat([self._numbers(part, side).to(self.finest.keys.dtype) for part in parts])
 
     def noted(
         self, columns: Mapping[str, Float[Tensor, " _"]], ledger: Ledger
     ) -> list[Float[Tensor, "n _"]]:
-        """All columns of each tier, when some are replaced by one number per packed entry."""
+        """All columns of each tier, some replaced by one number per packed entry."""
         held = self._columns(columns, self.places.order, ledger)
         sizes = [sum(self.finest.lengths), *(len(tier) for tier in self.coded)]
         return [part.clone() for part in held.split(sizes, dim=1)]
 
     def folded(self, plan: Plan) -> GradedTiers:
-        """The same with what the targets of a plan become: sums of what is held.
+        """Snapshot with the merged entries of a plan.
 
         Raises:
-            CacheError: as `folding.folded`.
+            CacheError: see `merge_entries`.
         """
         if not len(plan.folds):
             return self
@@ -119,10 +122,10 @@ class GradedTiers:
     def own(
         self, plan: Plan, kept: Int64[Tensor, " T"], grades: Int8[Tensor, " T"], ledger: Ledger
     ) -> tuple[Plan, MergedEntries, InsertedEntries | None]:
-        """What a plan is for the finest tier: who stays, what becomes of these, and who comes.
+        """Plan, merged entries and inserted entries of the finest tier.
 
         Args:
-            kept, grades: places of the kept entries, and the grades they shall have.
+            kept, grades: places of the kept entries, and their new grades.
         """
         exact, held = grades == 0, self.places.grades[kept] == 0
         stays, comes = kept[exact & held], kept[exact & ~held]
@@ -136,7 +139,7 @@ class GradedTiers:
     def _arrivals(
         self, places: Int64[Tensor, " N"], plan: Plan, kept: Int64[Tensor, " T"], ledger: Ledger
     ) -> InsertedEntries:
-        """Entries that were coded and are whole from now on."""
+        """Entries that move from a quantized tier to full precision."""
         keys, values = self.numbers(places)
         held = self._columns(plan.columns, kept, ledger)[:, places.to(keys.device)]
         positions = self.places.positions[places].int().to(keys.device)
@@ -150,14 +153,14 @@ class GradedTiers:
         columns: Mapping[str, Tensor] = NO_COLUMNS,
         ledger: Ledger = Ledger(),  # noqa: B008, frozen and empty
     ) -> tuple[QuantizedTier, ...]:
-        """The coded tiers when only some entries stay, at these grades.
+        """Quantized tiers after a plan that keeps some entries, at the given grades.
 
         Args:
             weights: of the key channels of each head, or empty.
             columns: new numbers of the kept entries.
 
         Raises:
-            CacheError: numbers beyond float16 were to be rounded.
+            CacheError: a number to quantize exceeds float16.
         """
         held = self._columns(columns, kept, ledger)
         tiers: list[QuantizedTier] = []
@@ -184,7 +187,7 @@ class GradedTiers:
     def _encoded(
         self, tier: QuantizedTier, places: Int64[Tensor, " N"], weights: Float[Tensor, "K D1"]
     ) -> list[QuantizedTier]:
-        """Entries in new groups of their heads, a bounded number of them at a time."""
+        """Entries encoded in new groups of their heads, in chunks."""
         counts = _group_sizes(self.places.heads[places], tier.codec.group)
         most = max(CODING_CHUNK // tier.codec.group, 1)
         pieces: list[QuantizedTier] = []
@@ -218,7 +221,7 @@ class GradedTiers:
         places: Int64[Tensor, " N"] = NO_PLACES,
         ledger: Ledger = Ledger(),  # noqa: B008, frozen and empty
     ) -> Float[Tensor, "n T"]:
-        """All columns by place, as a copy.
+        """Copy of all columns by place.
 
         Args:
             changed: columns that have new numbers at some places.
@@ -236,13 +239,13 @@ class GradedTiers:
 def _rows_to_reencode(
     tier: QuantizedTier, rows: Int64[Tensor, " N"], incoming: Int64[Tensor, " M"], heads: int
 ) -> Bool[Tensor, " N"]:
-    """Which of the rows that stay are to be encoded anew: those of groups that became small.
+    """Mask of the kept rows to encode again: those of groups that became small.
 
-    A small group of a head into which nothing else goes stays as it is: one is allowed.
+    A small group is kept if nothing else enters its head: one small group per head is allowed.
 
     Args:
-        incoming: heads of the entries that come into the tier.
-        heads: how many there are.
+        incoming: heads of the entries that enter the tier.
+        heads: number of kv heads.
     """
     owners = tier.rows.lengths[:, 0].long()
     groups = tier.rows.groups_of(rows)
@@ -253,7 +256,7 @@ def _rows_to_reencode(
 
 
 def _group_sizes(heads: Int64[Tensor, " N"], group: int) -> Int64[Tensor, " G"]:
-    """Full groups of every head, and a smaller one for what is left over."""
+    """Sizes of the full groups of every head, and of a smaller one for the rest."""
     sizes: list[int] = []
     for count in torch.bincount(heads).tolist():
         sizes += [group] * (count // group) + [count % group] * (count % group > 0)
@@ -265,7 +268,7 @@ HEAD_STRIDE = 1 << 32
 
 @dataclass(frozen=True)
 class TierOrder:
-    """All entries, by place.
+    """Heads, positions and grades of all entries, by place.
 
     Args:
         heads, positions, grades: of the entry at each place.
@@ -281,7 +284,7 @@ class TierOrder:
 
     @staticmethod
     def of(finest: Entries, tiers: Sequence[QuantizedTier]) -> TierOrder:
-        """Count the entries of the finest tier, then those of the others."""
+        """Order with the entries of the finest tier first, then those of the others."""
         kv_heads = torch.arange(len(finest.lengths))
         owners = torch.repeat_interleave(kv_heads, torch.tensor(finest.lengths))
         heads = torch.cat([owners, *(tier.rows.heads() for tier in tiers)])
@@ -294,18 +297,18 @@ class TierOrder:
         return TierOrder(heads, packed, grades, order, tuple(starts))
 
     def rows(self, grade: int, places: Int64[Tensor, " N"]) -> Int64[Tensor, " N"]:
-        """Rows of a tier that lie at places of its own."""
+        """Tier rows at places of that tier."""
         return places - self.starts[grade]
 
     def sorted(self, places: Int64[Tensor, " N"]) -> Int64[Tensor, " N"]:
-        """Places in the order of the packed entries."""
+        """Places in packed order."""
         ranks = torch.empty_like(self.order)
         ranks[self.order] = torch.arange(len(self.order))
         return places[ranks[places].argsort()]
 
 
 class KVField(Enum):
-    """Which numbers of an entry, by the name that `Entries` has for them."""
+    """Keys or values, by their field name in `Entries`."""
 
     KEYS = "keys"
     VALUES = "values"
@@ -315,10 +318,10 @@ KV_FIELDS = {side.value: side for side in KVField}
 
 
 class LazyEntries(Entries):
-    """A copy of what a layer holds, whose keys and values are made when first asked for.
+    """Copy of a layer's entries whose keys and values are computed on first access.
 
-    Positions, columns and grades are there at once: many policies look at nothing else. As views
-    are, it is valid until the layer changes.
+    Positions, columns and grades are there at once: many policies read nothing else. Valid until
+    the layer changes.
     """
 
     _like: Tensor
@@ -337,11 +340,9 @@ class LazyEntries(Entries):
         """Packed entries, head by head.
 
         Args:
-            made: all keys, or all values.
+            made: computes all keys, or all values.
         """
-        entries = object.__new__(
-            LazyEntries
-        )  # without keys and values, which would be made at once
+        entries = object.__new__(LazyEntries)  # __init__ would need keys and values
         vars(entries).update(
             _like=like,
             _made=made,

@@ -1,9 +1,9 @@
-"""Entries that two layers hold together: one direction for both, a length for each.
+"""Shared entries of a layer pair: one direction for both layers, a norm for each.
 
 Liu et al., "MiniCache: KV Cache Compression in Depth Dimension for Large Language Models" (2024),
 arXiv:2405.14366, section 4. Keys and values are directions times norms; in the deeper half of a
-model the directions of neighboring layers are alike. As we understand it from the paper's abstract
-and secondary accounts.
+model the directions of neighboring layers are similar. Implemented from the paper's abstract and
+secondary accounts.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ LOWER, UPPER = 0, 1
 
 @dataclass(frozen=True)
 class SharingCandidates:
-    """The same entries in two layers, before they are shared.
+    """Same entries in two layers, before they are shared.
 
     Args:
         keys, values: of the lower and of the upper layer.
-        columns: of the ledger, of either layer [2, n, N].
+        columns: ledger columns of either layer [2, n, N].
     """
 
     keys: tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]
@@ -47,14 +47,14 @@ class SharingCandidates:
 
 @dataclass(frozen=True)
 class SharedEntries:
-    """A value: a change makes a new one. Rows are in order of heads, then of positions.
+    """Shared entries of a pair, immutable. Rows are in order of heads, then of positions.
 
     Args:
-        keys, values: unit directions, in the type of the cache.
+        keys, values: unit directions, in the dtype of the cache.
         norms: of keys and values in the lower and the upper layer [2, 2, N]: layer, then kind.
         heads: of each row.
-        held: whether each layer still holds the row [2, N]; what neither holds is gone.
-        columns: of the ledger [2, n, N].
+        held: mask of the rows that each layer still holds [2, N]; rows of neither are removed.
+        columns: ledger columns [2, n, N].
     """
 
     keys: Float[Tensor, "N D"]
@@ -83,25 +83,25 @@ class SharedEntries:
         return len(self.heads)
 
     def rows(self, side: int) -> Int64[Tensor, " N"]:
-        """The rows that a layer holds."""
+        """Rows that a layer holds."""
         return self.held[side].nonzero().flatten()
 
     def counts(self, side: int, kv_heads: int) -> Int64[Tensor, " K"]:
-        """How many rows a layer holds of each kv head, in host memory."""
+        """Rows that a layer holds per kv head, in host memory."""
         return torch.bincount(self.heads[self.held[side]], minlength=kv_heads).cpu()
 
     def decoded(self, side: int, rows: Int64[Tensor, " N"]) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, float32."""
+        """Float32 keys and values of a layer."""
         key, value = self.norms[side][:, rows].unsqueeze(-1)
         return self.keys[rows].float() * key, self.values[rows].float() * value
 
     def attend(
         self, side: int, queries: Queries, kv_heads: int, scaling: float, column: int | None
     ) -> AttentionState:
-        """Attention of a layer's queries to the rows that it holds, a kv head at a time.
+        """Attention of a layer's queries to the rows that it holds, one kv head at a time.
 
         Args:
-            column: of the ledger that biases attention; None where there is none.
+            column: index of the ledger column that biases attention; None if there is none.
         """
         outs: list[Tensor] = []
         lses: list[Tensor] = []
@@ -117,7 +117,7 @@ class SharedEntries:
     def select(
         self, side: int, rows: Int64[Tensor, " N"], columns: Float[Tensor, "n N"]
     ) -> SharedEntries:
-        """What is left when a layer holds these rows only, with these columns."""
+        """Shared entries after a layer keeps only these rows, with these columns."""
         held, numbers = self.held.clone(), self.columns.clone()
         held[side] = False
         held[side, rows] = True
@@ -125,7 +125,7 @@ class SharedEntries:
         return replace(self, held=held, columns=numbers)._selected(held.any(0).nonzero().flatten())
 
     def joined(self, sheet: SharingCandidates, weight: float) -> SharedEntries:
-        """With more entries, which both layers hold.
+        """Shared entries with more rows, which both layers hold.
 
         Args:
             weight: of the upper layer's direction.
@@ -152,12 +152,12 @@ class SharedEntries:
         return SharedEntries(**both)._selected(order)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them by name."""
+        """All tensors by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @staticmethod
     def adopt(state: Mapping[str, Tensor]) -> SharedEntries:
-        """What `tensors` came from; they are taken over."""
+        """Shared entries from the named tensors of `tensors`."""
         return SharedEntries(**{f.name: state[f.name] for f in fields(SharedEntries)})
 
     @property
@@ -177,31 +177,31 @@ class SharedEntries:
         )
 
 
-ALL_ALIKE = 1e-6  # radians between the least and the greatest angle that are rounding's
-# Carries out a plan in a layer's own entries: what folds make of them, and what comes beside them.
+ALL_ALIKE = 1e-6  # radians between the least and the greatest angle that are rounding errors
+# Applies a plan to a layer's own entries, with merged and inserted entries.
 PlanApplier = Callable[[RaggedLayer, Plan, MergedEntries, InsertedEntries | None], None]
 
 
 @runtime_checkable
 class PairMember(Protocol):
-    """A layer of a pair, as its pair sees it."""
+    """Protocol of a layer in a pair."""
 
     @property
     def wished(self) -> SharingRequest:
-        """Entries that it would share."""
+        """Entries that the layer requests to share."""
         ...
 
     def own_entries(self) -> Entries:
-        """Those that are not shared, as views."""
+        """Entries that are not shared, as views."""
         ...
 
     def give_up(self, rows: Int64[Tensor, " N"], change: PlanApplier) -> None:
-        """These own entries are held as shared ones from now on."""
+        """Remove own entries, given as packed rows, that are shared from now on."""
         ...
 
 
 class LayerPair:
-    """What two layers share, and who they are; a layer without a partner has a pair of its own."""
+    """Two layers and their shared entries; a layer without a partner has a pair of its own."""
 
     def __init__(self, shared: SharedEntries, pairing: LayerPairing) -> None:
         self.shared = shared
@@ -209,7 +209,7 @@ class LayerPair:
         self.halves: dict[int, PairMember] = {}
 
     def share_requested(self, change: PlanApplier) -> None:
-        """Share what both layers would."""
+        """Share the entries that both layers requested."""
         if len(self.halves) < 2:
             return
         halves = self.halves[LOWER], self.halves[UPPER]
@@ -227,7 +227,7 @@ class LayerPair:
 
 @dataclass(frozen=True)
 class SharingRequest:
-    """Own entries that a layer would share: packed rows, and what identifies them."""
+    """Own entries that a layer requests to share: packed rows, and identifiers of the entries."""
 
     rows: Int64[Tensor, " N"]
     names: Int64[Tensor, " N"]
@@ -240,10 +240,10 @@ class SharingRequest:
 
 @dataclass(frozen=True)
 class PairedOrder:
-    """All entries of a layer: its own, then the shared ones that it holds; in host memory.
+    """All entries of a layer: its own, then its shared ones; in host memory.
 
     Args:
-        own: how many are its own.
+        own: number of own entries.
         places: of the entries in packed order.
     """
 
@@ -260,7 +260,7 @@ class PairedOrder:
 def _requested_by_both(
     one: SharingRequest, other: SharingRequest
 ) -> tuple[Int64[Tensor, " N"], Int64[Tensor, " N"]]:
-    """The rows, in either layer, of the entries that both name."""
+    """Rows, in either layer, of the entries that both request."""
     mine = torch.isin(one.names, other.names)
     theirs = torch.isin(other.names, one.names)
     return one.rows[mine], other.rows[theirs]
@@ -293,9 +293,9 @@ def _sharing_candidates(
 
 
 def _similar_directions(sheet: SharingCandidates, apart: float) -> Bool[Tensor, " N"]:
-    """Which entries to share: not those in the upper part of the range of angles, keys or values.
+    """Mask of the entries to share: not those in the upper part of the range of angles.
 
-    Of a single entry, or all alike, none is apart.
+    Keys and values both count. A single entry, or entries of equal angles, are all shared.
     """
     alike = torch.ones(len(sheet.heads), dtype=torch.bool, device=sheet.keys[0].device)
     for pair in (sheet.keys, sheet.values):
@@ -310,14 +310,14 @@ STRAIGHT = 1e-4  # below this sine two directions are one, or opposite
 
 
 def angles(one: Float[Tensor, "N D"], other: Float[Tensor, "N D"]) -> Float[Tensor, " N"]:
-    """Radians between two vectors each, in [0, pi], in float64; 90 degrees to a zero vector."""
+    """Radians between pairs of vectors, in [0, pi], in float64; pi / 2 to a zero vector."""
     return (_unit(one) * _unit(other)).sum(-1).clamp(-1.0, 1.0).acos()
 
 
 def slerp(
     one: Float[Tensor, "N D"], other: Float[Tensor, "N D"], weight: float
 ) -> Float[Tensor, "N D"]:
-    """Unit vectors between the directions of two vectors each; float32.
+    """Float32 unit vectors between the directions of pairs of vectors.
 
     Args:
         weight: 0 gives the direction of `one`, 1 that of `other`.

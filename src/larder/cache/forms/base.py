@@ -1,4 +1,4 @@
-"""The contract of a layer's storage: what every form of cache can do."""
+"""Base class of the cache forms: the storage contract of one layer."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ AttentionState = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]  # output a
 
 
 class CacheLayer(ABC):
-    """The cached entries of one layer of one sequence.
+    """Cached entries of one layer of one sequence.
 
-    A store owns its tensors; what `entries` hands out are views, valid until the next change.
-    Entries of a head are in order of their true positions. One thread at a time may use a store.
-    A change that fails for want of memory leaves the store as it was.
+    The layer owns its tensors; `entries` returns views that are valid until the next change.
+    Entries of a head are in order of their true positions. Not thread-safe.
+    A change that fails for lack of memory leaves the layer as it was.
     """
 
     layer: LayerSpec
-    replaced_bytes: int = 0  # storage that stood beside its successor during the last change
+    replaced_bytes: int = 0  # old storage held beside the new one during the last change
 
     def attend(
         self,
@@ -39,13 +39,13 @@ class CacheLayer(ABC):
         sections: tuple[int, ...],
         shift: int = 0,
     ) -> Queries:
-        """Attention of new tokens to the cache and causally among themselves; leaves no trace.
+        """Attention of new tokens to the cache and causally among themselves, without side effects.
 
         Args:
             queries, keys, values: of the new tokens, post-RoPE.
-            positions: their true positions, later than all cached ones unless `shift` is below 0.
+            positions: their true positions, later than all cached ones unless `shift` is negative.
             sections: lengths that partition Q into sequences that do not see each other.
-            shift: how much later than right behind the sequence `positions` begin; below 0 earlier.
+            shift: offset of `positions` from the end of the sequence; negative for earlier ones.
         """
         window = self.layer.sliding_window
         among = causal_attention(queries, keys, values, self.layer.scaling, sections, window)
@@ -56,10 +56,10 @@ class CacheLayer(ABC):
 
     @abstractmethod
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
-        """Add new entries to every head."""
+        """Append new entries to every head."""
 
     def extend(self, queries: Queries, keys: Keys, values: Values, positions: Positions) -> Queries:
-        """Attend and append: new tokens see the cache and, causally, one another.
+        """Attention to the cache and causally among new tokens, which are then appended.
 
         A single token sees everything including itself, so it is appended first and needs only one
         attention; if that fails, the caller takes it back with `truncate`.
@@ -79,78 +79,78 @@ class CacheLayer(ABC):
         positions: Positions,
         answer: Callable[[], Queries],
     ) -> Float[Tensor, "H N D"]:
-        """Attention of tokens that are read once more, and behind them of what is new.
+        """Attention of replayed tokens, followed by that of new tokens.
 
         Args:
             queries, keys, values: of a text that was read before, from its first token on.
             positions: their true positions.
-            answer: attends with what is new, and appends it where that is wanted.
+            answer: computes the attention of the new tokens, and appends them if required.
         """
         told = self.layer.scaling, (len(positions),), self.layer.sliding_window
         before = causal_attention(queries, keys, values, *told)[0].to(queries.dtype)
         return torch.cat([before, answer()], 1)
 
     def attend_cached(self, queries: Queries, positions: Positions) -> Queries:
-        """Attention of queries to everything held, themselves included, in float32."""
+        """Float32 attention of queries to all entries, their own included."""
         return self._attention(queries, positions, queries.shape[1], 0)[0]
 
     @property
     def _is_empty(self) -> bool:
-        """Whether there is nothing to attend to."""
+        """True if there is no entry to attend to."""
         return not any(self.lengths)
 
     @abstractmethod
     def _attention(
         self, queries: Queries, positions: Positions, own: int, shift: int
     ) -> AttentionState:
-        """Attention of queries to everything held, with its log-sum-exp.
+        """Attention of queries to all entries, with its log-sum-exp.
 
         Args:
-            own: how many entries of each head, the last ones, are the queries' own tokens.
-            shift: as `attend`.
+            own: number of last entries of each head that are the queries' own tokens.
+            shift: see `attend`.
         """
 
     def record_logits(self) -> None:
-        """Keep what attention makes of the next token for who looks at it, where this form can.
+        """Record the attention of the next decode step, in forms that support it.
 
-        Its logits, for `heard`; or a copy of the entries, for `entries`, which hands it out once.
+        Recorded are the logits, for `heard`, or a copy of the entries that `entries` returns once.
         """
         return
 
     def heard(self) -> Float[Tensor, "R C"] | None:
-        """What attention to the newest entry's query took, before the softmax, biases included.
+        """Recorded logits of the newest entry's query before softmax, with biases; returned once.
 
-        Row r of a stored row is query head r of its kv head; slack holds anything. None where
-        nobody listened or the entries have changed since. It is handed out once.
+        Row r holds query head r of the kv head that owns the storage row; slack is undefined. None
+        if `record_logits` was not called or the entries changed since.
         """
         return None
 
     @abstractmethod
     def apply(self, plan: Plan) -> None:
-        """Keep what the plan keeps; free the rest, and all slack, at once.
+        """Apply a plan: keep its entries; free the rest, and all slack, at once.
 
         Raises:
-            CacheError: the plan does not fit what is held, or asks for what this form cannot do;
+            CacheError: the plan does not fit the entries, or this form does not support it;
                 nothing has changed.
         """
 
     @abstractmethod
     def evict(self, plan: Plan) -> None:
-        """Keep what the plan keeps; what is freed becomes room for the tokens that come next.
+        """Apply a plan; rejected entries become slack for the next tokens.
 
-        For decoding, where one entry goes for each that comes: no storage is laid out anew.
+        For decoding, where each new entry replaces one: no storage is reallocated.
 
         Raises:
-            CacheError: as `apply`.
+            CacheError: see `apply`.
         """
 
     def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
-        """Replace columns of the ledger, given one number per row of the storage.
+        """Replace ledger columns, given one number per row of the storage.
 
-        Where `entries` hands out views, those handed out before show the new numbers.
+        Views that `entries` returned before show the new numbers.
 
         Raises:
-            CacheError: the store has no such column; nothing is written.
+            CacheError: the layer has no such column; nothing is written.
         """
         if columns:
             raise CacheError(
@@ -160,22 +160,22 @@ class CacheLayer(ABC):
 
     @abstractmethod
     def allocate(self, room: int) -> None:
-        """Set storage aside for at least `room` more tokens per head."""
+        """Reserve storage for at least `room` more tokens per head."""
 
     def reserve(self, room: int) -> None:
-        """Prepare for `room` more tokens per head that `truncate` may take back."""
+        """Reserve storage for `room` more tokens per head that `truncate` may take back."""
         self.allocate(room)
 
     @abstractmethod
     def compact(self) -> None:
-        """Give all slack back."""
+        """Free all slack."""
 
     @abstractmethod
     def truncate(self, length: int) -> None:
-        """Forget the entries at true positions `length` and later."""
+        """Drop the entries at true positions `length` and later."""
 
     def forget(self, start: int, stop: int) -> None:
-        """Drop for good what is held at true positions [start, stop), as `apply` frees it."""
+        """Drop the entries at true positions [start, stop); memory is freed as in `apply`."""
         held = self.entries()
         positions = held.packed_positions()
         stays = (positions < start) | (positions >= stop)
@@ -183,48 +183,48 @@ class CacheLayer(ABC):
 
     @abstractmethod
     def entries(self) -> Entries:
-        """What is held, as views; a copy where entries are not stored as numbers."""
+        """All entries: views, or a copy where they are quantized."""
 
     @property
     def entries_copy_bytes(self) -> int:
-        """Bytes that `entries` would copy; 0 where it hands out views."""
+        """Bytes that `entries` copies; 0 where it returns views."""
         return 0
 
     @property
     def attention_copy_bytes(self) -> int:
-        """Bytes of what attention copies of what is held; 0 where it reads it as it is."""
+        """Bytes that attention copies; 0 where it reads the storage in place."""
         return 0
 
     def fork(self) -> CacheLayer:
-        """An independent copy, without slack."""
+        """Independent copy without slack."""
         return self.adopt(self.layer, self.state())
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Everything needed to restore the store: contiguous copies of tensors, without slack."""
+        """Contiguous copies of all tensors needed to restore the layer, without slack."""
 
     @classmethod
     def restore(cls, layer: LayerSpec, state: dict[str, Tensor]) -> CacheLayer:
-        """The store that `state` came from, on tensors of its own: `state` restores again."""
+        """Restored layer on tensors of its own; `state` can be used again."""
         return cls.adopt(layer, {name: tensor.clone() for name, tensor in state.items()})
 
     @classmethod
     @abstractmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> CacheLayer:
-        """As `restore`, but the tensors are taken over: nobody else may use them any more."""
+        """Restored layer that takes ownership of the tensors of `state`."""
 
     @abstractmethod
     def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor held, slack and metadata included."""
+        """All tensors, slack and metadata included."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor held, slack and metadata included."""
+        """Bytes of all tensors, slack and metadata included."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of them in the model's memory; the rest is in a slower one."""
+        """Bytes in the model's memory, without slower tiers."""
         return self.nbytes
 
     @property
@@ -234,10 +234,10 @@ class CacheLayer(ABC):
 
     @property
     def full_precision_lengths(self) -> tuple[int, ...]:
-        """Entries of each kv head that are held at full precision."""
+        """Full-precision entries of each kv head."""
         return self.lengths
 
 
 def empty_rows(layer: LayerSpec, rows: int, like: Tensor) -> Tensor:
-    """Uninitialised storage for `rows` keys or values of a layer."""
+    """Uninitialized storage for `rows` keys or values of a layer."""
     return torch.empty(rows, layer.head_dim, dtype=like.dtype, device=like.device)

@@ -1,17 +1,16 @@
-"""A layer whose keys are turned to their places in the cache instead of in the text.
+"""Compact layer: keys rotated to their cache positions instead of their text positions.
 
 Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), arXiv:2309.17453,
-section 3.2: keys are held as they were before rotation, and turned to 0, 1, 2, ... by their order
-in their head whenever they are looked at; new tokens follow behind. So distances never exceed what
-is held, however long the text. With nothing evicted, places are true positions, and so is all else.
+section 3.2: keys are stored before rotation, and rotated to 0, 1, 2, ... by their order in their
+head whenever they are read; new tokens follow. So distances never exceed the number of entries,
+however long the text. With nothing evicted, cache positions are true positions.
 
-Queries and keys come rotated at true positions and are turned back first. Heads that hold different
-numbers of entries give a new token different places. A text that is read later than right behind
-the sequence, or earlier, is so in its places too, but never before the first. What is merged is
-merged as it is looked at.
+Queries and keys arrive rotated to true positions and are unrotated first. Heads with different
+numbers of entries give a new token different positions. A text with a `shift` is shifted by as much
+in cache positions, but never before 0. Merges use the rotated keys.
 
-Where somebody listens, the keys that attention turned for a new token are kept for the next look,
-so that a step that is judged turns them once.
+After `record_logits`, the keys rotated for the next decode step are kept for the next `entries`,
+so that a scored step rotates them once.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from larder.ops.attention import ragged_attention
 from larder.ops.packing import starts_of, storage_rows
 from larder.ops.rope import rerotate_per_head, rotate
 
-ROTATION_CHUNK = 1 << 14  # keys turned at once, in float32
+ROTATION_CHUNK = 1 << 14  # keys rotated at once, in float32
 
 
 class CompactLayer(CacheLayer):
-    """Per-head lengths, positions without gaps. Looking at it copies its keys.
+    """Per-head lengths, positions without gaps. Reading entries copies the keys.
 
     Args:
-        ledger: what the policy has it remember of each entry and head.
+        ledger: columns and scalars that the policy keeps.
 
     Raises:
-        CacheError: it is not known how the layer turns its keys.
+        CacheError: the layer's rotary embedding is unknown.
     """
 
     def __init__(
@@ -59,8 +58,8 @@ class CompactLayer(CacheLayer):
     ) -> None:
         if layer.radians is None:
             raise CacheError(
-                f"Layer {layer.index} turns its keys in a way that Larder does not know, so they "
-                "cannot be turned back: take a storage that leaves them at their true positions."
+                f"Layer {layer.index} has a rotary embedding unknown to Larder, so its keys "
+                "cannot be unrotated: use a cache form that keeps true positions."
             )
         self.layer = layer
         self._unturned = RaggedLayer(layer, dtype, device, ledger)
@@ -139,7 +138,7 @@ class CompactLayer(CacheLayer):
         return torch.tensor(self.layer.radians, dtype=torch.float32, device=like.device)
 
     def _turned(self, held: Entries) -> tuple[Tensor, ...]:
-        """The keys of all rows at their places, and these."""
+        """Keys of all storage rows rotated to their cache positions, and these positions."""
         places, turned = _compact_positions(held), torch.empty_like(held.keys)
         radians = self._radians(turned)
         parts = (tensor.split(ROTATION_CHUNK) for tensor in (turned, held.keys, places))
@@ -155,7 +154,7 @@ class CompactLayer(CacheLayer):
     def _attended(
         self, held: Entries, queries: Queries, positions: Positions, own: int, shift: int
     ) -> AttentionState:
-        """Attention to what is held, of which the last `own` entries are the queries' tokens."""
+        """Attention to `held`, whose last `own` entries are the queries' tokens."""
         lengths = torch.tensor(held.lengths)
         layout = (torch.tensor(held.starts), lengths, self.layer.scaling)
         first = (lengths - own + shift).clamp(min=0).to(positions.device)
@@ -175,10 +174,10 @@ class CompactLayer(CacheLayer):
             self._write(plan, merged, lengths)
 
     def _write(self, plan: Plan, merged: MergedEntries, lengths: Int[Tensor, " K"]) -> None:
-        """Put sums in the place of their targets, turned back from where these were.
+        """Write merged entries at their targets, unrotated from the targets' former positions.
 
         Args:
-            lengths: of the heads, when the sums were taken.
+            lengths: of the heads when the entries were merged.
         """
         held, targets = self._unturned.entries(), merged.targets.cpu()
         heads = torch.searchsorted(lengths.cumsum(0), targets, right=True)
@@ -191,7 +190,7 @@ class CompactLayer(CacheLayer):
 
 
 def _compact_positions(held: Entries) -> Int[Tensor, " C"]:
-    """How many rows lie between each row of the storage and the first of its head."""
+    """Cache position of each storage row: its offset from the first row of its head."""
     edges = torch.tensor([0, *held.starts[1:], len(held.keys)])  # slack may lie before the first
     first = torch.tensor(held.starts).repeat_interleave(edges.diff())
     return (torch.arange(len(held.keys)) - first).to(held.positions)

@@ -1,18 +1,18 @@
-"""A layer in two tiers that lets what is recalled for a token correct those just before it.
+"""Corrected layer: tiered, with retrospective correction of the latest decode steps.
 
 Choi, Kang, Jo, Kim, "Retrospective Sparse Attention for Efficient Long-Context Generation" (2025),
-arXiv:2508.09001: the latest tokens are read once more with every new one. Of what is fetched for
-the new token, a former one attends to the entries that were not fetched for it nor for any token
-since; the result is joined to its former output by log-sum-exp, as if it had attended to the union,
+arXiv:2508.09001: each decode step replays the latest tokens. A replayed token attends to the
+entries fetched for the new token that were fetched neither for it nor for any token since; the
+result is merged with its former output by log-sum-exp, as if it had attended to the union,
 
     O_up = (e^L O + e^L' O') / (e^L + e^L'),    L = ln of the sum of its weights,
 
-and goes on through the layers above, whose keys and values of it are replaced. Outputs and their L
-are all that is kept of former tokens. As in the paper, the query is the one that this pass makes,
-and what was seen already is not looked at with it again.
+and passes through the layers above, which replace its keys and values. Only outputs and their L
+are stored of former tokens. As in the paper, the query is that of the replay, and entries seen
+before are not attended to again.
 
-What differs: entries are told apart, not pages, because pages of some indexes change; and layers
-that park nothing answer what they answered before, as they would anyway below the first correction.
+Differences: entries are tracked instead of pages, because pages of some indexes change; and layers
+without offload repeat their former outputs, which are unchanged below the first correction.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from larder.core.types import AppendKind, Keys, Positions, Queries, Values
 from larder.ops.attention import merge_attention, ragged_attention
 from larder.ops.packing import starts_of
 
-SET_STRIDE = 1 << 40  # a set's entries are its own: numbers are far below
+SET_STRIDE = 1 << 40  # added per set; entry numbers are far below
 PARKED = "parked"
 OUTS, SUMS, PLACES, SEEN, COUNTS, IDS = "outs", "sums", "places", "seen", "seen.lengths", "ids"
 PAST = "past."  # before these names in a state
@@ -42,12 +42,12 @@ NO_ENTRIES = torch.empty(0, dtype=torch.int64)
 
 @dataclass(frozen=True)
 class PastAnswer:
-    """A token that was generated a moment ago.
+    """Attention output of a recent token.
 
     Args:
         place: its true position.
-        seen: the parked entries that it has attended to, each set's apart.
-        parked: how many there were of each kv head; those that came later it saw before they came.
+        seen: offloaded entries it attended to, per set.
+        parked: offloaded entries of each kv head then; it saw later ones before their offload.
     """
 
     place: int
@@ -58,7 +58,7 @@ class PastAnswer:
 
 
 class CorrectedLayer(TieredLayer):
-    """Keeps what it answered to the latest tokens, as many as the recall part corrects."""
+    """Tiered layer that stores the outputs of the latest `recall.corrected` tokens."""
 
     _past: tuple[PastAnswer, ...] = ()
     _ids: Int64[Tensor, " P"] = NO_ENTRIES
@@ -67,11 +67,11 @@ class CorrectedLayer(TieredLayer):
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """The tokens that are to be read once more with the next one."""
+        """Ids of the tokens to replay with the next one."""
         return tuple(self._ids[: len(self._past)].tolist())
 
     def record_ids(self, ids: Sequence[int]) -> None:
-        """Say which tokens have been read last."""
+        """Record the ids of the tokens read last."""
         told = torch.cat([self._ids, torch.tensor(ids, dtype=torch.int64)])
         self._ids = told[len(told) - len(self._past) :]
 
@@ -90,10 +90,10 @@ class CorrectedLayer(TieredLayer):
         positions: Positions,
         answer: Callable[[], Queries],
     ) -> Float[Tensor, "H N D"]:
-        """As every store's, for the latest: their entries are replaced, their answers mended.
+        """Attention of the replayed latest tokens; replaces their entries, corrects their outputs.
 
         Raises:
-            CacheError: they are not the latest that are held.
+            CacheError: they are not the latest entries of the layer.
         """
         former = self._past
         places = [past.place for past in former]
@@ -101,8 +101,8 @@ class CorrectedLayer(TieredLayer):
         tails = [held.head_positions(head)[-len(places) :].tolist() for head in range(len(keys))]
         if positions.tolist() != places or any(tail != places for tail in tails):
             raise CacheError(
-                f"Layer {self.layer.index} was to correct its answers at positions "
-                f"{positions.tolist()}, but they are not the latest that it holds: protect as many "
+                f"Layer {self.layer.index} cannot correct its outputs at positions "
+                f"{positions.tolist()}, which are not its latest entries: protect at least as many "
                 "recent tokens as are corrected."
             )
         ends = torch.tensor([s + n for s, n in zip(held.starts, held.lengths, strict=True)])
@@ -115,12 +115,12 @@ class CorrectedLayer(TieredLayer):
         return torch.cat([*(past.out.to(new.dtype) for past in mended), new], 1)
 
     def truncate(self, length: int) -> None:
-        """As every store's; nothing that is left is corrected any more."""
+        """Drop entries at `length` and later; no remaining token is corrected any more."""
         super().truncate(length)
         self._past, self._ids = (), NO_ENTRIES
 
     def forget(self, start: int, stop: int) -> None:
-        """As `truncate`."""
+        """Drop entries at [start, stop); no remaining token is corrected any more."""
         super().forget(start, stop)
         self._past, self._ids = (), NO_ENTRIES
 
@@ -180,7 +180,7 @@ class CorrectedLayer(TieredLayer):
         return parts
 
     def _mended(self, past: PastAnswer, query: Float[Tensor, "H 1 D"]) -> PastAnswer:
-        """What a token is answered, with what was fetched since that it has not seen."""
+        """Corrected output of a token, with the newly fetched entries it has not seen."""
         if self._used is None:
             return past
         fetched = _selected_entries(self._used)
@@ -203,7 +203,7 @@ class CorrectedLayer(TieredLayer):
 
 
 def _selected_entries(choice: PageSelection) -> Int64[Tensor, " E"]:
-    """All entries of the chosen pages, those of each set apart."""
+    """Entries of the selected pages, numbered apart for each set."""
     numbers = choice.numbers.flatten(1)
     told = numbers + SET_STRIDE * torch.arange(len(numbers))[:, None]
     return told[numbers >= 0]

@@ -1,4 +1,4 @@
-"""A layer whose heads all hold the same positions: the plain cache, preallocated.
+"""Dense layer: all heads hold the same positions, in preallocated storage.
 
     keys   [ head 0: entries, slack | head 1: entries, slack | ... ]      [K, C, D]
 
@@ -20,12 +20,12 @@ from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.removal import remove_rows
 
-GROWTH = 4  # storage grows by a quarter when a caller appends without having reserved
+GROWTH = 4  # storage grows by a quarter when a caller appends without a reservation
 MIN_GROWTH_TOKENS = 64
 
 
 class DenseLayer(CacheLayer):
-    """Every head keeps the same entries."""
+    """Layer storage with the same entries in every head."""
 
     def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
         shape = (layer.kv_heads, 0, layer.head_dim)
@@ -107,13 +107,13 @@ class DenseLayer(CacheLayer):
         return self._keys.shape[1]
 
     def _chosen(self, plan: Plan) -> Tensor:
-        """The entries that a plan keeps in every head, on the host."""
+        """Entries that a plan keeps in every head, on the host."""
         check_single_precision(plan)
         check_kept(plan, self.lengths)
         if len(plan.folds) or plan.columns or plan.scalars:
             raise CacheError(
-                "A dense cache merges nothing and remembers nothing per entry, but the plan asks "
-                "for it: use a ragged cache."
+                "A dense cache neither merges entries nor has columns, but the plan requests "
+                "it: use a ragged cache."
             )
         heads = plan.kept.cpu().split(plan.lengths)
         chosen = [part - head * self._length for head, part in enumerate(heads)]
@@ -152,7 +152,7 @@ class DenseLayer(CacheLayer):
 
 
 def _repeat_per_head(positions: Tensor, heads: int) -> Tensor:
-    """One row of positions, seen by every head."""
+    """Positions repeated for every head."""
     return positions.repeat(heads)
 
 

@@ -1,22 +1,22 @@
-"""A layer whose entries are held at several grades of precision.
+"""Graded layer: entries at several grades of precision.
 
-    grade 0    a ragged tier as in `larder.cache.forms.ragged`: new entries, and all that stay exact
-    grade g    a coded tier in the manner of the g-th codec
+    grade 0    a ragged tier as in `larder.cache.forms.ragged`: new and other unquantized entries
+    grade g    a tier quantized with the g-th codec
 
-An entry that is not changed only ever goes to a coarser grade. Those that come into a tier are
-encoded in groups of their head, in order of position. When entries leave, the others keep their
-codes, until less than half of their group is left; such groups of a head are pooled with what comes
-in, and encoded anew from what their codes stand for. So a coded entry never costs more than one in
-a half-full group does, and demoting one entry at a time rounds the same entries again and again:
+An entry that is not merged only moves to coarser grades. Entries that enter a tier are encoded in
+groups of their head, in order of position. When entries leave, the others keep their codes until
+less than half of their group is left; such groups of a head are pooled with incoming entries and
+encoded again from their dequantized numbers. So a quantized entry never costs more than one in
+a half-full group, and demoting one entry at a time quantizes the same entries repeatedly:
 demote many at once.
 
-Folds sum what is held, codes turned back, in float32. The target of a fold leaves its group, whose
-offsets, scales and other codes stay as they are, and is written again as the sum that it became: at
-full precision, where it stays until a plan rounds it with others, or at once at the grade that this
-plan gives it, in a group with whatever else comes into that tier.
+Merges sum dequantized entries in float32. The target of a merge leaves its group, whose other codes
+and scales stay as they are, and is written as the new sum: at full precision, where it stays until
+a plan quantizes it with others, or at once at the grade that this plan gives it, in a group with
+the other entries that enter that tier.
 
-Attention reads codes, never a layer turned back into numbers; `entries` and folds turn back what
-they need, and `entries` is everything.
+Attention reads codes, never a whole dequantized layer; merges dequantize the entries they need, and
+`entries` dequantizes all.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from larder.core.types import Keys, Positions, Queries, Values
 
 
 class GradedLayer(CompositeLayer):
-    """Per-head lengths, several precisions, memory really freed.
+    """Per-head lengths and several precisions; rejected entries free memory.
 
-    What `entries` shows is a copy as soon as anything is coded.
+    `entries` returns a copy as soon as any entry is quantized.
 
     Args:
-        ledger: what the policy has it remember of each entry and head.
-        codecs: of the grades 1, 2, ...
+        ledger: columns and scalars that the policy keeps.
+        codecs: of grades 1, 2, ...
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class GradedLayer(CompositeLayer):
 
     @property
     def coded_bytes(self) -> int:
-        """Bytes of the coded tiers alone."""
+        """Bytes of the quantized tiers alone."""
         return sum(tier.nbytes for tier in self._coded)
 
     def state(self) -> dict[str, Tensor]:
@@ -167,10 +167,10 @@ class GradedLayer(CompositeLayer):
     def _planned(
         self, plan: Plan
     ) -> tuple[tuple[QuantizedTier, ...], Plan, MergedEntries, InsertedEntries | None]:
-        """The coded tiers after a plan; for the finest the plan, its sums and who comes into it.
+        """Quantized tiers after a plan; plan, merges and inserted entries of the finest tier.
 
         Raises:
-            CacheError: the plan cannot be carried out.
+            CacheError: the plan does not fit.
         """
         self._finest.check_numbers(plan)
         check_channels(plan, self.layer)
@@ -182,7 +182,7 @@ class GradedLayer(CompositeLayer):
         return coded, *tiers.own(plan, kept, grades, ledger)
 
     def _replace(self, coded: tuple[QuantizedTier, ...]) -> None:
-        """Take new tiers over, when nothing can fail any more."""
+        """Replace the quantized tiers, after everything that can fail."""
         pairs = [(a, b) for a, b in zip(self._coded, coded, strict=True) if a is not b]
         self.replaced_bytes = self._finest.replaced_bytes + sum(
             old.nbytes + new.nbytes for old, new in pairs
@@ -191,12 +191,12 @@ class GradedLayer(CompositeLayer):
 
 
 def saved_codecs(state: Mapping[str, Tensor]) -> tuple[Codec, ...]:
-    """Of the grades 1, 2, ... of a layer that was saved so; none of another store's."""
+    """Codecs of grades 1, 2, ... of a saved layer; empty for other forms."""
     return tuple(codec_from_tensor(own["codec"]) for own in _saved_tiers(state))
 
 
 def _saved_tiers(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The state of each coded tier."""
+    """State of each quantized tier."""
     for grade in count(1):
         prefix = _prefix(grade)
         own = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}

@@ -1,14 +1,14 @@
-"""A layer that holds some of its entries together with the next or the one before.
+"""Paired layer: some entries are shared with the adjacent layer (MiniCache).
 
-    lower layer   own entries | rows of the shared ones that it holds
-    upper layer   own entries | rows of the shared ones that it holds
-    pair          shared entries: one direction each, two lengths
+    lower layer   own entries | rows of the shared entries that it holds
+    upper layer   own entries | rows of the shared entries that it holds
+    pair          shared entries: one direction each, two norms
 
-A plan says by grade 1 which entries a layer would share. They are shared once the upper layer's
-plan is carried out, if both layers hold them and both would, save those whose directions are too
-far apart; until then, and in a layer without a partner, they stay whole. What one layer evicts the
-other still holds. An entry into which a layer folds others becomes its own again: what it becomes
-is not what the other layer holds.
+A plan requests sharing by grade 1. Entries are shared after the upper layer's plan, if both layers
+hold and request them, except those whose directions are too far apart; until then, and in a layer
+without a partner, they stay unshared. What one layer evicts the other one still holds. A merge
+target becomes the layer's own entry again, because the merged entry differs from the other
+layer's.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from larder.ops.packing import starts_of, storage_rows
 
 
 class PairedLayer(CompositeLayer):
-    """A layer of a pair; alone, a ragged layer.
+    """Layer of a pair; without a partner, a ragged layer.
 
-    What `entries` shows is a copy as soon as anything is shared.
+    `entries` returns a copy as soon as any entry is shared.
 
     Args:
-        ledger: what the policy has it remember of each entry and head.
-        side: whether it is the lower or the upper of its pair.
+        ledger: columns and scalars that the policy keeps.
+        side: `LOWER` or `UPPER`.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class PairedLayer(CompositeLayer):
         )
 
     def state(self) -> dict[str, Tensor]:
-        """As other stores; the upper layer's has what both share."""
+        """Tensors of the layer; those of the upper layer include the shared entries."""
         pairing = self._pair.pairing
         numbers = [float(self.side), pairing.start, pairing.weight, pairing.apart]
         state = self._finest.state() | {"pair": torch.tensor(numbers, dtype=torch.float64)}
@@ -136,7 +136,7 @@ class PairedLayer(CompositeLayer):
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> PairedLayer:
-        """A layer without a partner, until `link_pairs` gives it the one it had."""
+        """Restored layer without a partner; `link_pairs` links it."""
         side, *numbers = state["pair"].tolist()
         keys = state["keys"]
         half = cls(layer, keys.dtype, keys.device, Ledger(), LayerPairing(*numbers), int(side))
@@ -155,7 +155,7 @@ class PairedLayer(CompositeLayer):
         return half
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """What it holds; the upper layer holds what both share."""
+        """All tensors; those of the upper layer include the shared entries."""
         if self.side == LOWER:
             return self._finest.tensors()
         return *self._finest.tensors(), *self._pair.shared.tensors().values()
@@ -166,11 +166,11 @@ class PairedLayer(CompositeLayer):
         return tuple((own + self._pair.shared.counts(self.side, len(own))).tolist())
 
     def link(self, upper: PairedLayer) -> None:
-        """Become the lower layer of another's pair."""
+        """Become the lower layer of the pair of `upper`."""
         self._join(upper._pair)
 
     def give_up(self, rows: Int64[Tensor, " N"], change: PlanApplier) -> None:
-        """Own entries, as packed rows, that are held as shared ones from now on."""
+        """Remove own entries, given as packed rows, that are shared from now on."""
         keep = torch.ones(sum(self._finest.lengths), dtype=torch.bool)
         keep[rows] = False
         own = self._finest
@@ -178,7 +178,7 @@ class PairedLayer(CompositeLayer):
         self.wished = SharingRequest.none()
 
     def own_entries(self) -> Entries:
-        """Those that are not shared, as views."""
+        """Entries that are not shared, as views."""
         return self._finest.entries()
 
     def _join(self, pair: LayerPair) -> None:
@@ -209,7 +209,7 @@ class PairedLayer(CompositeLayer):
         """All columns, own entries first, some of them replaced.
 
         Args:
-            changed: numbers of the entries at `places`, which are all in packed order by default.
+            changed: numbers of the entries at `places`, by default all in packed order.
         """
         own, shared = self._finest.entries(), self._pair.shared
         columns = [own.column(name) for name in own.columns]
@@ -222,7 +222,7 @@ class PairedLayer(CompositeLayer):
         return held
 
     def _sums(self, plan: Plan, order: PairedOrder) -> MergedEntries:
-        """What the targets of a plan become, by place."""
+        """Merged entries of a plan; targets are places."""
         own, shared = self._finest.entries(), self._pair.shared
         if not len(plan.folds):
             return no_merges(own.keys)
@@ -241,7 +241,7 @@ class PairedLayer(CompositeLayer):
     def _arrivals(
         self, sums: MergedEntries, order: PairedOrder, columns: Float[Tensor, "n T"]
     ) -> InsertedEntries | None:
-        """The targets that were shared, in order of heads and positions."""
+        """Merge targets that were shared, in order of heads and positions."""
         places = sums.targets.cpu()
         come = (places >= order.own).nonzero().flatten()
         come = come[
@@ -290,7 +290,7 @@ class PairedLayer(CompositeLayer):
 
 
 def link_pairs(stores: Sequence[CacheLayer]) -> None:
-    """Bring the halves of pairs together again: each lower layer with the next upper one."""
+    """Link the layers of pairs: each lower layer with the next upper one."""
     waiting: PairedLayer | None = None
     for store in stores:
         if not isinstance(store, PairedLayer):

@@ -1,11 +1,11 @@
-"""A layer whose heads keep different numbers of entries, in flat storage without padding.
+"""Ragged layer: per-head entry counts in flat storage without padding.
 
     keys   [ head 0 entries | slack | head 1 entries | slack | ... ]      one row an entry
              ^edges[0]                ^edges[1]
 
-What a plan rejects is freed at once: the storage is laid out anew for what stays. While decoding it
-becomes room for the next token instead, and a head may then begin behind its edge. Attention runs
-over the entries, never over the slack.
+`apply` frees rejected entries at once: the kept ones are relocated into new storage. `evict`, for
+decode steps, turns them into slack for the next tokens, and a head may then begin after its edge.
+Attention reads the entries, never the slack.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from larder.ops.attention import ragged_attention
 from larder.ops.packing import packed_rows, sorted_places, starts_of, storage_rows
 from larder.ops.removal import move_rows, plan_removal, remove_rows
 
-MIN_ROAMING_SLACK = 16  # rows of slack from which on a head may wander through its region
-GROWTH_TOKENS = 64  # slack taken when a caller appends without having reserved
+MIN_ROAMING_SLACK = 16  # rows of slack from which on a head may move within its region
+GROWTH_TOKENS = 64  # slack allocated when a caller appends without a reservation
 
 
 class RaggedLayer(CacheLayer):
-    """Per-head lengths, memory really freed.
+    """Per-head lengths; rejected entries free memory.
 
     Args:
-        ledger: what the policy has it remember of each entry and head.
+        ledger: columns and scalars that the policy keeps.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RaggedLayer(CacheLayer):
     def apply_folded(
         self, plan: Plan, sums: MergedEntries, arrivals: InsertedEntries | None = None
     ) -> None:
-        """As `apply`, for a plan that fits; folds, and what comes in, were computed elsewhere."""
+        """Apply a validated plan, with merged and inserted entries computed by the caller."""
         rows = packed_rows(self._starts, self._lengths)[plan.kept.cpu()]
         lengths = torch.tensor(plan.lengths, dtype=torch.int64)
         coming = arrivals.counts(len(lengths)) if arrivals else 0
@@ -107,7 +107,7 @@ class RaggedLayer(CacheLayer):
     def evict_folded(
         self, plan: Plan, sums: MergedEntries, arrivals: InsertedEntries | None = None
     ) -> None:
-        """As `evict`, in the manner of `apply_folded`."""
+        """Evict by a validated plan, with merged and inserted entries computed by the caller."""
         self.replaced_bytes, self._heard = 0, None
         if arrivals:
             self._make_room(int(arrivals.counts(len(plan.lengths)).max()))
@@ -128,18 +128,18 @@ class RaggedLayer(CacheLayer):
         self._columns.write(columns)
 
     def note_packed(self, columns: Float[Tensor, "n T"]) -> None:
-        """Replace all columns of the ledger, one number per packed entry."""
+        """Replace all ledger columns, one number per packed entry."""
         rows = packed_rows(self._starts, self._lengths).to(self._keys.device)
         self._columns.values[:, rows] = columns
 
     def check_numbers(self, plan: Plan) -> None:
-        """See that the numbers of a plan can be written. Raises: CacheError: they cannot."""
+        """Check a plan's columns and scalars. Raises: CacheError: they do not fit the ledger."""
         self._columns.check_columns(plan.columns, len(plan.kept))
         self._columns.check_scalars(plan.scalars)
 
     @property
     def ledger(self) -> Ledger:
-        """What is remembered, in the order of the columns."""
+        """Ledger, in the order of the columns."""
         return self._columns.ledger
 
     def allocate(self, room: int) -> None:
@@ -206,7 +206,7 @@ class RaggedLayer(CacheLayer):
         return self.attention(queries, own)
 
     def attention(self, queries: Queries, own: int) -> AttentionState:
-        """As `_attention`: what the newest entry's query takes is kept where somebody listens."""
+        """Attention with log-sum-exp; records logits of a decode step after `record_logits`."""
         if not own:
             return self.cached(queries)
         self._heard = None
@@ -216,7 +216,7 @@ class RaggedLayer(CacheLayer):
         return self.cached(queries, self._heard)
 
     def cached(self, queries: Queries, logits: Tensor | None = None) -> AttentionState:
-        """Attention of queries to everything held, with its log-sum-exp."""
+        """Attention of queries to all entries, with its log-sum-exp."""
         bias = self._columns.by_name().get(LOG_COUNT)
         layout = (self._starts, self._lengths, self.layer.scaling)
         return ragged_attention(queries, self._keys, self._values, *layout, bias, logits)
@@ -224,10 +224,10 @@ class RaggedLayer(CacheLayer):
     def _changes(
         self, plan: Plan, sums: MergedEntries, starts: Tensor, lengths: Tensor
     ) -> PlanWrites:
-        """All that a plan writes, ready before anything moves.
+        """Writes of a plan, computed before any entry moves.
 
         Args:
-            starts, lengths: where the entries that stay will lie.
+            starts, lengths: layout of the kept entries after the plan.
         """
         self.check_numbers(plan)
         like, numbers = self._keys, self._columns.values
@@ -254,29 +254,29 @@ class RaggedLayer(CacheLayer):
         self._columns.write_scalars(changes.scalars)
 
     def _take_in(self, arrivals: InsertedEntries) -> None:
-        """Add entries at their positions, for which there is room."""
+        """Insert entries at their positions, into existing slack."""
         insert_entries(self._stored(), self._columns.values, self._starts, self._lengths, arrivals)
         self._lengths = self._lengths + arrivals.counts(len(self._lengths))
         self._room = self._least_room(self._starts, self._lengths)
 
     def _make_room(self, count: int) -> None:
-        """See that every head has room for so many entries, and some to spare where it had not."""
+        """Ensure slack for `count` entries in every head; new storage has some to spare."""
         self._draw_back(count)
         if count > self._room:
             self._lay_out(self._everything(), max(count, GROWTH_TOKENS))
 
     def _everything(self) -> list[Tensor]:
-        """Rows of the storage that are in use, per head."""
+        """Used storage rows per head."""
         owned = zip(self._starts.tolist(), self._lengths.tolist(), strict=True)
         return [torch.arange(start, start + length) for start, length in owned]
 
     def _least_room(self, starts: Tensor, lengths: Tensor) -> int:
-        """Slack behind the head that has least."""
+        """Smallest slack behind any head."""
         ends = zip(self._edges[1:], starts.tolist(), lengths.tolist(), strict=True)
         return min(edge - start - length for edge, start, length in ends)
 
     def _draw_back(self, room: int) -> None:
-        """Where that gives `room`, put heads back to their edges, so that all slack lies behind."""
+        """Move heads back to their edges if that gives `room` slack behind each."""
         starts = torch.tensor(self._edges[:-1])
         won = self._room if self._room >= room else self._least_room(starts, self._lengths)
         if not self._room < room <= won:
@@ -286,7 +286,7 @@ class RaggedLayer(CacheLayer):
         self._starts, self._room = starts, won
 
     def _lay_out(self, rows: list[Tensor], room: int | Int64[Tensor, " K"]) -> None:
-        """Move the given rows of each head into fresh storage with `room` slack a head."""
+        """Move the given rows of each head into new storage with `room` slack a head."""
         lengths = torch.tensor([len(part) for part in rows], dtype=torch.int64)
         slack = torch.zeros_like(lengths) + room
         starts, total = starts_of(lengths + slack), int((lengths + slack).sum())

@@ -1,13 +1,13 @@
-"""A layer that holds some keys and values, and what all the others follow from.
+"""Recomputed layer: evicted entries are recomputed from residuals or token ids.
 
-    fast     a ragged part, which a budget governs
-    source   by position, what stands for every token that was read: a residual, an id, or nothing
-    gone     per kv head, the positions of what plans rejected
+    fast     ragged part under a budget
+    source   by position, one row per token read: a residual, an id, or nothing
+    gone     per kv head, the positions that plans rejected
 
-Who runs the model rebuilds what is gone, when it is attended to: by projecting residuals, a block
-at a time, or by reading the text again and lending this layer what it makes of it. Nothing rebuilt
-is kept. Attention to both parts is joined by log-sum-exp, so that it is to everything there ever
-was. Where one layer's source stands for all layers, the others have none.
+The decoder recomputes evicted entries for attention: it projects residuals, a block at a time, or
+reads the text again and lends this layer the keys and values. Recomputed entries are not stored.
+Attention to both parts is merged by log-sum-exp, so it covers every token. If the source of one
+layer serves all layers, the others have none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import merge_attention, ragged_attention
 from larder.ops.packing import heads_of_packed, starts_of
 
-BLOCK_TOKENS = 512  # rebuilt at once
+BLOCK_TOKENS = 512  # tokens recomputed at once
 SOURCE_KEY, EVICTED_KEY, LENGTHS_KEY, SPEC_KEY = (
     "source",
     "gone",
@@ -39,17 +39,17 @@ SOURCE_KEY, EVICTED_KEY, LENGTHS_KEY, SPEC_KEY = (
     "manner",
 )  # names in a state
 
-# Keys and values [K, N, D] of a layer, for what stands for N tokens and their true positions.
+# Keys and values [K, N, D] of a layer from N source rows and their true positions.
 RecomputedKV = Float[Tensor, "K B D"]
 ProjectKV = Callable[[int, Tensor, Positions], tuple[RecomputedKV, RecomputedKV]]
 
 
 class RecomputedLayer(RecoverableLayer):
-    """Nothing is lost, and little is held.
+    """Layer that loses no entry and stores few.
 
     Args:
-        ledger: what the policy has it remember of each entry and head.
-        rebuilding: how rejected entries come back.
+        ledger: columns and scalars that the policy keeps.
+        rebuilding: source of the recomputation.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class RecomputedLayer(RecoverableLayer):
     ) -> None:
         self.layer, self.rebuilding = layer, rebuilding
         self.project: ProjectKV | None = None  # while a model runs
-        self.tokens = self.operations = 0  # rebuilt so far, and what that took
+        self.tokens = self.operations = 0  # recomputed tokens so far, and their operations
         self._fast = RaggedLayer(layer, dtype, device, ledger)
         self._source = torch.empty(0, 0, dtype=dtype, device=device)
         self._gone = [torch.empty(0, dtype=torch.int64) for _ in range(layer.kv_heads)]
         self._lent: tuple[RecomputedKV, RecomputedKV] | None = None
 
     def keep(self, source: Tensor) -> None:
-        """Take in what stands for the tokens that were read last, a row each."""
+        """Append the source rows of the tokens read last."""
         self._source = torch.cat([self._source, source]) if len(self._source) else source.clone()
 
     def again(
@@ -80,11 +80,11 @@ class RecomputedLayer(RecoverableLayer):
         positions: Positions,
         answer: Callable[[], Queries],
     ) -> Float[Tensor, "H N D"]:
-        """As every store's; what is read again is lent for what comes behind it."""
+        """Attention of replayed tokens, whose keys and values are lent to the tokens after them."""
         self._lent = keys, values
         self.tokens += len(positions)
         try:
-            if self.layer.index < self.rebuilding.depth:  # nobody looks at what it makes of these
+            if self.layer.index < self.rebuilding.depth:  # outputs of replayed tokens are unused
                 return torch.cat([torch.zeros_like(queries), answer()], 1)
             return super().again(queries, keys, values, positions, answer)
         finally:
@@ -96,15 +96,15 @@ class RecomputedLayer(RecoverableLayer):
         self._gone = [own[own < length] for own in self._gone]
 
     def forget(self, start: int, stop: int) -> None:
-        """As every store's, whatever stands for it.
+        """Drop entries at true positions [start, stop), evicted ones included.
 
         Raises:
-            CacheError: what is read again would see it again.
+            CacheError: the recomputation reads the whole text again, with these tokens.
         """
         if self.rebuilding.rereads:
             raise CacheError(
-                f"Tokens [{start}, {stop}) were to be forgotten, but held="
-                f"{self.rebuilding.source.value!r} reads the text again with all of them: take "
+                f"Tokens [{start}, {stop}) cannot be dropped: held="
+                f"{self.rebuilding.source.value!r} reads the text again with all tokens. Use "
                 "recompute(held='every')."
             )
         self._fast.forget(start, stop)
@@ -113,17 +113,17 @@ class RecomputedLayer(RecoverableLayer):
 
     @property
     def gone(self) -> tuple[Int64[Tensor, " _"], ...]:
-        """Positions of what is rebuilt, per kv head."""
+        """Positions of evicted entries per kv head."""
         return tuple(self._gone)
 
     @property
     def wanted(self) -> int:
-        """How many tokens, from the first on, must be read again for all that is gone."""
+        """Number of first tokens to read again for all evicted entries."""
         return max((int(own.max()) + 1 for own in self._gone if len(own)), default=0)
 
     @property
     def source(self) -> Tensor:
-        """What stands for each token, by position; nothing where another layer's does."""
+        """Source row of each token, by position; empty if another layer holds them."""
         return self._source
 
     @property
@@ -143,8 +143,8 @@ class RecomputedLayer(RecoverableLayer):
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> RecomputedLayer:
         if SPEC_KEY not in state:
             raise CacheError(
-                f"Layer {layer.index} of the saved cache is not rebuilt, but its description says "
-                "so: build the cache again."
+                f"Layer {layer.index} of the saved cache has no recompute spec, but its "
+                "description has one: build the cache again."
             )
         like, told = state["keys"], bytes(state[SPEC_KEY].cpu().tolist()).decode()
         store = cls(layer, like.dtype, like.device, Ledger(), RecomputeSpec.from_text(told))
@@ -170,7 +170,7 @@ class RecomputedLayer(RecoverableLayer):
         return merge_attention([out for out, _ in parts], [lse for _, lse in parts])
 
     def _blocks(self) -> Iterator[tuple[Int64[Tensor, " B"], RecomputedKV, RecomputedKV]]:
-        """Keys and values of all that is gone, with their positions, some at a time."""
+        """Blocks of recomputed keys and values of all evicted entries, with their positions."""
         wanted = torch.unique(torch.cat(self._gone))
         if not len(wanted):
             return
@@ -179,8 +179,8 @@ class RecomputedLayer(RecoverableLayer):
             return
         if self.project is None or not len(self._source):
             raise CacheError(
-                f"Layer {self.layer.index} holds {len(wanted)} tokens as what they follow from, "
-                "but nobody rebuilds them: attend through a decoder."
+                f"Layer {self.layer.index} must recompute {len(wanted)} evicted tokens, but has no "
+                "model to do so: attend through a decoder."
             )
         for places in wanted.split(BLOCK_TOKENS):
             there = places.to(self._source.device)
@@ -194,7 +194,7 @@ class RecomputedLayer(RecoverableLayer):
         keys: RecomputedKV,
         values: RecomputedKV,
     ) -> AttentionState:
-        """Attention to those of some rebuilt tokens that are gone from each kv head."""
+        """Attention to the recomputed tokens that are evicted from each kv head."""
         rows = [torch.nonzero(torch.isin(places, own)).flatten() for own in self._gone]
         lengths = torch.tensor([len(own) for own in rows])
         flat = torch.cat([own + head * len(places) for head, own in enumerate(rows)])
@@ -204,12 +204,12 @@ class RecomputedLayer(RecoverableLayer):
         return ragged_attention(queries, held[0], held[1], *layout)
 
     def _carry_out(self, plan: Plan, change: Callable[[Plan], None]) -> None:
-        """Note what a plan rejects, then have the ragged part carry it out."""
+        """Record the positions that a plan rejects, then apply it to the ragged part."""
         check_single_precision(plan)
         if len(plan.folds):
             raise CacheError(
-                f"A rebuilt cache gives back what is rejected, but a plan folds {len(plan.folds)} "
-                "rows: use a ragged cache for plans that fold."
+                f"A rebuilt cache recomputes rejected entries, but a plan merges {len(plan.folds)} "
+                "of them: use a ragged cache for plans that merge."
             )
         check_kept(plan, self.lengths)
         held = self._fast.entries()
@@ -229,12 +229,12 @@ class RecomputedLayer(RecoverableLayer):
 
 
 def recomputed_layers(stores: Sequence[CacheLayer]) -> list[RecomputedLayer]:
-    """Those of the stores that are rebuilt."""
+    """Layers with recomputed entries."""
     return [store for store in stores if isinstance(store, RecomputedLayer)]
 
 
 def recompute_cost(stores: Sequence[CacheLayer]) -> tuple[int, int]:
-    """Tokens that were rebuilt so far, over layers, and operations that this took."""
+    """Tokens recomputed so far, over layers, and the operations this took."""
     own = recomputed_layers(stores)
     return sum(store.tokens for store in own), sum(store.operations for store in own)
 

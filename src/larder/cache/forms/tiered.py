@@ -1,17 +1,16 @@
-"""A layer in two tiers: what stays fast, and what was parked and is recalled when a query needs it.
+"""Tiered layer: device tier under a budget, and offloaded entries that are recalled by search.
 
     fast    a ragged part, which a budget governs, and slots for recalled pages
-    slow    everything that plans rejected, in host memory, and an index over its keys
+    slow    entries that plans rejected, in host memory, and an index over their keys
 
-Mao, Wang, Ester, Li, "IceCache: Memory-efficient KV-cache Management for Long-Sequence LLMs"
-(2026), arXiv:2604.10539, sections 2 and 3, is the shape of it. A single new token attends to the
-ragged part and to the pages that the index finds for it; softmax runs over these together. Several
-tokens at once, and all of what is said to be a text, attend to everything, exactly, the slow tier
-in pieces; so does what is read only to be looked at, which shall leave no trace. A question may be
-asked of the pages that its tokens find together instead, and a block of text read with the pages
-that its mean query finds, where the recall part says so. Parts are joined
-by their log-sum-exp. The index learns of parked entries at the next look, and of nothing in a dense
-layer, where nothing is parked. A fork shares slow tier and index until one of both has to change.
+The design follows Mao, Wang, Ester, Li, "IceCache: Memory-efficient KV-cache Management for
+Long-Sequence LLMs" (2026), arXiv:2604.10539, sections 2 and 3. A decode step attends to the ragged
+part and to the pages that the index finds; softmax runs over both together. Several tokens at once,
+and all tokens of a text, attend to everything, exactly, the slow tier in chunks; so do scratch
+passes, which leave no trace. If the recall part says so, a question attends to the union of the
+pages that its tokens find, and a block of text to the pages that its mean query finds. Parts are
+merged by their log-sum-exp. The index adds offloaded entries at the next search. A dense layer
+offloads nothing. A fork shares slow tier and index until one of both has to change.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ from larder.ops.attention import merge_attention
 
 
 class TieredLayer(RecoverableLayer, HostMemoryUser):
-    """Per-head lengths in fast memory, everything else parked.
+    """Per-head lengths in device memory, rejected entries offloaded to host memory.
 
     Args:
-        ledger: what the policy has it remember of each entry and head.
-        parking: how parked entries are found again, every size filled in.
+        ledger: columns and scalars that the policy keeps.
+        parking: offload and recall options, every size filled in.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         return out
 
     def expect(self, coming: AppendKind) -> None:
-        """Say what the tokens of the next passes are."""
+        """Set the kind of the tokens of the next passes."""
         self._coming = coming
 
     def compact(self) -> None:
@@ -101,27 +100,27 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         self._slow.compact()
 
     def truncate(self, length: int) -> None:
-        """As every store's; pages that held what is forgotten are found anew."""
+        """Drop entries at `length` and later; a changed slow tier is indexed again."""
         rest = self._slow.without_range(length)
         self._fast.truncate(length)
         self._replace_slow_tier(rest)
 
     def forget(self, start: int, stop: int) -> None:
-        """As every store's, in both tiers."""
+        """Drop entries at true positions [start, stop) in both tiers."""
         rest = self._slow.without_range(start, stop)
         self._fast.forget(start, stop)
         self.replaced_bytes = self._fast.replaced_bytes
         self._replace_slow_tier(rest)
 
     def _replace_slow_tier(self, rest: SlowTier | None) -> None:
-        """Have another slow tier, if there is one, and find everything in it anew."""
+        """Replace the slow tier, if `rest` is not None, and its index."""
         if rest is not None:
             self._slow, like = rest, self.finder.like
             self._numbering = EntryNumberCheck(self.layer.kv_heads)
             self.finder = PageFetcher(self.layer, self.parking.recall, *like)
 
     def parked(self) -> Entries:
-        """The slow tier, by number."""
+        """Offloaded entries, in order of their numbers."""
         return self._slow.entries()
 
     def state(self) -> dict[str, Tensor]:
@@ -150,7 +149,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         return store
 
     def fork(self) -> TieredLayer:
-        """As every store's, but nothing that is parked is copied before it must be."""
+        """Independent copy that shares slow tier and index by copy-on-write."""
         self._learn()
         fast = RaggedLayer.adopt(self.layer, self._fast.state())
         like, ledger = fast.entries().keys, fast.ledger
@@ -165,7 +164,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         return *held, *self.finder.shared_index.index.tensors(), *self.finder.slots()
 
     def join(self, room: HostMemoryBudget) -> None:
-        """Share what host memory may be taken with other layers of the sequence."""
+        """Share the host memory budget of the sequence."""
         self._slow.room = room
         room.join(self)
 
@@ -175,29 +174,29 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 
     @property
     def device_nbytes(self) -> int:
-        """Bytes of the fast tier: the ragged part and the slots for pages."""
+        """Bytes of the device tier: the ragged part and the page slots."""
         return self._fast.nbytes + sum(t.untyped_storage().nbytes() for t in self.finder.slots())
 
     @property
     def foreseen_bytes(self) -> int:
-        """Bytes of the fast tier that the pages of a first step will need."""
+        """Device bytes that the page slots of the first decode step will need."""
         if not self.has_offloaded or self.finder.slots():
             return 0
         return self.finder.foreseen_bytes(self._slow.lengths)
 
     @property
     def shared_nbytes(self) -> int:
-        """Bytes of what a store that it was forked from, or a fork of it, holds as well."""
+        """Bytes shared with forks of this layer or with the one it was forked from."""
         return self._slow.shared_nbytes + self.finder.shared_index.shared_nbytes
 
     @property
     def pages(self) -> tuple[int, int]:
-        """Pages that were asked for so far, and how many of them had to be moved."""
+        """Pages requested so far, and how many of them had to be moved."""
         return self.finder.pages
 
     @property
     def has_offloaded(self) -> bool:
-        """Whether anything is parked."""
+        """True if the slow tier holds any entry."""
         return bool(len(self._slow))
 
     @property
@@ -206,7 +205,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 
     @property
     def is_dense(self) -> bool:
-        """Whether its layer parks nothing."""
+        """True for the first layers, which offload nothing."""
         return self.layer.index < self.parking.recall.dense
 
     def _attention(
@@ -219,7 +218,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         return merge_attention([out for out, _ in parts], [lse for _, lse in parts])
 
     def _attend_offloaded(self, queries: Queries, own: int) -> list[AttentionState]:
-        """Attention to what a step or a question finds of the slow tier, or to all of it."""
+        """Attention to the recalled part of the slow tier, or to all of it."""
         held, look = self._slow.entries(), self._search(queries, own)
         if look is None:
             return self._slow.attend(queries)
@@ -229,7 +228,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         return self._slow.attend(queries) if parts is None else parts
 
     def _search(self, queries: Queries, own: int) -> RecallAttention | None:
-        """What finds entries for a step, a question or a block; None where all are attended to."""
+        """Search for a decode step, question or block; None for attention to all entries."""
         recall, finder = self.parking.recall, self.finder
         if own == queries.shape[1] == 1 and self._coming is AppendKind.STEP:
             if recall.follows:
@@ -243,28 +242,28 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         return finder.block if recall.prefill is PrefillRecall.RECALLED else None
 
     def _choice_for(self, held: Entries) -> PageSelection | None:
-        """What the layer that it follows has found in this step; None where that does not fit."""
+        """Page selection of the leader in this step; None if its slow tier differs."""
         choice = None if self.leader is None else self.leader.finder.choice
         if self.leader is None or choice is None or choice.lengths != held.lengths:
             return None
         return choice if self._numbering.agrees(held, self.leader.parked()) else None
 
     def _learn(self) -> None:
-        """Have the index know everything, but for one that nobody has asked and nobody may."""
+        """Update the index, unless only the leader's index is searched."""
         if self._searches:
             self.finder.learn(self._slow.entries(), self._observed)
 
     @property
     def _searches(self) -> bool:
-        """Whether its index is asked, or may be; else another layer's is."""
+        """True if this layer's own index is or was searched."""
         return self.leader is None or self.finder.shared_index.is_used
 
     def fetch(self, queries: Queries) -> None:
-        """Find and move pages for queries [H, 1, D] before they are asked, on whatever thread."""
+        """Find and transfer pages for queries [H, 1, D] ahead of attention, on any thread."""
         self.finder.fetch(queries, self._slow.entries(), self._observed)
 
     def _carry_out(self, plan: Plan, change: Callable[[Plan], None]) -> None:
-        """Park what a plan rejects and does not drop, then have the ragged part carry it out."""
+        """Offload the entries that a plan rejects and does not drop, then apply it."""
         check_offload_plan(plan)
         check_kept(plan, self.lengths)
         self._fast.check_numbers(plan)
@@ -288,7 +287,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         self.replaced_bytes = self._fast.replaced_bytes + self._slow.replaced_bytes
 
     def _index_bytes(self, coming: int) -> int:
-        """What the index will grow by with so many more entries; 0 where nobody limits it."""
+        """Estimated growth of the index for `coming` more entries; 0 without a limit."""
         counts = self._slow.room.limit is not None and self._searches
         return (
             self.finder.shared_index.growth_estimate_bytes(len(self._slow) + coming)
@@ -298,7 +297,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 
 
 def tiered_layers(stores: Sequence[CacheLayer]) -> list[TieredLayer]:
-    """Those of the stores that have a slow tier."""
+    """Layers that have a slow tier."""
     return [store for store in stores if isinstance(store, TieredLayer)]
 
 

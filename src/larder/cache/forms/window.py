@@ -1,7 +1,7 @@
-"""A sliding-window layer: it holds the last positions that any later query can still see.
+"""Sliding-window layer: the last positions that any later query can see.
 
-It holds its window by true position, whatever the budget, and is counted apart. What a block pushes
-out is forgotten with the next one, so that a pass that fails in a later layer can be taken back.
+The window is by true position, outside any budget, and counted separately. Entries that leave the
+window are dropped with the next block, so that a pass that fails in a later layer can be undone.
 
     held    [ window of the block's first token | block ]
 """
@@ -21,10 +21,10 @@ from larder.ops.attention import windowed_attention
 
 
 class SlidingWindowLayer(CacheLayer):
-    """The last `sliding_window` entries, the same in every head.
+    """Last `sliding_window` entries, the same in every head.
 
-    Entries that slid out are gone: `truncate` can go back over the last block appended without
-    loss, and over as many tokens more as were reserved; who rolls back further reserves first.
+    Older entries are lost: `truncate` can go back over the last appended block, and over as many
+    more tokens as were reserved. Call `reserve` before a longer rollback.
     """
 
     def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
@@ -49,23 +49,23 @@ class SlidingWindowLayer(CacheLayer):
     def apply(self, plan: Plan) -> None:
         del plan
         raise CacheError(
-            f"Layer {self.layer.index} slides its own window, so no plan applies to it: plan for "
-            "the managed layers only."
+            f"Layer {self.layer.index} has a sliding window, so no plan applies to it: plan for "
+            "managed layers only."
         )
 
     def evict(self, plan: Plan) -> None:
         self.apply(plan)
 
     def allocate(self, room: int) -> None:
-        """A window needs no storage in advance: it holds the same however much is read."""
+        """No effect: the window has a fixed size."""
         del room
 
     def reserve(self, room: int) -> None:
-        """Keep `room` entries beyond the window, so that as many tokens can be taken back."""
+        """Hold `room` entries beyond the window, so that as many tokens can be taken back."""
         self._slack = max(self._slack, room)
 
     def compact(self) -> None:
-        """Forget what slid out of the window; later rollbacks reach no further than now."""
+        """Drop entries outside the window; later rollbacks go no further back than now."""
         self._slack = 0
         if len(self._positions):
             self._keep(self._seen_from(int(self._positions[-1])))
@@ -119,7 +119,7 @@ class SlidingWindowLayer(CacheLayer):
         )
 
     def _seen_from(self, position: int) -> slice:
-        """The rows that a query at `position`, or at any later one, can see."""
+        """Rows visible to a query at `position` or later."""
         return slice(int((self._positions <= position - self._window).sum()), None)
 
     def _keep(self, rows: slice) -> None:
@@ -130,7 +130,7 @@ class SlidingWindowLayer(CacheLayer):
         )
 
     def _hold(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        """Change everything at once, when all of it is there."""
+        """Replace all tensors at once, after everything that can fail."""
         self.replaced_bytes = self.nbytes
         self._keys, self._values, self._positions = keys, values, positions
 

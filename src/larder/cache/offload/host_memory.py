@@ -1,4 +1,4 @@
-"""What the slow tiers of one sequence may take of host memory together."""
+"""Host memory budget that the slow tiers of one sequence share."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ MEMINFO_PATH = "/proc/meminfo"
 
 
 class HostMemoryUser(ABC):
-    """Who takes host memory."""
+    """Owner of host memory that a `HostMemoryBudget` counts."""
 
     @property
     @abstractmethod
     def host_nbytes(self) -> int:
-        """Bytes of it that are taken: of what is parked, and of what finds it again."""
+        """Bytes of host memory in use: offloaded entries and their index."""
 
 
 class HostMemoryBudget:
-    """Adds up what is taken, and refuses more.
+    """Limit on the host memory of all registered users.
 
     Args:
         limit: bytes; None for what the machine has.
@@ -29,27 +29,27 @@ class HostMemoryBudget:
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self._guests: WeakSet[HostMemoryUser] = WeakSet()
+        self._users: WeakSet[HostMemoryUser] = WeakSet()
 
-    def join(self, guest: HostMemoryUser) -> None:
-        """Count what one more takes."""
-        self._guests.add(guest)
+    def join(self, user: HostMemoryUser) -> None:
+        """Register a user, by weak reference."""
+        self._users.add(user)
 
     @property
     def taken(self) -> int:
-        """Bytes that are taken now."""
-        return sum(guest.host_nbytes for guest in self._guests)
+        """Bytes in use by all users."""
+        return sum(user.host_nbytes for user in self._users)
 
     def check(self, entries: int, index: int = 0, beside: int = 0) -> None:
-        """See that so much more may be taken.
+        """Check that memory may grow.
 
         Args:
-            entries: bytes that storage is to grow by.
-            index: bytes that what finds entries will grow by, about.
-            beside: bytes that are held twice meanwhile.
+            entries: bytes by which storage is to grow.
+            index: estimated bytes by which the index will grow.
+            beside: bytes that are held twice during the change.
 
         Raises:
-            BudgetError: it may not, or the machine has no such memory.
+            BudgetError: the limit or the machine's free memory would be exceeded.
         """
         if self.limit is not None:
             self._check_limit(self.limit, self.taken + entries, index)
@@ -57,25 +57,25 @@ class HostMemoryBudget:
         needed = entries + index + beside
         if free is not None and needed > free:
             raise BudgetError(
-                f"Parking entries needs {needed / MIB:.1f} MiB of host memory for a moment, but "
-                f"{free / MIB:.1f} MiB are available: read less, or drop entries."
+                f"Offloading entries needs {needed / MIB:.1f} MiB of host memory, but only "
+                f"{free / MIB:.1f} MiB are available: read a shorter text, or drop entries."
             )
 
     def _check_limit(self, limit: int, entries: int, index: int) -> None:
         if entries + index > limit:
             raise BudgetError(
-                f"Parked entries and the index over them would take "
+                f"Offloaded entries and their index would take "
                 f"{(entries + index) / MIB:.1f} MiB of host memory, more than the "
-                f"{limit / MIB:.1f} MiB allowed: raise park(host_mib), hold them in few bits as "
-                "quantized() does, or drop entries instead."
+                f"{limit / MIB:.1f} MiB allowed: raise park(host_mib), quantize them with "
+                "quantized(), or drop entries instead."
             )
 
 
 def _available_bytes() -> int | None:
-    """Memory that the machine can give without swapping; None where it does not say."""
+    """Memory available without swapping; None where the system does not report it."""
     try:
         with open(MEMINFO_PATH, encoding="ascii") as lines:
-            told = dict(line.split(":", 1) for line in lines)
-        return int(told["MemAvailable"].split()[0]) * KIB
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * KIB
     except (OSError, KeyError, ValueError):
         return None

@@ -1,7 +1,7 @@
-"""Finding pages of what one layer has parked, in its turn or ahead of it, and attending to them.
+"""Page fetch of one tiered layer: index search, page selection and transfer into device slots.
 
-Pages may be fetched on another thread before the layer asks. It is that thread alone that finds
-then; whoever asks waits for it first. If it fails, pages are found as if nobody had tried.
+A page may be prefetched by another thread before the layer attends. Only that thread searches
+then; the layer waits for it first. If it fails, the layer searches as without prefetch.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from larder.ops.search import interleaved
 
 GROWTH = 2  # times the slots, when there are more pages than slots
 ObservedQueries = Float[Tensor, "H O D"]
-# Attention of queries to some of the entries; None where they are to attend to all of them.
+# Attention of queries to some of the entries; None for attention to all of them.
 RecallAttention = Callable[[Queries, Entries, ObservedQueries], list[AttentionState] | None]
 
 
 class PageFetcher:
-    """An index over parked entries, and slots for the pages that it finds.
+    """Index over the offloaded entries of a layer, and device slots for the pages that it finds.
 
     Args:
         dtype, device: of the slots.
@@ -58,17 +58,17 @@ class PageFetcher:
     def attend_selection(
         self, queries: Queries, entries: Entries, choice: PageSelection
     ) -> list[AttentionState]:
-        """Attention to what another layer has found for one query per head."""
+        """Attention to the pages that another layer selected."""
         fill = self._loaded if queries.shape[1] == 1 else self._loaded_once
         return [fill(choice, entries).attend(queries)]
 
     def follow(
         self, queries: Queries, entries: Entries, observed: ObservedQueries, stays: Entries
     ) -> None:
-        """Tell the index of a step before it is searched for.
+        """Pass the queries of a decode step to the index before the search.
 
         Args:
-            stays: as `Index.follow` has them.
+            stays: entries of the fast tier, see `RecallIndex.follow`.
         """
         self.learn(entries, observed)
         self.shared_index.index.observe_step(queries[:, 0].detach().float().cpu(), stays)
@@ -76,7 +76,7 @@ class PageFetcher:
     def recalled(
         self, queries: Queries, entries: Entries, observed: ObservedQueries
     ) -> list[AttentionState] | None:
-        """Attention to what the index finds for one query per head; None for everything."""
+        """Attention to the pages found for one query per head; None for attention to everything."""
         found = self._take_prefetched(queries, entries, observed)
         if found is None:
             found = self._found(queries, entries, observed)
@@ -93,7 +93,7 @@ class PageFetcher:
     def attend_union(
         self, queries: Queries, entries: Entries, observed: ObservedQueries
     ) -> list[AttentionState]:
-        """Attention of several queries to the pages that they find together, and nothing else."""
+        """Attention of several queries to the union of the pages found for each."""
         rows = [
             self._look(row, entries, observed).pages.clone()
             for row in queries.split(1, dim=1)
@@ -107,7 +107,7 @@ class PageFetcher:
     def block(
         self, queries: Queries, entries: Entries, observed: ObservedQueries
     ) -> list[AttentionState]:
-        """Attention of a block of queries to the pages that their mean finds, and nothing else."""
+        """Attention of a block of queries to the pages found for their mean."""
         self.learn(entries, observed)
         mean = queries.detach().float().mean(1).cpu()
         found = self.shared_index.index.exact(mean, entries, self.recall.pages)
@@ -115,31 +115,31 @@ class PageFetcher:
         return [self._loaded_once(self.choice, entries).attend(queries)]
 
     def expect(self, arrived: Callable[[], bool] | None) -> None:
-        """Have the next step use what `fetch` finds.
+        """Use the result of `fetch` in the next decode step.
 
         Args:
-            arrived: waits for that; False if it failed. None where nothing is fetched any more.
+            arrived: waits for the prefetch; returns False if it failed. None cancels the prefetch.
         """
         self._arrived = arrived
 
     def fetch(self, queries: Queries, entries: Entries, observed: ObservedQueries) -> None:
-        """Find and move pages for queries [H, 1, D], on whatever thread, before they are asked."""
+        """Find and transfer pages for queries [H, 1, D] ahead of attention, on any thread."""
         self._fetched = self._found(queries, entries, observed)
 
     def learn(self, entries: Entries, observed: ObservedQueries) -> None:
-        """Have the index take in what was parked since it last looked."""
+        """Add the entries offloaded since the last search to the index."""
         try:
             self.shared_index.learn(entries, observed if observed.shape[1] else None)
-        except BaseException:  # it starts anew, and so do its pages
+        except BaseException:  # the index was reset, so its pages are invalid
             self._pool = None
             raise
 
     def slots(self) -> tuple[Tensor, ...]:
-        """Every tensor of the slots, tables included."""
+        """All tensors of the slots, tables included."""
         return () if self._pool is None else self._pool.tensors()
 
     def foreseen_bytes(self, parked: tuple[int, ...]) -> int:
-        """Bytes of the slots that a look at so many parked entries of each head needs, at most."""
+        """Upper bound of the slot bytes for a search over `parked` entries of each head."""
         there = self.shared_index.index.counts if self.shared_index.known == parked else parked
         pages = min(self.recall.pages, max(there)) * self.recall.sets(self.layer)
         rows = pages * self.recall.page
@@ -147,13 +147,13 @@ class PageFetcher:
 
     @property
     def pages(self) -> tuple[int, int]:
-        """Pages that were asked for so far, and how many of them had to be moved."""
+        """Pages requested so far, and how many of them had to be moved."""
         return (0, 0) if self._pool is None else (self._pool.asked, self._pool.moved)
 
     def _take_prefetched(
         self, queries: Queries, entries: Entries, observed: ObservedQueries
     ) -> RecallResult | None:
-        """What was fetched ahead; None where nothing was."""
+        """Result of a prefetch; None if there was none or it failed."""
         arrived, self._arrived = self._arrived, None
         if arrived is None:
             return None
@@ -168,7 +168,7 @@ class PageFetcher:
         return found
 
     def _found(self, queries: Queries, entries: Entries, observed: ObservedQueries) -> RecallResult:
-        """Find pages, and have them in their slots."""
+        """Search result, with its pages loaded into slots."""
         found = self._look(queries, entries, observed)
         if found.attends_all:
             self.choice = None
@@ -178,11 +178,11 @@ class PageFetcher:
         return found
 
     def _chosen(self, pages: Int64[Tensor, "N P"], slots: int, entries: Entries) -> PageSelection:
-        """As many of the pages found as there are slots for, so many per set of `recall.sets`.
+        """Selection of the found pages, limited to `slots` pages per set of `recall.sets`.
 
-        Query heads that choose for themselves share the slots of their kv head, unless the part has
-        a set for each. Where these are fewer than a page for each, the query heads look at the same
-        pages: the best of each in turn.
+        Query heads with own page lists share the slots of their kv head, unless the part has one
+        set per query head. With fewer slots than lists, the query heads share one list: the best
+        page of each in turn.
         """
         room, index = slots * self.recall.sets(self.layer), self.shared_index.index
         if room < len(pages):
@@ -194,14 +194,14 @@ class PageFetcher:
         return PageSelection(pages, versions, members, entries.lengths)
 
     def _loaded_once(self, choice: PageSelection, entries: Entries) -> PagePool:
-        """Slots for this choice alone, given back at once."""
+        """Temporary slots for one selection."""
         sets, width = choice.pages.shape
         pool = PagePool(self.layer, sets, max(1, width), self.recall.page, *self.like)
         pool.load(choice.pages, choice.versions, choice.numbers, entries)
         return pool
 
     def _loaded(self, choice: PageSelection, entries: Entries) -> PagePool:
-        """The slots, with the chosen pages in them."""
+        """Slots with the selected pages loaded."""
         pool = self._pool_for(choice)
         pool.load(choice.pages, choice.versions, choice.numbers, entries)
         return pool
@@ -211,13 +211,13 @@ class PageFetcher:
         return self.look(queries, entries)
 
     def look(self, queries: Queries, entries: Entries) -> RecallResult:
-        """What the index finds of the entries that it knows, for one query per head."""
+        """Search result over the indexed entries, for one query per head."""
         index, asked = self.shared_index.index, queries[:, 0].detach().float().cpu()
         look = index.exact if self.recall.search is SearchMode.EXACT else index.find
         return look(asked, entries, self.recall.pages)
 
     def _pool_for(self, choice: PageSelection) -> PagePool:
-        """Slots for what is chosen; as many as the budget allows only once there are such pages."""
+        """Slots for a selection; they grow to the budget only when there are enough pages."""
         sets, width = choice.pages.shape
         before = self._pool
         if before is None or before.sets != sets or before.slots < width:
@@ -232,19 +232,19 @@ class PageFetcher:
 
 
 def _count_common_pages(own: Int64[Tensor, "N P"], ahead: Int64[Tensor, "N Q"]) -> tuple[int, int]:
-    """Pages of a choice, and how many of them another one has as well."""
+    """Number of pages in `own`, and how many of them are in `ahead`."""
     pairs = [({*a} - {-1}, {*b}) for a, b in zip(own.tolist(), ahead.tolist(), strict=True)]
     return sum(len(a) for a, _ in pairs), sum(len(a & b) for a, b in pairs)
 
 
 @dataclass(frozen=True)
 class PageSelection:
-    """Pages that were chosen for a step.
+    """Pages selected for one decode step, question or block.
 
     Args:
-        pages: a row per set, -1 behind the last.
-        numbers: of the entries of each page, -1 behind the last.
-        lengths: entries of each kv head that there were to choose from.
+        pages: a row per set, -1 after the last.
+        numbers: entry numbers of each page, -1 after the last.
+        lengths: searchable entries of each kv head.
     """
 
     pages: Int64[Tensor, "N P"]
@@ -254,16 +254,16 @@ class PageSelection:
 
 
 class EntryNumberCheck:
-    """Whether the entries of a slow tier have the numbers that they have in another one.
+    """Comparison of the entry numbers of two slow tiers, so that page selections can be shared.
 
-    Each is looked at once: what has a number keeps it.
+    Each entry is compared once: an entry keeps its number.
     """
 
     def __init__(self, heads: int) -> None:
         self._alike: tuple[int, ...] | None = (0,) * heads  # of each head; None for different
 
     def agrees(self, own: Entries, other: Entries) -> bool:
-        """Whether all of `own` are the first of `other`, head by head."""
+        """True if all of `own` are the first entries of `other`, head by head."""
         if self._alike is None:
             return False
         ends = zip(self._alike, own.lengths, strict=True)
@@ -277,10 +277,10 @@ class EntryNumberCheck:
 
 
 class SharedIndex:
-    """An index, and how many entries of each head it knows.
+    """Copy-on-write recall index of a growing slow tier, and its indexed entries per head.
 
     Args:
-        index: one that knows `known` entries of each head; an empty one by default.
+        index: index of `known` entries of each head; empty by default.
     """
 
     def __init__(
@@ -293,25 +293,25 @@ class SharedIndex:
         self._recall, self._layer = recall, layer
         self.index = recall.index(layer) if index is None else index
         self.known = known or (0,) * layer.kv_heads
-        self._each = 0.0  # bytes of the index for an entry, about; 0 where nobody has asked
+        self._each = 0.0  # estimated index bytes per entry; 0 until first needed
         self._sharers: WeakSet[SharedIndex] = WeakSet([self])
 
     def learn(self, entries: Entries, observed: Float[Tensor, "H Q D"] | None) -> None:
-        """Have it take in what came since it last looked; broken off, it knows nothing at all."""
+        """Add new entries to the index. If interrupted, the index is empty afterwards."""
         if self.known == entries.lengths:
             return
         if self._is_shared:
             self._own(self._copied())
         try:
             self.index.add(entries, observed)
-        except BaseException:  # it may know half of them
+        except BaseException:  # the index may contain half of them
             self._own(self._recall.index(self._layer))
             self.known = (0,) * self._layer.kv_heads
             raise
         self.known = entries.lengths
 
     def fork(self) -> SharedIndex:
-        """One that answers alike and goes its own way."""
+        """Independent copy; a stateless index is shared until one of both changes."""
         is_steady = self.index.is_stateless
         index = self.index if is_steady else self._copied()
         copy = SharedIndex(self._recall, self._layer, index, self.known)
@@ -322,7 +322,7 @@ class SharedIndex:
 
     @property
     def is_used(self) -> bool:
-        """Whether the index knows anything."""
+        """True if any entry is indexed."""
         return any(self.known)
 
     @property
@@ -331,7 +331,7 @@ class SharedIndex:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.index.tensors())
 
     def growth_estimate_bytes(self, entries: int) -> int:
-        """About what the index will have grown by when it knows so many entries of all heads."""
+        """Estimated growth in bytes until the index covers `entries` entries of all heads."""
         known = sum(self.known)
         if known < SAMPLE_ENTRIES * len(self.known):
             self._each = self._each or self._recall.entry_bytes(self._layer)
@@ -340,7 +340,7 @@ class SharedIndex:
 
     @property
     def shared_nbytes(self) -> int:
-        """Bytes of the index where others hold it as well."""
+        """Bytes of the index if forks share it, else 0."""
         return self.nbytes if self._is_shared else 0
 
     @property

@@ -1,12 +1,12 @@
-"""The fast tier's page slots, and which page lies in which.
+"""Page pool: device slots for recalled pages, and attention to offloaded entries.
 
     slots   [ set 0: slot 0 | slot 1 | ... | set 1: slot 0 | ... ]      `page` rows a slot
 
-A set is what the query heads that share a choice of pages look at. Pages that are asked for again
-stay where they lie; all others that are wanted are gathered into one buffer, moved in one copy, and
-scattered into slots that hold nothing wanted. A page whose contents have changed is moved anew.
+A set is a page list that some query heads share. Pages that are requested again stay in their
+slots; the others are gathered into one buffer, moved in one copy, and scattered into slots that are
+not requested. A page whose version changed is moved again.
 
-A row that holds nothing wanted has a bias that gives it no weight in attention: page padding, too.
+Rows without a requested entry, page padding included, get a bias that masks them in attention.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class PagePool:
     """Slots for pages of one layer, in the model's memory.
 
     Args:
-        sets: choices of pages that stand beside each other; set n is of kv head n // (sets / K).
+        sets: page lists; set n belongs to kv head n // (sets / K).
         slots: pages of each set.
-        page: entries of a page, at most.
+        page: maximum entries of a page.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PagePool:
         device: torch.device,
     ) -> None:
         self.sets, self.slots, self.page = sets, slots, page
-        self.asked = self.moved = 0  # pages, since it was made
+        self.asked = self.moved = 0  # pages requested and moved so far
         self._layer = layer
         rows = sets * slots * page
         self._keys = torch.zeros(rows, layer.head_dim, dtype=dtype, device=device)
@@ -71,11 +71,11 @@ class PagePool:
         numbers: Int64[Tensor, "N P S"],
         entries: Entries,
     ) -> None:
-        """Have the given pages, and no others, attended to.
+        """Load the given pages, and mask all others in attention.
 
         Args:
-            pages: -1 behind the last of each set.
-            numbers: of the entries of each page, -1 behind the last.
+            pages: -1 after the last of each set.
+            numbers: entry numbers of each page, -1 after the last.
             entries: the slow tier.
         """
         wanted = np.full((self.sets, self.slots), NO_PAGE, np.int64)
@@ -93,22 +93,29 @@ class PagePool:
         self._counts = some * (self.slots * self.page)
 
     def attend(self, queries: Queries) -> AttentionState:
-        """Attention to what was loaded last."""
-        layout = self._starts, self._counts, self._layer.scaling
-        return ragged_attention(queries, self._keys, self._values, *layout, self._biases)
+        """Attention to the pages loaded last."""
+        return ragged_attention(
+            queries,
+            self._keys,
+            self._values,
+            self._starts,
+            self._counts,
+            self._layer.scaling,
+            self._biases,
+        )
 
     @staticmethod
     def foreseen_bytes(layer: LayerSpec, rows: int, itemsize: int) -> int:
-        """What slots of so many rows in all will take; the table of pages is not foreseen.
+        """Bytes of slots with `rows` rows in all; the page table is not included.
 
         Args:
-            itemsize: of a number of a key or value.
+            itemsize: bytes of one number of a key or value.
         """
         return rows * (2 * layer.head_dim * itemsize + BIAS_BYTES)
 
     @property
     def hit_rate(self) -> float:
-        """The share of the pages asked for that were there already."""
+        """Share of the requested pages that were in their slots already."""
         return 1.0 - self.moved / self.asked if self.asked else 0.0
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -123,7 +130,7 @@ class PagePool:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
 
     def _slots_of(self, wanted: Int64Array, versions: Int64Array) -> Int64Array:
-        """The slot of each wanted page; one that holds nothing wanted where it has none yet."""
+        """Slot of each requested page: its present one, or one that is not requested."""
         most = int(wanted.max(initial=NO_PAGE)) + 1
         if most > self._table.shape[1]:
             more = max(most, 2 * self._table.shape[1]) - self._table.shape[1]
@@ -153,7 +160,7 @@ class PagePool:
         numbers: Int64Array,
         entries: Entries,
     ) -> None:
-        """Move the pages that are not in their slots yet."""
+        """Move requested pages that are not in their slots."""
         sets, ranks = np.nonzero(wanted >= 0)
         into = slots[sets, ranks]
         old, pages = self._pages[sets, into], wanted[sets, ranks]
@@ -172,7 +179,7 @@ class PagePool:
         self._copy(torch.from_numpy(rows[held]), torch.from_numpy(targets[held]), entries)
         left = old >= 0
         self._table[sets[left], old[left]] = NO_PAGE
-        # A page that lay in a slot with stale contents leaves that slot to nobody.
+        # The former slot of a page with stale contents becomes empty.
         stale = self._table[sets, pages]
         lost = (stale >= 0) & (stale != into)
         self._pages[sets[lost], stale[lost]] = NO_PAGE
@@ -183,7 +190,7 @@ class PagePool:
     def _copy(
         self, rows: Int64[Tensor, " M"], targets: Int64[Tensor, " M"], entries: Entries
     ) -> None:
-        """Gather rows of the slow tier into one buffer, move it at once, and scatter it."""
+        """Gather rows of the slow tier into one buffer, move it in one copy, and scatter it."""
         is_far = self._keys.device.type != "cpu"
         shape = 2, len(rows), self._layer.head_dim
         staging = torch.empty(shape, dtype=self._keys.dtype, pin_memory=is_far)
@@ -194,34 +201,33 @@ class PagePool:
         self._values.index_copy_(0, places, near[1])
 
 
-MAX_ROWS = 1 << 14  # of the slow tier, brought to an accelerator at once
+MAX_ROWS = 1 << 14  # slow-tier rows moved to an accelerator at once
 
 
 def attend_all(queries: Queries, held: Entries, layer: LayerSpec) -> list[AttentionState]:
-    """Attention of several queries to all that is parked, piece by piece where it is brought."""
+    """Attention of several queries to all offloaded entries, in chunks on an accelerator."""
     starts, lengths = held.layout
     if queries.device.type == "cpu":
-        layout = starts, lengths, layer.scaling
-        return [ragged_attention(queries, held.keys, held.values, *layout)]
+        return [ragged_attention(queries, held.keys, held.values, starts, lengths, layer.scaling)]
     piece = max(1, MAX_ROWS // layer.kv_heads)
     parts: list[AttentionState] = []
     for first in range(0, max(held.lengths), piece):
         counts = (lengths - first).clamp(0, piece)
         rows = storage_rows(torch.arange(int(counts.sum())), starts + first, counts)
         keys, values = (part[rows].to(queries.device) for part in (held.keys, held.values))
-        layout = starts_of(counts), counts, layer.scaling
-        parts.append(ragged_attention(queries, keys, values, *layout))
+        packed = starts_of(counts)
+        parts.append(ragged_attention(queries, keys, values, packed, counts, layer.scaling))
     return parts
 
 
 def attend_estimate(queries: Queries, estimate: Estimate, layer: LayerSpec) -> AttentionState:
-    """Attention to what stands for entries that were not fetched."""
+    """Attention to the centroids that estimate entries which were not fetched."""
     count, place = estimate.keys.shape[1], queries.device
     starts = torch.arange(layer.kv_heads) * count
     flat = [part.float().flatten(0, 1).to(place) for part in (estimate.keys, estimate.values)]
     bias = estimate.log_counts.float().clamp(min=MASKED_BIAS).flatten().contiguous().to(place)
-    layout = starts, torch.full_like(starts, count), layer.scaling
-    return ragged_attention(queries, flat[0], flat[1], *layout, bias)
+    lengths = torch.full_like(starts, count)
+    return ragged_attention(queries, flat[0], flat[1], starts, lengths, layer.scaling, bias)
 
 
 def attend_mean(
@@ -230,7 +236,7 @@ def attend_mean(
     mean: Float[Tensor, "K D"],
     layer: LayerSpec,
 ) -> AttentionState:
-    """What the entries that were not fetched are taken for: their mean, with their share."""
+    """Attention state of entries that were not fetched: their mean value, with their share."""
     out, lse = fetched
     left = ((1 - share) / share).log().clamp(min=MASKED_BIAS).to(lse)
     values = mean.to(out).repeat_interleave(layer.group, 0)[:, None]

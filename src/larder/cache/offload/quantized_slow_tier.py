@@ -1,14 +1,13 @@
-"""A slow tier in few bits: whole groups of a head's entries as codes, the latest as they are.
+"""Quantized slow tier: whole groups of a head's entries as codes, and a residual window.
 
     entry    0 .. g-1    g .. 2g-1    2g .. 2g+w-1
-    of head  a group     a group      w < g wait until they are a group
+    of head  a group     a group      w < g wait in the residual window
 
-An entry keeps its number, so the group of entry n is the (n // g)-th of its head. Groups of all
-heads come in order of arrival, in pieces that are joined as they grow, so that each is copied a few
-times and not at every step. What is looked at is turned back: rows that are moved, chunk by chunk
-what several queries attend to, and all keys of a layer for an index that reads keys when it looks.
-Everybody sees the rounded numbers, the index too. Entries that are taken out in the middle have
-those behind them rounded once more.
+An entry keeps its number, so entry n is in group n // g of its head. Groups of all heads come in
+order of arrival, in pieces that are merged as they grow, so that each is copied a few times and not
+at every step. Dequantized are: rows that are moved, chunks that several queries attend to, and all
+keys of a layer for an index that reads keys during the search. All readers see the quantized
+numbers, the index too. If entries are removed from the middle, later entries are quantized again.
 """
 
 from __future__ import annotations
@@ -37,37 +36,37 @@ from larder.ops.packing import packed_rows, starts_of
 from larder.ops.quantization import QuantizedRows, concat_rows
 from larder.ops.quantized_attention import QuantizedKV, quantized_attention
 
-DECODE_CHUNK = 1 << 12  # entries turned back at once
+DECODE_CHUNK = 1 << 12  # entries dequantized at once
 
 
 class KVSide(Enum):
-    """Of an entry."""
+    """Keys or values of an entry."""
 
     KEYS = 0
     VALUES = 1
 
 
 class EntryDecoder(ABC):
-    """What turns entries back."""
+    """Source of dequantized keys and values."""
 
     @property
     @abstractmethod
     def coded(self) -> Int64[Tensor, " K"]:
-        """Entries of each head that are held in few bits."""
+        """Quantized entries of each head."""
 
     @abstractmethod
     def decoded(
         self, heads: Int64[Tensor, " N"], members: Int64[Tensor, " N"], side: KVSide
     ) -> Float[Tensor, "N D"]:
-        """Keys or values of some entries, by head and number, in float32."""
+        """Float32 keys or values of some entries, by head and number."""
 
 
 class DequantizedEntries(Entries):
-    """As any entries; `keys` and `values` turn all of them back at the first look.
+    """Entries whose `keys` and `values` are dequantized on first access.
 
     Args:
-        held: positions and columns, where they lie.
-        dtype: of keys and values that are turned back.
+        held: positions and columns.
+        dtype: of dequantized keys and values.
     """
 
     def __init__(self, held: Entries, dtype: torch.dtype, numbers: EntryDecoder) -> None:
@@ -111,7 +110,7 @@ class DequantizedEntries(Entries):
     def page_versions(
         self, versions: Int64[Tensor, "N P"], members: Int64[Tensor, "N P S"]
     ) -> Int64[Tensor, "N P"]:
-        """A page is another one once more of its entries are held in few bits."""
+        """Page versions that also change when more entries of a page become quantized."""
         coded = self._numbers.coded
         sets = coded.repeat_interleave(len(members) // len(coded))[:, None, None]
         counts = ((members >= 0) & (members < sets)).sum(-1)
@@ -121,7 +120,8 @@ class DequantizedEntries(Entries):
         members = torch.arange(first, self.lengths[head])
         heads = torch.full_like(members, head)
         pairs = zip(heads.split(DECODE_CHUNK), members.split(DECODE_CHUNK), strict=True)
-        return torch.cat([self._numbers.decoded(*pair, side).to(self._dtype) for pair in pairs])
+        parts = [self._numbers.decoded(own, some, side).to(self._dtype) for own, some in pairs]
+        return torch.cat(parts)
 
     def _everything(self, side: KVSide) -> Float[Tensor, "C D"]:
         parts = [self._of(head, 0, side) for head in range(len(self.lengths))]
@@ -131,19 +131,19 @@ class DequantizedEntries(Entries):
         return whole
 
 
-MERGE_RATIO = 2  # a piece is joined to one that is not more than so many times as long
+MERGE_RATIO = 2  # a piece is merged with the one before if that is at most so many times as long
 CODED = "coded."
 KeysAndValues = tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]
 
 
 @dataclass(frozen=True)
 class QuantizedEntries(EntryDecoder):
-    """Keys and values of all heads: a value, that a change replaces.
+    """Keys and values of all heads, immutable: a change makes a new object.
 
     Args:
         pieces: groups of `group` entries each, in order of arrival.
-        waiting: keys and values of the entries of each head that are no group yet.
-        groups: of each head, the places of its groups among all.
+        waiting: residual window of each head: keys and values that fill no group yet.
+        groups: of each head, the indices of its groups among all.
     """
 
     group: int
@@ -155,7 +155,7 @@ class QuantizedEntries(EntryDecoder):
     def of(
         group: int, pieces: tuple[QuantizedKV, ...], waiting: tuple[KeysAndValues, ...]
     ) -> QuantizedEntries:
-        """With the groups of each head looked up."""
+        """Entries with the group indices of each head computed."""
         none = torch.empty(0, dtype=torch.int32)
         owners = torch.cat([none, *(piece.lengths[:, 0] for piece in pieces)])
         groups = tuple((owners == head).nonzero().flatten() for head in range(len(waiting)))
@@ -163,7 +163,7 @@ class QuantizedEntries(EntryDecoder):
 
     @property
     def coded(self) -> Int64[Tensor, " K"]:
-        """Entries of each head that are held as codes."""
+        """Quantized entries of each head."""
         return torch.tensor([len(own) * self.group for own in self.groups])
 
     def decoded(
@@ -190,7 +190,7 @@ class QuantizedEntries(EntryDecoder):
         return found
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor held."""
+        """All tensors."""
         sides = [side for piece in self.pieces for side in (piece.keys, piece.values)]
         codes = [tensor for side in sides for tensor in side.tensors().values()]
         lengths = [piece.lengths for piece in self.pieces]
@@ -198,10 +198,10 @@ class QuantizedEntries(EntryDecoder):
 
 
 class QuantizedSlowTier(SlowTier):
-    """The slow tier of one layer, most of it as codes.
+    """Slow tier of one layer, quantized except for the residual window.
 
     Args:
-        codec: how groups are rounded.
+        codec: quantization of the groups.
     """
 
     def __init__(
@@ -244,8 +244,8 @@ class QuantizedSlowTier(SlowTier):
         if int(lengths.sum()):
             sides = zip(*self._numbers.waiting, strict=True)
             keys, values = (torch.cat(side).to(queries.device) for side in sides)
-            layout = starts_of(lengths), lengths, layer.scaling
-            parts.append(ragged_attention(queries, keys, values, *layout))
+            starts = starts_of(lengths)
+            parts.append(ragged_attention(queries, keys, values, starts, lengths, layer.scaling))
         return parts
 
     def without_range(self, start: int, stop: int | None = None) -> SlowTier | None:
@@ -270,14 +270,14 @@ class QuantizedSlowTier(SlowTier):
         return copy
 
     def state(self) -> dict[str, Tensor]:
-        numbers, told = self._numbers, super().state()
-        told["keys"], told["values"] = map(torch.cat, zip(*numbers.waiting, strict=True))
+        numbers, state = self._numbers, super().state()
+        state["keys"], state["values"] = map(torch.cat, zip(*numbers.waiting, strict=True))
         for piece in (_concat_pieces(numbers.pieces),) if numbers.pieces else ():
-            told[f"{CODED}lengths"] = piece.lengths.clone()
+            state[f"{CODED}lengths"] = piece.lengths.clone()
             for side, held in (("keys", piece.keys), ("values", piece.values)):
                 own = held.tensors().items()
-                told |= {f"{CODED}{side}.{name}": tensor.clone() for name, tensor in own}
-        return told
+                state |= {f"{CODED}{side}.{name}": tensor.clone() for name, tensor in own}
+        return state
 
     def adopt(self, state: Mapping[str, Tensor]) -> None:
         none = state["keys"].new_empty(len(state["positions"]), 0)
@@ -292,21 +292,22 @@ class QuantizedSlowTier(SlowTier):
         return *super().tensors(), *self._numbers.tensors()
 
     def _like(self) -> SlowTier:
-        told = self._whole, self._keys.dtype, self._names, self._is_pinned
-        return QuantizedSlowTier(*told, self._codec)
+        return QuantizedSlowTier(
+            self._whole, self._keys.dtype, self._names, self._is_pinned, self._codec
+        )
 
     def _saved(self, state: Mapping[str, Tensor]) -> QuantizedKV:
-        """The codes in a state."""
+        """Quantized groups of a saved state."""
         size = self._whole.head_dim
         keys = QuantizedRows(self._codec.keys(size), **with_prefix(f"{CODED}keys.", state))
         values = QuantizedRows(self._codec.values(size), **with_prefix(f"{CODED}values.", state))
         return QuantizedKV(keys, values, state[f"{CODED}lengths"])
 
     def _with(self, sheaf: OffloadBatch) -> QuantizedEntries:
-        """All numbers, once these have come.
+        """All entries after a batch was added.
 
         Raises:
-            CacheError: numbers beyond float16 were to be rounded.
+            CacheError: a number to quantize exceeds float16.
         """
         counts, group = sheaf.lengths.tolist(), self._codec.group
         coming = [
@@ -327,7 +328,7 @@ class QuantizedSlowTier(SlowTier):
         return QuantizedEntries.of(group, tuple(pieces), tuple(waiting))
 
     def _encoded(self, ready: list[KeysAndValues]) -> QuantizedKV:
-        """Whole groups of each head as codes."""
+        """Quantized whole groups of each head."""
         lengths, group = torch.tensor([len(keys) for keys, _ in ready]), self._codec.group
         heads = torch.repeat_interleave(torch.arange(len(ready)), lengths)
         keys, values = (torch.cat(side).float() for side in zip(*ready, strict=True))
@@ -337,7 +338,7 @@ class QuantizedSlowTier(SlowTier):
 
 
 def _concat_pieces(pieces: tuple[QuantizedKV, ...]) -> QuantizedKV:
-    """Groups of several pieces, one after the other."""
+    """Concatenation of pieces, group by group."""
     keys, values = concat_rows([p.keys for p in pieces]), concat_rows([p.values for p in pieces])
     return QuantizedKV(keys, values, torch.cat([piece.lengths for piece in pieces]))
 
@@ -345,15 +346,15 @@ def _concat_pieces(pieces: tuple[QuantizedKV, ...]) -> QuantizedKV:
 def _attend_on_device(
     queries: Queries, piece: QuantizedKV, layer: LayerSpec
 ) -> list[AttentionState]:
-    """Attention to codes that are turned back chunk by chunk and brought to where queries are."""
+    """Attention to codes that are dequantized and moved to the queries' device chunk by chunk."""
     parts: list[AttentionState] = []
     heads = piece.heads()
     for rows in torch.arange(len(piece)).split(MAX_ROWS):
         order = rows[heads[rows].argsort(stable=True)]
         lengths = torch.bincount(heads[rows], minlength=layer.kv_heads)
         keys, values = (side.to(queries.device) for side in piece.decoded(order))
-        layout = starts_of(lengths), lengths, layer.scaling
-        parts.append(ragged_attention(queries, keys, values, *layout))
+        starts = starts_of(lengths)
+        parts.append(ragged_attention(queries, keys, values, starts, lengths, layer.scaling))
     return parts
 
 
@@ -364,6 +365,7 @@ def create_slow_tier(
     columns: tuple[str, ...],
     is_pinned: bool,
 ) -> SlowTier:
-    """An empty slow tier, as a policy has it."""
-    told = layer, dtype, columns, is_pinned
-    return SlowTier(*told) if parking.codec is None else QuantizedSlowTier(*told, parking.codec)
+    """Empty slow tier, quantized if the offload spec has a codec."""
+    if parking.codec is None:
+        return SlowTier(layer, dtype, columns, is_pinned)
+    return QuantizedSlowTier(layer, dtype, columns, is_pinned, parking.codec)

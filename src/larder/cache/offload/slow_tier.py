@@ -1,13 +1,13 @@
-"""Parked entries of one layer, in host memory, numbered by arrival.
+"""Slow tier: offloaded entries of one layer, in host memory, numbered by arrival.
 
-    keys   [ head 0 entries | room | head 1 entries | room | ... ]      one row an entry
+    keys   [ head 0 entries | slack | head 1 entries | slack | ... ]      one row an entry
 
-An entry never moves within its head, so an index may know it by its number. Heads may hold
-different numbers of entries. The storage is page-locked where the model runs on an accelerator.
+An entry never moves within its head, so an index can refer to it by number. Heads may hold
+different numbers of entries. The storage is page-locked if the model runs on an accelerator.
 
-A fork uses the same storage; see `larder.cache.owners`. The first of a tier and its forks that
-grows does so in the room there is, which is why some room is never given back; another one that
-does while that one lives takes a storage of its own.
+A fork uses the same storage (see `StorageOwners`). The first of a tier and its forks that grows
+uses the slack, some of which is therefore never freed; another one that grows while the first one
+lives allocates its own storage.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.types import Queries
 from larder.ops.packing import heads_of_packed, packed_rows, starts_of, storage_rows
 
-GROWTH_ENTRIES = 256  # the least room that a head gets when the storage is laid out anew
-GROWTH_SHARE = 8  # room for one in so many of what is held
-SPARE_SHARES = 2  # times that room, from which on some is given back
+GROWTH_ENTRIES = 256  # least slack of a head after its storage grows
+GROWTH_SHARE = 8  # slack after growth: one row for so many entries
+SPARE_SHARES = 2  # times that slack, above which `compact` frees some
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class OffloadBatch:
     """Entries on their way to the slow tier, packed head by head.
 
     Args:
-        columns: of the ledger, a row per column.
+        columns: ledger columns, a row per column.
         lengths: entries of each kv head.
     """
 
@@ -54,27 +54,29 @@ class OffloadBatch:
 
     @staticmethod
     def of(held: Entries, gone: Int64[Tensor, " G"]) -> OffloadBatch:
-        """Some of the entries that are held, by their packed numbers."""
+        """Batch of the entries with packed indices `gone`."""
         lengths = torch.bincount(heads_of_packed(gone, held.lengths), minlength=len(held.lengths))
         rows = storage_rows(gone, *held.layout).to(held.keys.device)
         columns = [column[rows] for column in held.columns.values()]
-        told = torch.stack(columns) if columns else held.keys.new_empty(0, len(rows)).float()
-        return OffloadBatch(held.keys[rows], held.values[rows], held.positions[rows], told, lengths)
+        stacked = torch.stack(columns) if columns else held.keys.new_empty(0, len(rows)).float()
+        return OffloadBatch(
+            held.keys[rows], held.values[rows], held.positions[rows], stacked, lengths
+        )
 
 
 def rejected_entries(plan: Plan, held: int) -> Int64[Tensor, " G"]:
-    """The packed entries, of so many, that a plan does not keep."""
+    """Packed indices, of `held` entries, that a plan does not keep."""
     stays = torch.zeros(held, dtype=torch.bool)
     stays[plan.kept.cpu()] = True
     return torch.nonzero(~stays).flatten()
 
 
 class SlowTier:
-    """The slow tier of one layer.
+    """Offloaded entries of one layer.
 
     Args:
-        columns: names of what is remembered of each entry.
-        is_pinned: whether its storage is page-locked.
+        columns: names of the ledger columns.
+        is_pinned: page-locked storage.
     """
 
     def __init__(
@@ -95,13 +97,13 @@ class SlowTier:
         return int(self._lengths.sum())
 
     def add(self, sheaf: OffloadBatch, index_bytes: int = 0) -> None:
-        """Take entries in; they get the next numbers of their heads.
+        """Append entries; they get the next numbers of their heads.
 
         Args:
-            index_bytes: what the index over them will grow by, about.
+            index_bytes: estimated growth of the index over them.
 
         Raises:
-            BudgetError: host memory does not allow it; nothing has changed.
+            BudgetError: the host memory budget would be exceeded; nothing has changed.
         """
         self.replaced_bytes = 0
         more = self._lengths + sheaf.lengths
@@ -120,11 +122,11 @@ class SlowTier:
         self._slack = self._slack - sheaf.lengths
 
     def undo_add(self, lengths: Int64[Tensor, " K"]) -> None:
-        """Forget the entries that came last, so many of each head."""
+        """Remove the last `lengths` entries of each head."""
         self._lengths, self._slack = self._lengths - lengths, self._slack + lengths
 
     def entries(self) -> Entries:
-        """What is held, as views, in the order of the numbers."""
+        """All entries as views, in order of their numbers."""
         return Entries(
             self._keys,
             self._values,
@@ -135,9 +137,9 @@ class SlowTier:
         )
 
     def without_range(self, start: int, stop: int | None = None) -> SlowTier | None:
-        """All entries but those at positions [start, stop), in a tier of their own.
+        """New tier without the entries at positions [start, stop), renumbered in the same order.
 
-        None where these are all there are; else they have new numbers, in the same order.
+        None if no entry lies in the range.
 
         Args:
             stop: None for all from `start` on.
@@ -155,7 +157,7 @@ class SlowTier:
         return rest
 
     def fork(self) -> SlowTier:
-        """A tier that holds the same entries in the same storage, and goes its own way."""
+        """Independent tier on the same storage, copied on write."""
         copy = self._like()
         copy._keys, copy._values = self._keys, self._values
         copy._positions, copy._columns = self._positions, self._columns
@@ -165,35 +167,35 @@ class SlowTier:
         return copy
 
     def attend(self, queries: Queries) -> list[AttentionState]:
-        """Attention of several queries to all of it."""
+        """Attention of several queries to all entries."""
         return attend_all(queries, self.entries(), self.layer)
 
     def _staying(self, start: int, stop: int | None) -> Bool[Tensor, " T"]:
-        """Which packed entries are not at positions [start, stop)."""
+        """Mask of the packed entries outside positions [start, stop)."""
         positions = self._positions[packed_rows(self._starts, self._lengths)]
         stays = positions < start
         return stays if stop is None else stays | (positions >= stop)
 
     def _like(self) -> SlowTier:
-        """An empty one of the same kind."""
+        """Empty tier of the same type and options."""
         return SlowTier(self.layer, self._keys.dtype, self._names, self._is_pinned)
 
     def compact(self) -> None:
-        """Give room back down to what is laid out for growth, if that is worth a copy."""
+        """Free slack beyond the growth reserve, if that is worth a copy."""
         spare = self._lengths // GROWTH_SHARE
         if int(self._slack.sum()) > SPARE_SHARES * int(spare.sum()):
             rows = packed_rows(self._starts, self._lengths)
             self._lay_out(rows, self._lengths, torch.minimum(self._slack, spare))
 
     def state(self) -> dict[str, Tensor]:
-        """Everything needed to restore, without room."""
+        """Tensors by name, without slack."""
         rows = packed_rows(self._starts, self._lengths)
         own = {"keys": self._keys, "values": self._values, "positions": self._positions}
         held = {name: tensor[rows] for name, tensor in own.items()}
         return held | {"columns": self._columns[:, rows], "lengths": self._lengths.clone()}
 
     def adopt(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state` gave."""
+        """Take ownership of the tensors of `state`."""
         self._keys, self._values = state["keys"], state["values"]
         self._positions, self._columns = state["positions"], state["columns"]
         self._lengths = state["lengths"]
@@ -203,18 +205,18 @@ class SlowTier:
         self._owners = StorageOwners(self, self.lengths)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor held, room and metadata included."""
+        """All tensors, slack and metadata included."""
         own = self._keys, self._values, self._positions, self._columns
         return *own, self._starts, self._lengths, self._slack
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor held."""
+        """Bytes of all tensors."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
 
     @property
     def shared_nbytes(self) -> int:
-        """Bytes of what a tier that it was forked from, or a fork of it, holds as well."""
+        """Bytes shared with forks of this tier or with the tier it was forked from."""
         return self.nbytes if self._owners.is_shared else 0
 
     @property
@@ -223,7 +225,7 @@ class SlowTier:
         return tuple(self._lengths.tolist())
 
     def _grow(self, more: Int64[Tensor, " K"], index_bytes: int) -> None:
-        """Lay the storage out anew with room for `more` and for what may follow."""
+        """Relocate into storage with slack for `more` entries and for later growth."""
         rooms = more + (self._lengths // GROWTH_SHARE).clamp(min=GROWTH_ENTRIES)
         rows = packed_rows(self._starts, self._lengths)
         total = int((self._lengths + rooms).sum())
@@ -239,7 +241,7 @@ class SlowTier:
     def _lay_out(
         self, rows: Int64[Tensor, " T"], lengths: Int64[Tensor, " K"], rooms: Int64[Tensor, " K"]
     ) -> None:
-        """Move the given rows, packed head by head, into fresh storage."""
+        """Move the given rows, packed head by head, into new storage."""
         starts = starts_of(lengths + rooms)
         total = int((lengths + rooms).sum())
         into = packed_rows(starts, lengths)
@@ -263,24 +265,24 @@ Lengths = tuple[int, ...]
 
 
 class StorageOwners:
-    """Of one storage. Safe from several threads at once; who is gone owns nothing."""
+    """Owners of one storage (copy-on-write), by weak reference. Thread-safe."""
 
     def __init__(self, first: object, lengths: Lengths) -> None:
         self._lock = Lock()
         self._lengths: WeakKeyDictionary[object, Lengths] = WeakKeyDictionary({first: lengths})
 
     def join(self, owner: object, lengths: Lengths) -> None:
-        """One more uses the storage, up to so many entries of each head."""
+        """Register an owner of the first `lengths` entries of each head."""
         with self._lock:
             self._lengths[owner] = lengths
 
     def leave(self, owner: object) -> None:
-        """One uses it no more."""
+        """Unregister an owner."""
         with self._lock:
             self._lengths.pop(owner, None)
 
     def claim(self, owner: object, lengths: Lengths) -> bool:
-        """Have the rows up to `lengths` be this one's alone; False where somebody else has any."""
+        """Claim the rows up to `lengths` for one owner; False if another owner uses any of them."""
         with self._lock:
             own = self._lengths[owner]
             others = [each for other, each in self._lengths.items() if other is not owner]
@@ -292,7 +294,7 @@ class StorageOwners:
 
     @property
     def is_shared(self) -> bool:
-        """Whether anybody shares the storage."""
+        """True if the storage has several owners."""
         return len(self._lengths) > 1
 
 
@@ -300,25 +302,25 @@ SLOW, INDEX, PARKING, OBSERVED = "slow.", "index.", "parking", "observed"  # nam
 
 
 def offload_spec_tensor(parking: OffloadSpec) -> Tensor:
-    """Where entries go and how they are found again, as a tensor."""
+    """Offload spec as a tensor of text bytes, for a saved state."""
     return torch.tensor(list(parking.to_text().encode()), dtype=torch.uint8)
 
 
 def saved_offload_spec(state: Mapping[str, Tensor], layer: LayerSpec) -> OffloadSpec:
-    """What `offload_spec_tensor` told of a layer.
+    """Offload spec of a saved layer, the inverse of `offload_spec_tensor`.
 
     Raises:
-        CacheError: another store was saved.
+        CacheError: the saved layer has no slow tier.
     """
-    told = state.get(PARKING)
-    if told is None:
+    saved = state.get(PARKING)
+    if saved is None:
         raise CacheError(
-            f"Layer {layer.index} of the saved cache parked nothing, but its description says so: "
-            "build the cache again."
+            f"Layer {layer.index} of the saved cache has no offload spec, but its description has "
+            "one: build the cache again."
         )
-    return OffloadSpec.from_text(bytes(told.cpu().tolist()).decode())
+    return OffloadSpec.from_text(bytes(saved.cpu().tolist()).decode())
 
 
 def with_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those tensors whose names begin so, by the rest of their names."""
+    """Tensors whose names start with a prefix, by the rest of their names."""
     return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
