@@ -108,7 +108,9 @@ def _step(
 ) -> torch.Tensor:
     """Read what each stream has unread; logits [rows, V] behind its last token."""
     rows = [
-        BatchSegment(s.cache, s.unread, coming=AppendKind.STEP if s.said else AppendKind.QUESTION)
+        BatchSegment(
+            s.cache, s.unread, append_kind=AppendKind.STEP if s.said else AppendKind.QUESTION
+        )
         for s in going.values()
     ]
     ends = torch.tensor([len(row.ids) for row in rows]).cumsum(0) - 1

@@ -63,7 +63,9 @@ class PrefillReader:
             self.decoder.read(rows, Mode.APPEND, judge)
             return
         start = lanes[0].cache.next_position
-        for row, surprises in zip(rows, self.decoder.weigh(rows, Mode.APPEND, judge), strict=True):
+        for row, surprises in zip(
+            rows, self.decoder.forward_surprise(rows, Mode.APPEND, judge), strict=True
+        ):
             for layer in self.quotas:
                 record_surprise(row.cache, layer, start, surprises)
 
@@ -178,7 +180,7 @@ class PrefillReader:
 
 def _rows(caches: Sequence[SequenceCache], ids: tuple[int, ...]) -> list[BatchSegment]:
     """The same text for every cache."""
-    return [BatchSegment(cache, ids, coming=AppendKind.TEXT) for cache in caches]
+    return [BatchSegment(cache, ids, append_kind=AppendKind.TEXT) for cache in caches]
 
 
 def greedy_tokens(

@@ -191,7 +191,7 @@ class TurnReader:
     def _read(
         self, ids: tuple[int, ...], coming: AppendKind, said: int, tending: DecodeEviction | None
     ) -> None:
-        row = BatchSegment(self.cache, ids, coming=coming)
+        row = BatchSegment(self.cache, ids, append_kind=coming)
         self._decoder.read([row], Mode.APPEND, self._observer(row, said, tending))
 
     def _block_end(self, more: tuple[int, ...] = ()) -> Steps[None]:

@@ -93,7 +93,8 @@ class ModelRunner:
 
     def _row(self, job: RequestState) -> BatchSegment:
         coming = AppendKind.STEP if job.ids else AppendKind.QUESTION
-        return BatchSegment(job.cache, job.unread, coming=AppendKind.TEXT if job.ended else coming)
+        kind = AppendKind.TEXT if job.ended else coming
+        return BatchSegment(job.cache, job.unread, append_kind=kind)
 
     def _told(
         self,

@@ -280,7 +280,7 @@ def decode_planner(
     # Generated text goes on filling layers, so the context so far does not limit them.
     ready = [planner_with_quotas(desk, policy, reading, max(start, tokens)) for start in starts]
     quotas = tuple(own for _, own in ready)
-    told = tokens, quotas, starts, desk.decoder.foresee, recall_budget_tokens(policy)
+    told = tokens, quotas, starts, desk.decoder.predict_surprise, recall_budget_tokens(policy)
     return DecodeEviction(ready[0][0], *told, block_tokens(policy) - 1)
 
 
