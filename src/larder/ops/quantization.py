@@ -38,7 +38,7 @@ def check_range(numbers: Float[Tensor, "*shape"]) -> None:
         largest = float(numbers.abs().max())
         raise CacheError(
             f"Numbers up to {largest:g} cannot be quantized, because offsets are float16 and "
-            f"reach {FLOAT16_MAX:g}: store such entries at full precision."
+            f"reach {FLOAT16_MAX:g}: keep such entries at full precision."
         )
 
 
