@@ -233,7 +233,9 @@ def test_a_model_without_known_layers_cannot_be_squeezed(three_layers, monkeypat
     from larder.models.measurements import squeeze
 
     monkeypatch.setattr(squeeze, "BETWEEN", ("somewhere_else",))
-    with pytest.raises(ModelError, match="LlamaModel does not say where a layer's attention ends"):
+    with pytest.raises(
+        ModelError, match="LlamaModel has a layer without a norm behind its attention"
+    ):
         SMALL["squeeze"].measure(three_layers, SAMPLE)
     assert not any(module._forward_pre_hooks for module in three_layers.module.modules())
 

@@ -109,7 +109,8 @@ class Decoder:
         """
         tails = [segment.cache.latest.tail for segment in segments]
         passed = [part[:-1] for part in self._hidden(segments, mode, observer)]
-        return [self._surprises(*each) for each in zip(segments, tails, passed, strict=True)]
+        inputs = zip(segments, tails, passed, strict=True)
+        return [self._surprises(segment, tail, part) for segment, tail, part in inputs]
 
     @torch.no_grad()
     def predict_surprise(self, segments: Sequence[BatchSegment]) -> list[Float[Tensor, " _"]]:
