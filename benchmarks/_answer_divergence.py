@@ -106,7 +106,7 @@ def _logit_gap(
     lane = PrefillSequence(cache, common_prompts(engine.tokenizer))
     for block in split_blocks(text[:-1], rule.block):
         reader.settle([lane], block, block, cache.next_position)
-    row = BatchSegment(cache, text[-1:], coming=AppendKind.STEP)
+    row = BatchSegment(cache, text[-1:], append_kind=AppendKind.STEP)
     logits = engine.loaded.decoder.forward_logits([row], Mode.SCRATCH, [0])[0]
     best, second = logits.float().topk(2).values.tolist()
     return best - second

@@ -145,7 +145,7 @@ def copy(tmp_path: Path) -> Path:
 def test_a_model_without_the_seam(run: Run, talk: Path, copy: Path) -> None:
     config = BloomConfig(vocab_size=8192, hidden_size=16, n_layer=1, n_head=2)
     BloomForCausalLM(config).save_pretrained(copy)
-    assert "no seam" in complaint(run("ask", talk, "-q", CAT, "--model", copy), 1)
+    assert "AttentionInterface" in complaint(run("ask", talk, "-q", CAT, "--model", copy), 1)
 
 
 def test_a_folder_without_weights(run: Run, talk: Path, copy: Path) -> None:

@@ -131,7 +131,7 @@ def test_keys_that_were_changed_are_noticed(three_layers) -> None:
 def test_what_is_lacking_is_named(three_layers, held, layers, ids) -> None:
     cache = SequenceCache(three_layers.spec, CacheForm.DENSE)
     recompute, residuals = read(three_layers, cache, layers)
-    with pytest.raises(CacheError, match="have all of them taken"):
+    with pytest.raises(CacheError, match="record all of them"):
         put_aside(held, cache, ids, residuals, recompute)
 
 
@@ -141,5 +141,5 @@ def test_what_is_lacking_is_named(three_layers, held, layers, ids) -> None:
 def test_forms_that_cannot_be_rebuilt_are_refused(three_layers, held, form) -> None:
     cache = SequenceCache(three_layers.spec, form)
     recompute, residuals = read(three_layers, cache)
-    with pytest.raises(CacheError, match="cannot be put aside"):
+    with pytest.raises(CacheError, match="has no checkpoint"):
         put_aside(held, cache, IDS, residuals, recompute)

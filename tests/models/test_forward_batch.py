@@ -83,10 +83,10 @@ def test_a_pass_that_fails_halfway_is_taken_back(
 def test_a_pass_that_misses_a_layer_says_so(adopted) -> None:
     decoder = adopted("llama")
     cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
-    journey = ForwardBatch([BatchSegment(cache, (5,))], Mode.APPEND, torch.device("cpu"), None)
-    journey.called.add(1)
+    batch = ForwardBatch([BatchSegment(cache, (5,))], Mode.APPEND, torch.device("cpu"), None)
+    batch.called.add(1)
     with pytest.raises(ModelError, match=r"Layers \[0\]"):
-        journey.finish()
+        batch.finish()
 
 
 def test_a_pass_that_misses_a_layer_is_taken_back(adopted, monkeypatch) -> None:
@@ -96,9 +96,9 @@ def test_a_pass_that_misses_a_layer_is_taken_back(adopted, monkeypatch) -> None:
         read_on(decoder, each, some_ids(12), 5)
     finish = ForwardBatch.finish
 
-    def deaf(journey: ForwardBatch) -> None:
-        journey.called.discard(1)
-        finish(journey)
+    def deaf(batch: ForwardBatch) -> None:
+        batch.called.discard(1)
+        finish(batch)
 
     with monkeypatch.context() as patch:
         patch.setattr(ForwardBatch, "finish", deaf)

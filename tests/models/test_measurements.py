@@ -69,15 +69,15 @@ def test_drawn_tokens_come_once_before_any_comes_again() -> None:
 
 def test_a_passage_hides_what_it_asks_for() -> None:
     passage = SMALL_NEEDLES.passage(SAMPLE)
-    assert len(passage.hidden) == 2
-    for each in passage.hidden:
+    assert len(passage.needles) == 2
+    for each in passage.needles:
         needle = list(passage.ids[slice(*each.needle)])
-        answer = [passage.ids[token + 1] for token in each.asking]
+        answer = [passage.ids[token + 1] for token in each.predicting]
         stop = len(needle) - len(encode("."))
         assert needle[stop - len(answer) : stop] == answer
         assert needle[: len(encode("\nBy the way,"))] == encode("\nBy the way,")
-        assert each.needle[1] < each.asking[0]
-    assert len({passage.ids[slice(*each.needle)] for each in passage.hidden}) == 2
+        assert each.needle[1] < each.predicting[0]
+    assert len({passage.ids[slice(*each.needle)] for each in passage.needles}) == 2
 
 
 def test_needle_mass_equals_a_loop(three_layers) -> None:
@@ -86,8 +86,8 @@ def test_needle_mass_equals_a_loop(three_layers) -> None:
         for head in range(4):
             rows = [
                 sum(heads.row(head, token)[slice(*each.needle)])
-                for each in passage.hidden
-                for token in each.asking
+                for each in passage.needles
+                for token in each.predicting
             ]
             expected.append(sum(rows) / len(rows))
     assert SMALL["retrieval"].measure(three_layers, SAMPLE) == pytest.approx(expected, rel=1e-4)
@@ -151,7 +151,7 @@ def test_the_error_of_closed_heads_equals_a_loop(three_layers) -> None:
     expected = []
     for heads in heads_of(three_layers, passage.ids):
         change, whole = [0.0, 0.0], 0.0
-        for token in passage.asking:
+        for token in passage.predicting:
             for head in range(4):
                 out = heads.out(head, token)
                 whole += float(out @ out)
@@ -233,7 +233,9 @@ def test_a_model_without_known_layers_cannot_be_squeezed(three_layers, monkeypat
     from larder.models.measurements import squeeze
 
     monkeypatch.setattr(squeeze, "BETWEEN", ("somewhere_else",))
-    with pytest.raises(ModelError, match="LlamaModel does not say where a layer's attention ends"):
+    with pytest.raises(
+        ModelError, match="LlamaModel has a layer without a norm behind its attention"
+    ):
         SMALL["squeeze"].measure(three_layers, SAMPLE)
     assert not any(module._forward_pre_hooks for module in three_layers.module.modules())
 

@@ -166,7 +166,7 @@ def test_a_read_that_fails_leaves_no_residuals(three_layers) -> None:
 
 def test_what_is_read_again_needs_an_empty_cache(three_layers) -> None:
     recompute, residuals, cache = read_and_kept(three_layers)
-    with pytest.raises(CacheError, match="take an empty one"):
+    with pytest.raises(CacheError, match="give an empty one"):
         recompute.reread(1, residuals.before(1), cache)
 
 

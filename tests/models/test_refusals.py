@@ -66,9 +66,9 @@ def test_learned_sinks() -> None:
 
 def test_architectures_without_the_seam() -> None:
     shape = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 2}
-    refused(built("BloomForCausalLM", **shape), "BloomForCausalLM .*no seam")
+    refused(built("BloomForCausalLM", **shape), "BloomForCausalLM .*AttentionInterface")
     small = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
-    refused(built("CodeGenForCausalLM", **small), "CodeGenForCausalLM .*no seam")
+    refused(built("CodeGenForCausalLM", **small), "CodeGenForCausalLM .*AttentionInterface")
 
 
 class Silent(nn.Module):
@@ -118,7 +118,7 @@ def test_dropout_is_not_silently_left_out() -> None:
 
 def test_a_call_without_larder(architecture) -> None:
     with Decoder(tiny(architecture)) as decoder:
-        with pytest.raises(ModelError, match="called without Larder's pass"):
+        with pytest.raises(ModelError, match="called without a forward batch"):
             own_logits(decoder.module, some_ids(4))
 
 

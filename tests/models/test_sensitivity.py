@@ -137,7 +137,7 @@ def test_sliding_layers_are_not_profiled() -> None:
 
 
 def test_a_text_that_is_too_short_is_refused() -> None:
-    with pytest.raises(BadParameter, match="reads 64 tokens, but got 60"):
+    with pytest.raises(BadParameter, match="needs 64 tokens, got 60"):
         layer_similarities(wrap_model(tiny("llama")), some_ids(60), SMALL)
 
 

@@ -39,7 +39,9 @@ def of_the_model(module: Any, ids: tuple[int, ...]) -> list[float]:
 
 
 def weighed(decoder: Decoder, cache: SequenceCache, ids: tuple[int, ...]) -> list[float]:
-    parts = [decoder.weigh([BatchSegment(cache, ids[a:b])], Mode.APPEND)[0] for a, b in CUTS]
+    parts = [
+        decoder.forward_surprise([BatchSegment(cache, ids[a:b])], Mode.APPEND)[0] for a, b in CUTS
+    ]
     return torch.cat(parts).tolist()
 
 
@@ -85,12 +87,12 @@ def test_what_is_foreseen_is_what_comes(decoder) -> None:
         decoder.read([BatchSegment(cache, some_ids(9, seed=number))], Mode.APPEND)
     before = [cache.state() for cache in caches]
     rows = [BatchSegment(cache, text) for cache, text in zip(caches, texts, strict=True)]
-    seen = decoder.foresee(rows)
+    seen = decoder.predict_surprise(rows)
     for cache, state in zip(caches, before, strict=True):
         assert cache.state().keys() == state.keys()
         assert all(torch.equal(tensor, state[name]) for name, tensor in cache.state().items())
-    alone = [decoder.weigh([row], Mode.SCRATCH)[0] for row in rows]
-    came = decoder.weigh(rows, Mode.APPEND)
+    alone = [decoder.forward_surprise([row], Mode.SCRATCH)[0] for row in rows]
+    came = decoder.forward_surprise(rows, Mode.APPEND)
     for foreseen, single, later in zip(seen, alone, came, strict=True):
         torch.testing.assert_close(foreseen, later, atol=1e-4, rtol=0)
         torch.testing.assert_close(single, later, atol=1e-4, rtol=0)
@@ -99,7 +101,9 @@ def test_what_is_foreseen_is_what_comes(decoder) -> None:
 
 
 def test_a_single_token_without_anything_before_it_is_no_surprise(decoder) -> None:
-    assert decoder.weigh([BatchSegment(following(decoder), (5,))], Mode.APPEND)[0].tolist() == [0.0]
+    assert decoder.forward_surprise([BatchSegment(following(decoder), (5,))], Mode.APPEND)[
+        0
+    ].tolist() == [0.0]
 
 
 def test_predicting_leaves_the_same_logits_and_the_same_tail(decoder) -> None:
@@ -122,7 +126,7 @@ def test_the_tail_goes_where_the_cache_goes(decoder) -> None:
     tail, width = cache.latest.tail.clone(), decoder.embedding_table().shape[1]
     assert tail.shape == (width,)
     decoder.read([BatchSegment(cache, IDS[8:12])], Mode.SCRATCH)
-    decoder.weigh([BatchSegment(cache, IDS[8:12])], Mode.SCRATCH)
+    decoder.forward_surprise([BatchSegment(cache, IDS[8:12])], Mode.SCRATCH)
     bare = SequenceCache(decoder.spec, CacheForm.RAGGED, Ledger((SURPRISE,)))
     decoder.read([BatchSegment(bare, IDS[:8])], Mode.APPEND)
     bare.latest.tail = torch.empty(0)

@@ -85,9 +85,9 @@ def test_generated_tokens_are_weighed_too(watched, reader_for, lane_for, timing)
     reader, lane = reader_for(watched, planner, M, 16), lane_for(watched, planner)
     Blockwise(BLOCK).read(reader, [lane], some_ids(16), no_progress)
     cache, question = lane.cache, some_ids(5, seed=3)
-    fresh = watched.weigh([BatchSegment(cache, question)], Mode.SCRATCH)[0].tolist()
+    fresh = watched.forward_surprise([BatchSegment(cache, question)], Mode.SCRATCH)[0].tolist()
     expected = dict(enumerate(fresh, start=16))
-    tending = DecodeEviction(planner, M, (reader.quotas,), (16,), watched.foresee)
+    tending = DecodeEviction(planner, M, (reader.quotas,), (16,), watched.predict_surprise)
     logits, real = [], watched.forward_logits
 
     def overheard(*given: Any) -> Any:
@@ -123,7 +123,7 @@ def test_who_does_not_ask_pays_nothing(watched, reader_for, lane_for, monkeypatc
     def refuse(*given: Any) -> None:
         raise AssertionError(given)
 
-    for name in ("weigh", "foresee", "forward_logits"):
+    for name in ("forward_surprise", "predict_surprise", "forward_logits"):
         monkeypatch.setattr(type(watched), name, refuse, raising=False)
     planner = Policy.parse("blockwise(tokens=8) > protect(sinks=1, recent=2) > keydiff()").planner
     reader, lane = reader_for(watched, planner, M, LENGTH), lane_for(watched, planner)

@@ -112,7 +112,7 @@ def _step(
     """Run the unread ids of every sequence; logits [B, V] after the last token of each."""
     rows = [
         BatchSegment(
-            s.cache, s.unread, coming=AppendKind.STEP if s.generated else AppendKind.QUESTION
+            s.cache, s.unread, append_kind=AppendKind.STEP if s.generated else AppendKind.QUESTION
         )
         for s in running.values()
     ]

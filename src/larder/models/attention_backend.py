@@ -1,7 +1,8 @@
-"""The one attention function: where a transformers model meets Larder's caches.
+"""Attention backend of transformers: one attention function that answers from Larder's caches.
 
-Registered under our own name through the public interfaces, it serves every architecture that uses
-them. What it must know of a pass comes down the model's own call as the keyword `larder`.
+Registered under its own name through transformers' public interfaces, it serves every architecture
+that dispatches attention through them. The state of the forward batch travels down the model's call
+as the keyword `larder`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from larder.core.errors import ModelError
 from larder.core.types import Keys, Queries, Values
 
 NAME = "larder"
+CONTEXT_KEYWORD = "larder"  # the keyword argument that carries the batch through the model
 
-# Keywords that change nothing we compute: positions are ours, caches are ours, weights are not
-# returned. Anything else that is set must be refused, for it would silently change the result.
+# Keywords without effect here: positions and caches are Larder's, weights are not returned. Any
+# other keyword that is set must be rejected, because it would silently change the result.
 IGNORED_KEYWORDS = frozenset(
     {
         "position_ids",
@@ -48,7 +50,7 @@ IGNORED_KEYWORDS = frozenset(
 
 @runtime_checkable
 class LayerAttention(Protocol):
-    """What travels down as `larder`: it answers for every layer of one pass."""
+    """Attention of every layer during one forward batch; the value of the keyword `larder`."""
 
     def attend(
         self,
@@ -59,12 +61,12 @@ class LayerAttention(Protocol):
         scaling: float,
         sliding_window: int | None,
     ) -> Queries:
-        """The attention output [H, Q, D] of one layer for post-RoPE queries, keys and values."""
+        """Attention output [H, Q, D] of one layer for post-RoPE queries, keys and values."""
         ...
 
 
 def register_backend() -> None:
-    """Make our attention known to transformers under our own name; idempotent."""
+    """Register the attention and mask functions with transformers; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
@@ -77,28 +79,28 @@ def attend(
     key: Float[Tensor, "B K Q D"],
     value: Float[Tensor, "B K Q D"],
     attention_mask: Tensor | None = None,
-    dropout: float = 0.0,  # sixth, as in transformers' own: who wraps it hands it on by its place
+    dropout: float = 0.0,  # sixth, as in transformers: wrappers pass it by position
     scaling: float | None = None,
     sliding_window: int | None = None,
     larder: LayerAttention | None = None,
     **rest: object,
 ) -> tuple[Float[Tensor, "B Q H D"], None]:
-    """Attention as transformers calls it, answered by the pass that travels in `larder`.
+    """Attention function in transformers' signature, answered by the batch in `larder`.
 
     Raises:
-        ModelError: no pass was handed down, or the model asks for what cannot be honored.
+        ModelError: there is no batch, or the model passes an unsupported argument.
     """
     if larder is None:
         raise ModelError(
-            "The model was called without Larder's pass: call it through larder, or give it back "
-            "its own attention with Decoder.release()."
+            "The model was called without a forward batch of Larder: call it through larder, or "
+            "restore its own attention with Decoder.release()."
         )
     if attention_mask is not None:
         raise ModelError(_given_mask(attention_mask))
     _check_keywords(rest, dropout)
     index = module.layer_idx
     if not isinstance(index, int):
-        raise ModelError(f"{type(module).__name__} does not say which layer it is.")
+        raise ModelError(f"{type(module).__name__} has no integer layer_idx, got {index!r}.")
     factor = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     out = larder.attend(index, query[0], key[0], value[0], factor, sliding_window)
     return out.transpose(0, 1)[None], None
@@ -110,15 +112,15 @@ def _check_keywords(rest: Mapping[str, object], dropout: float) -> None:
     for name, value in rest.items():
         if name not in IGNORED_KEYWORDS and value is not None and value is not False:
             raise ModelError(
-                f"The model's attention uses {name!r}, which Larder cannot honor: "
-                "take a model without it."
+                f"The model's attention uses {name!r}, which Larder does not support: "
+                "choose a model without it."
             )
 
 
 def _no_mask(*args: object, attention_mask: Tensor | None = None, **kwargs: object) -> None:
-    """Masks follow from true positions; transformers need not build any.
+    """Mask function that builds no mask, because masks follow from true positions.
 
-    A mask of three dimensions arrives here too: transformers takes it for padding.
+    A mask of three dimensions arrives here too: transformers treats it as padding.
     """
     if attention_mask is not None:
         raise ModelError(_given_mask(attention_mask))
@@ -132,10 +134,10 @@ def _given_mask(mask: Tensor) -> str:
 
 
 class PrivateConfigs:
-    """Gives every part of a module copies of the configurations that it refers to.
+    """Private copies of the configurations that the parts of a module refer to.
 
-    transformers keeps the attention implementation in a model's configuration, and lets models
-    share one. The former ones are not changed, and `restore` puts them back.
+    transformers stores the attention implementation in a model's configuration, which several
+    models may share. The original configurations are not changed; `restore` puts them back.
     """
 
     def __init__(self, module: Any) -> None:
@@ -145,12 +147,12 @@ class PrivateConfigs:
             for name, value in vars(part).items()
             if isinstance(value, PretrainedConfig)
         ]
-        # Copied together, parts that shared one, or a part of one, still do.
+        # One deepcopy of all: parts that shared a configuration, or a piece of one, still share it.
         copies = copy.deepcopy([config for _, _, config in self._former])
         for (part, name, _), own in zip(self._former, copies, strict=True):
             vars(part)[name] = own
 
     def restore(self) -> None:
-        """Give the module its former configurations back."""
+        """Put the original configurations back."""
         for part, name, former in self._former:
             vars(part)[name] = former

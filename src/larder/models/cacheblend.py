@@ -1,12 +1,12 @@
-"""Texts put together from pieces that were read elsewhere, with little of them read again.
+"""CacheBlend: one cache from chunks that were prefilled separately, with selective recompute.
 
 Yao et al., "CacheBlend: Fast Large Language Model Serving for RAG with Cached Knowledge Fusion"
-(2024), arXiv:2405.16444, section 4. Kept keys are turned to their new positions; the first layer
-is computed for every token, and in the second each kept token's deviation is the squared distance
-of its new values from the kept ones. The share of tokens that deviate most, and all that were never
-read, go through the deeper layers, where each attends to kept and new keys alike. As in the
-released code the choice is made once; the paper's narrows it from layer to layer. In the layer of
-the choice, keys and values are the new ones for every token, since they are known by then.
+(2024), arXiv:2405.16444, section 4. Cached keys are rotated to their new positions. The first layer
+is computed for every token; in the second, the deviation of a cached token is the squared distance
+of its new values from the cached ones. The share of cached tokens that deviate most, and all
+uncached tokens, pass through the deeper layers, where each attends to cached and new keys alike.
+As in the released code the selection happens once; the paper narrows it from layer to layer. In the
+selection layer every token uses its new keys and values, since they are known by then.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from larder.models.decoder import Decoder
 from larder.ops.rope import rerotate
 
 RECOMPUTE_SHARE = 0.16  # as in the released code
-SELECTION_LAYER = 1  # the layer whose values tell who deviates
+SELECTION_LAYER = 1  # layer whose values determine the deviations
 
 
 @dataclass(frozen=True)
 class ContextChunk:
-    """Some tokens of a text.
+    """Consecutive tokens of a text, with the cache that has them if there is one.
 
     Args:
         ids: the tokens.
-        cache: a dense one that has read them, in whatever text; None for tokens to be read.
-        start: the true position of the first of them there.
+        cache: a dense cache that contains them, in any text; None for uncached tokens.
+        start: true position of the first of them in that cache.
     """
 
     ids: tuple[int, ...]
@@ -50,12 +50,12 @@ class ContextChunk:
 
 @dataclass(frozen=True)
 class BlendedCache:
-    """A text that was put together.
+    """Result of blending.
 
     Args:
-        cache: a dense one, as if it had read the text.
-        chosen: positions of the tokens that went through all layers.
-        deviations: of every token in the layer of the choice; infinite for those never read.
+        cache: dense cache of the whole text.
+        chosen: positions of the tokens that were computed in all layers.
+        deviations: of every token in the selection layer; infinite for uncached tokens.
     """
 
     cache: SequenceCache
@@ -67,16 +67,16 @@ class BlendedCache:
 def blend(
     decoder: Decoder, pieces: Sequence[ContextChunk], share: float = RECOMPUTE_SHARE
 ) -> BlendedCache:
-    """Put pieces together into one text.
+    """Cache of the concatenated chunks.
 
     Args:
-        share: of the kept tokens that are computed again in all layers, in [0, 1]; 1 reads
-            everything.
+        share: of the cached tokens that are recomputed in all layers, in [0, 1]; 1 computes
+            every token.
 
     Raises:
-        BadParameter: the share is none, or there are no tokens.
-        CacheError: a piece's cache does not hold all of its tokens.
-        ModelError: the model has sliding windows, a single layer, or turns keys in an unknown way.
+        BadParameter: the share is out of range, or there are no tokens.
+        CacheError: a chunk's cache does not hold all of its tokens.
+        ModelError: the model has sliding windows, a single layer, or an unknown key rotation.
     """
     ids = [token for piece in pieces for token in piece.ids]
     if not 0 <= share <= 1 or not ids:
@@ -98,11 +98,11 @@ def blend(
 
 
 class _ValuesCaptured(Exception):  # noqa: N818, no error
-    """Keys and values of the layer are there: the rest of it is not needed."""
+    """Control flow: keys and values of the layer are known, the rest of it is skipped."""
 
 
 class _Fusion:
-    """Stands in for a pass: holds kept keys and values, and takes new ones over."""
+    """Layer attention over cached keys and values that replaces those of the selected tokens."""
 
     def __init__(self, spec: ModelSpec, pieces: Sequence[ContextChunk], share: float) -> None:
         self._spec, self._share = spec, share
@@ -138,7 +138,7 @@ class _Fusion:
         )[0]
 
     def choose(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Look at the layer's keys and values for all tokens, then go on with those chosen."""
+        """Hook of the selection layer: select tokens by its values, and continue with them."""
         self._is_choosing = True
         try:
             layer.forward(*args, **options)
@@ -150,12 +150,12 @@ class _Fusion:
         return _select_positions(args, options, self.chosen)
 
     def narrow(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """What enters a deeper layer is fewer tokens; so must be their positions."""
+        """Hook of a deeper layer: narrow its positions to those of the selected tokens."""
         del layer
         return _select_positions(args, options, self.chosen)
 
     def cache(self) -> SequenceCache:
-        """What was put together, taken over."""
+        """Dense cache of all keys and values."""
         count = len(self._is_new)
         state: dict[str, Tensor] = {}
         for layer in self._spec.layers:
@@ -166,20 +166,20 @@ class _Fusion:
         return SequenceCache.adopt(self._spec, state, meta)
 
     def _judge(self, layer: int, keys: Keys, values: Values) -> None:
-        """Who deviates most, and who is new, goes on."""
+        """Select the new tokens and those that deviate most, for the deeper layers."""
         away = (values.float() - self._values[layer].float()).square().sum((0, 2))  # [N]
         self.deviations = away.masked_fill(self._is_new, math.inf)
         news = int(self._is_new.sum())
         count = news + math.ceil(self._share * (len(away) - news))
         order = torch.argsort(-self.deviations, stable=True)
-        # The last token says what comes next: it is always computed.
+        # The last token predicts the next one: it is always computed.
         last = torch.tensor([len(away) - 1], device=away.device)
         self.chosen = torch.cat([order[:count], last]).unique()
         self._keys[layer], self._values[layer] = keys.clone(), values.clone()
 
 
 def _cached_state(piece: ContextChunk) -> tuple[Bool[Tensor, " N"], dict[str, Tensor]]:
-    """Which tokens of a piece were never read, and the state of the cache that has the others."""
+    """Mask of a chunk's uncached tokens, and the state of the cache that has the others."""
     count = len(piece.ids)
     if piece.cache is None:
         return torch.ones(count, dtype=torch.bool), {}
@@ -188,13 +188,13 @@ def _cached_state(piece: ContextChunk) -> tuple[Bool[Tensor, " N"], dict[str, Te
     positions = state.get("0.positions", torch.empty(0))
     if piece.start < 0 or not torch.equal(positions.cpu(), torch.arange(cache.next_position)):
         raise CacheError(
-            "Only of a dense cache that holds everything it has read can pieces be taken: read "
-            "them under the policy `full`."
+            "A chunk needs a dense cache that holds every token it has read: prefill it under the "
+            "policy `full`."
         )
     if stop > cache.next_position:
         raise CacheError(
-            f"A piece of {count} tokens at {piece.start} ends behind the {cache.next_position} "
-            "that its cache has read."
+            f"A chunk of {count} tokens at {piece.start} ends behind the {cache.next_position} "
+            "tokens that its cache has read: give a chunk inside them."
         )
     return torch.zeros(count, dtype=torch.bool), state
 
@@ -202,7 +202,7 @@ def _cached_state(piece: ContextChunk) -> tuple[Bool[Tensor, " N"], dict[str, Te
 def _joined_layers(
     spec: ModelSpec, pieces: Sequence[ContextChunk], states: Sequence[dict[str, Tensor]]
 ) -> tuple[list[Keys], list[Values]]:
-    """Keys and values of all pieces, by layer, turned to where they stand now; zeros where new."""
+    """Keys and values of all chunks by layer, keys rotated to their new positions; zeros if new."""
     count = sum(len(piece.ids) for piece in pieces)
     keys: list[Keys] = []
     values: list[Values] = []
@@ -228,7 +228,7 @@ def _joined_layers(
 def _select_states(
     args: tuple[Any, ...], options: dict[str, Any], chosen: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A layer's arguments, of the chosen tokens alone."""
+    """Arguments of a layer, hidden states restricted to the selected tokens."""
     if args:
         return (args[0][:, chosen], *args[1:]), options
     return args, options | {"hidden_states": options["hidden_states"][:, chosen]}
@@ -237,7 +237,7 @@ def _select_states(
 def _select_positions(
     args: tuple[Any, ...], options: dict[str, Any], chosen: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A layer's arguments with the positions of the chosen tokens alone."""
+    """Arguments of a layer, positions restricted to the selected tokens."""
     narrow = dict(options)
     if (turn := narrow.get("position_embeddings")) is not None:
         narrow["position_embeddings"] = tuple(part[:, chosen] for part in turn)
@@ -248,9 +248,11 @@ def _select_positions(
 
 def _check(spec: ModelSpec) -> None:
     if len(spec.managed) < len(spec.layers):
-        raise ModelError("Pieces cannot be blended for a model with sliding windows: read them.")
+        raise ModelError(
+            "Chunks cannot be blended for a model with sliding windows: prefill the whole text."
+        )
     if len(spec.layers) <= SELECTION_LAYER or any(layer.radians is None for layer in spec.layers):
         raise ModelError(
-            "Pieces cannot be blended for a model of one layer, or one whose rotation of keys is "
-            "not known: read them."
+            "Chunks cannot be blended for a model of one layer, or one whose key rotation is "
+            "unknown: prefill the whole text."
         )

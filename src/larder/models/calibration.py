@@ -1,4 +1,7 @@
-"""What is measured about a model once and kept: `$LARDER_HOME/<fingerprint>/<name>.json`."""
+"""Calibration of a model: measurements made once, cached in `$LARDER_HOME/<fingerprint>/`.
+
+One file `<name>.json` per measurement; a file made with other parameters is measured again.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ MEASUREMENTS = Family("calibration", "larder.models.measurements")
 def calibrate(
     decoder: Decoder, encode: Callable[[str], Sequence[int]], names: frozenset[str]
 ) -> Calibration:
-    """Measurements by name, from the file beside the model's name or measured now.
+    """Values of each measurement by name, from its file or measured now.
 
     Args:
-        encode: token ids of a text, for the sample that is read.
+        encode: tokenizer for the sample text.
 
     Raises:
-        UnknownName: nobody knows how to measure that.
-        ModelError: the model cannot be measured so.
+        UnknownName: there is no such measurement.
+        ModelError: the measurement does not apply to this model.
     """
     sample = SampleText(encode)
     return {name: _cached_measurement(decoder, sample, name) for name in sorted(names)}
@@ -49,40 +52,39 @@ def _cached_measurement(decoder: Decoder, sample: SampleText, name: str) -> tupl
     if len(values) != count or not all(map(math.isfinite, values)):
         raise ModelError(
             f"Measuring {name!r} gave {len(values)} numbers where {count} finite ones are needed: "
-            "this model cannot be calibrated so, take a part that does without."
+            "this model cannot be calibrated so, choose a part without this calibration."
         )
     _save_values(path, profile, values)
     return values
 
 
 def _expected_count(decoder: Decoder, measurement: Measurement, name: str) -> int:
-    """How many numbers there must be.
+    """Count of numbers that the measurement must give.
 
     Raises:
-        ModelError: layers differ in heads, so that numbers per head cannot be told apart by layer.
+        ModelError: layers differ in heads, so that numbers per head cannot be split by layer.
     """
     counts = [measurement.granularity.count(layer) for layer in decoder.spec.managed]
     if len(set(counts)) > 1:
         raise ModelError(
             f"The calibration {name!r} has a number for each {measurement.granularity.value}, of "
-            "which "
-            f"this model's layers have {counts}: take a part that does without."
+            f"which this model's layers have {counts}: choose a part without this calibration."
         )
     return sum(counts)
 
 
 def _profile(measurement: Measurement) -> dict[str, Any]:
-    """What it was measured with."""
+    """Parameters of the measurement, as stored in its file."""
     return asdict(measurement)  # pyright: ignore
 
 
 def _load_values(path: Path, profile: dict[str, Any], count: int) -> tuple[float, ...] | None:
-    """What the file says, if it was measured with the same profile; a damaged file is no file."""
+    """Values of the file; None if it is missing, damaged or made with other parameters."""
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        values = tuple(float(value) for value in kept["values"])
+        document = json.loads(path.read_text(encoding="utf-8"))
+        values = tuple(float(value) for value in document["values"])
         whole = len(values) == count and all(map(math.isfinite, values))
-        if whole and kept["schema"] == SCHEMA and kept["profile"] == profile:
+        if whole and document["schema"] == SCHEMA and document["profile"] == profile:
             return values
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -90,13 +92,13 @@ def _load_values(path: Path, profile: dict[str, Any], count: int) -> tuple[float
 
 
 def _save_values(path: Path, profile: dict[str, Any], values: tuple[float, ...]) -> None:
-    """Write whole or not at all; a home that cannot be written costs only the next measurement."""
-    told = {"schema": SCHEMA, "profile": profile, "values": values}
+    """Write the file atomically; if the folder is not writable, the next run measures again."""
+    document = {"schema": SCHEMA, "profile": profile, "values": values}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, draft = tempfile.mkstemp(dir=path.parent, suffix=".draft")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(told, file)
+            json.dump(document, file)
         os.replace(draft, path)
     except OSError:
         return

@@ -1,14 +1,13 @@
-"""A sequence put aside as what its keys and values follow from, and taken up again exactly.
+"""Checkpoint of a cache as residuals or token ids, from which its keys and values are recomputed.
 
 Qasim et al., "The Residual Stream Is All You Need: On the Redundancy of the KV Cache in
-Transformer Inference" (2026), arXiv:2603.19664, for sequences that rest: turns of a conversation
-that another one interrupts, texts that may be asked about again. The paper rebuilds at every step
-what a budget does not hold; here a whole cache is rebuilt once, when it is wanted. How well each
-manner fits:
+Transformer Inference" (2026), arXiv:2603.19664, for idle sequences, such as a conversation between
+two turns. The paper recomputes at every step what does not fit the budget; here a whole cache is
+restored once. Each source suits other caches:
 
-every      Any choice of entries that a policy made: a layer's own residuals tell its keys and
-           values, and only those of tokens that it still holds are kept.
-one, ids   Only a cache from which nothing was ever rejected: what is read again sees every token.
+every      Any selection of entries by a policy: keys and values of a layer follow from its own
+           residuals, and only those of tokens that it still has are stored.
+one, ids   Only a cache without rejected entries: re-read tokens attend to every token.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ FORMS = (CacheForm.DENSE, CacheForm.RAGGED)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A cache without keys and values, and what gives them back; it owns its tensors.
+    """State of a cache with keys and values replaced by their source; it owns its tensors.
 
     Args:
-        held: in what manner.
-        ids: token ids, where they are read again.
-        residuals: by layer; of all tokens, or of those that the layer holds, in order.
-        rest: what of the cache's state is held as it is.
-        meta: of the cache.
+        held: source of the keys and values.
+        ids: token ids, if they are the source.
+        residuals: by layer; of all tokens, or of those in the layer's cache, in order.
+        rest: tensors of the cache's state that are stored unchanged.
+        meta: metadata of the cache.
     """
 
     held: KVSource
@@ -53,15 +52,16 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor held."""
-        held = *self.residuals.values(), *self.rest.values(), self.ids
-        return sum(tensor.untyped_storage().nbytes() for tensor in held)
+        """Bytes of all tensors."""
+        tensors = *self.residuals.values(), *self.rest.values(), self.ids
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
     def cache(self, recompute: KVRecompute, block: int = BLOCK_TOKENS) -> SequenceCache:
-        """The cache that was put aside.
+        """Restored cache.
 
         Args:
-            block: tokens rebuilt at once. Those read in blocks of that size come back to the bit.
+            block: tokens recomputed at a time; entries first read in blocks of that size are
+                restored bit by bit.
         """
         if self.held is KVSource.EVERY:
             return self._projected(recompute, block)
@@ -96,16 +96,15 @@ def put_aside(
     residuals: ResidualStream,
     recompute: KVRecompute,
 ) -> Checkpoint:
-    """What gives a cache back; the cache itself is left as it is.
+    """Checkpoint of a cache, which is not changed.
 
     Args:
-        held: one residual is taken before the first layer that `residuals` knows; every residual,
-            before all layers.
-        ids: every token that was read.
-        residuals: of every token that was read.
+        held: source to store; ONE uses the first layer of `residuals`, EVERY needs all layers.
+        ids: all tokens of the cache.
+        residuals: of all tokens of the cache.
 
     Raises:
-        CacheError: the cache would not come back as it is.
+        CacheError: the cache could not be restored exactly.
     """
     _check(held, cache, ids, residuals)
     state, meta = cache.state(), cache.meta()
@@ -130,12 +129,11 @@ def put_aside(
 def _check(
     held: KVSource, cache: SequenceCache, ids: Sequence[int], residuals: ResidualStream
 ) -> None:
-    """Raises: CacheError: something is lacking, or was rejected."""
+    """Raise CacheError if residuals or ids are missing, or entries were rejected."""
     if held is KVSource.ENTRIES or cache.cache_spec.form not in FORMS or cache.cache_spec.codecs:
         raise CacheError(
-            f"A {cache.cache_spec.form.value} cache cannot be put aside as {held.value}: take a "
-            "dense "
-            "or ragged one at full precision, and residuals or ids."
+            f"A {cache.cache_spec.form.value} cache has no checkpoint as {held.value}: give a "
+            "dense or ragged one at full precision, and residuals or ids."
         )
     layers = {KVSource.IDS: (), KVSource.EVERY: tuple(range(len(cache.spec.layers)))}
     wanted = layers.get(held, sorted(residuals.layers)[:1])
@@ -143,8 +141,8 @@ def _check(
     known = [*(counts.get(layer, 0) for layer in wanted), len(ids)]
     if not (wanted or held is KVSource.IDS) or set(known) != {cache.next_position}:
         raise CacheError(
-            f"The cache has read {cache.next_position} tokens, but of {sorted(set(known))} there "
-            f"are residuals of the layers {list(wanted)} and ids: have all of them taken."
+            f"The cache has read {cache.next_position} tokens, but residuals of the layers "
+            f"{list(wanted)} and ids are there for {sorted(set(known))}: record all of them."
         )
     whole = all(
         set(lengths) == {cache.next_position}
@@ -154,13 +152,13 @@ def _check(
     is_plain = whole and cache.plans == 0 and cache.cache_spec.ledger == Ledger()
     if held is not KVSource.EVERY and not is_plain:
         raise CacheError(
-            f"A policy works on this cache, but {held.value} would read the text again with every "
-            "entry and remember nothing of them: put it aside with every residual."
+            f"A policy works on this cache, but {held.value} would read the text again with all "
+            "entries and without their statistics: store every residual instead."
         )
 
 
 def _compare(own: Mapping[str, Tensor], rebuilt: Mapping[str, Tensor]) -> None:
-    """Raises: CacheError: keys or values were changed since they were made."""
+    """Raise CacheError if recomputed keys or values differ from those of the cache."""
     for name, tensor in own.items():
         if name.endswith(REBUILT) and tensor.numel():
             largest = tensor.abs().max().clamp_min(1e-6)
@@ -168,12 +166,12 @@ def _compare(own: Mapping[str, Tensor], rebuilt: Mapping[str, Tensor]) -> None:
             if not error <= TOLERANCE[tensor.dtype]:
                 raise CacheError(
                     f"{name} of this cache do not follow from what entered the layer (difference "
-                    f"{error:.2g} of the largest): entries were merged, so hold them as they are."
+                    f"{error:.2g} of the largest): entries were merged, so store them unchanged."
                 )
 
 
 def _placed(rows: Keys | Values, index: Tensor, lengths: Tensor | None) -> Tensor:
-    """Rebuilt rows where a store has them: the same in every head, or packed head by head."""
+    """Recomputed rows in the layout of a layer: equal in every head, or packed head by head."""
     if lengths is None:
         return rows[:, index]
     heads = torch.repeat_interleave(torch.arange(len(lengths)), lengths.cpu()).to(rows.device)

@@ -1,4 +1,4 @@
-"""Any Hugging Face decoder, seen as a thing that reads token rows over caches of ours."""
+"""Decoder: a Hugging Face causal model whose attention runs over Larder's caches."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ SURVEY_TOKENS = 8
 
 
 class Decoder:
-    """A model on Larder's attention, and what its caches look like.
+    """Model on Larder's attention backend, with the specification of its caches.
 
-    While a decoder holds the module, its attention implementation is ours, in a configuration of
-    its own: other modules that share the former one are not touched. `release`, or leaving the
-    `with` block, puts that back. Nothing else of the model is touched. One thread at a time.
+    While a decoder holds the module, the attention implementation is Larder's, set in a private
+    copy of the configuration: other modules that share the original are not affected. `release`,
+    or leaving the `with` block, restores it. Nothing else of the model changes. Not thread-safe.
 
     Args:
         module: a `PreTrainedModel` with a language-model head, in eval mode.
 
     Raises:
-        ModelError: the architecture has no seam, or asks for what cannot be honored; or another
-            decoder holds the module.
+        ModelError: the architecture does not dispatch attention through transformers' interface or
+            uses an unsupported feature; or another decoder holds the module.
     """
 
     def __init__(self, module: Any) -> None:
@@ -55,8 +55,8 @@ class Decoder:
         self.module = module
         if module.config._attn_implementation == attention_backend.NAME:
             raise ModelError(
-                f"This {type(module).__name__} is held by another decoder: use that one, or give "
-                "the model back first with its release()."
+                f"This {type(module).__name__} is held by another decoder: use that one, or call "
+                "its release() first."
             )
         self._configs = PrivateConfigs(module)
         try:
@@ -68,78 +68,87 @@ class Decoder:
 
     @property
     def vocab_size(self) -> int:
-        """V, the number of token ids that the model's input table knows."""
+        """V, segments of the input embedding table."""
         return int(self.module.get_input_embeddings().weight.shape[0])
 
     @cached_property
     def body(self) -> Any:
-        """The layers of the model, without its head."""
+        """Base model: the layers without the head."""
         return base_model_of(self.module)[1]
 
     def embedding_table(self) -> Float[Tensor, "V hidden"]:
-        """The input embedding table, by reference."""
+        """Input embeddings, by reference."""
         return self.module.get_input_embeddings().weight.detach()
 
     @torch.no_grad()
     def read(
         self,
-        rows: Sequence[BatchSegment],
+        segments: Sequence[BatchSegment],
         mode: Mode,
         observer: Observer | None = None,
         needs: frozenset[Need] = frozenset(),
     ) -> None:
-        """Pass rows through all layers, without computing logits.
+        """Pass segments through all layers without computing logits.
 
-        In probe mode only the first layer is as it would be in earnest: attention answers with
-        zeros, so what later layers record follows from no text.
+        In probe mode attention answers with zeros, so only the first layer records what it would
+        in append mode.
 
         Args:
-            needs: what the observer asks to be told beside queries, keys and values.
+            needs: inputs of the observer beside queries, keys and values.
         """
-        self._hidden(rows, mode, observer, needs)
+        self._hidden(segments, mode, observer, needs)
 
     @torch.no_grad()
-    def weigh(
-        self, rows: Sequence[BatchSegment], mode: Mode, observer: Observer | None = None
+    def forward_surprise(
+        self, segments: Sequence[BatchSegment], mode: Mode, observer: Observer | None = None
     ) -> list[Float[Tensor, " _"]]:
-        """Read, and tell how surprising each token of each row was: -log p, in nats.
+        """Forward, and the surprise of each token of each segment: -log p, in nats.
 
-        The first token of a text, and one behind a token whose `tail` the cache no longer has, is
-        as surprising as the most surprising one of its row.
+        The first token of a text, and one behind a token whose `tail` the cache no longer has, get
+        the largest surprise of their segment.
         """
-        tails = [row.cache.latest.tail for row in rows]
-        passed = [part[:-1] for part in self._hidden(rows, mode, observer)]
-        return [self._surprises(*each) for each in zip(rows, tails, passed, strict=True)]
+        tails = [segment.cache.latest.tail for segment in segments]
+        passed = [part[:-1] for part in self._hidden(segments, mode, observer)]
+        inputs = zip(segments, tails, passed, strict=True)
+        return [self._surprises(segment, tail, part) for segment, tail, part in inputs]
 
     @torch.no_grad()
-    def foresee(self, rows: Sequence[BatchSegment]) -> list[Float[Tensor, " _"]]:
-        """What `weigh` would tell, before the rows are read; a single token needs no pass."""
-        longer = [BatchSegment(row.cache, row.ids[:-1]) for row in rows if len(row.ids) > 1]
+    def predict_surprise(self, segments: Sequence[BatchSegment]) -> list[Float[Tensor, " _"]]:
+        """Surprise of each token without appending; a single token needs no forward."""
+        longer = [
+            BatchSegment(segment.cache, segment.ids[:-1])
+            for segment in segments
+            if len(segment.ids) > 1
+        ]
         parts = iter(self._hidden(longer, Mode.SCRATCH, None) if longer else ())
         nothing = self.embedding_table().new_empty(0, self.embedding_table().shape[1])
-        passed = [next(parts) if len(row.ids) > 1 else nothing for row in rows]
-        pairs = zip(rows, passed, strict=True)
-        return [self._surprises(row, row.cache.latest.tail, part) for row, part in pairs]
+        passed = [next(parts) if len(segment.ids) > 1 else nothing for segment in segments]
+        pairs = zip(segments, passed, strict=True)
+        return [
+            self._surprises(segment, segment.cache.latest.tail, part) for segment, part in pairs
+        ]
 
     @torch.no_grad()
     def forward_logits(
         self,
-        rows: Sequence[BatchSegment],
+        segments: Sequence[BatchSegment],
         mode: Mode,
         wanted: Sequence[int],
         observer: Observer | None = None,
     ) -> Float[Tensor, "N V"]:
-        """Pass rows through and return float32 logits at the wanted places of the packed rows."""
+        """Forward, and float32 logits at the given indices of the packed segments."""
         places = torch.tensor(wanted, device=self.spec.device)
-        if mode is Mode.APPEND and any(_tracks_surprise(row) for row in rows):
-            return self._head.logits(torch.cat(self._hidden(rows, mode, observer))[places])
-        rows = [with_reread_tokens(with_corrected_tokens(row, mode), mode) for row in rows]
-        behind = torch.tensor(_new_token_indices(rows), device=self.spec.device)
-        out = self._run(self.module, rows, mode, observer, logits_to_keep=behind[places])
+        if mode is Mode.APPEND and any(_tracks_surprise(segment) for segment in segments):
+            return self._head.logits(torch.cat(self._hidden(segments, mode, observer))[places])
+        segments = [
+            with_reread_tokens(with_corrected_tokens(segment, mode), mode) for segment in segments
+        ]
+        behind = torch.tensor(_new_token_indices(segments), device=self.spec.device)
+        out = self._run(self.module, segments, mode, observer, logits_to_keep=behind[places])
         return out.logits[0].float()
 
     def release(self) -> None:
-        """Give the model its own attention back."""
+        """Restore the model's own attention implementation."""
         self._configs.restore()
 
     def __enter__(self) -> Decoder:
@@ -155,14 +164,14 @@ class Decoder:
 
     @cached_property
     def recompute(self) -> KVProjector:
-        """What rebuilds keys and values with this model."""
-        from larder.models.recompute import KVRecompute  # which looks at decoders
+        """Recomputation of keys and values with this model."""
+        from larder.models.recompute import KVRecompute  # imports this module
 
         return KVRecompute(self)
 
     @cached_property
     def shape(self) -> ModelShape:
-        """Its sizes."""
+        """Sizes of the model, for costs of recomputation."""
         return ModelShape.of(self.module.config, self.spec)
 
     @cached_property
@@ -175,33 +184,37 @@ class Decoder:
 
     def _hidden(
         self,
-        rows: Sequence[BatchSegment],
+        segments: Sequence[BatchSegment],
         mode: Mode,
         observer: Observer | None,
         needs: frozenset[Need] = frozenset(),
     ) -> list[Float[Tensor, "_ hidden"]]:
-        """What the last layer makes of each row; caches that follow remember the last of theirs."""
-        rows = [with_reread_tokens(with_corrected_tokens(row, mode), mode) for row in rows]
-        out = self._run(self.body, rows, mode, observer, needs=needs)
-        given = out.last_hidden_state[0].split([row.width for row in rows])
-        parts = [part[len(row.again) :] for part, row in zip(given, rows, strict=True)]
+        """Last hidden states by segment; caches that track surprise save the last of theirs."""
+        segments = [
+            with_reread_tokens(with_corrected_tokens(segment, mode), mode) for segment in segments
+        ]
+        out = self._run(self.body, segments, mode, observer, needs=needs)
+        given = out.last_hidden_state[0].split([segment.num_tokens for segment in segments])
+        parts = [
+            part[len(segment.reread_ids) :] for part, segment in zip(given, segments, strict=True)
+        ]
         if mode is Mode.APPEND:
-            for row, part in zip(rows, parts, strict=True):
-                if _tracks_surprise(row):
-                    row.cache.latest.tail = part[-1].clone()
+            for segment, part in zip(segments, parts, strict=True):
+                if _tracks_surprise(segment):
+                    segment.cache.latest.tail = part[-1].clone()
         return parts
 
     def _surprises(
-        self, row: BatchSegment, tail: Float[Tensor, " _"], passed: Float[Tensor, "_ hidden"]
+        self, segment: BatchSegment, tail: Float[Tensor, " _"], passed: Float[Tensor, "_ hidden"]
     ) -> Float[Tensor, " _"]:
-        """How surprising the tokens of a row are.
+        """Surprise of the tokens of one segment.
 
         Args:
-            tail: the hidden state before its first token, or nothing.
-            passed: those of all its tokens but the last.
+            tail: hidden state before its first token, or an empty tensor.
+            passed: hidden states of all its tokens but the last.
         """
         before = torch.cat([tail[None], passed]) if len(tail) else passed
-        ids = torch.tensor(row.ids, device=self.spec.device)
+        ids = torch.tensor(segment.ids, device=self.spec.device)
         if not len(before):
             return torch.zeros(1, device=ids.device)
         known = self._head.surprises(before, ids[len(ids) - len(before) :])
@@ -210,37 +223,43 @@ class Decoder:
     def _run(
         self,
         module: Any,
-        rows: Sequence[BatchSegment],
+        segments: Sequence[BatchSegment],
         mode: Mode,
         observer: Observer | None,
         needs: frozenset[Need] = frozenset(),
         **options: Any,
     ) -> Any:
-        ids = [token for row in rows for token in (*row.again, *row.ids)]
+        ids = [token for segment in segments for token in (*segment.reread_ids, *segment.ids)]
         self._check(ids)
-        journey = ForwardBatch(rows, mode, self.spec.device, observer)
+        batch = ForwardBatch(segments, mode, self.spec.device, observer)
         try:
             given = torch.tensor([ids], device=self.spec.device)
-            told = {"position_ids": journey.positions(), "use_cache": False, "larder": journey}
-            rebuilds = RecomputeHooks(
-                lambda: self.recompute, lambda: self.shape, rows, mode, journey
+            hooks = RecomputeHooks(
+                lambda: self.recompute, lambda: self.shape, segments, mode, batch
             )
-            stepping = rows if mode is Mode.APPEND else ()
+            appended = segments if mode is Mode.APPEND else ()
             modules = self._attentions
-            watching = HiddenStateHooks(modules, journey, needs)
-            with rebuilds.going_on(), LayerPrefetch(modules, stepping, journey), watching:
-                out = module(input_ids=given, **told, **options)
-            journey.finish()
+            prefetch = LayerPrefetch(modules, appended, batch)
+            states = HiddenStateHooks(modules, batch, needs)
+            with hooks.installed(), prefetch, states:
+                out = module(
+                    input_ids=given,
+                    position_ids=batch.positions(),
+                    use_cache=False,
+                    larder=batch,
+                    **options,
+                )
+            batch.finish()
             if mode is Mode.APPEND:
-                advance_corrected(rows)
+                advance_corrected(segments)
         except BaseException:
-            journey.roll_back()
+            batch.roll_back()
             raise
         return out
 
     def _check(self, ids: list[int]) -> None:
         if not ids:
-            raise InputError("Nothing to read: the text has no tokens.")
+            raise InputError("The text has no tokens: give at least one.")
         wrong = [token for token in (min(ids), max(ids)) if not 0 <= token < self.vocab_size]
         if wrong:
             raise InputError(
@@ -259,36 +278,36 @@ class Decoder:
         if set(survey.layers) != set(range(expected)):
             raise ModelError(
                 f"{type(self.module).__name__} has {expected} layers, but only "
-                f"{sorted(survey.layers)} call attention through the public interface: Larder "
-                "cannot manage a model without that seam in every layer."
+                f"{sorted(survey.layers)} call attention through transformers' interface: Larder "
+                "needs every layer to do so, choose another model."
             )
         layers = tuple(survey.layers[index] for index in range(expected))
         check_attention_kinds(self.module.config, layers)
         layers = measure_rotation(self.body, layers)
-        told = fingerprint(self.module), config.hidden_size
-        return ModelSpec(layers, table.dtype, table.device, *told)
+        digest = fingerprint(self.module)
+        return ModelSpec(layers, table.dtype, table.device, digest, config.hidden_size)
 
 
-def _new_token_indices(rows: Sequence[BatchSegment]) -> list[int]:
-    """Where among all that the model is given the tokens stand that are not read again."""
+def _new_token_indices(segments: Sequence[BatchSegment]) -> list[int]:
+    """Indices, in the packed batch, of the tokens that are not re-read."""
     places, start = list[int](), 0
-    for row in rows:
-        places += range(start + len(row.again), start + row.width)
-        start += row.width
+    for segment in segments:
+        places += range(start + len(segment.reread_ids), start + segment.num_tokens)
+        start += segment.num_tokens
     return places
 
 
-def _tracks_surprise(row: BatchSegment) -> bool:
-    """Whether a cache is asked to remember how surprising its tokens were."""
-    return SURPRISE in row.cache.cache_spec.ledger.columns
+def _tracks_surprise(segment: BatchSegment) -> bool:
+    """True if the cache records the surprise of its tokens."""
+    return SURPRISE in segment.cache.cache_spec.ledger.columns
 
 
 def _switch_attention(module: Any, name: str) -> None:
-    """Set the attention implementation, and make sure that it took."""
+    """Set the attention implementation, and check that it is in effect."""
     if not _supports_backend(type(module)):
         raise ModelError(
-            f"{type(module).__name__} does not use transformers' AttentionInterface, so Larder has "
-            "no seam to manage its cache: take an architecture that does (Llama, Qwen, Mistral, "
+            f"{type(module).__name__} does not use transformers' AttentionInterface, so Larder "
+            "cannot manage its cache: choose an architecture that does (Llama, Qwen, Mistral, "
             "Phi3, Gemma3, ...)."
         )
     module.set_attn_implementation(name)
@@ -297,55 +316,55 @@ def _switch_attention(module: Any, name: str) -> None:
 
 
 def _supports_backend(kind: type) -> bool:
-    """Whether the class declares that it dispatches attention through the public interface."""
+    """True if the class declares that it dispatches attention through the public interface."""
     return bool(kind._supports_attention_backend)  # pyright: ignore
 
 
-def with_corrected_tokens(row: BatchSegment, mode: Mode) -> BatchSegment:
-    """The row, with the tokens before it that it corrects; as it is where there are none."""
-    stores = _corrected_stores(row)
+def with_corrected_tokens(segment: BatchSegment, mode: Mode) -> BatchSegment:
+    """Segment extended by the tokens of the cache that it corrects; unchanged if there are none."""
+    stores = _corrected_stores(segment)
     if (
         not stores
         or mode is not Mode.APPEND
-        or len(row.ids) > 1
-        or row.coming is not AppendKind.STEP
+        or len(segment.ids) > 1
+        or segment.append_kind is not AppendKind.STEP
     ):
-        return row
+        return segment
     ids = stores[0].ids
-    return replace(row, again=ids, reread_start=row.cache.next_position - len(ids))
+    return replace(segment, reread_ids=ids, reread_start=segment.cache.next_position - len(ids))
 
 
-def advance_corrected(rows: Sequence[BatchSegment]) -> None:
-    """Have caches know what was read last, once a pass that appends is over."""
-    for row in rows:
-        for store in _corrected_stores(row):
-            store.record_ids(row.ids)
+def advance_corrected(segments: Sequence[BatchSegment]) -> None:
+    """Record the appended tokens in corrected layers, after a forward in append mode."""
+    for segment in segments:
+        for store in _corrected_stores(segment):
+            store.record_ids(segment.ids)
 
 
-def _corrected_stores(row: BatchSegment) -> list[CorrectedLayer]:
-    return [store for store in row.cache.stores if isinstance(store, CorrectedLayer)]
+def _corrected_stores(segment: BatchSegment) -> list[CorrectedLayer]:
+    return [store for store in segment.cache.stores if isinstance(store, CorrectedLayer)]
 
 
 class HiddenStateHooks:
-    """Tells one pass the hidden states that each layer starts from, while the `with` block lasts.
+    """Context manager whose hooks give a batch the hidden states at each layer's attention input.
 
-    The hooks are removed with it; where nobody asks there are none.
+    Without `Need.STATES` no hook is installed.
 
     Args:
         modules: attention modules by layer.
-        journey: the pass, as it comes down the model's call.
+        batch: the batch in the model's call.
     """
 
     def __init__(
-        self, modules: Mapping[int, nn.Module], journey: ForwardBatch, needs: frozenset[Need]
+        self, modules: Mapping[int, nn.Module], batch: ForwardBatch, needs: frozenset[Need]
     ) -> None:
         self._modules = modules.values() if Need.STATES in needs else ()
-        self._journey = journey
+        self._batch = batch
         self._hooks: list[Any] = []
 
     def __enter__(self) -> None:
         for module in self._modules:
-            self._hooks.append(module.register_forward_pre_hook(self._tell, with_kwargs=True))
+            self._hooks.append(module.register_forward_pre_hook(self._record, with_kwargs=True))
 
     def __exit__(
         self,
@@ -356,7 +375,7 @@ class HiddenStateHooks:
         for hook in self._hooks:
             hook.remove()
 
-    def _tell(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _record(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         del module
-        if named.get(CONTEXT_KEYWORD) is self._journey:
-            self._journey.states = (args[0] if args else named["hidden_states"])[0]
+        if named.get(CONTEXT_KEYWORD) is self._batch:
+            self._batch.states = (args[0] if args else named["hidden_states"])[0]

@@ -1,7 +1,7 @@
-"""One pass of token rows through a model, each row over a cache of its own.
+"""Forward batch: packed token segments, each over a cache of its own.
 
-A batch is packed, not padded: rows lie end to end along Q, and every token carries its true
-position. Rows do not see each other.
+A batch is packed, not padded: segments lie end to end along Q, and every token carries its true
+position. Segments do not attend to each other.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from larder.core.types import AppendKind, Keys, Mode, Queries, Values, empty_ten
 
 @dataclass(frozen=True)
 class BatchSegment:
-    """Tokens to read over one cache.
+    """Tokens of one sequence in a packed batch.
 
     Args:
-        cache: what they continue.
+        cache: the cache that they continue.
         ids: the tokens.
-        sections: lengths that partition `ids` into texts that each continue the cache alone, as
-            several questions in scratch mode; one section by default.
-        shift: how much later than the cache's next position it is read, below 0 earlier; for
-            scratch mode.
-        coming: what the tokens are, for append mode.
-        again: tokens of the cache that are read once more in front of `ids`.
+        sections: lengths that partition `ids` into texts that each continue the cache
+            independently, as several questions in scratch mode; one section by default.
+        shift: offset of the first position from the cache's next one, in tokens, negative for
+            earlier; for scratch mode.
+        append_kind: prefill or decode step, for append mode.
+        reread_ids: tokens of the cache that are re-read in front of `ids`.
         reread_start: true position of the first of them.
     """
 
@@ -38,33 +38,33 @@ class BatchSegment:
     ids: tuple[int, ...]
     sections: tuple[int, ...] = ()
     shift: int = 0
-    coming: AppendKind = AppendKind.STEP
-    again: tuple[int, ...] = ()
+    append_kind: AppendKind = AppendKind.STEP
+    reread_ids: tuple[int, ...] = ()
     reread_start: int = 0
 
     @property
-    def parts(self) -> tuple[int, ...]:
+    def section_lengths(self) -> tuple[int, ...]:
         return self.sections or (len(self.ids),)
 
     def positions(self) -> list[int]:
-        """True positions: every section starts at the cache's next one, or `shift` later."""
+        """True positions of `ids`; every section starts at the cache's next one plus `shift`."""
         start = self.cache.next_position + self.shift
-        return [start + offset for part in self.parts for offset in range(part)]
+        return [start + offset for part in self.section_lengths for offset in range(part)]
 
     @property
-    def width(self) -> int:
-        """How many tokens the model is given."""
-        return len(self.again) + len(self.ids)
+    def num_tokens(self) -> int:
+        """Tokens that the model computes, re-read ones included."""
+        return len(self.reread_ids) + len(self.ids)
 
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """What one layer made of one row.
+    """Activations of one layer for one segment.
 
     Args:
         queries [H, Q, D], keys and values [K, Q, D]: post-RoPE.
         positions: true positions [Q].
-        states: hidden states as they entered attention; empty where nobody asked.
+        states: hidden states at the attention input; empty unless requested.
     """
 
     queries: Float[Tensor, "H Q D"]
@@ -74,36 +74,42 @@ class LayerActivations:
     states: Float[Tensor, "_ _"] = field(default_factory=lambda: empty_tensor(torch.float32, 0, 0))
 
 
-# Called after each layer of each row, once the cache of that layer is up to date.
+# Called with (segment index, layer, activations) after each layer of each segment, once the cache
+# of that layer is up to date.
 Observer = Callable[[int, int, LayerActivations], None]
 
 
 class ForwardBatch:
-    """The state of one forward call: rows, mode, and who watches. Used once."""
+    """State of one forward call over packed segments. Used once."""
 
     def __init__(
         self,
-        rows: Sequence[BatchSegment],
+        segments: Sequence[BatchSegment],
         mode: Mode,
         device: torch.device,
         observer: Observer | None,
     ) -> None:
-        self.rows = rows
+        self.segments = segments
         self.called: set[int] = set()
-        # Of all tokens, as they entered the attention that is going on; none where nobody asks.
+        # Hidden states of all tokens at the input of the current attention; empty unless requested.
         self.states: Float[Tensor, "_ _"] = empty_tensor(torch.float32, 0, 0)
         self._mode = mode
         self._observer = observer
-        self._plans = [row.cache.plans for row in rows]
-        again = [range(row.reread_start, row.reread_start + len(row.again)) for row in rows]
-        told = [[*old, *row.positions()] for old, row in zip(again, rows, strict=True)]
-        self._positions = [torch.tensor(own, device=device) for own in told]
-        for row in rows:
-            for tier in row.cache.tiers:
-                tier.expect(row.coming)
+        self._plans = [segment.cache.plans for segment in segments]
+        again = [
+            range(segment.reread_start, segment.reread_start + len(segment.reread_ids))
+            for segment in segments
+        ]
+        places = [
+            [*old, *segment.positions()] for old, segment in zip(again, segments, strict=True)
+        ]
+        self._positions = [torch.tensor(own, device=device) for own in places]
+        for segment in segments:
+            for tier in segment.cache.tiers:
+                tier.expect(segment.append_kind)
 
     def positions(self) -> Int[Tensor, "1 Q"]:
-        """True positions of all rows, as the model takes them."""
+        """True positions of all tokens, as `position_ids` of the model."""
         return torch.cat(self._positions)[None]
 
     def attend(
@@ -117,49 +123,55 @@ class ForwardBatch:
     ) -> Queries:
         del scaling, sliding_window  # known from the survey at load
         self.called.add(layer)
-        if len(self.rows) == 1:
-            return self._row(0, layer, queries, keys, values)
-        widths = [row.width for row in self.rows]
+        if len(self.segments) == 1:
+            return self._attend_segment(0, layer, queries, keys, values)
+        widths = [segment.num_tokens for segment in self.segments]
         parts = zip(
             queries.split(widths, 1), keys.split(widths, 1), values.split(widths, 1), strict=True
         )
-        return torch.cat([self._row(i, layer, *part) for i, part in enumerate(parts)], dim=1)
+        return torch.cat(
+            [self._attend_segment(i, layer, *part) for i, part in enumerate(parts)], dim=1
+        )
 
     def finish(self) -> None:
-        """Count the tokens as read.
+        """Advance the caches by the appended tokens.
 
         Raises:
-            ModelError: some layer of the model never asked for attention.
+            ModelError: a layer of the model never called attention.
         """
-        missed = {layer.index for layer in self.rows[0].cache.spec.layers} - self.called
+        missed = {layer.index for layer in self.segments[0].cache.spec.layers} - self.called
         if missed:
-            raise ModelError(f"Layers {sorted(missed)} never called attention in this pass.")
+            raise ModelError(f"Layers {sorted(missed)} never called attention in this batch.")
         if self._mode is Mode.APPEND:
-            for row in self.rows:
-                row.cache.advance(len(row.ids))
+            for segment in self.segments:
+                segment.cache.advance(len(segment.ids))
 
     def roll_back(self) -> None:
-        """Take back what a failed pass has already appended.
+        """Remove the entries that a failed forward appended.
 
-        A cache that carried out a plan meanwhile cannot be put back, and is spoiled.
+        A cache that executed a plan in the meantime cannot be rolled back, and is invalidated.
         """
-        for row, plans in zip(self.rows, self._plans, strict=True):
-            if row.cache.plans != plans:
-                row.cache.invalidate()
+        for segment, plans in zip(self.segments, self._plans, strict=True):
+            if segment.cache.plans != plans:
+                segment.cache.invalidate()
             elif self._mode is Mode.APPEND:
-                row.cache.truncate(row.cache.next_position)
+                segment.cache.truncate(segment.cache.next_position)
 
-    def _row(self, index: int, layer: int, queries: Queries, keys: Keys, values: Values) -> Queries:
-        row, count = self.rows[index], len(self.rows[index].again)
+    def _attend_segment(
+        self, index: int, layer: int, queries: Queries, keys: Keys, values: Values
+    ) -> Queries:
+        segment, count = self.segments[index], len(self.segments[index].reread_ids)
         places = self._positions[index]
         new = queries[:, count:], keys[:, count:], values[:, count:], places[count:]
 
         def answer() -> Queries:
-            return row.cache.attend(layer, *new, self._mode, row.parts, row.shift)
+            return segment.cache.attend(
+                layer, *new, self._mode, segment.section_lengths, segment.shift
+            )
 
         if count:
             old = queries[:, :count], keys[:, :count], values[:, :count], places[:count]
-            out = row.cache.stores[layer].again(*old, answer)
+            out = segment.cache.stores[layer].again(*old, answer)
         else:
             out = answer()
         if self._observer is not None:
@@ -167,8 +179,8 @@ class ForwardBatch:
         return out
 
     def _states(self, index: int) -> Float[Tensor, "_ _"]:
-        """Of a row's new tokens."""
+        """Hidden states of the new tokens of one segment."""
         if not len(self.states):
             return self.states
-        stop = sum(row.width for row in self.rows[: index + 1])
-        return self.states[stop - len(self.rows[index].ids) : stop]
+        stop = sum(segment.num_tokens for segment in self.segments[: index + 1])
+        return self.states[stop - len(self.segments[index].ids) : stop]

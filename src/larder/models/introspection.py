@@ -1,4 +1,4 @@
-"""Look at a model before trusting it: which layers call attention, and how."""
+"""Introspection of a model at load: attention calls, kinds, rotation, digest, projections."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from larder.ops.rope import rotate
 
 
 class AttentionSurvey:
-    """Stands in for a pass, answers with plain causal attention, and notes each layer's shape."""
+    """Plain causal attention that records the attention spec of each layer."""
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerSpec] = {}
@@ -36,7 +36,7 @@ class AttentionSurvey:
         sliding_window: int | None,
     ) -> Queries:
         if layer in self.layers:
-            raise ModelError(f"Layer {layer} called attention twice in one pass: not supported.")
+            raise ModelError(f"Layer {layer} called attention twice in one forward: not supported.")
         if values.shape != keys.shape:
             raise ModelError(
                 f"Layer {layer} has keys {tuple(keys.shape)} and values {tuple(values.shape)} "
@@ -54,51 +54,49 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def check_attention_kinds(config: Any, layers: Sequence[LayerSpec]) -> None:
-    """Refuse a model whose masks hide what Larder would show.
+    """Check that the attention kinds of the configuration agree with the attention calls.
 
-    A window or a chunk may live in the mask alone, which Larder does not take from the model, and
-    may begin far behind the text that a model is verified with. Configurations of older
-    transformers name no kinds; there a layer's window is all that is known.
+    A window or a chunk may exist in the mask alone, which Larder does not use, and may start to
+    matter only behind the text that a model is verified with. Configurations of older transformers
+    name no kinds; there the window of the call is all that is known.
 
     Args:
-        layers: as surveyed, in order.
+        layers: specs from the survey, in order.
 
     Raises:
-        ModelError: a layer is of a kind that its calls do not confirm.
+        ModelError: a kind is unknown or differs from the call.
     """
-    told = config.get_text_config().to_dict()
-    chunk, kinds = told.get("attention_chunk_size"), told.get("layer_types")
+    settings = config.get_text_config().to_dict()
+    chunk, kinds = settings.get("attention_chunk_size"), settings.get("layer_types")
     for layer, kind in zip(layers, kinds or (), strict=False):
         _check_layer(layer, kind)
     if chunk:
         raise ModelError(
             f"The model attends in chunks of {chunk} tokens (attention_chunk_size), which Larder "
-            "does not know: take a model without chunked attention."
+            "does not support: choose a model without chunked attention."
         )
 
 
 def _check_layer(layer: LayerSpec, kind: str) -> None:
     if kind not in (FULL, SLIDING):
         raise ModelError(
-            f"Layer {layer.index} is of the kind {kind!r}; Larder knows {FULL!r} and {SLIDING!r}: "
-            "take a model of these."
+            f"Layer {layer.index} is of the kind {kind!r}; Larder supports {FULL!r} and "
+            f"{SLIDING!r}: choose a model of these."
         )
     if (kind == SLIDING) != (layer.sliding_window is not None):
         raise ModelError(
             f"Layer {layer.index} is of the kind {kind!r}, but called attention with the window "
-            f"{layer.sliding_window}: Larder cannot tell what it sees, so it is refused."
+            f"{layer.sliding_window}: the two disagree, choose another model."
         )
 
 
-ROPE_BUFFER = "inv_freq"  # how transformers names what a rotation holds
-ROTATION_TOKENS, ROTATION_POSITIONS = (
-    4,
-    8,
-)  # several tokens, because that of padding may be all zeros
+ROPE_BUFFER = "inv_freq"  # buffer name of RoPE frequencies in transformers
+ROTATION_TOKENS = 4  # several, because the embedding of padding may be all zeros
+ROTATION_POSITIONS = 8
 
 
 class KeyProbe:
-    """Stands in for a pass, answers zeros, and notes the keys of each layer."""
+    """Layer attention that returns zeros and records the keys of each layer."""
 
     def __init__(self) -> None:
         self.keys: dict[int, Keys] = {}
@@ -119,7 +117,7 @@ class KeyProbe:
 
 @torch.no_grad()
 def measure_rotation(model: Any, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """The layers of a model without its head, told how they turn."""
+    """Layer specs with the RoPE frequencies that explain the keys of a probe text."""
     table, seen = model.get_input_embeddings().weight, KeyProbe()
     tokens = (
         torch.arange(1, ROTATION_TOKENS + 1, device=table.device)
@@ -143,7 +141,7 @@ def measure_rotation(model: Any, layers: Sequence[LayerSpec]) -> tuple[LayerSpec
 def _best_frequencies(
     keys: Keys, places: Int[Tensor, " P"], known: Sequence[Float[Tensor, " _"]]
 ) -> tuple[float, ...] | None:
-    """The frequencies that turn a token's first key into its others best, if any does so well."""
+    """Frequencies that best rotate a token's first key into its others; None if none fits."""
     same = (
         keys.float().unflatten(1, (ROTATION_TOKENS, ROTATION_POSITIONS)).flatten(0, 1)
     )  # [K * tokens, P, D]
@@ -157,7 +155,7 @@ def _best_frequencies(
 def _rotation_error(
     keys: Float[Tensor, "N P D"], places: Int[Tensor, " P"], radians: Float[Tensor, " half"]
 ) -> float:
-    """Largest distance from a key to its token's first one turned, by the longest key."""
+    """Largest distance of a key from its token's first key rotated, relative to the longest key."""
     turned = rotate(keys[:, :1].expand_as(keys), places, radians)
     longest = keys.norm(dim=-1).max().clamp_min(torch.finfo(torch.float32).tiny)
     return float((turned - keys).norm(dim=-1).max() / longest)
@@ -171,8 +169,8 @@ def fingerprint(module: Any) -> str:
     """Hexadecimal digest of the configuration and of a sample of every weight."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     config = module.config.to_dict()
-    told = {key: config[key] for key in sorted(config) if not _is_load_detail(key)}
-    digest.update(json.dumps(told, sort_keys=True, default=str).encode())
+    settings = {key: config[key] for key in sorted(config) if not _is_load_detail(key)}
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     for name, weight in module.named_parameters():
         flat = weight.detach().flatten()
         sample = flat[:: max(1, len(flat) // SAMPLED_VALUES)].float().cpu()
@@ -181,27 +179,21 @@ def fingerprint(module: Any) -> str:
 
 
 def _is_load_detail(key: str) -> bool:
-    """Entries that say where or how a model was loaded, not what it is."""
+    """True for configuration entries that depend on how the model was loaded."""
     return key.startswith("_") or key in {"transformers_version", "dtype", "torch_dtype"}
 
 
-OUTPUT_PROJECTION_NAMES = (
-    "o_proj",
-    "out_proj",
-    "dense",
-    "c_proj",
-    "wo",
-)  # of the output projection, by architecture
+OUTPUT_PROJECTION_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 
 
 @torch.no_grad()
 def output_projections(
     body: nn.Module, layers: Sequence[LayerSpec]
 ) -> dict[int, Float[Tensor, "H D N"]]:
-    """The output projection of every layer, by layer index: views of the model's weights.
+    """Output projection of every layer, by layer index: views of the model's weights.
 
     Raises:
-        ModelError: an attention module has no linear map of a known name and of the right size.
+        ModelError: an attention module has no linear layer of a known name and the right size.
     """
     modules = attention_modules(body)
     found: dict[int, Tensor] = {}
@@ -220,5 +212,5 @@ def _output_weight(module: nn.Module, width: int) -> Float[Tensor, "N W"]:
             return child.weight
     raise ModelError(
         f"{type(module).__name__} has no linear output projection from {width} channels among "
-        f"{', '.join(children) or 'nothing'}: take a policy without criticality()."
+        f"{', '.join(children) or 'nothing'}: choose a policy without criticality()."
     )

@@ -1,9 +1,9 @@
-"""What holding a token costs in bytes, and getting its keys and values back in operations.
+"""Cost of a cached token: bytes to hold its source, operations to recompute its keys and values.
 
-One residual a token is small because one layer's stands for all; whoever wants keys and values back
-without attention needs that of every layer, which under grouped queries takes more than they do.
-Layers that slide a window are counted like all others: a cache drops what they cannot see any more,
-so that per token of a long text they cost nothing in any manner.
+One residual per token is small because that of one layer serves all; recomputing without attention
+needs the residual of every layer, which under grouped queries is larger than keys and values.
+Sliding-window layers are counted like all others: a cache drops what left their window, so that
+per token of a long text they cost nothing whatever the source.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ ID_BYTES = 4
 
 
 class KVSource(Enum):
-    """What stands for the keys and values of a token.
+    """Source of a token's keys and values.
 
-    ENTRIES: they themselves.
-    IDS: its token id; read again from the start.
-    ONE: one residual, and the entries of the layers before it; read again from there.
-    EVERY: a residual per layer; projected.
+    ENTRIES: the keys and values themselves.
+    IDS: the token id; the text is read again from the start.
+    ONE: one residual, and the entries of the layers before it; the text is read again from there.
+    EVERY: a residual per layer; each is projected.
     """
 
     ENTRIES = "entries"
@@ -34,10 +34,10 @@ class KVSource(Enum):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder with gated feed-forward layers, by its sizes.
+    """Sizes of a decoder with gated feed-forward layers.
 
     Args:
-        hidden: numbers of a residual.
+        hidden: width of the residual stream.
         inner: width of a feed-forward layer.
         itemsize: bytes of a number.
     """
@@ -52,17 +52,23 @@ class ModelShape:
 
     @staticmethod
     def of(config: Any, spec: ModelSpec) -> ModelShape:
-        """That of a model, by its configuration in transformers."""
+        """Sizes of a model from its configuration in transformers."""
         text, layer = config.get_text_config(), spec.layers[0]
-        heads = layer.query_heads, layer.kv_heads, layer.head_dim
-        sizes = len(spec.layers), text.hidden_size, text.intermediate_size
-        return ModelShape(*sizes, *heads, spec.dtype.itemsize)
+        return ModelShape(
+            layers=len(spec.layers),
+            hidden=text.hidden_size,
+            inner=text.intermediate_size,
+            query_heads=layer.query_heads,
+            kv_heads=layer.kv_heads,
+            head_dim=layer.head_dim,
+            itemsize=spec.dtype.itemsize,
+        )
 
     def bytes_per_token(self, held: KVSource, depth: int = 0) -> int:
-        """Bytes that one token takes, all layers together.
+        """Bytes of one token, summed over all layers.
 
         Args:
-            depth: before which layer the one residual is taken.
+            depth: layer before which the one residual is recorded.
         """
         entries = 2 * self.kv_heads * self.head_dim * self.itemsize
         residual = self.hidden * self.itemsize
@@ -74,13 +80,13 @@ class ModelShape:
         }[held]
 
     def operations_per_token(self, held: KVSource, tokens: int, depth: int = 0) -> int:
-        """Multiplications and additions that give one token's keys and values back, on average.
+        """Mean multiplications and additions that recompute one token's keys and values.
 
-        Norms and rotations are left out. Both ways are counted as they are run: projecting makes
-        queries, too, and reading again finishes the last layer.
+        Norms and rotations are not counted. The counts follow the implementation: projecting also
+        computes queries, and reading again also finishes the last layer.
 
         Args:
-            tokens: S, of the text that is rebuilt from its start.
+            tokens: S, length of the text that is recomputed from its start.
         """
         if held is KVSource.ENTRIES:
             return 0
@@ -92,12 +98,12 @@ class ModelShape:
 
     @property
     def projections(self) -> int:
-        """Operations of one layer on one token up to its attention."""
+        """Operations of one layer on one token before attention."""
         return 2 * self.hidden * self.head_dim * (self.query_heads + 2 * self.kv_heads)
 
     @property
     def rest(self) -> int:
-        """Those behind it."""
+        """Operations of one layer on one token after attention."""
         return 2 * self.hidden * (self.query_heads * self.head_dim + 3 * self.inner)
 
 

@@ -1,4 +1,4 @@
-"""What follows the layers of a model: from hidden states to logits, and to surprise."""
+"""Language-model head: hidden states to logits, and to the surprise of tokens."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ LOGITS_CHUNK = 1 << 24
 
 
 class LMHead:
-    """A model's own way from hidden states to logits.
+    """Final head of a model, without its layers.
 
-    Architectures scale and cap their logits in ways of their own, so the model's own forward is
-    called, on a shallow copy whose layers hand on what they are given. Weights are shared, and the
-    model is not touched.
+    Architectures scale and cap logits differently, so the model's own forward is called, on a
+    shallow copy whose layers pass their input through. Weights are shared; the model is unchanged.
     """
 
     def __init__(self, module: Any) -> None:
@@ -32,7 +31,7 @@ class LMHead:
         setattr(self._module, base_model_of(module)[0], _PassThrough())
 
     def logits(self, hidden: Float[Tensor, "N hidden"]) -> Float[Tensor, "N V"]:
-        """Float32 logits of the tokens that follow."""
+        """Float32 logits of the next tokens."""
         return self._module(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
 
     def surprises(
@@ -40,7 +39,7 @@ class LMHead:
     ) -> Float[Tensor, " N"]:
         """-log p of each token, given the hidden state of the one before it.
 
-        Logits of some of them are held at a time.
+        Logits are computed in chunks of `LOGITS_CHUNK` numbers.
         """
         parts = zip(hidden.split(self._width), ids.split(self._width), strict=True)
         return torch.cat([self._chunk_surprises(part, own) for part, own in parts])
@@ -53,10 +52,10 @@ class LMHead:
 
 
 def base_model_of(module: Any) -> tuple[str, nn.Module]:
-    """What is below a model's head, and the name that the model has for it.
+    """Attribute name and module of the part below a model's head.
 
-    `base_model` is the model itself where its class names a part that it does not have, as Gemma3's
-    does in transformers 4.54; then it is the part with the input embeddings.
+    `base_model` returns the model itself if its class names a part that it does not have, as
+    Gemma3's does in transformers 4.54; then the part with the input embeddings is used.
 
     Raises:
         ModelError: the model has no such part.
@@ -67,13 +66,13 @@ def base_model_of(module: Any) -> tuple[str, nn.Module]:
     for name in [n for n, part in parts.items() if part is module.base_model] or holding:
         return name, parts[name]
     raise ModelError(
-        f"{type(module).__name__} does not say which of its parts holds its layers, so Larder "
-        "cannot read without its head: take a model for causal language modeling."
+        f"{type(module).__name__} has no base model with the input embeddings, so Larder cannot "
+        "run it without its head: choose a model for causal language modeling."
     )
 
 
 class _PassThrough(nn.Module):
-    """Stands where the layers were."""
+    """Replacement of the layers that returns its input."""
 
     def forward(self, inputs_embeds: Tensor, **rest: Any) -> BaseModelOutputWithPast:
         del rest

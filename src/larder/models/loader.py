@@ -1,4 +1,4 @@
-"""From a name or a folder to a verified decoder with its tokenizer."""
+"""Model loader: from a name or folder to a verified decoder with its tokenizer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A decoder, the tokenizer that came with it, and the name it was asked for by."""
+    """Decoder with its tokenizer and the name that it was loaded by."""
 
     decoder: Decoder
     tokenizer: Any
@@ -54,17 +54,17 @@ class LoadedModel:
 def load(
     name: str = SEED, device: str = "cpu", dtype: str | torch.dtype | None = None
 ) -> LoadedModel:
-    """Load a model and prove that it works through Larder's attention.
+    """Verified model by name.
 
     Args:
         name: `seed` for the bundled model, a local folder, or a Hugging Face name.
-        device: where it runs, as torch spells it.
+        device: torch device, such as `cpu` or `cuda:0`.
         dtype: `float32` (default on a CPU), `bfloat16` (default elsewhere) or `float16`, as a name
-            or as torch has it; `auto` for the one that the weights are saved in.
+            or a torch dtype; `auto` for that of the saved weights.
 
     Raises:
-        BadParameter: the device or the dtype is none.
-        ModelError: it cannot be loaded, or cannot be honored; the message says what to do.
+        BadParameter: unknown device or dtype.
+        ModelError: the model cannot be loaded, or uses an unsupported feature.
     """
     check_type("model", name, str, "a name or a folder as a string")
     check_type("device", device, str, "a string such as cpu or cuda:0")
@@ -93,7 +93,7 @@ def _load(name: str, source: str, device: str, dtype: str | torch.dtype | None) 
 
 
 def seed_tokenizer() -> Any:
-    """The bundled model's, without its weights."""
+    """Tokenizer of the bundled model; its weights are not loaded."""
     from transformers import AutoTokenizer
 
     with silence_transformers():
@@ -101,10 +101,10 @@ def seed_tokenizer() -> Any:
 
 
 def wrap_model(module: Any) -> Decoder:
-    """A decoder around a model that is already in memory, verified.
+    """Verified decoder around a model in memory.
 
     Raises:
-        ModelError: it cannot be honored; the model is left as it was.
+        ModelError: the model uses an unsupported feature; it is left unchanged.
     """
     check_rope(module.config)
     expected = reference_logits(module.eval())
@@ -118,7 +118,7 @@ def wrap_model(module: Any) -> Decoder:
 
 
 def _check_folder(source: str) -> None:
-    """What can be said about a local folder before transformers tries it."""
+    """Checks of a local folder before transformers loads it."""
     folder = Path(source)
     if not folder.exists():
         if folder.is_absolute() or source.startswith((".", "~")):
@@ -145,14 +145,18 @@ def _check_hub_indexes(name: str) -> None:
 
     for index in INDEX_NAMES:
         try:
-            found = cached_file(name, index)
-        except OSError:  # most models have no such file, and what is missing is told later
+            path = cached_file(name, index)
+        except OSError:  # most models have no such file; missing weights are reported later
             continue
-        _check_weight_map(Path(str(found)))
+        _check_weight_map(Path(str(path)))
 
 
 def _check_weight_map(index: Path) -> None:
-    """Raises: ModelError: an index of weights names files outside the model's folder."""
+    """Check that an index of weights names files inside the model's folder only.
+
+    Raises:
+        ModelError: it names a file elsewhere, or is damaged.
+    """
     try:
         shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         outside = sorted(shard for shard in set(shards) if _escapes_folder(shard))
@@ -168,19 +172,19 @@ def _check_weight_map(index: Path) -> None:
 
 
 def _escapes_folder(shard: Any) -> bool:
-    """Whether a relative file name leads out of the folder that it is relative to."""
+    """True if a file name is absolute or leads out of its folder."""
     kinds = PurePosixPath(shard), PureWindowsPath(shard)
     return any(path.is_absolute() or path.drive or ".." in path.parts for path in kinds)
 
 
 def _call_transformers(name: str, function: Any, *args: Any, **options: Any) -> Any:
-    """Call into transformers and turn its refusals into one line of ours."""
+    """Call a function of transformers; its failures become a ModelError of one line."""
     try:
         return function(*args, **options)
     except LOAD_FAILURES as error:
-        said = " ".join(str(error).split()).split(". ")[0] or type(error).__name__
+        reason = " ".join(str(error).split()).split(". ")[0] or type(error).__name__
         raise ModelError(
-            f"The model {name!r} cannot be loaded: {said}. Give a local folder, a Hugging Face "
+            f"The model {name!r} cannot be loaded: {reason}. Give a local folder, a Hugging Face "
             f"name that this machine can reach, or leave --model out for the bundled one."
         ) from error
 
@@ -208,10 +212,10 @@ def _torch_device(device: str) -> torch.device:
 
 
 def torch_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:
-    """What a model's numbers are held in.
+    """Dtype by name, or the default of the device.
 
     Raises:
-        BadParameter: no such type, or no such device.
+        BadParameter: unknown dtype or device.
     """
     place = _torch_device(device)
     if dtype is None:
@@ -226,7 +230,7 @@ def torch_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:
 
 
 def _check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raises: ModelError: the weights are saved in numbers that Larder does not compute in."""
+    """Raise ModelError if the weights have a dtype that Larder does not compute in."""
     if dtype not in DTYPES.values():
         raise ModelError(
             f"The model {name!r} is saved in {dtype}: give dtype as one of {', '.join(DTYPES)}."
@@ -234,7 +238,7 @@ def _check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def _dtype_option(dtype: torch.dtype | str) -> dict[str, torch.dtype | str]:
-    """The keyword changed its name in transformers 4.56."""
+    """Keyword argument of the dtype, which was renamed in transformers 4.56."""
     import transformers
     from packaging.version import Version
 
@@ -243,15 +247,15 @@ def _dtype_option(dtype: torch.dtype | str) -> dict[str, torch.dtype | str]:
 
 
 def move_to_device(module: Any, device: str) -> Any:
-    """The module on a device.
+    """Module on a device.
 
     Raises:
-        ModelError: the device cannot be used here.
+        ModelError: the device is not available.
     """
     try:
         return module.to(device)
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        said = str(error).splitlines()[0].rstrip(".")
+        reason = str(error).splitlines()[0].rstrip(".")
         raise ModelError(
-            f"The device {device} cannot be used: {said}. Leave it out for the CPU."
+            f"The device {device} cannot be used: {reason}. Leave it out for the CPU."
         ) from error

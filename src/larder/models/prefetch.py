@@ -1,15 +1,15 @@
-"""Finding what the next layer will recall while this one computes.
+"""Prefetch of offloaded pages for the next layer while the current layer computes.
 
 Mao, Wang, Ester, Li, "IceCache: Memory-efficient KV-cache Management for Long-Sequence LLMs"
-(2026), arXiv:2604.10539, section 3.1: what enters a layer's attention, passed through the next
-layer's query projection, is close to that layer's own queries. A worker thread makes these queries,
-searches with them and moves pages, in the order of the layers; each layer waits for its own. The
-first layer that parks anything has none before it that does, and searches in its turn, and one that
-uses what another found need not search at all. As in the released code; here the next layer's whole
-attention module is asked, with attention that answers zeros, so that any architecture will do.
+(2026), arXiv:2604.10539, section 3.1: the input of a layer's attention, passed through the next
+layer's query projection, approximates that layer's queries. A worker thread computes these queries,
+searches with them and moves pages, in layer order; each layer waits for its own pages. The first
+layer with offloaded pages has no predecessor and searches itself; a layer that shares the result of
+another does not search. As in the released code; here the next layer's whole attention module runs,
+with attention that returns zeros, so that any architecture works.
 
-The worker lives as long as the pass. If it fails, the pass goes on without it, as all later ones
-of these caches do, and one warning says so.
+The worker lives as long as the forward batch. If it fails, this forward and all later ones of these
+caches continue without prefetch, after one warning.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from torch import Tensor, nn
 from larder.cache.forms.tiered import TieredLayer
 from larder.core.errors import ModelError
 from larder.core.types import AppendKind, Keys, Queries, Values
+from larder.models.attention_backend import CONTEXT_KEYWORD
 from larder.models.forward_batch import BatchSegment
-
-CONTEXT_KEYWORD = "larder"  # by which a pass comes down the model's call
 
 
 class QueryProbe:
-    """Stands in for a pass, answers zeros, and notes the queries."""
+    """Layer attention that returns zeros and records the queries."""
 
     def __init__(self) -> None:
         self.queries: Queries | None = None
@@ -52,26 +51,30 @@ class QueryProbe:
 
 
 def attention_modules(model: Any) -> dict[int, nn.Module]:
-    """The attention module of each layer of a model: the innermost that says which it is."""
+    """Attention module by layer: the innermost modules with a `layer_idx`."""
     numbered = [each for each in model.modules() if isinstance(_layer_index(each), int)]
     inner = [m for m in numbered if not any(n is not m and n in numbered for n in m.modules())]
     return {module.layer_idx: module for module in inner}
 
 
 class LayerPrefetch:
-    """Fetches for one pass, while the `with` block lasts.
+    """Context manager that prefetches pages during one forward batch.
 
     Args:
         modules: attention modules by layer.
-        journey: the pass itself, as it comes down the model's call.
+        segments: segments of the batch; no prefetch unless all are decode steps.
+        batch: the batch in the model's call.
     """
 
     def __init__(
-        self, modules: Mapping[int, nn.Module], rows: Sequence[BatchSegment], journey: object
+        self, modules: Mapping[int, nn.Module], segments: Sequence[BatchSegment], batch: object
     ):
-        self._modules, self._journey = modules, journey
-        self._tiers = _prefetchable_tiers(rows)
-        self._ends = [sum(row.width for row in rows[: n + 1]) - 1 for n in range(len(rows))]
+        self._modules, self._batch = modules, batch
+        self._tiers = _prefetchable_tiers(segments)
+        self._ends = [
+            sum(segment.num_tokens for segment in segments[: n + 1]) - 1
+            for n in range(len(segments))
+        ]
         self._worker: ThreadPoolExecutor | None = None
         self._hooks: list[Any] = []
 
@@ -79,7 +82,7 @@ class LayerPrefetch:
         upcoming = list(self._tiers)[1:]
         if not upcoming:
             return
-        self._worker = ThreadPoolExecutor(1, "larder-ahead")
+        self._worker = ThreadPoolExecutor(1, "larder-prefetch")
         for layer in upcoming:
             before = self._modules[layer - 1]
             self._hooks.append(before.register_forward_pre_hook(self._launch, with_kwargs=True))
@@ -99,36 +102,35 @@ class LayerPrefetch:
                 tier.finder.expect(None)
 
     def _launch(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Called before a layer's attention, with what enters it."""
-        if self._worker is None or named.get(CONTEXT_KEYWORD) is not self._journey:
+        """Forward pre-hook of an attention module: start the fetch of the next layer."""
+        if self._worker is None or named.get(CONTEXT_KEYWORD) is not self._batch:
             return
         layer = _layer_index(module) + 1
         tiers = self._tiers[layer]
         if not all(tier.finder.fetches_ahead for tier in tiers):
             return
-        told = self._modules[layer], args, named, tiers, self._ends
-        fetching = self._worker.submit(_fetch, *told)
+        fetch = self._worker.submit(_fetch, self._modules[layer], args, named, tiers, self._ends)
         for tier in tiers:
-            tier.finder.expect(self._completion(fetching))
+            tier.finder.expect(self._completion(fetch))
 
-    def _completion(self, fetching: Future[None]) -> Callable[[], bool]:
-        """Waits for the worker; says whether it is done with what it was to do."""
+    def _completion(self, fetch: Future[None]) -> Callable[[], bool]:
+        """Callback that waits for the worker, and returns True if the fetch succeeded."""
 
-        def arrived() -> bool:
-            fault = fetching.exception()
+        def completed() -> bool:
+            fault = fetch.exception()
             if fault is not None and self._tiers_ahead():
                 for tier in self._tiers_ahead():
                     tier.finder.fetches_ahead = False
                 warnings.warn(
                     f"Fetching pages ahead failed ({type(fault).__name__}: {fault}): from now on "
-                    "every layer searches in its turn. Answers are those of recall without "
+                    "every layer searches for itself. Answers are those of recall without "
                     "fetch='ahead'.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
             return fault is None
 
-        return arrived
+        return completed
 
     def _tiers_ahead(self) -> list[TieredLayer]:
         return [
@@ -143,28 +145,30 @@ def _fetch(
     tiers: Sequence[TieredLayer],
     ends: Sequence[int],
 ) -> None:
-    """In the worker: what the next layer would ask, and the pages for it, row by row."""
-    foresight = QueryProbe()
+    """Worker task: predict the queries of the next layer, and fetch the pages of each segment."""
+    probe = QueryProbe()
     with torch.no_grad():
-        module(*args, **{**named, CONTEXT_KEYWORD: foresight})
-        if foresight.queries is None:
+        module(*args, **{**named, CONTEXT_KEYWORD: probe})
+        if probe.queries is None:
             raise ModelError(f"{type(module).__name__} called no attention.")
-        queries: Tensor = foresight.queries
+        queries: Tensor = probe.queries
         for end, tier in zip(ends, tiers, strict=True):
             tier.fetch(queries[:, end : end + 1])
 
 
-def _prefetchable_tiers(rows: Sequence[BatchSegment]) -> dict[int, list[TieredLayer]]:
-    """Layers in which every row has pages to find, and finds them ahead; none unless in steps."""
-    if not rows or any(len(row.ids) != 1 or row.coming is not AppendKind.STEP for row in rows):
+def _prefetchable_tiers(segments: Sequence[BatchSegment]) -> dict[int, list[TieredLayer]]:
+    """Tiered layers by index in which every segment can prefetch; none outside decode steps."""
+    if not segments or any(
+        len(segment.ids) != 1 or segment.append_kind is not AppendKind.STEP for segment in segments
+    ):
         return {}
     tiers = [
         [
             t
-            for t in row.cache.tiers
+            for t in segment.cache.tiers
             if t.has_offloaded and t.leader is None and t.finder.fetches_ahead
         ]
-        for row in rows
+        for segment in segments
     ]
     ready = [{tier.layer.index: tier for tier in own} for own in tiers]
     common = [i for i in ready[0] if all(i in own for own in ready)]

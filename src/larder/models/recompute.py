@@ -1,19 +1,19 @@
-"""Keys and values once more, from what entered the layers instead of from storage.
+"""Recomputation of keys and values from the residual stream.
 
 Qasim et al., "The Residual Stream Is All You Need: On the Redundancy of the KV Cache in
-Transformer Inference" (2026), arXiv:2603.19664: keys and values of a layer are its own norm,
-projections and rotation of the residual stream before it, so whoever holds that stream need not
-hold them. Two ways, which the paper's abstract does not keep apart:
+Transformer Inference" (2026), arXiv:2603.19664: keys and values of a layer are its norm,
+projections and rotation applied to the residual stream before it, so a cache of that stream can
+replace them. Two methods, which the paper's abstract does not distinguish:
 
 project    A residual per token and layer. Each layer's keys and values follow from its own
            residual, without any attention, in any order, of any tokens.
-reread     One residual per token, before one layer. Those behind it follow only by running the
-           model from there over all tokens in order, attention included. The paper's 5 KB a token
-           are these; before layer 0 they follow from the token id, which takes 4 bytes.
+reread     One residual per token, before one layer. Later layers follow only by running the model
+           from there over all tokens in order, attention included. The paper's 5 KB per token are
+           these; before layer 0 they follow from the token id, which takes 4 bytes.
 
-Whatever a layer is told beside its input (positions, rotations, kinds of attention) it is told by
-the model itself, which runs with its other layers left out; what a layer does with it is caught
-where it calls attention, and it is stopped there. So queries are made, too, and thrown away.
+The model itself runs, with its other layers replaced, so that a layer gets the same arguments as
+ever (positions, rotations, kinds of attention). Its keys and values are captured where it calls
+attention, and it is stopped there. So queries are computed, too, and discarded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BLOCK_TOKENS = 512
 
 
 class KVRecompute:
-    """Rebuilds what a decoder's caches would hold; the decoder is only used, never changed.
+    """Recomputation with the layers of a decoder, which it does not change.
 
     Raises:
         ModelError: a layer's keys or values do not follow from what enters it and positions alone.
@@ -58,18 +58,18 @@ class KVRecompute:
 
     @property
     def spec(self) -> ModelSpec:
-        """What the decoder's caches look like."""
+        """Specification of the decoder's caches."""
         return self._decoder.spec
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder's, in order."""
+        """Layers of the decoder, in order."""
         return self._stack.layers
 
     def read(
         self, row: BatchSegment, residuals: ResidualStream, observer: Observer | None = None
     ) -> None:
-        """Read a row into its cache, and keep what enters the layers that `residuals` names."""
+        """Append a segment to its cache, and record its residuals before the layers named."""
         with residuals.recording(self._stack.layers):
             self._decoder.read([row], Mode.APPEND, observer)
 
@@ -80,7 +80,7 @@ class KVRecompute:
         """Keys and values of some layers, each from its own residuals of the same tokens.
 
         Args:
-            residuals: by layer.
+            residuals: by layer index.
             positions: true positions of the tokens.
         """
         probe = _KVProbe(residuals)
@@ -98,19 +98,19 @@ class KVRecompute:
         cache: SequenceCache,
         block: int = BLOCK_TOKENS,
     ) -> None:
-        """Run the layers from `depth` on over what entered the first of them, into a cache.
+        """Append to a cache by running the layers from `depth` on over recorded residuals.
 
-        The cache must hold nothing in those layers, and be given back everything that the first
-        reading saw: after an eviction nothing is exact any more. Layers before `depth` are left
-        as they are. Equal blocks give equal bits.
+        The cache must have no entries in those layers, and no token that the first forward saw may
+        be missing: after an eviction the result is not exact. Layers before `depth` are left
+        unchanged. Equal blocks give equal bits.
 
         Raises:
-            CacheError: the cache already holds something there. One that fails halfway is spoiled.
+            CacheError: the cache has entries there. A cache that fails halfway is invalidated.
         """
         if cache.next_position or any(map(sum, cache.lengths()[depth:])):
             raise CacheError(
-                f"Layers from {depth} on are to be rebuilt from the first token, but the cache "
-                "already holds entries there: take an empty one."
+                f"Layers from {depth} on must be recomputed from the first token, but the cache "
+                "already has entries there: give an empty one."
             )
         model = self._stack.with_visits({index: _skip_layer for index in range(depth)})
         try:
@@ -128,7 +128,7 @@ class KVRecompute:
         cache.advance(len(part))
 
     def _check(self) -> None:
-        """Believe no architecture: rebuild what a short text gives."""
+        """Check that a short text's keys and values can be recomputed, for every architecture."""
         spec = self._decoder.spec
         seen: dict[int, LayerActivations] = {}
 
@@ -142,25 +142,25 @@ class KVRecompute:
             residuals,
             watch,
         )
-        held = {layer: residuals.before(layer) for layer in residuals.layers}
-        found = self.project(held, seen[0].positions)
-        for layer, recorded in seen.items():
-            for got, own in zip(found[layer], (recorded.keys, recorded.values), strict=True):
+        recorded = {layer: residuals.before(layer) for layer in residuals.layers}
+        found = self.project(recorded, seen[0].positions)
+        for layer, original in seen.items():
+            for got, own in zip(found[layer], (original.keys, original.values), strict=True):
                 error = float((got - own).abs().max() / own.abs().max().clamp_min(1e-6))
                 if not error <= TOLERANCE[spec.dtype]:
                     raise ModelError(
-                        f"Layer {layer} of {type(self._decoder.module).__name__} makes other keys "
-                        f"or values from the same input (difference {error:.2g} of the largest): "
-                        "they cannot be recomputed, hold them instead."
+                        f"Layer {layer} of {type(self._decoder.module).__name__} gives other keys "
+                        f"or values for the same input (difference {error:.2g} of the largest): "
+                        "they cannot be recomputed, choose a policy without recompute()."
                     )
 
 
 class _LayerStopped(Exception):
-    """A layer has called attention; nothing behind that is wanted."""
+    """Control flow: a layer has called attention, the rest of it is skipped."""
 
 
 class _KVProbe:
-    """Stands in for a pass: notes what each layer makes of its own residuals, and stops it."""
+    """Layer attention that records keys and values computed from residuals, and stops the layer."""
 
     def __init__(self, residuals: Mapping[int, Float[Tensor, "S hidden"]]) -> None:
         self.residuals = residuals
@@ -181,7 +181,7 @@ class _KVProbe:
 
 
 class _AppendingLayers:
-    """Stands in for a pass over one cache, some of whose layers may never call."""
+    """Layer attention that appends to one cache; some layers may never call it."""
 
     def __init__(self, cache: SequenceCache, positions: Positions) -> None:
         self._cache, self._positions = cache, positions
@@ -196,8 +196,10 @@ class _AppendingLayers:
         sliding_window: int | None,
     ) -> Queries:
         del scaling, sliding_window
-        told = self._positions, Mode.APPEND, (len(self._positions),)
-        return self._cache.attend(layer, queries, keys, values, *told)
+        sections = (len(self._positions),)
+        return self._cache.attend(
+            layer, queries, keys, values, self._positions, Mode.APPEND, sections
+        )
 
 
 def _capture_layer(
@@ -212,18 +214,18 @@ def _capture_layer(
 
 
 def _skip_layer(layer: nn.Module, rest: Sequence[Any], options: dict[str, Any]) -> None:
-    """Leave a layer out."""
+    """Visit that does nothing."""
 
 
-# What a copy does instead of a layer: given the layer and the words it was called with.
+# Replacement of a layer's forward: called with the layer and its arguments.
 LayerVisit = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 class LayerStack:
-    """The layers of a model without its head, in order.
+    """Layers of a base model, in order, replaceable in a copy of the model.
 
     Raises:
-        ModelError: there is no one list of as many modules as the model has layers.
+        ModelError: there is not exactly one module list of the model's number of layers.
     """
 
     def __init__(self, base: Any, count: int) -> None:
@@ -234,46 +236,46 @@ class LayerStack:
         ]
         if len(lists) != 1:
             raise ModelError(
-                f"{type(base).__name__} has {len(lists)} lists of {count} modules, so that its "
-                "layers cannot be told: nothing can be recomputed with it."
+                f"{type(base).__name__} has {len(lists)} lists of {count} modules, where one list "
+                "of layers is needed: choose a policy without recompute()."
             )
         self._base = base
         self._path, self.layers = lists[0]
-        self._wraps = self._answers()
+        self._wraps = self._returns_tuple()
 
     def with_visits(self, visits: Mapping[int, LayerVisit]) -> Any:
-        """The model with some layers visited instead of passed: each hands on what it is given."""
+        """Copy of the model in which some layers call a visit and return their input."""
         layers = [
-            self._stand_in(index, visits[index]) if index in visits else layer
+            self._replacement(index, visits[index]) if index in visits else layer
             for index, layer in enumerate(self.layers)
         ]
         return _replace_module(self._base, self._path, nn.ModuleList(layers))
 
-    def _stand_in(self, index: int, visit: LayerVisit) -> nn.Module:
-        """A copy of a layer, because models read attributes of theirs."""
-        stand = copy.copy(self.layers[index])
-        stand.__dict__["forward"] = partial(
+    def _replacement(self, index: int, visit: LayerVisit) -> nn.Module:
+        """Copy of a layer with another forward; models read attributes of their layers."""
+        layer = copy.copy(self.layers[index])
+        layer.__dict__["forward"] = partial(
             _run_visit, self.layers[index], visit, self._wraps[index]
         )
-        return stand
+        return layer
 
     @torch.no_grad()
-    def _answers(self) -> list[bool]:
-        """Whether each layer answers with a tuple, as those of older transformers do."""
-        found: list[bool] = []
+    def _returns_tuple(self) -> list[bool]:
+        """True for each layer that returns a tuple, as in older transformers."""
+        flags: list[bool] = []
 
-        def note(module: nn.Module, args: Any, answer: Any) -> None:
+        def record(module: nn.Module, args: Any, output: Any) -> None:
             del module, args
-            found.append(isinstance(answer, tuple))
+            flags.append(isinstance(output, tuple))
 
-        handles = [layer.register_forward_hook(note) for layer in self.layers]
+        handles = [layer.register_forward_hook(record) for layer in self.layers]
         try:
             place = torch.zeros(1, 1, dtype=torch.int64, device=self._base.device)
             self._base(input_ids=place, position_ids=place, use_cache=False, larder=KeyProbe())
         finally:
             for handle in handles:
                 handle.remove()
-        return found
+        return flags
 
 
 def _run_visit(
@@ -288,23 +290,23 @@ def _run_visit(
     return (hidden_states,) if wraps else hidden_states
 
 
-def _replace_module(module: nn.Module, path: str, stand: nn.Module) -> Any:
-    """A copy of a module with another one at a path below it."""
-    twin = copy.copy(module)
-    twin.__dict__.pop("forward", None)  # a wrapper would call the module it wraps
-    twin._modules = dict(module._modules)
+def _replace_module(module: nn.Module, path: str, replacement: nn.Module) -> Any:
+    """Copy of a module with another submodule at a path."""
+    clone = copy.copy(module)
+    clone.__dict__.pop("forward", None)  # a wrapper would call the module it wraps
+    clone._modules = dict(module._modules)
     first, _, rest = path.partition(".")
-    twin._modules[first] = (
-        _replace_module(module.get_submodule(first), rest, stand) if rest else stand
+    clone._modules[first] = (
+        _replace_module(module.get_submodule(first), rest, replacement) if rest else replacement
     )
-    return twin
+    return clone
 
 
 class ResidualStream:
-    """The residual stream before some layers, token by token; it owns what it holds.
+    """Recorded residual stream before some layers, token by token; it owns its tensors.
 
     Args:
-        layers: before which.
+        layers: indices of the layers.
     """
 
     def __init__(self, layers: Iterable[int]) -> None:
@@ -315,7 +317,7 @@ class ResidualStream:
         return tuple(self._blocks)
 
     def before(self, layer: int) -> Float[Tensor, "S hidden"]:
-        """All tokens before one layer, in order; nothing where none was read."""
+        """Residuals of all tokens before one layer, in order; empty if none was recorded."""
         blocks = self._blocks[layer]
         if len(blocks) > 1:
             blocks[:] = [torch.cat(blocks)]
@@ -323,14 +325,14 @@ class ResidualStream:
 
     @contextmanager
     def recording(self, layers: list[nn.Module]) -> Iterator[None]:
-        """Take what enters while the block runs; a block that fails leaves nothing.
+        """Context manager that records the inputs of layers; a block that fails adds nothing.
 
         Args:
-            layers: all of the model's.
+            layers: all layers of the model.
         """
         counts = {layer: len(blocks) for layer, blocks in self._blocks.items()}
         handles = [
-            layers[index].register_forward_pre_hook(self._taker(index), with_kwargs=True)
+            layers[index].register_forward_pre_hook(self._recorder(index), with_kwargs=True)
             for index in self._blocks
         ]
         try:
@@ -345,13 +347,13 @@ class ResidualStream:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything held."""
+        """Bytes of all recorded residuals."""
         return sum(block.nbytes for blocks in self._blocks.values() for block in blocks)
 
-    def _taker(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
-        def take(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _recorder(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
+        def record(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
             del module
             entering = args[0] if args else options["hidden_states"]
             self._blocks[index].append(entering[0].detach().clone())
 
-        return take
+        return record

@@ -1,7 +1,7 @@
-"""Giving caches back, during a pass, what they hold as something else.
+"""Hooks that recompute keys and values of rejected entries during a forward batch.
 
-Takes what enters the layers for what will be rebuilt later, and says which text has to be read
-again with this pass. See `larder.models.recompute` for the two ways.
+They record the inputs of layers for later recomputation, and extend segments by the tokens that
+must be re-read. See `larder.models.recompute` for the two methods.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from larder.cache.forms.rebuilt import RecomputedKV, RecomputedLayer, recomputed
 from larder.core.errors import CacheError
 from larder.core.spec import RecomputeSource
 from larder.core.types import Mode, Positions
+from larder.models.attention_backend import CONTEXT_KEYWORD
 from larder.models.forward_batch import BatchSegment
 from larder.models.kv_cost import KVSource, ModelShape
-
-CONTEXT_KEYWORD = "larder"  # by which a pass comes down the model's call
 
 
 @runtime_checkable
 class KVProjector(Protocol):
-    """What knows the layers of a model, and has them project residuals."""
+    """Layers of a model, with projection of residuals to keys and values."""
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The model's, in order."""
+        """Layers of the model, in order."""
         ...
 
     def project(
@@ -40,49 +39,53 @@ class KVProjector(Protocol):
         ...
 
 
-def with_reread_tokens(row: BatchSegment, mode: Mode) -> BatchSegment:
-    """The row, with the text before it that has to be read once more."""
-    stores, makeup = recomputed_layers(row.cache.stores), row.cache.cache_spec
+def with_reread_tokens(segment: BatchSegment, mode: Mode) -> BatchSegment:
+    """Segment extended by the tokens of its cache that must be re-read."""
+    stores, makeup = recomputed_layers(segment.cache.stores), segment.cache.cache_spec
     if mode is Mode.PROBE or makeup.rebuilding is None or not makeup.rebuilding.rereads:
-        return row
+        return segment
     count = max(store.wanted for store in stores)
     if not count:
-        return row
-    source = _source_layer(row).source
+        return segment
+    source = _source_layer(segment).source
     if len(source) < count:
         raise CacheError(
-            f"{count} tokens have to be read again, but of {len(source)} it is known what they "
-            "were: read the text through a decoder."
+            f"{count} tokens must be re-read, but the source of only {len(source)} is recorded: "
+            "read the text through a decoder."
         )
     if makeup.rebuilding.source is RecomputeSource.ONE:
-        return replace(row, again=(0,) * count)  # layers before the residual answer to nobody
-    return replace(row, again=tuple(source[:count, 0].tolist()))
+        # The ids do not matter: what layers before the residual compute is replaced.
+        return replace(segment, reread_ids=(0,) * count)
+    return replace(segment, reread_ids=tuple(source[:count, 0].tolist()))
 
 
 class RecomputeHooks:
-    """Rebuilds for one pass, while its `with` block lasts.
+    """Recomputation during one forward batch.
 
     Args:
-        recompute: made when first asked for.
-        journey: the pass itself, as it comes down the model's call.
+        recompute: called on first use.
+        shape: sizes of the model, for costs.
+        batch: the batch in the model's call.
     """
 
     def __init__(
         self,
         recompute: Callable[[], KVProjector],
         shape: Callable[[], ModelShape],
-        rows: Sequence[BatchSegment],
+        segments: Sequence[BatchSegment],
         mode: Mode,
-        journey: object,
+        batch: object,
     ) -> None:
         self._recompute, self._shape = recompute, shape
-        self._rows, self._mode, self._journey = rows, mode, journey
-        self._taken: dict[int, Tensor] = {}  # what entered a layer, new tokens of all rows
+        self._segments, self._mode, self._batch = segments, mode, batch
+        self._taken: dict[int, Tensor] = {}  # inputs by layer, new tokens of all segments
 
     @contextmanager
-    def going_on(self) -> Iterator[None]:
-        """What is read is known afterwards; a block that fails leaves nothing."""
-        stores = [store for row in self._rows for store in recomputed_layers(row.cache.stores)]
+    def installed(self) -> Iterator[None]:
+        """Context manager with the hooks on; a block that fails stores no sources."""
+        stores = [
+            store for segment in self._segments for store in recomputed_layers(segment.cache.stores)
+        ]
         if not stores:
             yield
             return
@@ -98,7 +101,7 @@ class RecomputeHooks:
             for store in stores:
                 store.project = None
         if self._mode is Mode.APPEND:
-            self._keep()
+            self._store_sources()
         for store, tokens in zip(stores, before, strict=True):
             store.operations += (store.tokens - tokens) * self._operations_per_token(store)
 
@@ -108,18 +111,18 @@ class RecomputeHooks:
         return self._recompute().project({layer: residuals}, positions)[layer]
 
     def _operations_per_token(self, store: RecomputedLayer) -> int:
-        """Operations that each token takes which this layer had rebuilt in the pass."""
+        """Operations per token that this layer recomputed in the batch."""
         shape, manner = self._shape(), store.rebuilding
         if not manner.rereads:
             return shape.projections
-        if store.layer.index < manner.depth:  # it was given the text, and made nothing of it
+        if store.layer.index < manner.depth:  # it computed the re-read tokens to no effect
             return shape.projections + shape.rest
-        count = max(len(row.again) for row in self._rows)
+        count = max(len(segment.reread_ids) for segment in self._segments)
         return shape.operations_per_token(KVSource.IDS, count) // shape.layers
 
     def _hooks(self) -> list[Any]:
-        """On the layers whose input is held, or was."""
-        layers = {layer for row in self._rows for layer in _residual_layers(row)}
+        """Hooks on the layers whose input is recorded."""
+        layers = {layer for segment in self._segments for layer in _residual_layers(segment)}
         if not layers:
             return []
         modules = self._recompute().layers
@@ -131,62 +134,69 @@ class RecomputeHooks:
     def _visitor(self, index: int) -> Callable[[nn.Module, Any, dict[str, Any]], Any]:
         def visit(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
             del module
-            if named.get(CONTEXT_KEYWORD) is not self._journey:
+            if named.get(CONTEXT_KEYWORD) is not self._batch:
                 return None
             entering = args[0] if args else named["hidden_states"]
             self._taken[index] = torch.cat([own[n:] for own, n in self._split(entering[0])]).clone()
-            if not any(row.again for row in self._rows):
+            if not any(segment.reread_ids for segment in self._segments):
                 return None
-            told = self._restored(index, entering)
-            return ((told, *args[1:]), named) if args else (args, {**named, "hidden_states": told})
+            states = self._restored(index, entering)
+            if args:
+                return (states, *args[1:]), named
+            return args, {**named, "hidden_states": states}
 
         return visit
 
     def _split(self, packed: Tensor) -> list[tuple[Tensor, int]]:
-        """The part of each row, and how many of its first tokens are read again."""
-        parts = packed.split([row.width for row in self._rows])
-        return [(own, len(row.again)) for own, row in zip(parts, self._rows, strict=True)]
+        """Part of each segment, and the count of its leading re-read tokens."""
+        parts = packed.split([segment.num_tokens for segment in self._segments])
+        return [
+            (own, len(segment.reread_ids))
+            for own, segment in zip(parts, self._segments, strict=True)
+        ]
 
     def _restored(self, index: int, entering: Tensor) -> Tensor:
-        """What enters a layer, with what is held of it in the place of what came from below."""
+        """Input of a layer, re-read tokens replaced by their recorded residuals."""
         parts: list[Tensor] = []
-        for row, (own, count) in zip(self._rows, self._split(entering[0]), strict=True):
-            store = row.cache.stores[index]
-            assert isinstance(store, RecomputedLayer)  # it was asked for what stands there
+        for segment, (own, count) in zip(self._segments, self._split(entering[0]), strict=True):
+            store = segment.cache.stores[index]
+            assert isinstance(store, RecomputedLayer)  # only such layers have hooks
             parts += [store.source[:count].to(own), own[count:]] if count else [own]
         return torch.cat(parts)[None]
 
-    def _keep(self) -> None:
-        """Every cache takes in what stands for the tokens that it has read."""
-        starts = torch.tensor([0, *(len(row.ids) for row in self._rows)]).cumsum(0).tolist()
-        for row, start in zip(self._rows, starts, strict=False):
-            stop = start + len(row.ids)
-            for layer in _residual_layers(row):
-                store = row.cache.stores[layer]
+    def _store_sources(self) -> None:
+        """Append the residuals or ids of the new tokens to the caches."""
+        starts = (
+            torch.tensor([0, *(len(segment.ids) for segment in self._segments)]).cumsum(0).tolist()
+        )
+        for segment, start in zip(self._segments, starts, strict=False):
+            stop = start + len(segment.ids)
+            for layer in _residual_layers(segment):
+                store = segment.cache.stores[layer]
                 assert isinstance(store, RecomputedLayer)
                 store.keep(self._taken[layer][start:stop].clone())
-            if row.cache.cache_spec.rebuilding is not None and not _residual_layers(row):
-                ids = torch.tensor(row.ids, dtype=torch.int32, device=row.cache.spec.device)
-                _source_layer(row).keep(ids[:, None])
+            if segment.cache.cache_spec.rebuilding is not None and not _residual_layers(segment):
+                ids = torch.tensor(segment.ids, dtype=torch.int32, device=segment.cache.spec.device)
+                _source_layer(segment).keep(ids[:, None])
 
 
-def _residual_layers(row: BatchSegment) -> list[int]:
-    """The layers before which a cache holds residuals; none of one that holds ids."""
-    rebuilding = row.cache.cache_spec.rebuilding
+def _residual_layers(segment: BatchSegment) -> list[int]:
+    """Layers before which a cache records residuals; none if it records ids."""
+    rebuilding = segment.cache.cache_spec.rebuilding
     if rebuilding is None or rebuilding.source is RecomputeSource.IDS:
         return []
     if rebuilding.source is RecomputeSource.ONE:
-        return [_source_layer(row).layer.index]
-    return [store.layer.index for store in recomputed_layers(row.cache.stores)]
+        return [_source_layer(segment).layer.index]
+    return [store.layer.index for store in recomputed_layers(segment.cache.stores)]
 
 
-def _source_layer(row: BatchSegment) -> RecomputedLayer:
-    """The layer whose source stands for all of them."""
-    manner = row.cache.cache_spec.rebuilding
+def _source_layer(segment: BatchSegment) -> RecomputedLayer:
+    """Layer whose source serves all layers."""
+    manner = segment.cache.cache_spec.rebuilding
     assert manner is not None
-    found = [s for s in recomputed_layers(row.cache.stores) if s.layer.index >= manner.depth]
+    found = [s for s in recomputed_layers(segment.cache.stores) if s.layer.index >= manner.depth]
     if not found:
         raise CacheError(
-            f"No layer from {manner.depth} on can be rebuilt: give recompute() a lower depth."
+            f"No layer from {manner.depth} on can be recomputed: give recompute() a lower depth."
         )
     return found[0]

@@ -1,7 +1,7 @@
-"""Tiny models with random weights: every architecture at hand, nothing downloaded.
+"""Tiny models with random weights for tests and benchmarks, one per architecture, no download.
 
-For tests and benchmarks. Weights are drawn wider than models are initialised, so that heads differ
-and attention is far from even: a head mapped wrongly or a position off by one shows in the logits.
+Weights have a larger spread than usual initialization, so that heads differ and attention is far
+from uniform: a wrong head mapping or a position off by one changes the logits.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def tiny(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """A random model of a few thousand weights, the same for the same seed, in eval mode.
+    """Random model of a few thousand weights in eval mode, reproducible by seed.
 
-    Gemma3 alternates layers that see everything with layers that slide a window of 8 tokens.
+    Gemma3 alternates full attention with sliding windows of 8 tokens.
 
     Args:
         architecture: one of `ARCHITECTURES`.
@@ -56,7 +56,7 @@ def tiny(
 
     Raises:
         UnknownName: no such architecture; the message lists the known ones.
-        BadParameter: the query heads cannot be shared out.
+        BadParameter: kv_heads does not divide the query heads.
     """
     if architecture not in _CLASSES:
         raise UnknownName(
@@ -67,16 +67,16 @@ def tiny(
     import transformers
 
     config_name, model_name = _CLASSES[architecture]
-    options = _common(kv_heads, layers) | _own(architecture, layers)
+    options = _common_options(kv_heads, layers) | _architecture_options(architecture, layers)
     config = getattr(transformers, config_name)(**options)
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # an accelerator's stays as it is
+        torch.default_generator.manual_seed(seed)  # generators of accelerators are not touched
         module = getattr(transformers, model_name)(config)
         _spread_vectors(module)
     return module.to(dtype).eval()
 
 
-def _common(kv_heads: int, layers: int) -> dict[str, Any]:
+def _common_options(kv_heads: int, layers: int) -> dict[str, Any]:
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": QUERY_HEADS * HEAD_DIM,
@@ -92,8 +92,8 @@ def _common(kv_heads: int, layers: int) -> dict[str, Any]:
     }
 
 
-def _own(architecture: str, layers: int) -> dict[str, Any]:
-    """What one architecture's configuration needs beyond the common."""
+def _architecture_options(architecture: str, layers: int) -> dict[str, Any]:
+    """Additional configuration of one architecture."""
     if architecture == "gemma3":
         kinds = [_FULL if index % 2 else _SLIDING for index in range(layers)]
         scalar = {"query_pre_attn_scalar": 2 * HEAD_DIM}  # a scaling that is not 1 / sqrt(D)
@@ -109,7 +109,7 @@ def _own(architecture: str, layers: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def _spread_vectors(module: Any) -> None:
-    """Biases and norms start as constants, which would hide a part that ignores them."""
+    """Add noise to biases and norms: constants would hide code that ignores them."""
     for weight in module.parameters():
         if weight.ndim == 1:
             weight.add_(torch.randn_like(weight) * SPREAD)

@@ -1,4 +1,4 @@
-"""Keep transformers from talking over our own output while it loads."""
+"""Suppression of transformers' progress bars, advice and warnings while a model loads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from logging import ERROR, getLogger
 
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """No progress bars, advice or warnings from transformers and the hub; settings come back."""
+    """Context manager without output of transformers and the hub; restores their settings."""
     from transformers.utils import logging
 
     hub = getLogger("huggingface_hub")

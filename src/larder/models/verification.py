@@ -1,4 +1,4 @@
-"""Trust, after checking: a loaded model must give its own logits through Larder's attention."""
+"""Verification of a loaded model: its logits through Larder's attention must equal its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment
 
 CHECKED_TOKENS = 24
-BLOCK_TOKENS = 10  # so that blocks, a short last block and single tokens are all tried
+BLOCK_TOKENS = 10  # covers blocks, a short last block and single tokens
 
 # Largest difference that rounding explains, relative to the spread of the logits. bfloat16 keeps 8
 # bits, and sums taken in another order differ in the last few of them.
@@ -26,21 +26,29 @@ CHANGING_ROPE = {"dynamic", "longrope"}
 
 
 def check_rope(config: Any) -> None:
-    """Raises: ModelError: cached keys would be rotated by changing or by wrong frequencies."""
+    """Check that a model's RoPE frequencies are fixed and read by the installed transformers.
+
+    Raises:
+        ModelError: cached keys would be rotated by changing or by wrong frequencies.
+    """
     text = config.get_text_config().to_dict()
     _check_rope_is_read(text)
     found = _rope_types(_declared_rope(text)) & CHANGING_ROPE
     if found:
         raise ModelError(
             f"The model's RoPE is {sorted(found)[0]!r}: its frequencies change with the length, "
-            "which would spoil keys already cached. Set a rope type with fixed frequencies "
+            "which would invalidate cached keys. Set a rope type with fixed frequencies "
             "(default, linear, yarn, llama3) in its config."
         )
 
 
 @torch.no_grad()
 def reference_logits(module: Any) -> Float[Tensor, "Q V"]:
-    """Logits of the model on its own attention for the text that `verify` reads."""
+    """Logits of the model on its own attention for the text of `verify`.
+
+    Raises:
+        ModelError: a logit is not finite.
+    """
     ids = torch.tensor([_probe_ids(module)], device=module.device)
     logits = module(input_ids=ids, use_cache=False).logits[0].float()
     if not bool(torch.isfinite(logits).all()):
@@ -52,7 +60,7 @@ def reference_logits(module: Any) -> Float[Tensor, "Q V"]:
 
 
 def verify(decoder: Decoder, expected: Float[Tensor, "Q V"]) -> None:
-    """Read a short text block by block and token by token, and compare.
+    """Compare the logits of a short text, read block by block and token by token.
 
     Raises:
         ModelError: Larder's logits differ from the model's own.
@@ -69,19 +77,19 @@ def verify(decoder: Decoder, expected: Float[Tensor, "Q V"]) -> None:
     if not error <= TOLERANCE[decoder.spec.dtype]:
         raise ModelError(
             f"Through Larder's attention {type(decoder.module).__name__} gives other logits than "
-            f"on its own (difference {error:.2g} of their spread): it does something in attention "
-            "that Larder does not know, so it is refused."
+            f"on its own (difference {error:.2g} of their spread): its attention has a feature "
+            "that Larder does not support, choose another model."
         )
 
 
 def _probe_ids(module: Any) -> list[int]:
-    """Token ids spread over the vocabulary, the same every time."""
+    """Fixed token ids, spread over the vocabulary."""
     size = int(module.get_input_embeddings().weight.shape[0])
     return [(7 + 31 * i * i) % size for i in range(CHECKED_TOKENS)]
 
 
 def _check_rope_is_read(config: dict[str, Any]) -> None:
-    """transformers 4 overlooks how version 5 spells RoPE, and silently takes its default."""
+    """Reject the RoPE spelling of transformers 5, which version 4 silently ignores."""
     import transformers
 
     declared = config.get("rope_parameters")
@@ -101,7 +109,7 @@ def _declared_rope(config: dict[str, Any]) -> list[Any]:
 
 
 def _rope_types(tree: Any) -> set[str]:
-    """Every rope type named anywhere in a configuration's nested rope entries."""
+    """All rope types in a configuration's nested rope entries."""
     if isinstance(tree, dict):
         own = {str(tree[key]) for key in ("rope_type", "type") if key in tree}
         return own.union(*[_rope_types(value) for value in tree.values()])

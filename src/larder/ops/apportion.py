@@ -1,19 +1,19 @@
-"""Splitting a whole number by weights, so that the parts sum exactly."""
+"""Apportionment of a whole number by weights, with an exact sum."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-HALVINGS = 200  # of the interval that holds the common factor: past float64's precision
+HALVINGS = 200  # bisection steps for the common factor: beyond float64's precision
 
 
 Bound = int | Sequence[int]
 
 
 def apportion(total: int, weights: Sequence[float], least: Bound, most: Bound) -> tuple[int, ...]:
-    """Whole parts of `total` in proportion to `weights`, within [least, most], summing exactly.
+    """Integer parts of `total` in proportion to `weights`, within [least, most], summing exactly.
 
-    Every part is its weight times one common factor, cut to its bounds; the factor is found by
+    Every part is its weight times one common factor, clamped to its bounds; the factor is found by
     bisection. Fractions go to the largest remainders, the earlier part first.
 
     Args:
@@ -22,7 +22,7 @@ def apportion(total: int, weights: Sequence[float], least: Bound, most: Bound) -
     Raises:
         ValueError: the bounds do not admit the total, or a weight is negative.
     """
-    lows, highs = _each(least, len(weights)), _each(most, len(weights))
+    lows, highs = _bounds(least, len(weights)), _bounds(most, len(weights))
     crossed = any(low > high for low, high in zip(lows, highs, strict=True))
     if crossed or not sum(lows) <= total <= sum(highs):
         raise ValueError(f"{len(weights)} parts in [{least}, {most}] cannot sum to {total}.")
@@ -37,14 +37,14 @@ def apportion(total: int, weights: Sequence[float], least: Bound, most: Bound) -
     return tuple(parts)
 
 
-def _each(bound: Bound, count: int) -> list[int]:
+def _bounds(bound: Bound, count: int) -> list[int]:
     return [bound] * count if isinstance(bound, int) else list(bound)
 
 
 def _shares(
     total: int, weights: Sequence[float], lows: Sequence[int], highs: Sequence[int]
 ) -> list[float]:
-    """Real shares within the bounds; weights of 0 count as next to nothing."""
+    """Real shares within the bounds; a weight of 0 counts as 1e-9 of the largest."""
     top = max(weights) or 1.0
     scaled = [max(weight / top, 1e-9) for weight in weights]
 
@@ -63,9 +63,9 @@ def _shares(
 
 
 def even_ranges(total: int, most: int) -> list[tuple[int, int]]:
-    """Ranges [start, stop) that cover `total` in as few parts of at most `most` as will do.
+    """Fewest ranges [start, stop) of at most `most` that cover [0, total).
 
-    Parts differ by one at most, the longer ones first: no short rest is judged by its few tokens.
+    Lengths differ by at most one, the longer first, so that there is no short remainder.
     """
     if not total:
         return []

@@ -1,7 +1,6 @@
-"""Products of queries with keys that lie channel by channel, of few channels only.
+"""Approximate query-key products: over a few channels, or over product-quantization codes.
 
-The readable form is here, the fast one, for tables in host memory, in
-`larder.ops.cpu.approximate_products`.
+Reference implementation here; the CPU kernels are in `larder.ops.cpu.approximate_products`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ def channel_products(
     weights: Float[Tensor, "K R N"],
     length: int,
 ) -> Float[Tensor, "K R S"]:
-    """Sums of the picked rows of each head's table, weighted; S is `length`, the first columns."""
+    """Weighted sums of the picked rows of each head's table over its first `length` columns (S)."""
     if fast.supports_channel_tables(tables):
         return fast.channel_products(tables, picks, weights, length)
     return reference_channel_products(tables, picks, weights, length)
@@ -31,7 +30,7 @@ def reference_channel_products(
     weights: Float[Tensor, "K R N"],
     length: int,
 ) -> Float[Tensor, "K R S"]:
-    """`channel_products` for every device and type: a matrix product per head."""
+    """Reference of `channel_products` for every device and type: a matrix product per head."""
     return torch.stack(
         [
             torch.stack([w @ table[p, :length].float() for p, w in zip(ps, ws, strict=True)])
@@ -43,12 +42,12 @@ def reference_channel_products(
 def pq_products(
     tables: Float[Tensor, "K R V N"], codes: UInt8[Tensor, "K V C"], length: int
 ) -> Float[Tensor, "K R S"]:
-    """For each entry the sum of what its codes stand for.
+    """Sum of the table values of each entry's codes.
 
     Args:
-        tables: for every part of a vector, what each code of it counts for a query head.
-        codes: of every entry, one per part.
-        length: how many entries are asked for, the first ones.
+        tables: value of each code (N) of each part (V) of a vector, per query head.
+        codes: one per entry and part.
+        length: number of entries to sum, the first ones.
     """
     if fast.supports_codes(codes):
         return fast.pq_products(tables, codes, length)
@@ -58,7 +57,7 @@ def pq_products(
 def reference_pq_products(
     tables: Float[Tensor, "K R V N"], codes: UInt8[Tensor, "K V C"], length: int
 ) -> Float[Tensor, "K R S"]:
-    """`pq_products` for every device: one gathering per head."""
+    """Reference of `pq_products` for every device: one gather per head."""
     heads, group, parts, _ = tables.shape
     places = codes[:, None, :, :length].long().expand(heads, group, parts, length)
     return tables.gather(3, places).sum(2)

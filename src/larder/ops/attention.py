@@ -1,15 +1,15 @@
-"""Attention over a cache, with the log-sum-exp that lets parts of it be merged.
+"""Attention over a cache, with the log-sum-exp that is needed to merge partial results.
 
 Query head h belongs to kv head h // R. Outputs and log-sum-exp are float32 whatever the storage, so
 that merging parts rounds once, at the end. A query that sees nothing gets output 0 and log-sum-exp
 -inf.
 
-Ragged storage is one flat buffer: kv head h owns rows starts[h] to starts[h] + lengths[h] of keys
-and values; rows that nobody owns may lie between. Dense storage is the case of equal lengths.
+Ragged storage is one flat buffer: kv head h owns rows [starts[h], starts[h] + lengths[h]) of keys
+and values, with slack between heads. Dense storage is the case of equal lengths.
 
-Every function has a readable form here and a fast one in `larder.ops.cpu`, which is taken on a CPU
-where it applies. Gradients flow only through the readable forms, and they are taken where one is
-asked for.
+Every function has a reference implementation here and a CPU kernel in `larder.ops.cpu`, which is
+used where it applies. Only the reference implementations support gradients; they are used when an
+input requires one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from larder.ops.cpu import decode_attention, flash_attention
 
-MOST_LOGITS = 1 << 22  # float32 logits held at once by the readable forms: 16 MiB
+MOST_LOGITS = 1 << 22  # float32 logits in memory at a time in reference implementations: 16 MiB
 
 
 def attention(
@@ -33,7 +33,7 @@ def attention(
     mask: Bool[Tensor, "Q S"] | None = None,
     bias: Float[Tensor, " S"] | None = None,
 ) -> tuple[Float[Tensor, "R Q D"], Float[Tensor, "R Q"]]:
-    """Attend one group of query heads to the entries of its kv head, in plain float32.
+    """Attention of one group of query heads over the entries of its kv head, in float32.
 
     `bias` is added to the logits of each entry; see `ragged_attention`.
     """
@@ -58,25 +58,26 @@ def ragged_attention(
     bias: Float[Tensor, " C"] | None = None,
     logits: Float[Tensor, "N C"] | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """Attend every query to every cached entry of its kv head; nothing masked, nothing padded.
+    """Attention of every query over all entries of its kv head, without mask or padding.
 
-    `starts` and `lengths` are int64 and stay in host memory. Never holds [H, Q, S] float32.
+    `starts` and `lengths` are int64 in host memory. Never allocates [H, Q, S] float32.
 
     Args:
         bias: added to the logit of each stored row, in natural log units, finite float32. A row
             with bias ln(n) weighs as n equal rows do, and counts n times in the log-sum-exp.
-        logits: float32, written: what each stored row gets from the R * Q queries of its kv head
-            before the softmax, biases included. Rows that nobody owns are left alone.
+        logits: float32 output buffer for the logits of each stored row with the R * Q queries of
+            its kv head, biases included. Slack rows are not written.
     """
-    case = queries, keys, values, starts, lengths, scaling, bias
     is_plain = not _needs_gradient(queries, keys, values, *(() if bias is None else (bias,)))
     if is_plain and decode_attention.supports(queries, keys, values, lengths.shape[0]):
-        return decode_attention.decode_attention(*case, logits)
+        return decode_attention.decode_attention(
+            queries, keys, values, starts, lengths, scaling, bias, logits
+        )
     if logits is not None:
         reference_logits(queries, keys, starts, lengths, scaling, bias, logits)
     if is_plain and flash_attention.supports(queries, keys, values):
-        return flash_attention.ragged(*case)
-    return reference_ragged(*case)
+        return flash_attention.ragged(queries, keys, values, starts, lengths, scaling, bias)
+    return reference_ragged(queries, keys, values, starts, lengths, scaling, bias)
 
 
 def causal_attention(
@@ -87,10 +88,10 @@ def causal_attention(
     sections: tuple[int, ...],
     window: int | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """Attend new tokens to one another, each to itself and those before it in its own section.
+    """Causal attention of new tokens within each section.
 
     Args:
-        sections: lengths that cut Q into independent sequences, in order.
+        sections: lengths that partition Q into independent sequences, in order.
         window: a query at offset i sees offsets above i - window only.
     """
     if flash_attention.supports(queries, keys, values) and not _needs_gradient(
@@ -109,7 +110,7 @@ def windowed_attention(
     window: int,
     scaling: float,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """Attend to cached entries of a sliding-window layer: those above query position - window."""
+    """Attention over cached entries of a sliding-window layer, above query position - window."""
     mask = key_positions > query_positions.unsqueeze(-1) - window  # [Q, S]
     num_kv_heads, cached_len, head_dim = keys.shape
     if mask.all():
@@ -133,7 +134,7 @@ def reference_ragged(
     scaling: float,
     bias: Float[Tensor, " C"] | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """`ragged_attention` for every device and type: one head after the other, queries in chunks."""
+    """Reference of `ragged_attention` for every device and type: head by head, in query chunks."""
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     owned = zip(starts.tolist(), lengths.tolist(), strict=True)
@@ -141,8 +142,11 @@ def reference_ragged(
     for group, (start, length) in zip(groups, owned, strict=True):
         chunk = max(MOST_LOGITS // max(group.shape[0] * length, 1), 1)
         own = slice(start, start + length)
-        case = keys[own], values[own], scaling, None, None if bias is None else bias[own]
-        parts = [attention(some, *case) for some in group.split(chunk, dim=1)]
+        added = None if bias is None else bias[own]
+        parts = [
+            attention(some, keys[own], values[own], scaling, bias=added)
+            for some in group.split(chunk, dim=1)
+        ]
         outs.append(torch.cat([out for out, _ in parts], dim=1))
         lses.append(torch.cat([lse for _, lse in parts], dim=1))
     return torch.cat(outs), torch.cat(lses)
@@ -157,7 +161,7 @@ def reference_logits(
     bias: Float[Tensor, " C"] | None,
     logits: Float[Tensor, "N C"],
 ) -> None:
-    """The `logits` of `ragged_attention` for every device and type, one head after the other."""
+    """Reference of the `logits` of `ragged_attention` for every device and type, head by head."""
     owned = zip(starts.tolist(), lengths.tolist(), strict=True)
     groups = queries.unflatten(0, (lengths.shape[0], -1)).flatten(1, 2)  # [K, R * Q, D]
     for group, (start, length) in zip(groups, owned, strict=True):
@@ -175,12 +179,12 @@ def reference_causal(
     sections: tuple[int, ...],
     window: int | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """`causal_attention` for every device and type: one section after the other."""
+    """Reference of `causal_attention` for every device and type: section by section."""
     parts: list[tuple[Tensor, Tensor]] = []
     split = (tensor.split(sections, dim=1) for tensor in (queries, keys, values))
     for own_queries, own_keys, own_values in zip(*split, strict=True):
         offsets = torch.arange(own_queries.shape[1], device=queries.device)
-        back = offsets.unsqueeze(-1) - offsets  # how far each key lies behind each query
+        back = offsets.unsqueeze(-1) - offsets  # distance from each query back to each key
         mask = back >= 0 if window is None else (back >= 0) & (back < window)
         parts.append(reference_masked(own_queries, own_keys, own_values, scaling, mask))
     outs, lses = zip(*parts, strict=True)
@@ -194,7 +198,7 @@ def reference_masked(
     scaling: float,
     mask: Bool[Tensor, "Q S"],
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """Attention under one mask for all heads: one head after the other."""
+    """Attention under one mask for all heads, head by head."""
     groups = queries.unflatten(0, (keys.shape[0], -1))  # [K, R, Q, D]
     heads = zip(groups, keys, values, strict=True)
     outs, lses = zip(*[attention(q, k, v, scaling, mask) for q, k, v in heads], strict=True)
@@ -208,20 +212,20 @@ def _needs_gradient(*tensors: Tensor) -> bool:
 def merge_attention(
     outs: Sequence[Float[Tensor, "*rows D"]], lses: Sequence[Float[Tensor, "*rows"]]
 ) -> tuple[Float[Tensor, "*rows D"], Float[Tensor, "*rows"]]:
-    """Attention over all parts together, in float32.
+    """Attention over the union of disjoint parts, in float32.
 
     Args:
-        outs: what each part alone gave; a part in which a query saw nothing gave it 0.
-        lses: the log-sum-exp of each part; -inf where a query saw nothing.
+        outs: output of each part; 0 where a query saw no entry.
+        lses: log-sum-exp of each part; -inf where a query saw no entry.
 
     Returns:
-        Output and log-sum-exp of the whole; 0 and -inf where no part had anything to see.
+        Output and log-sum-exp of the union; 0 and -inf where a query saw no entry.
     """
     if len(outs) == 1:
         return outs[0].float(), lses[0].float()
     parts = torch.stack([lse.float() for lse in lses])  # [parts, *rows]
     lse = parts.logsumexp(0)
-    # Clamped, because a softmax of -inf alone is NaN; what such a part gives is 0 anyway.
+    # Clamped, because a softmax of -inf alone is NaN; the output of such a part is 0 anyway.
     shares = parts.clamp(min=torch.finfo(torch.float32).min).softmax(0).unsqueeze(-1)
     whole = shares[0] * outs[0].float()
     for share, out in zip(shares[1:], outs[1:], strict=True):

@@ -1,11 +1,11 @@
-"""How much attention each stored row gets from the queries of one step.
+"""Attention weight of each stored row, summed over the queries of one step.
 
-Weights are those with which `ragged_attention` weighs the same storage: softmax in float32 over the
-entries of a kv head, biases included. Made for a decode step, where a score that accumulates
-attention reads the keys once more and the values not at all. Weights carry no gradient.
+Weights are those of `ragged_attention` over the same storage: softmax in float32 over the entries
+of a kv head, biases included. Meant for a decode step, where a score that accumulates attention
+reads the keys once more and the values not at all. Weights carry no gradient.
 
-The readable form is here, the fast one in `larder.ops.cpu.attention_weights`; it is taken on a CPU
-for as few query rows as the decode kernel of attention takes.
+Reference implementation here; the CPU kernels in `larder.ops.cpu.attention_weights` are used for
+the number of query rows that decode attention supports.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def attention_weights(
     group: GroupReduction,
     bias: Float[Tensor, " C"] | None = None,
 ) -> Float[Tensor, " C"]:
-    """The softmax weight that all queries together give each stored row; 0 in rows nobody owns.
+    """Softmax weight of each stored row, summed over queries; 0 in slack rows.
 
     Args:
         starts, lengths: int64 in host memory, as in `ragged_attention`.
-        group: how the R heads of a group are joined, after the sum over their queries.
+        group: reduction of the R heads of a group, after the sum over their queries.
         bias: added to the logit of each row, in natural log units, finite float32.
     """
     queries, keys = queries.detach(), keys.detach()
@@ -58,9 +58,7 @@ def reference_attention_weights(
     group: GroupReduction,
     bias: Float[Tensor, " C"] | None = None,
 ) -> Float[Tensor, " C"]:
-    """`attention_weights` for every device and type: one head after the other, queries in
-    chunks.
-    """
+    """Reference of `attention_weights` for every device and type: head by head, query chunks."""
     weights = keys.new_zeros(keys.shape[0], dtype=torch.float32)
     owned = zip(starts.tolist(), lengths.tolist(), strict=True)
     heads = queries.unflatten(0, (lengths.shape[0], -1))  # [K, R, Q, D]
@@ -82,11 +80,10 @@ def weights_from_logits(
     lengths: Int[Tensor, " K"],
     group: GroupReduction,
 ) -> Float[Tensor, " C"]:
-    """`attention_weights` of a query whose attention left its logits behind: the keys are not read
-    again.
+    """`attention_weights` of one query from its logits, without reading the keys again.
 
     Args:
-        logits: of `ragged_attention`, float32, for one query.
+        logits: float32, from `ragged_attention`.
     """
     if logits.device.type == "cpu":
         return cpu_attention_weights.weights_from_logits(logits, starts, lengths, group.value)
@@ -96,7 +93,7 @@ def weights_from_logits(
 def head_weights_from_logits(
     logits: Float[Tensor, "R C"], starts: Int[Tensor, " K"], lengths: Int[Tensor, " K"]
 ) -> Float[Tensor, "R C"]:
-    """As `weights_from_logits`, each of the R heads of a group by itself."""
+    """`weights_from_logits` of each of the R heads of a group, without reduction."""
     if logits.device.type == "cpu":
         return cpu_attention_weights.head_weights_from_logits(logits, starts, lengths)
     return reference_head_weights(logits, starts, lengths)
@@ -105,7 +102,7 @@ def head_weights_from_logits(
 def reference_head_weights(
     logits: Float[Tensor, "R C"], starts: Int[Tensor, " K"], lengths: Int[Tensor, " K"]
 ) -> Float[Tensor, "R C"]:
-    """`head_weights_from_logits` for every device: one kv head after the other."""
+    """Reference of `head_weights_from_logits` for every device: kv head by kv head."""
     shares = torch.zeros_like(logits)
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         own = slice(start, start + length)

@@ -1,10 +1,10 @@
-"""How much attention each cached entry gets: column statistics without the attention matrix.
+"""Column statistics of attention weights per cached entry, without the attention matrix.
 
-Every query is normalised by softmax, in float32, over the cached entries of its kv head alone, as
-after prefill. Queries are taken `chunk` at a time and one kv head after the other, so that two
-blocks of R x chunk x S float32 (S the longest head) are the most that is held, however many queries
-there are. 64 queries at a time keep such a block near the processor's cache; larger chunks measured
-slower on a CPU. Statistics carry no gradient.
+Every query is normalized by softmax, in float32, over the cached entries of its kv head, as after
+prefill. The work is split by kv head and chunks of queries, so that at most two blocks of
+R x chunk x S float32 (S of the longest head) are in memory, however many queries there are. With
+64 queries such a block stays near the processor's cache; larger chunks measured slower on a CPU.
+Statistics carry no gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHUNK = 64  # queries
 
 
 class GroupReduction(Enum):
-    """How the statistics of the R query heads that share a kv head become one."""
+    """Reduction of the statistics of the R query heads that share a kv head."""
 
     MAX = "max"
     SUM = "sum"
@@ -38,16 +38,16 @@ class GroupReduction(Enum):
 
 @runtime_checkable
 class ColumnReducer(Protocol):
-    """Takes the weights of queries, a few at a time, to one number per query head and entry."""
+    """Reduction of attention weights to a number per query head and entry, chunk by chunk."""
 
     def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
-        """The state before any query."""
+        """State before the first query."""
         ...
 
     def fold(
         self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
     ) -> None:
-        """Take queries [first, first + c) of `total` into the state."""
+        """Update the state in place with queries [first, first + c) of `total`."""
         ...
 
     def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
@@ -69,14 +69,14 @@ def reduce_columns(
     judged: Sequence[int] | None = None,
     chunk: int = CHUNK,
 ) -> list[Float[Tensor, "R _"]]:
-    """What `gather` makes of the softmax weights, for each kv head.
+    """Result of `gather` over the softmax weights, for each kv head.
 
     Args:
         query_positions, key_positions: given both, a query sees entries up to its own position
             only, as queries that are themselves in the cache must. key_positions are packed.
         bias: added to the logit of each stored row, in natural log units, finite float32.
-        judged: how many entries of each head, the first ones, `gather` is shown; all by default.
-            The others take their share of the weights.
+        judged: number of entries of each head, the first ones, that `gather` receives; all by
+            default. The others still take part in the softmax.
         chunk: queries per chunk, at least 1; changes memory, not results.
 
     Raises:
@@ -114,7 +114,7 @@ def _chunks(
     positions: VisibilityPositions,
     chunk: int,
 ) -> Iterator[Float[Tensor, "R c S"]]:
-    """Softmax weights of a few queries at a time, in buffers that are used again."""
+    """Softmax weights in chunks of queries, in buffers that are reused."""
     num_heads, query_len, head_dim = queries.shape
     if not len(keys):
         return

@@ -1,8 +1,8 @@
-"""Searching trees of keys, and adding to them: readable forms, and the choice of the fast ones.
+"""Dynamic continuous indexing: search in trees of keys, and insertion into them.
 
-What the arrays of a tree mean stands in `larder.ops.cpu.dci_kernels`; the fast forms, for float32
-and bfloat16 on a CPU, are in `larder.ops.cpu.dci`. Both visit the same pages; they may differ
-where two products are equal but for rounding.
+`larder.ops.cpu.dci_kernels` documents the arrays of a tree; the CPU kernels, for float32 and
+bfloat16, are in `larder.ops.cpu.dci`. Both they and the reference implementations here visit the
+same pages; they may differ where two products are equal but for rounding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def search(
     beams: Array,
     count: int,
 ) -> tuple[Array, Array]:
-    """The best pages [H, count] for each query, -1 behind the last, and how many keys were seen."""
+    """Best pages [H, count] of each query, padded with -1, and the count of keys compared."""
     form = fast.search if fast.supports(keys) else reference_search
     return form(queries, keys, starts, tree, bases, levels, beams, count)
 
@@ -46,7 +46,7 @@ def reference_search(
     beams: Array,
     count: int,
 ) -> tuple[Array, Array]:
-    """`search`, query by query and page by page."""
+    """Reference of `search`, query by query and page by page."""
     ranked = np.full((len(queries), count), -1, np.int64)
     seen = np.zeros(len(queries), np.int64)
     for number, query in enumerate(queries.float()):
@@ -76,12 +76,12 @@ def insert(
     beams: Array,
     counts: Array,
 ) -> None:
-    """Give new entries a page in standing trees, which have room.
+    """Insert new entries into existing trees with free space.
 
     Args:
-        targets: the level of each new entry [K, N], -1 behind the last of a head.
-        known: how many entries each head had.
-        counts: live pages and cells of each head [K, 2]; brought up to date.
+        targets: level of each new entry [K, N], -1 behind the last of a head.
+        known: number of entries that each head had.
+        counts: live pages and cells of each head [K, 2]; updated in place.
     """
     form = fast.insert if fast.supports(keys) else reference_insert
     form(targets, known, keys, starts, squares, direction, tree, bases, levels, beams, counts)
@@ -100,14 +100,20 @@ def reference_insert(
     beams: Array,
     counts: Array,
 ) -> None:
-    """`insert`, entry by entry."""
+    """Reference of `insert`, entry by entry."""
     for head, first in enumerate(known.tolist()):
         one = _Head.of(tree, bases, head, keys[int(starts[head]) :])
         for at, target in enumerate(targets[head].tolist()):
             if target >= 0:
-                sphere = float(squares[head]), direction
-                where = int(levels[head]), target, int(beams[head])
-                one.insert(first + at, *where, *sphere, counts[head])
+                one.insert(
+                    entry=first + at,
+                    levels=int(levels[head]),
+                    target=target,
+                    beam=int(beams[head]),
+                    square=float(squares[head]),
+                    direction=direction,
+                    counts=counts[head],
+                )
 
 
 def parents(
@@ -120,11 +126,11 @@ def parents(
     target: int,
     beam: int,
 ) -> Array:
-    """The cell of the nearest lifted entry one level above `target`, for each of some entries."""
+    """Cell of the nearest lifted entry one level above `target`, for each of some entries."""
     if fast.supports(keys):
-        held = pages["members"], pages["fills"], pages["nexts"]
-        tree = held, tuple(cells.values())
-        return fast.parents(keys, entries, square, *tree, levels, target, beam)
+        page_arrays = pages["members"], pages["fills"], pages["nexts"]
+        cell_arrays = tuple(cells.values())
+        return fast.parents(keys, entries, square, page_arrays, cell_arrays, levels, target, beam)
     own = pages | {"versions": np.zeros(0)} | cells
     one = _Head(**own, keys=keys)
     found = [
@@ -134,7 +140,7 @@ def parents(
 
 
 def projections(keys: Float[Tensor, "S D"], square: float, direction: Array) -> Array:
-    """Where lifted keys lie along a direction [D + 1]."""
+    """Projections of lifted keys on a direction [D + 1]."""
     along = np.empty(len(keys), np.float32)
     for first in range(0, len(keys), 1 << 14):
         some = keys[first : first + (1 << 14)].float()
@@ -145,7 +151,7 @@ def projections(keys: Float[Tensor, "S D"], square: float, direction: Array) -> 
 
 
 def quantize_means(means: Float[Tensor, "U D"]) -> tuple[Array, Array]:
-    """Rows as 8-bit numbers, and what to multiply them by."""
+    """Int8 codes of rows, and the scale of each row."""
     scales = means.abs().amax(1) / 127
     divisors = scales.masked_fill(scales == 0, 1.0)
     return (means / divisors[:, None]).round().to(torch.int8).numpy(), scales.numpy()
@@ -153,7 +159,7 @@ def quantize_means(means: Float[Tensor, "U D"]) -> tuple[Array, Array]:
 
 @dataclass
 class _Head:
-    """The tree of one head: views of its arrays, and its keys by entry number."""
+    """Tree of one head: views of its arrays, and its keys by entry number."""
 
     members: Array
     fills: Array
@@ -177,11 +183,11 @@ class _Head:
     def descend(
         self, query: Tensor, levels: int, beam: int, square: float = -1.0, above: int = -1
     ) -> Iterator[list[tuple[int, list[float]]]]:
-        """Level by level, the pages of the best cells, and the products of what is in them.
+        """Pages of the best cells, level by level, with the products of their members.
 
         Args:
-            square: of the sphere, where products are those of lifted keys.
-            above: the first level that is not wanted.
+            square: squared radius of the sphere of lifted keys; negative for plain products.
+            above: the level to stop before.
         """
         cells = [0]
         for level in range(levels - 1, above, -1):
@@ -192,7 +198,7 @@ class _Head:
             cells = self._best(query, met, beam, square) if level else []
 
     def nearest_cell(self, key: Tensor, square: float, levels: int, target: int, beam: int) -> int:
-        """The cell of the nearest lifted entry on the level above `target`."""
+        """Cell of the nearest lifted entry on the level above `target`."""
         found = [(0.0, 0)]
         for met in self.descend(key, levels, beam, square, target):
             found = [
@@ -212,7 +218,7 @@ class _Head:
         direction: Array,
         counts: Array,
     ) -> None:
-        """Give one entry a page."""
+        """Insert one entry."""
         cell = self.nearest_cell(self.keys[entry].float(), square, levels, target, beam)
         number = entry
         if target > 0:
@@ -227,14 +233,15 @@ class _Head:
         along = float(self._projected([entry], square, direction)[0])
         while self.nexts[page] >= 0 and self.lows[self.nexts[page]] <= along:
             page = int(self.nexts[page])
-        held = self.members[page, : self.fills[page]].tolist()
-        if len(held) < self.members.shape[1]:
-            self.lows[page] = min(self.lows[page], along) if held else along
-            self._write_page(page, [*held, number])
+        members = self.members[page, : self.fills[page]].tolist()
+        numbers = [*members, number]
+        if len(members) < self.members.shape[1]:
+            self.lows[page] = min(self.lows[page], along) if members else along
+            self._write_page(page, numbers)
             return
-        entries = [int(self.centers[n]) if target else n for n in (*held, number)]
+        entries = [int(self.centers[n]) if target else n for n in numbers]
         alongs = self._projected(entries, square, direction).tolist()
-        order = sorted(zip(alongs, (*held, number), strict=True))
+        order = sorted(zip(alongs, numbers, strict=True))
         fresh, counts[0] = int(counts[0]), counts[0] + 1
         self.nexts[fresh], self.nexts[page] = self.nexts[page], fresh
         self.tiers[fresh] = target
@@ -246,7 +253,7 @@ class _Head:
     def _best(
         self, query: Tensor, met: list[tuple[int, list[float]]], beam: int, square: float
     ) -> list[int]:
-        """The most promising of the cells that were met: by their means, where a query asks."""
+        """Cells with the highest scores: by their means for a query, else by their entries."""
         found = [
             (product, int(cell))
             for page, products in met
@@ -282,7 +289,7 @@ class _Head:
         self.fills[page], self.nexts[page], self.tiers[page] = 0, -1, level
 
     def _write_page(self, page: int, members: list[int]) -> None:
-        """Contents that differ are a new version."""
+        """Replace the members of a page; a change of content increments its version."""
         before = self.members[page].tolist()
         self.members[page] = -1
         self.members[page, : len(members)] = members

@@ -1,7 +1,7 @@
-"""Entries that become weighted sums of entries: thresholds, weights and sums.
+"""Merging of entries into weighted sums: thresholds, weights and sums.
 
-All in float32 and in the order of the sources. The readable forms are here; the fast ones, for host
-memory, are in `larder.ops.cpu.entry_merging` and give the same bits.
+All in float32 and in the order of the sources. Reference implementations here; the CPU kernels in
+`larder.ops.cpu.entry_merging` give the same bits.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def updated_means(
     before: Float[Tensor, " K"],
     rate: float,
 ) -> Float[Tensor, " K"]:
-    """A running mean per group, moved by `rate` towards the mean of its numbers.
+    """Exponential moving average per group, updated with the mean of its numbers.
 
-    It begins at the first mean (NaN stands for none so far) and stays where there are no numbers.
+    It starts at the first mean (NaN: none so far) and does not change without numbers.
     """
     if fast.supports(numbers):
         return fast.updated_means(numbers, groups, before, rate)
@@ -46,14 +46,14 @@ def reference_updated_means(
     before: Float[Tensor, " K"],
     rate: float,
 ) -> Float[Tensor, " K"]:
-    """`updated_means` for every device."""
+    """Reference of `updated_means` for every device."""
     return update_ema(before, group_means(numbers, groups, len(before)), rate)
 
 
 def group_means(
     numbers: Float[Tensor, " F"], groups: Int64[Tensor, " F"], count: int
 ) -> Float[Tensor, " K"]:
-    """The mean of each of `count` groups; NaN of none."""
+    """Mean of each of `count` groups; NaN for an empty one."""
     sums = numbers.new_zeros(count).index_add(0, groups, numbers)
     return sums / torch.bincount(groups, minlength=count)  # 0 / 0 is NaN
 
@@ -61,7 +61,7 @@ def group_means(
 def update_ema(
     before: Float[Tensor, " K"], means: Float[Tensor, " K"], rate: float
 ) -> Float[Tensor, " K"]:
-    """Moved by `rate`; where there is no mean it stays, where there was none before it begins."""
+    """Moving averages updated by `rate`; a NaN mean changes nothing, a NaN average is replaced."""
     before = before.to(means.device)
     moved = rate * means + (1 - rate) * before
     moved = torch.where(before.isnan(), means, moved)
@@ -78,9 +78,9 @@ def normalized_folds(
     """Folds that turn every target into a weighted mean of itself and its sources.
 
     Args:
-        sources, targets: packed entries; a source has one target and is none itself.
-        given: the weight of each source.
-        counted: what the total of its target grows by for it.
+        sources, targets: packed entries; a source has one target and is not a target itself.
+        given: weight of each source in the sum.
+        counted: weight of each source in the total of its target.
         own: weight of a target itself.
 
     Returns:
@@ -98,7 +98,7 @@ def reference_normalized_folds(
     counted: Float[Tensor, " F"],
     own: float,
 ) -> FoldRows:
-    """`normalized_folds` for every device."""
+    """Reference of `normalized_folds` for every device."""
     into, places = torch.unique(targets, return_inverse=True)
     owned = given.new_full((len(into),), own)
     totals = owned.index_add(0, places, counted)
@@ -117,23 +117,20 @@ def thresholded_folds(
     rate: float,
     slack: float,
 ) -> tuple[Float[Tensor, " K"], FoldRows]:
-    """A threshold per head that follows how alike sources are to targets, and who is above it.
+    """Similarity threshold per head (a moving average), and the folds of sources above it.
 
     Args:
-        targets: -1 where there is none: such a source counts nowhere.
-        given, own: as in `normalized_folds`, where sources also count as what they are given.
-        before, rate: as in `updated_means`, of the likeness.
-        slack: by how much a source may lie below the threshold.
+        targets: -1 for a source without target, which is ignored.
+        likeness: similarity of each source to its target.
+        given, own: as in `normalized_folds`; `given` is also the weight in the total.
+        before, rate: as in `updated_means`, of the similarity.
+        slack: distance below the threshold at which a source is still folded.
 
     Returns:
-        The new thresholds, and the folds of those that are alike enough.
+        The new thresholds, and the folds.
     """
-    case = sources, targets, heads, likeness, given, own, before, rate, slack
-    return (
-        fast.thresholded_folds(*case)
-        if fast.supports(likeness)
-        else reference_thresholded_folds(*case)
-    )
+    form = fast.thresholded_folds if fast.supports(likeness) else reference_thresholded_folds
+    return form(sources, targets, heads, likeness, given, own, before, rate, slack)
 
 
 def reference_thresholded_folds(
@@ -147,7 +144,7 @@ def reference_thresholded_folds(
     rate: float,
     slack: float,
 ) -> tuple[Float[Tensor, " K"], FoldRows]:
-    """`thresholded_folds` for every device."""
+    """Reference of `thresholded_folds` for every device."""
     found = targets >= 0
     moved = reference_updated_means(likeness[found], heads[found], before, rate)
     alike = found & (likeness >= moved[heads] - slack)
@@ -165,24 +162,24 @@ def spread_folds(
     window: int,
     drawn: Float[Tensor, " _"],
 ) -> SpreadFolds:
-    """Folds that add the value of what goes to the kept entries that follow it in its head.
+    """Folds that add the value of a rejected entry to the kept entries behind it in its head.
 
-    Each of the next `window` gets as much of it, together the share that the weight of what goes is
-    of the mean weight of all that follow, at most all of it. Keys stay.
+    The next `window` kept entries get equal parts. In total they get the ratio of the rejected
+    entry's weight to the mean weight of all kept entries behind it, at most 1. Keys do not change.
 
     Args:
-        mass: the weight of each row of a flat storage, 0 or more.
-        starts, lengths: where each kv head lies in it; int64 in host memory.
-        kept, gone: packed entries, ascending.
-        drawn: a number for each of `gone`: those below their share join whole, the others not at
-            all. Empty where all join by their shares.
+        mass: weight of each row of a flat storage, 0 or more.
+        starts, lengths: rows of each kv head in the storage; int64 in host memory.
+        kept, gone: packed entries that remain and that are rejected, ascending.
+        drawn: a random number for each of `gone`: the value is added whole if it is below the
+            ratio, else not at all. Empty to add the value times the ratio.
 
     Returns:
         The sources in order, then every target as its own source, ascending.
     """
-    case = mass, starts, lengths, kept, new_lengths, gone, window, drawn
-    served = fast.supports(mass[:0]) and len(gone) * window <= fast.MAX_FOLDS
-    return fast.spread_folds(*case) if served else reference_spread_folds(*case)
+    is_small = fast.supports(mass[:0]) and len(gone) * window <= fast.MAX_FOLDS
+    form = fast.spread_folds if is_small else reference_spread_folds
+    return form(mass, starts, lengths, kept, new_lengths, gone, window, drawn)
 
 
 def reference_spread_folds(
@@ -195,7 +192,7 @@ def reference_spread_folds(
     window: int,
     drawn: Float[Tensor, " _"],
 ) -> SpreadFolds:
-    """`spread_folds` for every device and any number."""
+    """Reference of `spread_folds` for every device and size."""
     device = gone.device
     rows = packed_rows(starts, lengths).to(device)
     places = torch.searchsorted(kept, gone)[:, None] + torch.arange(window, device=device)
@@ -227,16 +224,15 @@ def weighted_sums(
     key_weights: Float[Tensor, " F"],
     value_weights: Float[Tensor, " F"],
 ) -> MergedSums:
-    """What becomes of each target: the sum of its sources, each by its weight, in float32.
+    """Weighted sums of the sources of each target, in float32.
 
     Args:
-        starts, lengths: where each kv head lies in the flat storage; int64 in host memory.
-        sources, targets: packed entries; sources are among those held.
+        starts, lengths: rows of each kv head in the flat storage; int64 in host memory.
+        sources, targets: packed entries.
     """
-    case = keys, values, starts, lengths, sources, targets, key_weights, value_weights
-    if fast.supports_rows(keys, values, len(sources)):
-        return fast.weighted_sums(*case)
-    return reference_weighted_sums(*case)
+    is_small = fast.supports_rows(keys, values, len(sources))
+    form = fast.weighted_sums if is_small else reference_weighted_sums
+    return form(keys, values, starts, lengths, sources, targets, key_weights, value_weights)
 
 
 def reference_weighted_sums(
@@ -249,7 +245,7 @@ def reference_weighted_sums(
     key_weights: Float[Tensor, " F"],
     value_weights: Float[Tensor, " F"],
 ) -> MergedSums:
-    """`weighted_sums` for every device, type and number, some sources at a time."""
+    """Reference of `weighted_sums` for every device, type and size, in chunks of sources."""
     into, places = torch.unique(targets, return_inverse=True)
     rows = storage_rows(sources.cpu(), starts, lengths).to(keys.device)
     key_sums = keys.new_zeros(len(into), keys.shape[1], dtype=torch.float32)

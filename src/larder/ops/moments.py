@@ -1,7 +1,6 @@
-"""Count, mean and spread of numbers of which one more comes.
+"""Running moments per entry: count, mean and sum of squared deviations (Welford).
 
-The readable form is here, the fast one, for host memory, in `larder.ops.cpu.moments`; it gives the
-same bits.
+Reference implementations here; the CPU kernels in `larder.ops.cpu.moments` give the same bits.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ def added_moments(
     numbers: Float[Tensor, " S"],
     counted: Bool[Tensor, " S"],
 ) -> Moments:
-    """Count, mean and sum of squared deviations with one more number, where it is counted."""
-    case = count, mean, spread, numbers, counted
-    return fast.added_moments(*case) if fast.supports(numbers) else reference_added_moments(*case)
+    """Count, mean and sum of squared deviations after one more number, where it is counted."""
+    form = fast.added_moments if fast.supports(numbers) else reference_added_moments
+    return form(count, mean, spread, numbers, counted)
 
 
 def reference_added_moments(
@@ -35,7 +34,7 @@ def reference_added_moments(
     numbers: Float[Tensor, " S"],
     counted: Bool[Tensor, " S"],
 ) -> Moments:
-    """`added_moments` for every device."""
+    """Reference of `added_moments` for every device."""
     fresh = counted.to(count.dtype)
     total, shift = count + fresh, numbers - mean
     share = fresh / total.clamp(min=1)
@@ -50,20 +49,16 @@ def variance_boosted_means(
     lengths: Int64[Tensor, " K"],
     share: float,
 ) -> Float[Tensor, " T"]:
-    """The mean of every entry, packed, raised by 1 for those of a head whose numbers vary most.
+    """Mean of every entry, packed, plus 1 for the entries of a head with the highest variance.
 
     Args:
         count, mean, spread: moments, one of each per row of a flat storage; counts of entries are
             above 0.
-        starts, lengths: where each kv head lies in it; int64 in host memory.
-        share: of the entries of a head, in [0, 1], that are raised; of equals the first.
+        starts, lengths: rows of each kv head in the storage; int64 in host memory.
+        share: of the entries of a head, in [0, 1], that get the 1; ties go to the first.
     """
-    case = count, mean, spread, starts, lengths, share
-    return (
-        fast.variance_boosted_means(*case)
-        if fast.supports(mean)
-        else reference_variance_boosted_means(*case)
-    )
+    form = fast.variance_boosted_means if fast.supports(mean) else reference_variance_boosted_means
+    return form(count, mean, spread, starts, lengths, share)
 
 
 def reference_variance_boosted_means(
@@ -74,7 +69,7 @@ def reference_variance_boosted_means(
     lengths: Int64[Tensor, " K"],
     share: float,
 ) -> Float[Tensor, " T"]:
-    """`variance_boosted_means` for every device, one head after the other."""
+    """Reference of `variance_boosted_means` for every device, head by head."""
     parts = [mean[:0]]
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         own = slice(start, start + length)
@@ -89,20 +84,17 @@ def layer_mean(
     starts: Int64[Tensor, " K"],
     lengths: Int64[Tensor, " K"],
 ) -> Float[Tensor, " S"] | None:
-    """The mean of R numbers of each kv head, entry by entry.
+    """Mean over R numbers and all kv heads, entry by entry.
 
-    None where heads do not hold the same positions.
+    None if the heads have different positions.
 
     Args:
         numbers, positions: one per row of a flat storage.
-        starts, lengths: where each kv head lies in it; int64 in host memory.
+        starts, lengths: rows of each kv head in the storage; int64 in host memory.
     """
-    case = numbers, positions, starts, lengths
-    return (
-        fast.layer_mean(*case)
-        if fast.supports_layer_mean(*case[:2])
-        else reference_layer_mean(*case)
-    )
+    is_fast = fast.supports_layer_mean(numbers, positions)
+    form = fast.layer_mean if is_fast else reference_layer_mean
+    return form(numbers, positions, starts, lengths)
 
 
 def reference_layer_mean(
@@ -111,7 +103,7 @@ def reference_layer_mean(
     starts: Int64[Tensor, " K"],
     lengths: Int64[Tensor, " K"],
 ) -> Float[Tensor, " S"] | None:
-    """`layer_mean` for every device."""
+    """Reference of `layer_mean` for every device."""
     counts = lengths.tolist()
     if len(set(counts)) > 1:
         return None

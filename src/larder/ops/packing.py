@@ -1,4 +1,4 @@
-"""Packed tensors: the entries of all heads end to end, without padding."""
+"""Packed indices: the entries of all heads end to end, without padding."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 def starts_of(lengths: Int64[Tensor, " K"]) -> Int64[Tensor, " K"]:
-    """Where each head begins, when heads of these lengths lie end to end."""
+    """First packed index of each head."""
     return lengths.cumsum(0) - lengths
 
 
 def storage_rows(
     packed: Int64[Tensor, " N"], starts: Int64[Tensor, " K"], lengths: Int64[Tensor, " K"]
 ) -> Int64[Tensor, " N"]:
-    """Where in the storage packed entries lie; all of them in host memory."""
+    """Storage rows of packed entries; all arguments in host memory."""
     wanted, owned = packed.numpy(), lengths.numpy()
     ends = np.cumsum(owned)
     heads = np.searchsorted(ends, wanted, side="right")
@@ -26,7 +26,7 @@ def storage_rows(
 
 
 def heads_of_packed(packed: Int64[Tensor, " N"], lengths: Sequence[int]) -> Int64[Tensor, " N"]:
-    """The head of each packed entry, where heads have these lengths."""
+    """Head of each packed entry."""
     if packed.device.type == "cpu":
         return torch.from_numpy(np.searchsorted(np.cumsum(lengths), packed.numpy(), side="right"))
     ends = torch.tensor(lengths, device=packed.device).cumsum(0)
@@ -34,13 +34,13 @@ def heads_of_packed(packed: Int64[Tensor, " N"], lengths: Sequence[int]) -> Int6
 
 
 def packed_rows(starts: Int64[Tensor, " K"], lengths: Int64[Tensor, " K"]) -> Int64[Tensor, " T"]:
-    """Where in the storage each packed entry lies."""
+    """Storage row of every packed entry."""
     shift = torch.repeat_interleave(starts - starts_of(lengths), lengths)
     return shift + torch.arange(len(shift))
 
 
 def mask_outside(positions: Int[Tensor, " T"], first: int, stop: int) -> Bool[Tensor, " T"]:
-    """Marks what lies before `first`, or at `stop` and later."""
+    """Mask of positions outside [first, stop)."""
     if positions.device.type != "cpu":
         return (positions < first) | (positions >= stop)
     numbers = positions.numpy()
@@ -51,14 +51,14 @@ def mask_outside(positions: Int[Tensor, " T"], first: int, stop: int) -> Bool[Te
 
 
 def mask_until(positions: Int[Tensor, " T"], last: int) -> Bool[Tensor, " T"]:
-    """Marks what lies at `last` or before."""
+    """Mask of positions up to `last`, inclusive."""
     if positions.device.type != "cpu":
         return positions <= last
     return torch.from_numpy(positions.numpy() <= last)
 
 
 def mask_of(chosen: Int64[Tensor, " N"], size: int) -> Bool[Tensor, " T"]:
-    """Marks the chosen of `size` entries."""
+    """Mask of `size` entries that is true at the given indices."""
     if chosen.device.type != "cpu":
         return torch.zeros(size, dtype=torch.bool, device=chosen.device).index_fill(0, chosen, 1)
     marks = np.zeros(size, np.bool_)
@@ -67,21 +67,21 @@ def mask_of(chosen: Int64[Tensor, " N"], size: int) -> Bool[Tensor, " T"]:
 
 
 def unmasked_indices(marks: Bool[Tensor, " T"]) -> Int64[Tensor, " N"]:
-    """The entries that are not marked, ascending."""
+    """Indices where the mask is false, ascending."""
     if marks.device.type != "cpu":
         return torch.nonzero(~marks).flatten()
     return torch.from_numpy(np.flatnonzero(~marks.numpy()))
 
 
 def sorted_places(wanted: Int64[Tensor, " N"], held: Int64[Tensor, " T"]) -> Int64[Tensor, " N"]:
-    """Where each number stands, or would stand, in an ascending row."""
+    """Insertion index of each number in an ascending tensor."""
     if held.device.type != "cpu":
         return torch.searchsorted(held, wanted)
     return torch.from_numpy(np.searchsorted(held.numpy(), wanted.numpy()))
 
 
 def are_in_range(numbers: Int64[Tensor, " N"], stop: int) -> bool:
-    """Whether all lie in [0, stop)."""
+    """True if all numbers lie in [0, stop)."""
     if not len(numbers):
         return True
     if numbers.device.type != "cpu":
@@ -91,7 +91,7 @@ def are_in_range(numbers: Int64[Tensor, " N"], stop: int) -> bool:
 
 
 def is_in_sorted(wanted: Int64[Tensor, " N"], held: Int64[Tensor, " T"]) -> Bool[Tensor, " N"]:
-    """Which numbers an ascending row holds."""
+    """Mask of the numbers that an ascending tensor contains."""
     if not len(held):
         return torch.zeros_like(wanted, dtype=torch.bool)
     if held.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Smoothing scores over neighbors."""
+"""Pooling of scores over neighboring entries."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from larder.core.errors import BadParameter
 
 
 def running_max(scores: Float[Tensor, " S"], width: int) -> Float[Tensor, " S"]:
-    """The highest of each score and its neighbors, `width` in all; fewer at the ends.
+    """Maximum over a centered window of `width` scores; shorter at the ends.
 
     Raises:
-        BadParameter: `width` is even, so that neighbors would not lie evenly on both sides.
+        BadParameter: `width` is even, so that the window has no center.
     """
     _check(width)
     if not len(scores):
@@ -22,7 +22,7 @@ def running_max(scores: Float[Tensor, " S"], width: int) -> Float[Tensor, " S"]:
 
 
 def running_mean(scores: Float[Tensor, "*rows S"], width: int) -> Float[Tensor, "*rows S"]:
-    """The mean of each score of a row and its neighbors, `width` in all; beyond the ends is 0.
+    """Mean over a centered window of `width` scores; zeros beyond the ends.
 
     Raises:
         BadParameter: `width` is even.

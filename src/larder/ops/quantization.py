@@ -1,13 +1,13 @@
-"""Rounding numbers to codes of a few bits, asymmetric and uniform.
+"""Asymmetric uniform quantization of rows to codes of a few bits.
 
-A group of numbers has one offset and one scale, and a number becomes the code whose value
-offset + scale x code is nearest. Zirui Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit
+A group of numbers has one offset (zero point) and one scale, and a number becomes the code whose
+value offset + scale x code is nearest. Zirui Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit
 Quantization for KV Cache" (2024), arXiv:2402.02750, section 3.1. What differs: offset and scale are
-rounded to float16 first, outwards, so that they still span the group, and codes are chosen for the
-rounded ones. So no number is off by more than half a step, except in groups of equal numbers: their
-scale is 0, and they are off by the rounding of their offset.
+rounded to float16 first, outwards, so that they still span the group, and codes are computed with
+the rounded values. So the error is at most half a step, except in groups of equal numbers: their
+scale is 0, and the error is the rounding of their offset.
 
-Packed codes lie in planes: with n codes to a byte and B bytes, byte i holds channels i, i + B,
+Codes are packed in planes: with n codes to a byte and B bytes, byte i holds channels i, i + B,
 i + 2B, ..., the first in the lowest bits, so that unpacking reads and writes runs of memory.
 """
 
@@ -25,27 +25,27 @@ from larder.core.codec import QuantizationScheme, ScaleGranularity
 from larder.core.errors import CacheError
 from larder.ops.packing import starts_of
 
-FLOAT16_MAX = 65504.0  # of float16
+FLOAT16_MAX = 65504.0
 
 
 def check_range(numbers: Float[Tensor, "*shape"]) -> None:
-    """See that numbers can be rounded.
+    """Check that numbers can be quantized.
 
     Raises:
-        CacheError: one is not finite, or beyond what an offset in float16 can be.
+        CacheError: one is not finite, or beyond the range of float16.
     """
     if bool(((numbers.abs() <= FLOAT16_MAX).logical_not()).any()):
         largest = float(numbers.abs().max())
         raise CacheError(
-            f"Numbers up to {largest:g} were to be rounded, but offsets are float16 and reach "
-            f"{FLOAT16_MAX:g}: keep such entries at full precision."
+            f"Numbers up to {largest:g} cannot be quantized, because offsets are float16 and "
+            f"reach {FLOAT16_MAX:g}: keep such entries at full precision."
         )
 
 
 def scales_and_offsets(
     lows: Float[Tensor, "*groups"], highs: Float[Tensor, "*groups"], bits: int
 ) -> tuple[Float16[Tensor, "*groups"], Float16[Tensor, "*groups"]]:
-    """Offset and scale of groups whose numbers span [low, high]; the codes reach both ends."""
+    """Offset and scale of groups whose numbers span [low, high]; the codes cover both ends."""
     same = lows == highs
     offsets = torch.where(same, lows.half(), _round_down_float16(lows))
     steps = (highs - offsets.to(highs.dtype)) / (2**bits - 1)
@@ -58,7 +58,7 @@ def quantize(
     scales: Float16[Tensor, "*shape"],
     bits: int,
 ) -> UInt8[Tensor, "*shape"]:
-    """The nearest code of each number; 0 where the scale is 0."""
+    """Nearest code of each number; 0 where the scale is 0."""
     steps = scales.to(numbers.dtype)
     codes = (numbers - offsets.to(numbers.dtype)) / torch.where(steps == 0, 1.0, steps)
     codes = codes.round().clamp(0, 2**bits - 1).masked_fill(steps == 0, 0)
@@ -70,12 +70,12 @@ def dequantize(
     offsets: Float16[Tensor, "*shape"],
     scales: Float16[Tensor, "*shape"],
 ) -> Float[Tensor, "*shape"]:
-    """What codes stand for, in float32."""
+    """Numbers of codes, in float32."""
     return offsets.float() + scales.float() * codes
 
 
 def pack_codes(codes: UInt8[Tensor, "N W"], bits: int) -> UInt8[Tensor, "N B"]:
-    """Codes of W channels in as few bytes as hold them."""
+    """Codes of W channels packed into bytes."""
     planes = 8 // bits
     size = math.ceil(codes.shape[1] / planes)
     whole = codes.new_zeros(len(codes), planes * size)
@@ -88,20 +88,20 @@ def pack_codes(codes: UInt8[Tensor, "N W"], bits: int) -> UInt8[Tensor, "N B"]:
 
 
 def unpack_codes(stored: UInt8[Tensor, "N B"], bits: int, width: int) -> UInt8[Tensor, "N W"]:
-    """The codes of `width` channels out of their bytes."""
+    """Codes of `width` channels from packed bytes."""
     planes = [stored >> (bits * plane) & (2**bits - 1) for plane in range(8 // bits)]
     return torch.cat(planes, dim=1)[:, :width]
 
 
 def _round_down_float16(numbers: Float[Tensor, "*shape"]) -> Float16[Tensor, "*shape"]:
-    """The largest float16 that is not above each number."""
+    """Largest float16 not above each number."""
     near = numbers.half()
     above = near.to(numbers.dtype) > numbers
     return torch.where(above, _next_below(near), near)
 
 
 def _next_below(numbers: Shaped[Tensor, "*shape"]) -> Float16[Tensor, "*shape"]:
-    """By their bits: one less moves a positive float16 towards 0, a negative one away from it."""
+    """Next smaller float16: bits minus one for positive numbers, plus one for negative ones."""
     bits = numbers.view(torch.int16)
     below = torch.where(numbers > 0, bits - 1, bits + 1)
     tiniest_negative = torch.full_like(bits, -(2**15) + 1)
@@ -113,15 +113,17 @@ MIN_FACTOR = 2.0**-8  # of the largest; divided by less, ordinary keys would lea
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Rows of numbers, group after group; W of D channels are stored.
+    """Quantized rows, group by group; W of D channels are stored.
 
     Args:
-        stored: packed codes [T, B], or where a manner has no bits the numbers [T, W].
-        offsets, scales: per group and channel [G, W], or per entry and piece [T, W / group].
-        channels: which are stored, ascending [G, W]; empty where all are.
-        factors: what was divided by before rounding [G, W]; empty where nothing was.
-        spots: row x W + channel of each number held apart, ascending.
-        strays: those numbers.
+        manner: the quantization scheme.
+        stored: packed codes [T, B], or the numbers [T, W] if the scheme has no bits.
+        offsets, scales: per group and channel [G, W], or per entry and channel group
+            [T, W / group].
+        channels: indices of the stored channels, ascending [G, W]; empty if all are stored.
+        factors: divisors applied before quantization [G, W]; empty if there are none.
+        spots: row x W + channel of each outlier, ascending.
+        strays: outliers, stored at half precision.
     """
 
     manner: QuantizationScheme
@@ -135,27 +137,28 @@ class QuantizedRows:
 
     @staticmethod
     def nothing(manner: QuantizationScheme, like: Tensor) -> QuantizedRows:
-        """No row; numbers that stay as they are have the type of `like`."""
+        """Empty rows; numbers without quantization get the dtype of `like`."""
         none = like.new_zeros(0, manner.head_dim, dtype=torch.promote_types(like.dtype, torch.half))
         counts = torch.zeros(0, dtype=torch.int64)
         return quantize_rows(none, counts, manner, none.new_empty(0, 0), like.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them by name."""
+        """Tensors by field name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "manner"}
 
     def decoded(
         self, rows: Int64[Tensor, " N"], groups: Int64[Tensor, " N"]
     ) -> Float[Tensor, "N D"]:
-        """The numbers of any rows, each once, of these groups; float32 where they were rounded."""
+        """Numbers of some distinct rows of the given groups; float32 if they were quantized."""
         manner, rows = self.manner, rows.to(self.stored.device)
         groups = groups.to(rows.device)
         if manner.bits:
-            shared = [self._by_number(part, rows, groups) for part in (self.offsets, self.scales)]
+            offsets = self._expanded(self.offsets, rows, groups)
+            scales = self._expanded(self.scales, rows, groups)
             codes = unpack_codes(self.stored[rows], manner.bits, manner.channels)
-            numbers = dequantize(codes, *shared)
-            at, channels, strays = self._strays(rows)
-            numbers[at, channels] = strays.float()
+            numbers = dequantize(codes, offsets, scales)
+            at, channels, outliers = self._outliers(rows)
+            numbers[at, channels] = outliers.float()
         else:
             numbers = self.stored[rows]
         if len(self.factors):
@@ -166,10 +169,10 @@ class QuantizedRows:
         return whole.scatter_(1, self.channels[groups].long(), numbers)
 
     def select(self, rows: Int64[Tensor, " N"], groups: Int64[Tensor, " M"]) -> QuantizedRows:
-        """Only these rows of these groups, both ascending, to the bit as they are."""
+        """Some rows of some groups, both ascending, without requantization."""
         rows, groups = rows.to(self.stored.device), groups.to(self.stored.device)
         shared = groups if self.manner.sharing is ScaleGranularity.CHANNEL else rows
-        at, channels, strays = self._strays(rows)
+        at, channels, outliers = self._outliers(rows)
         return QuantizedRows(
             self.manner,
             self.stored[rows],
@@ -178,18 +181,18 @@ class QuantizedRows:
             self.channels[groups] if len(self.channels) else self.channels.clone(),
             self.factors[groups] if len(self.factors) else self.factors.clone(),
             (at * self.manner.channels + channels).int(),
-            strays,
+            outliers,
         )
 
-    def _by_number(
+    def _expanded(
         self, shared: Float16[Tensor, "P V"], rows: Tensor, groups: Tensor
     ) -> Float16[Tensor, "N _"]:
         if self.manner.sharing is ScaleGranularity.CHANNEL:
             return shared[groups]
         return _expand_groups(shared[rows], self.manner)
 
-    def _strays(self, rows: Int64[Tensor, " N"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Numbers held apart in some rows: where in `rows`, in which channel, and they."""
+    def _outliers(self, rows: Int64[Tensor, " N"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Outliers of some rows: index in `rows`, channel, and number of each."""
         if not len(self.spots) or not len(rows):
             none = rows.new_empty(0)
             return none, none, self.strays[:0].clone()
@@ -205,7 +208,7 @@ class QuantizedRows:
 
 
 def concat_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows:
-    """Rows and groups of several, one after the other."""
+    """Concatenated rows and groups."""
     shifts = [sum(len(part.stored) for part in parts[:i]) for i in range(len(parts))]
     moved = [
         replace(part, spots=part.spots + shift * part.manner.channels)
@@ -224,16 +227,16 @@ def quantize_rows(
     weights: Float[Tensor, "K D1"],
     dtype: torch.dtype,
 ) -> QuantizedRows:
-    """Round rows that lie group after group.
+    """Quantized rows, given group by group.
 
     Args:
-        numbers: at least as exact as float32 where they are rounded.
+        numbers: in float32 or higher precision if the scheme has bits.
         counts: rows of each group, at least 1; in host memory.
-        weights: of the channels in each group [G, D]; empty where a group goes by its own numbers.
-        dtype: of numbers that stay as they are.
+        weights: of the channels in each group [G, D]; empty to use the group's own numbers.
+        dtype: of numbers without quantization.
 
     Raises:
-        CacheError: numbers beyond float16 were to be rounded.
+        CacheError: a number to quantize is beyond the range of float16.
     """
     groups = _Groups.of(counts, numbers.device)
     none = numbers.new_empty(0, manner.channels)
@@ -244,8 +247,16 @@ def quantize_rows(
         numbers = numbers.gather(1, channels[groups.own])
     if not manner.bits:
         stored, spots = numbers.to(dtype).clone(), numbers.new_empty(0, dtype=torch.int32)
-        shared = none.half(), none.half(), channels.short(), factors
-        return QuantizedRows(manner, stored, *shared, spots, spots.half())
+        return QuantizedRows(
+            manner=manner,
+            stored=stored,
+            offsets=none.half(),
+            scales=none.half(),
+            channels=channels.short(),
+            factors=factors,
+            spots=spots,
+            strays=spots.half(),
+        )
     if manner.balance:
         weighed = weights if len(weights) else numbers[groups.rows].abs().amax(1)
         factors = _balance_factors(weighed, manner)
@@ -256,12 +267,12 @@ def quantize_rows(
 
 @dataclass(frozen=True)
 class _Groups:
-    """Rows that lie group after group.
+    """Index of rows that are stored group by group.
 
     Args:
         counts: rows of each group, in host memory.
-        rows: those of every group; smaller groups repeat their last, which changes no range.
-        own: the group of each row.
+        rows: row indices of every group; smaller groups repeat their last, which changes no range.
+        own: group of each row.
     """
 
     counts: Int64[Tensor, " G"]
@@ -284,23 +295,33 @@ def _quantize_groups(
     channels: Int16[Tensor, "G1 W1"],
     factors: Float16[Tensor, "G2 W2"],
 ) -> QuantizedRows:
-    """Numbers that were thinned and divided already, those that stand out held apart."""
-    far, calm = _find_outliers(numbers, groups, manner)
-    offsets, scales = scales_and_offsets(*_group_ranges(calm, groups.rows, manner), manner.bits)
+    """Quantized rows of selected channels that were divided by their factors."""
+    is_outlier, inliers = _find_outliers(numbers, groups, manner)
+    lows, highs = _group_ranges(inliers, groups.rows, manner)
+    offsets, scales = scales_and_offsets(lows, highs, manner.bits)
     if manner.sharing is ScaleGranularity.CHANNEL:
-        codes = quantize(calm, offsets[groups.own], scales[groups.own], manner.bits)
+        codes = quantize(inliers, offsets[groups.own], scales[groups.own], manner.bits)
     else:
-        spread = _expand_groups(offsets, manner), _expand_groups(scales, manner)
-        codes = quantize(calm, *spread, manner.bits)
-    stored = pack_codes(codes.masked_fill(far, 0), manner.bits)
-    spots = far.flatten().nonzero().flatten()
-    strays = numbers.flatten()[spots].half()
-    shared = offsets, scales, channels, factors
-    return QuantizedRows(manner, stored, *shared, spots.int(), strays)
+        expanded_offsets, expanded_scales = (
+            _expand_groups(offsets, manner),
+            _expand_groups(scales, manner),
+        )
+        codes = quantize(inliers, expanded_offsets, expanded_scales, manner.bits)
+    spots = is_outlier.flatten().nonzero().flatten()
+    return QuantizedRows(
+        manner=manner,
+        stored=pack_codes(codes.masked_fill(is_outlier, 0), manner.bits),
+        offsets=offsets,
+        scales=scales,
+        channels=channels,
+        factors=factors,
+        spots=spots.int(),
+        strays=numbers.flatten()[spots].half(),
+    )
 
 
 def _energy(numbers: Float[Tensor, "N D"], groups: _Groups) -> Float[Tensor, "G D"]:
-    """The sum of squares of each channel in each group."""
+    """Sum of squares of each channel in each group."""
     sums = numbers.new_zeros(len(groups.counts), numbers.shape[1])
     return sums.index_add_(0, groups.own, numbers.square())
 
@@ -308,7 +329,7 @@ def _energy(numbers: Float[Tensor, "N D"], groups: _Groups) -> Float[Tensor, "G 
 def _top_channels(
     weights: Float[Tensor, "G D"], manner: QuantizationScheme
 ) -> Int64[Tensor, "G W"]:
-    """The channels that weigh most, ascending; of equal ones the first."""
+    """Channels with the highest weights, ascending; ties go to the first."""
     order = weights.sort(dim=1, descending=True, stable=True).indices
     return order[:, : manner.channels].sort(dim=1).values
 
@@ -316,7 +337,7 @@ def _top_channels(
 def _balance_factors(
     weights: Float[Tensor, "G D"], manner: QuantizationScheme
 ) -> Float16[Tensor, "G D"]:
-    """Powers of the weights, the largest of a group 1: more would only move the scales."""
+    """Powers of the weights, the largest of a group 1: a common factor would only move scales."""
     largest = weights.amax(1, keepdim=True)
     relative = torch.where(largest > 0, weights / largest, torch.ones_like(weights)).clamp(min=0)
     return relative.pow(manner.balance).clamp(min=MIN_FACTOR).half()
@@ -325,7 +346,7 @@ def _balance_factors(
 def _find_outliers(
     numbers: Float[Tensor, "N W"], groups: _Groups, manner: QuantizationScheme
 ) -> tuple[Tensor, Float[Tensor, "N W"]]:
-    """Which numbers are held apart, and all numbers with medians in their places."""
+    """Mask of the outliers, and the numbers with outliers replaced by medians."""
     rows, counts = groups.rows, groups.counts
     far = torch.zeros_like(numbers, dtype=torch.bool)
     limits = torch.tensor([manner.outlier_count(count) for count in counts.tolist()])
@@ -353,7 +374,7 @@ def _find_outliers(
 def _group_ranges(
     numbers: Float[Tensor, "N W"], rows: Int64[Tensor, "G n"], manner: QuantizationScheme
 ) -> tuple[Float[Tensor, "P V"], Float[Tensor, "P V"]]:
-    """The least and the largest of those numbers that share an offset."""
+    """Minimum and maximum of the numbers that share an offset."""
     if manner.sharing is ScaleGranularity.ENTRY:
         pieces = _channel_groups(numbers, manner)
         return pieces.amin(2), pieces.amax(2)
@@ -363,7 +384,7 @@ def _group_ranges(
 def _channel_groups(
     numbers: Float[Tensor, "N W"], manner: QuantizationScheme
 ) -> Float[Tensor, "N P group"]:
-    """Channels in pieces; the last one repeats its last channel."""
+    """Channels in groups; the last group repeats its last channel."""
     whole = manner.scales_per_entry * manner.group
     last = torch.arange(whole, device=numbers.device).clamp(max=manner.channels - 1)
     return numbers[:, last].unflatten(1, (manner.scales_per_entry, manner.group))

@@ -1,7 +1,8 @@
-"""Attention over entries that are held in few bits, without turning all of them back at once.
+"""Attention over quantized entries, without dequantizing all of them at once.
 
-Groups of entries lie one after the other, those of one kv head in any places. The readable form is
-here, the fast one in `larder.ops.cpu.quantized_attention`; it is taken on a CPU for a few queries.
+Groups of entries are stored end to end; the groups of the kv heads may alternate in any order.
+Reference implementation here; the CPU kernel in `larder.ops.cpu.quantized_attention` is used for a
+few queries.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from larder.ops.cpu import quantized_attention as cpu_quantized_attention
 from larder.ops.packing import starts_of
 from larder.ops.quantization import QuantizedRows
 
-DECODE_CHUNK = 1 << 11  # entries turned back at once: 2 MiB of float32 keys and values of size 128
+DECODE_CHUNK = 1 << 11  # entries dequantized at a time: 2 MiB of float32 keys and values, D = 128
 
 
 @dataclass(frozen=True)
 class QuantizedKV:
-    """Keys and values in few bits.
+    """Quantized keys and values.
 
     Args:
-        lengths: whose each group is, and how many entries it has; in host memory.
+        lengths: kv head and number of entries of each group; in host memory.
     """
 
     keys: QuantizedRows
@@ -36,17 +37,17 @@ class QuantizedKV:
         return int(self.lengths[:, 1].sum())
 
     def groups_of(self, rows: Int64[Tensor, " N"]) -> Int64[Tensor, " N"]:
-        """Which group each row belongs to; in host memory."""
+        """Group of each row; in host memory."""
         return torch.searchsorted(self.lengths[:, 1].long().cumsum(0), rows, right=True)
 
     def heads(self) -> Int64[Tensor, " T"]:
-        """Which kv head each row belongs to; in host memory."""
+        """Kv head of each row; in host memory."""
         return torch.repeat_interleave(self.lengths[:, 0].long(), self.lengths[:, 1])
 
     def decoded(
         self, rows: Int64[Tensor, " N"]
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
-        """Keys and values of some rows, each once."""
+        """Keys and values of some distinct rows."""
         groups = self.groups_of(rows)
         return self.keys.decoded(rows, groups), self.values.decoded(rows, groups)
 
@@ -58,10 +59,11 @@ def quantized_attention(
     scaling: float,
     bias: Float[Tensor, " T"] | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """Attend every query to every entry of its kv head, in float32; as `ragged_attention`."""
+    """`ragged_attention` over quantized entries, in float32."""
     if cpu_quantized_attention.supports(queries, entries.keys, entries.values, num_kv_heads):
-        case = queries, entries.keys, entries.values, entries.lengths, num_kv_heads, scaling, bias
-        return cpu_quantized_attention.quantized_attention(*case)
+        return cpu_quantized_attention.quantized_attention(
+            queries, entries.keys, entries.values, entries.lengths, num_kv_heads, scaling, bias
+        )
     return reference_quantized_attention(queries, entries, num_kv_heads, scaling, bias)
 
 
@@ -72,7 +74,7 @@ def reference_quantized_attention(
     scaling: float,
     bias: Float[Tensor, " T"] | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """`quantized_attention` for every device: `DECODE_CHUNK` entries of a head after the other."""
+    """Reference of `quantized_attention` for every device, in chunks of `DECODE_CHUNK` entries."""
     starts = starts_of(entries.lengths[:, 1].long())
     outs: list[Tensor] = []
     lses: list[Tensor] = []

@@ -1,13 +1,12 @@
-"""Taking rows out of ragged storage without laying it out anew.
+"""Removal of rows from ragged storage in place.
 
     before   [ a b c d e | slack | f g h | slack ]
     remove b, f and h
     after    [ a c d e | slack     | g | slack   ]
 
-What stays of a head moves up within the head's own region, so a step that gives up one entry costs
-a move of what lies behind it; or it moves down to the entry, where less lies before it, and the
-head begins a row later. The readable form is here, the fast one in `larder.ops.cpu.removal`;
-it is taken for contiguous storage on a CPU.
+The kept rows of a head move within the head's own region: either the rows behind a removed entry
+move up, or, if fewer lie before it, those move down and the head starts a row later. Reference
+implementation here; the CPU kernel in `larder.ops.cpu.removal` is used for contiguous storage.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ def remove_rows(
     columns: Float[Tensor, "n C"] | None = None,
     new_starts: Int64[Tensor, " K"] | None = None,
 ) -> None:
-    """Move the kept rows of every head together, in order and in place.
+    """Compact the kept rows of every head, in order and in place.
 
-    Rows that are where they shall be are not touched; what lies around the kept ones is slack
-    afterwards, of any content. A call that raises has changed nothing. One thread at a time
-    may use a storage; different storages are safe from several threads.
+    Rows already in place are not touched; rows around the kept ones become slack with undefined
+    content. A call that raises has changed nothing. One thread at a time may use a storage;
+    different storages are safe from several threads.
 
     Args:
-        tensors: of one storage: keys, values, positions and the like, of any type, [C, ...].
-        starts, lengths: where the heads lie before the removal; int64 in host memory.
+        tensors: of one storage: keys, values, positions and so on, of any type, [C, ...].
+        starts, lengths: rows of the heads before the removal; int64 in host memory.
         kept: indices into the packed entries (head by head, without slack), ascending.
-        new_lengths: how many of `kept` each head has.
-        columns: further numbers of the same rows, one after the other.
-        new_starts: where the kept rows of each head shall lie, in host memory; they must not reach
-            rows of other heads. Left out, where the head lies already.
+        new_lengths: number of kept entries of each head.
+        columns: further numbers of the same rows, one tensor row per column.
+        new_starts: first row of each head afterwards, in host memory; heads must not overlap. By
+            default the present one.
 
     Raises:
         CacheError: the storages do not hold the heads, or `kept` does not fit them.
@@ -55,8 +54,8 @@ def remove_rows(
     new_starts = starts if new_starts is None else new_starts
     _check_storages(storages, starts, lengths)
     _check_counts(lengths, kept, new_lengths)
-    case = storages, starts, lengths, kept, new_lengths, new_starts
-    bad = removal.remove_rows(*case) if removal.supports(storages) else reference_remove_rows(*case)
+    form = removal.remove_rows if removal.supports(storages) else reference_remove_rows
+    bad = form(storages, starts, lengths, kept, new_lengths, new_starts)
     if bad is not None:
         raise _kept_error(bad, lengths)
 
@@ -69,9 +68,10 @@ def reference_remove_rows(
     new_lengths: tuple[int, ...],
     new_starts: Int64[Tensor, " K"],
 ) -> int | None:
-    """`remove_rows` for every device; the first head whose kept entries are wrong, if any is.
+    """Reference of `remove_rows` for every device, one head and storage at a time.
 
-    Copies what it moves, one head and storage at a time.
+    Returns:
+        The first head whose kept entries are invalid, or None.
     """
     offsets = (lengths.cumsum(0) - lengths).tolist()
     owned = list(zip(starts.tolist(), offsets, lengths.tolist(), strict=True))
@@ -93,12 +93,12 @@ def reference_remove_rows(
 
 @dataclass(frozen=True)
 class RemovalPlan:
-    """Where the kept rows of every head shall lie.
+    """Layout of the kept rows after a removal.
 
     Args:
-        starts: where the heads begin, in host memory.
-        room: slack behind the head that has least.
-        rows: how many rows that moves.
+        starts: first row of each head, in host memory.
+        room: least slack behind a head, in rows.
+        rows: number of rows to move.
     """
 
     starts: Int64[Tensor, " K"]
@@ -114,22 +114,23 @@ def plan_removal(
     edges: tuple[int, ...],
     roomy: int,
 ) -> RemovalPlan:
-    """For each head, whether its end moves up or its front down: whichever is less.
+    """Plan that moves either the front or the end of each head, whichever has fewer rows.
 
     Args:
         starts, lengths, kept, new_lengths: as for `remove_rows`; `kept` in host memory.
-        edges: where the regions of the heads begin, and where the last one ends.
-        roomy: slack from which on the front of a head may move.
+        edges: first row of the region of each head, and the end of the last region.
+        roomy: least slack at which the front of a head may move.
 
     Raises:
         CacheError: `kept` does not fit the heads.
     """
     _check_counts(lengths, kept, new_lengths)
-    case = starts, lengths, kept, new_lengths, edges, roomy
-    bad, motion = removal.plan_removal(*case)
+    bad, new_starts, room, rows = removal.plan_removal(
+        starts, lengths, kept, new_lengths, edges, roomy
+    )
     if bad is not None:
         raise _kept_error(bad, lengths)
-    return RemovalPlan(*motion)
+    return RemovalPlan(new_starts, room, rows)
 
 
 def reference_plan_removal(
@@ -140,7 +141,7 @@ def reference_plan_removal(
     edges: tuple[int, ...],
     roomy: int,
 ) -> RemovalPlan:
-    """`plan_removal` of kept entries that fit, one head after the other."""
+    """Reference of `plan_removal` for valid kept entries, head by head."""
     result, room, rows, offset = starts.clone(), [len(kept)], 0, 0
     for h, own in enumerate(kept.split(list(new_lengths))):
         gone, region = int(lengths[h]) - len(own), edges[h + 1] - edges[h]
@@ -164,13 +165,12 @@ def move_rows(
     columns: Float[Tensor, "n C"],
     motion: RemovalPlan,
 ) -> None:
-    """As `remove_rows`, of a motion found for the same heads and kept entries."""
+    """Carry out a plan made for the same heads and kept entries."""
     storages = *tensors, *columns
-    case = storages, starts, lengths, kept, new_lengths, motion.starts
     if removal.supports(storages):
-        removal.move_rows(*case, motion.rows)
+        removal.move_rows(storages, starts, lengths, kept, new_lengths, motion.starts, motion.rows)
     else:
-        reference_remove_rows(*case)
+        reference_remove_rows(storages, starts, lengths, kept, new_lengths, motion.starts)
 
 
 def _kept_error(head: int, lengths: Int[Tensor, " K"]) -> CacheError:

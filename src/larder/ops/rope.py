@@ -1,14 +1,13 @@
-"""Rotary position embedding, and moving keys that were already rotated.
+"""Rotary position embedding (RoPE), and rerotation of keys to new positions.
 
 Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021), arXiv:2104.09864,
-section 3.2. Halves are paired as Hugging Face models pair them: of the first 2 n dimensions, where
-n frequencies are given, d goes with d + n; dimensions behind them stay as they are. A rotation by
-an angle is undone by its negative, so a cached key moves from one position to another by one
-rotation of the difference.
+section 3.2. Halves are paired as in Hugging Face models: with n frequencies, dimension d is paired
+with d + n; dimensions from 2 n on are not rotated. The negative angle undoes a rotation, so a
+cached key moves from one position to another by one rotation by the difference.
 
-An angle is a position times a frequency, rounded to float32, as models compute it. Far into a text
-that rounding is more than a difference of positions would show, so each of the two angles of a
-move is rounded by itself.
+An angle is a position times a frequency, rounded to float32, as models compute it. At large
+positions that rounding is more than a difference of positions would show, so the two angles of a
+move are rounded separately.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def rotate(
     positions: Int[Tensor, " S"],
     radians: Float[Tensor, " half"],
 ) -> Float[Tensor, "K S D"]:
-    """Queries or keys turned to their positions; computed in float32, returned in their type."""
+    """Queries or keys rotated to their positions; computed in float32, returned in their dtype."""
     return _apply_rotation(vectors, _rotation(positions, radians))
 
 
@@ -52,7 +51,7 @@ def rerotate_per_head(
     new: Int[Tensor, "K Q"],
     radians: Float[Tensor, " half"],
 ) -> Float[Tensor, "N Q D"]:
-    """Rotated queries or keys moved to positions that differ from kv head to kv head.
+    """Rotated queries or keys moved to positions that differ per kv head.
 
     Args:
         vectors: the N / K heads of kv head 0, then those of kv head 1, and so on.
@@ -68,9 +67,7 @@ def rotate_per_head(
     positions: Int[Tensor, "K Q"],
     radians: Float[Tensor, " half"],
 ) -> Float[Tensor, "N Q D"]:
-    """Queries or keys turned to positions that differ from kv head to kv head, as
-    `rerotate_per_head`.
-    """
+    """Queries or keys rotated to positions that differ per kv head; see `rerotate_per_head`."""
     each = positions.repeat_interleave(vectors.shape[0] // positions.shape[0], 0).flatten()
     return rotate(vectors.flatten(0, 1)[None], each, radians).view_as(vectors)
 
@@ -78,9 +75,9 @@ def rotate_per_head(
 def unrotate_by_mean(
     keys: Float[Tensor, "S D"], positions: Int[Tensor, " P"], radians: Float[Tensor, " half"]
 ) -> Float[Tensor, "S D"]:
-    """Keys turned back by the mean of the rotations to some positions, in float32.
+    """Keys rotated by the inverse of the mean rotation to some positions, in float32.
 
-    Their product with an unturned query is the mean of those with the query at all positions.
+    Their product with an unrotated query is the mean over the query at all positions.
     """
     cosine, sine = (part.mean(0, keepdim=True) for part in _rotation(positions, radians))
     return _apply_rotation(keys.float()[None], (cosine, -sine))[0]

@@ -1,7 +1,7 @@
-"""Searching stored keys for those with the largest products with a query.
+"""Search of stored keys: largest products with queries, top pages, and nearest neighbors.
 
-Rows of scores are padded: -inf stands where a head has nothing. Ties go to the lower number. The
-readable forms are here, the fast ones, for a CPU, in `larder.ops.cpu.search`.
+Rows of scores are padded with -inf. Ties go to the lower index. Reference implementations here; the
+CPU kernels are in `larder.ops.cpu.search`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def page_max_scores(
     lengths: Int[Tensor, " K"],
     page: int = 1,
 ) -> Float[Tensor, "H N"]:
-    """The largest product of each query with the keys of each page of its kv head.
+    """Largest product of each query with the keys of each page of its kv head.
 
     Args:
         keys: flat storage; kv head h owns rows [starts[h], starts[h] + lengths[h]), and its page p
@@ -42,7 +42,7 @@ def reference_page_max_scores(
     lengths: Int[Tensor, " K"],
     page: int = 1,
 ) -> Float[Tensor, "H N"]:
-    """`page_max_scores` for every device and type: matrix products, in chunks of whole pages."""
+    """Reference of `page_max_scores` for every device and type, in chunks of whole pages."""
     group = queries.shape[0] // lengths.shape[0]
     num_pages = -(-int(lengths.max()) // page)
     bests = queries.new_full((queries.shape[0], num_pages), -torch.inf, dtype=torch.float32)
@@ -62,10 +62,10 @@ def reference_page_max_scores(
 def scatter_page_max(
     scores: Float[Tensor, "H S"], page_of: Int64[Tensor, "K S"], num_pages: int
 ) -> Float[Tensor, "H N"]:
-    """The largest score in each page, where any entries may make one.
+    """Largest score of each page, for pages of arbitrary entries.
 
     Args:
-        page_of: the page of each entry; -1 where a head has no such entry.
+        page_of: page of each entry; -1 where a head has no such entry.
     """
     pages = page_of.repeat_interleave(scores.shape[0] // page_of.shape[0], 0)
     held = scores.masked_fill(pages < 0, -torch.inf)
@@ -74,22 +74,22 @@ def scatter_page_max(
 
 
 def top_rows(scores: Float[Tensor, "F N"], count: int) -> Int64[Tensor, "F P"]:
-    """Numbers of the `count` highest scores of each row, the best first; -1 in place of -inf."""
+    """Indices of the `count` highest scores of each row, highest first; -1 in place of -inf."""
     if scores.device.type == "cpu":
         return fast.top_rows(scores, count)
     return reference_top_rows(scores, count)
 
 
 def reference_top_rows(scores: Float[Tensor, "F N"], count: int) -> Int64[Tensor, "F P"]:
-    """`top_rows` for every device."""
+    """Reference of `top_rows` for every device."""
     values, numbers = torch.sort(scores, dim=1, descending=True, stable=True)
     return numbers[:, :count].masked_fill(values[:, :count].isneginf(), -1)
 
 
 def interleaved(ranked: Int64[Tensor, "H P"], kv_heads: int, count: int) -> Int64[Tensor, "K L"]:
-    """One list per kv head out of those of its query heads.
+    """One ranking per kv head, interleaved from those of its query heads.
 
-    All firsts, then all seconds, and so on; what came before is left out; cut to `count`.
+    All first ranks, then all second ranks, and so on, without duplicates, truncated to `count`.
     """
     if ranked.device.type == "cpu":
         return fast.interleaved(ranked, kv_heads, count)
@@ -99,7 +99,7 @@ def interleaved(ranked: Int64[Tensor, "H P"], kv_heads: int, count: int) -> Int6
 def reference_interleaved(
     ranked: Int64[Tensor, "H P"], kv_heads: int, count: int
 ) -> Int64[Tensor, "K L"]:
-    """`interleaved` for every device."""
+    """Reference of `interleaved` for every device."""
     group = ranked.shape[0] // kv_heads
     width = min(count, group * ranked.shape[1])
     united = torch.full((kv_heads, width), -1, device=ranked.device)
@@ -124,17 +124,17 @@ def nearest_rows(
     marked: Bool[Tensor, " T"],
     asked: Int64[Tensor, " F"],
 ) -> tuple[Float[Tensor, " F"], Int64[Tensor, " F"]]:
-    """For every asked entry, the marked one of its head that is most alike.
+    """Nearest marked entry of the same head, by cosine, for each of some entries.
 
     Args:
         rows: flat storage of keys or values; kv head h owns [starts[h], starts[h] + lengths[h]).
         starts, lengths: int64 in host memory.
-        marked: which packed entries may be found.
+        marked: mask of the packed entries that are candidates.
         asked: packed entries, ascending; none of them marked.
 
     Returns:
-        The cosine, and the packed index of what was found: of equals the first. -inf and -1 where
-        no entry of the head is marked.
+        Cosine and packed index of the nearest entry, the first of equals; -inf and -1 if no entry
+        of the head is marked.
     """
     if fast.supports_nearest(rows, len(asked), lengths.shape[0]):
         return fast.nearest_rows(rows, starts, lengths, marked, asked)
@@ -148,7 +148,7 @@ def reference_nearest_rows(
     marked: Bool[Tensor, " T"],
     asked: Int64[Tensor, " F"],
 ) -> tuple[Float[Tensor, " F"], Int64[Tensor, " F"]]:
-    """`nearest_rows` for every device and type: a matrix product per head, in chunks."""
+    """Reference of `nearest_rows` for every device and type: a matrix product per head, chunked."""
     cosines: list[Tensor] = [rows.new_empty(0, dtype=torch.float32)]
     places: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=rows.device)]
     first = 0

@@ -1,4 +1,4 @@
-"""Choosing the best, the same way every time."""
+"""Deterministic top-k selection: ties go to the earlier index."""
 
 from __future__ import annotations
 
@@ -10,26 +10,23 @@ from larder.ops.cpu import topk
 
 
 def top_mask(scores: Float[Tensor, " T"], count: int) -> Bool[Tensor, " T"]:
-    """Marks the `count` highest scores. Equal scores: the earlier index wins."""
+    """Mask of the `count` highest scores."""
     return top_masks(scores[None], count)[0]
 
 
 def top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor, "K S"]:
-    """`top_mask` of every row.
-
-    The readable form is here, the fast one, for host memory, in `larder.ops.cpu.topk`.
-    """
+    """`top_mask` of every row; by the kernel in `larder.ops.cpu.topk` where it applies."""
     if topk.supports(scores, count):
         return topk.top_masks(scores, count)
     return reference_top_masks(scores, count)
 
 
 def reference_top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor, "K S"]:
-    """`top_masks` for every device and any count."""
+    """Reference of `top_masks` for every device and count."""
     rejected = scores.shape[1] - max(count, 0)
     if rejected <= 0:
         return torch.ones_like(scores, dtype=torch.bool)
-    # The best of the rejected: what is above it stays, and of its equals the earliest.
+    # Highest rejected score: all above it are selected, and of its equals the earliest.
     edge = torch.kthvalue(scores, rejected, dim=1, keepdim=True).values
     keep, equal = scores > edge, scores == edge
     wanted = count - keep.sum(1, keepdim=True)
@@ -44,13 +41,13 @@ def top_per_head(
 ) -> Int64[Tensor, " N"]:
     """Indices, ascending, of the `count` highest scores of every head.
 
-    A head with fewer entries keeps all. Equal scores: the earlier index wins. The readable form is
-    here, the fast one, for the few that go in a decode step on a CPU, in `larder.ops.cpu.topk`.
+    A head with fewer entries keeps all. The kernel in `larder.ops.cpu.topk` is used where few
+    entries are rejected, as in a decode step.
 
     Args:
         scores: head by head, without NaN.
-        lengths: how many of them each head has.
-        spared: which of them stand above all others, as if their scores were infinite.
+        lengths: number of scores of each head.
+        spared: mask of entries that rank above all others, as if their scores were infinite.
     """
     if topk.supports_per_head(scores, lengths, count):
         return topk.top_per_head(scores, lengths, count, spared)
@@ -63,7 +60,7 @@ def reference_top_per_head(
     count: int,
     spared: Bool[Tensor, " T"] | None = None,
 ) -> Int64[Tensor, " N"]:
-    """`top_per_head` for every device and any number that go."""
+    """Reference of `top_per_head` for every device and count."""
     if spared is not None:
         scores = scores.masked_fill(spared, torch.inf)
     if len(set(lengths)) == 1:

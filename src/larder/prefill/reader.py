@@ -63,8 +63,10 @@ class PrefillReader:
             self.decoder.read(rows, Mode.APPEND, observer)
             return
         start = lanes[0].cache.next_position
-        surprise = self.decoder.weigh(rows, Mode.APPEND, observer)
-        for row, surprises in zip(rows, surprise, strict=True):
+        surprise row, surprises in zip(
+            rows, self.decoder.forward_surprise(rows, Mode.APPEND, observer)
+        for row, surprises in zip(rows, surprise, strict=True
+        ):
             for layer in self.quotas:
                 record_surprise(row.cache, layer, start, surprises)
 
@@ -180,7 +182,7 @@ class PrefillReader:
 
 def _rows(caches: Sequence[SequenceCache], ids: tuple[int, ...]) -> list[BatchSegment]:
     """Rows with the same text for every cache."""
-    return [BatchSegment(cache, ids, coming=AppendKind.TEXT) for cache in caches]
+    return [BatchSegment(cache, ids, append_kind=AppendKind.TEXT) for cache in caches]
 
 
 def greedy_tokens(

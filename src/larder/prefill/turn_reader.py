@@ -197,7 +197,7 @@ class TurnReader:
         answer_tokens: int,
         eviction: DecodeEviction | None,
     ) -> None:
-        row = BatchSegment(self.cache, ids, coming=coming)
+        row = BatchSegment(self.cache, ids, append_kind=coming)
         self._decoder.read([row], Mode.APPEND, self._observer(row, answer_tokens, eviction))
 
     def _block_end(self, more: tuple[int, ...] = ()) -> Steps[None]:

@@ -293,7 +293,7 @@ def decode_planner(
         tokens,
         tuple(quotas for _, quotas in ready),
         starts,
-        runtime.decoder.foresee,
+        runtime.decoder.predict_surprise,
         recall_budget_tokens(policy),
         block_tokens(policy) - 1,
     )

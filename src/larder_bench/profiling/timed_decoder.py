@@ -61,12 +61,12 @@ class TimedDecoder(Decoder):
         super().read(rows, mode, watch, needs)
         self._count(mode, watch, started)
 
-    def weigh(
+    def forward_surprise(
         self, rows: Sequence[BatchSegment], mode: Mode, observer: Observer | None = None
     ) -> list[torch.Tensor]:
         """What follows the last look is for the policy, too, but for the rest of one layer."""
         watch, started = self._watch(observer), self.clock()
-        surprises = super().weigh(rows, mode, watch)
+        surprises = super().forward_surprise(rows, mode, watch)
         watch.seconds += self.clock() - watch.stopped
         self._count(mode, watch, started)
         return surprises

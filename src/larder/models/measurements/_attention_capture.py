@@ -1,4 +1,4 @@
-"""One pass of a text through a model whose layers are looked at as they go by."""
+"""Capture of the attention inputs of each managed layer during one forward."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from larder.core.types import Keys, Queries, Values
 from larder.models.decoder import Decoder
 from larder.ops.attention import causal_attention
 
-CHUNK_TOKENS = 128  # queries whose weights are held at once
+CHUNK_TOKENS = 128  # queries whose weights are in memory at a time
 TINY = 1e-30  # for outputs that are all zeros
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What a managed layer attends with: token t of the text is row t of each."""
+    """Queries, keys and values of one managed layer; row t of each belongs to token t."""
 
     queries: Queries
     keys: Keys
@@ -27,7 +27,7 @@ class AttentionInputs:
     scaling: float
 
     def weights(self, rows: Int[Tensor, " Q"]) -> Float[Tensor, "H Q S"]:
-        """Softmax weights of some tokens on all tokens up to the last of these."""
+        """Softmax weights of the queries `rows` over all tokens up to the last of them."""
         seen = int(rows.max()) + 1
         groups = self.queries[:, rows].float().unflatten(0, (self.keys.shape[0], -1))
         keys = self.keys[:, None, :seen].float()
@@ -35,13 +35,13 @@ class AttentionInputs:
         later = torch.arange(seen, device=rows.device) > rows[:, None]
         return logits.masked_fill(later, -torch.inf).softmax(-1).flatten(0, 1)
 
-    def squares(
+    def squared_errors(
         self, rows: Int[Tensor, " Q"], seen: Bool[Tensor, "Q S"]
     ) -> tuple[Float[Tensor, " K"], Float[Tensor, " K"]]:
-        """How much the outputs of some tokens change if they see no more than is marked.
+        """Squared change of the outputs of some tokens under a mask, and squared outputs.
 
         Returns:
-            For each kv head the sum of squares of the change, and that of the outputs.
+            For each kv head both sums of squares.
         """
         weights = self.weights(rows)
         marked = weights * seen[:, : weights.shape[2]]
@@ -54,7 +54,7 @@ class AttentionInputs:
 
 
 class AttentionCapture:
-    """Answers for every layer with plain causal attention, and shows the managed ones."""
+    """Plain causal attention that passes the inputs of managed layers to a callback."""
 
     def __init__(self, decoder: Decoder, show: Callable[[int, AttentionInputs], None]) -> None:
         self._managed = {layer.index for layer in decoder.spec.managed}
@@ -80,7 +80,7 @@ class AttentionCapture:
 def capture_attention(
     decoder: Decoder, ids: tuple[int, ...], show: Callable[[int, AttentionInputs], None]
 ) -> None:
-    """Read a text, and show each managed layer by its index as it is reached."""
+    """Forward a text, and call `show` with each managed layer's index and inputs."""
     device = decoder.spec.device
     decoder.body(
         input_ids=torch.tensor([ids], device=device),
@@ -91,5 +91,5 @@ def capture_attention(
 
 
 def flatten_layers(decoder: Decoder, numbers: dict[int, list[float]]) -> tuple[float, ...]:
-    """The numbers of each managed layer, one layer after the other."""
+    """Numbers of all managed layers, in layer order."""
     return tuple(value for layer in decoder.spec.managed for value in numbers[layer.index])

@@ -1,7 +1,7 @@
-"""A text with sentences hidden in it that are asked for behind it, the answers written out.
+"""Needle passage: a text with hidden sentences, followed by questions with their answers.
 
-The sentences and the text around them are made from the bundled text, so that nothing is
-downloaded. Answers stand in the text, so no model has to get them right to be measured.
+Sentences and surrounding text come from the bundled text, so nothing is downloaded. The answers are
+part of the text, so that a model can be measured whether or not it would answer correctly.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ class HiddenNeedle:
 
     Args:
         needle: tokens [start, stop) of the sentence.
-        asking: the tokens from which the tokens of the answer are predicted.
+        predicting: indices of the tokens that predict the tokens of the answer.
     """
 
     needle: tuple[int, int]
-    asking: tuple[int, ...]
+    predicting: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class NeedlePassage:
-    """The whole text, and what is hidden in it."""
+    """Token ids of the passage, with its hidden sentences."""
 
     ids: tuple[int, ...]
-    hidden: tuple[HiddenNeedle, ...]
+    needles: tuple[HiddenNeedle, ...]
 
     @property
-    def asking(self) -> tuple[int, ...]:
-        """All tokens that predict a token of an answer."""
-        return tuple(token for each in self.hidden for token in each.asking)
+    def predicting(self) -> tuple[int, ...]:
+        """Indices of all tokens that predict a token of an answer."""
+        return tuple(token for each in self.needles for token in each.predicting)
 
 
 @dataclass(frozen=True)
 class NeedleSettings:
-    """How a passage is made.
+    """Settings of a needle passage.
 
     Args:
-        tokens: length of the text that sentences are hidden in.
-        count: of hidden sentences, evenly spread.
-        words: in the answer to each.
+        tokens: length of the text around the sentences.
+        count: number of hidden sentences, evenly spread.
+        words: number of words in each answer.
     """
 
     tokens: int = 1536
@@ -62,11 +62,11 @@ class NeedleSettings:
     def __post_init__(self) -> None:
         if self.tokens < self.count or self.count < 1 or self.words < 1:
             raise BadParameter(
-                f"Needles need a count and words of 1 or more, and tokens for each, got {self}."
+                f"Needles need count >= 1, words >= 1 and tokens >= count, got {self}."
             )
 
     def passage(self, sample: SampleText) -> NeedlePassage:
-        """The text with the sentences in it, and all questions behind it."""
+        """Text with the hidden sentences, followed by all questions and answers."""
         names, answers = self._drawn(sample)
         text, ids = sample.ids(self.tokens), list[int]()
         needles: list[tuple[int, int]] = []
@@ -77,18 +77,18 @@ class NeedleSettings:
             ids += [*sample.encode(NEEDLE_TEMPLATE.format(name=name)), *answer, *sample.encode(".")]
             needles.append((start, len(ids)))
             ids += text[sum(cuts) // 2 : cuts[1]]
-        asking: list[tuple[int, ...]] = []
+        predicting: list[tuple[int, ...]] = []
         for name, answer in zip(names, answers, strict=True):
             ids += sample.encode(QUESTION_TEMPLATE.format(name=name))
-            asking.append(tuple(range(len(ids) - 1, len(ids) - 1 + len(answer))))
+            predicting.append(tuple(range(len(ids) - 1, len(ids) - 1 + len(answer))))
             ids += [*answer, *sample.encode(".")]
-        pairs = zip(needles, asking, strict=True)
+        pairs = zip(needles, predicting, strict=True)
         return NeedlePassage(
             tuple(ids), tuple(HiddenNeedle(needle, rows) for needle, rows in pairs)
         )
 
     def _drawn(self, sample: SampleText) -> tuple[list[str], list[Sequence[int]]]:
-        """Who keeps the words, and the words as tokens; all drawn alike for the same text."""
+        """Names and answers as tokens, drawn deterministically from the sample text."""
         source = torch.Generator().manual_seed(SEED)
         order = torch.randperm(len(sample.words), generator=source).tolist()
         drawn = [sample.words[place] for place in order]

@@ -1,7 +1,7 @@
-"""Where heads look in a text of random tokens that is read several times over.
+"""Attention between the repetitions of a random text.
 
 Tang et al., "RazorAttention: Efficient KV Cache Compression Through Retrieval Heads" (2024),
-arXiv:2407.15891, section 3.2, takes 2500 tokens four times.
+arXiv:2407.15891, section 3.2, uses 2500 tokens, repeated four times.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ SEED = 0
 
 @dataclass(frozen=True)
 class RepeatedText(Measurement):
-    """The weight that a token gives to one place in each earlier reading, on average over tokens.
+    """Mean attention weight of a token on one position of each earlier repetition.
 
-    One number per kv head, the highest of its query heads.
+    One number per kv head, the maximum over its query heads.
 
     Args:
-        tokens: length of the text that is repeated. Drawn from the tokens of the bundled text, each
-            once before any comes again, so that special tokens take no part.
-        times: how often it is read.
+        tokens: length of the repeated text. Drawn from the tokens of the bundled text, each once
+            before any repeats, so that special tokens do not occur.
+        times: number of repetitions.
     """
 
     tokens: int = 500
     times: int = 4
     granularity = Granularity.KV_HEAD
-    ahead: ClassVar[int]  # how far behind its own place in an earlier reading a token looks
+    offset: ClassVar[int]  # distance from the token's own position in an earlier repetition
 
     def __post_init__(self) -> None:
         if self.tokens < 2 or self.times < 2:
-            raise BadParameter(f"A text of 2 tokens or more is read twice or more, got {self}.")
+            raise BadParameter(f"A repeated text needs tokens >= 2 and times >= 2, got {self}.")
 
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         numbers: dict[int, list[float]] = {}
@@ -58,7 +58,7 @@ class RepeatedText(Measurement):
         return flatten_layers(decoder, numbers)
 
     def _mass(self, shown: AttentionInputs) -> Float[Tensor, " H"]:
-        """Mean over the tokens of all readings but the first."""
+        """Mean over the tokens of all repetitions but the first."""
         device = shown.queries.device
         rows = torch.arange(self.tokens, self.tokens * self.times, device=device)
         sums = torch.zeros(shown.queries.shape[0], dtype=torch.float64, device=device)
@@ -66,14 +66,14 @@ class RepeatedText(Measurement):
         for some in rows.split(CHUNK_TOKENS):
             places = some[:, None] - back  # [Q, readings]
             found = shown.weights(some).gather(
-                2, (places + self.ahead).clamp(min=0).expand(len(sums), -1, -1)
+                2, (places + self.offset).clamp(min=0).expand(len(sums), -1, -1)
             )
             sums += found.masked_fill(places < 0, 0.0).sum((1, 2)).double()
         return (sums / len(rows)).float()
 
 
 def random_tokens(known: tuple[int, ...], tokens: int) -> tuple[int, ...]:
-    """Random tokens, the same for the same vocabulary."""
+    """Random token ids with a fixed seed."""
     source, ids = torch.Generator().manual_seed(SEED), list[int]()
     while len(ids) < tokens:
         ids += [known[place] for place in torch.randperm(len(known), generator=source).tolist()]

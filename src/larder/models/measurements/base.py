@@ -1,4 +1,4 @@
-"""What every measurement can be asked: numbers about a model that no text will change."""
+"""Base of measurements: numbers that describe a model independently of the input text."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SHORTEST_WORD = 4  # letters
 
 
 class Granularity(Enum):
-    """What a measurement has a number for, layer by layer over the managed layers."""
+    """Unit of a measurement: one number per layer, kv head or query head of managed layers."""
 
     LAYER = "layer"
     KV_HEAD = "kv_head"
     QUERY_HEAD = "query_head"
 
     def count(self, layer: LayerSpec) -> int:
-        """Numbers for one layer."""
+        """Count of numbers for one layer."""
         if self is Granularity.LAYER:
             return 1
         return layer.kv_heads if self is Granularity.KV_HEAD else layer.query_heads
@@ -33,7 +33,7 @@ class Granularity(Enum):
 
 @dataclass(frozen=True)
 class SampleText:
-    """The bundled text, for a model's tokenizer.
+    """Bundled calibration text for one tokenizer.
 
     Args:
         encode: token ids of a text.
@@ -47,30 +47,30 @@ class SampleText:
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """Its plain words, each once, in alphabetical order."""
+        """Distinct lower-case words of the text, in alphabetical order."""
         plain = (word for word in self.text.split() if word.isalpha() and word.islower())
         return tuple(sorted({word for word in plain if len(word) >= SHORTEST_WORD}))
 
     def ids(self, tokens: int) -> tuple[int, ...]:
-        """Its first tokens; again from the start where there are not as many."""
+        """First `tokens` ids of the text, which repeats if it is shorter."""
         ids = tuple(self.encode(self.text))
         while len(ids) < tokens:  # a tokenizer with a large vocabulary needs fewer tokens
             ids += ids
         return ids[:tokens]
 
     def known(self) -> tuple[int, ...]:
-        """The token ids that occur in it, each once, in order."""
+        """Distinct token ids of the text, ascending."""
         return tuple(sorted(set(self.encode(self.text))))
 
 
 class Measurement(ABC):
-    """A frozen dataclass; a file that was measured with other parameters is measured anew."""
+    """Base class of measurements: frozen dataclasses whose fields are stored with the values."""
 
     granularity: ClassVar[Granularity]
 
     @abstractmethod
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
-        """Its numbers, layer by layer over the managed layers, and head by head within each.
+        """Numbers in the order of managed layers, then heads.
 
-        Attention of all tokens to all tokens is never held.
+        The attention matrix of all tokens is never in memory.
         """

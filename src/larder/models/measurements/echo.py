@@ -1,9 +1,9 @@
-"""How much of its attention a head gives to where the same token stood before.
+"""Echo score of a head: its attention on earlier occurrences of the same token.
 
 Tang et al., "RazorAttention: Efficient KV Cache Compression Through Retrieval Heads" (2024),
-arXiv:2407.15891, section 3.2: echo heads. Of the query heads that share a kv head the highest
-counts, as Huawei's msModelSlim documents it, which ships the method. It also takes the mean over
-pairs of readings, where ours adds up all earlier readings that a token can look at.
+arXiv:2407.15891, section 3.2: echo heads. The score of a kv head is the maximum over its query
+heads, as documented by Huawei's msModelSlim, which ships the method. It takes the mean over pairs
+of repetitions; here the weights on all earlier repetitions are added up.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from larder.models.measurements._repeated_text import RepeatedText
 
 @dataclass(frozen=True)
 class Echo(RepeatedText):
-    """Weight on the same token in earlier readings of a repeated text."""
+    """Weight on the same token in earlier repetitions of a text."""
 
-    ahead = 0
+    offset = 0
 
 
 Part = Echo

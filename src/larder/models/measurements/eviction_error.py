@@ -1,10 +1,10 @@
-"""How far each layer's attention is off when most of the context has been evicted from it.
+"""Eviction error of a layer: relative change of its attention output after an eviction.
 
 Lin et al., "CompressKV: Semantic Retrieval Heads Know What Tokens are Not Important Before
 Generation" (2025), arXiv:2508.02401: e = |O_cut - O| / |O|, Frobenius norms of a layer's attention
-output. There the cache is cut as the method itself cuts it, for answers to tasks of a benchmark;
-here by what the last tokens of a context look at, all query heads together, and for the tokens of
-the bundled text that follow. No layer is disturbed by what was cut in another.
+output. The paper evicts with its own method and compares answers to benchmark tasks; here the
+attention of the last tokens of a context selects the entries, all query heads together, and the
+following tokens of the bundled text are compared. Layers do not affect each other.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from larder.ops.topk import top_mask
 
 @dataclass(frozen=True)
 class EvictionErrorMeasurement(Measurement):
-    """The change of a layer's output by its size, one number per layer.
+    """Norm of the change of a layer's output over the norm of the output, one number per layer.
 
     Args:
-        context: tokens that are evicted from.
-        kept: how many of them stay, the same for all heads.
-        window: the last of them, which choose, and stay.
-        following: tokens behind them whose attention is compared. They see each other.
+        context: tokens of the context.
+        kept: tokens of it that remain, the same for all heads.
+        window: last tokens of the context, whose attention selects; they remain.
+        following: tokens behind the context whose outputs are compared. They see each other.
     """
 
     context: int = 1024
@@ -48,7 +48,8 @@ class EvictionErrorMeasurement(Measurement):
     def __post_init__(self) -> None:
         if not 1 <= self.window <= self.kept <= self.context or self.following < 1:
             raise BadParameter(
-                f"It needs 1 <= window <= kept <= context and following >= 1, got {self}."
+                "eviction_error needs 1 <= window <= kept <= context and following >= 1, "
+                f"got {self}."
             )
 
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
@@ -63,15 +64,15 @@ class EvictionErrorMeasurement(Measurement):
     def _error(self, shown: AttentionInputs) -> float:
         device, total = shown.queries.device, self.context + self.following
         seen = torch.ones(total, dtype=torch.bool, device=device)
-        seen[: self.context] = self._stays(shown)
+        seen[: self.context] = self._remaining(shown)
         change = whole = 0.0
         for rows in torch.arange(self.context, total, device=device).split(CHUNK_TOKENS):
-            own, out = shown.squares(rows, seen.expand(len(rows), -1))
+            own, out = shown.squared_errors(rows, seen.expand(len(rows), -1))
             change, whole = change + float(own.sum()), whole + float(out.sum())
         return (change / max(whole, TINY)) ** 0.5
 
-    def _stays(self, shown: AttentionInputs) -> Bool[Tensor, " S"]:
-        """The tokens of the context that the last of them look at most."""
+    def _remaining(self, shown: AttentionInputs) -> Bool[Tensor, " S"]:
+        """Mask of the context tokens with most attention from the window, window included."""
         voters = torch.arange(self.context - self.window, self.context, device=shown.queries.device)
         votes = shown.weights(voters).sum((0, 1))
         return top_mask(votes.index_fill(0, voters, torch.inf), self.kept)

@@ -1,8 +1,8 @@
-"""How much of its attention a head gives to what followed the same token before.
+"""Induction score of a head: its attention on the successors of earlier occurrences of a token.
 
 Tang et al., "RazorAttention: Efficient KV Cache Compression Through Retrieval Heads" (2024),
-arXiv:2407.15891, section 3.2: induction heads. The highest of the query heads of a group counts,
-as for `echo`.
+arXiv:2407.15891, section 3.2: induction heads. The score of a kv head is the maximum over its query
+heads, as for `echo`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from larder.models.measurements._repeated_text import RepeatedText
 
 @dataclass(frozen=True)
 class Induction(RepeatedText):
-    """Weight on the token after the same one in earlier readings of a repeated text."""
+    """Weight on the successor of the same token in earlier repetitions of a text."""
 
-    ahead = 1
+    offset = 1
 
 
 Part = Induction

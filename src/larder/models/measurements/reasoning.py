@@ -1,16 +1,16 @@
-"""How hard a head looks at the sentence that a question of two sentences is decided by.
+"""Reasoning score of a head: its highest attention weights on the sentence that decides a question.
 
 Fu et al., "Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated Retrieval
-and Reasoning" (2024), arXiv:2410.19258, HeadKV-R2: two claims are hidden in a text, how old two
-people are, and behind it stands the question who is older. The model answers freely. At each token
-of its answer the k highest weights of a head are taken, k the length of the right claim, and those
-of them that lie inside it count, each divided by k; the token that is written need not be in it. A
-run counts only if the F1 of its answer is above one half, and a head's score is the mean over runs
-of several lengths and depths, as in the released code.
+and Reasoning" (2024), arXiv:2410.19258, HeadKV-R2: two claims about the ages of two people are
+hidden in a text that ends with the question who is older. The model answers freely. At each token
+of its answer, of the k highest weights of a head (k is the length of the correct claim) those
+inside the claim are added up, divided by k; the generated token need not be in the claim. A run
+counts only if the F1 of its answer is above one half, and a head's score is the mean over runs of
+several lengths and depths, as in the released code.
 
-Differences: texts are made from the bundled one, and are shorter; the claims stand side by side,
-the older person first in every other run (inferred); F1 is of tokens; a run that does not count
-adds nothing, but if no run does, all of them count, so that any model can be measured.
+Differences: texts come from the bundled one and are shorter; the claims are adjacent, the older
+person first in every other run (inferred); F1 is over tokens; a run that does not count adds
+nothing, but if no run counts, all of them do, so that any model can be measured.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ SEED = 0
 CLAIM_TEMPLATE = "\n{name} is {age} years old."
 QUESTION_TEMPLATE = "\nWho is older, {one} or {other}? The older one is"
 AGES = (24, 71)  # of the younger and of the older
-RIGHT_F1 = 0.5  # above it an answer is right
+RIGHT_F1 = 0.5  # an answer with a higher F1 is correct
 
 
 @dataclass(frozen=True)
 class ReasoningPrompt:
-    """A text with a question behind it.
+    """Text that ends with a question.
 
     Args:
-        claim: tokens [start, stop) that the answer follows from.
-        answer: the tokens of the right answer.
+        claim: tokens [start, stop) of the claim that decides the question.
+        answer: tokens of the correct answer.
     """
 
     ids: tuple[int, ...]
@@ -54,11 +54,11 @@ class ReasoningPrompt:
 
 @dataclass(frozen=True)
 class Reasoning(Measurement):
-    """Hits of the highest weights in the right claim, one number per query head.
+    """Share of the highest weights inside the correct claim, one number per query head.
 
     Args:
         lengths: of the texts, in tokens.
-        depths: where in each text the claims stand, as fractions of it.
+        depths: positions of the claims, as fractions of the text in [0, 1].
     """
 
     lengths: tuple[int, ...] = (256, 512)
@@ -72,7 +72,7 @@ class Reasoning(Measurement):
             raise BadParameter(f"reasoning.depths must be in [0, 1], got {self.depths}.")
 
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
-        runs = [run_prompt(decoder, riddle) for riddle in self.prompts(sample)]
+        runs = [run_prompt(decoder, prompt) for prompt in self.prompts(sample)]
         counted = [is_right for is_right, _ in runs]
         if not any(counted):
             counted = [True] * len(runs)
@@ -84,7 +84,7 @@ class Reasoning(Measurement):
         return flatten_layers(decoder, means)
 
     def prompts(self, sample: SampleText) -> list[ReasoningPrompt]:
-        """One per length and depth; people are drawn alike for the same text."""
+        """One prompt per length and depth; names are drawn with a fixed seed."""
         source = torch.Generator().manual_seed(SEED)
         order = torch.randperm(len(sample.words), generator=source).tolist()
         names = [sample.words[place].capitalize() for place in order]
@@ -117,9 +117,9 @@ def _reasoning_prompt(
 
 @torch.no_grad()
 def run_prompt(
-    decoder: Decoder, riddle: ReasoningPrompt
+    decoder: Decoder, prompt: ReasoningPrompt
 ) -> tuple[bool, dict[int, Float[Tensor, " H"]]]:
-    """Whether the model's answer is right, and what each head of each layer looked at meanwhile."""
+    """Correctness of the model's answer, and the score of each head of each managed layer."""
     cache = SequenceCache(decoder.spec, CacheForm.DENSE)
     layers = [layer.index for layer in decoder.spec.managed]
     scores: dict[int, Tensor] = {}
@@ -127,24 +127,24 @@ def run_prompt(
     def watch(row: int, layer: int, recorded: LayerActivations) -> None:
         del row
         if layer in layers:
-            hits = _hits(cache, layer, recorded.queries[:, -1], riddle.claim)
+            hits = _hits(cache, layer, recorded.queries[:, -1], prompt.claim)
             scores[layer] = scores.get(layer, 0) + hits
 
-    said: list[int] = []
-    fed = riddle.ids
-    while len(said) < len(riddle.answer):
+    answer: list[int] = []
+    ids = prompt.ids
+    while len(answer) < len(prompt.answer):
         logits = decoder.forward_logits(
-            [BatchSegment(cache, fed)], Mode.APPEND, [len(fed) - 1], watch
+            [BatchSegment(cache, ids)], Mode.APPEND, [len(ids) - 1], watch
         )
-        said.append(int(logits[0].argmax()))
-        fed = (said[-1],)
-    return f1(said, riddle.answer) > RIGHT_F1, scores
+        answer.append(int(logits[0].argmax()))
+        ids = (answer[-1],)
+    return f1(answer, prompt.answer) > RIGHT_F1, scores
 
 
 def _hits(
     cache: SequenceCache, layer: int, queries: Float[Tensor, "H D"], claim: tuple[int, int]
 ) -> Float[Tensor, " H"]:
-    """Of the k highest weights of each head, those inside a claim of k tokens, over k."""
+    """Sum of those of the k highest weights of each head inside a claim of k tokens, over k."""
     entries, spec = cache.entries(layer), cache.spec.layers[layer]
     keys = torch.stack([entries.head_keys(head) for head in range(spec.kv_heads)]).float()
     groups = queries.float().unflatten(0, (spec.kv_heads, -1))  # [K, R, D]
@@ -155,10 +155,10 @@ def _hits(
     return (weights.gather(1, best) * inside).sum(1).double() / k
 
 
-def f1(said: Sequence[int], right: Sequence[int]) -> float:
-    """Of the tokens of an answer, as bags."""
-    common = (Counter(said) & Counter(right)).total()
-    return 2 * common / (len(said) + len(right)) if said or right else 0.0
+def f1(answer: Sequence[int], expected: Sequence[int]) -> float:
+    """F1 of two token multisets, in [0, 1]."""
+    common = (Counter(answer) & Counter(expected)).total()
+    return 2 * common / (len(answer) + len(expected)) if answer or expected else 0.0
 
 
 Part = Reasoning

@@ -1,13 +1,13 @@
-"""How hard a head looks at a text when the model repeats it.
+"""Reconstruction score of a head: its highest attention on a text while the model repeats it.
 
 Kim et al., "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction" (2025),
 arXiv:2505.23416, section 4, context-independent eviction: an entry's score is the highest weight
-that it gets while the text is repeated, as in the scorer `reconstruct`, and a head's score is the
-highest of its entries'. One text is enough, and heads are told apart as DuoAttention does.
+on it while the text is repeated, as in the scorer `reconstruct`, and a head's score is the maximum
+over its entries. One text is enough, and heads are separated as in DuoAttention.
 
-Read as plain text: the bundled text, a request and the text again, where the paper has a book of
-88000 tokens and the model's chat template, and takes chunks of it. The first `sinks` tokens do not
-count, as the paper leaves the system prompt out: what every head looks at tells none from another.
+The input is plain text: the bundled text, a request and the text again; the paper uses chunks of a
+book of 88000 tokens and the model's chat template. The first `sinks` tokens do not count, as the
+paper leaves the system prompt out: what every head attends to does not distinguish heads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REQUEST = "\n\nRepeat the previous context exactly.\n\n"
 
 @dataclass(frozen=True)
 class Reconstruction(Measurement):
-    """The highest weight that a token of the copy gives to one of the original, per kv head.
+    """Highest weight of a token of the copy on a token of the original, per kv head.
 
     Args:
         tokens: length of the text.
@@ -44,7 +44,7 @@ class Reconstruction(Measurement):
 
     def __post_init__(self) -> None:
         if not 0 <= self.sinks < self.tokens:
-            raise BadParameter(f"A text of more tokens than sinks is repeated, got {self}.")
+            raise BadParameter(f"reconstruction needs 0 <= sinks < tokens, got {self}.")
 
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         text, numbers = sample.ids(self.tokens), dict[int, list[float]]()

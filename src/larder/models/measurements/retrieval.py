@@ -1,15 +1,15 @@
-"""How much of its attention a head gives to a hidden sentence while the model repeats from it.
+"""Retrieval score of a head: its attention on a hidden sentence while the model quotes from it.
 
 Wu et al., "Retrieval Head Mechanistically Explains Long-Context Factuality" (2024),
-arXiv:2404.15574, count how often a head's highest weight is on the very token that is written next;
+arXiv:2404.15574, count how often a head's highest weight is on the token that is generated next;
 so do Fu et al., "Not All Heads Matter: A Head-Level KV Cache Compression Method with Integrated
 Retrieval and Reasoning" (2024), arXiv:2410.19258 (HeadKV). Lin et al., "CompressKV: Semantic
 Retrieval Heads Know What Tokens are Not Important Before Generation" (2025), arXiv:2508.02401, add
-up the weights on the whole sentence over all steps that write the answer, as is done here: heads
-that read a sentence without copying from it count too.
+up the weights on the whole sentence over all steps of the answer, as is done here: heads that
+attend to a sentence without copying from it count too.
 
-The papers let the model answer, and leave out what it answers wrongly. Here the answer stands in
-the text, so that any model can be measured, a small or a random one too.
+In the papers the model answers, and wrong answers are left out. Here the answer is part of the
+text, so that any model can be measured, even a small or random one.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from larder.models.measurements.base import Granularity, Measurement, SampleText
 
 @dataclass(frozen=True)
 class RetrievalMeasurement(Measurement):
-    """The weight on the sentence that is asked for, one number per query head.
+    """Mean weight on the sentence of the question, one number per query head.
 
     Args:
-        needles: how the text is made.
+        needles: settings of the text.
     """
 
     needles: NeedleSettings = NeedleSettings()
@@ -45,11 +45,11 @@ class RetrievalMeasurement(Measurement):
 
         def show(layer: int, shown: AttentionInputs) -> None:
             sums = torch.zeros(shown.queries.shape[0], dtype=torch.float64)
-            for each in passage.hidden:
-                rows = torch.tensor(each.asking, device=shown.queries.device)
+            for each in passage.needles:
+                rows = torch.tensor(each.predicting, device=shown.queries.device)
                 on_needle = shown.weights(rows)[:, :, slice(*each.needle)]
                 sums += on_needle.sum((1, 2)).double().cpu()
-            numbers[layer] = (sums / len(passage.asking)).tolist()
+            numbers[layer] = (sums / len(passage.predicting)).tolist()
 
         capture_attention(decoder, passage.ids, show)
         return flatten_layers(decoder, numbers)

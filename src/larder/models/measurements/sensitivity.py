@@ -1,8 +1,7 @@
-"""How much each layer's keys change when most of the past is hidden: the mean cosine.
+"""Sensitivity of a layer: mean cosine of its keys with and without a mask over most of the past.
 
 Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
-Resource-Constrained Environments" (2025), arXiv:2509.17396, section 3.2, eq. 8 and 9. How it is
-measured stands in `larder.models.sensitivity`.
+Resource-Constrained Environments" (2025), arXiv:2509.17396, section 3.2, eq. 8 and 9.
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from larder.models.decoder import Decoder
 from larder.models.measurements.base import Granularity, Measurement, SampleText
 from larder.ops.attention import reference_masked
 
-CHUNK_TOKENS = 256  # queries whose attention is worked out at once
+CHUNK_TOKENS = 256  # queries whose attention is computed at a time
 
-# From the numbers of some tokens and of those before them to what each sees: [Q, S].
+# From query and key indices to the mask of visible keys [Q, S].
 MaskFunction = Callable[[Int[Tensor, " Q"], Int[Tensor, " S"]], Bool[Tensor, "Q S"]]
 
 
 @dataclass(frozen=True)
 class SensitivityProfile:
-    """The text length and the mask that sensitivity is measured with.
+    """Text length and mask of the measurement.
 
-    The paper reads 16384 tokens in blocks of 4096; the defaults are a quarter of that, in the same
+    The paper uses 16384 tokens in blocks of 4096; the defaults are a quarter of that, in the same
     proportions, so that a laptop measures a model in seconds to minutes.
 
     Args:
         tokens: N, length of the text.
         sinks: first tokens that every later token sees.
         block: a token sees its own block, up to itself.
-        overlap: share of the block before that it sees as well, its last part.
+        overlap: share of the previous block that it sees as well, its last part, in [0, 1].
     """
 
     tokens: int = 4096
@@ -58,14 +57,14 @@ class SensitivityProfile:
 def block_mask(
     profile: SensitivityProfile, rows: Int[Tensor, " Q"], columns: Int[Tensor, " S"]
 ) -> Bool[Tensor, "Q S"]:
-    """Which tokens each of some tokens sees while block-wise eviction is imitated."""
+    """Mask that imitates block-wise eviction."""
     reach = int(profile.block * profile.overlap)
     first = (rows[:, None] // profile.block) * profile.block - reach
     return causal_mask(rows, columns) & ((columns < profile.sinks) | (columns >= first))
 
 
 def causal_mask(rows: Int[Tensor, " Q"], columns: Int[Tensor, " S"]) -> Bool[Tensor, "Q S"]:
-    """Which tokens each of some tokens sees where nothing is hidden."""
+    """Plain causal mask."""
     return columns <= rows[:, None]
 
 
@@ -75,14 +74,14 @@ def layer_similarities(
 ) -> tuple[float, ...]:
     """Sigma of every managed layer: mean cosine of its keys with and without the mask.
 
-    The first pass leaves the keys of all managed layers, of this text alone; the second compares
-    layer by layer. Attention goes by chunks of queries.
+    The first forward records the keys of all managed layers; the second compares layer by layer.
+    Attention is computed in chunks of queries.
 
     Raises:
         BadParameter: the text is shorter than the profile asks for.
     """
     if len(ids) < profile.tokens:
-        raise BadParameter(f"The profile reads {profile.tokens} tokens, but got {len(ids)}.")
+        raise BadParameter(f"The profile needs {profile.tokens} tokens, got {len(ids)}.")
     text = torch.tensor([ids[: profile.tokens]], device=decoder.spec.device)
     keys: dict[int, Keys] = {}
     similarities: dict[int, float] = {}
@@ -110,7 +109,7 @@ def layer_similarities(
 
 
 class _MaskedAttention:
-    """Answers for every layer with attention under one mask, and shows the keys of some."""
+    """Attention of every layer under one mask, with a callback for the keys of some layers."""
 
     def __init__(
         self, mask: MaskFunction, shown: Collection[int], show: Callable[[int, Keys], None]
@@ -145,10 +144,10 @@ class _MaskedAttention:
 
 @dataclass(frozen=True)
 class SensitivityMeasurement(Measurement):
-    """One number per layer, 1 for keys that do not change.
+    """Mean cosine per layer, 1 for keys that do not change.
 
     Args:
-        profile: the text's length and the mask.
+        profile: text length and mask.
     """
 
     profile: SensitivityProfile = SensitivityProfile()

@@ -1,9 +1,9 @@
-"""How little each layer's attention changes what passes through it: the mean cosine.
+"""Squeeze score of a layer: mean cosine of hidden states before and after its attention.
 
 Wang et al., "SqueezeAttention: 2D Management of KV-Cache in LLM Inference via Layer-wise Optimal
 Budget" (2024), arXiv:2404.04793, section 4.1: hidden states before a layer's attention, and after
-it has been added to them. The paper measures every prompt while it is read; here it is measured
-once, on the bundled text, because budgets are handed out before reading starts.
+its output is added. The paper measures every prompt during prefill; here the bundled text is
+measured once, because budgets are assigned before prefill.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from larder.models.decoder import Decoder
 from larder.models.measurements._attention_capture import AttentionInputs, capture_attention
 from larder.models.measurements.base import Granularity, Measurement, SampleText
 
-# What stands between a layer's attention and its MLP; where there are both, the first is it.
+# Norm between a layer's attention and its MLP; of a model with both names, the first.
 BETWEEN = ("pre_feedforward_layernorm", "post_attention_layernorm")
 
 
 @dataclass(frozen=True)
 class SqueezeMeasurement(Measurement):
-    """One number per layer, 1 where attention adds nothing.
+    """Mean cosine per layer, 1 where attention adds nothing.
 
     Args:
         tokens: length of the text.
@@ -38,7 +38,7 @@ class SqueezeMeasurement(Measurement):
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
-            raise BadParameter(f"squeeze reads 1 token or more, got {self.tokens}.")
+            raise BadParameter(f"squeeze.tokens must be 1 or more, got {self.tokens}.")
 
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         with _cosines(decoder.body) as cosines:
@@ -52,10 +52,10 @@ def _ignore(layer: int, shown: AttentionInputs) -> None:
 
 @contextmanager
 def _cosines(model: nn.Module) -> Iterator[dict[int, float]]:
-    """The cosine of each layer by its number, filled in as a text passes through the model.
+    """Cosine of each layer by index, filled in during a forward of the model.
 
     Raises:
-        ModelError: the model does not call its parts as transformers usually does.
+        ModelError: a layer has no norm of a known name behind its attention.
     """
     before: dict[int, Tensor] = {}
     cosines: dict[int, float] = {}
@@ -81,8 +81,8 @@ def _cosines(model: nn.Module) -> Iterator[dict[int, float]]:
             ]
         if not handles or len(handles) != 2 * len(list(layers.children())):
             raise ModelError(
-                f"{type(model).__name__} does not say where a layer's attention ends "
-                f"({' or '.join(BETWEEN)}), which squeeze() needs: take another budget."
+                f"{type(model).__name__} has a layer without a norm behind its attention "
+                f"({' or '.join(BETWEEN)}), which squeeze() needs: choose another budget."
             )
         yield cosines
     finally:

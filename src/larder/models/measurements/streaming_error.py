@@ -1,11 +1,11 @@
-"""What is lost when a head sees the first tokens and the latest only, while facts are looked up.
+"""Streaming error of a head: change of its output if it sees only sinks and recent tokens.
 
 Xiao et al., "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads"
 (2024), arXiv:2410.10819, section 3.2. The paper trains a gate for each kv head, so that the model's
-last hidden states on passkeys stay what they were with as few open gates as possible. Nothing is
-trained here: each kv head is closed by itself, and the error is that of its layer's attention,
-before the output projection, where the answers are written; what comes behind the layer is left
-out, so that one pass measures all heads.
+last hidden states on passkeys stay the same with as few open gates as possible. Nothing is trained
+here: each kv head is restricted separately, and the error is that of its layer's attention output
+before the projection, at the tokens that predict answers; later layers are not considered, so that
+one forward measures all heads.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from larder.models.measurements.base import Granularity, Measurement, SampleText
 
 @dataclass(frozen=True)
 class StreamingError(Measurement):
-    """The change of a layer's output by its size, one number per kv head.
+    """Norm of the change of a layer's output over the norm of the output, one number per kv head.
 
     Args:
-        sinks: first tokens that a closed head sees.
-        recent: the latest tokens that it sees, its own included.
-        needles: how the text is made.
+        sinks: first tokens that a restricted head sees.
+        recent: latest tokens that it sees, its own included, at least 1.
+        needles: settings of the text.
     """
 
     sinks: int = 16
@@ -46,15 +46,17 @@ class StreamingError(Measurement):
 
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.recent < 1:
-            raise BadParameter(f"A closed head sees 1 recent token or more, got {self}.")
+            raise BadParameter(f"streaming_error needs sinks >= 0 and recent >= 1, got {self}.")
 
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         passage = self.needles.passage(sample)
-        asking = torch.tensor(passage.asking, device=decoder.spec.device)
+        asking = torch.tensor(passage.predicting, device=decoder.spec.device)
         numbers: dict[int, list[float]] = {}
 
         def show(layer: int, shown: AttentionInputs) -> None:
-            parts = [shown.squares(rows, self._seen(rows)) for rows in asking.split(CHUNK_TOKENS)]
+            parts = [
+                shown.squared_errors(rows, self._seen(rows)) for rows in asking.split(CHUNK_TOKENS)
+            ]
             change = torch.stack([own for own, _ in parts]).sum(0)
             whole = torch.stack([out for _, out in parts]).sum()
             numbers[layer] = (change / whole.clamp(min=TINY)).sqrt().tolist()
@@ -63,7 +65,7 @@ class StreamingError(Measurement):
         return flatten_layers(decoder, numbers)
 
     def _seen(self, rows: Int[Tensor, " Q"]) -> Bool[Tensor, "Q S"]:
-        """What a closed head sees for each of some tokens."""
+        """Mask of the tokens that a restricted head sees."""
         places = torch.arange(int(rows.max()) + 1, device=rows.device)
         return (places < self.sinks) | (places > rows[:, None] - self.recent)
 

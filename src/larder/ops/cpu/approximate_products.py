@@ -1,4 +1,4 @@
-"""Products over few channels on a CPU: each picked row is read once, at the speed of memory."""
+"""Approximate query-key products on a CPU; each picked row is read once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, as_numpy, num_thre
 
 
 def supports_channel_tables(tables: Tensor) -> bool:
-    """Whether the kernel takes this call: contiguous CPU storage."""
+    """True for contiguous CPU storage of a supported dtype."""
     return (
         tables.device.type == "cpu" and tables.dtype in SUPPORTED_DTYPES and tables.is_contiguous()
     )
@@ -23,7 +23,7 @@ def channel_products(
     weights: Float[Tensor, "K R N"],
     length: int,
 ) -> Float[Tensor, "K R S"]:
-    """Safe from several threads at once."""
+    """Kernel of `channel_products`; thread-safe."""
     from larder.ops.cpu import (
         approximate_products_kernels as kernels,  # compiles: not before it is needed
     )
@@ -42,14 +42,14 @@ def channel_products(
 
 
 def supports_codes(codes: Tensor) -> bool:
-    """Whether the kernel takes this call: contiguous CPU storage."""
+    """True for contiguous CPU storage."""
     return codes.device.type == "cpu" and codes.is_contiguous()
 
 
 def pq_products(
     tables: Float[Tensor, "K R V N"], codes: UInt8[Tensor, "K V C"], length: int
 ) -> Float[Tensor, "K R S"]:
-    """Safe from several threads at once."""
+    """Kernel of `pq_products`; thread-safe."""
     from larder.ops.cpu import (
         approximate_products_kernels as kernels,  # compiles: not before it is needed
     )

@@ -1,7 +1,6 @@
-"""The inner loops of products over few channels, compiled by numba at their first call.
+"""Numba kernels of approximate products, compiled at their first call.
 
-Only `larder.ops.cpu.approximate_products` imports this module, and only when it is about to
-multiply.
+Only `larder.ops.cpu.approximate_products` imports this module, when it calls a kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from numba.extending import overload
 
 from larder.ops.cpu.decode_attention_kernels import njit_kernel, njit_parallel
 
-SPAN = 1024  # columns whose sums stay in the first-level cache while channels pass by
+SPAN = 1024  # columns whose sums stay in the first-level cache during the loop over channels
 
 
 def load_span(stored, first, stop, scratch):
@@ -26,12 +25,12 @@ def _span_by_dtype(stored, first, stop, scratch):
 
 
 def load_float32_span(stored, first, stop, scratch):
-    """Floats are read where they lie."""
+    """View of a float32 row."""
     return stored[first:stop]
 
 
 def load_bfloat16_span(stored, first, stop, scratch):
-    """A bfloat16 is the upper half of a float32."""
+    """Row widened from bfloat16, the upper half of a float32."""
     halves = stored[first:stop]
     bits = scratch[: halves.size].view(np.uint32)
     for c in range(halves.size):
@@ -41,7 +40,7 @@ def load_bfloat16_span(stored, first, stop, scratch):
 
 @njit_kernel
 def same_picks(picks, g, n, stop):
-    """Whether a query head reads the same rows as the one before it."""
+    """True if a query head picks the same rows as the one before it."""
     for m in range(n, stop):
         if picks[g, m] != picks[g - 1, m]:
             return False
@@ -50,14 +49,14 @@ def same_picks(picks, g, n, stop):
 
 @njit_kernel
 def add_four(weights, a, b, c, d, out):
-    """Four rows in one passage over the sums."""
+    """Add four weighted rows in one loop over the sums."""
     for i in range(out.size):
         out[i] += weights[0] * a[i] + weights[1] * b[i] + weights[2] * c[i] + weights[3] * d[i]
 
 
 @njit_kernel
 def load_four_rows(table, places, first, stop, scratch):
-    """Rows at four places; where fewer are left, the last is read again."""
+    """Rows at four indices; if fewer are left, the last one repeats."""
     last = min(4, places.size) - 1
     return (
         load_span(table[places[0]], first, stop, scratch[0]),
@@ -69,7 +68,7 @@ def load_four_rows(table, places, first, stop, scratch):
 
 @njit_kernel
 def add_span(table, picks, weights, first, stop, sums):
-    """The sums of one span of columns, for all query heads of a kv head."""
+    """Sums of one span of columns, for all query heads of a kv head."""
     scratch = np.empty((4, SPAN), np.float32)
     four = np.empty(4, np.float32)
     group, count = picks.shape
@@ -80,14 +79,14 @@ def add_span(table, picks, weights, first, stop, sums):
         for g in range(group):
             if g > 0 and not same_picks(picks, g, n, n + some):
                 a, b, c, d = load_four_rows(table, picks[g, n:], first, stop, scratch)
-            four[:] = np.float32(0.0)  # a row that was read again counts for nothing
+            four[:] = np.float32(0.0)  # repeated rows get weight 0
             four[:some] = weights[g, n : n + some]
             add_four(four, a, b, c, d, sums[g, first:stop])
 
 
 @njit_kernel
 def accumulate_channels(tables, picks, weights, sums):
-    """All heads and spans, one after the other."""
+    """All heads and spans in one thread."""
     length = sums.shape[2]
     for k in range(tables.shape[0]):
         for first in range(0, length, SPAN):
@@ -96,7 +95,7 @@ def accumulate_channels(tables, picks, weights, sums):
 
 @njit_parallel
 def accumulate_channels_parallel(tables, picks, weights, sums):
-    """As `accumulate_channels`, shared by threads."""
+    """`accumulate_channels` in parallel over spans."""
     length = sums.shape[2]
     spans = (length + SPAN - 1) // SPAN
     for task in numba.prange(tables.shape[0] * spans):
@@ -106,7 +105,7 @@ def accumulate_channels_parallel(tables, picks, weights, sums):
 
 @njit_kernel
 def sum_codes_of_head(table, codes, sums):
-    """The sums of one query head."""
+    """Sums of one query head."""
     sums[:] = np.float32(0.0)
     for v in range(table.shape[0]):
         values, places = table[v], codes[v]
@@ -116,7 +115,7 @@ def sum_codes_of_head(table, codes, sums):
 
 @njit_kernel
 def sum_codes(tables, codes, sums):
-    """All query heads, one after the other."""
+    """All query heads in one thread."""
     for k in range(sums.shape[0]):
         for g in range(sums.shape[1]):
             sum_codes_of_head(tables[k, g], codes[k], sums[k, g])
@@ -124,7 +123,7 @@ def sum_codes(tables, codes, sums):
 
 @njit_parallel
 def sum_codes_parallel(tables, codes, sums):
-    """As `sum_codes`, shared by threads."""
+    """`sum_codes` in parallel over query heads."""
     group = sums.shape[1]
     for n in numba.prange(sums.shape[0] * group):
         sum_codes_of_head(

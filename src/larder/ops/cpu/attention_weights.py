@@ -1,9 +1,9 @@
-"""Weights of stored rows on a CPU: the first half of decode attention, with the softmax kept.
+"""Attention weights of stored rows on a CPU: logits and softmax of decode attention.
 
-The entries of every head are cut into pieces of fixed size, which threads share. A piece holds the
-exponentials of its logits under its own peak; with the log-sum-exp of its head each becomes a
-weight by one factor, so every logit is computed and raised once. As the pieces do not depend on the
-number of threads, neither do the weights.
+The entries of every head are split into chunks of fixed size, which are processed in parallel. A
+chunk stores the exponentials of its logits relative to its own maximum; one factor per chunk turns
+them into softmax weights, so that every logit and exponential is computed once. The chunks do not
+depend on the number of threads, so the weights do not either.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from larder.ops.cpu.decode_attention import as_numpy, bias_array, num_threads_for, query_rows
 
-REDUCTION_CODES = {"max": 0, "sum": 1, "mean": 2}  # the numbers that kernels know them by
+REDUCTION_CODES = {"max": 0, "sum": 1, "mean": 2}  # as in the kernels
 
 
 def attention_weights(
@@ -27,7 +27,7 @@ def attention_weights(
     join: str,
     bias: Float[Tensor, " C"] | None = None,
 ) -> Float[Tensor, " C"]:
-    """Takes what decode attention serves. Safe from several threads at once."""
+    """Kernel of `attention_weights` for calls that decode attention supports; thread-safe."""
     from larder.ops.cpu import (
         attention_weights_kernels as kernels,  # compiles: not before it is needed
     )
@@ -57,15 +57,19 @@ def attention_weights(
 def weights_from_logits(
     logits: Float[Tensor, "R C"], starts: Int[Tensor, " K"], lengths: Int[Tensor, " K"], join: str
 ) -> Float[Tensor, " C"]:
-    """The same bits as `attention_weights` of the query that left the logits behind."""
+    """Kernel of `weights_from_logits`; the same bits as `attention_weights` of that query."""
     from larder.ops.cpu import (
         attention_weights_kernels as kernels,  # compiles: not before it is needed
     )
 
     weights = torch.zeros(logits.shape[1], dtype=torch.float32)
-    layout = starts.numpy(), lengths.numpy()
     kernels.weights_from_logits(
-        logits.numpy(), *layout, len(logits), REDUCTION_CODES[join], weights.numpy()
+        logits.numpy(),
+        starts.numpy(),
+        lengths.numpy(),
+        len(logits),
+        REDUCTION_CODES[join],
+        weights.numpy(),
     )
     return weights
 
@@ -73,7 +77,7 @@ def weights_from_logits(
 def head_weights_from_logits(
     logits: Float[Tensor, "R C"], starts: Int[Tensor, " K"], lengths: Int[Tensor, " K"]
 ) -> Float[Tensor, "R C"]:
-    """As `weights_from_logits`, the heads of a group apart."""
+    """Kernel of `head_weights_from_logits`; thread-safe."""
     from larder.ops.cpu import attention_weights_kernels as kernels
 
     shares = torch.zeros_like(logits)

@@ -1,6 +1,6 @@
-"""The inner loops of row weights, compiled by numba at their first call.
+"""Numba kernels of attention weights, compiled at their first call.
 
-Only `larder.ops.cpu.attention_weights` imports this module, and only when it is about to weigh.
+Only `larder.ops.cpu.attention_weights` imports this module, when it calls a kernel.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from larder.ops.cpu.decode_attention_kernels import (
     score,
 )
 
-CHUNK = 8 * ROWS  # entries: a piece of one query row is 1 KiB, and a head of 1,000 has four
-MAX, SUM = 0, 1  # what else is a mean
+CHUNK = 8 * ROWS  # entries: 1 KiB per query row, 4 chunks for a head of 1,000 entries
+MAX, SUM = 0, 1  # any other code is the mean
 
 
 @njit_kernel
 def chunk_bounds(lengths):
-    """Head and first entry of every piece, head by head."""
+    """Head and first entry of every chunk, head by head."""
     count = 0
     for h in range(lengths.size):
         count += (lengths[h] + CHUNK - 1) // CHUNK
@@ -42,7 +42,7 @@ def chunk_bounds(lengths):
 
 @njit_kernel
 def exponentiate_chunk(scaled, keys, biases, first, count, scratch, block, raised, peaks, masses):
-    """Logits of `count` stored rows from `first` on, then exp(logit - peak) of each and the sum."""
+    """Logits of stored rows [first, first + count), then exp(logit - peak) of each, and the sum."""
     num_queries = scaled.shape[0]
     peaks[:] = -np.inf
     for offset in range(0, count, ROWS):
@@ -62,7 +62,7 @@ def exponentiate_chunk(scaled, keys, biases, first, count, scratch, block, raise
 
 @njit_kernel
 def exponentiate_and_sum(raised, count, peaks, masses):
-    """exp(logit - peak) in place of `count` logits, and the sum; in whole blocks."""
+    """exp(logit - peak) of `count` logits in place, and the sum; in whole blocks."""
     for n in range(raised.shape[0]):
         mass = np.float32(0.0)
         for offset in range(0, count, ROWS):
@@ -74,7 +74,7 @@ def exponentiate_and_sum(raised, count, peaks, masses):
 
 @njit_kernel
 def exponentiate_chunks(queries, keys, biases, starts, lengths, scaling, pieces, first, stop, held):
-    """The pieces [first, stop), one after the other."""
+    """Exponentials of the chunks [first, stop)."""
     num_queries, head_dim = queries.shape[1:]
     raised, peaks, masses = held
     scratch = np.empty((ROWS, head_dim), np.float32)
@@ -100,7 +100,7 @@ def exponentiate_chunks(queries, keys, biases, starts, lengths, scaling, pieces,
 
 @njit_kernel
 def softmax_factors(pieces, peaks, masses):
-    """What turns the exponentials of each piece into softmax weights, in place of its mass."""
+    """Factor from exponentials to softmax weights of each chunk, in place of its mass."""
     num_pieces, num_queries = peaks.shape
     first = 0
     while first < num_pieces:
@@ -122,7 +122,7 @@ def softmax_factors(pieces, peaks, masses):
 
 @njit_kernel
 def reduce_chunk(raised, factors, group_len, join, weights):
-    """Sum over the queries of each head, then over, or the highest of, the heads of the group."""
+    """Sum over the queries of each head, then the reduction over the heads of the group."""
     query_len = factors.size // group_len
     for r in range(group_len):
         if join == MAX and r > 0:
@@ -143,7 +143,7 @@ def reduce_chunk(raised, factors, group_len, join, weights):
 
 @njit_kernel
 def reduce_chunks(starts, lengths, pieces, first, stop, held, group_len, join, weights):
-    """The pieces [first, stop), into the rows where they are stored."""
+    """Weights of the chunks [first, stop), written to their storage rows."""
     raised, _, factors = held
     for p in range(first, stop):
         h, offset = pieces[p]
@@ -154,7 +154,7 @@ def reduce_chunks(starts, lengths, pieces, first, stop, held, group_len, join, w
 
 @njit_kernel
 def allocate_chunks(num_pieces, num_queries):
-    """Exponentials, peaks and masses of all pieces."""
+    """Buffers for exponentials, peaks and masses of all chunks."""
     return (
         np.empty((num_pieces, num_queries, CHUNK), np.float32),
         np.empty((num_pieces, num_queries), np.float32),
@@ -164,7 +164,7 @@ def allocate_chunks(num_pieces, num_queries):
 
 @njit_kernel
 def weights_from_logits(logits, starts, lengths, group_len, join, weights):
-    """As `attention_weights`, from logits [N, C] that attention left behind."""
+    """`attention_weights` from the logits [N, C] of attention."""
     pieces = chunk_bounds(lengths)
     held = allocate_chunks(len(pieces), logits.shape[0])
     raised, peaks, masses = held
@@ -178,7 +178,7 @@ def weights_from_logits(logits, starts, lengths, group_len, join, weights):
                 raised[p, n, s] = logits[n, first + s]
                 peak = max(peak, raised[p, n, s])
             for s in range(count, (count + ROWS - 1) // ROWS * ROWS):
-                raised[p, n, s] = peak  # the rest of a block is raised too, and not counted
+                raised[p, n, s] = peak  # the rest of a block is exponentiated, but not summed
             peaks[p, n] = peak
         exponentiate_and_sum(raised[p], count, peaks[p], masses[p])
     softmax_factors(pieces, peaks, masses)
@@ -187,7 +187,7 @@ def weights_from_logits(logits, starts, lengths, group_len, join, weights):
 
 @njit_kernel
 def head_weights_from_logits(logits, starts, lengths, weights):
-    """The softmax of each query over its head alone, into `weights` [N, C], which are zeros."""
+    """Softmax of each query over its head alone, into the zeros `weights` [N, C]."""
     for n in range(logits.shape[0]):
         weights_from_logits(logits[n : n + 1], starts, lengths, 1, SUM, weights[n])
 
@@ -196,7 +196,7 @@ def head_weights_from_logits(logits, starts, lengths, weights):
 def attention_weights(
     queries, keys, biases, starts, lengths, scaling, cut, group_len, join, weights
 ):
-    """All pieces one after the other, into `weights`, which are zeros."""
+    """All chunks in one thread, into the zeros `weights`."""
     pieces, _ = cut
     held = allocate_chunks(len(pieces), queries.shape[1])
     exponentiate_chunks(
@@ -210,7 +210,7 @@ def attention_weights(
 def attention_weights_parallel(
     queries, keys, biases, starts, lengths, scaling, cut, group_len, join, weights
 ):
-    """As `attention_weights`, one share of the pieces per thread."""
+    """`attention_weights` in parallel, one share of the chunks per thread."""
     pieces, shares = cut
     held = allocate_chunks(len(pieces), queries.shape[1])
     for s in numba.prange(shares.size - 1):

@@ -1,4 +1,4 @@
-"""Trees of keys on a CPU: searched and added to without the interpreter, all heads in one call."""
+"""Dynamic continuous indexing on a CPU: search and insertion of all heads in one kernel call."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, as_numpy, num_thre
 
 Array = Shaped[np.ndarray, "..."]
 
-KEYS_PER_CELL = 16  # a guess, for how much work a search is
-MAX_SERIAL_FLOATS = 1 << 22  # floats that one thread multiplies by itself: about a millisecond
+KEYS_PER_CELL = 16  # estimate for the work of a search
+MAX_SERIAL_FLOATS = 1 << 22  # floats that one thread multiplies: about a millisecond
 
 
 def supports(keys: Tensor) -> bool:
-    """Whether the kernels take this storage."""
+    """True for contiguous CPU storage of a supported dtype."""
     return keys.device.type == "cpu" and keys.dtype in SUPPORTED_DTYPES and keys.is_contiguous()
 
 
@@ -33,16 +33,15 @@ def search(
     beams: Array,
     count: int,
 ) -> tuple[Array, Array]:
-    """Safe from several threads at once."""
+    """Kernel of `search`; thread-safe."""
     from larder.ops.cpu import dci_kernels as kernels  # compiles: not before it is needed
 
-    asked = queries.float().contiguous().numpy()
-    ranked = np.full((len(asked), count), -1, np.int64)
-    seen = np.zeros(len(asked), np.int64)
-    layout = starts, tree, bases, levels, beams
-    threads = num_threads_for(int(beams.sum()) * KEYS_PER_CELL * asked.shape[1])
-    go = kernels.search_in_parallel if threads > 1 else kernels.search
-    go(asked, as_numpy(keys.detach()), *layout, ranked, seen)
+    rows = queries.float().contiguous().numpy()
+    ranked = np.full((len(rows), count), -1, np.int64)
+    seen = np.zeros(len(rows), np.int64)
+    threads = num_threads_for(int(beams.sum()) * KEYS_PER_CELL * rows.shape[1])
+    kernel = kernels.search_in_parallel if threads > 1 else kernels.search
+    kernel(rows, as_numpy(keys.detach()), starts, tree, bases, levels, beams, ranked, seen)
     return ranked, seen
 
 
@@ -59,13 +58,30 @@ def insert(
     beams: Array,
     counts: Array,
 ) -> None:
-    """Heads are shared by threads."""
+    """Kernel of `insert`, in parallel over heads."""
     from larder.ops.cpu import dci_insert_kernels as kernels
 
     stored = as_numpy(keys.detach())
-    case = targets, known, stored, starts, squares, direction, tree, bases, levels, beams, counts
+
+    def insert_heads(first: int, stop: int) -> None:
+        kernels.insert(
+            first,
+            stop,
+            targets,
+            known,
+            stored,
+            starts,
+            squares,
+            direction,
+            tree,
+            bases,
+            levels,
+            beams,
+            counts,
+        )
+
     work = int((targets >= 0).sum()) * int(beams.max()) * KEYS_PER_CELL * keys.shape[1]
-    _run_in_threads(len(starts), work, lambda first, stop: kernels.insert(first, stop, *case))
+    _run_in_threads(len(starts), work, insert_heads)
 
 
 def parents(
@@ -78,21 +94,26 @@ def parents(
     target: int,
     beam: int,
 ) -> Array:
-    """Entries are shared by threads."""
+    """Kernel of `parents`, in parallel over entries."""
     from larder.ops.cpu import dci_insert_kernels as kernels
 
     found = np.empty(len(entries), np.int64)
-    stored = as_numpy(keys.detach())
-    case = entries, stored, np.float32(square), pages, cells, levels, target, beam, found
+    stored, radius = as_numpy(keys.detach()), np.float32(square)
+
+    def find(first: int, stop: int) -> None:
+        kernels.parents(
+            first, stop, entries, stored, radius, pages, cells, levels, target, beam, found
+        )
+
     work = len(entries) * beam * KEYS_PER_CELL * keys.shape[1]
-    _run_in_threads(len(entries), work, lambda first, stop: kernels.parents(first, stop, *case))
+    _run_in_threads(len(entries), work, find)
     return found
 
 
 def count_levels(
     count: int, ratios: Array, most: int, sizes: Array, levels: int, upcoming: int
 ) -> tuple[Array, int, int]:
-    """Levels of the next entries, how many levels there are then, and the level behind."""
+    """Levels of the next entries, number of levels afterwards, and level of the entry behind."""
     from larder.ops.cpu import dci_insert_kernels as kernels
 
     targets = np.empty(count, np.int64)
@@ -100,10 +121,9 @@ def count_levels(
 
 
 def _run_in_threads(count: int, floats: int, go: Callable[[int, int], None]) -> None:
-    """Work on [0, count), in as many threads as its floats are worth.
+    """Run `go` over [0, count), in a number of threads that suits the number of floats.
 
-    Plain threads: starting them costs little beside such work, and kernels that run on numba's
-    would have to be compiled once more.
+    Python threads, because kernels on numba's threads would have to be compiled a second time.
     """
     threads = min(torch.get_num_threads(), floats // MAX_SERIAL_FLOATS + 1, count)
     if threads < 2:

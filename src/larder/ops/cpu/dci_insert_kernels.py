@@ -1,6 +1,6 @@
-"""The inner loops of adding to a tree of keys, compiled by numba at their first call.
+"""Numba kernels of insertion into a tree of keys, compiled at their first call.
 
-Only `larder.ops.cpu.dci` imports this module. What the arrays mean stands in `dci_kernels.py`.
+Only `larder.ops.cpu.dci` imports this module. `dci_kernels.py` documents the arrays.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from larder.ops.cpu.search_kernels import insert_ranked
 
 @njit_kernel
 def add_lifted_products(stored, rows, count, tail, square, scratch, dots):
-    """Add what the lifted dimension does to products: both lie on a sphere of that radius."""
+    """Add the product of the lifted dimension: keys on a sphere of squared radius `square`."""
     for at in range(count):
         key = load_key(stored, rows[at], scratch[0])
         total = np.float32(0.0)
@@ -27,7 +27,7 @@ def add_lifted_products(stored, rows, count, tail, square, scratch, dots):
 
 @njit_kernel
 def quantize_mean(key, mean):
-    """Write a key as 8-bit numbers, if they are kept; what to multiply them by."""
+    """Write the int8 codes of a key into `mean`, and return their scale."""
     largest = np.float32(0.0)
     for d in range(mean.size):
         largest = max(largest, abs(key[d]))
@@ -39,7 +39,7 @@ def quantize_mean(key, mean):
 
 @njit_kernel
 def nearest_cell(key, square, stored, start, pages, cells, levels, target, beam):
-    """The cell for a key of level `target`: that of the nearest lifted entry one level above."""
+    """Cell for a key of level `target`: that of the nearest lifted entry one level above."""
     members, fills, nexts = pages
     firsts, centers, scales, means = cells
     total = np.float32(0.0)
@@ -70,7 +70,7 @@ def nearest_cell(key, square, stored, start, pages, cells, levels, target, beam)
 
 @njit_kernel
 def project(key, square, direction):
-    """Where a lifted key lies along a direction [D + 1]."""
+    """Projection of a lifted key on a direction [D + 1]."""
     total = dot = np.float32(0.0)
     for d in range(key.size):
         dot += key[d] * direction[d]
@@ -80,10 +80,7 @@ def project(key, square, direction):
 
 @njit_kernel
 def page_for(cell, level, along, pages, firsts, count):
-    """The page of a cell that a projection falls into; a new, empty one in an empty cell.
-
-    Returns the page, and how many the head has then.
-    """
+    """Page of a cell for a projection, and the page count of the head; opens one if needed."""
     members, fills, versions, nexts, lows, tiers = pages
     page = firsts[cell]
     if page < 0:
@@ -97,7 +94,7 @@ def page_for(cell, level, along, pages, firsts, count):
 
 @njit_kernel
 def split(page, number, along, level, stored, start, square, direction, pages, centers, count):
-    """Share a full page's members and a new one evenly with a new page behind it, by projection."""
+    """Split a full page and a new member into two halves by projection; returns the page count."""
     members, fills, versions, nexts, lows, tiers = pages
     size = members.shape[1]
     numbers = np.empty(size + 1, np.int64)
@@ -134,9 +131,9 @@ def split(page, number, along, level, stored, start, square, direction, pages, c
 def count_levels(count, ratios, most, sizes, levels, upcoming, targets):
     """Levels of the next `count` entries, when levels are filled by counting.
 
-    Every level has its share of the one below; one is opened when that below it is full for the
-    first time, if there are not `most` by then. `sizes` is brought up to date. Returns how many
-    levels there are, and the level of the entry behind.
+    Every level has a fixed ratio to the one below; a level is added when the one below it is full
+    for the first time, up to `most` levels. Updates `sizes` in place. Returns the number of levels,
+    and the level of the entry behind.
     """
     for entry in range(count):
         target = min(upcoming, most - 1)
@@ -156,7 +153,7 @@ def count_levels(count, ratios, most, sizes, levels, upcoming, targets):
 
 @njit_kernel
 def insert_one(entry, target, stored, start, sphere, pages, cells, levels, beam, counts):
-    """Give one entry a page in a standing tree. `counts`: pages and cells of the head, kept."""
+    """Insert one entry; updates `counts`, the head's numbers of pages and cells."""
     members, fills, versions, nexts, lows, tiers = pages
     firsts, centers, scales, means = cells
     square, direction = sphere
@@ -200,22 +197,32 @@ def insert(
     beams,
     counts,
 ):
-    """What `targets` has levels for (-1 behind the last), behind the `known` entries of each head.
+    """Insert the entries behind the first `known` of each of the heads [first, stop).
 
-    The heads [first, stop), one after the other.
+    `targets` are their levels, -1 behind the last.
     """
     for h in range(first, stop):
         pages, cells = tree_of_head(tree, bases, h)
         sphere = squares[h], direction
-        case = stored, starts[h], sphere, pages, cells, levels[h], beams[h], counts[h]
         for at in range(targets.shape[1]):
             if targets[h, at] >= 0:
-                insert_one(known[h] + at, targets[h, at], *case)
+                insert_one(
+                    known[h] + at,
+                    targets[h, at],
+                    stored,
+                    starts[h],
+                    sphere,
+                    pages,
+                    cells,
+                    levels[h],
+                    beams[h],
+                    counts[h],
+                )
 
 
 @njit_kernel
 def parents(first, stop, entries, stored, square, pages, cells, levels, target, beam, found):
-    """Cells for the entries [first, stop) of a list, by search: for levels of too many pairs."""
+    """Cells of the entries [first, stop) of a list, by search in the tree."""
     scratch = np.empty(stored.shape[1], np.float32)
     for at in range(first, stop):
         key = load_key(stored, entries[at], scratch)

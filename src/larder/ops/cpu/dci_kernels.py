@@ -1,17 +1,17 @@
-"""The inner loops of a tree of keys, compiled by numba at their first call.
+"""Numba kernels of search in a tree of keys, compiled at their first call.
 
-Only `larder.ops.cpu.dci` imports this module. A tree is a tuple of arrays that all heads share:
+Only `larder.ops.cpu.dci` imports this module. A tree is a tuple of arrays for all heads:
 
     pages   members [T, S], fills, versions, nexts, lows, tiers [T]
     cells   firsts, centers, scales [U], means [U, D]
 
 Page p of head h has row bases[0, h] + p, its cell c row bases[1, h] + c.
 
-A cell is the list of pages under one entry; cell 0 is under none. Members of pages on level 0 are
-entries, those on higher levels the cells of entries, whose numbers `centers` has. Pages of a cell
-follow each other by `nexts`, in the order of the entries' projections; `lows` is the least. The
-mean of all that lies under an entry, itself included, is `scales` times 8-bit `means`; where no
-means are kept [U, 0], a cell is judged by its entry alone.
+A cell is the list of pages below one entry; cell 0 is the root. Members of pages on level 0 are
+entries, those on higher levels are cells, whose entries are in `centers`. Pages of a cell are
+linked by `nexts`, ordered by the entries' projections; `lows` is the smallest of a page. The mean
+of all entries below a cell, its own included, is `scales` times int8 `means`; without means [U, 0],
+the score of a cell is that of its entry.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from numba.extending import overload
 from larder.ops.cpu.decode_attention_kernels import njit_kernel, njit_parallel
 from larder.ops.cpu.search_kernels import insert_ranked
 
-AT_ONCE = 4  # rows that are multiplied at a time, for as many sums in registers
+AT_ONCE = 4  # rows multiplied at a time, with their sums in registers
 
 
 def load_key(stored, row, scratch):
-    """One stored row as float32."""
+    """Stored row as float32."""
     raise NotImplementedError("only kernels call this; numba picks the form by the stored type")
 
 
@@ -41,7 +41,7 @@ def load_float32_key(stored, row, scratch):
 
 
 def load_bfloat16_key(stored, row, scratch):
-    """A bfloat16 is the upper half of a float32."""
+    """Row widened from bfloat16, the upper half of a float32."""
     bits = scratch.view(np.uint32)
     for d in range(stored.shape[1]):
         bits[d] = np.uint32(stored[row, d]) << np.uint32(16)
@@ -50,7 +50,7 @@ def load_bfloat16_key(stored, row, scratch):
 
 @njit_kernel
 def products(query, stored, rows, count, scratch, dots):
-    """Products of a query with stored rows; the list of rows is filled up to whole fours."""
+    """Products of a query with stored rows; `rows` is padded to a multiple of 4."""
     for at in range(count, (count + AT_ONCE - 1) // AT_ONCE * AT_ONCE):
         rows[at] = rows[count - 1]
     for at in range(0, count, AT_ONCE):
@@ -70,7 +70,7 @@ def products(query, stored, rows, count, scratch, dots):
 
 @njit_kernel
 def cell_score(query, product, mean, scale):
-    """How promising a cell is: the product with its mean, or else with its entry."""
+    """Score of a cell: the product with its mean, or with its entry if there are no means."""
     if mean.size == 0:
         return product
     total = np.float32(0.0)
@@ -81,14 +81,14 @@ def cell_score(query, product, mean, scale):
 
 @njit_kernel
 def rows_of_page(members, fill, start, centers, level, rows):
-    """Where the keys of a page are stored."""
+    """Storage rows of the keys of a page."""
     for slot in range(fill):
         rows[slot] = start + (centers[members[slot]] if level > 0 else members[slot])
 
 
 @njit_kernel
 def allocate(page, head_dim):
-    """Rows, their products, and float32 copies of a few of them."""
+    """Buffers for rows, their products, and float32 copies of a few of them."""
     width = (page + AT_ONCE - 1) // AT_ONCE * AT_ONCE
     return (
         np.empty(width, np.int64),
@@ -99,9 +99,9 @@ def allocate(page, head_dim):
 
 @njit_kernel
 def search_one(query, stored, start, pages, cells, levels, beam, ranked):
-    """The best pages for one query, by the best entry seen in each; how many keys were seen.
+    """Rank the pages for one query by their best entry; returns the number of keys compared.
 
-    On every level the members of the `beam` best cells are seen, and what is seen counts.
+    On every level the members of the `beam` best cells are compared.
     """
     members, fills, nexts = pages
     firsts, centers, scales, means = cells
@@ -136,7 +136,7 @@ def search_one(query, stored, start, pages, cells, levels, beam, ranked):
 
 @njit_kernel
 def search(queries, stored, starts, tree, bases, levels, beams, ranked, seen):
-    """Queries [H, D] of all heads, one after the other."""
+    """Search of the queries [H, D] of all heads in one thread."""
     group = len(queries) // len(starts)
     for q in range(len(queries)):
         search_head(
@@ -146,7 +146,7 @@ def search(queries, stored, starts, tree, bases, levels, beams, ranked, seen):
 
 @njit_parallel
 def search_in_parallel(queries, stored, starts, tree, bases, levels, beams, ranked, seen):
-    """As `search`, shared by threads."""
+    """`search` in parallel over queries."""
     group = len(queries) // len(starts)
     for q in numba.prange(len(queries)):
         search_head(
@@ -173,8 +173,9 @@ def tree_of_head(tree, bases, h):
 
 @njit_kernel
 def search_head(q, h, queries, stored, starts, tree, bases, levels, beams, ranked, seen):
-    """One query over the tree of its head."""
+    """Search of one query in the tree of its head."""
     pages, cells = tree_of_head(tree, bases, h)
-    found = pages[0], pages[1], pages[3]
-    case = stored, starts[h], found, cells, levels[h], beams[h]
-    seen[q] = search_one(queries[q], *case, ranked[q])
+    searched = pages[0], pages[1], pages[3]
+    seen[q] = search_one(
+        queries[q], stored, starts[h], searched, cells, levels[h], beams[h], ranked[q]
+    )

@@ -1,7 +1,7 @@
-"""The inner loops of decode attention, compiled by numba at their first call.
+"""Numba kernels of decode attention, compiled at their first call.
 
-Only `larder.ops.cpu.decode_attention` imports this module, and only when it is about to attend:
-importing numba takes a third of a second. Every kernel releases the interpreter lock.
+`larder.ops.cpu.decode_attention` imports this module when it calls a kernel, because importing
+numba takes a third of a second. Every kernel releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ import numba
 import numpy as np
 from numba.extending import overload
 
-FASTMATH_FLAGS = frozenset(
-    {"reassoc", "contract", "nsz", "arcp"}
-)  # all of fastmath that keeps infinities
+# All fastmath flags that preserve infinities.
+FASTMATH_FLAGS = frozenset({"reassoc", "contract", "nsz", "arcp"})
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
 MIN_EXPONENT = np.float32(-126.0)  # the smallest exponent of a normal float32
 
 
 def njit_kernel(function: Callable[..., Any]) -> Any:
-    """A kernel for one thread."""
+    """Decorator of a kernel for one thread."""
     return _cached(numba.njit(nogil=True, fastmath=set(FASTMATH_FLAGS))(function))
 
 
 def njit_exact(function: Callable[..., Any]) -> Any:
-    """A kernel for one thread in which no sum is reordered and no product fused."""
+    """Decorator of a kernel for one thread without reordered sums or fused products."""
     return _cached(numba.njit(nogil=True)(function))
 
 
 def njit_parallel(function: Callable[..., Any]) -> Any:
-    """A kernel whose `prange` runs on numba's threads."""
+    """Decorator of a kernel whose `prange` runs on numba's threads."""
     return _cached(numba.njit(nogil=True, parallel=True, fastmath=set(FASTMATH_FLAGS))(function))
 
 
@@ -64,7 +63,7 @@ def score(queries, rows, weights):
 
 @njit_kernel
 def add_biases(weights, biases, first, count):
-    """What each stored row of a block has to its credit, before any query is asked."""
+    """Add the bias of each stored row of a block to its logits."""
     for n in range(weights.shape[0]):
         for b in range(count):
             weights[n, b] += biases[first + b]
@@ -72,7 +71,7 @@ def add_biases(weights, biases, first, count):
 
 @njit_kernel
 def exponentials(weights, peak):
-    """exp(weights - peak) in place, so that it vectorizes: 2^whole by bits, 2^part by series."""
+    """Vectorizable exp(weights - peak) in place: 2^whole by exponent bits, 2^part by a series."""
     bits = weights.view(np.int32)
     for b in range(ROWS):
         power = (weights[b] - peak) * LOG2_E
@@ -89,7 +88,7 @@ def exponentials(weights, peak):
 
 @njit_kernel
 def online_softmax(weights, count, peaks, masses, outs):
-    """Turn the logits of a block into weights, and fade earlier sums to the new peak."""
+    """Turn the logits of a block into weights, and rescale earlier sums to the new peak."""
     for n in range(peaks.size):
         peak = peaks[n]
         for b in range(count):
@@ -127,7 +126,7 @@ def accumulate_values(weights, rows, outs):
 
 @njit_kernel
 def store_logits(weights, first, count, logits):
-    """Write the logits of one block where its rows are stored."""
+    """Write the logits of one block to the columns of its storage rows."""
     for n in range(weights.shape[0]):
         for b in range(count):
             logits[n, first + b] = weights[n, b]
@@ -139,7 +138,7 @@ def attend_rows(
 ):
     """Unnormalized attention of `queries` [N, D] over stored rows [first, stop).
 
-    Without biases, and where logits are not wanted, the test for them is one branch per block.
+    Empty `biases` or `logits` cost one branch per block.
     """
     peaks[:] = -np.inf
     masses[:] = 0.0
@@ -157,7 +156,7 @@ def attend_rows(
 
 @njit_kernel
 def scale(queries, scaling, scaled):
-    """Queries times the scaling, one by one: copies of arrays take numba seconds to compile."""
+    """Queries times the scaling in a scalar loop: array copies take numba seconds to compile."""
     for n in range(queries.shape[0]):
         for d in range(queries.shape[1]):
             scaled[n, d] = queries[n, d] * scaling
@@ -179,10 +178,10 @@ def attend_span(
     masses,
     outs,
 ):
-    """One share of the work: the packed entries of one span, which may cross heads.
+    """Attention over the packed entries of one span, which may cross heads.
 
-    Piece `span + head` of the results is its own: along the packed entries every step to a new
-    piece raises span or head, so no two pieces share a sum.
+    Result row `span + head` is unique: along the packed entries every new part increments span or
+    head, so no two parts share a row.
     """
     num_queries, head_dim = queries.shape[1:]
     scratch = np.empty((ROWS, head_dim), np.float32)
@@ -202,7 +201,7 @@ def attend_span(
 
 @njit_kernel
 def merge_splits(lengths, bounds, peaks, masses, pieces):
-    """Merge the pieces of every head by log-sum-exp; a head without entries gives 0 and -inf."""
+    """Merge the parts of every head by log-sum-exp; a head without entries gives 0 and -inf."""
     num_queries, head_dim = pieces.shape[1:]
     outs = np.zeros((lengths.size, num_queries, head_dim), np.float32)
     lses = np.full((lengths.size, num_queries), np.float32(-np.inf))
@@ -213,7 +212,7 @@ def merge_splits(lengths, bounds, peaks, masses, pieces):
             for s in range(bounds.size - 1):
                 if max(bounds[s], offset) < min(bounds[s + 1], offset + lengths[h]):
                     p = s + h
-                    peak = max(peaks[p, n], lses[h, n])  # until the end, lses holds the peak
+                    peak = max(peaks[p, n], lses[h, n])  # lses stores the peak until the end
                     faded = np.float32(math.exp(lses[h, n] - peak))
                     share = np.float32(math.exp(peaks[p, n] - peak))
                     mass = mass * faded + share * masses[p, n]
@@ -230,31 +229,56 @@ def merge_splits(lengths, bounds, peaks, masses, pieces):
 
 @njit_kernel
 def attend_serially(queries, keys, values, biases, logits, starts, lengths, scaling, bounds):
-    """All spans one after the other; output [K, N, D] and log-sum-exp [K, N].
+    """All spans in one thread; output [K, N, D] and log-sum-exp [K, N].
 
-    `logits` [N, C] take what each stored row gets from the queries of its head, before the softmax;
-    empty where nobody asks.
+    `logits` [N, C] receive the logits of each stored row; empty if they are not needed.
     """
     num_pieces = bounds.size - 1 + lengths.size
     peaks = np.empty((num_pieces, queries.shape[1]), np.float32)
     masses = np.empty((num_pieces, queries.shape[1]), np.float32)
     outs = np.empty((num_pieces, queries.shape[1], queries.shape[2]), np.float32)
     for s in range(bounds.size - 1):
-        case = queries, keys, values, biases, logits, starts, lengths, scaling, bounds
-        attend_span(*case, s, peaks, masses, outs)
+        attend_span(
+            queries,
+            keys,
+            values,
+            biases,
+            logits,
+            starts,
+            lengths,
+            scaling,
+            bounds,
+            s,
+            peaks,
+            masses,
+            outs,
+        )
     return merge_splits(lengths, bounds, peaks, masses, outs)
 
 
 @njit_parallel
 def attend_in_parallel(queries, keys, values, biases, logits, starts, lengths, scaling, bounds):
-    """All spans at once, one per thread; the same results as `attend_serially`."""
+    """`attend_serially` in parallel, one span per thread, with equal results."""
     num_pieces = bounds.size - 1 + lengths.size
     peaks = np.empty((num_pieces, queries.shape[1]), np.float32)
     masses = np.empty((num_pieces, queries.shape[1]), np.float32)
     outs = np.empty((num_pieces, queries.shape[1], queries.shape[2]), np.float32)
     for s in numba.prange(bounds.size - 1):
-        case = queries, keys, values, biases, logits, starts, lengths, scaling, bounds
-        attend_span(*case, np.int64(s), peaks, masses, outs)  # unsigned, it is compiled again
+        attend_span(
+            queries,
+            keys,
+            values,
+            biases,
+            logits,
+            starts,
+            lengths,
+            scaling,
+            bounds,
+            np.int64(s),  # an unsigned index would compile the kernel a second time
+            peaks,
+            masses,
+            outs,
+        )
     return merge_splits(lengths, bounds, peaks, masses, outs)
 
 
@@ -262,7 +286,7 @@ ROWS = 32  # entries per block: 32 float32 rows of 128 fill half of a 32 KiB fir
 
 
 def load_rows(stored, first, count, scratch):
-    """Stored rows [first, first + count) as ROWS rows of float32; those past `count` are zero."""
+    """Stored rows [first, first + count) as ROWS rows of float32, padded with zeros."""
     raise NotImplementedError("only kernels call this; numba picks the form by the stored type")
 
 
@@ -272,7 +296,7 @@ def _float_rows_by_dtype(stored, first, count, scratch):
 
 
 def load_float32_rows(stored, first, count, scratch):
-    """Whole blocks are read where they lie."""
+    """View of a whole block, or a zero-padded copy."""
     if count == ROWS:
         return stored[first : first + ROWS]
     for b in range(count):
@@ -283,7 +307,7 @@ def load_float32_rows(stored, first, count, scratch):
 
 
 def load_bfloat16_rows(stored, first, count, scratch):
-    """A bfloat16 is the upper half of a float32."""
+    """Rows widened from bfloat16, the upper half of a float32."""
     bits = scratch.view(np.uint32)
     for b in range(count):
         for d in range(stored.shape[1]):
@@ -293,7 +317,7 @@ def load_bfloat16_rows(stored, first, count, scratch):
 
 
 def load_row(stored, row, scratch):
-    """One stored row as float32."""
+    """Stored row as float32."""
     raise NotImplementedError("only kernels call this; numba picks the form by the stored type")
 
 
@@ -305,7 +329,7 @@ def _float_row_by_dtype(stored, row, scratch):
 
 
 def load_bfloat16_row(stored, row, scratch):
-    """As `load_bfloat16_rows`, of a single row."""
+    """Row widened from bfloat16."""
     bits = scratch.view(np.uint32)
     for d in range(stored.shape[1]):
         bits[d] = np.uint32(stored[row, d]) << np.uint32(16)

@@ -1,4 +1,4 @@
-"""Folding in host memory: the few entries of a decode step cost one call each, not twenty."""
+"""Entry merging on a CPU: one kernel call for the few entries of a decode step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, as_numpy
 
-MAX_FOLDS = 1 << 10  # from there on torch is as fast, and uses all threads
+MAX_FOLDS = 1 << 10  # above it torch is as fast, and uses all threads
 
 
 def supports(numbers: Tensor) -> bool:
-    """Whether the kernels take this call: a few float32 numbers in host memory."""
+    """True for a few float32 numbers in host memory."""
     return (
         numbers.device.type == "cpu"
         and numbers.dtype is torch.float32
@@ -22,7 +22,7 @@ def supports(numbers: Tensor) -> bool:
 
 
 def supports_rows(keys: Tensor, values: Tensor, folds: int) -> bool:
-    """Whether the kernel sums rows of this storage."""
+    """True for a few folds over contiguous CPU storage of a supported dtype."""
     return (
         keys.device.type == "cpu"
         and keys.dtype in SUPPORTED_DTYPES
@@ -39,13 +39,18 @@ def updated_means(
     before: Float[Tensor, " K"],
     rate: float,
 ) -> Float[Tensor, " K"]:
-    """The same bits as `readable_followed_means`."""
+    """Kernel of `updated_means`; the same bits as the reference."""
     from larder.ops.cpu import entry_merging_kernels as kernels  # compiles: not before it is needed
 
     moved = torch.empty(len(before))
-    rates = np.float32(rate), np.float32(1 - rate)
-    told = numbers.contiguous().numpy(), groups.numpy(), before.contiguous().numpy()
-    kernels.update_means(*told, *rates, moved.numpy())
+    kernels.update_means(
+        numbers.contiguous().numpy(),
+        groups.numpy(),
+        before.contiguous().numpy(),
+        np.float32(rate),
+        np.float32(1 - rate),
+        moved.numpy(),
+    )
     return moved
 
 
@@ -56,11 +61,16 @@ def normalized_folds(
     counted: Float[Tensor, " F"],
     own: float,
 ) -> tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"]]:
-    """The same bits as `readable_weighed`."""
+    """Kernel of `normalized_folds`; the same bits as the reference."""
     from larder.ops.cpu import entry_merging_kernels as kernels
 
-    told = (part.contiguous().numpy() for part in (sources, targets, given, counted))
-    froms, intos, weights = kernels.normalize_folds(*told, np.float32(own))
+    froms, intos, weights = kernels.normalize_folds(
+        sources.contiguous().numpy(),
+        targets.contiguous().numpy(),
+        given.contiguous().numpy(),
+        counted.contiguous().numpy(),
+        np.float32(own),
+    )
     return torch.from_numpy(froms), torch.from_numpy(intos), torch.from_numpy(weights)
 
 
@@ -77,13 +87,23 @@ def thresholded_folds(
 ) -> tuple[
     Float[Tensor, " K"], tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"]]
 ]:
-    """The same bits as `readable_alike_folds`."""
+    """Kernel of `thresholded_folds`; the same bits as the reference."""
     from larder.ops.cpu import entry_merging_kernels as kernels
 
     moved = torch.empty(len(before))
-    told = (part.contiguous().numpy() for part in (sources, targets, heads, likeness, given))
-    numbers = (np.float32(number) for number in (rate, 1 - rate, slack, own))
-    rows = kernels.threshold_folds(*told, before.contiguous().numpy(), *numbers, moved.numpy())
+    rows = kernels.threshold_folds(
+        sources.contiguous().numpy(),
+        targets.contiguous().numpy(),
+        heads.contiguous().numpy(),
+        likeness.contiguous().numpy(),
+        given.contiguous().numpy(),
+        before.contiguous().numpy(),
+        np.float32(rate),
+        np.float32(1 - rate),
+        np.float32(slack),
+        np.float32(own),
+        moved.numpy(),
+    )
     froms, intos, weights = (torch.from_numpy(part) for part in rows)
     return moved, (froms, intos, weights)
 
@@ -98,16 +118,21 @@ def spread_folds(
     window: int,
     drawn: Float[Tensor, " _"],
 ) -> tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"], Float[Tensor, " G"]]:
-    """As `readable_spread_folds`; sums are in another order."""
+    """Kernel of `spread_folds`; sums are in another order than in the reference."""
     from larder.ops.cpu import entry_merging_kernels as kernels
 
-    packed = gone.numpy(), kept.contiguous().numpy()
-    counts = starts.numpy(), lengths.numpy(), np.array(new_lengths, np.int64)
-    told = mass.detach().contiguous().numpy(), window, drawn.double().numpy()
-    into, targets, of_keys, of_values = map(
-        torch.from_numpy, kernels.spread_folds(*packed, *counts, *told)
+    folds = kernels.spread_folds(
+        gone.numpy(),
+        kept.contiguous().numpy(),
+        starts.numpy(),
+        lengths.numpy(),
+        np.array(new_lengths, np.int64),
+        mass.detach().contiguous().numpy(),
+        window,
+        drawn.double().numpy(),
     )
-    return into, targets, of_keys, of_values
+    sources, targets, key_weights, value_weights = map(torch.from_numpy, folds)
+    return sources, targets, key_weights, value_weights
 
 
 def weighted_sums(
@@ -120,10 +145,17 @@ def weighted_sums(
     key_weights: Float[Tensor, " F"],
     value_weights: Float[Tensor, " F"],
 ) -> tuple[Int64[Tensor, " N"], Float[Tensor, "N D"], Float[Tensor, "N D"]]:
-    """The same bits as `readable_weighted_sums`."""
+    """Kernel of `weighted_sums`; the same bits as the reference."""
     from larder.ops.cpu import entry_merging_kernels as kernels
 
-    stored = as_numpy(keys.detach()), as_numpy(values.detach())
-    folds = (part.contiguous().numpy() for part in (sources, targets, key_weights, value_weights))
-    into, key_sums, value_sums = kernels.sum_rows(*stored, starts.numpy(), lengths.numpy(), *folds)
+    into, key_sums, value_sums = kernels.sum_rows(
+        as_numpy(keys.detach()),
+        as_numpy(values.detach()),
+        starts.numpy(),
+        lengths.numpy(),
+        sources.contiguous().numpy(),
+        targets.contiguous().numpy(),
+        key_weights.contiguous().numpy(),
+        value_weights.contiguous().numpy(),
+    )
     return torch.from_numpy(into), torch.from_numpy(key_sums), torch.from_numpy(value_sums)

@@ -1,7 +1,7 @@
-"""The inner loops of folding, compiled by numba at their first call.
+"""Numba kernels of entry merging, compiled at their first call.
 
-Only `larder.ops.cpu.entry_merging` imports this module, and only when it is about to fold. Every
-number is rounded as it is written here, which is as torch rounds it.
+Only `larder.ops.cpu.entry_merging` imports this module, when it calls a kernel. Operations are
+exact as written, so that numbers are rounded as in torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def update_means(numbers, groups, before, rate, rest, moved):
 
 @njit_exact
 def distinct(targets):
-    """Every target once, ascending."""
+    """Distinct targets, ascending."""
     into = np.sort(targets)
     count = 0
     for f in range(into.size):
@@ -66,7 +66,7 @@ def normalize_folds(sources, targets, given, counted, own):
 def threshold_folds(
     sources, targets, heads, likeness, given, before, rate, rest, slack, own, moved
 ):
-    """Thresholds moved to the likeness of what was found, and the folds of what is alike enough."""
+    """Update the thresholds, and return the folds of sources whose similarity is above them."""
     alike = targets >= 0
     update_means(likeness[alike], heads[alike], before, rate, rest, moved)
     for f in range(alike.size):
@@ -77,7 +77,7 @@ def threshold_folds(
 
 @njit_exact
 def merge_probability(mass, around):
-    """How much of a value joins entries of that mass on average; nothing where nobody looked."""
+    """Ratio of a mass to the mean mass `around`, in [0, 1]; of zero over zero 0."""
     if around > 0:
         return min(max(mass / around, np.float32(0.0)), np.float32(1.0))
     return np.float32(1.0) if mass > 0 else np.float32(0.0)
@@ -119,7 +119,7 @@ def spread_folds(gone, kept, starts, lengths, new_lengths, mass, window, drawn):
 
 @njit_exact
 def add_row(stored, row, weight, scratch, sums):
-    """Add a stored row, by its weight; one without weight is not read."""
+    """Add a weighted stored row; a row of weight 0 is not read."""
     if weight != 0:
         numbers = load_row(stored, row, scratch)
         for d in range(sums.size):

@@ -1,11 +1,11 @@
-"""Attention of many queries on a CPU, by torch's own flash kernel with its log-sum-exp.
+"""Attention of many queries on a CPU, by torch's flash kernel with its log-sum-exp.
 
-What was found in torch 2.13: `_scaled_dot_product_flash_attention_for_cpu` takes grouped heads as
-they are (query head h reads kv head h // R); is_causal aligns the first query with the first key,
-so it is used for equal lengths only; masks have the queries' dtype or float32, and may be one row
-for all queries; a fully masked row gives output 0 but log-sum-exp 0, which is mended here; an empty
-key tensor ends the process with a division by zero, so none is ever passed. In bfloat16 its outputs
-are rounded to bfloat16; they are returned as float32 like everyone else's.
+Behavior of `_scaled_dot_product_flash_attention_for_cpu` in torch 2.13: it accepts grouped heads
+(query head h reads kv head h // R); is_causal aligns the first query with the first key, so it is
+used for equal lengths only; masks have the queries' dtype or float32, and may be one row for all
+queries; a fully masked row gives output 0 but log-sum-exp 0, which is corrected here; an empty key
+tensor ends the process with a division by zero, so none is passed. In bfloat16 its outputs are
+rounded to bfloat16; they are returned as float32 like all others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPERATOR = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
 def supports(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """Whether torch's kernel is there and takes these tensors."""
+    """True if torch's kernel exists and supports these tensors."""
     return (
         queries.device.type == keys.device.type == "cpu"
         and queries.dtype == keys.dtype == values.dtype
@@ -32,7 +32,7 @@ def supports(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
 
 @cache
 def _has_operator() -> bool:
-    """The operator is not part of torch's public interface, so it may go."""
+    """True if torch has the operator, which is not part of its public interface."""
     return bool(torch._C._jit_get_schemas_for_operator(OPERATOR))
 
 
@@ -45,7 +45,7 @@ def ragged(
     scaling: float,
     bias: Float[Tensor, " C"] | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """Every query sees every entry of its kv head; a group of R heads is R x Q rows of one."""
+    """Kernel of `ragged_attention`; a group of R heads becomes R x Q query rows of one head."""
     num_kv_heads = lengths.shape[0]
     out = queries.new_zeros(queries.shape, dtype=torch.float32)
     lse = queries.new_full(queries.shape[:2], -torch.inf, dtype=torch.float32)
@@ -69,7 +69,7 @@ def causal(
     sections: tuple[int, ...],
     window: int | None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """New tokens among themselves; sections of equal length go through the kernel together."""
+    """Kernel of `causal_attention`; sections of equal length become one batch."""
     if window is None and len(sections) > 1 and len(set(sections)) == 1 and sections[0] > 0:
         return _causal_batch(queries, keys, values, scaling, len(sections))
     out = queries.new_zeros(queries.shape, dtype=torch.float32)
@@ -77,11 +77,11 @@ def causal(
     start = 0
     for length in sections:
         own = slice(start, start + length)
-        part = (queries[:, own], keys[:, own], values[:, own])
+        q, k, v = queries[:, own], keys[:, own], values[:, own]
         if length and window is not None and window < length:
-            out[:, own], lse[:, own] = _sliding_window(*part, scaling, window)
+            out[:, own], lse[:, own] = _sliding_window(q, k, v, scaling, window)
         elif length:
-            out[:, own], lse[:, own] = _flash_attention(*part, scaling, is_causal=True)
+            out[:, own], lse[:, own] = _flash_attention(q, k, v, scaling, is_causal=True)
         start += length
     return out, lse
 
@@ -93,7 +93,7 @@ def masked(
     scaling: float,
     mask: Bool[Tensor, "Q S"],
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """One mask for all heads. Needs at least one key."""
+    """Attention under one mask for all heads; needs at least one key."""
     hidden = torch.zeros_like(mask, dtype=queries.dtype).masked_fill(~mask, -torch.inf)
     out, lse = _flash_attention(queries, keys, values, scaling, attn_mask=hidden)
     blind = ~mask.any(-1)
@@ -113,7 +113,7 @@ def _causal_batch(
 def _sliding_window(
     queries: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    """A causal window: chunks of queries, each with the keys that one of its queries can see."""
+    """Causal window in chunks of queries, each with the keys that its queries can see."""
     chunk = max(window, 64)
     outs: list[Tensor] = []
     lses: list[Tensor] = []
@@ -130,7 +130,7 @@ def _sliding_window(
 
 
 def _bias_mask(bias: Float[Tensor, " S"], dtype: torch.dtype) -> Float[Tensor, "1 S"]:
-    """A bias for all queries; not in half precision, where ln(1000) would be off by 1 in 60."""
+    """Bias as a mask of one row; not in half precision, where ln(1000) would be off by 1 in 60."""
     return bias.to(torch.promote_types(dtype, torch.float32)).unsqueeze(0)
 
 

@@ -1,14 +1,17 @@
-"""Moments in host memory: one reading of the columns."""
+"""Running moments on a CPU, in one pass over the columns."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 
 def supports(numbers: Tensor) -> bool:
-    """Whether the kernel takes this call: float32 in host memory."""
+    """True for float32 in host memory."""
     return numbers.device.type == "cpu" and numbers.dtype is torch.float32
 
 
@@ -19,12 +22,18 @@ def added_moments(
     numbers: Float[Tensor, " S"],
     counted: Bool[Tensor, " S"],
 ) -> tuple[Float[Tensor, " S"], Float[Tensor, " S"], Float[Tensor, " S"]]:
-    """Safe from several threads at once."""
+    """Kernel of `added_moments`; thread-safe."""
     from larder.ops.cpu import moments_kernels as kernels  # compiles: not before it is needed
 
     joined = torch.empty(3, len(numbers))
-    told = (part.detach().contiguous().numpy() for part in (count, mean, spread, numbers, counted))
-    kernels.add_moments(*told, joined.numpy())
+    kernels.add_moments(
+        _as_array(count),
+        _as_array(mean),
+        _as_array(spread),
+        _as_array(numbers),
+        _as_array(counted),
+        joined.numpy(),
+    )
     total, average, around = joined
     return total, average, around
 
@@ -37,17 +46,24 @@ def variance_boosted_means(
     lengths: Int64[Tensor, " K"],
     share: float,
 ) -> Float[Tensor, " T"]:
-    """The same bits as `readable_raised_means`."""
+    """Kernel of `variance_boosted_means`; the same bits as the reference."""
     from larder.ops.cpu import moments_kernels as kernels
 
     raised = torch.empty(int(lengths.sum()))
-    moments = (part.detach().contiguous().numpy() for part in (count, mean, spread))
-    kernels.boost_most_varied(*moments, starts.numpy(), lengths.numpy(), share, raised.numpy())
+    kernels.boost_most_varied(
+        _as_array(count),
+        _as_array(mean),
+        _as_array(spread),
+        starts.numpy(),
+        lengths.numpy(),
+        share,
+        raised.numpy(),
+    )
     return raised
 
 
 def supports_layer_mean(numbers: Tensor, positions: Tensor) -> bool:
-    """Whether the kernel takes this call: float32 and int32 in host memory."""
+    """True for float32 numbers and int32 positions in host memory."""
     return (
         numbers.device.type == "cpu"
         and numbers.dtype is torch.float32
@@ -61,10 +77,15 @@ def layer_mean(
     starts: Int64[Tensor, " K"],
     lengths: Int64[Tensor, " K"],
 ) -> Float[Tensor, " S"] | None:
-    """As `readable_layer_mean`; sums are in another order."""
+    """Kernel of `layer_mean`; sums are in another order than in the reference."""
     from larder.ops.cpu import moments_kernels as kernels  # compiles: not before it is needed
 
     mean = torch.zeros(int(lengths[0]))
-    told = numbers.detach().contiguous().numpy(), positions.contiguous().numpy()
-    alike = kernels.mean_if_same_positions(*told, starts.numpy(), lengths.numpy(), mean.numpy())
-    return mean if alike else None
+    is_same = kernels.mean_if_same_positions(
+        _as_array(numbers), _as_array(positions), starts.numpy(), lengths.numpy(), mean.numpy()
+    )
+    return mean if is_same else None
+
+
+def _as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
+    return tensor.detach().contiguous().numpy()

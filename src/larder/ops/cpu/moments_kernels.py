@@ -1,6 +1,6 @@
-"""The inner loop of moments, compiled by numba at its first call.
+"""Numba kernels of running moments, compiled at their first call.
 
-Only `larder.ops.cpu.moments` imports this module, and only when it is about to join.
+Only `larder.ops.cpu.moments` imports this module, when it calls a kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from larder.ops.cpu.topk_kernels import radix_threshold
 
 @njit_exact
 def add_moments(count, mean, spread, numbers, counted, joined):
-    """Count, mean and spread with one more number each, into `joined` [3, S]."""
+    """Count, mean and spread after one more number each, into `joined` [3, S]."""
     for s in range(numbers.size):
         fresh = np.float32(1.0) if counted[s] else np.float32(0.0)
         total = count[s] + fresh
@@ -34,7 +34,7 @@ def boost_most_varied(count, mean, spread, starts, lengths, share, raised):
         counts, spreads, means = count[rows], spread[rows], mean[rows]
         own = raised[first : first + held]
         variances = np.empty(held, np.float32)
-        ranks = variances.view(np.uint32)  # which ascend as numbers that are not negative do
+        ranks = variances.view(np.uint32)  # the bits of non-negative floats have the same order
         for s in range(held):
             variances[s] = spreads[s] / counts[s] if counts[s] > 0 else np.float32(0.0)
             own[s] = means[s]
@@ -52,7 +52,7 @@ def boost_most_varied(count, mean, spread, starts, lengths, share, raised):
 
 @njit_exact
 def mean_if_same_positions(numbers, positions, starts, lengths, mean):
-    """Add up into `mean`, which is zeros; whether all heads hold the same positions."""
+    """Compute the mean into the zeros `mean`; False if the heads have different positions."""
     for h in range(lengths.size):
         if lengths[h] != mean.size:
             return False

@@ -1,4 +1,4 @@
-"""Decode attention on a CPU over entries held in few bits: codes are read, never numbers.
+"""Decode attention on a CPU over quantized entries, with fused dequantization.
 
 Zirui Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (2024),
 arXiv:2402.02750, section 3.3: dequantization is fused into the products. Where a group of entries
@@ -7,9 +7,9 @@ shares the scales and offsets of its channels,
     q . k = sum over channels of (q x scale) x code, plus q . offset
 
 so both are folded into the query once per group; scales and offsets of values go into the weights
-of their entries. Only keys whose entries have scales of their own are turned back, block by block.
-Spans are cut over groups instead of entries, otherwise as in `larder.ops.cpu.decode_attention`.
-Numbers that stay as they are on either side, and many queries, are left to the readable form.
+of their entries. Only keys with scales per entry are dequantized, block by block. Spans cover
+groups instead of entries, otherwise as in `larder.ops.cpu.decode_attention`. Unquantized keys or
+values, and many queries, are left to the reference implementation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from larder.ops.quantization import QuantizedRows
 def supports(
     queries: Tensor, keys: QuantizedRows, values: QuantizedRows, num_kv_heads: int
 ) -> bool:
-    """Whether the kernel takes this call: few query rows over codes on a CPU."""
+    """True for few query rows over codes on a CPU, without gradient."""
     return (
         keys.stored.device.type == "cpu"
         and bool(keys.manner.bits and values.manner.bits)
@@ -47,7 +47,7 @@ def quantized_attention(
     scaling: float,
     bias: Float[Tensor, " T"] | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """Attend a few queries to all entries of their kv head. Safe from several threads at once."""
+    """Kernel of `quantized_attention` for a few queries; thread-safe."""
     from larder.ops.cpu import (
         quantized_attention_kernels as kernels,  # compiles: not before it is needed
     )
@@ -63,20 +63,33 @@ def quantized_attention(
     spans = max(spans, 1)
     bounds = np.array([len(order) * s // spans for s in range(spans + 1)], np.int64)
     attend = kernels.attend_in_parallel if spans > 1 else kernels.attend_serially
-    sides = _kernel_arguments(keys), _kernel_arguments(values)
     outs, lses = attend(
-        rows, *sides, bias_array(bias), layout, groups.numpy(), np.float32(scaling), bounds
+        rows,
+        _kernel_arguments(keys),
+        _kernel_arguments(values),
+        bias_array(bias),
+        layout,
+        groups.numpy(),
+        np.float32(scaling),
+        bounds,
     )
     out = torch.from_numpy(outs).view(num_heads, query_len, head_dim)
     return out, torch.from_numpy(lses).view(num_heads, query_len)
 
 
 def _kernel_arguments(side: QuantizedRows) -> tuple[Any, ...]:
-    """A side as numpy's, in the order of `coded_kernels.Side`; float16 as their bits."""
+    """Keys or values as the tuple that the kernels document; float16 as its bits."""
     manner = side.manner
-    halves = (side.offsets, side.scales, side.factors, side.strays)
-    offsets, scales, factors, strays = (half.view(torch.uint16).numpy() for half in halves)
-    offsets, scales = offsets.reshape(-1), scales.reshape(-1)
-    shape = (manner.bits, manner.channels, manner.group, manner.sharing is ScaleGranularity.ENTRY)
-    numbers = side.stored.numpy(), offsets, scales, side.channels.numpy(), factors
-    return (*shape, *numbers, side.spots.numpy(), strays)
+    return (
+        manner.bits,
+        manner.channels,
+        manner.group,
+        manner.sharing is ScaleGranularity.ENTRY,
+        side.stored.numpy(),
+        side.offsets.view(torch.uint16).numpy().reshape(-1),
+        side.scales.view(torch.uint16).numpy().reshape(-1),
+        side.channels.numpy(),
+        side.factors.view(torch.uint16).numpy(),
+        side.spots.numpy(),
+        side.strays.view(torch.uint16).numpy(),
+    )

@@ -1,10 +1,9 @@
-"""The inner loops of decode attention over codes, compiled by numba at their first call.
+"""Numba kernels of decode attention over quantized entries, compiled at their first call.
 
-Only `larder.ops.cpu.quantized_attention` imports this module. A side, keys or values, is a tuple of
-bits of a code, stored channels, channels that share a scale, whether entries have scales of their
-own, then
-arrays: packed codes [T, B], offsets and scales, which channels [G, W] and their factors [G, W]
-(empty where there are none), spots and strays.
+Only `larder.ops.cpu.quantized_attention` imports this module. A side, keys or values, is a tuple:
+bits of a code, stored channels, channels per group, True for scales per entry, packed codes [T, B],
+offsets and scales, indices of the stored channels [G, W] and their factors [G, W] (empty if there
+are none), and the outliers: their places (row x W + channel) and their numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ HALF_BIAS = np.float32(2.0**112)  # exponents of float16 are biased by 15, of fl
 
 @njit_kernel
 def load_float16(halves, numbers):
-    """The bits of float16 as float32, subnormal ones too."""
+    """Float32 from the bits of float16, subnormal numbers included."""
     bits = numbers.view(np.uint32)
     for i in range(halves.size):
         half = np.uint32(halves[i])
@@ -41,10 +40,10 @@ def load_float16(halves, numbers):
 
 @njit_kernel
 def unpack(stored, bits, width, first, count, rows):
-    """Codes of some entries as float32, plane by plane; rows past `count` are left.
+    """Codes of some entries as float32, plane by plane; rows past `count` are not written.
 
-    Every step is cast to 32 bits, where numba would take 64, and loops run over slices from 0 on:
-    an index that might be negative keeps them from being vectorized.
+    Every step is cast to 32 bits, where numba would use 64, and loops run over slices from 0 on,
+    because a possibly negative index prevents vectorization.
     """
     size = stored.shape[1]
     for b in range(count):
@@ -58,7 +57,7 @@ def unpack(stored, bits, width, first, count, rows):
 
 @njit_kernel
 def scale_entries(side, first, count, rows, offsets, scales):
-    """Codes of entries with scales of their own become numbers."""
+    """Dequantize entries with scales per entry."""
     width, piece = side[1], side[2]
     pieces = (width + piece - 1) // piece
     load_float16(side[5][first * pieces : (first + count) * pieces], offsets)
@@ -73,7 +72,7 @@ def scale_entries(side, first, count, rows, offsets, scales):
 
 @njit_kernel
 def accumulate_coded_values(side, first, count, weights, rows, outs, offsets, scales):
-    """Add the weighted values of one block: per piece of channels, scales go into the weights."""
+    """Add the weighted values of one block; scales of channel groups go into the weights."""
     width, piece = side[1], side[2]
     pieces = (width + piece - 1) // piece
     load_float16(side[5][first * pieces : (first + count) * pieces], offsets)
@@ -101,7 +100,7 @@ def accumulate_coded_values(side, first, count, weights, rows, outs, offsets, sc
 
 @njit_kernel
 def accumulate_outlier_values(side, first, count, weights, outs, offsets, number):
-    """Values held apart, which were gathered as code 0; `offsets` are those of the block."""
+    """Add the weighted outliers, which were summed as code 0; `offsets` are those of the block."""
     spots, strays, width, piece = side[9], side[10], side[1], side[2]
     pieces = (width + piece - 1) // piece
     at = first_outlier(spots, first * width)
@@ -117,7 +116,7 @@ def accumulate_outlier_values(side, first, count, weights, outs, offsets, number
 
 @njit_kernel
 def first_outlier(spots, number):
-    """How many spots lie before a number."""
+    """Index of the first outlier at or behind a place."""
     low, high = 0, spots.size
     while low < high:
         middle = (low + high) // 2
@@ -130,7 +129,7 @@ def first_outlier(spots, number):
 
 @njit_kernel
 def place_outliers(side, first, count, rows, number):
-    """Numbers that are held apart take their places."""
+    """Write the outliers into their rows."""
     spots, strays, width = side[9], side[10], side[1]
     at = first_outlier(spots, first * width)
     while at < spots.size and spots[at] < (first + count) * width:
@@ -142,7 +141,7 @@ def place_outliers(side, first, count, rows, number):
 
 @njit_kernel
 def add_outlier_logits(side, first, count, queries, offsets, weights, number):
-    """What numbers held apart add to logits in which they counted as code 0."""
+    """Add the outliers to logits in which they were code 0."""
     spots, strays, width = side[9], side[10], side[1]
     at = first_outlier(spots, first * width)
     while at < spots.size and spots[at] < (first + count) * width:
@@ -156,7 +155,7 @@ def add_outlier_logits(side, first, count, queries, offsets, weights, number):
 
 @njit_kernel
 def select_query_channels(side, group, queries, asked, scratch):
-    """The queries as the keys of a group are stored: its channels, times their factors."""
+    """Queries restricted to the stored channels of a group, times their factors."""
     width, channels, factors = side[1], side[7], side[8]
     for n in range(queries.shape[0]):
         if channels.size:
@@ -173,7 +172,7 @@ def select_query_channels(side, group, queries, asked, scratch):
 
 @njit_kernel
 def fold_scales_into_queries(side, group, asked, offsets, scales, folded, bases):
-    """Scales of a group go into the queries, offsets into what every logit begins with."""
+    """Fold the scales of a group into the queries, and its offsets into a base of every logit."""
     width = side[1]
     load_float16(side[5][group * width : (group + 1) * width], offsets)
     load_float16(side[6][group * width : (group + 1) * width], scales)
@@ -190,6 +189,7 @@ def attend_group(queries, keys, values, biases, group, start, count, sums, space
     """Unnormalized attention of `queries` [N, D] over one group, added to earlier sums."""
     peaks, masses, outs = sums
     rows, weights, asked, folded, bases, offsets, scales, by_entry, number = space
+    entry_offsets, entry_scales = by_entry
     select_query_channels(keys, group, queries, asked, offsets)
     own = keys[3]
     if not own:
@@ -198,7 +198,7 @@ def attend_group(queries, keys, values, biases, group, start, count, sums, space
         size = min(ROWS, start + count - first)
         unpack(keys[4], keys[0], keys[1], first, size, rows)
         if own:
-            scale_entries(keys, first, size, rows, *by_entry)
+            scale_entries(keys, first, size, rows, entry_offsets, entry_scales)
             place_outliers(keys, first, size, rows, number)
             score(asked, rows, weights)
         else:
@@ -211,13 +211,15 @@ def attend_group(queries, keys, values, biases, group, start, count, sums, space
             add_biases(weights, biases, first, size)
         online_softmax(weights, size, peaks, masses, outs)
         unpack(values[4], values[0], values[1], first, size, rows)
-        accumulate_coded_values(values, first, size, weights, rows, outs, *by_entry)
-        accumulate_outlier_values(values, first, size, weights, outs, by_entry[0], number)
+        accumulate_coded_values(
+            values, first, size, weights, rows, outs, entry_offsets, entry_scales
+        )
+        accumulate_outlier_values(values, first, size, weights, outs, entry_offsets, number)
 
 
 @njit_kernel
 def attend_span(queries, keys, values, biases, layout, groups, scaling, bounds, span, sums):
-    """One share of the groups, which may cross heads; pieces as in `decode_kernels`."""
+    """Attention over one span of groups, which may cross heads; rows as in decode attention."""
     peaks, masses, outs = sums
     num_queries, head_dim = queries.shape[1:]
     rows = np.zeros((ROWS, head_dim), np.float32)
@@ -250,25 +252,25 @@ def attend_span(queries, keys, values, biases, layout, groups, scaling, bounds, 
 
 @njit_kernel
 def attend_serially(queries, keys, values, biases, layout, groups, scaling, bounds):
-    """All spans one after the other; output [K, N, D] and log-sum-exp [K, N]."""
+    """All spans in one thread; output [K, N, D] and log-sum-exp [K, N]."""
     num_pieces = bounds.size - 1 + groups.size
     peaks = np.empty((num_pieces, queries.shape[1]), np.float32)
     masses = np.empty((num_pieces, queries.shape[1]), np.float32)
     outs = np.empty((num_pieces, queries.shape[1], queries.shape[2]), np.float32)
     for s in range(bounds.size - 1):
-        case = queries, keys, values, biases, layout, groups, scaling, bounds
-        attend_span(*case, s, (peaks, masses, outs))
+        sums = peaks, masses, outs
+        attend_span(queries, keys, values, biases, layout, groups, scaling, bounds, s, sums)
     return merge_splits(groups, bounds, peaks, masses, outs)
 
 
 @njit_parallel
 def attend_in_parallel(queries, keys, values, biases, layout, groups, scaling, bounds):
-    """All spans at once, one per thread; the same results as `attend_serially`."""
+    """`attend_serially` in parallel, one span per thread, with equal results."""
     num_pieces = bounds.size - 1 + groups.size
     peaks = np.empty((num_pieces, queries.shape[1]), np.float32)
     masses = np.empty((num_pieces, queries.shape[1]), np.float32)
     outs = np.empty((num_pieces, queries.shape[1], queries.shape[2]), np.float32)
     for s in numba.prange(bounds.size - 1):
-        case = queries, keys, values, biases, layout, groups, scaling, bounds
-        attend_span(*case, np.int64(s), (peaks, masses, outs))
+        span, sums = np.int64(s), (peaks, masses, outs)
+        attend_span(queries, keys, values, biases, layout, groups, scaling, bounds, span, sums)
     return merge_splits(groups, bounds, peaks, masses, outs)

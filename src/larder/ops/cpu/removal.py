@@ -1,4 +1,4 @@
-"""Removing rows on a CPU: one kernel moves the runs of kept rows of all storages."""
+"""Removal of rows on a CPU: one kernel moves the runs of kept rows of all storages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BYTES_PER_FLOAT = 16  # moving this many bytes takes about as long as attending 
 
 
 def supports(storages: Sequence[Tensor]) -> bool:
-    """Whether the rows lie one behind the other in host memory."""
+    """True for contiguous storages in host memory."""
     return all(storage.device.type == "cpu" and storage.is_contiguous() for storage in storages)
 
 
@@ -27,13 +27,13 @@ def remove_rows(
     new_lengths: tuple[int, ...],
     new_starts: Int64[Tensor, " K"],
 ) -> int | None:
-    """`readable_remove`. Safe from several threads at once on different storages."""
+    """Kernel of `remove_rows`; thread-safe on different storages."""
     from larder.ops.cpu import removal_kernels as kernels  # compiles: not before it is needed
 
     packed = kept.cpu().contiguous().numpy()
-    places = starts.numpy(), new_starts.numpy()
+    counts = np.array(new_lengths, np.int64)
     bad, rows = kernels.check_kept(
-        packed, *places, lengths.numpy(), np.array(new_lengths, np.int64)
+        packed, starts.numpy(), new_starts.numpy(), lengths.numpy(), counts
     )
     if bad >= 0:
         return int(bad)
@@ -50,7 +50,7 @@ def move_rows(
     new_starts: Int64[Tensor, " K"],
     rows: int,
 ) -> None:
-    """Carry out a removal that was found to fit, and to move so many rows."""
+    """Carry out a valid removal that moves `rows` rows."""
     from larder.ops.cpu import removal_kernels as kernels
 
     if not rows:
@@ -60,8 +60,16 @@ def move_rows(
     packed, counts = kept.contiguous().numpy(), np.array(new_lengths, np.int64)
     threads = num_threads_for(int(rows * row_bytes.sum()) // BYTES_PER_FLOAT)
     run = kernels.move_in_parallel if threads > 1 else kernels.move_serially
-    places = starts.numpy(), new_starts.numpy()
-    run(addresses, row_bytes, packed, *places, lengths.numpy(), counts, threads)
+    run(
+        addresses,
+        row_bytes,
+        packed,
+        starts.numpy(),
+        new_starts.numpy(),
+        lengths.numpy(),
+        counts,
+        threads,
+    )
 
 
 def plan_removal(
@@ -71,16 +79,22 @@ def plan_removal(
     new_lengths: tuple[int, ...],
     edges: tuple[int, ...],
     roomy: int,
-) -> tuple[int | None, tuple[Int64[Tensor, " K"], int, int]]:
-    """The first head whose kept entries are wrong, if any is, and `readable_least_motion`.
+) -> tuple[int | None, Int64[Tensor, " K"], int, int]:
+    """Kernel of `plan_removal`; thread-safe.
 
-    Safe from several threads at once.
+    Returns:
+        The first head whose kept entries are invalid, or None; then the fields of a plan.
     """
     from larder.ops.cpu import removal_kernels as kernels  # compiles: not before it is needed
 
     packed, new_starts = kept.contiguous().numpy(), torch.empty_like(starts)
-    counts = starts.numpy(), lengths.numpy(), np.array(new_lengths, np.int64)
-    case = packed, *counts, np.array(edges, np.int64), roomy
-    bad, room, rows = kernels.plan_removal(*case, new_starts.numpy())
-    found = new_starts, int(room), int(rows)
-    return (None if bad < 0 else int(bad)), found
+    bad, room, rows = kernels.plan_removal(
+        packed,
+        starts.numpy(),
+        lengths.numpy(),
+        np.array(new_lengths, np.int64),
+        np.array(edges, np.int64),
+        roomy,
+        new_starts.numpy(),
+    )
+    return (None if bad < 0 else int(bad)), new_starts, int(room), int(rows)

@@ -1,7 +1,7 @@
-"""The inner loops of removing rows, compiled by numba at their first call.
+"""Numba kernels of row removal, compiled at their first call.
 
-Only `larder.ops.cpu.removal` imports this module, and only when it is about to remove. A storage
-is an address and the bytes of a row, so that one kernel serves every type and number of them.
+Only `larder.ops.cpu.removal` imports this module, when it calls a kernel. A storage is an address
+and the bytes of a row, so that one kernel serves every dtype and number of storages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ move_bytes: Any = intrinsic(memmove)
 
 @njit_kernel
 def are_misplaced(own, offset, length):
-    """Whether entries do not ascend within [offset, offset + length)."""
+    """True if entries do not ascend within [offset, offset + length)."""
     astray = 0
     for i in range(1, own.size):
         astray += own[i] <= own[i - 1]
@@ -43,7 +43,7 @@ def are_misplaced(own, offset, length):
 
 @njit_kernel
 def check_kept(kept, starts, new_starts, lengths, new_lengths):
-    """The first head whose kept entries are not its own, ascending, or -1; and the rows to move."""
+    """First head with invalid kept entries, or -1; and the number of rows to move."""
     rows = 0
     first = 0
     offset = 0
@@ -71,10 +71,10 @@ def move_run(addresses, row_bytes, target, source, count):
 
 @njit_kernel
 def move_head(addresses, row_bytes, start, new_start, offset, own):
-    """Move each run of kept rows: first those that go down, the last first; then those that go up.
+    """Move each run of kept rows: first those that move down, in reverse; then those that move up.
 
-    The further behind a row lies, the more was removed before it, so the rows that go down come
-    before all that go up.
+    The shift grows along the rows with the number of removed rows before them, so all rows that
+    move down come before all that move up.
     """
     ahead = start - offset - new_start  # a row i goes from own[i] + ahead to i, counted from there
     split = 0
@@ -101,7 +101,7 @@ def move_head(addresses, row_bytes, start, new_start, offset, own):
 
 @njit_kernel
 def count_shifted_below(own, offset, shift):
-    """How many of a head's kept entries lie less than `shift` rows behind their new places."""
+    """Number of a head's kept entries that lie less than `shift` rows behind their new places."""
     low, high = 0, own.size
     while low < high:
         middle = (low + high) // 2
@@ -114,10 +114,10 @@ def count_shifted_below(own, offset, shift):
 
 @njit_kernel
 def plan_removal(kept, starts, lengths, new_lengths, edges, roomy, new_starts):
-    """Let the front of a head go down by what it loses, where fewer rows move than at its end.
+    """Plan that moves the front of a head down where that moves fewer rows than its end.
 
-    The first head whose kept entries are not its own, ascending, or -1; the least slack behind a
-    head; and the rows that move.
+    Returns the first head with invalid kept entries, or -1; the least slack behind a head; and the
+    number of rows to move.
     """
     first = 0
     offset = 0
@@ -129,7 +129,7 @@ def plan_removal(kept, starts, lengths, new_lengths, edges, roomy, new_starts):
         own = kept[first : first + held]
         if are_misplaced(own, offset, lengths[h]):
             return h, 0, 0
-        # How far an entry lies behind its place among the kept never falls from one to the next.
+        # The distance of an entry to its place among the kept ones never decreases along a head.
         front = count_shifted_below(own, offset, 1)  # rows that need not move if the end moves up
         still = held - count_shifted_below(own, offset, gone)  # and if the front goes down
         new_starts[h] = starts[h]
@@ -145,7 +145,7 @@ def plan_removal(kept, starts, lengths, new_lengths, edges, roomy, new_starts):
 
 @njit_kernel
 def move_share(addresses, row_bytes, kept, starts, new_starts, lengths, new_lengths, share, shares):
-    """Every `shares`-th head, from head `share` on."""
+    """Move every `shares`-th head, from head `share` on."""
     first = 0
     offset = 0
     for h in range(lengths.size):
@@ -158,15 +158,13 @@ def move_share(addresses, row_bytes, kept, starts, new_starts, lengths, new_leng
 
 @njit_kernel
 def move_serially(addresses, row_bytes, kept, starts, new_starts, lengths, new_lengths, shares):
-    """All heads, one after the other."""
+    """All heads in one thread."""
     for s in range(shares):
-        case = addresses, row_bytes, kept, starts, new_starts, lengths, new_lengths
-        move_share(*case, s, shares)
+        move_share(addresses, row_bytes, kept, starts, new_starts, lengths, new_lengths, s, shares)
 
 
 @njit_parallel
 def move_in_parallel(addresses, row_bytes, kept, starts, new_starts, lengths, new_lengths, shares):
     """One share of the heads per thread; their regions do not overlap."""
     for s in numba.prange(shares):
-        case = addresses, row_bytes, kept, starts, new_starts, lengths, new_lengths
-        move_share(*case, s, shares)
+        move_share(addresses, row_bytes, kept, starts, new_starts, lengths, new_lengths, s, shares)

@@ -1,4 +1,4 @@
-"""Searching keys on a CPU: one reading of each head's storage, shared by threads, no copies."""
+"""Search of keys on a CPU: one pass over each head's storage, in parallel, without copies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, as_numpy, num_thre
 
 
 def supports(queries: Tensor, keys: Tensor) -> bool:
-    """Whether the kernel takes this call: contiguous CPU storage of a type that it reads."""
+    """True for contiguous CPU storage of a supported dtype."""
     return (
         queries.device.type == "cpu"
         and keys.device.type == "cpu"
@@ -27,7 +27,7 @@ def page_max_scores(
     lengths: Int[Tensor, " K"],
     page: int,
 ) -> Float[Tensor, "H N"]:
-    """Safe from several threads at once."""
+    """Kernel of `page_max_scores`; thread-safe."""
     from larder.ops.cpu import search_kernels as kernels  # compiles: not before it is needed
 
     rows, owned = query_rows(queries[:, None], lengths.shape[0]), lengths.numpy()
@@ -41,7 +41,7 @@ def page_max_scores(
 
 
 def top_rows(scores: Float[Tensor, "F N"], count: int) -> Int64[Tensor, "F P"]:
-    """Safe from several threads at once."""
+    """Kernel of `top_rows`; thread-safe."""
     from larder.ops.cpu import search_kernels as kernels
 
     numbers = scores.detach().float().contiguous().numpy()
@@ -53,7 +53,7 @@ def top_rows(scores: Float[Tensor, "F N"], count: int) -> Int64[Tensor, "F P"]:
 
 
 def interleaved(ranked: Int64[Tensor, "H P"], kv_heads: int, count: int) -> Int64[Tensor, "K L"]:
-    """Safe from several threads at once."""
+    """Kernel of `interleaved`; thread-safe."""
     from larder.ops.cpu import search_kernels as kernels
 
     lists = ranked.contiguous().numpy()
@@ -63,11 +63,11 @@ def interleaved(ranked: Int64[Tensor, "H P"], kv_heads: int, count: int) -> Int6
     return torch.from_numpy(united)
 
 
-MAX_NEAREST_ROWS = 4  # per kv head; from there on a matrix product is faster
+MAX_NEAREST_ROWS = 4  # per kv head; above it a matrix product is faster
 
 
 def supports_nearest(rows: Tensor, asked: int, num_kv_heads: int) -> bool:
-    """Whether the kernel takes this call: few rows over contiguous CPU storage."""
+    """True for few rows over contiguous CPU storage of a supported dtype."""
     return (
         rows.device.type == "cpu"
         and rows.dtype in SUPPORTED_DTYPES
@@ -83,7 +83,7 @@ def nearest_rows(
     marked: Bool[Tensor, " T"],
     asked: Int64[Tensor, " F"],
 ) -> tuple[Float[Tensor, " F"], Int64[Tensor, " F"]]:
-    """Safe from several threads at once."""
+    """Kernel of `nearest_rows`; thread-safe."""
     from larder.ops.cpu import search_kernels as kernels  # compiles: not before it is needed
 
     owned, marks = lengths.numpy(), marked.numpy()

@@ -1,4 +1,4 @@
-"""The inner loops of searching keys, compiled by numba at their first call.
+"""Numba kernels of key search, compiled at their first call.
 
 Only `larder.ops.cpu.search` and other kernels import this module.
 """
@@ -24,7 +24,7 @@ CHUNK = 32 * ROWS  # entries that a thread takes at a time
 
 @njit_kernel
 def page_chunks(lengths, page):
-    """Head, first and last-but-one entry of every piece; a piece is whole pages."""
+    """Head and entries [first, stop) of every chunk of whole pages."""
     step = (CHUNK + page - 1) // page * page
     count = 0
     for h in range(lengths.size):
@@ -41,7 +41,7 @@ def page_chunks(lengths, page):
 
 @njit_kernel
 def score_chunk(queries, stored, start, first, stop, page, bests):
-    """Bests of the pages in [first, stop), in one reading of the rows."""
+    """Maxima of the pages in [first, stop), in one pass over the rows."""
     scratch = np.empty((ROWS, stored.shape[1]), np.float32)
     scores = np.empty((queries.shape[0], ROWS), np.float32)
     for block in range(first, stop, ROWS):
@@ -55,7 +55,7 @@ def score_chunk(queries, stored, start, first, stop, page, bests):
 
 @njit_kernel
 def score_pages(queries, stored, starts, lengths, page, pieces, bests):
-    """All pieces, one after the other."""
+    """All chunks in one thread."""
     for p in range(len(pieces)):
         h, first, stop = pieces[p]
         score_chunk(queries[h], stored, starts[h], first, stop, page, bests[h])
@@ -63,7 +63,7 @@ def score_pages(queries, stored, starts, lengths, page, pieces, bests):
 
 @njit_parallel
 def score_pages_parallel(queries, stored, starts, lengths, page, pieces, bests):
-    """As `score_pages`, shared by threads."""
+    """`score_pages` in parallel over chunks."""
     for p in numba.prange(len(pieces)):
         h, first, stop = pieces[p]
         score_chunk(queries[h], stored, starts[h], first, stop, page, bests[h])
@@ -71,16 +71,13 @@ def score_pages_parallel(queries, stored, starts, lengths, page, pieces, bests):
 
 @njit_kernel
 def precedes(value, number, other, its_number):
-    """Whether one comes before another: by its value, of equals by its number."""
+    """True if the first ranks higher: by value, ties by the lower number."""
     return value > other or (value == other and number < its_number)
 
 
 @njit_kernel
 def insert_ranked(value, number, values, numbers, held):
-    """Put a number into a list of the best; how many the list holds then.
-
-    The last falls out of a full list.
-    """
+    """Insert a number into a ranked list, and return its new length; a full list drops its last."""
     if held == values.size:
         if held == 0 or not precedes(value, number, values[held - 1], numbers[held - 1]):
             return held
@@ -96,13 +93,13 @@ def insert_ranked(value, number, values, numbers, held):
 
 @njit_kernel
 def is_worse(value, number, other, other_number):
-    """Whether one score is below another; of equals the later is."""
+    """True if the first ranks lower: by value, ties by the higher number."""
     return value < other or (value == other and number > other_number)
 
 
 @njit_kernel
 def sift_down(values, numbers, held):
-    """Let the top of a heap find its place; the worst comes to the top."""
+    """Restore a heap (worst on top) after a change of its top."""
     value, number, at = values[0], numbers[0], 0
     while 2 * at + 1 < held:
         child = 2 * at + 1
@@ -120,7 +117,7 @@ def sift_down(values, numbers, held):
 
 @njit_kernel
 def sift_up(values, numbers, at):
-    """Let what was put at the end of a heap find its place."""
+    """Restore a heap after an append."""
     value, number = values[at], numbers[at]
     while at > 0:
         parent = (at - 1) // 2
@@ -133,7 +130,7 @@ def sift_up(values, numbers, at):
 
 @njit_kernel
 def top_row(scores, best):
-    """Numbers of the highest scores of one row, by a heap that is emptied from the worst on."""
+    """Indices of the highest scores of one row, by a heap with the worst on top."""
     if best.size == 0:
         return
     values = np.empty(best.size, np.float32)
@@ -156,21 +153,21 @@ def top_row(scores, best):
 
 @njit_kernel
 def top_rows(scores, best):
-    """All rows, one after the other."""
+    """All rows in one thread."""
     for row in range(len(scores)):
         top_row(scores[row], best[row])
 
 
 @njit_parallel
 def top_rows_parallel(scores, best):
-    """As `top_rows`, shared by threads."""
+    """`top_rows` in parallel over rows."""
     for row in numba.prange(len(scores)):
         top_row(scores[row], best[row])
 
 
 @njit_kernel
 def interleave(ranked, group, united):
-    """All firsts of a group, then all seconds, and so on, each number once."""
+    """Interleave the rankings of a group, each number once."""
     for k in range(len(united)):
         held = 0
         for p in range(ranked.shape[1]):
@@ -184,15 +181,15 @@ def interleave(ranked, group, united):
                     held += 1
 
 
-MIN_NORM = np.float32(1e-12)  # a norm below it counts as this, as in torch's normalize
+MIN_NORM = np.float32(1e-12)  # lower bound of norms, as in torch's normalize
 
 
 @njit_kernel
 def dots_and_squares(row, rows, dots, squares):
-    """Of every row of a block: its product with `row`, and its own length squared.
+    """Product with `row` and squared norm of every row of a block.
 
-    Row after row, which is how memory is read fastest: a step that finds one neighbor per head
-    takes little longer than reading the keys once.
+    Row by row, the fastest order for memory: a step that finds one neighbor per head takes little
+    longer than reading the keys once.
     """
     for b in range(ROWS):
         dot = square = np.float32(0.0)
@@ -205,7 +202,7 @@ def dots_and_squares(row, rows, dots, squares):
 
 @njit_kernel
 def nearest_one(stored, start, length, marked, asked, first):
-    """Cosine and place of the best marked row of a head for one of its entries."""
+    """Cosine and packed index of the nearest marked row of a head for one of its entries."""
     scratch = np.empty((ROWS, stored.shape[1]), np.float32)
     row = np.empty(stored.shape[1], np.float32)
     dots, norms = np.empty(ROWS, np.float32), np.empty(ROWS, np.float32)
@@ -228,7 +225,7 @@ def nearest_one(stored, start, length, marked, asked, first):
 
 @njit_kernel
 def nearest_all(stored, starts, lengths, marked, asked, heads, cosines, places):
-    """All asked entries, one after the other."""
+    """All entries in one thread."""
     firsts = np.cumsum(lengths) - lengths
     for f in range(asked.size):
         h = heads[f]
@@ -239,7 +236,7 @@ def nearest_all(stored, starts, lengths, marked, asked, heads, cosines, places):
 
 @njit_parallel
 def nearest_all_parallel(stored, starts, lengths, marked, asked, heads, cosines, places):
-    """As `nearest_all`, shared by threads."""
+    """`nearest_all` in parallel over entries."""
     firsts = np.cumsum(lengths) - lengths
     for f in numba.prange(asked.size):
         h = heads[f]

@@ -1,4 +1,4 @@
-"""Selection on a CPU: the best of each row are found by counting, not by moving scores about."""
+"""Top-k selection on a CPU, by radix counting instead of sorting."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-MAX_SCORES = 1 << 17  # from there on torch's threads are faster together
+MAX_SCORES = 1 << 17  # above it torch with all threads is faster
 
 
 def supports(scores: Tensor, count: int) -> bool:
-    """Whether the kernel takes this call: float32 in host memory, some of which go."""
+    """True for float32 in host memory of which some are rejected."""
     return (
         scores.device.type == "cpu"
         and scores.dtype is torch.float32
@@ -21,7 +21,7 @@ def supports(scores: Tensor, count: int) -> bool:
 
 
 def top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor, "K S"]:
-    """Safe from several threads at once."""
+    """Kernel of `top_masks`; thread-safe."""
     from larder.ops.cpu import topk_kernels as kernels  # compiles: not before it is needed
 
     marks = torch.empty(scores.shape, dtype=torch.bool)
@@ -29,11 +29,11 @@ def top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor, "K S"]:
     return marks
 
 
-MAX_REJECTED = 4  # per kv head; from there on a selection over all is faster
+MAX_REJECTED = 4  # per kv head; above it a selection over all scores is faster
 
 
 def supports_per_head(scores: Tensor, lengths: tuple[int, ...], count: int) -> bool:
-    """Whether the kernel takes this call: float32 in host memory, and few that go."""
+    """True for float32 in host memory of which few are rejected."""
     return (
         scores.device.type == "cpu"
         and scores.dtype is torch.float32
@@ -48,7 +48,7 @@ def top_per_head(
     count: int,
     spared: Bool[Tensor, " T"] | None = None,
 ) -> Int64[Tensor, " N"]:
-    """Safe from several threads at once."""
+    """Kernel of `top_per_head`; thread-safe."""
     from larder.ops.cpu import topk_kernels as kernels  # compiles: not before it is needed
 
     kept = torch.empty(sum(min(length, count) for length in lengths), dtype=torch.int64)

@@ -1,8 +1,7 @@
-"""The inner loops of selection, compiled by numba at their first call.
+"""Numba kernels of top-k selection, compiled at their first call.
 
-Only `larder.ops.cpu.topk` imports this module, and only when it is about to select. The score
-at the edge is found by its bits, some at a time from the highest down: four counts, each over those
-that are left.
+`larder.ops.cpu.topk` imports this module when it calls a kernel. The threshold score is found by a
+radix search over its bits from the highest down: four counts, each over the remaining candidates.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ import numpy as np
 
 from larder.ops.cpu.decode_attention_kernels import njit_exact, njit_kernel
 
-STEPS = ((21, 11), (14, 7), (7, 7), (0, 7))  # lowest bit and number of the bits that are counted
+STEPS = ((21, 11), (14, 7), (7, 7), (0, 7))  # lowest bit and number of bits of each count
 SIGN = np.uint32(1 << 31)
 
 
 @njit_exact
 def sortable_bits(scores, ranks):
-    """Unsigned numbers that ascend as the scores do; both zeros are one."""
+    """Unsigned integers in the order of the scores; both zeros are equal."""
     numbers = (scores + np.float32(0.0)).view(np.uint32)
     for s in range(scores.size):
         ranks[s] = ~numbers[s] if numbers[s] & SIGN else numbers[s] | SIGN
@@ -25,7 +24,7 @@ def sortable_bits(scores, ranks):
 
 @njit_exact
 def radix_threshold(ranks, count):
-    """The lowest of the `count` highest ranks, and how many of its equals are among these."""
+    """Lowest of the `count` highest ranks, and the number of its equals among these."""
     edge = np.uint32(0)
     wanted = count
     left = ranks  # those whose higher bits are the edge's
@@ -51,7 +50,7 @@ def radix_threshold(ranks, count):
 
 @njit_exact
 def mark_highest(scores, count, marks):
-    """Mark the `count` highest scores of each row, of equals the first; 0 < count < row length."""
+    """Mark the `count` highest scores of each row, ties to the first; 0 < count < row length."""
     ranks = np.empty(scores.shape[1], np.uint32)
     for row in range(scores.shape[0]):
         sortable_bits(scores[row], ranks)
@@ -65,9 +64,9 @@ def mark_highest(scores, count, marks):
 
 @njit_kernel
 def lowest_scores(scores, spared, worst, values):
-    """Fill `worst` with the places of the lowest scores, the lowest first.
+    """Fill `worst` with the indices of the lowest scores, the lowest first.
 
-    Of equals the later one is lower. What is spared counts as infinite; an empty array spares none.
+    Of equals the later one is lower. Spared scores count as infinite; an empty array spares none.
     """
     values[:] = np.inf
     worst[:] = -1
@@ -87,7 +86,7 @@ def lowest_scores(scores, spared, worst, values):
 
 @njit_kernel
 def keep_highest(scores, spared, lengths, count, kept):
-    """Write the packed places of all but the lowest of every head."""
+    """Write the packed indices of all but the lowest scores of every head."""
     first = 0
     written = 0
     for h in range(lengths.size):
