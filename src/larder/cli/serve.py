@@ -399,8 +399,8 @@ def _local_engine_client(
         engine,
         tier_budgets(options),
         eviction=options.eviction,
-        keeper=wrap(persistence),
-        vault=disk_tier,
+        persistence=wrap(persistence),
+        disk=disk_tier,
     )
     try:
         with StoreSweeper(store):

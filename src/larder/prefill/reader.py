@@ -63,10 +63,8 @@ class PrefillReader:
             self.decoder.read(rows, Mode.APPEND, observer)
             return
         start = lanes[0].cache.next_position
-        surprise row, surprises in zip(
-            rows, self.decoder.forward_surprise(rows, Mode.APPEND, observer)
-        for row, surprises in zip(rows, surprise, strict=True
-        ):
+        surprise = self.decoder.forward_surprise(rows, Mode.APPEND, observer)
+        for row, surprises in zip(rows, surprise, strict=True):
             for layer in self.quotas:
                 record_surprise(row.cache, layer, start, surprises)
 

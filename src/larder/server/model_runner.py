@@ -96,7 +96,7 @@ class ModelRunner:
     def _segment(self, job: RequestState) -> BatchSegment:
         coming = AppendKind.STEP if job.output_ids else AppendKind.QUESTION
         kind = AppendKind.TEXT if job.finish_reason else coming
-        return BatchSegment(job.cache, job.unread, append_kind=kind)
+        return BatchSegment(job.cache, job.step_ids, append_kind=kind)
 
     def _outcome(
         self,
