@@ -232,6 +232,6 @@ class ServingPolicy:
         """Tokens that may be read behind the cache to score it."""
         if not self.is_limited:
             return 0
-        names = self.policy.scorer.wanted() & self._prompts.keys()
+        names = self.policy.scorer.required_prompts() & self._prompts.keys()
         lengths = [len(self._prompts[name]) for name in names]
         return self.block + sum(lengths) + REREAD_TOKENS
