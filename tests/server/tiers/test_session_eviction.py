@@ -58,10 +58,10 @@ def test_steps_of_others_are_told_by_name_and_within_a_tenant(small: LoadedModel
             ask(hub, "planner", tenant, {"": 2})
         ask(hub, "critic", "a", {"planner": 7, "critic": 3, "nobody": 1})
         sessions = hub._core.sessions
-        told_of = {(each.tenant, each.name): each.steps for each in sessions}
+        told_of = {(each.tenant, each.name): each.workflow_steps for each in sessions}
         assert told_of == {("a", "planner"): 7, ("b", "planner"): 2, ("a", "critic"): 3}
         ask(hub, "critic", "b", {})
-        assert sessions.find("b", "critic").steps == math.inf
+        assert sessions.find("b", "critic").workflow_steps == math.inf
 
 
 def test_pauses_between_answers_are_seen_and_outlive_the_server(
@@ -82,5 +82,5 @@ def test_pauses_between_answers_are_seen_and_outlive_the_server(
     first.close()
     again = Stored(small, tmp_path)
     back = again.core.find("a", "x")
-    assert list(back.pauses) == pauses and back.answered > 0
+    assert list(back.think_times) == pauses and back.answered > 0
     again.close()
