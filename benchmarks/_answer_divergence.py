@@ -75,10 +75,10 @@ def first_divergence(
     if len(first) != len(second):
         raise ValueError(f"{len(first)} turns against {len(second)}")
     for number, (one, other) in enumerate(zip(first, second, strict=True)):
-        if one.prompt != other.prompt:
+        if one.prompt_ids != other.prompt_ids:
             raise ValueError(f"turn {number} was asked differently")
-        if one.answer != other.answer:
-            same = _common_length(one.answer, other.answer)
+        if one.answer_ids != other.answer_ids:
+            same = _common_length(one.answer_ids, other.answer_ids)
             gap = _logit_gap(engine, first[:number], one, same)
             return AnswerDivergence(number, same, gap)
     return None
@@ -100,8 +100,10 @@ def _logit_gap(
     turns are read as one text.
     """
     rule = ServingPolicy.of(engine)
-    ids = [token for each in before for part in (each.prompt, each.answer) for token in part]
-    text = (*ids, *said.prompt, *said.answer[:answered])
+    ids = [
+        token for each in before for part in (each.prompt_ids, each.answer_ids) for token in part
+    ]
+    text = (*ids, *said.prompt_ids, *said.answer_ids[:answered])
     cache, reader = rule.empty(), rule.reader(len(text))
     lane = PrefillSequence(cache, common_prompts(engine.tokenizer))
     for block in split_blocks(text[:-1], rule.block):

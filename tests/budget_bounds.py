@@ -73,10 +73,10 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peak]:
     peak, inner = Peak(), ForwardBatch.attend
 
     def attend(self: ForwardBatch, *told: object) -> object:
-        for row in self.rows:
+        for row in self.segments:
             peak.note(row.cache)
         out = inner(self, *told)  # pyright: ignore
-        for row in self.rows:
+        for row in self.segments:
             peak.note(row.cache)
         return out
 

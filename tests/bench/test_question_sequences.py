@@ -114,7 +114,7 @@ def test_forks_leave_the_memory_as_it_was(bench: ModelContext) -> None:
     memory = bench.engine.under("h2o", "40").read(TALK)
     before = memory.activate_for("?")[0].state()
     again = fork_memory(bench.engine, memory)
-    assert again.recall("?")[0] is not memory.activate_for("?")[0]
+    assert again.activate_for("?")[0] is not memory.activate_for("?")[0]
     score_answers_stepwise(bench.engine, memory, TALK.questions)
     after = memory.activate_for("?")[0].state()
     assert all(torch.equal(after[name], before[name]) for name in before)

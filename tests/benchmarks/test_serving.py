@@ -49,11 +49,16 @@ def test_answers_that_part_are_judged_by_the_two_best_logits() -> None:
     )
     engine = Engine(characters(), "full")
     assert divergence.first_divergence(engine, said, said) is None
-    other = array(TOKEN_TYPECODE, said[1].answer)
+    other = array(TOKEN_TYPECODE, said[1].answer_ids)
     other[2] += 1
-    found = divergence.first_divergence(engine, said, [said[0], replace(said[1], answer=other)])
+    found = divergence.first_divergence(engine, said, [said[0], replace(said[1], answer_ids=other)])
     assert found is not None and (found.exchange, found.place) == (1, 2)
-    before = [*said[0].prompt, *said[0].answer, *said[1].prompt, *said[1].answer[:2]]
+    before = [
+        *said[0].prompt_ids,
+        *said[0].answer_ids,
+        *said[1].prompt_ids,
+        *said[1].answer_ids[:2],
+    ]
     cache, decoder = served.core.rule.empty(), engine.loaded.decoder
     logits = decoder.forward_logits(
         [BatchSegment(cache, tuple(before))], Mode.APPEND, [len(before) - 1]

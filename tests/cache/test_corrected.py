@@ -150,7 +150,7 @@ def test_what_it_cannot_correct_is_refused() -> None:
     extend(store, draw(LAYER, 1, READ))
     other = draw(LAYER, 1, READ - 1)
     parts = other.queries, other.keys, other.values, other.positions
-    with pytest.raises(CacheError, match="answers at positions \\[39\\], but they are not the"):
+    with pytest.raises(CacheError, match="outputs at positions \\[39\\], which are not its latest"):
         store.again(*parts, lambda: pytest.fail("answered"))
     with pytest.raises(BadParameter, match="sparq.corrected must be 0, got 1: what sparq has"):
         SparQ(corrected=1)

@@ -103,7 +103,7 @@ CHANGES = (
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_numbers_move_with_their_entries(remembering, change) -> None:
-    store, until = a_change(change, remembering, signed(remembering.with_sizes()[0]))
+    store, until = a_change(change, remembering, signed(remembering.filled()[0]))
     assert sum(store.lengths) > 0
     assert_signed(store, until)
     assert storage_bytes(reachable_tensors(store)) == store.nbytes
@@ -112,7 +112,7 @@ def test_numbers_move_with_their_entries(remembering, change) -> None:
 
 def test_numbers_through_a_long_life(remembering) -> None:
     source, until = Random(7), 13
-    store = signed(remembering.with_sizes()[0])
+    store = signed(remembering.filled()[0])
     for turn in range(24):
         store = store.fork() if turn % 9 == 8 else store
         append(store, remembering.tokens(source.randint(1, 3), until))
@@ -137,7 +137,7 @@ def test_a_new_store_has_written_nothing(remembering) -> None:
 
 
 def test_a_plan_writes_columns_and_scalars(remembering, carry_out) -> None:
-    store = signed(remembering.with_sizes()[0])
+    store = signed(remembering.filled()[0])
     store.allocate(3)
     plan = a_plan(remembering.losing(Random(8), store.lengths, 2), store.lengths)
     kept, heads = identities(store)[plan.kept], len(store.lengths)
@@ -152,7 +152,7 @@ def test_a_plan_writes_columns_and_scalars(remembering, carry_out) -> None:
 
 
 def test_numbers_of_another_type_are_written(remembering, carry_out) -> None:
-    store = remembering.with_sizes()[0]
+    store = remembering.filled()[0]
     plan = a_plan([range(n) for n in store.lengths], store.lengths)
     counts, heads = torch.arange(len(plan.kept)), len(store.lengths)
     columns, scalars = {"age": counts.double()}, {"mean": torch.ones(heads).bfloat16()}
@@ -163,7 +163,7 @@ def test_numbers_of_another_type_are_written(remembering, carry_out) -> None:
 
 
 def test_noting_replaces_whole_columns(remembering) -> None:
-    store = signed(remembering.with_sizes()[0])
+    store = signed(remembering.filled()[0])
     store.allocate(4)
     rows = len(store.entries().positions)
     written = torch.arange(rows) / 7
@@ -212,7 +212,7 @@ def wrong(store: CacheLayer) -> dict[str, tuple[str, Callable[[], None]]]:
 
 
 def test_what_is_in_no_ledger_is_refused(remembering) -> None:
-    store = signed(remembering.with_sizes()[0])
+    store = signed(remembering.filled()[0])
     before = store.state()
     for message, write in wrong(store).values():
         with pytest.raises(CacheError, match=message):
@@ -223,7 +223,7 @@ def test_what_is_in_no_ledger_is_refused(remembering) -> None:
 def test_stores_without_a_ledger_hold_nothing_and_say_so(subject) -> None:
     if subject.kind.ledger.columns:
         return
-    store, _ = subject.with_sizes()
+    store, _ = subject.filled()
     before, entries = store.state(), store.entries()
     assert not entries.columns and not entries.scalars
     if not subject.kind.parks:

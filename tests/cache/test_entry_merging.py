@@ -58,7 +58,7 @@ def assert_folds(
 @pytest.mark.parametrize("dtype, rounding", [(torch.float32, 2e-6), (torch.bfloat16, 2**-7)])
 def test_folding_equals_the_loop(merging, carry_out, dtype, rounding) -> None:
     source = Random(5)
-    store, loop = merging.with_sizes(13, dtype)  # heads are uneven, and one is empty
+    store, loop = merging.filled(13, dtype)  # heads are uneven, and one is empty
     store.allocate(4)  # slack between the heads
     start = 13
     for _ in range(4):
@@ -136,7 +136,7 @@ def test_nothing_outside_a_plan_is_folded(merging, carry_out) -> None:
 
 
 def test_what_cannot_fold_says_so(subject, carry_out) -> None:
-    store, _ = subject.with_sizes()
+    store, _ = subject.filled()
     lengths, before = store.lengths, store.state()
     plan = a_plan([range(n) for n in lengths], lengths)
     wanted = with_folds(plan, [Fold((0, 0), (0, 1), 1.0, 1.0)], lengths)

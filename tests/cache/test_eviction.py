@@ -38,7 +38,7 @@ def step(subject: Any, store: CacheLayer, loop: RaggedLoop, new: Tokens) -> None
 def test_evicting_keeps_what_applying_keeps(planned) -> None:
     source = Random(0)
     for gone in (0, 1, 3, 13):
-        (evicted, loop), (applied, _) = planned.with_sizes(), planned.with_sizes()
+        (evicted, loop), (applied, _) = planned.filled(), planned.filled()
         chosen = planned.losing(source, evicted.lengths, gone)
         evict(evicted, loop, chosen)
         applied.apply(a_plan(chosen, applied.lengths))
@@ -64,7 +64,7 @@ def test_what_is_evicted_becomes_room_where_it_lies(planned) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_one_goes_for_each_that_comes(planned, dtype) -> None:
     source = Random(1)
-    store, loop = planned.with_sizes(9, dtype)  # heads are uneven, and one is empty
+    store, loop = planned.filled(9, dtype)  # heads are uneven, and one is empty
     store.allocate(2)
     before, size, start = places(store), store.nbytes, 9
     held = store.lengths
@@ -80,7 +80,7 @@ def test_one_goes_for_each_that_comes(planned, dtype) -> None:
 
 def test_heads_wander_through_their_room_and_come_back(planned) -> None:
     source = Random(5)
-    store, loop = planned.with_sizes(13)
+    store, loop = planned.filled(13)
     store.allocate(20)
     before, size, held = places(store), store.nbytes, store.lengths
     begins = set()
@@ -100,7 +100,7 @@ def test_heads_wander_through_their_room_and_come_back(planned) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_heads_that_come_and_go_as_they_like(planned, dtype) -> None:
     source, start = Random(2), 13
-    store, loop = planned.with_sizes(13, dtype)
+    store, loop = planned.filled(13, dtype)
     for turn in range(16):
         count = source.randint(1, 4)
         step(planned, store, loop, planned.tokens(count, start))
@@ -119,7 +119,7 @@ def test_heads_that_come_and_go_as_they_like(planned, dtype) -> None:
 
 
 def test_tokens_after_an_eviction_are_taken_back(planned) -> None:
-    store, loop = planned.with_sizes()
+    store, loop = planned.filled()
     store.reserve(6)
     evict(store, loop, planned.losing(Random(3), store.lengths, 2))
     extend(store, planned.tokens(5, 13, seed=4))
@@ -129,7 +129,7 @@ def test_tokens_after_an_eviction_are_taken_back(planned) -> None:
 
 
 def test_saving_after_an_eviction(planned) -> None:
-    store, loop = planned.with_sizes()
+    store, loop = planned.filled()
     evict(store, loop, planned.losing(Random(4), store.lengths, 2))
     for copy in (store.fork(), type(store).restore(store.layer, store.state())):
         assert_holds(copy, loop)
@@ -178,7 +178,7 @@ def test_one_precision_cannot_be_lowered(planned, carry_out) -> None:
 
 @pytest.mark.parametrize("subject", ["window-grouped"], indirect=True)
 def test_a_window_takes_no_plan(subject, carry_out) -> None:
-    store, _ = subject.with_sizes()
+    store, _ = subject.filled()
     before = store.state()
     with pytest.raises(CacheError, match="plan for the managed layers only"):
         carry_out(store, a_plan([[0]] * subject.layer.kv_heads, store.lengths))

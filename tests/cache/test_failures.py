@@ -92,18 +92,18 @@ def full_plan(store: CacheLayer) -> Plan:
 def test_appending(subject, size) -> None:
     new = subject.tokens(size, 13)
     change = lambda store: store.append(new.keys, new.values, new.positions)  # noqa: E731
-    store, _ = subject.with_sizes()
+    store, _ = subject.filled()
     assert refusals(lambda: store, change) > 0
 
 
 def test_reserving_and_compacting(subject) -> None:
     def slack() -> CacheLayer:
-        store, _ = subject.with_sizes()
+        store, _ = subject.filled()
         store.reserve(5)
         return store
 
     for make, change in (
-        (lambda: subject.with_sizes()[0], lambda store: store.reserve(90)),
+        (lambda: subject.filled()[0], lambda store: store.reserve(90)),
         (slack, lambda store: store.compact()),
     ):
         store = make()
@@ -111,14 +111,14 @@ def test_reserving_and_compacting(subject) -> None:
 
 
 def test_carrying_out_a_plan(planned, carry_out) -> None:
-    plan = thinned(planned.with_sizes()[0].lengths)
-    assert_refused_in_vain(lambda: planned.with_sizes()[0], lambda store: carry_out(store, plan))
+    plan = thinned(planned.filled()[0].lengths)
+    assert_refused_in_vain(lambda: planned.filled()[0], lambda store: carry_out(store, plan))
 
 
 @pytest.mark.parametrize("remembering", ["remembering-grouped", "coded-grouped"], indirect=True)
 def test_folding_and_writing(remembering, carry_out) -> None:
     def roomy() -> CacheLayer:
-        store = remembering.with_sizes(dtype=torch.bfloat16)[0]
+        store = remembering.filled(dtype=torch.bfloat16)[0]
         store.allocate(3)
         return store
 
@@ -132,11 +132,11 @@ def test_noting(remembering) -> None:
     def change(store: CacheLayer) -> None:
         store.note(written)
 
-    store = remembering.with_sizes()[0]
+    store = remembering.filled()[0]
     written = {name: torch.rand(len(store.entries().positions)) for name in names}
     refusals(lambda: store, change)
 
 
 def test_truncating(subject) -> None:
-    store, _ = subject.with_sizes()
+    store, _ = subject.filled()
     assert refusals(lambda: store, lambda store: store.truncate(5)) > 0

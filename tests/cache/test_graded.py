@@ -275,7 +275,7 @@ def test_codes_are_turned_back_for_who_asks_for_numbers(monkeypatch) -> None:
     mass = 3.0 * store.entries().positions
     entries = store.entries().with_columns({"mass": mass})
     assert torch.equal(entries.column("mass"), mass) and not entries.column(LOG_COUNT).any()
-    assert entries.like.shape == (0, HEAD_DIM) and bool(entries.pack(entries.grades).all())
+    assert entries.empty_like.shape == (0, HEAD_DIM) and bool(entries.pack(entries.grades).all())
     assert asked == []
     assert entries.keys is entries.keys and entries.head_keys(1).shape == (24, HEAD_DIM)
     assert asked == [store._coded[0].rows.keys]

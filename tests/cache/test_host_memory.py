@@ -71,7 +71,7 @@ def test_the_index_counts_before_it_is_made(name) -> None:
     index = room.taken - entries
     assert 0.5 * foreseen < index < 1.5 * foreseen
     other, tight = a_store(PARTS[name], entries + index // 3)
-    with pytest.raises(BudgetError, match="the index over them"):
+    with pytest.raises(BudgetError, match="and their index"):
         park(other, 3000)
     assert len(other.parked().positions) == tight.taken - other.finder.shared_index.nbytes - 48 == 0
 

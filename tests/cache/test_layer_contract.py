@@ -22,7 +22,7 @@ def test_two_stores_with_different_entries_are_told_apart(subject) -> None:
 
 @pytest.mark.parametrize("sections", [(5,), (1,), (2, 3), (1, 1, 4)])
 def test_attention_equals_the_loop(subject, sections) -> None:
-    store, loop = subject.with_sizes()
+    store, loop = subject.filled()
     lengths = [offset for section in sections for offset in range(section)]
     new = subject.tokens(len(lengths), 13)
     positions = torch.tensor([13 + offset for offset in lengths])
@@ -36,7 +36,7 @@ def test_an_empty_store_attends_among_new_tokens(subject) -> None:
 
 
 def test_extending_block_by_block_equals_the_loop(subject) -> None:
-    store, loop = subject.with_sizes()
+    store, loop = subject.filled()
     start = 13
     for size in (5, 1, 8, 1, 1, 3):
         new = subject.tokens(size, start)
@@ -49,8 +49,8 @@ def test_extending_block_by_block_equals_the_loop(subject) -> None:
 
 
 def test_single_tokens_equal_a_block(subject) -> None:
-    block, _ = subject.with_sizes()
-    single, _ = subject.with_sizes()
+    block, _ = subject.filled()
+    single, _ = subject.filled()
     block.reserve(7)
     single.reserve(7)
     new = subject.tokens(7, 13)
@@ -72,7 +72,7 @@ def test_results_come_in_the_type_of_the_queries(subject) -> None:
 
 
 def test_a_plan_keeps_just_what_it_names(planned) -> None:
-    store, loop = planned.with_sizes(17)
+    store, loop = planned.filled(17)
     assert_holds(store, loop)
     assert store.lengths == tuple(len(head) for head in loop.heads)
 
@@ -92,7 +92,7 @@ def test_a_plan_may_keep_everything_or_nothing(planned) -> None:
 
 @pytest.mark.parametrize("taken_back", [1, 3, 5])
 def test_truncating_takes_tokens_back(subject, taken_back) -> None:
-    store, _ = subject.with_sizes()
+    store, _ = subject.filled()
     store.reserve(8)
     kept, gone = 5 - taken_back, 13 + 5 - taken_back
     expected = store.fork()
@@ -108,7 +108,7 @@ def test_truncating_takes_tokens_back(subject, taken_back) -> None:
 
 
 def test_a_failed_block_can_be_taken_back_without_having_reserved(subject) -> None:
-    store, loop = subject.with_sizes()
+    store, loop = subject.filled()
     extend(store, subject.tokens(20, 13, seed=4))
     store.truncate(13)
     new = subject.tokens(4, 13)
@@ -116,7 +116,7 @@ def test_a_failed_block_can_be_taken_back_without_having_reserved(subject) -> No
 
 
 def test_truncating_reaches_into_what_a_plan_left(planned) -> None:
-    store, loop = planned.with_sizes(13)
+    store, loop = planned.filled(13)
     store.truncate(7)
     for (positions, _, _), entries in zip(held(store), loop.heads, strict=True):
         assert positions == [e.position for e in entries if e.position < 7]
@@ -127,7 +127,7 @@ def test_truncating_reaches_into_what_a_plan_left(planned) -> None:
 
 
 def test_nothing_written_is_an_input(subject) -> None:
-    store, _ = subject.with_sizes()
+    store, _ = subject.filled()
     new = subject.tokens(5, 13)
     before = [t.clone() for t in (new.queries, new.keys, new.values, new.positions)]
     extend(store, new)

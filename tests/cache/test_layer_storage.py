@@ -12,7 +12,7 @@ from tensor_memory import reachable_tensors, storage_bytes
 
 
 def test_every_byte_is_counted(subject) -> None:
-    store, _ = subject.with_sizes()
+    store, _ = subject.filled()
     for step in range(4):
         assert storage_bytes(reachable_tensors(store)) == store.nbytes
         extend(store, subject.tokens(3, 13 + 3 * step))
@@ -23,7 +23,7 @@ def test_every_byte_is_counted(subject) -> None:
 
 
 def test_a_hidden_tensor_is_found(subject) -> None:
-    store, _ = subject.with_sizes()
+    store, _ = subject.filled()
     store.hidden = {"old": [torch.zeros(1000)]}
     assert storage_bytes(reachable_tensors(store)) == store.nbytes + 4000
 
@@ -44,9 +44,9 @@ def test_what_a_plan_rejects_is_freed_at_once(planned) -> None:
 
 
 def test_a_fork_goes_its_own_way(subject) -> None:
-    store, _ = subject.with_sizes()
+    store, _ = subject.filled()
     store.reserve(4)
-    copy, untouched = store.fork(), subject.with_sizes()[0]
+    copy, untouched = store.fork(), subject.filled()[0]
     untouched.reserve(4)
     pointers = {t.untyped_storage().data_ptr() for t in store.tensors() if t.numel()}
     if not isinstance(store, TieredLayer):  # its forks share what is parked: test_tiered_forks.py
@@ -58,7 +58,7 @@ def test_a_fork_goes_its_own_way(subject) -> None:
 
 
 def test_reserved_storage_is_used(planned) -> None:
-    store, loop = planned.with_sizes()
+    store, loop = planned.filled()
     store.reserve(30)
     places, size = [t.data_ptr() for t in store.tensors()[:3]], store.nbytes
     assert_holds(store, loop)
@@ -72,10 +72,10 @@ def test_reserved_storage_is_used(planned) -> None:
 
 
 def test_compacting_gives_slack_back(subject) -> None:
-    store, _ = subject.with_sizes()
+    store, _ = subject.filled()
     store.reserve(100)
     extend(store, subject.tokens(3, 13))
-    before = subject.with_sizes()[0]
+    before = subject.filled()[0]
     extend(before, subject.tokens(3, 13))
     store.compact()
     before.compact()
@@ -87,7 +87,7 @@ def test_compacting_gives_slack_back(subject) -> None:
 
 
 def test_saved_and_restored_both_continue_alike(subject) -> None:
-    store, _ = subject.with_sizes()
+    store, _ = subject.filled()
     store.reserve(9)
     state = store.state()
     assert all(tensor.is_contiguous() for tensor in state.values())
@@ -107,7 +107,7 @@ def test_saved_and_restored_both_continue_alike(subject) -> None:
 
 
 def test_one_state_restores_twice(subject) -> None:
-    store, _ = subject.with_sizes()
+    store, _ = subject.filled()
     state = store.state()
     first, second = (type(store).restore(store.layer, state) for _ in range(2))
     first.truncate(7)  # makes room in place
@@ -117,14 +117,14 @@ def test_one_state_restores_twice(subject) -> None:
 
 
 def test_lengths_are_those_of_the_entries(subject, monkeypatch) -> None:
-    store, _ = subject.with_sizes()
+    store, _ = subject.filled()
     expected = store.entries().lengths
     monkeypatch.setattr(type(store), "entries", None)
     assert store.lengths == expected
 
 
 def test_what_stood_beside_the_new_storage_is_told(subject) -> None:
-    store, _ = subject.with_sizes()
+    store, _ = subject.filled()
     before = store.device_nbytes - (store.coded_bytes if subject.kind.codecs else 0)
     append(store, subject.tokens(80, 13))  # more than any slack
     assert store.replaced_bytes == before

@@ -50,7 +50,7 @@ def cut(subject, sections: tuple[int, ...]) -> Tokens:
 # Few queries and many: both kinds of kernel.
 @pytest.mark.parametrize("sections", [(1,), (5,), (2, 3), (1, 1, 4), (11, 12)])
 def test_attending(remembering, sections) -> None:
-    store, loop = remembering.with_sizes()
+    store, loop = remembering.filled()
     weighed(store, loop)
     new = cut(remembering, sections)
     assert_close(attend(store, new, sections), attend(loop, new, sections))
@@ -68,7 +68,7 @@ def held_by_loop(loop: RaggedLoop, queries: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("queries", [1, 20])
 def test_attending_to_what_is_held(remembering, queries) -> None:
-    store, loop = remembering.with_sizes()
+    store, loop = remembering.filled()
     weighed(store, loop)
     new = remembering.tokens(queries, 13)
     assert_close(store.attend_cached(new.queries, new.positions), held_by_loop(loop, new.queries))
@@ -76,7 +76,7 @@ def test_attending_to_what_is_held(remembering, queries) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_extending(remembering, dtype) -> None:
-    store, loop = remembering.with_sizes(13, dtype)
+    store, loop = remembering.filled(13, dtype)
     weighed(store, loop)
     start = 13
     for size in (1, 4, 1, 1, 17):  # new entries count once
@@ -88,7 +88,7 @@ def test_extending(remembering, dtype) -> None:
 
 
 def test_counts_move_with_their_entries(remembering, carry_out) -> None:
-    store, loop = remembering.with_sizes()
+    store, loop = remembering.filled()
     for twin in (store, loop):
         append(twin, remembering.tokens(5, 13))
     chosen = remembering.losing(Random(10), store.lengths, 3)
@@ -106,7 +106,7 @@ def test_counts_move_with_their_entries(remembering, carry_out) -> None:
 
 
 def test_a_fork_weighs_alike(remembering) -> None:
-    store, loop = remembering.with_sizes()
+    store, loop = remembering.filled()
     weighed(store, loop)
     new = remembering.tokens(2, 13)
     assert torch.equal(attend(store.fork(), new), attend(store, new))
@@ -114,7 +114,7 @@ def test_a_fork_weighs_alike(remembering) -> None:
 
 
 def test_a_plan_writes_counts(remembering, carry_out) -> None:
-    store, loop = remembering.with_sizes()
+    store, loop = remembering.filled()
     store.allocate(2)
     chosen = [[*range(0, length, 2)] for length in store.lengths]
     plan = a_plan(chosen, store.lengths)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +11,7 @@ from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.whole import Whole
 from larder.session.policy import Policy
 from larder.session.presets import PRESETS
+from larder_bench.results.rows import read_rows
 from larder_bench.studies.methods import parse_variant
 from larder_bench.studies.study import CHECKOUT
 
@@ -82,9 +82,8 @@ def test_forms_that_bound_memory_while_reading_say_so() -> None:
 
 def committed() -> Iterator[tuple[str, str]]:
     """The policies of committed rows, and their sentences."""
-    for path in sorted((CHECKOUT / "studies" / "results").glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
+    for path in sorted((CHECKOUT / "studies" / "results").glob("*.jsonl.zst")):
+        for row in read_rows(path):
             if {"policy", "spelling"} <= row.keys():
                 yield row["policy"], row["spelling"]
 

@@ -139,7 +139,7 @@ def test_6_an_index_that_others_hold_is_left_alone_for_a_while(tmp_path: Path) -
     other.execute("BEGIN IMMEDIATE")
     begun = time.monotonic()
     for _ in range(20):  # the first one waits, the others are told at once
-        with pytest.raises(StoreSlow, match="held"):
+        with pytest.raises(StoreSlow, match="locked"):
             save(store, LONGER, name="new")
     assert time.monotonic() - begun < 20 * patience.seconds
     other.execute("ROLLBACK")

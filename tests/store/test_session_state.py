@@ -60,4 +60,4 @@ def test_damage_is_found(tmp_path: Path) -> None:
     with pytest.raises(Damaged):
         store.parts.vault.beside(record)
     [checked] = store.maintenance.verify(store.sessions.heads())
-    assert [each.startswith("What was told beside") for each in checked.problems] == [True]
+    assert [each.startswith("The state beside") for each in checked.problems] == [True]

@@ -154,9 +154,9 @@ def test_an_answer_that_goes_on_otherwise_is_none(front: Front) -> None:
     heard = front.submit(told(1))
     assert heard.over.wait(20)
     relay = front.ticket
-    relay._heard = "?" + heard.text  # pyright: ignore
+    relay._sent_text = "?" + heard.text  # pyright: ignore
     with pytest.raises(ApiError, match="was lost") as refused:
-        relay._hear(heard.text)  # pyright: ignore
+        relay._send_new_text(heard.text)  # pyright: ignore
     assert (refused.value.status, refused.value.retry_after) == (503, 1.0)
 
 

@@ -84,7 +84,7 @@ def test_an_archive_that_is_in_use_or_of_another_key_is_not_adopted(tmp_path: Pa
             seal_archive(tmp_path / "used" / "archive.sqlite", encryption_for(KEY, "archive"))
         assert len(archive.items(ANNE, ONE)) == 3
     of_the_first_version(tmp_path, AesGcmEncryption(OTHER, b"larder archive"))
-    with pytest.raises(Damaged, match="does not open with this key"):
+    with pytest.raises(Damaged, match="do not open with this key"):
         seal_archive(tmp_path / "archive.sqlite", encryption_for(KEY, "archive"))
     assert seal_archive(tmp_path / "none.sqlite", NoEncryption()) == 0
 

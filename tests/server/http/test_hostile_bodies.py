@@ -180,7 +180,7 @@ def test_30_an_import_says_how_large_it_is_and_is_no_larger() -> None:
     undeclared = zstandard.ZstdCompressor(write_content_size=False).compress(text)
     limit = session_file.SessionFileLimit(1000, 1000)
     for data, why in (
-        (undeclared, "does not say how large"),
+        (undeclared, "has no content size"),
         (packed(text), "unpacks to 4135 bytes, more than 1000"),
         (packed(b"{}") + packed(text), "damaged"),
         (packed(text)[:-4], "damaged"),
@@ -199,7 +199,8 @@ def test_a_session_that_no_model_here_can_read_is_not_imported(count: int) -> No
     limit = session_file.SessionFileLimit(MIB, 1000)
     if count <= limit.tokens:
         assert (
-            len(session_file.decode(packed(text.encode()), "", 10, limit).said[0].prompt) == count
+            len(session_file.decode(packed(text.encode()), "", 10, limit).turns[0].prompt_ids)
+            == count
         )
     else:
         with pytest.raises(session_file.InputError, match="1001 tokens"):
