@@ -104,10 +104,10 @@ def _logit_gap(
         token for each in before for part in (each.prompt_ids, each.answer_ids) for token in part
     ]
     text = (*ids, *said.prompt_ids, *said.answer_ids[:answered])
-    cache, reader = rule.empty(), rule.reader(len(text))
+    cache, reader = rule.empty_cache(), rule.reader(len(text))
     lane = PrefillSequence(cache, common_prompts(engine.tokenizer))
     for block in split_blocks(text[:-1], rule.block):
-        reader.settle([lane], block, block, cache.next_position)
+        reader.read_and_evict([lane], block, block, cache.next_position)
     row = BatchSegment(cache, text[-1:], append_kind=AppendKind.STEP)
     logits = engine.loaded.decoder.forward_logits([row], Mode.SCRATCH, [0])[0]
     best, second = logits.float().topk(2).values.tolist()

@@ -34,7 +34,7 @@ BORDER = re.compile(r"\s*(?:>|,(?![^(]*\)))\s*")
 
 def main() -> None:
     options = _options()
-    count = TokenizerAdapter(load("seed").tokenizer).length
+    count = TokenizerAdapter(load("seed").tokenizer).count_tokens
     sources = TaskSources(count, options.corpus, options.data)
     options.out.mkdir(parents=True, exist_ok=True)
     for sentence in BORDER.split(options.kinds):

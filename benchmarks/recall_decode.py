@@ -192,7 +192,7 @@ def _parked(
         decoder.spec, CacheForm.TIERED, policy.planner.ledger, parking=policy.parking
     )
     near = entries_per_head(policy, decoder.spec)
-    first = policy.scorer.least().joined(policy.protect.least(near)).first
+    first = policy.scorer.protected_tokens().union(policy.protect.least(near)).first
     tokens, seconds = streams[0].keys.shape[1], 0.0
     for layer, told, store in zip(decoder.spec.layers, streams, cache._stores, strict=True):
         assert isinstance(store, TieredLayer)

@@ -136,7 +136,7 @@ class ServingRun:
 def main() -> int:
     given = _given()
     sources = TaskSources(
-        TokenizerAdapter(Engine.load("seed", policy="full").loaded.tokenizer).length
+        TokenizerAdapter(Engine.load("seed", policy="full").loaded.tokenizer).count_tokens
     )
     task = parse_task(given.task or f"lifelog(questions={given.turns})")
     made = [task.make(number, given.tokens, sources) for number in range(given.sessions)]

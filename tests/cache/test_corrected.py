@@ -152,7 +152,9 @@ def test_what_it_cannot_correct_is_refused() -> None:
     parts = other.queries, other.keys, other.values, other.positions
     with pytest.raises(CacheError, match="outputs at positions \\[39\\], which are not its latest"):
         store.again(*parts, lambda: pytest.fail("answered"))
-    with pytest.raises(BadParameter, match="sparq.corrected must be 0, got 1: what sparq has"):
+    with pytest.raises(
+        BadParameter, match="sparq.corrected must be 0, got 1: an estimate that sparq"
+    ):
         SparQ(corrected=1)
     with pytest.raises(BadParameter, match="flat.corrected must be at least 0, got -1"):
         Flat(corrected=-1)

@@ -180,6 +180,6 @@ def test_one_precision_cannot_be_lowered(planned, carry_out) -> None:
 def test_a_window_takes_no_plan(subject, carry_out) -> None:
     store, _ = subject.filled()
     before = store.state()
-    with pytest.raises(CacheError, match="plan for the managed layers only"):
+    with pytest.raises(CacheError, match="plan for managed layers only"):
         carry_out(store, a_plan([[0]] * subject.layer.kv_heads, store.lengths))
     assert same_bits(store.state(), before)

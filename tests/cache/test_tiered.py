@@ -265,6 +265,6 @@ def test_only_what_is_rejected_can_be_dropped(wrong) -> None:
     store = a_tiered()
     append(store, draw(LAYER, 6, 0, 1))
     plan = replace(a_plan([[0, 5], [1, 2, 5]], [6, 6]), dropped=torch.tensor(wrong))
-    with pytest.raises(CacheError, match="drop what is rejected, sorted"):
+    with pytest.raises(CacheError, match="drop only rejected entries, sorted"):
         store.apply(plan)
     assert (store.lengths, store.parked().lengths) == ((6, 6), (0, 0))

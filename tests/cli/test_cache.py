@@ -117,9 +117,7 @@ def test_30_a_file_that_is_no_session_is_refused(run: Run, kept: Path, tmp_path:
     bad = tmp_path / "bad"
     for content in (data[:-1], data[:100], b"", b"\x80\x04}.", data[: len(data) // 2] + b"!" * 9):
         bad.write_bytes(content)
-        assert "no session that larder has exported" in complaint(
-            run("cache", "import", str(bad), "bad"), 1
-        )
+        assert "not an exported session" in complaint(run("cache", "import", str(bad), "bad"), 1)
     bad.write_bytes(blob_files(kept)[0].read_bytes())
     assert complaint(run("cache", "import", str(bad), "bad"), 1)
     assert "cannot be read" in complaint(run("cache", "import", str(tmp_path / "no"), "bad"), 1)

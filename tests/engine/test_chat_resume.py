@@ -91,7 +91,7 @@ def test_a_fork_is_never_heard_of(engine: Engine) -> None:
     assert all(same(a, b) for a, b in zip(states(chat), before, strict=True))
     named = side.fork("other")
     assert Chat(engine, "other").turns == named.turns == side.turns
-    with pytest.raises(UsageError, match="'mine' already"):
+    with pytest.raises(UsageError, match="'mine' exists already"):
         side.fork("mine")
 
 

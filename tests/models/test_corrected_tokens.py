@@ -97,6 +97,6 @@ def test_a_pass_that_breaks_is_taken_back(decoder) -> None:
 def test_a_model_whose_layers_slide_windows_is_refused() -> None:
     with (
         wrap_model(tiny("gemma3")) as held,
-        pytest.raises(CacheError, match="slides a window and rem"),
+        pytest.raises(CacheError, match="has a sliding window and"),
     ):
         SequenceCache(held.spec, CacheForm.TIERED, parking=OffloadSpec(replace(SOME, corrected=1)))

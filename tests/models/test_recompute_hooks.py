@@ -172,10 +172,10 @@ def test_what_cannot_come_back_is_refused(three_layers) -> None:
     every.forget(2, 4)
     for store in recomputed_layers(every.stores):
         assert not {2, 3} & {*torch.cat(store.gone).tolist()}
-    with pytest.raises(CacheError, match="nobody rebuilds them"):
+    with pytest.raises(CacheError, match="has no model to do so"):
         new = torch.zeros(4, 1, 16), torch.zeros(2, 1, 16), torch.zeros(2, 1, 16)
         every.attend(0, *new, torch.tensor([READ]), Mode.SCRATCH, (1,))
-    with pytest.raises(BadParameter, match="recompute.depth must be at least 1, got 0: before"):
+    with pytest.raises(BadParameter, match="recompute.depth must be at least 1, got 0: the input"):
         RecomputeSpec(RecomputeSource.ONE, 0)
     one = filled(three_layers, "one")
     with pytest.raises(CacheError, match="Layer 0 lies before the residual of layer 1"):

@@ -48,6 +48,6 @@ def test_each_metric_says_what_it_counts() -> None:
         each.name: each for each in _counters(ServerStats(rejected={"a": 1}, unwritten={"full": 2}))
     }
     one, other = found["larder_restore_rejected"], found["larder_store_unwritten"]
-    assert "not restored" in one.documentation and "not" in other.documentation
+    assert "not restored" in one.documentation and "failed to write" in other.documentation
     assert [(each.labels, each.value) for each in other.samples] == [({"reason": "full"}, 2)]
     assert [each.labels for each in one.samples] == [{"reason": "a"}]
