@@ -1,6 +1,6 @@
 """What fetching ahead and sharing a search gain and lose, layer by layer, on real text.
 
-    python benchmarks/recall_ahead.py DIALOGUE [--tokens 8192] [--steps 32] [--policy icecache]
+    python benchmarks/recall_prefetch.py DIALOGUE [--tokens 8192] [--steps 32] [--policy icecache]
 
 The seed model reads the last tokens of a conversation and goes on writing, the same tokens in every
 case, over pages that are found in turn; ahead, by what the layer before foretells of the queries;
@@ -14,7 +14,7 @@ and by the first of every --layers layers for all of them. Per layer that parks 
     waited     of these, what the layer still had to wait for
     hidden     1 - waited / worker
 
-JSONL goes to results/recall_ahead.jsonl.
+JSONL goes to results/recall_prefetch.jsonl.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from larder.prefill.memory import PeakMemoryMeter
 from larder.session.prefill import ModelRuntime, build_caches, decode_planner
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
-OUT = Path("results/recall_ahead.jsonl")
+OUT = Path("results/recall_prefetch.jsonl")
 WARMUPS = 4
 
 

@@ -1,7 +1,7 @@
 """Write the card of a trained model: what it does with its full cache, from rows of `larder bench`.
 
 larder bench --study model --corpus CORPUS --model MODEL --out ROWS
-python -m training.card MODEL ROWS --made "Went on from an earlier model, on two CPU cores."
+python -m training.model_card MODEL ROWS --made "Went on from an earlier model, on two CPU cores."
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Plain actors and not Ray Data: a worker keeps its model and what it has read of a conversation, each
 row comes as soon as it is there, and some cells wait for others
-(`larder_bench.execution.cell_groups`). A data set that is mapped in batches has an order for none
+(see `CellGroup`). A data set that is mapped in batches has an order for none
 of that. Only this process writes the file.
 """
 

@@ -70,7 +70,7 @@ class Cell:
         """First fields of its row.
 
         Args:
-            told: of the model (`Workbench.told`).
+            told: of the model (`ModelContext.told`).
         """
         return {
             "schema": SCHEMA,

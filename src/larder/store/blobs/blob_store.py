@@ -53,7 +53,7 @@ class BlobStore:
         """Write bytes under their digest; existing blobs are not written again.
 
         Args:
-            ended: as in `Guard.call`.
+            ended: as in `DeadlineExecutor.call`.
 
         Raises:
             StoreFull, StoreError: the disk takes no more, or fails.
@@ -98,7 +98,7 @@ class BlobStore:
         """Remove a blob; return its bytes, and True if a quarantined copy exists instead.
 
         Args:
-            ended: as in `Guard.call`.
+            ended: as in `DeadlineExecutor.call`.
 
         Raises:
             StoreSlow: it took too long; the blob may go later.

@@ -87,7 +87,7 @@ class DiskUsage:
 
         Args:
             making: digests of blobs that may not be there yet.
-            before: as in `Holdings.prune`.
+            before: as in `BlobIndex.prune`.
         """
         with self._lock:
             index = self._index()

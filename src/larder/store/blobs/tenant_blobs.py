@@ -96,7 +96,7 @@ class TenantBlobs:
         """Read, verify and decrypt a blob.
 
         Raises:
-            Damaged: as `Blobs.get`, or they are another tenant's.
+            Damaged: as `BlobStore.get`, or they are another tenant's.
         """
         return self._sealing.opened(tenant, self.blobs.get(ref))
 

@@ -281,7 +281,7 @@ class CacheReader:
         """Cache of the longest prefix whose chunks are intact; None if there is none.
 
         Args:
-            shared: chunks that hold the beginning, as `Chunks.longest` finds them.
+            shared: chunks that hold the beginning, as `ChunkIndex.match_prefix` finds them.
             unusable: called with the first unusable chunk and its error.
 
         Raises:

@@ -254,7 +254,9 @@ class TurnStore:
         return self._parts.heads.of(self._parts.tenant(principal))
 
     def branches(self, principal: str, root: str) -> list[str]:
-        """Names of sessions whose label `ROOT` names this one, on any machine, oldest first."""
+        """Names of sessions whose label `ROOT_LABEL` names this one, on any machine, oldest
+        first.
+        """
         return self._parts.branches.of(self._parts.tenant(principal), root)
 
     def merge(self, principal: str, name: str) -> int:
