@@ -76,7 +76,7 @@ def main() -> None:
     scribe = TokenizerAdapter(loaded.tokenizer)
     ids = scribe.encode_conversation(read_conversation(options.dialogue)).ids
     ids = (ids * (1 + options.tokens // len(ids)))[-options.tokens :]
-    desk = ModelRuntime(loaded.decoder, scribe, _no_embedder, lambda names: {})
+    runtime = ModelRuntime(loaded.decoder, scribe, _no_embedder, lambda names: {})
     policy = Policy.parse(options.policy).with_sizes(options.budget, None)
     if options.dense is not None:
         policy = replace(policy, recall=replace(policy.recall, dense=options.dense))
@@ -87,7 +87,7 @@ def main() -> None:
         "shared": replace(policy, recall=replace(policy.recall, layers=options.layers)),
     }
     asked = tuple(ids[: options.steps + WARMUPS])
-    told = {name: _run_variant(desk, way, ids, asked) for name, way in ways.items()}
+    told = {name: _run_variant(runtime, way, ids, asked) for name, way in ways.items()}
     rows = _rows(told, options.steps, options.layers)
     settings = {name: str(value) for name, value in vars(options).items()} | {"policy": str(policy)}
     print(*(f"{name:>8}" for name in rows[0]))
@@ -102,17 +102,17 @@ def _no_embedder(name: str) -> Any:
 
 @torch.no_grad()
 def _run_variant(
-    desk: ModelRuntime, policy: Policy, ids: tuple[int, ...], asked: tuple[int, ...]
+    runtime: ModelRuntime, policy: Policy, ids: tuple[int, ...], asked: tuple[int, ...]
 ) -> PrefetchStats:
-    cache = build_caches(desk, policy, ids, [{}], PeakMemoryMeter()).activate(0)
-    tending = decode_planner(desk, policy, [cache])
+    cache = build_caches(runtime, policy, ids, [{}], PeakMemoryMeter()).activate(0)
+    tending = decode_planner(runtime, policy, [cache])
     told = PrefetchStats()
     for step, token in enumerate(asked):
         if step == WARMUPS:
             before = {tier.layer.index: tier.pages for tier in cache.tiers}
             told.seconds.clear()
         with _clocks(told):
-            _read(desk.decoder, cache, token, tending, step)
+            _read(runtime.decoder, cache, token, tending, step)
         if step >= WARMUPS:
             told.found.append(_found(cache))
     for tier in cache.tiers:

@@ -52,7 +52,7 @@ class Library:
 
     def gather(
         self,
-        desk: ModelRuntime,
+        runtime: ModelRuntime,
         source: PrefillInput,
         policy: Policy,
         prompts: Any,
@@ -60,14 +60,14 @@ class Library:
     ) -> ConversationMemory:
         """As `larder.session.prefill.prefill_memory`; who watches or prompts has it read anew."""
         if prompts or progress is not no_progress:
-            return self._gather(desk, source, policy, prompts, progress)
-        key = id(desk.decoder), str(policy), source.ids, source.said
+            return self._gather(runtime, source, policy, prompts, progress)
+        key = id(runtime.decoder), str(policy), source.ids, source.said
         if key not in self._read:
-            memory = self._gather(desk, source, policy, prompts, progress)
+            memory = self._gather(runtime, source, policy, prompts, progress)
             kept = [memory.caches.activate(n).fork() for n in range(len(memory.caches))]
-            self._read[key] = memory, kept, desk.decoder  # whose id is the key stays
+            self._read[key] = memory, kept, runtime.decoder  # whose id is the key stays
         memory, kept, _ = self._read[key]
-        shelf = SessionCaches(desk.decoder.spec, [cache.fork() for cache in kept])
+        shelf = SessionCaches(runtime.decoder.spec, [cache.fork() for cache in kept])
         return replace(memory, conversation=source.conversation, caches=shelf)
 
 

@@ -50,9 +50,11 @@ def small(loaded: LoadedModel) -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def desk(small: LoadedModel) -> ModelRuntime:
-    desk = Engine(small).runtime
-    return replace(desk, embedder=lambda name: TopicEmbedder(), calibrate=cache(desk.calibrate))
+def runtime(small: LoadedModel) -> ModelRuntime:
+    runtime = Engine(small).runtime
+    return replace(
+        runtime, embedder=lambda name: TopicEmbedder(), calibrate=cache(runtime.calibrate)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,30 +70,32 @@ def keeper(store: Store, small: LoadedModel) -> StorePersistence:
     return StorePersistence(store, small)
 
 
-def read(desk: ModelRuntime, preset: str) -> ChatState:
+def read(runtime: ModelRuntime, preset: str) -> ChatState:
     policy = Policy.parse(preset)
     room, log = (ROOM, SHORT) if policy.recall is None else (PAGED_ROOM, LONG)
     policy = policy.with_sizes(room if policy.budget.tokens is None else policy.budget.tokens, None)
-    source = log.prefill_input(log.transcript(desk.tokenizer))
+    source = log.prefill_input(log.transcript(runtime.tokenizer))
     return ChatState(
         prefill_memory(
-            desk, source, policy, {"question": desk.tokenizer.encode_question("A dog?")}
+            runtime, source, policy, {"question": runtime.tokenizer.encode_question("A dog?")}
         ),
         log,
     )
 
 
 def back(
-    keeper: StorePersistence, name: str, desk: ModelRuntime, saved: ChatState
+    keeper: StorePersistence, name: str, runtime: ModelRuntime, saved: ChatState
 ) -> ConversationMemory:
-    resumed = keeper.load(name, desk, saved.memory.policy, saved.log)
+    resumed = keeper.load(name, runtime, saved.memory.policy, saved.log)
     assert resumed.state is not None, resumed.reason
     return resumed.state.memory
 
 
-def next_logits(desk: ModelRuntime, cache: SequenceCache) -> torch.Tensor:
-    ids = desk.tokenizer.encode_question("Which dog?")
-    return desk.decoder.forward_logits([BatchSegment(cache, ids)], Mode.SCRATCH, [len(ids) - 1])[0]
+def next_logits(runtime: ModelRuntime, cache: SequenceCache) -> torch.Tensor:
+    ids = runtime.tokenizer.encode_question("Which dog?")
+    return runtime.decoder.forward_logits([BatchSegment(cache, ids)], Mode.SCRATCH, [len(ids) - 1])[
+        0
+    ]
 
 
 def every_preset() -> list[Any]:
@@ -110,72 +114,72 @@ def every_preset() -> list[Any]:
 
 @pytest.mark.parametrize("preset", every_preset())
 def test_15_every_policy_comes_back_to_the_bit(
-    desk: ModelRuntime, keeper: StorePersistence, preset: str
+    runtime: ModelRuntime, keeper: StorePersistence, preset: str
 ) -> None:
     if preset == "retrieval_attention":
         pytest.importorskip("usearch")
-    saved = read(desk, preset)
+    saved = read(runtime, preset)
     assert keeper.save(preset, saved) == ""
-    memory = back(keeper, preset, desk, saved)
+    memory = back(keeper, preset, runtime, saved)
     assert memory.router.to_record() == saved.memory.router.to_record()
     assert len(memory.caches) == len(saved.memory.caches)
     for number in range(len(memory.caches)):
         one, other = (each.caches.activate(number) for each in (saved.memory, memory))
-        assert torch.equal(next_logits(desk, one), next_logits(desk, other))
+        assert torch.equal(next_logits(runtime, one), next_logits(runtime, other))
         assert same_state(one.state(), other.state()) and one.meta() == other.meta()
 
 
 @pytest.mark.parametrize("codec", CODECS.names())
 @pytest.mark.parametrize("preset", ["epicache", "snapkv"])
 def test_15_codecs_change_the_next_token_a_little(
-    store: Store, small: LoadedModel, desk: ModelRuntime, preset: str, codec: str
+    store: Store, small: LoadedModel, runtime: ModelRuntime, preset: str, codec: str
 ) -> None:
-    keeper, saved = StorePersistence(store, small, "codecs", codec), read(desk, preset)
+    keeper, saved = StorePersistence(store, small, "codecs", codec), read(runtime, preset)
     keeper.save(f"{preset}-{codec}", saved)
-    memory = back(keeper, f"{preset}-{codec}", desk, saved)
+    memory = back(keeper, f"{preset}-{codec}", runtime, saved)
     for number in range(len(memory.caches)):
         one, other = (
-            next_logits(desk, each.caches.activate(number)) for each in (saved.memory, memory)
+            next_logits(runtime, each.caches.activate(number)) for each in (saved.memory, memory)
         )
         difference = float((one - other).abs().max())
         assert difference <= TOLERANCE[codec] and (difference > 0) == (codec != "raw")
 
 
 def test_what_cannot_be_used_is_read_anew_and_why_is_counted(
-    store: Store, keeper: StorePersistence, small: LoadedModel, desk: ModelRuntime
+    store: Store, keeper: StorePersistence, small: LoadedModel, runtime: ModelRuntime
 ) -> None:
-    saved, counts = read(desk, "snapkv"), store.parts.refusals.counts
+    saved, counts = read(runtime, "snapkv"), store.parts.refusals.counts
     keeper.save("mine", saved)
     policy, before = saved.memory.policy, counts()
     longer = saved.log.with_turn(ChatTurn("A dog?", "No.", (5, 6, 7)))
-    resumed = keeper.load("mine", desk, policy, longer)
+    resumed = keeper.load("mine", runtime, policy, longer)
     assert resumed.state is not None and resumed.state.log == saved.log
     other = ChatLog(replace(HISTORY, messages=HISTORY.messages[1:7]))
     told = {
-        "new": keeper.load("yours", desk, policy, saved.log),
-        "policy": keeper.load("mine", desk, Policy.parse("full"), saved.log),
-        "tokens": keeper.load("mine", desk, policy, other),
+        "new": keeper.load("yours", runtime, policy, saved.log),
+        "policy": keeper.load("mine", runtime, Policy.parse("full"), saved.log),
+        "tokens": keeper.load("mine", runtime, policy, other),
     }
     assert {reason: found.reason for reason, found in told.items()} == {r: r for r in told}
     stranger = StorePersistence(store, small, "stranger")
-    assert stranger.load("mine", desk, policy, saved.log).reason == "new"
+    assert stranger.load("mine", runtime, policy, saved.log).reason == "new"
     assert counts()["policy"] == before.get("policy", 0) + 1
     assert told["policy"].summary == "prefilled again: it was saved under another policy"
     assert ResumeResult(saved, "", 1200, 0.5).summary == "restored 1,200 tokens in 0.50 s"
 
 
 def test_26_reading_is_chosen_where_it_was_quicker_also_in_another_process(
-    tmp_path: Path, small: LoadedModel, desk: ModelRuntime
+    tmp_path: Path, small: LoadedModel, runtime: ModelRuntime
 ) -> None:
-    saved = read(desk, "snapkv")
+    saved = read(runtime, "snapkv")
     first = Store(str(tmp_path / "store"), tmp_path)
     one = StorePersistence(first, small)
     one.save("mine", saved)
     first.parts.throughput.read(10**9, 1.0)  # tokens in a second
-    assert one.load("mine", desk, saved.memory.policy, saved.log).state is not None, "to measure"
+    assert one.load("mine", runtime, saved.memory.policy, saved.log).state is not None, "to measure"
     second = Store(str(tmp_path / "store"), tmp_path)
     reasons = [
-        StorePersistence(second, small).load("mine", desk, saved.memory.policy, saved.log).reason
+        StorePersistence(second, small).load("mine", runtime, saved.memory.policy, saved.log).reason
         for _ in range(16)
     ]
     assert reasons == ["slower"] * 15 + [""], "now and then it is measured again"

@@ -127,11 +127,11 @@ def test_a_cut_text_is_read_as_if_it_were_short(architecture) -> None:
     with wrap_model(module) as decoder:
         for storage in ("compact", "exact"):
             policy = Policy.parse(f"{sentence} uniform(tokens=22) > {storage}()")
-            desk = ModelRuntime(
+            runtime = ModelRuntime(
                 decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: {}
             )
             shelf = build_caches(
-                desk, policy.with_sizes(22, None), ids[:50], [{}], PeakMemoryMeter()
+                runtime, policy.with_sizes(22, None), ids[:50], [{}], PeakMemoryMeter()
             )
             caches.append(shelf.activate(0))
         compact, exact = (read_on(decoder, cache, new, 4) for cache in caches)

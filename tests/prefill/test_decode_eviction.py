@@ -139,8 +139,8 @@ def a_policy(sentence: str) -> Policy:
 
 
 def after_reading(decoder: Decoder, policy: Policy, context: int) -> SequenceCache:
-    desk = a_desk(decoder)
-    return build_caches(desk, policy, some_ids(context), [{}], PeakMemoryMeter()).activate(0)
+    runtime = a_desk(decoder)
+    return build_caches(runtime, policy, some_ids(context), [{}], PeakMemoryMeter()).activate(0)
 
 
 def answer(decoder: Decoder, caches: Any, tended: Any, steps: int = STEPS) -> list[list[int]]:

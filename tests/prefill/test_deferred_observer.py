@@ -45,9 +45,11 @@ def test_single_tokens_are_judged_afterwards_where_a_look_copies_nothing(
     sentence = f"blockwise(tokens=8) > protect(sinks=1, recent=2) > column_mass() > {storage}() > "
     policy = Policy.parse(sentence + "every_step()").with_sizes(12, None)
     decoder = wrap_model(tiny("qwen3", layers=2))
-    desk = ModelRuntime(decoder, object.__new__(TokenizerAdapter), lambda name: 0, lambda names: {})  # type: ignore
-    cache = build_caches(desk, policy, some_ids(20), [{}], PeakMemoryMeter()).activate(0)
-    tended, kinds = decode_planner(desk, policy, [cache]), []
+    runtime = ModelRuntime(
+        decoder, object.__new__(TokenizerAdapter), lambda name: 0, lambda names: {}
+    )  # type: ignore
+    cache = build_caches(runtime, policy, some_ids(20), [{}], PeakMemoryMeter()).activate(0)
+    tended, kinds = decode_planner(runtime, policy, [cache]), []
 
     def observing(*given: Any) -> Any:
         observer = tended.observer(*given)

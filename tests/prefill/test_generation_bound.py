@@ -91,10 +91,10 @@ def generated(
 ) -> Counting:
     policy = Policy.parse(sentence).with_sizes(tokens, None)
     facts = made_up(decoder.spec.managed)
-    desk = ModelRuntime(decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: facts)
+    runtime = ModelRuntime(decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: facts)
     book = dict.fromkeys(policy.scorer.required_prompts(), some_ids(3, seed=7))
-    cache = build_caches(desk, policy, some_ids(context), [book], PeakMemoryMeter()).activate(0)
-    tending = decode_planner(desk, policy, [cache])
+    cache = build_caches(runtime, policy, some_ids(context), [book], PeakMemoryMeter()).activate(0)
+    tending = decode_planner(runtime, policy, [cache])
     assert tending is not None
     counting = counter(tending, (tokens + (policy.timing.excess() or 0)) * HEADS * LAYERS)
     question = some_ids(4, seed=5)

@@ -41,8 +41,8 @@ def decoder() -> Decoder:
 def read(
     decoder: Decoder, policy: Policy, meter: PeakMemoryMeter
 ) -> tuple[ModelRuntime, SequenceCache]:
-    desk = ModelRuntime(decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: {})
-    return desk, build_caches(desk, policy, some_ids(CONTEXT), [{}], meter).activate(0)
+    runtime = ModelRuntime(decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: {})
+    return runtime, build_caches(runtime, policy, some_ids(CONTEXT), [{}], meter).activate(0)
 
 
 def answer(
@@ -72,8 +72,8 @@ def counting(monkeypatch: Any, kind: type, name: str) -> list[Any]:
 def test_a_judged_step_turns_keys_once(decoder, name, monkeypatch) -> None:
     sentence = f"blockwise(tokens=8) > {JUDGED[name]} > compact() > every_step()"
     policy = Policy.parse(sentence).with_sizes(M, None)
-    desk, cache = read(decoder, policy, PeakMemoryMeter())
-    tended = decode_planner(desk, policy, [cache])
+    runtime, cache = read(decoder, policy, PeakMemoryMeter())
+    tended = decode_planner(runtime, policy, [cache])
     answer(decoder, cache, tended, 1)
     calls = counting(monkeypatch, CompactLayer, "_turned")
     answer(decoder, cache, tended, STEPS)
@@ -87,8 +87,8 @@ def test_nobody_looks_where_nothing_is_judged(decoder, monkeypatch) -> None:
     policy = Policy.parse(
         "protect(sinks=0, recent=2) > snapkv(window=4) > uniform() > lagged(tokens=9)"
     ).with_sizes(M, None)
-    desk, cache = read(decoder, policy, PeakMemoryMeter())
-    tended = decode_planner(desk, policy, [cache])
+    runtime, cache = read(decoder, policy, PeakMemoryMeter())
+    tended = decode_planner(runtime, policy, [cache])
     looks = counting(monkeypatch, SequenceCache, "entries")
     answer(decoder, cache, tended, 2)
     assert not looks

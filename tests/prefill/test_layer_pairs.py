@@ -26,14 +26,14 @@ def decoder() -> Decoder:
 
 def test_all_but_the_first_two_layers_share_in_pairs(decoder) -> None:
     policy = Policy.parse("mpcache").with_sizes(TOKENS, None)
-    desk = ModelRuntime(
+    runtime = ModelRuntime(
         decoder, object.__new__(TokenizerAdapter), lambda name: pytest.fail(name), lambda names: {}
     )
-    cache = build_caches(desk, policy, some_ids(400), [{}], PeakMemoryMeter()).activate(0)
+    cache = build_caches(runtime, policy, some_ids(400), [{}], PeakMemoryMeter()).activate(0)
     tiers = cache.tiers
     leaders = [None if tier.leader is None else tiers.index(tier.leader) for tier in tiers]
     assert leaders == [None, None, None, 2, None, 4]
-    tending = decode_planner(desk, policy, [cache])
+    tending = decode_planner(runtime, policy, [cache])
     assert tending is not None
     prompt = some_ids(6, seed=1)
     generate(

@@ -80,7 +80,7 @@ def policy(name: str, recalled: int) -> Policy:
     return Policy.parse(sentence).with_sizes(STAYING + LAG + recalled, None)
 
 
-def desk(decoder: Decoder, closing: frozenset[int] = frozenset({7, 8})) -> ModelRuntime:
+def runtime(decoder: Decoder, closing: frozenset[int] = frozenset({7, 8})) -> ModelRuntime:
     """Args: closing: tokens that end a sentence."""
     scribe = object.__new__(TokenizerAdapter)
     vars(scribe)["_closing_tokens"] = closing
@@ -103,7 +103,7 @@ def said(
         over.extend([cache.managed_entries] * (cache.managed_entries > most))
         return True
 
-    observer = decode_planner(desk(decoder), wanted, [cache]).observer
+    observer = decode_planner(runtime(decoder), wanted, [cache]).observer
     [tokens] = generate(decoder, [cache], [ids], hearing, StoppingCriteria(steps), watch, observer)
     assert over == []
     return tuple(tokens), torch.stack(hearing.heard)
@@ -116,7 +116,7 @@ def park_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(decoder: Decoder, wanted: Policy) -> SessionCaches:
-    return build_caches(desk(decoder), wanted, CONTEXT, [{}], PeakMemoryMeter())
+    return build_caches(runtime(decoder), wanted, CONTEXT, [{}], PeakMemoryMeter())
 
 
 @PARTS
@@ -150,9 +150,9 @@ def test_where_everything_is_recalled_blocks_of_a_text_are_read_exactly(
 def test_the_first_token_of_a_sentence_sees_everything(decoder, closing, monkeypatch) -> None:
     """Every token is the first of one, or the first of all is."""
     wanted, steps, seen = policy("sentences", 8), 6, list[int]()
-    cache = build_caches(desk(decoder, closing), wanted, CONTEXT, [{}], PeakMemoryMeter()).activate(
-        0
-    )
+    cache = build_caches(
+        runtime(decoder, closing), wanted, CONTEXT, [{}], PeakMemoryMeter()
+    ).activate(0)
     recalled = PageFetcher.recalled
 
     def noting(self: PageFetcher, *given: Any) -> Any:
@@ -161,7 +161,7 @@ def test_the_first_token_of_a_sentence_sees_everything(decoder, closing, monkeyp
         return parts
 
     monkeypatch.setattr(PageFetcher, "recalled", noting)
-    observer = decode_planner(desk(decoder, closing), wanted, [cache]).observer
+    observer = decode_planner(runtime(decoder, closing), wanted, [cache]).observer
     generate(
         decoder, [cache], [QUESTION], Hearing(), StoppingCriteria(steps), lambda *_: True, observer
     )

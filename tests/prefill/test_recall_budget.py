@@ -37,7 +37,7 @@ def decoder() -> Decoder:
     return wrap_model(tiny("qwen3"))
 
 
-def desk(decoder: Decoder) -> ModelRuntime:
+def runtime(decoder: Decoder) -> ModelRuntime:
     return ModelRuntime(
         decoder, object.__new__(TokenizerAdapter), lambda name: pytest.fail(name), lambda names: {}
     )
@@ -66,9 +66,9 @@ def counts_of_steps(decoder: Decoder, wanted: Policy, context: int, steps: int) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TieredLayer, "_attention", noting)
         cache = build_caches(
-            desk(decoder), wanted, some_ids(context), [{}], PeakMemoryMeter()
+            runtime(decoder), wanted, some_ids(context), [{}], PeakMemoryMeter()
         ).activate(0)
-        tending = decode_planner(desk(decoder), wanted, [cache])
+        tending = decode_planner(runtime(decoder), wanted, [cache])
         assert tending is not None
         told = (
             [cache],
@@ -124,7 +124,7 @@ def test_slots_of_query_heads_are_counted(decoder) -> None:
     sentence = 'sinks_and_window() > park() > dci(page=4, dense=0, variant="{}") > lagged(tokens=4)'
     shelves = [
         build_caches(
-            desk(decoder),
+            runtime(decoder),
             Policy.parse(sentence.format(n)).with_sizes(64, None),
             some_ids(96),
             [{}],

@@ -43,9 +43,9 @@ def test_a_cache_takes_no_more_bytes_than_asked_for_and_nearly_as_many(decoder, 
     policy = Policy.parse(sentence)
     spec = decoder.spec
     tokens = resolve_budget(policy, f"{ASKED // 1024}KiB", CONTEXT, spec)
-    desk = ModelRuntime(decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: {})
+    runtime = ModelRuntime(decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: {})
     shelf = build_caches(
-        desk, policy.with_sizes(tokens, None), some_ids(CONTEXT), [{}], PeakMemoryMeter()
+        runtime, policy.with_sizes(tokens, None), some_ids(CONTEXT), [{}], PeakMemoryMeter()
     )
     assert 0.8 * ASKED < shelf.nbytes <= ASKED
     tail = shelf.activate(0).latest.tail

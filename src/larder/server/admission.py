@@ -51,7 +51,7 @@ def _idle_entries(rule: ServingPolicy) -> int:
 
 
 def _slots(rule: ServingPolicy) -> int:
-    return recall_slot_entries(rule.policy, rule.desk.decoder.spec) + rule.policy.lag
+    return recall_slot_entries(rule.policy, rule.runtime.decoder.spec) + rule.policy.lag
 
 
 def _slack(rule: ServingPolicy) -> int:
@@ -87,14 +87,14 @@ def _scratch_bytes(rule: ServingPolicy, length: int) -> int:
     whole text at once."""
     if not isinstance(rule.policy.schedule, Whole):
         return 0
-    spec = rule.desk.decoder.spec
+    spec = rule.runtime.decoder.spec
     largest = max(layer.bytes_per_token(spec.dtype) for layer in spec.layers)
     return largest * (length + BLOCK_TOKENS)
 
 
 def _source_bytes(rule: ServingPolicy, length: int) -> int:
     """Bytes of the inputs that keys and values are rebuilt from, and one layer of them twice."""
-    rebuilding, spec = rule.policy.rebuilding, rule.desk.decoder.spec
+    rebuilding, spec = rule.policy.rebuilding, rule.runtime.decoder.spec
     if rebuilding is None:
         return 0
     layers = len(spec.layers) + 1 if rebuilding.source is RecomputeSource.EVERY else 2
@@ -105,7 +105,7 @@ def _source_bytes(rule: ServingPolicy, length: int) -> int:
 
 def _host_bytes(rule: ServingPolicy, length: int, idle_entries: int, episodes: int) -> int:
     """Bytes of inactive caches, of offloaded entries and of their recall indexes."""
-    policy, spec = rule.policy, rule.desk.decoder.spec
+    policy, spec = rule.policy, rule.runtime.decoder.spec
     count = 0
     if not isinstance(policy.session, Single):
         count = 2 * max(episodes + 1, MOST_EPISODES)

@@ -71,7 +71,7 @@ class ServingPolicy:
         BudgetError: the budget is smaller than what the policy always keeps.
     """
 
-    desk: ModelRuntime
+    runtime: ModelRuntime
     policy: Policy
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class ServingPolicy:
             self.reader(0)
         if self.is_chat:
             self.empty_cache()
-            warm_up(self.desk, policy)
+            warm_up(self.runtime, policy)
 
     @staticmethod
     def of(engine: Engine) -> ServingPolicy:
@@ -106,7 +106,7 @@ class ServingPolicy:
     def exact(self) -> ServingPolicy:
         """The lossless policy of the same model."""
         policy = Policy.parse(FULL_POLICY)
-        return ServingPolicy(self.desk, policy.with_sizes(budget_tokens(policy), None))
+        return ServingPolicy(self.runtime, policy.with_sizes(budget_tokens(policy), None))
 
     def __str__(self) -> str:
         return str(self.policy)
@@ -114,7 +114,7 @@ class ServingPolicy:
     @cached_property
     def tokens(self) -> int:
         """M, entries per kv head."""
-        return entries_per_head(self.policy, self.desk.decoder.spec)
+        return entries_per_head(self.policy, self.runtime.decoder.spec)
 
     @property
     def budget_tokens(self) -> int | None:
@@ -141,16 +141,18 @@ class ServingPolicy:
     @cached_property
     def can_truncate(self) -> bool:
         """True if a cache can be truncated at any time: no layer has a sliding window."""
-        spec = self.desk.decoder.spec
+        spec = self.runtime.decoder.spec
         return len(spec.managed) == len(spec.layers)
 
     def empty_cache(self) -> SequenceCache:
         """A new cache."""
-        return empty_cache(self.policy, self.desk.decoder.spec)
+        return empty_cache(self.policy, self.runtime.decoder.spec)
 
     def reader(self, length: int) -> PrefillReader:
         """Prefill reader for a text of `length` tokens."""
-        return prefill_reader(self.desk, self.policy, max(length, self.tokens), PeakMemoryMeter())
+        return prefill_reader(
+            self.runtime, self.policy, max(length, self.tokens), PeakMemoryMeter()
+        )
 
     @property
     def evicts_while_decoding(self) -> bool:
@@ -191,7 +193,7 @@ class ServingPolicy:
 
     @cached_property
     def _layers(self) -> tuple[LayerSpec, ...]:
-        return budgeted_layers(self.policy, self.desk.decoder.spec)
+        return budgeted_layers(self.policy, self.runtime.decoder.spec)
 
     @cached_property
     def heads(self) -> int:
@@ -200,7 +202,7 @@ class ServingPolicy:
 
     @cached_property
     def _prompts(self) -> dict[str, tuple[int, ...]]:
-        return common_prompts(self.desk.tokenizer)
+        return common_prompts(self.runtime.tokenizer)
 
     def cache_demand(self, per_head: int, length: int, new_tokens: int) -> MemoryDemand:
         """Memory of a cache with this many entries in each budgeted head.
@@ -209,7 +211,7 @@ class ServingPolicy:
             length, new_tokens: as in `lossless_turn_demand`; layers without a budget grow with
                 them.
         """
-        spec, ledger = self.desk.decoder.spec, self.policy.planner.ledger
+        spec, ledger = self.runtime.decoder.spec, self.policy.planner.ledger
         layers = [self._layer_bytes(layer, per_head, length, new_tokens) for layer in spec.layers]
         heads = sum(layer.kv_heads for layer in spec.layers)
         fixed = heads * (HEAD_BYTES + NUMBER_BYTES * len(ledger.scalars))
@@ -220,7 +222,7 @@ class ServingPolicy:
         return MemoryDemand(sum(layers) + fixed + tail, transient + scratch)
 
     def _layer_bytes(self, layer: LayerSpec, per_head: int, length: int, new_tokens: int) -> int:
-        spec, columns = self.desk.decoder.spec, len(self.policy.planner.ledger.columns)
+        spec, columns = self.runtime.decoder.spec, len(self.policy.planner.ledger.columns)
         entries = per_head if layer in self._layers else length + new_tokens
         if layer.sliding_window is not None:
             entries = min(length + new_tokens, layer.sliding_window + self.block + new_tokens)

@@ -101,7 +101,7 @@ def cached_positions(session: SessionState) -> CachedPositions:
     """Positions in the session's cache; empty if the cache is not in memory."""
     cache, tier = session.active, session.tier
     if session.offloaded_cache is not None:
-        cache = session.offloaded_cache.shown(session.rule.desk.decoder.spec)
+        cache = session.offloaded_cache.shown(session.rule.runtime.decoder.spec)
     if cache is None:
         return CachedPositions(0, (), episodes=_episodes(session), tier=tier)
     maps, tokens = session.position_maps.of(session.episode), cache.next_position

@@ -25,6 +25,7 @@ from larder.store.manifest import Manifest
 from larder.store.prefix.chunk_index import ChunkIndex
 from larder.store.sessions.cache_io import CacheReader, CacheWriter
 from larder.store.sessions.epochs import KEPT_EPOCHS, BranchNotes, SessionEpochs
+from larder.store.sessions.records import Record
 from larder.store.sqlite import BUSY_SECONDS, OWNER_PRAGMA, claim_owner, quarantine_database
 from larder.store.throughput import ThroughputEstimates
 
@@ -101,6 +102,17 @@ class StoreComponents:
     def tenant(self, principal: str) -> str:
         """Tenant id of a principal, as used in keys and paths."""
         return tenant_of(self.secret, principal)
+
+    def commit(self, record: Record, is_new: bool = False) -> Record:
+        """Commit an epoch of a session, then drop the epochs that are no longer retained.
+
+        Raises:
+            Superseded: another writer has committed an epoch since the previous one.
+        """
+        self.heads.commit(record, record.previous, is_new)
+        dropped = self.heads.prune(record.tenant, record.session, self.kept_epochs)
+        self.garbage.states(dropped)
+        return record
 
     def close(self) -> None:
         """Close the index."""

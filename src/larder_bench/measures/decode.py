@@ -182,8 +182,8 @@ class _StepRunner:
         self, bench: ModelContext, policy: Policy, caches: list[SequenceCache], made: SyntheticCache
     ) -> None:
         self._decoder, self._caches, self._policy = bench.engine.loaded.decoder, caches, policy
-        desk = replace_decoder(bench.engine.runtime, self._decoder)
-        self._tending = decode_planner(desk, policy, caches)
+        runtime = replace_decoder(bench.engine.runtime, self._decoder)
+        self._tending = decode_planner(runtime, policy, caches)
         self._go_to = inject_streams(caches, made.streams) if made.streams else None
         self._said = 0
 

@@ -49,9 +49,9 @@ class Reading(Measure):
         policy, decoder = sized_policy(bench, cell), bench.engine.loaded.decoder
         clocked, meter = TimedDecoder(decoder, time.perf_counter), PeakMemoryMeter()
         ids, book = random_ids(decoder, cell.tokens), random_prompts(decoder, policy)
-        desk = replace_decoder(bench.engine.runtime, clocked)
+        runtime = replace_decoder(bench.engine.runtime, clocked)
         started = time.perf_counter()
-        shelf = build_caches(desk, policy, ids, [book] * self.caches, meter)
+        shelf = build_caches(runtime, policy, ids, [book] * self.caches, meter)
         seconds = time.perf_counter() - started
         active = max(holding.fast_tier_bytes for holding in shelf.usage())
         full = decoder.spec.full_bytes(cell.tokens)

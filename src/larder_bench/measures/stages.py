@@ -133,10 +133,10 @@ def _time_clustering(engine: Engine, memory: ConversationMemory) -> Row:
     def clocked(name: str) -> Embedder:
         return found.setdefault(name, _TimedEmbedder(engine.runtime.embedder(name)))
 
-    desk = replace(engine.runtime, embedder=clocked)
+    runtime = replace(engine.runtime, embedder=clocked)
     _, seconds = _time_call(
         lambda: memory.policy.session.build_router(
-            memory.conversation, desk.embedder, desk.tokenizer.count_tokens
+            memory.conversation, runtime.embedder, runtime.tokenizer.count_tokens
         )
     )
     embedded = float(sum(sum(one.seconds) for one in found.values()))

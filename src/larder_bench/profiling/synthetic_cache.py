@@ -55,7 +55,7 @@ class SyntheticCache:
 
 
 def build_synthetic_cache(
-    desk: ModelRuntime, policy: Policy, context: int, steps: int
+    runtime: ModelRuntime, policy: Policy, context: int, steps: int
 ) -> SyntheticCache:
     """The cache of a policy whose sizes are filled in, behind `context` tokens.
 
@@ -72,13 +72,13 @@ def build_synthetic_cache(
             "leave it out, or measure answers."
         )
     if policy.storage == Exact() and policy.recall is None:
-        return SyntheticCache(_random_cache_of(desk.decoder, policy, context))
-    layers = desk.decoder.spec.layers
+        return SyntheticCache(_random_cache_of(runtime.decoder, policy, context))
+    layers = runtime.decoder.spec.layers
     streams = [draw_stream(layer, context, steps, STEPS_PER_TARGET) for layer in layers]
-    stuffing = SyntheticDecoder(desk.decoder, streams)
-    ids, book = random_ids(desk.decoder, context), random_prompts(desk.decoder, policy)
+    stuffing = SyntheticDecoder(runtime.decoder, streams)
+    ids, book = random_ids(runtime.decoder, context), random_prompts(runtime.decoder, policy)
     cache = build_caches(
-        replace_decoder(desk, stuffing), policy, ids, [book], PeakMemoryMeter()
+        replace_decoder(runtime, stuffing), policy, ids, [book], PeakMemoryMeter()
     ).activate(0)
     if policy.recall is None:
         return SyntheticCache(cache)
@@ -105,11 +105,11 @@ def random_ids(decoder: Decoder, count: int) -> tuple[int, ...]:
     return tuple(source.randrange(FIRST_TOKEN_ID, words) for _ in range(count))
 
 
-def replace_decoder(desk: ModelRuntime, decoder: Decoder) -> ModelRuntime:
-    """A desk with something in the place of its decoder, and measurements by chance: those of
+def replace_decoder(runtime: ModelRuntime, decoder: Decoder) -> ModelRuntime:
+    """A runtime with something in the place of its decoder, and measurements by chance: those of
     random weights would say no more, and take long.
     """
-    layers = desk.decoder.spec.managed
+    layers = runtime.decoder.spec.managed
 
     def measured(names: frozenset[str]) -> Calibration:
         source = random.Random(0)
@@ -117,7 +117,7 @@ def replace_decoder(desk: ModelRuntime, decoder: Decoder) -> ModelRuntime:
         counts = {name: sum(map(grain.count, layers)) for name, grain in grains.items()}
         return {name: tuple(source.random() for _ in range(n)) for name, n in counts.items()}
 
-    return replace(desk, decoder=decoder, calibrate=measured)
+    return replace(runtime, decoder=decoder, calibrate=measured)
 
 
 def random_prompts(decoder: Decoder, policy: Policy) -> Prompts:

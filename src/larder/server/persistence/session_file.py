@@ -145,7 +145,7 @@ def take_snapshot(session: SessionState) -> TranscriptSnapshot:
 
 def encode_session(session: SessionState) -> bytes:
     """A session as a session file."""
-    return encode(take_snapshot(session), session.rule.desk.decoder.spec.fingerprint)
+    return encode(take_snapshot(session), session.rule.runtime.decoder.spec.fingerprint)
 
 
 def decode(

@@ -69,7 +69,7 @@ class ChatPrefill:
 
     def _rebuild(self, job: RequestState) -> Generator[object, None, ChatCache]:
         """Rebuild the caches from the transcript."""
-        session, runtime = job.session, job.session.rule.desk
+        session, runtime = job.session, job.session.rule.runtime
         log = self._log(job)
         before = replace(log, turns=log.turns[: session.rebuilt_turns])
         session.position_maps = PositionMaps()

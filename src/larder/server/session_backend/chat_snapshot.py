@@ -72,9 +72,9 @@ def restore_chat(
         ) from error
     if not (session.turns and 0 <= episode < len(caches) and 0 <= base <= len(session.turns)):
         raise Damaged("The chat state beside the caches does not match them: discard it.")
-    log = session_log(session.root, session.turns, rule.desk.tokenizer)
-    state = restore_chat_state(data, ids, caches, rule.desk, rule.policy, log, 0.0)
-    session.chat_cache = ChatCache(rule.desk, state)
+    log = session_log(session.root, session.turns, rule.runtime.tokenizer)
+    state = restore_chat_state(data, ids, caches, rule.runtime, rule.policy, log, 0.0)
+    session.chat_cache = ChatCache(rule.runtime, state)
     session.rebuilt_turns, session.episode, session.position_maps = base, episode, position_maps
 
 

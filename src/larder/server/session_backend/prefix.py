@@ -271,7 +271,7 @@ class PrefixBackend(SessionBackend):
         if source.cache is not None:
             return source.cache.fork()
         if source.offloaded_cache is not None:
-            return source.offloaded_cache.copied(source.rule.desk.decoder.spec)
+            return source.offloaded_cache.copied(source.rule.runtime.decoder.spec)
         return None
 
     def _source(self, job: RequestState) -> SessionState | None:

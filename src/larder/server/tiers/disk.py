@@ -345,4 +345,4 @@ def _read_only_cache(session: SessionState) -> SequenceCache:
     if session.cache is not None:
         return session.cache
     assert session.offloaded_cache is not None
-    return session.offloaded_cache.shown(session.rule.desk.decoder.spec)
+    return session.offloaded_cache.shown(session.rule.runtime.decoder.spec)

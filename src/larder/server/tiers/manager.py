@@ -132,7 +132,7 @@ class TierManager:
             return
         assert session.offloaded_cache is not None
         parked, session.offloaded_cache = session.offloaded_cache, None
-        spec = session.rule.desk.decoder.spec
+        spec = session.rule.runtime.decoder.spec
         try:
             session.cache = parked.copied(spec) if session.is_saving else parked.restore(spec)
         finally:

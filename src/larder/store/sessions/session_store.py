@@ -113,7 +113,7 @@ class SessionStore:
             if newest is not None and _is_retry(record, newest):
                 return newest
             with saving.commit_record():
-                return self._commit(record, is_new)
+                return self._parts.commit(record, is_new)
 
     def load(
         self, principal: str, name: str, asking: CacheRequirements, ids: Sequence[int] | None = None
@@ -174,7 +174,7 @@ class SessionStore:
                 own[part] = saving.put(data)
             with saving.commit_record():
                 made = replace(source, **own, made=self._parts.clock())
-                return self._commit(made, is_new=True)
+                return self._parts.commit(made, is_new=True)
 
     def roll_back(self, principal: str, name: str, epoch: int) -> Record:
         """Restore an earlier state as the newest; the states in between are retained for a while.
@@ -186,7 +186,7 @@ class SessionStore:
         head, source = self._state(principal, name, None), self._state(principal, name, epoch)
         number = {"epoch": head.epoch + 1, "previous": head.epoch}
         with self._parts.budgeted_blobs.reserve_metadata():
-            return self._commit(replace(source, **number, made=self._parts.clock()))
+            return self._parts.commit(replace(source, **number, made=self._parts.clock()))
 
     def remove(self, principal: str, name: str) -> int:
         """Remove a session and the blobs that only it referred to; return the bytes freed.
@@ -272,13 +272,6 @@ class SessionStore:
             others=written.others,
             beside=written.beside,
         )
-
-    def _commit(self, record: Record, is_new: bool = False) -> Record:
-        parts = self._parts
-        parts.heads.commit(record, record.previous, is_new)
-        dropped = parts.heads.prune(record.tenant, record.session, parts.kept_epochs)
-        parts.garbage.states(dropped)
-        return record
 
     def _check(
         self,

@@ -100,7 +100,7 @@ class TurnStore:
             if is_new:
                 parts.branches.note(record)
             with saving.commit_record():
-                return self._commit(record, is_new)
+                return self._parts.commit(record, is_new)
 
     @contextmanager
     def stage(
@@ -169,7 +169,7 @@ class TurnStore:
             labels={**head.labels, **labels},
         )
         with parts.budgeted_blobs.reserve_metadata(), prepared.saving.commit_record():
-            return self._commit(record)
+            return self._parts.commit(record)
 
     def label(self, principal: str, name: str, labels: Mapping[str, str], expected: int) -> Record:
         """Add labels to a session.
@@ -286,13 +286,6 @@ class TurnStore:
 
     def _ids(self, record: Record) -> tuple[int, ...]:
         return self._parts.vault.ids(record)
-
-    def _commit(self, record: Record, is_new: bool = False) -> Record:
-        parts = self._parts
-        parts.heads.commit(record, record.previous, is_new)
-        dropped = parts.heads.prune(record.tenant, record.session, parts.kept_epochs)
-        parts.garbage.states(dropped)
-        return record
 
 
 def _is_retry(record: Record, newest: Record) -> bool:
