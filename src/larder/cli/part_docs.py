@@ -12,6 +12,7 @@ from typing import Any
 from larder.core.errors import UnknownName
 from larder.core.family import LISTING, unknown_name_message
 from larder.core.spelling import Value, name_of, parse, spell
+from larder.policy.attention_reduction import NoAggregation, NoHeadRule
 from larder.policy.protect import Protect
 from larder.session.capacity import beyond_budget
 from larder.session.policy import FAMILIES, REDUCTION_SLOTS, SLOTS, Policy
@@ -93,7 +94,12 @@ def parts_of(policy: Policy) -> tuple[PartDoc, ...]:
     over queries and heads have none where they are the scorer's default.
     """
     parts = ((slot, getattr(policy, slot)) for slot in SLOTS)
-    pages = [_part_doc_with_values(part, slot) for slot, part in parts if part is not None]
+    named = (
+        (slot, part)
+        for slot, part in parts
+        if part is not None and not isinstance(part, NoAggregation | NoHeadRule)
+    )
+    pages = [_part_doc_with_values(part, slot) for slot, part in named]
     own = policy.scorer.default_reduction() or ()
     return tuple(
         replace(page, citations=()) if page.slot in REDUCTION_SLOTS and page.name in own else page
