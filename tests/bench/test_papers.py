@@ -118,14 +118,14 @@ def test_what_is_not_run_any_more_is_left_out(tmp_path: Path) -> None:
             UsageError,
             "one of the two",
         ),
-        ("paper = 41", "paper = true", UsageError, "a finite number, or a text"),
+        ("paper = 41", "paper = true", UsageError, "Expected `int . float . str`, got `bool`"),
         ("paper = 41", "paper = nan", UsageError, "a finite number, or a text"),
         ("paper = 41", "papre = 41", UnknownName, "Did you mean 'paper'"),
         ('scale = "exact"', 'scale = "exakt"', UnknownName, "Did you mean 'exact'"),
-        ('scale = "exact"\n', "", UsageError, "values needs scale"),
+        ('scale = "exact"\n', "", UsageError, "missing required field `scale`"),
         ('measure = "forced"\n', "", UsageError, "must say measure: forced or generated"),
-        ("cite =", "sight =", UnknownName, "No key of a paper named 'sight'"),
-        ('setup = "A larger model."\n', "", UsageError, "paper needs setup"),
+        ("cite =", "sight =", UnknownName, "paper: No key named 'sight'"),
+        ('setup = "A larger model."\n', "", UsageError, "missing required field `setup`"),
     ],
 )
 def test_what_is_wrong_is_told(

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite
 from typing import Any
 
 from larder.core.errors import UnknownName, UsageError
@@ -29,18 +30,12 @@ from larder.core.family import unknown_name_message
 from larder_bench.results.budget_labels import OWN, WHOLE
 from larder_bench.results.rows import PAPER, SCHEMA, Row
 from larder_bench.results.tables import SCALES, TIMES, ScoreScale
-from larder_bench.results.toml_values import (
-    ValueReader,
-    list_reader,
-    read_integer,
-    read_number_or_text,
-    read_table,
-    read_text_value,
-)
+from larder_bench.results.toml_tables import convert_table
 
 MIB = float(2**20)
 REFERENCE_KEYS = ("against", "above")  # name another policy
 DISAMBIGUATING_KEYS = ("measure", "matched")  # must be said where a study has several
+PAPER_KEYS = ("cite", "setup", "differs", "values")  # of a row
 FULL = "full"  # how the budget of what keeps everything is written here
 
 
@@ -102,6 +97,14 @@ class ReportedValue:
     matched: str | None = None
     against: str | None = None
     above: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.paper, float) and not isfinite(self.paper):
+            raise UsageError(
+                f"paper must be a finite number, or a text in quotes, got {self.paper}."
+            )
+        if self.budget == FULL:
+            object.__setattr__(self, "budget", WHOLE)
 
     def is_among(self, known: Mapping[str, Sequence[Any]]) -> bool:
         """Test if a study has everything that the value names, without ambiguity.
@@ -179,38 +182,18 @@ class Paper:
             UnknownName: a value has a key or a scale that nobody knows, as of a later version.
             UsageError: or it is not what its key takes.
         """
-        values = tuple(
-            _parse_value(value, f"The paper of {row['study']}") for value in row["values"]
-        )
-        for value in values:
+        where = f"The paper of {row['study']}"
+        paper = convert_table({key: row[key] for key in PAPER_KEYS}, Paper, where)
+        for value in paper.values:
             if value.scale not in known_scales():
-                told = unknown_name_message("scale", value.scale, list(known_scales()))
-                raise UnknownName(f"The paper of {row['study']}: {told}")
-        return Paper(row["cite"], row["setup"], tuple(row["differs"]), values)
+                unknown = unknown_name_message("scale", value.scale, list(known_scales()))
+                raise UnknownName(f"{where}: {unknown}")
+        return paper
 
 
 def known_scales() -> dict[str, ScoreScale | CellCost]:
     """Scales of measured values, by name."""
     return {one.key: one for one in (*SCALES, *COSTS)}
-
-
-def parse_paper(value: Any, where: str) -> Paper:
-    """The table `[paper]` of a study's file.
-
-    Raises:
-        UnknownName: it has a key that nobody knows.
-        UsageError: it lacks one, or a value is not what its key takes.
-    """
-    return Paper(**read_table(value, where, "a paper", _KEYS, ("cite", "setup")))
-
-
-def _parse_value(value: Any, where: str) -> ReportedValue:
-    needed = ("policy", "budget", "scale", "paper")
-    return ReportedValue(**read_table(value, where, "a paper's value", _VALUE_KEYS, needed))
-
-
-def _budget(value: Any, where: str) -> str:
-    return WHOLE if (budget := read_text_value(value, where)) == FULL else budget
 
 
 def nameable_budgets(budgets: Sequence[str]) -> list[str]:
@@ -221,26 +204,3 @@ def nameable_budgets(budgets: Sequence[str]) -> list[str]:
 def paper_budget(budget: str) -> str:
     """Value as written in a file."""
     return FULL if budget == WHOLE else budget
-
-
-_VALUE_KEYS: Mapping[str, ValueReader] = {
-    "policy": read_text_value,
-    "budget": _budget,
-    "scale": read_text_value,
-    "paper": read_number_or_text,
-    "unit": read_text_value,
-    "says": read_text_value,
-    "task": read_text_value,
-    "tokens": read_integer,
-    "kind": read_text_value,
-    "measure": read_text_value,
-    "matched": read_text_value,
-    "against": read_text_value,
-    "above": read_text_value,
-}
-_KEYS: Mapping[str, ValueReader] = {
-    "cite": read_text_value,
-    "setup": read_text_value,
-    "differs": list_reader(read_text_value),
-    "values": list_reader(_parse_value),
-}

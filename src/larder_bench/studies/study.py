@@ -28,14 +28,8 @@ from typing import Any
 
 from larder.core.errors import InputError, UnknownName, UsageError
 from larder.core.family import unknown_name_message
-from larder_bench.results.papers import Paper, nameable_budgets, parse_paper
-from larder_bench.results.toml_values import (
-    ValueReader,
-    list_reader,
-    read_integer,
-    read_table,
-    read_text_value,
-)
+from larder_bench.results.papers import Paper, nameable_budgets
+from larder_bench.results.toml_tables import convert_table
 
 CONTROLS = ("full", "random", "oracle", "exact_topk", "rag_2k", "rag_episodic")
 FOLDER = "studies"
@@ -148,7 +142,7 @@ def read_study(name: str) -> Study:
     """
     path = _study_path(name)
     try:
-        fields_of = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(
             f"{path} cannot be read ({error.strerror}): name a file, or one of the studies "
@@ -156,7 +150,7 @@ def read_study(name: str) -> Study:
         ) from error
     except ValueError as error:
         raise InputError(f"{path} cannot be read as TOML ({error}): mend it.") from error
-    return _study(fields_of, str(path))
+    return convert_table(table, Study, str(path))
 
 
 def study_names() -> list[str]:
@@ -175,31 +169,3 @@ def _study_path(name: str) -> Path:
 
 def _folders() -> list[Path]:
     return [folder for folder in (Path(FOLDER), CHECKOUT / FOLDER) if folder.is_dir()]
-
-
-def _study(told: Mapping[str, Any], where: str) -> Study:
-    return Study(**read_table(told, where, "a study", _STUDY_KEYS, ("name", "tasks")))
-
-
-def _task(value: Any, where: str) -> StudyTask:
-    return StudyTask(**read_table(value, where, "a task", _TASK_KEYS, tuple(_TASK_KEYS)))
-
-
-_TASK_KEYS: Mapping[str, ValueReader] = {
-    "spelling": read_text_value,
-    "tokens": list_reader(read_integer),
-}
-_STUDY_KEYS: Mapping[str, ValueReader] = {
-    "name": read_text_value,
-    "claim": read_text_value,
-    "models": list_reader(read_text_value),
-    "measure": list_reader(read_text_value),
-    "matched": list_reader(read_text_value),
-    "budgets": list_reader(read_text_value),
-    "files": read_integer,
-    "first_seed": read_integer,
-    "policies": list_reader(read_text_value),
-    "controls": list_reader(read_text_value),
-    "tasks": list_reader(_task),
-    "paper": parse_paper,
-}
