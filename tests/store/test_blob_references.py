@@ -44,7 +44,7 @@ def test_21_what_another_process_is_about_to_need_is_not_dropped(tmp_path: Path,
     save(here)
     record = load(here).record
     tenant, ref = record.tenant, record.tokens
-    with there.parts.budgeted_blobs.saving(tenant) as saving:
+    with there.parts.blobs.saving(tenant) as saving:
         if how == "put":
             assert saving.put(encode_token_log(IDS, tenant, record.session)) == ref
         else:
@@ -52,8 +52,8 @@ def test_21_what_another_process_is_about_to_need_is_not_dropped(tmp_path: Path,
         here.sessions.remove(WHO, TALK)
         os.utime(tmp_path / "store" / blob_path(ref.digest), (0, 0))
         here.maintenance.sweep()
-        assert there.parts.blobs.has(ref)
-    assert not there.parts.blobs.has(ref)  # it has put it last, and nothing came of it
+        assert there.parts.blobs.files.has(ref)
+    assert not there.parts.blobs.files.has(ref)  # it has put it last, and nothing came of it
 
 
 def test_21_a_fork_that_goes_on_elsewhere_leaves_what_it_was_made_of(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_21_what_is_taken_for_there_is_not_being_deleted(tmp_path: Path, how: st
     ref = BlobRef(digest_of(data), len(data))
 
     def take() -> bool:
-        saving = stack.enter_context(there.parts.budgeted_blobs.saving(tenant))
+        saving = stack.enter_context(there.parts.blobs.saving(tenant))
         return saving.put(data) == ref if how == "put" else saving.stays(ref)
 
     def meanwhile(what: str, path: str) -> None:
@@ -159,7 +159,7 @@ def test_21_what_is_taken_for_there_is_not_being_deleted(tmp_path: Path, how: st
         here = store_at(
             tmp_path, Faulty(open_file_system(str(tmp_path / "store")), before=meanwhile)
         )
-        with here.parts.budgeted_blobs.saving(tenant) as saving:
+        with here.parts.blobs.saving(tenant) as saving:
             assert saving.put(data) == ref
-        assert said and any(said) <= there.parts.blobs.has(ref)
-        assert take() == there.parts.blobs.has(ref) == (how == "put")
+        assert said and any(said) <= there.parts.blobs.files.has(ref)
+        assert take() == there.parts.blobs.files.has(ref) == (how == "put")

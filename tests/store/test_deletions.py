@@ -42,17 +42,17 @@ def log(store: Store) -> tuple[str, bytes, BlobRef]:
 
 def put(store: Store) -> BlobRef:
     tenant, data, _ = log(store)
-    with store.parts.budgeted_blobs.saving(tenant) as saving:
+    with store.parts.blobs.saving(tenant) as saving:
         ref = saving.put(data)
-        store.parts.budgeted_blobs.release_ownership([ref])
+        store.parts.blobs.release_ownership([ref])
     return ref
 
 
 def stays(store: Store) -> bool:
     tenant, _, ref = log(store)
-    with store.parts.budgeted_blobs.saving(tenant) as saving:
+    with store.parts.blobs.saving(tenant) as saving:
         found = saving.stays(ref)
-        store.parts.budgeted_blobs.release_ownership([ref])
+        store.parts.blobs.release_ownership([ref])
     return found
 
 
@@ -62,14 +62,14 @@ def _removed(store: Store) -> None:
 
 def _evicted(store: Store) -> None:
     spans = load(store).record.spans
-    store.parts.budgeted_blobs.holdings.release(spans)
+    store.parts.blobs.index.release(spans)
     for _, chunk, *_ in reversed(store.parts.chunks.all()):
         store.parts.chunks.drop(chunk, store.parts.tenant(WHO))
-    store.parts.budgeted_blobs.evict(spans)
+    store.parts.blobs.evict(spans)
 
 
 def _swept(store: Store) -> None:
-    store.parts.blobs.put(b"nobody refers to this")
+    store.parts.blobs.files.put(b"nobody refers to this")
     store.maintenance.sweep(grace_seconds=-1.0)
 
 
@@ -102,7 +102,7 @@ def deleting(folder: Path, now: list[float]) -> tuple[Hanging, Store, Store]:
     disk = hanging(folder)
     here = store_at(folder, disk.place, patience=SHORT, clock=lambda: now[0])
     tenant, data, _ = log(here)
-    with here.parts.budgeted_blobs.saving(tenant) as saving:
+    with here.parts.blobs.saving(tenant) as saving:
         saving.put(data)  # and it goes, as nothing names it
     assert disk.hangs.is_set() and not disk.landed.is_set()
     return disk, here, store_at(folder, patience=SHORT, clock=lambda: now[0])
@@ -111,12 +111,12 @@ def deleting(folder: Path, now: list[float]) -> tuple[Hanging, Store, Store]:
 def test_6_what_is_being_deleted_is_written_anew_once_that_is_over(tmp_path: Path) -> None:
     disk, here, there = deleting(tmp_path, [1e9])
     for each in (here, there):
-        assert each.parts.blobs.has(log(each)[2]) and not stays(each)
+        assert each.parts.blobs.files.has(log(each)[2]) and not stays(each)
         with pytest.raises(StoreSlow, match="was being deleted for 0.3 s"):
             put(each)
     disk.lands()
     ref = put(here)
-    assert stays(here) and stays(there) and there.parts.blobs.get(ref)
+    assert stays(here) and stays(there) and there.parts.blobs.files.get(ref)
 
 
 def test_6_a_deletion_that_still_hangs_is_believed_as_long_as_its_process_lives(
@@ -137,12 +137,12 @@ def test_3_a_process_that_was_killed_while_it_deleted_leaves_nothing_for_good(
     now = [1e9]
     here, there = (store_at(tmp_path, patience=SHORT, clock=lambda: now[0]) for _ in range(2))
     ref = put(here)
-    assert here.parts.budgeted_blobs.holdings.mark_deleting(ref.digest, now[0], now[0], now[0])
+    assert here.parts.blobs.index.mark_deleting(ref.digest, now[0], now[0], now[0])
     assert not stays(there)
     now[0] += DELETION_LEASE_SECONDS
-    assert stays(there) and put(there) == ref and there.parts.blobs.has(ref)
+    assert stays(there) and put(there) == ref and there.parts.blobs.files.has(ref)
     now[0] += 2 * DELETION_LEASE_SECONDS
-    assert there.parts.budgeted_blobs.holdings.mark_deleting(ref.digest, now[0], now[0], now[0])
+    assert there.parts.blobs.index.mark_deleting(ref.digest, now[0], now[0], now[0])
     now[0] += DELETION_LEASE_SECONDS
     os.utime(tmp_path / "store" / blob_path(ref.digest), (0, 0))
     assert here.maintenance.sweep(grace_seconds=-1.0) == ref.bytes
@@ -154,7 +154,7 @@ def test_4_a_blob_that_a_broken_disk_does_not_delete_is_there(tmp_path: Path) ->
     place = Faulty(open_file_system(str(tmp_path / "store")), refusing(BROKEN, "remove"))
     here, there = store_at(tmp_path, place, patience=SHORT), store_at(tmp_path, patience=SHORT)
     ref = put(here)
-    here.parts.budgeted_blobs.holdings.touch(ref.digest, 0.0)
+    here.parts.blobs.index.touch(ref.digest, 0.0)
     with pytest.raises(StoreError, match="disk or server is well"):
-        here.parts.budgeted_blobs.drop([ref])
-    assert stays(here) and stays(there) and there.parts.blobs.has(ref)
+        here.parts.blobs.drop([ref])
+    assert stays(here) and stays(there) and there.parts.blobs.files.has(ref)

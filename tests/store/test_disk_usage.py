@@ -25,14 +25,14 @@ def test_23_a_blob_of_another_machine_leaves_the_account_that_it_was_in(
     if is_counted:
         here.maintenance.sweep()
     [span] = load(here).record.spans
-    here.parts.budgeted_blobs.settle()
+    here.parts.blobs.settle()
     before = of_nobody(here)
-    here.parts.budgeted_blobs.holdings.release([span])
+    here.parts.blobs.index.release([span])
     for _ in range(2):
-        here.parts.budgeted_blobs.evict([span])
-        here.parts.budgeted_blobs.settle()
+        here.parts.blobs.evict([span])
+        here.parts.blobs.settle()
         assert before - of_nobody(here) == (span.bytes if is_counted else 0)
-    assert load(here).reason == "evicted" and not there.parts.blobs.has(span)
+    assert load(here).reason == "evicted" and not there.parts.blobs.files.has(span)
 
 
 def test_23_what_was_another_machines_is_counted_once_when_it_is_written_again(
@@ -42,13 +42,13 @@ def test_23_what_was_another_machines_is_counted_once_when_it_is_written_again(
     there.sessions.save(WHO, TALK, IDS, snapshot(compressed(IDS)))
     here = store_at(tmp_path, home="here")
     [span] = load(here).record.spans
-    here.parts.budgeted_blobs.settle()
+    here.parts.blobs.settle()
     before = here.parts.ledger.used(Tier.DISK)
-    data = here.parts.blobs.get(span)
-    there.parts.blobs.delete(span.digest)
-    with here.parts.budgeted_blobs.saving(load(here).record.tenant) as saving:
+    data = here.parts.blobs.files.get(span)
+    there.parts.blobs.files.delete(span.digest)
+    with here.parts.blobs.saving(load(here).record.tenant) as saving:
         assert saving.put(data) == span
-    here.parts.budgeted_blobs.settle()
+    here.parts.blobs.settle()
     assert here.parts.ledger.used(Tier.DISK) == before
 
 

@@ -9,8 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from larder.core.errors import Damaged, InputError, StoreError
-from larder.store.blobs.tenant_blobs import KEY_PATH
-from larder.store.encryption import AesGcmEncryption, NoEncryption, fingerprint_of, read_key
+from larder.store.encryption import (
+    KEY_PATH,
+    AesGcmEncryption,
+    NoEncryption,
+    fingerprint_of,
+    read_key,
+)
 from larder.store.prefix.chunk_records import common_prefix_len, prefix_digest, token_bytes
 from larder.store.store import Store
 from store.caches import (
@@ -107,7 +112,7 @@ def test_what_is_put_elsewhere_does_not_open(tmp_path: Path) -> None:
     store = filled(tmp_path)
     own, theirs = (store.sessions.heads(who)[-1] for who in (WHO, "somebody else"))
     with pytest.raises(Damaged):
-        store.parts.vault.get(own.tokens, theirs.tenant)
+        store.parts.blobs.get(own.tokens, theirs.tenant)
     place = store.parts.place
     place.replace(theirs.path, place.read(own.path))
     assert store.parts.heads._beside(theirs.tenant, theirs.session, theirs.epoch) is None
@@ -125,7 +130,7 @@ def test_a_session_is_carried_into_a_store_under_a_key_and_out(tmp_path: Path) -
     sealed.exchange.take_in(plain.exchange.export(load(plain).record), "x", "moved")
     [record] = sealed.sessions.heads("x")
     back = plain.exchange.take_in(sealed.exchange.export(record), WHO, "back")
-    assert plain.parts.vault.transcript(back) == SAID
+    assert plain.parts.reader.transcript(back) == SAID
     assert is_exact(load(plain, "back")) and load(plain, "back").cache is not None
 
 

@@ -110,7 +110,7 @@ def test_23_processes_of_one_machine_keep_to_one_budget(tmp_path: Path) -> None:
     assert 2 <= kept < 10
     before = [store.parts.ledger.used(Tier.DISK) for store in stores]
     stores[0].sessions.remove(WHO, "s0")
-    stores[1].parts.budgeted_blobs.reserve(WHO, 0).release()
+    stores[1].parts.blobs.reserve(WHO, 0).release()
     assert stores[1].parts.ledger.used(Tier.DISK) < before[1]
 
 
@@ -201,7 +201,7 @@ def test_old_states_leave_first_and_what_was_used_last_stays(tmp_path: Path) -> 
     for leaves, left in ((3, set()), (1, {"a"}), (1, {"a", "b"})):
         used = ledger.used(Tier.DISK)
         ledger.lower(Tier.DISK, used)
-        store.parts.budgeted_blobs.reserve("", (leaves - 1) * state + 1).release()
+        store.parts.blobs.reserve("", (leaves - 1) * state + 1).release()
         gone = {name for name in texts if load(store, name).reason == "evicted"}
         assert gone == left
 
@@ -221,7 +221,7 @@ def test_a_pinned_session_leaves_last(
     ledger, state = again.parts.ledger, sum(ref.bytes for ref in load(again, "c").record.spans)
     for wanted, left in ((state // 2, "b"), (state // 2, "bc"), (3 * state, "abc")):
         ledger.lower(Tier.DISK, ledger.used(Tier.DISK))
-        again.parts.budgeted_blobs.make_room("", wanted)
+        again.parts.blobs.make_room("", wanted)
         gone = {name for name in texts if load(again, name).reason == "evicted"}
         assert gone == set(left)
 

@@ -151,7 +151,7 @@ def test_a_blob_that_is_somebody_elses_is_not_used_whoever_refers_to_it(
     store.sessions.save(WHO, TALK, IDS, snapshot(compressed(IDS)))
     [path] = cache_files(tmp_path)
     tensors, told = unpack_container(path.read_bytes())
-    ref = store.parts.blobs.put(pack_container(tensors, told | change))
+    ref = store.parts.blobs.files.put(pack_container(tensors, told | change))
     _point_to(store, ref.digest, ref.bytes)
     reason = {"kind": "kind"}.get(next(iter(change)), next(iter(change)))
     assert load(store).reason == reason and is_exact(load(store))
@@ -164,7 +164,7 @@ def test_a_part_that_claims_more_than_was_saved_is_not_decoded(tmp_path: Path, c
     [path] = cache_files(tmp_path)
     tensors, told = unpack_container(path.read_bytes())
     tensors["0.extra"] = torch.zeros(10**5)
-    ref = store.parts.blobs.put(pack_container(tensors, told))
+    ref = store.parts.blobs.files.put(pack_container(tensors, told))
     _point_to(store, ref.digest, ref.bytes)
     assert load(store).reason == "damaged"
 
@@ -173,7 +173,7 @@ def test_3_orphans_of_a_crash_are_swept(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
     kept = set(files(tmp_path))
-    store.parts.blobs.put(b"nobody refers to this")
+    store.parts.blobs.files.put(b"nobody refers to this")
     store.parts.place.replace(f"{TEMPORARY_FOLDER}/1-half", b"half")
     assert store.maintenance.sweep(grace_seconds=60.0) == 0
     assert store.maintenance.sweep(grace_seconds=-1.0) == 21 + 4

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from larder.store.blobs.budgeted_blobs import GRACE_SECONDS
+from larder.store.blobs.tenant_blobs import GRACE_SECONDS
 from larder.store.ledger import Tier
 from larder.store.store import Store
 from store.caches import (
@@ -129,7 +129,7 @@ def test_21_beginnings_that_are_kept_for_their_own_sake_stay(tmp_path: Path) -> 
     clock.passes(new, *stores)
     assert [held(each) for each in (*stores, new)] == [20] * 4
     tenant = here.parts.tenant(WHO)
-    here.parts.budgeted_blobs.make_room(tenant, here.parts.ledger.limit(Tier.DISK))
+    here.parts.blobs.make_room(tenant, here.parts.ledger.limit(Tier.DISK))
     clock.passes(*stores, new)
     assert nothing_is_left(tmp_path, *stores, new)
 

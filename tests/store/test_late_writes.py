@@ -29,7 +29,7 @@ def test_6_what_a_record_names_stays_though_it_comes_about_late(tmp_path: Path) 
     for each in (store, store_at(tmp_path, home="another machine"), store_at(tmp_path)):
         found = each.turns.newest(WHO, TALK)
         assert found is not None and found[0].epoch == 2 and found[1] == b"one two"
-        assert each.parts.vault.ids(found[0]) == MORE
+        assert each.parts.reader.ids(found[0]) == MORE
     # Who did not hear that it was written says the same again, and that is one turn.
     assert store.turns.append(WHO, TALK, SessionTurn(MORE, b"one two"), one.epoch).epoch == 2
 

@@ -233,10 +233,10 @@ def test_1_a_damaged_database_is_noticed_and_moved_aside(tmp_path: Path, damage:
 def test_10_an_index_of_the_schema_before_is_carried_over(tmp_path: Path, schema: int) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
-    holdings, path = BlobIndex(heads.manifest), heads.manifest.path
+    index, path = BlobIndex(heads.manifest), heads.manifest.path
     for number, tenant in enumerate("aab"):
-        holdings.kept(a_ref("x" * (number + 1)), tenant, 0.0)
-    told = holdings.bytes_by_tenant()
+        index.add(a_ref("x" * (number + 1)), tenant, 0.0)
+    told = index.bytes_by_tenant()
     heads.manifest.close()
     before = sqlite3.connect(path, isolation_level=None)
     before.executescript(f"DROP TABLE leaving; PRAGMA user_version = {schema};")
@@ -245,11 +245,11 @@ def test_10_an_index_of_the_schema_before_is_carried_over(tmp_path: Path, schema
     before.close()
     again = heads_at(tmp_path)
     assert again.head(*OWN) == a_record(1)
-    holdings = BlobIndex(again.manifest)
-    assert holdings.bytes_by_tenant() == told == {"a": 3, "b": 3}
-    assert holdings.mark_deleting(a_ref("x").digest, 0.0, 0.0, 1.0)
-    assert holdings.gone(a_ref("x").digest, 1.0) == ("a", 1)
-    assert holdings.bytes_by_tenant() == {"a": 2, "b": 3}
+    index = BlobIndex(again.manifest)
+    assert index.bytes_by_tenant() == told == {"a": 3, "b": 3}
+    assert index.mark_deleting(a_ref("x").digest, 0.0, 0.0, 1.0)
+    assert index.confirm_deletion(a_ref("x").digest, 1.0) == ("a", 1)
+    assert index.bytes_by_tenant() == {"a": 2, "b": 3}
 
 
 def test_a_database_of_a_later_larder_is_left_alone(tmp_path: Path) -> None:

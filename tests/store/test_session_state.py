@@ -30,26 +30,26 @@ def test_it_stays_with_the_caches(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     kept(store)
     said = store.turns.append(WHO, TALK, SessionTurn((*IDS, 40), b"more"), 2)
-    vault = store_at(tmp_path).parts.vault
-    assert vault.beside(said) == BESIDE
+    reader = store_at(tmp_path).parts.reader
+    assert reader.beside(said) == BESIDE
     other = store.turns.append(WHO, TALK, SessionTurn((9, *IDS), b"another"), 3)
-    assert other.spans == () and vault.beside(other) is None
+    assert other.spans == () and reader.beside(other) is None
 
 
 def test_it_travels_with_them(tmp_path: Path) -> None:
     store, other = store_at(tmp_path / "a"), store_at(tmp_path / "b")
     taken = other.exchange.take_in(store.exchange.export(kept(store)), "x", "moved")
-    assert other.parts.vault.beside(taken) == BESIDE
+    assert other.parts.reader.beside(taken) == BESIDE
 
 
 def test_it_leaves_with_them(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     record = kept(store)
-    shelves = store.parts.budgeted_blobs
-    assert record.beside is not None and shelves.holdings.is_referenced(record.beside.digest)
-    shelves.make_room(record.tenant, store.parts.ledger.limit(Tier.DISK))
+    blobs = store.parts.blobs
+    assert record.beside is not None and blobs.index.is_referenced(record.beside.digest)
+    blobs.make_room(record.tenant, store.parts.ledger.limit(Tier.DISK))
     assert load(store).reason == "evicted"
-    assert not shelves.holdings.is_referenced(record.beside.digest)
+    assert not blobs.index.is_referenced(record.beside.digest)
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
@@ -58,6 +58,6 @@ def test_damage_is_found(tmp_path: Path) -> None:
     [path] = [path for path in blob_files(tmp_path) if BESIDE in path.read_bytes()]
     path.write_bytes(path.read_bytes().replace(b"right", b"wrong"))
     with pytest.raises(Damaged):
-        store.parts.vault.beside(record)
+        store.parts.reader.beside(record)
     [checked] = store.maintenance.verify(store.sessions.heads())
     assert [each.startswith("The state beside") for each in checked.problems] == [True]

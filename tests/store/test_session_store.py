@@ -9,8 +9,8 @@ import pytest
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import InputError, Superseded, UnknownName
-from larder.store.blobs.budgeted_blobs import GRACE_SECONDS
 from larder.store.blobs.cache_state import same_state
+from larder.store.blobs.tenant_blobs import GRACE_SECONDS
 from larder.store.codecs.base import CODECS
 from larder.store.ledger import Tier
 from store.caches import (
@@ -153,7 +153,7 @@ def test_21_chunks_leave_with_the_last_session_that_is_made_of_them(tmp_path: Pa
     store = store_at(tmp_path)
     save(store, name="stays")
     before = {*files(tmp_path, "store/blobs"), *files(tmp_path, "store/chunks")}
-    counted = store.parts.budgeted_blobs.holdings.bytes_by_tenant()
+    counted = store.parts.blobs.index.bytes_by_tenant()
     save(store, (*IDS[:12], *range(40, 60)), name="one")
     save(store, (*IDS[:12], *range(40, 60)), name="two")
     store.sessions.remove(WHO, "one")
@@ -162,7 +162,7 @@ def test_21_chunks_leave_with_the_last_session_that_is_made_of_them(tmp_path: Pa
     store.maintenance.forget_removed(-1.0)
     assert {*files(tmp_path, "store/blobs"), *files(tmp_path, "store/chunks")} == before
     assert is_exact(load(store, "stays")) and load(store, "stays").cache is not None
-    assert store.parts.budgeted_blobs.holdings.bytes_by_tenant() == counted
+    assert store.parts.blobs.index.bytes_by_tenant() == counted
 
 
 def test_21_chunks_that_another_machine_needs_stay_until_a_sweep(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_one_that_stands_in_many_states_makes_room_once(tmp_path: Path) -> None:
     say(store, IDS, 0)
     attach(store, IDS, 1)
     written = say(store, MORE, 2)
-    store.parts.budgeted_blobs.make_room(store.parts.tenant(WHO), room)
+    store.parts.blobs.make_room(store.parts.tenant(WHO), room)
     assert not store.turns.has_cache(written)
     assert store.turns.newest(WHO, TALK) is not None
     assert say(store, (*MORE, 5), 3).spans == ()

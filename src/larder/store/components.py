@@ -9,21 +9,20 @@ from pathlib import Path
 
 from larder.core.errors import Damaged, StoreError
 from larder.store.blobs.blob_store import BlobStore
-from larder.store.blobs.budgeted_blobs import BudgetedBlobs
-from larder.store.blobs.disk_usage import CountingFileSystem
 from larder.store.blobs.reclamation import DiskEviction, GarbageCollection
-from larder.store.blobs.tenant_blobs import EncryptedFileSystem, TenantBlobs, open_encryption
+from larder.store.blobs.tenant_blobs import TenantBlobs
 from larder.store.digests import key_of, tenant_of
-from larder.store.encryption import store_secret
+from larder.store.encryption import open_encryption, store_secret
 from larder.store.eviction.base import EvictionPolicy
 from larder.store.eviction.lru import Lru
 from larder.store.failures import FailureCounter
 from larder.store.fs.base import FileSystem, open_file_system
 from larder.store.fs.deadline import CallLimits, DeadlineExecutor
+from larder.store.fs.wrappers import CountingFileSystem, EncryptedFileSystem
 from larder.store.ledger import ByteBudgets, ByteLedger
 from larder.store.manifest import Manifest
 from larder.store.prefix.chunk_index import ChunkIndex
-from larder.store.sessions.cache_io import CacheReader, CacheWriter
+from larder.store.sessions.cache_io import CacheWriter, SessionReader
 from larder.store.sessions.epochs import KEPT_EPOCHS, BranchNotes, SessionEpochs
 from larder.store.sessions.records import Record
 from larder.store.sqlite import BUSY_SECONDS, OWNER_PRAGMA, claim_owner, quarantine_database
@@ -78,8 +77,6 @@ class StoreComponents:
         self.executor = DeadlineExecutor("disk", patience)
         self.encryption = open_encryption(self.place, self.executor, key)
         self.records = EncryptedFileSystem(self.place, self.encryption)
-        self.blobs = BlobStore(self.place, self.executor, clock)
-        self.vault = TenantBlobs(self.blobs, self.encryption)
         waits = min(patience.seconds, BUSY_SECONDS), min(patience.rest_seconds, BUSY_SECONDS)
         self._patience = CallLimits(waits[0], max_failures=1, rest_seconds=waits[1])
         self.manifest = self._index(home)
@@ -91,13 +88,19 @@ class StoreComponents:
         )
         self.branches = BranchNotes(self.records, self.executor, self.secret)
         self._catch_up()
-        self.budgeted_blobs = BudgetedBlobs(
-            self.vault, self.place, self.executor, self.manifest, self.ledger, written_bytes
+        self.blobs = TenantBlobs(
+            BlobStore(self.place, self.executor, clock),
+            self.encryption,
+            self.place,
+            self.executor,
+            self.manifest,
+            self.ledger,
+            written_bytes,
         )
-        DiskEviction(eviction, self.manifest, self.heads, self.chunks, self.budgeted_blobs)
-        self.garbage = GarbageCollection(self.chunks, self.budgeted_blobs)
-        self.writer = CacheWriter(self.budgeted_blobs, self.chunks)
-        self.reader = CacheReader(self.vault, self.ledger, self.throughput)
+        DiskEviction(eviction, self.manifest, self.heads, self.chunks, self.blobs)
+        self.garbage = GarbageCollection(self.chunks, self.blobs)
+        self.writer = CacheWriter(self.blobs, self.chunks)
+        self.reader = SessionReader(self.blobs, self.throughput)
 
     def tenant(self, principal: str) -> str:
         """Tenant id of a principal, as used in keys and paths."""

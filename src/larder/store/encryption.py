@@ -1,12 +1,12 @@
-"""How what is kept is hidden from whoever has the disk: by AES-GCM, or not at all.
+"""Encryption of stored data by AES-GCM, or none.
 
-Each tenant has keys of its own, derived from the operator's key by HKDF-SHA256 with the store's
-salt. The nonce of a blob is a digest of it under another of these keys: equal bytes of one tenant
-are one blob, equal bytes of two tenants are two, and a nonce comes back only with its own bytes.
-Blobs are called by the digest of what lies on the disk, so damage is found without any key.
+Keys are derived per tenant from the operator's key by HKDF-SHA256 with the store's salt. The nonce
+of a blob is a digest of its content under a second derived key: equal bytes of one tenant are one
+blob, equal bytes of two tenants are two, and a nonce repeats only with the same bytes. Blobs are
+named by the digest of the encrypted bytes, so damage is found without a key.
 
-What is not hidden: how many sessions and tenants there are, when they are used, how large they are,
-and by which beginnings texts of one tenant agree.
+Not hidden: the number of sessions and tenants, the times of their use, their sizes, and which
+prefixes the texts of one tenant share.
 """
 
 from __future__ import annotations
@@ -18,21 +18,25 @@ import secrets
 from abc import ABC, abstractmethod
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from larder.core.errors import Damaged, DependencyError, InputError, StoreError
-from larder.store.digests import mac_of
+from larder.store.digests import canonical_json, mac_of, parse_json
+
+if TYPE_CHECKING:
+    from larder.store.fs.base import FileSystem
+    from larder.store.fs.deadline import DeadlineExecutor
 
 KEY_VARIABLE = "LARDER_STORE_KEY"
 KEY_BYTES, NONCE_BYTES, TAG_BYTES = 32, 12, 16
 MASKED_TOKEN_BYTES = 4  # of a token in the index of chunks
-MAX_CACHED_TENANTS = 4096  # whose keys are remembered
+MAX_CACHED_TENANTS = 4096  # tenants whose derived keys are cached
 
 
 class Encryption(ABC):
     """Encryption of blobs and records per tenant. Safe from threads.
 
-    `is_encrypted` tells whether it does: whether nobody without the key can make what opens.
+    `is_encrypted` is true if only holders of the key can produce data that `opened` accepts.
     """
 
     is_encrypted: ClassVar[bool]
@@ -46,7 +50,7 @@ class Encryption(ABC):
         """Decrypt bytes.
 
         Raises:
-            Damaged: they are not what was closed for this tenant and place.
+            Damaged: they were not encrypted for this tenant and path.
         """
 
     @abstractmethod
@@ -58,7 +62,7 @@ class Encryption(ABC):
         """Encrypt tokens for the index so that equal prefixes stay equal up to their difference.
 
         Args:
-            before: digest of the text in front of them.
+            before: digest of the text before them.
             tokens: four bytes each.
         """
 
@@ -85,8 +89,8 @@ class AesGcmEncryption(Encryption):
     """AES-GCM under keys derived from the operator's key.
 
     Args:
-        key: `KEY_BYTES` or more that nobody can guess.
-        salt: of the store; no secret.
+        key: `KEY_BYTES` or more random bytes.
+        salt: of the store; not secret.
 
     Raises:
         DependencyError: the package `cryptography` is missing.
@@ -160,15 +164,12 @@ def read_key(path: Path | None) -> bytes | None:
     """Operator's key from a file, else from `$LARDER_STORE_KEY`; None if neither is set.
 
     Raises:
-        InputError: it is none.
+        InputError: it is no key.
     """
-    told = os.environ.get(KEY_VARIABLE, "")
     if path is None:
-        return (
-            _parse_key(told.encode("utf-8", "surrogateescape"), f"${KEY_VARIABLE}")
-            if told
-            else None
-        )
+        text = os.environ.get(KEY_VARIABLE, "")
+        data = text.encode("utf-8", "surrogateescape")
+        return _parse_key(data, f"${KEY_VARIABLE}") if text else None
     try:
         return _parse_key(path.read_bytes(), str(path))
     except OSError as error:
@@ -180,19 +181,19 @@ def fingerprint_of(key: bytes) -> str:
     return hashlib.sha256(b"larder store key" + key).hexdigest()[:16]
 
 
-def _parse_key(told: bytes, where: str) -> bytes:
+def _parse_key(data: bytes, where: str) -> bytes:
     """Key from hexadecimal digits or raw bytes."""
-    text = told.strip()
+    text = data.strip()
     if len(text) == 2 * KEY_BYTES:
         try:
             return bytes.fromhex(text.decode("ascii"))
         except ValueError:
             pass
-    if len(told) == KEY_BYTES:
-        return told
+    if len(data) == KEY_BYTES:
+        return data
     raise InputError(
         f"{where} is no key: it must have {KEY_BYTES} random bytes, or {2 * KEY_BYTES} hexadecimal "
-        f"digits, got {len(told)} bytes. 'openssl rand -out store.key {KEY_BYTES}' makes one."
+        f"digits, got {len(data)} bytes. 'openssl rand -out store.key {KEY_BYTES}' makes one."
     )
 
 
@@ -214,7 +215,7 @@ def store_secret(home: Path) -> bytes:
     """Secret of a home folder, created on first use; its file is readable by the owner only.
 
     Raises:
-        StoreError: the file is no secret.
+        StoreError: the file is not a secret.
     """
     path = home / SECRET_FILE
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -226,7 +227,7 @@ def store_secret(home: Path) -> bytes:
             file.flush()
             os.fsync(file.fileno())
         try:
-            os.link(temporary, path)  # whoever comes second takes what the first has made
+            os.link(temporary, path)  # a process that comes second takes the first one's
         except FileExistsError:
             pass
         finally:
@@ -238,3 +239,71 @@ def store_secret(home: Path) -> bytes:
             "another LARDER_HOME; saved sessions cannot be read without it."
         )
     return found
+
+
+KEY_PATH, KEY_FILE_VERSION = "key.json", 1  # version, salt and check of a store under a key
+RECORD_FOLDERS = ("sessions", "chunks")  # of which a store in use has one
+CHECK_PLAINTEXT = b"larder store"
+CHECK_TENANT = "nobody"  # whose key the check is under; no tenant is called so
+
+
+def open_encryption(place: FileSystem, guard: DeadlineExecutor, key: bytes | None) -> Encryption:
+    """Open the encryption of a store; an empty store is initialized with the key, or without one.
+
+    Raises:
+        StoreError: it was created with another key, with a key and none is given, or without one.
+    """
+    try:
+        found = guard.call(place.read, KEY_PATH)
+    except FileNotFoundError:
+        return NoEncryption() if key is None else _create_key_file(place, guard, key)
+    if key is None:
+        raise StoreError(
+            f"The store at {place.url} is under a key: give --key-file FILE, or use another store."
+        )
+    return _verify_key(found, key, place.url)
+
+
+def _create_key_file(place: FileSystem, guard: DeadlineExecutor, key: bytes) -> Encryption:
+    if guard.call(_is_in_use, place):
+        raise StoreError(
+            f"The store at {place.url} was begun without a key: leave --key-file out, or take "
+            "another store and carry sessions over by 'larder cache export' and 'import'."
+        )
+    salt = secrets.token_bytes(KEY_BYTES)
+    encryption = AesGcmEncryption(key, salt)
+    check = encryption.closed(CHECK_TENANT, CHECK_PLAINTEXT, KEY_PATH)
+    fields = {"version": KEY_FILE_VERSION, "salt": salt.hex(), "check": check.hex()}
+    try:
+        guard.call(place.create, KEY_PATH, canonical_json(fields).encode())
+    except FileExistsError:  # another process has created it meanwhile
+        return _verify_key(guard.call(place.read, KEY_PATH), key, place.url)
+    return encryption
+
+
+def _verify_key(found: bytes, key: bytes, url: str) -> Encryption:
+    try:
+        fields = parse_json(found)
+        version, salt = fields["version"], bytes.fromhex(fields["salt"])
+        hidden = bytes.fromhex(fields["check"])
+    except (Damaged, KeyError, TypeError, ValueError) as error:
+        raise StoreError(
+            f"{KEY_PATH} of the store at {url} is damaged: put it back from a copy; the store "
+            "cannot be decrypted without it."
+        ) from error
+    if version != KEY_FILE_VERSION:
+        raise StoreError(
+            f"The store at {url} has a key file of a later version of larder: use that version."
+        )
+    encryption = AesGcmEncryption(key, salt)
+    try:
+        encryption.opened(CHECK_TENANT, hidden, KEY_PATH)
+    except Damaged as error:
+        raise StoreError(
+            f"The store at {url} is under another key: give the key file that it was created with."
+        ) from error
+    return encryption
+
+
+def _is_in_use(place: FileSystem) -> bool:
+    return any(True for folder in RECORD_FOLDERS for _ in place.list_files(folder))

@@ -16,9 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from larder.core.errors import Damaged, Refused
-from larder.store.blobs.container import canonical_json, parse_json
 from larder.store.components import StoreComponents
-from larder.store.digests import digests_equal, mac_of
+from larder.store.digests import (
+    canonical_json,
+    mac_of,
+    open_sealed_json,
+    parse_json,
+    sealed_json,
+)
 from larder.store.sessions.records import session_key
 
 LEASES_FOLDER, HOLDERS_FOLDER = "claims", "holders"
@@ -172,20 +177,15 @@ class SessionLeases:
         return sorted(int(word) for word in words if word.isascii() and word.isdecimal())
 
     def _sealed(self, path: str, fields: Mapping[str, Any]) -> bytes:
-        text = canonical_json(fields)
-        return canonical_json(
-            {"told": text, "seal": mac_of(self._parts.secret, path, text)}
-        ).encode()
+        return sealed_json(self._parts.secret, "told", canonical_json(fields), path)
 
     def _read(self, path: str) -> dict[str, Any]:
         """Content of a file; empty if it is missing or damaged."""
         try:
-            outer = parse_json(self._call(self._parts.place.read, path))
-            text = str(outer["told"])
-            is_ours = digests_equal(mac_of(self._parts.secret, path, text), str(outer["seal"]))
-        except (FileNotFoundError, Damaged, KeyError, TypeError):
+            data = self._call(self._parts.place.read, path)
+            return parse_json(open_sealed_json(self._parts.secret, "told", data, path))
+        except (FileNotFoundError, Damaged):
             return {}
-        return parse_json(text) if is_ours else {}
 
     def _call(self, function: Any, *args: Any) -> Any:
         return self._parts.executor.call(function, *args)

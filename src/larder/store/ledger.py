@@ -1,7 +1,7 @@
 """Byte ledger: used and reserved bytes of each tier, by tenant, under budgets.
 
-Bytes are reserved before anything is allocated or written, so that what is held and what is in
-flight never exceed a budget together. Nothing is kept because it is the only one or too large.
+Bytes are reserved before anything is allocated or written, so that used and reserved bytes together
+never exceed a budget.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from types import MappingProxyType, TracebackType
 from larder.core.errors import BadParameter, BudgetError
 
 UNLIMITED = 2**62
-NO_TENANT = ""  # whose an index is, and what belongs to nobody who is known
+NO_TENANT = ""  # to which the index is charged, and data of unknown tenants
 
 
 class Tier(Enum):
     """Memory or storage tier.
 
-    DEVICE: the model's memory. HOST: this machine's. DISK: what survives the process.
+    DEVICE: memory of the model's device. HOST: memory of this machine. DISK: the store.
     """
 
     DEVICE = "device"
@@ -52,34 +52,24 @@ class ByteBudgets:
 
 
 class Reservation:
-    """Reserved bytes, released at the end of a `with` block unless kept.
+    """Reserved bytes, released at the end of a `with` block.
 
     Safe from threads; releasing twice does nothing.
     """
 
     def __init__(self, ledger: ByteLedger, tier: Tier, tenant: str, count: int) -> None:
         self.tier, self.tenant, self.bytes = tier, tenant, count
-        self._ledger, self._is_kept = ledger, False
-
-    def keep(self) -> None:
-        """Turn the reservation into used bytes; `ByteLedger.discharge` frees them later."""
-        with self._ledger.lock:
-            if not self._is_kept:
-                self._ledger.arrived(self.tier, self.tenant, self.bytes)
-            self._is_kept = True
+        self._ledger = ledger
 
     def release(self) -> None:
-        """Release the reservation; kept bytes stay charged."""
-        if not self._is_kept:
-            self.shrink(0)
+        """Release the reservation."""
+        self.shrink(0)
 
     def shrink(self, count: int) -> None:
         """Reduce the reservation; no effect if `count` is larger."""
         with self._ledger.lock:
-            given, self.bytes = max(self.bytes - count, 0), min(self.bytes, count)
-            if not self._is_kept:
-                self._ledger.arrived(self.tier, self.tenant, given)
-            self._ledger.discharge(self.tier, self.tenant, given)
+            released, self.bytes = max(self.bytes - count, 0), min(self.bytes, count)
+            self._ledger.release(self.tier, self.tenant, released)
 
     def __enter__(self) -> Reservation:
         return self
@@ -102,7 +92,7 @@ class ByteLedger:
         self._tenant = dict(budgets.tenant)
         self._used: dict[Tier, int] = defaultdict(int)
         self._of: dict[tuple[Tier, str], int] = defaultdict(int)
-        self._coming: dict[tuple[Tier, str], int] = defaultdict(int)  # reserved, and not kept yet
+        self._reserved: dict[tuple[Tier, str], int] = defaultdict(int)  # as part of `_of`
         self._freed = threading.Condition(self.lock)
 
     def reserve(
@@ -111,7 +101,7 @@ class ByteLedger:
         """Reserve bytes before they are allocated or written.
 
         Args:
-            wait_seconds: how long to wait for others to give some back.
+            wait_seconds: how long to wait for others to release bytes.
 
         Raises:
             BudgetError: there is no room; nothing has changed.
@@ -125,7 +115,7 @@ class ByteLedger:
             ):
                 raise self._refusal(tier, tenant, count)
             self._add(tier, tenant, count)
-            self._coming[tier, tenant] += count
+            self._reserved[tier, tenant] += count
         return Reservation(self, tier, tenant, count)
 
     def charge(self, tier: Tier, tenant: str, count: int) -> None:
@@ -137,35 +127,29 @@ class ByteLedger:
             self._freed.notify_all()
 
     def set(self, tier: Tier, counts: Mapping[str, int]) -> None:
-        """Set used bytes by tenant to a recount; they may exceed the budget.
-
-        What is reserved and was not kept yet counts beside it.
-        """
+        """Set used bytes by tenant; they may exceed the budget. Reservations count in addition."""
         with self._freed:
             for _, tenant in [key for key in self._of if key[0] is tier]:
                 self._add(tier, tenant, -self._of[tier, tenant])
-            coming = {key[1]: count for key, count in self._coming.items() if key[0] is tier}
-            for found in (counts, coming):
-                for tenant, count in found.items():
+            reserved = {key[1]: count for key, count in self._reserved.items() if key[0] is tier}
+            for added in (counts, reserved):
+                for tenant, count in added.items():
                     self._add(tier, tenant, count)
             self._freed.notify_all()
 
-    def arrived(self, tier: Tier, tenant: str, count: int) -> None:
-        """Move bytes of reservations from in flight to used."""
-        self._coming[tier, tenant] -= count
-        if not self._coming[tier, tenant]:
-            del self._coming[tier, tenant]
-
-    def discharge(self, tier: Tier, tenant: str, count: int) -> None:
-        """Discharge used bytes."""
+    def release(self, tier: Tier, tenant: str, count: int) -> None:
+        """Release reserved bytes; for `Reservation`, which knows how many are left."""
         with self._freed:
+            self._reserved[tier, tenant] -= count
+            if not self._reserved[tier, tenant]:
+                del self._reserved[tier, tenant]
             self._add(tier, tenant, -min(count, self._of[tier, tenant]))
             self._freed.notify_all()
 
     def lower(self, tier: Tier, count: int) -> int:
         """Lower a tier's budget; return the bytes that the caller must now evict.
 
-        Until they are gone nothing is reserved, and what is held only shrinks.
+        Until they are evicted nothing can be reserved.
         """
         if count < 0:
             raise BadParameter(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from larder.core.errors import LarderError
 from larder.store.blobs.blob_store import BlobRef
-from larder.store.blobs.budgeted_blobs import GRACE_SECONDS
 from larder.store.blobs.container import unpack_container
+from larder.store.blobs.tenant_blobs import GRACE_SECONDS
 from larder.store.components import StoreComponents
 from larder.store.fs.base import QUARANTINE_FOLDER
 from larder.store.sessions.records import Record, decode_record, encode_record
@@ -72,7 +72,7 @@ class StoreMaintenance:
                 parts.heads.forget(record)
         for path in parts.executor.call(self._quarantined, before):
             parts.executor.call(parts.place.remove, path)
-        return parts.budgeted_blobs.sweep(live, grace_seconds)
+        return parts.blobs.sweep(live, grace_seconds)
 
     def note_branches(self) -> None:
         """Write branch notes for branches that predate them and are in the index."""
@@ -86,7 +86,7 @@ class StoreMaintenance:
         gone = parts.manifest.removed(parts.clock() - grace_seconds)
         for record in gone:
             parts.heads.forget(record)
-        parts.budgeted_blobs.settle()
+        parts.blobs.settle()
         return len(gone)
 
     def _sync_removed(self, written: Collection[tuple[str, str]]) -> None:
@@ -107,23 +107,23 @@ class StoreMaintenance:
         own = record.tenant
         found = [said for ref in record.spans if (said := self._damage(ref, own))]
         try:
-            self._parts.vault.ids(record)
+            self._parts.reader.ids(record)
         except LarderError as error:
             found.append(f"The log of tokens is lost: {error}")
         if record.transcript is not None:
             try:
-                self._parts.vault.transcript(record)
+                self._parts.reader.transcript(record)
             except LarderError as error:
                 found.append(f"The transcript is lost: {error}")
         try:
-            self._parts.vault.beside(record)
+            self._parts.reader.beside(record)
         except LarderError as error:
             found.append(f"The state beside the caches is lost: {error}")
         return found + self._repair_record(record)
 
     def _damage(self, ref: BlobRef, tenant: str) -> str:
         try:
-            unpack_container(self._parts.vault.get(ref, tenant))
+            unpack_container(self._parts.blobs.get(ref, tenant))
         except LarderError as error:
             return str(error)
         return ""

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from larder.core.spec import ModelSpec
-from larder.store.blobs.container import DTYPE_NAMES, canonical_json, raw_bytes
-from larder.store.digests import digest_of, key_of
+from larder.store.blobs.container import DTYPE_NAMES, raw_bytes
+from larder.store.digests import canonical_json, digest_of, key_of
 
 READ_BYTES = 2**22  # of a file read at once
 INFORMATIONAL_FIELDS = (

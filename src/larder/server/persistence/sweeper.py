@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from larder.core.errors import LarderError
-from larder.store.blobs.budgeted_blobs import GRACE_SECONDS
+from larder.store.blobs.tenant_blobs import GRACE_SECONDS
 from larder.store.maintenance import TOMBSTONE_SECONDS
 from larder.store.store import Store
 

@@ -164,7 +164,7 @@ class StoreDiskTier(DiskTier):
                 self._parts.refusals.note("tokens", message)
                 raise Refused(message, "tokens")
             try:
-                beside = self._parts.vault.beside(found.record)
+                beside = self._parts.reader.beside(found.record)
             except LarderError as error:
                 raise Refused(str(error), self._parts.refusals.note_error(error)) from error
             return LoadedCaches((found.cache, *found.others), beside)

@@ -1,4 +1,4 @@
-"""Reference-counted index of blobs in the manifest: owner, size, references and deletions."""
+"""Blob index: reference counts, owners, sizes and deletion marks of blobs, in the manifest."""
 
 from __future__ import annotations
 
@@ -16,69 +16,46 @@ from larder.store.manifest import Manifest
 from larder.store.sessions.records import Record
 
 DELETION_LEASE_SECONDS = 120.0  # validity of a deletion mark until it is renewed
+POLL_SECONDS = 0.01  # between two checks if a deletion has ended
 REFERENCED_QUERY = (
     "SELECT 1 FROM spans WHERE digest = ? UNION SELECT 1 FROM chunks WHERE digest = ?"
 )
 
 
 class BlobIndex:
-    """Blob tables of the manifest. Safe from threads and processes."""
+    """Blob tables of the manifest. Safe from threads and processes.
+
+    Sessions (table `spans`) and prefix chunks (table `chunks`) refer to blobs. Only a blob without
+    a reference is deleted: it is marked first, and from then on counts as missing.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
 
-    def kept(self, ref: BlobRef, tenant: str, now: float, room: int | None = None) -> int:
-        """Register a blob that exists or is about to be written; return the bytes new to the
-        tenant.
+    def add(self, ref: BlobRef, tenant: str, now: float, room: int | None = None) -> int:
+        """Register a blob that exists or is about to be written; return the bytes that this adds.
 
         Args:
-            now: as in `touched`.
+            now: time by which its writer recognizes later that nobody else has registered it.
             room: bytes that all blobs of all processes may come to; None for any number.
 
         Raises:
             BudgetError: others have taken the room meanwhile; nothing has changed.
         """
         with self._manifest.writing() as rows:
-            before = self._total(rows)
+            before = _total_bytes(rows)
             rows(
                 "INSERT INTO blobs VALUES (?, ?, ?, ?) "
                 "ON CONFLICT DO UPDATE SET written = excluded.written",
                 (ref.digest, ref.bytes, tenant, now),
             )
-            after = self._total(rows)
+            after = _total_bytes(rows)
             if room is not None and after > room and after > before:
                 raise BudgetError(
                     f"{ref.bytes} bytes more do not fit on the disk, where another process has "
                     "reserved the bytes: remove sessions, or raise the budget."
                 )
         return after - before
-
-    def bytes_by_tenant(self) -> dict[str, int]:
-        """Bytes of blobs charged to each tenant, over all processes."""
-        with self._manifest.reading() as rows:
-            return dict(rows("SELECT tenant, bytes FROM totals"))
-
-    def prune(self, there: Collection[str], before: float) -> None:
-        """Remove index rows of blobs that are missing and were registered before a time."""
-        with self._manifest.writing() as rows:
-            known = rows("SELECT digest FROM blobs WHERE written <= ?", (before,))
-            for (digest,) in known:
-                if digest not in there:
-                    rows("DELETE FROM blobs WHERE digest = ?", (digest,))
-            rows(
-                "DELETE FROM leaving WHERE since <= ?",
-                (self._manifest.clock() - DELETION_LEASE_SECONDS,),
-            )
-
-    def live_digests(self, since: float = math.inf) -> set[str]:
-        """Digests of every blob that is referenced, or was registered since a time."""
-        with self._manifest.reading() as rows:
-            found = rows(
-                "SELECT digest FROM spans UNION SELECT digest FROM chunks "
-                "UNION SELECT digest FROM blobs WHERE written > ?",
-                (since,),
-            )
-        return {digest for (digest,) in found}
 
     def release(self, refs: Iterable[BlobRef]) -> None:
         """Drop the references of sessions to these blobs, though their records still name them."""
@@ -100,83 +77,26 @@ class BlobIndex:
         with self._manifest.reading() as rows:
             return bool(rows(REFERENCED_QUERY, (digest, digest)))
 
-    def touch(self, digest: str, now: float) -> bool:
-        """Renew a blob that is about to be referenced; False if it is being deleted.
-
-        One that another machine has written has no place in this index, and is given none.
-
-        Args:
-            now: by which who says it knows later whether somebody else has said so since.
-        """
-        with self._manifest.writing() as rows:
-            if _is_being_deleted(rows, digest, now - DELETION_LEASE_SECONDS):
-                return False
-            rows("DELETE FROM leaving WHERE digest = ?", (digest,))  # of a process that has ended
-            rows("UPDATE blobs SET written = ? WHERE digest = ?", (now, digest))
-        return True
-
-    def mark_deleting(self, digest: str, own: float, before: float, now: float) -> bool:
-        """Mark a blob as being deleted: from then on it counts as missing.
-
-        False where that must not be: something needs it, or somebody else has put it since. Its
-        bytes count until `gone` is called.
-
-        Args:
-            own: when who asks has put it.
-            before: what others have put until then is in the making no more.
-            now: what the note is known by.
-        """
-        asked = "SELECT 1 FROM blobs WHERE digest = ? AND (written = ? OR written <= ?)"
-        return self._mark(digest, now, now - DELETION_LEASE_SECONDS, asked, (digest, own, before))
-
-    def mark_orphan_deleting(self, digest: str, since: float, now: float) -> bool:
-        """`mark_deleting` for a blob that nobody has registered since a time, whoever wrote it
-        before.
-
-        Nor was it noted since then that somebody else deletes it.
-        """
-        asked = "SELECT 1 WHERE NOT EXISTS (SELECT 1 FROM blobs WHERE digest = ? AND written > ?)"
-        noted = max(since, now - DELETION_LEASE_SECONDS)
-        return self._mark(digest, now, noted, asked, (digest, since))
-
-    def gone(self, digest: str, noted: float) -> tuple[str, int] | None:
-        """Confirm a deletion; return the tenant and bytes of the blob if this machine had
-        registered it.
-
-        Args:
-            noted: when that was to be.
-        """
-        with self._manifest.writing() as rows:
-            if not self._over(rows, digest, noted):
-                return None  # another process has settled it after the time limit
-            found = rows("DELETE FROM blobs WHERE digest = ? RETURNING tenant, bytes", (digest,))
-        return found[0] if found else None
-
-    def cancel_deletion(self, digest: str, noted: float) -> None:
-        """End a deletion, whatever happened to the blob."""
-        with self._manifest.writing() as rows:
-            self._over(rows, digest, noted)
-
-    def renew_deletion(self, digest: str, noted: float, now: float) -> None:
-        """Extend the mark of a deletion that is still in progress."""
-        with self._manifest.writing() as rows:
-            rows(
-                "UPDATE leaving SET since = ? WHERE digest = ? AND since = ?", (now, digest, noted)
+    def live_digests(self, since: float = math.inf) -> set[str]:
+        """Digests of every blob that is referenced, or was registered since a time."""
+        with self._manifest.reading() as rows:
+            found = rows(
+                "SELECT digest FROM spans UNION SELECT digest FROM chunks "
+                "UNION SELECT digest FROM blobs WHERE written > ?",
+                (since,),
             )
+        return {digest for (digest,) in found}
 
-    def _mark(
-        self, digest: str, now: float, noted: float, statement: str, values: tuple[Any, ...]
-    ) -> bool:
-        with self._manifest.writing() as rows:
-            is_needed = rows(REFERENCED_QUERY, (digest, digest))
-            if is_needed or _is_being_deleted(rows, digest, noted) or not rows(statement, values):
-                return False
-            rows("INSERT OR REPLACE INTO leaving VALUES (?, ?)", (digest, now))
-        return True
+    def bytes_by_tenant(self) -> dict[str, int]:
+        """Bytes of blobs charged to each tenant, over all processes."""
+        with self._manifest.reading() as rows:
+            return dict(rows("SELECT tenant, bytes FROM totals"))
 
-    def _over(self, rows: Callable[..., list[Any]], digest: str, noted: float) -> bool:
-        own = "DELETE FROM leaving WHERE digest = ? AND since = ? RETURNING 1"
-        return bool(rows(own, (digest, noted)))
+    def digests(self, since: float = -math.inf) -> set[str]:
+        """Digests of blobs that processes of this machine have registered since a time."""
+        with self._manifest.reading() as rows:
+            found = rows("SELECT digest FROM blobs WHERE written > ?", (since,))
+        return {digest for (digest,) in found}
 
     def written_at(self, digest: str) -> float | None:
         """Time a process of this machine last registered a blob; None if none did, or it is
@@ -190,21 +110,78 @@ class BlobIndex:
             )
         return found[0][0] if found else None
 
-    def written_since(self, since: float) -> set[str]:
-        """Digests of blobs that processes of this machine have registered since a time."""
-        with self._manifest.reading() as rows:
-            return {
-                digest for (digest,) in rows("SELECT digest FROM blobs WHERE written > ?", (since,))
-            }
+    def touch(self, digest: str, now: float) -> bool:
+        """Renew a blob that is about to be referenced; False if it is being deleted.
 
-    def _total(self, rows: Callable[..., list[Any]]) -> int:
-        [(total,)] = rows("SELECT coalesce(sum(bytes), 0) FROM totals")
-        return total
+        A blob of another machine is not in this index, and is not added.
 
-    def tenants_by_digest(self) -> dict[str, str]:
-        """Tenant each blob is charged to, by digest."""
-        with self._manifest.reading() as rows:
-            return dict(rows("SELECT digest, tenant FROM blobs"))
+        Args:
+            now: as in `add`.
+        """
+        with self._manifest.writing() as rows:
+            if _is_being_deleted(rows, digest, now - DELETION_LEASE_SECONDS):
+                return False
+            rows("DELETE FROM leaving WHERE digest = ?", (digest,))  # of a process that has ended
+            rows("UPDATE blobs SET written = ? WHERE digest = ?", (now, digest))
+        return True
+
+    def prune(self, existing: Collection[str], before: float) -> None:
+        """Remove rows of blobs that are missing and were registered before a time."""
+        with self._manifest.writing() as rows:
+            for (digest,) in rows("SELECT digest FROM blobs WHERE written <= ?", (before,)):
+                if digest not in existing:
+                    rows("DELETE FROM blobs WHERE digest = ?", (digest,))
+            rows(
+                "DELETE FROM leaving WHERE since <= ?",
+                (self._manifest.clock() - DELETION_LEASE_SECONDS,),
+            )
+
+    def mark_deleting(self, digest: str, own: float, before: float, now: float) -> bool:
+        """Mark a blob as being deleted; its bytes count until `confirm_deletion`.
+
+        Returns:
+            False if the blob is referenced, or another process has registered it since.
+
+        Args:
+            own: time at which the caller registered it.
+            before: time until which registrations by others count as over.
+            now: time that identifies the mark.
+        """
+        query = "SELECT 1 FROM blobs WHERE digest = ? AND (written = ? OR written <= ?)"
+        return self._mark(digest, now, now - DELETION_LEASE_SECONDS, query, (digest, own, before))
+
+    def mark_orphan_deleting(self, digest: str, since: float, now: float) -> bool:
+        """Mark a blob as being deleted, whoever wrote it, unless it was registered or another
+        deletion of it was marked since a time.
+        """
+        query = "SELECT 1 WHERE NOT EXISTS (SELECT 1 FROM blobs WHERE digest = ? AND written > ?)"
+        marked = max(since, now - DELETION_LEASE_SECONDS)
+        return self._mark(digest, now, marked, query, (digest, since))
+
+    def confirm_deletion(self, digest: str, marked: float) -> tuple[str, int] | None:
+        """Confirm a deletion; return the tenant and bytes of the blob if this machine had
+        registered it.
+
+        Args:
+            marked: time that identifies the mark.
+        """
+        with self._manifest.writing() as rows:
+            if not _remove_mark(rows, digest, marked):
+                return None  # another process has settled it after the time limit
+            found = rows("DELETE FROM blobs WHERE digest = ? RETURNING tenant, bytes", (digest,))
+        return found[0] if found else None
+
+    def cancel_deletion(self, digest: str, marked: float) -> None:
+        """End a deletion, whatever happened to the blob."""
+        with self._manifest.writing() as rows:
+            _remove_mark(rows, digest, marked)
+
+    def renew_deletion(self, digest: str, marked: float, now: float) -> None:
+        """Extend the mark of a deletion that is still in progress."""
+        with self._manifest.writing() as rows:
+            rows(
+                "UPDATE leaving SET since = ? WHERE digest = ? AND since = ?", (now, digest, marked)
+            )
 
     def count_written(self, day: int, count: int, limit: int | None) -> int | None:
         """Add bytes to a day's writes; return the earlier count if the limit would be exceeded."""
@@ -217,12 +194,29 @@ class BlobIndex:
             rows("INSERT OR REPLACE INTO written VALUES (?, ?)", (day, written + count))
         return None
 
+    def _mark(
+        self, digest: str, now: float, marked: float, query: str, values: tuple[Any, ...]
+    ) -> bool:
+        with self._manifest.writing() as rows:
+            is_needed = rows(REFERENCED_QUERY, (digest, digest))
+            if is_needed or _is_being_deleted(rows, digest, marked) or not rows(query, values):
+                return False
+            rows("INSERT OR REPLACE INTO leaving VALUES (?, ?)", (digest, now))
+        return True
+
+
+def _total_bytes(rows: Callable[..., list[Any]]) -> int:
+    [(total,)] = rows("SELECT coalesce(sum(bytes), 0) FROM totals")
+    return total
+
 
 def _is_being_deleted(rows: Callable[..., list[Any]], digest: str, since: float) -> bool:
     return bool(rows("SELECT 1 FROM leaving WHERE digest = ? AND since > ?", (digest, since)))
 
 
-POLL_SECONDS = 0.01  # between two looks whether a deletion is over
+def _remove_mark(rows: Callable[..., list[Any]], digest: str, marked: float) -> bool:
+    query = "DELETE FROM leaving WHERE digest = ? AND since = ? RETURNING 1"
+    return bool(rows(query, (digest, marked)))
 
 
 @dataclass
@@ -230,14 +224,14 @@ class _Deletion:
     """Deletion in progress.
 
     Args:
-        noted: what the index knows it by.
-        over: set once it is, be it long after its time limit.
-        is_abandoned: nobody waits for it any more.
+        marked: time that identifies its mark in the index.
+        ended: set once the call has ended, possibly long after its time limit.
+        is_abandoned: no caller waits for it any more.
     """
 
     digest: str
-    noted: float
-    over: threading.Event = field(default_factory=threading.Event)
+    marked: float
+    ended: threading.Event = field(default_factory=threading.Event)
     is_abandoned: bool = False
 
 
@@ -246,73 +240,73 @@ class DeletionResult:
     """Result of deleting a blob.
 
     Args:
-        freed: bytes of what lay there.
-        is_quarantined: nothing did, but a damaged one lies out of the way.
-        kept: in whose name the index had it, and its bytes; None where no process of this machine
-            has put it.
+        freed: bytes of the file.
+        is_quarantined: no file was found, but a damaged copy is in quarantine.
+        registered: tenant and bytes that the index had; None if no process of this machine has
+            registered the blob.
     """
 
     freed: int
     is_quarantined: bool
-    kept: tuple[str, int] | None
+    registered: tuple[str, int] | None
 
 
 class PendingDeletions:
     """Deletions that the index has marked. Safe from threads.
 
     Args:
-        seconds: to wait for a deletion by somebody else.
+        seconds: how long to wait for a deletion by another process.
     """
 
     def __init__(
-        self, blobs: BlobStore, holdings: BlobIndex, clock: Callable[[], float], seconds: float
+        self, blobs: BlobStore, index: BlobIndex, clock: Callable[[], float], seconds: float
     ) -> None:
-        self._blobs, self._holdings = blobs, holdings
+        self._blobs, self._index = blobs, index
         self._clock, self._seconds = clock, seconds
         self._lock = threading.Lock()
-        self._under_way: list[_Deletion] = []
+        self._pending: list[_Deletion] = []
 
-    def delete(self, digest: str, noted: float) -> DeletionResult:
+    def delete(self, digest: str, marked: float) -> DeletionResult:
         """Delete a blob and confirm it in the index when the call ends.
 
         Args:
-            noted: when the index was told that it is about to go.
+            marked: time that identifies the mark.
 
         Raises:
             StoreError: the disk fails, or takes too long; then the blob may go later.
         """
-        one = _Deletion(digest, noted)
+        deletion = _Deletion(digest, marked)
         with self._lock:
-            self._under_way.append(one)
+            self._pending.append(deletion)
         try:
-            freed, is_aside = self._blobs.delete(digest, one.over.set)
+            freed, is_quarantined = self._blobs.delete(digest, deletion.ended.set)
             with self._lock:
-                kept = self._holdings.gone(digest, one.noted)
-                self._under_way.remove(one)
+                registered = self._index.confirm_deletion(digest, deletion.marked)
+                self._pending.remove(deletion)
         except BaseException:
-            one.is_abandoned = True
-            with suppress(StoreError):  # it is told later
+            deletion.is_abandoned = True
+            with suppress(StoreError):  # confirmed later
                 self.settle()
             raise
-        return DeletionResult(freed, is_aside, kept)
+        return DeletionResult(freed, is_quarantined, registered)
 
     def settle(self) -> None:
         """Confirm deletions that have ended in the meantime and renew those in progress."""
         with self._lock:
-            for one in [*self._under_way]:
+            for deletion in [*self._pending]:
                 now = self._clock()
-                if one.is_abandoned and one.over.is_set():
-                    self._holdings.cancel_deletion(one.digest, one.noted)
-                    self._under_way.remove(one)
-                elif one.noted <= now - DELETION_LEASE_SECONDS / 2:
-                    self._holdings.renew_deletion(one.digest, one.noted, now)
-                    one.noted = now
+                if deletion.is_abandoned and deletion.ended.is_set():
+                    self._index.cancel_deletion(deletion.digest, deletion.marked)
+                    self._pending.remove(deletion)
+                elif deletion.marked <= now - DELETION_LEASE_SECONDS / 2:
+                    self._index.renew_deletion(deletion.digest, deletion.marked, now)
+                    deletion.marked = now
 
     def await_end(self, digest: str, is_over: Callable[[str], bool]) -> None:
         """Wait until no process is deleting a blob.
 
         Raises:
-            StoreSlow: it still is.
+            StoreSlow: a deletion is still in progress.
         """
         until = time.monotonic() + self._seconds
         while not is_over(digest):

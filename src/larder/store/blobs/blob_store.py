@@ -17,8 +17,8 @@ from larder.core.errors import Damaged, StoreError
 from larder.store.digests import digest_of, digests_equal, is_digest
 from larder.store.fs.base import QUARANTINE_FOLDER, TEMPORARY_FOLDER, FileInfo, FileSystem
 from larder.store.fs.deadline import DeadlineExecutor, no_op
+from larder.store.fs.wrappers import BLOBS_FOLDER
 
-BLOBS_FOLDER = "blobs"
 BLOB_SUFFIX = ".safetensors"
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from larder.core.errors import Damaged, Refused
-from larder.store.digests import digest_of, digests_equal, key_of
+from larder.store.digests import canonical_json, digest_of, digests_equal, key_of, parse_json
 
 CONTAINER_FORMAT, CONTAINER_VERSION = "kvm", 1
 METADATA_KEY = "__metadata__"
@@ -107,23 +107,6 @@ def unpack_container(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def peek_metadata(data: bytes) -> dict[str, Any]:
     """Read the metadata of a container without verifying its tensors."""
     return _parse_metadata(_text(_parse_header(data)[1].get("kvm"), "kvm"))
-
-
-def canonical_json(told: Any) -> str:
-    """Canonical JSON: one spelling per content."""
-    return json.dumps(told, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-def parse_json(text: str | bytes) -> Any:
-    """Parse JSON.
-
-    Raises:
-        Damaged: it is none.
-    """
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"The metadata of a saved cache is not JSON ({error}).") from error
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

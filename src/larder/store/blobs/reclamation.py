@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from larder.core.errors import LarderError
-from larder.store.blobs.blob_index import BlobIndex
 from larder.store.blobs.blob_store import BlobRef
-from larder.store.blobs.budgeted_blobs import BudgetedBlobs
+from larder.store.blobs.tenant_blobs import TenantBlobs
 from larder.store.eviction.base import Candidate, CandidateColumns, EvictionPolicy
 from larder.store.fs.deadline import parallel_map
 from larder.store.ledger import Tier
@@ -56,21 +55,21 @@ class DiskEviction:
         manifest: Manifest,
         heads: SessionEpochs,
         chunks: ChunkIndex,
-        shelves: BudgetedBlobs,
+        blobs: TenantBlobs,
     ) -> None:
         self._rule, self._manifest, self._heads = rule, manifest, heads
-        self._chunks, self._shelves = chunks, shelves
-        self._holdings = BlobIndex(manifest)
+        self._chunks, self._blobs = chunks, blobs
+        self._index = blobs.index
         self._clock = 0.0
         self._clocks: dict[str, tuple[float, float]] = {}  # by name, at what last use
-        shelves.make_room = self.make_room
+        blobs.make_room = self.make_room
 
     def make_room(self, tenant: str, count: int) -> None:
         """Evict caches until `count` bytes can be reserved for a tenant, or none are left.
 
         Where all tenants together have room, only the tenant's own leave.
         """
-        ledger = self._shelves.ledger
+        ledger = self._blobs.ledger
         wanted = count - ledger.room(Tier.DISK, tenant)
         if wanted <= 0 or count > ledger.limit(Tier.DISK):
             return
@@ -150,22 +149,22 @@ class DiskEviction:
                 record = self._heads.epoch(tenant, session, epoch)
             except LarderError:
                 continue
-            if record is not None and record.spans and not self._holdings.is_evicted(record):
+            if record is not None and record.spans and not self._index.is_evicted(record):
                 states.append((record, bool(is_head), last_used, uses))
         return states
 
     def _leave(self, leaving: _Victim) -> None:
         if leaving.chunk is not None:
             self._chunks.drop(leaving.chunk, leaving.tenant)
-        self._holdings.release(leaving.refs)
-        self._shelves.evict(leaving.refs)
+        self._index.release(leaving.refs)
+        self._blobs.evict(leaving.refs)
 
 
 class GarbageCollection:
     """Deletion of unreferenced states and chunks. Safe from threads and processes."""
 
-    def __init__(self, chunks: ChunkIndex, shelves: BudgetedBlobs) -> None:
-        self._chunks, self._shelves = chunks, shelves
+    def __init__(self, chunks: ChunkIndex, blobs: TenantBlobs) -> None:
+        self._chunks, self._blobs = chunks, blobs
 
     def states(self, dropped: Iterable[Record]) -> int:
         """Delete what only forgotten states referred to; return the bytes freed."""
@@ -176,7 +175,7 @@ class GarbageCollection:
             unused = self._chunks.unused(tenant, refs)
             free = parallel_map(lambda chunk, tenant=tenant: self._is_free(chunk, tenant), unused)
             self._chunks.leave(tenant, (c for c, goes in zip(unused, free, strict=True) if goes))
-            freed += self._shelves.drop(refs)
+            freed += self._blobs.drop(refs)
         return freed
 
     def sweep(self, needed: Collection[str], since: float) -> set[str]:
@@ -190,11 +189,11 @@ class GarbageCollection:
             digests of chunks that are kept for their own sake, of whichever machine.
         """
         unused, kept = self._chunks.all_unused(since), self._chunks.kept()
-        needed = {*needed, *self._shelves.pending_digests(since)}
+        needed = {*needed, *self._blobs.pending_digests(since)}
         for tenant, chunks in unused.items():
             free = [c for c in chunks if c.ref.digest not in needed and (tenant, c.key) not in kept]
             self._chunks.leave(tenant, free)
         return {digest for digest in kept.values() if digest}
 
     def _is_free(self, chunk: PrefixChunk, tenant: str) -> bool:
-        return not self._shelves.is_in_use(chunk.ref) and not self._chunks.stays(chunk, tenant)
+        return not self._blobs.is_in_use(chunk.ref) and not self._chunks.stays(chunk, tenant)

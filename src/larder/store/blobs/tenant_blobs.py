@@ -1,189 +1,421 @@
-"""Encryption of a store, and its blobs and records as decrypted for their tenants.
-
-key.json     {"version": 1, "salt": ..., "check": ...}, where there is a key
-"""
+"""Blobs of tenants: encrypted, reference-counted, and under the byte budget of the disk tier."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterator
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 
-from larder.core.errors import Damaged, StoreError
-from larder.store.blobs.blob_store import BlobRef, BlobStore
-from larder.store.blobs.container import canonical_json, parse_json
-from larder.store.blobs.payloads import add_owner, decode_token_log, strip_owner
-from larder.store.encryption import KEY_BYTES, AesGcmEncryption, Encryption, NoEncryption
-from larder.store.fs.base import FileInfo, FileSystem
-from larder.store.fs.deadline import DeadlineExecutor
-from larder.store.prefix.chunk_records import CHUNKS_FOLDER as CHUNKS
-from larder.store.sessions.records import SESSIONS_FOLDER as SESSIONS
-from larder.store.sessions.records import Record
+from larder.core.errors import BudgetError, StoreError
+from larder.store.blobs.blob_index import BlobIndex, PendingDeletions
+from larder.store.blobs.blob_store import BlobRef, BlobStore, digest_in_path
+from larder.store.digests import digest_of
+from larder.store.encryption import Encryption
+from larder.store.fs.base import TEMPORARY_FOLDER, FileInfo
+from larder.store.fs.deadline import DeadlineExecutor, parallel_map
+from larder.store.fs.wrappers import CountingFileSystem
+from larder.store.ledger import NO_TENANT, ByteLedger, Reservation, Tier
+from larder.store.manifest import Manifest
+from larder.store.sqlite import BUSY_SECONDS
 
-KEY_PATH, KEY_FILE_VERSION = "key.json", 1
-CHECK_PLAINTEXT = b"larder store"
-CHECK_TENANT = "nobody"  # whose key the check is under; no tenant is called so
-
-
-def open_encryption(place: FileSystem, guard: DeadlineExecutor, key: bytes | None) -> Encryption:
-    """Open the encryption of a store; an empty store is initialized with the key, or without one.
-
-    Raises:
-        StoreError: it was created with another key, with a key and none is given, or without one.
-    """
-    try:
-        found = guard.call(place.read, KEY_PATH)
-    except FileNotFoundError:
-        return NoEncryption() if key is None else _create_key_file(place, guard, key)
-    if key is None:
-        raise StoreError(
-            f"The store at {place.url} is under a key: give --key-file FILE, or use another store."
-        )
-    return _verify_key(found, key, place.url)
-
-
-def _create_key_file(place: FileSystem, guard: DeadlineExecutor, key: bytes) -> Encryption:
-    if guard.call(_is_in_use, place):
-        raise StoreError(
-            f"The store at {place.url} was begun without a key: leave --key-file out, or take "
-            "another store and carry sessions over by 'larder cache export' and 'import'."
-        )
-    salt = secrets.token_bytes(KEY_BYTES)
-    sealing = AesGcmEncryption(key, salt)
-    check = sealing.closed(CHECK_TENANT, CHECK_PLAINTEXT, KEY_PATH)
-    told = {"version": KEY_FILE_VERSION, "salt": salt.hex(), "check": check.hex()}
-    try:
-        guard.call(place.create, KEY_PATH, canonical_json(told).encode())
-    except FileExistsError:  # another process has created it meanwhile
-        return _verify_key(guard.call(place.read, KEY_PATH), key, place.url)
-    return sealing
-
-
-def _verify_key(found: bytes, key: bytes, url: str) -> Encryption:
-    try:
-        told = parse_json(found)
-        version, salt, check = told["version"], bytes.fromhex(told["salt"]), told["check"]
-        hidden = bytes.fromhex(check)
-    except (Damaged, KeyError, TypeError, ValueError) as error:
-        raise StoreError(
-            f"{KEY_PATH} of the store at {url} is damaged: put it back from a copy; the store "
-            "cannot be decrypted without it."
-        ) from error
-    if version != KEY_FILE_VERSION:
-        raise StoreError(
-            f"The store at {url} has a key file of a later version of larder: use that version."
-        )
-    sealing = AesGcmEncryption(key, salt)
-    try:
-        sealing.opened(CHECK_TENANT, hidden, KEY_PATH)
-    except Damaged as error:
-        raise StoreError(
-            f"The store at {url} is under another key: give the key file that it was created with."
-        ) from error
-    return sealing
-
-
-def _is_in_use(place: FileSystem) -> bool:
-    return any(True for folder in (SESSIONS, CHUNKS) for _ in place.list_files(folder))
+DAY_SECONDS = 86400
+NEVER_WRITTEN = float("-inf")
+GRACE_SECONDS = 600.0  # age below which unreferenced blobs may belong to a save in progress
+# Growth of index and records when a session is saved, and for each chunk of it, at most.
+SESSION_METADATA_BYTES = 64 * 1024
+CHUNK_METADATA_BYTES = 8 * 1024
 
 
 class TenantBlobs:
-    """Blobs decrypted for their tenant. Safe from threads and processes."""
+    """Blobs of all tenants. Safe from threads and processes.
 
-    def __init__(self, blobs: BlobStore, sealing: Encryption) -> None:
-        self.blobs, self._sealing = blobs, sealing
+    Bytes are reserved before they are written. A blob is protected from deletion while a session
+    or a chunk refers to it in the index, and while a transaction of this process has it pinned.
+
+    Args:
+        written_bytes: daily limit of bytes written; None for no limit.
+    """
+
+    def __init__(
+        self,
+        files: BlobStore,
+        encryption: Encryption,
+        place: CountingFileSystem,
+        guard: DeadlineExecutor,
+        manifest: Manifest,
+        ledger: ByteLedger,
+        written_bytes: int | None = None,
+    ) -> None:
+        self.files, self.ledger, self.index = files, ledger, BlobIndex(manifest)
+        self._encryption, self._clock = encryption, manifest.clock
+        self._usage = DiskUsage(place, guard, manifest, self.index, ledger)
+        wait_seconds = min(guard.limits.seconds, BUSY_SECONDS)
+        self._deletions = PendingDeletions(files, self.index, manifest.clock, wait_seconds)
+        self.make_room: Callable[[str, int], None] = lambda tenant, count: None
+        self._written_bytes = written_bytes
+        self._lock = threading.RLock()
+        self._pins: Counter[str] = Counter()  # digests that are not to be deleted now
+        self._finished_writes: deque[str] = deque()  # pinned digests whose write has ended
+        self._own: dict[str, float] = {}  # time of each blob this process has written
+        self._recount()
 
     def get(self, ref: BlobRef, tenant: str) -> bytes:
         """Read, verify and decrypt a blob.
 
         Raises:
-            Damaged: as `BlobStore.get`, or they are another tenant's.
+            Damaged: as `BlobStore.get`, or it is another tenant's.
         """
-        return self._sealing.opened(tenant, self.blobs.get(ref))
+        return self._encryption.opened(tenant, self.files.get(ref))
 
-    def ids(self, record: Record) -> tuple[int, ...]:
-        """Token ids of a session.
+    @contextmanager
+    def saving(self, tenant: str) -> Iterator[BlobTransaction]:
+        """Transaction of one save: its blobs are pinned until the end, and dropped if it fails."""
+        transaction = BlobTransaction(self, tenant)
+        try:
+            yield transaction
+        finally:
+            with self._lock:
+                self._pins.subtract(ref.digest for ref in transaction.refs)
+                self._pins = +self._pins
+            self._drop_quietly(transaction.refs)
+
+    def put(self, data: bytes, tenant: str, register: Callable[[BlobRef], None]) -> BlobRef:
+        """Encrypt and write a blob under the budget, unless it exists.
+
+        Args:
+            register: called with the reference once it is pinned, before anything is written.
 
         Raises:
-            Damaged, Refused: their log is none, or another's.
+            BudgetError: there is no room, even after eviction; or too much was written today.
+            StoreFull, StoreSlow: the disk takes no more, or does not answer.
         """
-        data = self.get(record.tokens, record.tenant)
-        return decode_token_log(data, record.num_tokens, record.tenant, record.session)
+        data = self._encryption.closed(tenant, data)
+        ref = BlobRef(digest_of(data), len(data))
+        self.pin(ref.digest)
+        register(ref)
+        self._deletions.await_end(ref.digest, self.touch)
+        if self.files.has(ref):
+            self.files.put(data)  # so that a sweep leaves it until it is referenced
+            return ref
+        with self.reserve(tenant, ref.bytes) as reservation:
+            self._count_written(ref.bytes)
+            with self._lock:
+                now = self._clock()
+                self._usage.add_blob(ref, reservation, now)
+                self._own[ref.digest] = now
+        self.pin(ref.digest)
+        self.files.put(data, lambda: self._finished_writes.append(ref.digest))
+        return ref
 
-    def transcript(self, record: Record) -> bytes:
-        """Transcript of a session.
+    def pin(self, digest: str) -> None:
+        """Protect a blob from deletion until its transaction ends."""
+        with self._lock:
+            self._pins[digest] += 1
+
+    def touch(self, digest: str) -> bool:
+        """Protect a blob that is about to be referenced; False if it is being deleted.
+
+        Call this before looking whether the blob exists: a blob that is being deleted counts as
+        missing, whatever the disk says.
+        """
+        with self._lock:
+            now, own = self._clock(), self._own.get(digest, NEVER_WRITTEN)
+            if own > now - GRACE_SECONDS / 2 and self.index.written_at(digest) == own:
+                return True
+            self._deletions.settle()
+            is_free = self.index.touch(digest, now)
+            if is_free:
+                self._own[digest] = now
+        return is_free
+
+    def is_in_use(self, ref: BlobRef) -> bool:
+        """True if a process of this machine is about to refer to a blob, or recently did."""
+        with self._lock:
+            self._settle_writes()
+            written, own = self.index.written_at(ref.digest), self._own_time(ref)
+            is_others = written not in (None, own) and written > self._clock() - GRACE_SECONDS
+            return bool(self._pins[ref.digest]) or is_others
+
+    def pending_digests(self, since: float) -> set[str]:
+        """Digests of blobs registered since a time or pinned now."""
+        with self._lock:
+            return {*self._pins, *self.index.digests(since)}
+
+    @contextmanager
+    def reserve_metadata(self, chunks: int = 0) -> Iterator[None]:
+        """Reservation for the records and index rows of a session and up to `chunks` new chunks.
 
         Raises:
-            Damaged, Refused: it is not what was written, or another's.
+            BudgetError: there is no room, even after eviction.
         """
-        if record.transcript is None:
-            raise Damaged("The session was saved without a transcript.")
-        data = self.get(record.transcript, record.tenant)
-        return strip_owner(data, record.tenant, record.session)
+        with self.reserve(NO_TENANT, SESSION_METADATA_BYTES + CHUNK_METADATA_BYTES * chunks):
+            yield
+        self.settle()
 
-    def beside(self, record: Record) -> bytes | None:
-        """Extra state saved with a session's caches; None if there is none.
+    def reserve(self, tenant: str, count: int) -> Reservation:
+        """Reserve disk bytes, with eviction of other caches if needed.
 
         Raises:
-            Damaged, Refused: it is not what was written, or another's.
+            BudgetError: there is no room, even after eviction.
         """
-        if record.beside is None:
-            return None
-        return strip_owner(self.get(record.beside, record.tenant), record.tenant)
+        self._usage.update()
+        try:
+            return self.ledger.reserve(Tier.DISK, tenant, count)
+        except BudgetError:
+            self.make_room(tenant, count)
+        return self.ledger.reserve(Tier.DISK, tenant, count)
 
-    def change_session(self, record: Record, heir: str) -> dict[str, bytes]:
-        """Token log and transcript re-encoded for another session of the tenant, by part.
+    def settle(self) -> None:
+        """Settle deletions, and charge growth of the index and records to the ledger."""
+        self._deletions.settle()
+        self._usage.charge_metadata()
+
+    def drop(self, refs: Iterable[BlobRef]) -> int:
+        """Delete blobs that are unreferenced and not in use; return the bytes freed.
+
+        Blobs that other machines have written are left to a sweep, which knows all references.
+        """
+        return sum(parallel_map(self._drop, dict.fromkeys(refs)))
+
+    def evict(self, refs: Iterable[BlobRef]) -> None:
+        """Delete the blobs of evicted caches, whoever wrote them; their text is prefilled again."""
+        for ref in dict.fromkeys(refs):
+            if not self._drop(ref) and self.files.has(ref):
+                self._drop_orphan(ref, NEVER_WRITTEN)
+
+    def release_ownership(self, refs: Iterable[BlobRef]) -> None:
+        """Leave blobs written by this process to the next sweep."""
+        with self._lock:
+            for ref in refs:
+                self._own.pop(ref.digest, None)
+
+    def sweep(self, live: Iterable[str], grace_seconds: float = GRACE_SECONDS) -> int:
+        """Garbage collection over every blob on the disk; return the bytes freed.
+
+        Args:
+            live: referenced digests; those that the index knows are added.
+        """
+        with self._lock:
+            self._settle_writes()
+            before = self._clock() - max(grace_seconds, GRACE_SECONDS)
+            self._own = {digest: at for digest, at in self._own.items() if at > before}
+            since = self._clock() - grace_seconds
+            keep = {*live, *self.index.live_digests(since), *self._pins}
+        freed = self.files.sweep(keep, grace_seconds, lambda ref: self._drop_orphan(ref, since))
+        with self._lock:
+            self._recount(grace_seconds)
+        return freed
+
+    def _drop(self, ref: BlobRef) -> int:
+        """Delete a blob that no other process has written lately; return the bytes freed."""
+        with self._lock:
+            now, own = self._clock(), self._own_time(ref)
+            if self._is_referenced(ref) or not self.index.mark_deleting(
+                ref.digest, own, now - GRACE_SECONDS, now
+            ):
+                return 0
+        return self._delete(ref, now)
+
+    def _drop_orphan(self, ref: BlobRef, since: float) -> int:
+        """Delete a blob of any writer unless this machine has registered it since a time."""
+        with self._lock:
+            now = self._clock()
+            if self._is_referenced(ref) or not self.index.mark_orphan_deleting(
+                ref.digest, since, now
+            ):
+                return 0
+        return self._delete(ref, now)
+
+    def _delete(self, ref: BlobRef, marked: float) -> int:
+        """Delete a blob marked in the index without holding the lock; return the bytes freed."""
+        own = self._own.get(ref.digest)
+        result = self._deletions.delete(ref.digest, marked)
+        with self._lock:
+            if self._own.get(ref.digest) == own:  # otherwise it was written again meanwhile
+                self._own.pop(ref.digest, None)
+            if result.registered is None:
+                self._usage.remove_foreign(ref)
+            else:
+                tenant, counted = result.registered
+                self._usage.remove_blob(tenant, counted, counted if result.is_quarantined else 0)
+        return result.freed
+
+    def _own_time(self, ref: BlobRef) -> float:
+        return self._own.get(ref.digest, NEVER_WRITTEN)
+
+    def _is_referenced(self, ref: BlobRef) -> bool:
+        self._settle_writes()
+        return bool(self._pins[ref.digest]) or self.index.is_referenced(ref.digest)
+
+    def _settle_writes(self) -> None:
+        """Release the pins of ended writes, including those that ended after their time limit."""
+        self._deletions.settle()
+        while self._finished_writes:
+            self._pins[self._finished_writes.popleft()] -= 1
+        self._pins = +self._pins
+
+    def _drop_quietly(self, refs: Iterable[BlobRef]) -> None:
+        """Drop blobs after a failed save; errors are ignored, because a sweep drops them later."""
+        try:
+            self.drop(ref for ref in refs if not self.index.is_referenced(ref.digest))
+        except StoreError:
+            return
+
+    def _recount(self, grace_seconds: float = GRACE_SECONDS) -> None:
+        self._usage.recount(self._pins, self._clock() - grace_seconds)
+
+    def _count_written(self, count: int) -> None:
+        """Add to the bytes written today.
 
         Raises:
-            Damaged, Refused: it is not what was written, or another's.
+            BudgetError: the daily write limit is exceeded.
         """
-        own = {"tokens": record.tokens, "transcript": record.transcript}
-        kept = {part: self.get(ref, record.tenant) for part, ref in own.items() if ref is not None}
-        return {
-            part: add_owner(strip_owner(data, record.tenant, record.session), record.tenant, heir)
-            for part, data in kept.items()
-        }
-
-    def closed(self, data: bytes, tenant: str) -> bytes:
-        """Encrypt bytes as a blob of a tenant."""
-        return self._sealing.closed(tenant, data)
+        day = int(self._clock() // DAY_SECONDS)
+        written = self.index.count_written(day, count, self._written_bytes)
+        if written is not None:
+            raise BudgetError(
+                f"Writing {count} bytes exceeds the daily write limit: {written} of "
+                f"{self._written_bytes} bytes are used. Save less often or in fewer bits, or raise "
+                "the limit."
+            )
 
 
-class EncryptedFileSystem(FileSystem):
-    """File system whose records are encrypted per tenant.
+class BlobTransaction:
+    """Blobs of one save for one tenant."""
 
-    A path begins with a word and the tenant: what lies at another place does not open.
+    def __init__(self, blobs: TenantBlobs, tenant: str) -> None:
+        self._blobs, self._tenant = blobs, tenant
+        self.refs: list[BlobRef] = []
+
+    @contextmanager
+    def commit_record(self) -> Iterator[None]:
+        """Context in which the record that refers to these blobs is written.
+
+        A record whose write failed may still appear, long after its time limit: its blobs stay
+        until a sweep, which sees whether it has.
+        """
+        try:
+            yield
+        except StoreError:
+            self._blobs.release_ownership(self.refs)
+            raise
+
+    def put(self, data: bytes) -> BlobRef:
+        """Write a blob under the budget.
+
+        Raises:
+            BudgetError, StoreFull, StoreSlow: as `TenantBlobs.put`.
+        """
+        return self._blobs.put(data, self._tenant, self.refs.append)
+
+    def stays(self, ref: BlobRef) -> bool:
+        """True if a blob exists; it is then protected until the transaction ends."""
+        self._blobs.pin(ref.digest)
+        self.refs.append(ref)
+        return self._blobs.touch(ref.digest) and self._blobs.files.has(ref)
+
+
+class DiskUsage:
+    """Disk accounts of a byte ledger, taken from the blob index. Safe from threads.
+
+    Processes of one machine share the accounts of blobs, so that together they stay within the
+    budget. Records of other processes, some kilobytes each, and blobs of other machines, which are
+    charged to no tenant, are counted when the store is opened and by every sweep.
     """
 
-    def __init__(self, inner: FileSystem, sealing: Encryption) -> None:
-        self._inner, self._sealing, self.url = inner, sealing, inner.url
+    def __init__(
+        self,
+        place: CountingFileSystem,
+        guard: DeadlineExecutor,
+        manifest: Manifest,
+        index: BlobIndex,
+        ledger: ByteLedger,
+    ) -> None:
+        self._place, self._guard, self._manifest = place, guard, manifest
+        self._index, self._ledger = index, ledger
+        self._lock = threading.RLock()
+        self._blob_bytes: Counter[str] = Counter()  # as charged to the ledger, by tenant
+        self._foreign: set[str] = set()  # digests of blobs that are not in the index
+        self._other_bytes = 0  # neither blobs of the index, nor metadata written since the recount
+        self._metadata_bytes = 0  # as charged; growth is covered by reservations until it is
 
-    def create(self, path: str, data: bytes) -> None:
-        self._inner.create(path, self._closed(path, data))
+    def update(self) -> None:
+        """Charge what this and other processes have written and deleted."""
+        with self._lock:
+            self._charge(Counter(self._index.bytes_by_tenant()))
 
-    def replace(self, path: str, data: bytes) -> None:
-        self._inner.replace(path, self._closed(path, data))
+    def charge_metadata(self) -> None:
+        """Charge growth of the index and records."""
+        with self._lock:
+            self._metadata_bytes = self._manifest.nbytes + self._place.metadata_bytes
+            self._charge(self._blob_bytes)
 
-    def read(self, path: str) -> bytes:
-        return self._sealing.opened(_tenant(path), self._inner.read(path), path)
+    def add_blob(self, ref: BlobRef, reservation: Reservation, now: float) -> None:
+        """Register a blob that is about to be written, in place of its reservation.
 
-    def size(self, path: str) -> int | None:
-        return self._inner.size(path)
+        Raises:
+            BudgetError: others have taken the room meanwhile; nothing has changed.
+        """
+        with self._lock:
+            others = self._ledger.used(Tier.DISK) - self._blob_bytes.total() - ref.bytes
+            room = self._ledger.limit(Tier.DISK) - others
+            blob_bytes = self._blob_bytes.copy()
+            blob_bytes[reservation.tenant] += self._index.add(ref, reservation.tenant, now, room)
+            self._forget_foreign(ref)
+            with self._ledger.lock:
+                reservation.release()
+                self._charge(blob_bytes)
 
-    def touch(self, path: str, data: bytes) -> None:
-        self._inner.touch(path, self._closed(path, data))
+    def remove_blob(self, tenant: str, count: int, quarantined_bytes: int) -> None:
+        """Discharge a blob that has left the index; what is in quarantine is charged to nobody."""
+        with self._lock:
+            self._other_bytes += quarantined_bytes
+            self._blob_bytes[tenant] -= count
+            self._charge(self._blob_bytes)
 
-    def remove(self, path: str) -> None:
-        self._inner.remove(path)
+    def remove_foreign(self, ref: BlobRef) -> None:
+        """Discharge a deleted blob that was not in the index."""
+        with self._lock:
+            self._forget_foreign(ref)
+            self._charge(self._blob_bytes)
 
-    def list_files(self, folder: str) -> Iterator[FileInfo]:
-        return self._inner.list_files(folder)
+    def recount(self, pending: Collection[str], before: float) -> None:
+        """Recount everything on the disk.
 
-    def set_aside(self, path: str) -> None:
-        self._inner.set_aside(path)
+        A blob of the index counts in full, also while its file is being written.
 
-    def _closed(self, path: str, data: bytes) -> bytes:
-        return self._sealing.closed(_tenant(path), data, path)
+        Args:
+            pending: digests of blobs whose files may not exist yet.
+            before: as in `BlobIndex.prune`.
+        """
+        with self._lock:
+            counted = self._place.metadata_bytes  # what comes meanwhile may count twice
+            files = self._guard.call(self._all_files)
+            blobs = {digest: file.bytes for file in files if (digest := digest_in_path(file.path))}
+            self._index.prune({*blobs, *pending}, before)
+            registered = self._index.digests()
+            blob_bytes = Counter(self._index.bytes_by_tenant())
+            owned = sum(count for digest, count in blobs.items() if digest in registered)
+            temporary = sum(
+                file.bytes for file in files if file.path.startswith(f"{TEMPORARY_FOLDER}/")
+            )
+            unwritten = max(blob_bytes.total() - owned, 0)  # temporary files are a part of it
+            total = sum(file.bytes for file in files)
+            self._foreign = {digest for digest in blobs if digest not in registered}
+            self._other_bytes = total - owned - min(temporary, unwritten) - counted
+            self._metadata_bytes = self._manifest.nbytes + counted
+            self._charge(blob_bytes)
 
+    def _forget_foreign(self, ref: BlobRef) -> None:
+        if ref.digest in self._foreign:  # one written after the last recount was never counted
+            self._foreign.remove(ref.digest)
+            self._other_bytes -= ref.bytes
 
-def _tenant(path: str) -> str:
-    return path.split("/")[1]
+    def _charge(self, blob_bytes: Counter[str]) -> None:
+        self._blob_bytes = +blob_bytes
+        others = max(self._metadata_bytes + self._other_bytes, 0)
+        self._ledger.set(Tier.DISK, {**self._blob_bytes, NO_TENANT: others})
+
+    def _all_files(self) -> list[FileInfo]:
+        return list(self._place.list_files(""))

@@ -85,9 +85,10 @@ def open_file_system(url: str) -> FileSystem:
         StoreError: no file system of that kind is known.
     """
     from larder.store.fs.local import LocalFileSystem
-    from larder.store.fs.remote import RemoteFileSystem
 
     protocol, mark, rest = url.partition("://")
-    if not mark:
-        return LocalFileSystem(url)
-    return LocalFileSystem(rest) if protocol in ("file", "local") else RemoteFileSystem(url)
+    if not mark or protocol in ("file", "local"):
+        return LocalFileSystem(rest if mark else url)
+    from larder.store.fs.remote import RemoteFileSystem
+
+    return RemoteFileSystem(url)

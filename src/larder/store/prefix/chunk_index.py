@@ -118,7 +118,8 @@ class ChunkIndex:
         )
         before = prefix_digest(ids[:start]) if start else ""
         # Where digests collide, other machines do without it.
-        is_new = self._records.tell(tenant, made.key, chunk_to_dict(made, tenant, identity, before))
+        fields = chunk_to_dict(made, tenant, identity, before)
+        is_new = self._records.write(tenant, made.key, fields)
         added = self._insert(made, tenant, identity, before)
         if not is_new:
             self._records.share(tenant, made.key)

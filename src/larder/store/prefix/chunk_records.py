@@ -15,10 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from larder.core.errors import Damaged, Refused
+from larder.core.errors import Damaged
 from larder.store.blobs.blob_store import BlobRef
-from larder.store.blobs.container import canonical_json, parse_json
-from larder.store.digests import digests_equal, key_of, mac_of
+from larder.store.digests import (
+    canonical_json,
+    key_of,
+    open_sealed_json,
+    parse_json,
+    sealed_json,
+)
 from larder.store.fs.base import FileSystem
 from larder.store.fs.deadline import DeadlineExecutor
 
@@ -74,10 +79,10 @@ class ChunkRecords:
     def __init__(self, place: FileSystem, guard: DeadlineExecutor, secret: bytes) -> None:
         self._place, self._guard, self._secret = place, guard, secret
 
-    def tell(self, tenant: str, key: str, told: dict[str, Any]) -> bool:
+    def write(self, tenant: str, key: str, fields: dict[str, Any]) -> bool:
         """Write a chunk record; True if none of its key existed."""
-        text = canonical_json(told | {"schema": CHUNK_SCHEMA})
-        data = canonical_json({"chunk": text, "seal": mac_of(self._secret, text)}).encode()
+        text = canonical_json(fields | {"schema": CHUNK_SCHEMA})
+        data = sealed_json(self._secret, "chunk", text)
         try:
             self._guard.call(self._place.create, chunk_record_path(tenant, key), data)
         except FileExistsError:
@@ -91,8 +96,8 @@ class ChunkRecords:
     def all(self) -> Iterator[dict[str, Any]]:
         """All intact chunk records."""
         for path in self._guard.call(self._paths, CHUNKS_FOLDER):
-            if (told := self._read(path)) is not None:
-                yield told
+            if (fields := self._read(path)) is not None:
+                yield fields
 
     def share(self, tenant: str, key: str) -> None:
         """Mark a chunk as used by a machine other than its writer."""
@@ -127,19 +132,20 @@ class ChunkRecords:
     def remove(self, tenant: str, keys: Iterable[str]) -> None:
         """Delete chunk records and their marks."""
         for key in keys:
-            told = (chunk_record_path(tenant, key, kind) for kind in (RECORD_SUFFIX, SHARED_SUFFIX))
-            for path in (_kept_marker_path(tenant, key), *told):
+            for path in (
+                _kept_marker_path(tenant, key),
+                chunk_record_path(tenant, key),
+                chunk_record_path(tenant, key, SHARED_SUFFIX),
+            ):
                 self._guard.call(self._place.remove, path)
 
     def _read(self, path: str) -> dict[str, Any] | None:
         try:
-            outer = parse_json(self._guard.call(self._place.read, path))
-            if not digests_equal(mac_of(self._secret, outer["chunk"]), outer["seal"]):
-                return None
-            told = parse_json(outer["chunk"])
-        except (FileNotFoundError, Damaged, Refused, KeyError, TypeError):
+            data = self._guard.call(self._place.read, path)
+            fields = parse_json(open_sealed_json(self._secret, "chunk", data))
+        except (FileNotFoundError, Damaged):
             return None
-        return told if told.get("schema") == CHUNK_SCHEMA else None
+        return fields if fields.get("schema") == CHUNK_SCHEMA else None
 
     def _paths(self, folder: str) -> list[str]:
         found = (entry.path for entry in self._place.list_files(folder))
@@ -161,12 +167,12 @@ def chunk_to_dict(chunk: PrefixChunk, tenant: str, identity: str, before: str) -
     Args:
         before: digest of the text in front of it; empty for nothing.
     """
-    told = asdict(chunk) | {"tokens": token_ids_from_bytes(chunk.tokens), "before": before}
-    told |= {"tenant": tenant, "identity": identity}
-    return {name: told[name] for name in told if name not in ("row", "parent")}
+    fields = asdict(chunk) | {"tokens": token_ids_from_bytes(chunk.tokens), "before": before}
+    fields |= {"tenant": tenant, "identity": identity}
+    return {name: value for name, value in fields.items() if name not in ("row", "parent")}
 
 
-def chunk_from_dict(told: dict[str, Any], parent: int) -> PrefixChunk:
+def chunk_from_dict(fields: dict[str, Any], parent: int) -> PrefixChunk:
     """Chunk from its record, before it has a row.
 
     Args:
@@ -175,11 +181,11 @@ def chunk_from_dict(told: dict[str, Any], parent: int) -> PrefixChunk:
     return PrefixChunk(
         0,
         parent,
-        told["start"],
-        token_bytes(told["tokens"]),
-        told["key"],
-        told["prefix"],
-        BlobRef(**told["ref"]),
+        fields["start"],
+        token_bytes(fields["tokens"]),
+        fields["key"],
+        fields["prefix"],
+        BlobRef(**fields["ref"]),
     )
 
 

@@ -37,8 +37,8 @@ class PrefixStore:
         tenant = self._parts.tenant(principal)
         chunks = len(ids) // chunk_index.CHUNK_TOKENS
         with (
-            self._parts.budgeted_blobs.reserve_metadata(chunks),
-            self._parts.budgeted_blobs.saving(tenant) as saving,
+            self._parts.blobs.reserve_metadata(chunks),
+            self._parts.blobs.saving(tenant) as saving,
         ):
             count = self._parts.writer.chunks(saving, tenant, ids, cache, identity)
             self._parts.chunks.keep(tenant, identity.key, ids[:count])
@@ -57,7 +57,7 @@ class PrefixStore:
             parts.refusals.note_error(error)
             if isinstance(error, Damaged | Refused):
                 gone = parts.chunks.drop(each.chunk, tenant)
-                parts.budgeted_blobs.drop(chunk.ref for chunk in gone)
+                parts.blobs.drop(chunk.ref for chunk in gone)
 
         try:
             shared = parts.chunks.match_prefix(tenant, identity.key, ids[: max(len(ids) - 1, 0)])

@@ -17,7 +17,6 @@ from larder.cache.spec import CacheForm, CacheSpec
 from larder.core.errors import CacheError, Damaged, InputError, LarderError, Refused
 from larder.core.spec import ModelSpec
 from larder.store.blobs.blob_store import BlobRef
-from larder.store.blobs.budgeted_blobs import BlobTransaction, BudgetedBlobs
 from larder.store.blobs.cache_state import (
     RAW_CODEC,
     check_fits,
@@ -34,12 +33,14 @@ from larder.store.blobs.payloads import (
     SNAPSHOT_KIND,
     add_owner,
     decode_cache_blob,
+    decode_token_log,
     encode_chunk,
     encode_snapshot,
     is_lossless_codec,
+    strip_owner,
 )
-from larder.store.blobs.tenant_blobs import TenantBlobs
-from larder.store.ledger import ByteLedger, Tier
+from larder.store.blobs.tenant_blobs import BlobTransaction, TenantBlobs
+from larder.store.ledger import Tier
 from larder.store.model_identity import ModelIdentity
 from larder.store.prefix import chunk_index
 from larder.store.prefix.chunk_index import ChunkIndex
@@ -131,8 +132,8 @@ def is_shareable(snapshot: CacheSnapshot) -> bool:
 class CacheWriter:
     """Writer of caches as blobs. Safe from threads."""
 
-    def __init__(self, shelves: BudgetedBlobs, chunks: ChunkIndex) -> None:
-        self._shelves, self._chunks = shelves, chunks
+    def __init__(self, blobs: TenantBlobs, chunks: ChunkIndex) -> None:
+        self._blobs, self._chunks = blobs, chunks
 
     def snapshot(
         self, saving: BlobTransaction, tenant: str, ids: Sequence[int], snapshot: CacheSnapshot
@@ -164,7 +165,7 @@ class CacheWriter:
     ) -> tuple[list[BlobRef], int]:
         """Write one cache; return its blobs and the bytes of its tensors."""
         cache = snapshot.cache
-        with self._shelves.ledger.reserve(Tier.HOST, tenant, _host_bytes(cache)):
+        with self._blobs.ledger.reserve(Tier.HOST, tenant, _host_bytes(cache)):
             state = cache.state()
             count, refs = state_nbytes(state), []
             if chunked:
@@ -191,7 +192,7 @@ class CacheWriter:
         """
         if not is_lossless_cache(cache):
             return 0
-        with self._shelves.ledger.reserve(Tier.HOST, tenant, _host_bytes(cache)):
+        with self._blobs.ledger.reserve(Tier.HOST, tenant, _host_bytes(cache)):
             made = self._write_chunks(saving, tenant, ids, cache.state(), who)
         return made[-1].stop if made else 0
 
@@ -235,11 +236,56 @@ READ_THREADS = 4  # blobs that are read and verified at once
 MAX_PREFETCHED_BLOBS = 8  # blobs in memory, the one that is used included
 
 
-class CacheReader:
-    """Reader of caches from blobs. Safe from threads."""
+class SessionReader:
+    """Reader of token logs, transcripts and caches from blobs. Safe from threads."""
 
-    def __init__(self, vault: TenantBlobs, ledger: ByteLedger, rates: ThroughputEstimates) -> None:
-        self._vault, self._ledger, self._rates = vault, ledger, rates
+    def __init__(self, blobs: TenantBlobs, rates: ThroughputEstimates) -> None:
+        self._blobs, self._ledger, self._rates = blobs, blobs.ledger, rates
+
+    def ids(self, record: Record) -> tuple[int, ...]:
+        """Token ids of a session.
+
+        Raises:
+            Damaged, Refused: their log is none, or another's.
+        """
+        data = self._blobs.get(record.tokens, record.tenant)
+        return decode_token_log(data, record.num_tokens, record.tenant, record.session)
+
+    def transcript(self, record: Record) -> bytes:
+        """Transcript of a session.
+
+        Raises:
+            Damaged, Refused: it is not what was written, or another's.
+        """
+        if record.transcript is None:
+            raise Damaged("The session was saved without a transcript.")
+        data = self._blobs.get(record.transcript, record.tenant)
+        return strip_owner(data, record.tenant, record.session)
+
+    def beside(self, record: Record) -> bytes | None:
+        """Extra state saved with a session's caches; None if there is none.
+
+        Raises:
+            Damaged, Refused: it is not what was written, or another's.
+        """
+        if record.beside is None:
+            return None
+        return strip_owner(self._blobs.get(record.beside, record.tenant), record.tenant)
+
+    def for_session(self, record: Record, session: str) -> dict[str, bytes]:
+        """Token log and transcript re-encoded for another session of the tenant, by part.
+
+        Raises:
+            Damaged, Refused: it is not what was written, or another's.
+        """
+        tenant, parts = record.tenant, {"tokens": record.tokens}
+        if record.transcript is not None:
+            parts["transcript"] = record.transcript
+        data = {part: self._blobs.get(ref, tenant) for part, ref in parts.items()}
+        return {
+            part: add_owner(strip_owner(each, tenant, record.session), tenant, session)
+            for part, each in data.items()
+        }
 
     def caches(
         self, record: Record, ids: Sequence[int], identity: ModelIdentity, spec: ModelSpec
@@ -294,7 +340,7 @@ class CacheReader:
             behind = PrefixDigest(ids)
             for each in shared:
                 try:
-                    data = self._vault.get(each.chunk.ref, tenant)
+                    data = self._blobs.get(each.chunk.ref, tenant)
                     pieces.append(_chunk_tensors(data, tenant, identity, behind, each.tokens))
                 except LarderError as error:
                     unusable(each, error)
@@ -335,7 +381,7 @@ class CacheReader:
             try:
                 while True:
                     for ref in islice(later, MAX_PREFETCHED_BLOBS - len(coming)):
-                        coming.append(pool.submit(self._vault.get, ref, record.tenant))
+                        coming.append(pool.submit(self._blobs.get, ref, record.tenant))
                     if not coming:
                         return
                     yield coming.popleft().result()

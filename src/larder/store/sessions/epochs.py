@@ -17,8 +17,7 @@ from contextlib import suppress
 from larder.core.errors import Damaged, Refused, StoreError, Superseded
 from larder.core.session_name import check_session_name as check_name
 from larder.store.blobs.blob_store import BlobRef
-from larder.store.blobs.container import canonical_json, parse_json
-from larder.store.digests import digest_of, digests_equal, mac_of
+from larder.store.digests import digest_of, open_sealed_json, sealed_json
 from larder.store.fs.base import FileInfo, FileSystem
 from larder.store.fs.deadline import DeadlineExecutor
 from larder.store.manifest import Manifest, superseded_error
@@ -320,7 +319,7 @@ class BranchNotes:
         path = _branch_path(record)
         if path is None:
             return
-        data = canonical_json({"name": record.name, "seal": self._seal(path, record.name)}).encode()
+        data = sealed_json(self._secret, "name", record.name, path)
         with suppress(FileExistsError):
             self._guard.call(self._place.create, path, data)
 
@@ -364,14 +363,10 @@ class BranchNotes:
 
     def _read(self, path: str) -> str:
         try:
-            told = parse_json(self._guard.call(self._place.read, path))
-            name = str(told["name"])
-            return name if digests_equal(self._seal(path, name), str(told["seal"])) else ""
-        except (FileNotFoundError, Damaged, Refused, KeyError, TypeError):
+            data = self._guard.call(self._place.read, path)
+            return open_sealed_json(self._secret, "name", data, path)
+        except (FileNotFoundError, Damaged):
             return ""
-
-    def _seal(self, path: str, name: str) -> str:
-        return mac_of(self._secret, path, name)
 
     def _listed(self, folder: str) -> list[FileInfo]:
         return list(self._place.list_files(folder))

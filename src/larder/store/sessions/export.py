@@ -16,14 +16,7 @@ from torch import Tensor
 from larder.core.errors import Damaged, InputError, LarderError, Refused
 from larder.core.session_name import check_session_name as check_name
 from larder.store.blobs.blob_store import BlobRef
-from larder.store.blobs.budgeted_blobs import BlobTransaction
-from larder.store.blobs.container import (
-    canonical_json,
-    pack_container,
-    parse_json,
-    raw_bytes,
-    unpack_container,
-)
+from larder.store.blobs.container import pack_container, raw_bytes, unpack_container
 from larder.store.blobs.payloads import (
     CHUNK_KIND,
     SNAPSHOT_KIND,
@@ -32,8 +25,9 @@ from larder.store.blobs.payloads import (
     encode_token_log,
     strip_owner,
 )
+from larder.store.blobs.tenant_blobs import BlobTransaction
 from larder.store.components import StoreComponents
-from larder.store.digests import digest_of, digests_equal
+from larder.store.digests import canonical_json, digest_of, digests_equal, parse_json
 from larder.store.sessions.records import (
     RECORD_SCHEMA,
     ROOT_LABEL,
@@ -59,7 +53,7 @@ class SessionExporter:
         Raises:
             Damaged: a part of it is damaged; save the session again first.
         """
-        own = {ref: self._parts.vault.get(ref, record.tenant) for ref in set(record.refs)}
+        own = {ref: self._parts.blobs.get(ref, record.tenant) for ref in set(record.refs)}
         named = {ref: BlobRef(digest_of(data), len(data)) for ref, data in own.items()}
         tensors = {named[ref].digest: _byte_tensor(data) for ref, data in own.items()}
         told = replace(
@@ -89,7 +83,7 @@ class SessionExporter:
         if newest is not None and not newest.removed:
             raise InputError(f"There is a session {name!r} already: take another name.")
         number = self._parts.heads.before(tenant, newest, None)
-        shelves = self._parts.budgeted_blobs
+        shelves = self._parts.blobs
         with shelves.reserve_metadata(len(record.spans)), shelves.saving(tenant) as saving:
             spans = tuple(_change_tenant(saving, blobs[ref.digest], tenant) for ref in record.spans)
             own = {"tenant": tenant, "session": session, "name": name, "previous": number}

@@ -15,8 +15,14 @@ from typing import Any
 
 from larder.core.errors import Damaged, Refused
 from larder.store.blobs.blob_store import BlobRef
-from larder.store.blobs.container import canonical_json, parse_json
-from larder.store.digests import digests_equal, is_digest, key_of, mac_of
+from larder.store.digests import (
+    canonical_json,
+    is_digest,
+    key_of,
+    open_sealed_json,
+    parse_json,
+    sealed_json,
+)
 
 SESSIONS_FOLDER = "sessions"
 RECORD_SCHEMA = 1
@@ -177,8 +183,7 @@ def records_folder(tenant: str, session: str) -> str:
 
 def encode_record(record: Record, secret: bytes) -> bytes:
     """Encode and seal a record."""
-    told = canonical_json(asdict(record))
-    return canonical_json({"record": told, "seal": mac_of(secret, told)}).encode()
+    return sealed_json(secret, "record", canonical_json(asdict(record)))
 
 
 def decode_record(data: bytes, secret: bytes) -> Record:
@@ -188,30 +193,22 @@ def decode_record(data: bytes, secret: bytes) -> Record:
         Damaged: it is not what was written, or was written with another secret.
         Refused: it is of another schema.
     """
-    outer = parse_json(data)
-    if not isinstance(outer, dict) or not isinstance(outer.get("record"), str):
-        raise Damaged("The record of a session is not valid.")
-    if not digests_equal(mac_of(secret, outer["record"]), str(outer.get("seal"))):
-        raise Damaged(
-            "The record of a session does not match its seal: it is damaged, or was written with "
-            "another secret."
-        )
-    told = parse_json(outer["record"])
-    if told.get("schema") != RECORD_SCHEMA:
+    fields = parse_json(open_sealed_json(secret, "record", data))
+    if fields.get("schema") != RECORD_SCHEMA:
         raise Refused(
-            f"The record of a session is of schema {str(told.get('schema'))[:20]}, this larder "
+            f"The record of a session is of schema {str(fields.get('schema'))[:20]}, this larder "
             f"reads {RECORD_SCHEMA}: it is left as it is; use the version of larder that wrote it.",
             "format",
         )
-    return record_from_dict(told)
+    return record_from_dict(fields)
 
 
-def record_from_dict(told: Mapping[str, Any]) -> Record:
+def record_from_dict(fields: Mapping[str, Any]) -> Record:
     """Record from a dictionary; keys of later versions are ignored."""
-    known = {name: told[name] for name in Record.__dataclass_fields__ if name in told}
-    known["tokens"] = BlobRef(**told["tokens"])
-    known["spans"] = tuple(BlobRef(**span) for span in told["spans"])
-    known["others"] = tuple(StoredCache(**held) for held in told.get("others", ()))
+    known = {name: fields[name] for name in Record.__dataclass_fields__ if name in fields}
+    known["tokens"] = BlobRef(**fields["tokens"])
+    known["spans"] = tuple(BlobRef(**span) for span in fields["spans"])
+    known["others"] = tuple(StoredCache(**cache) for cache in fields.get("others", ()))
     for name in ("transcript", "beside"):
-        known[name] = None if told.get(name) is None else BlobRef(**told[name])
+        known[name] = None if fields.get(name) is None else BlobRef(**fields[name])
     return Record(**known)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError, Damaged, InputError, LarderError, Refused, StoreError
 from larder.core.spec import ModelSpec
-from larder.store.blobs.budgeted_blobs import BlobTransaction
 from larder.store.blobs.payloads import add_owner, encode_token_log
+from larder.store.blobs.tenant_blobs import BlobTransaction
 from larder.store.components import StoreComponents
 from larder.store.ledger import Tier
 from larder.store.model_identity import ModelIdentity
@@ -94,8 +94,8 @@ class SessionStore:
         expected = self._parts.heads.before(tenant, newest, expected)
         said = None if transcript is None else add_owner(transcript, tenant, session)
         with (
-            self._parts.budgeted_blobs.reserve_metadata(),
-            self._parts.budgeted_blobs.saving(tenant) as saving,
+            self._parts.blobs.reserve_metadata(),
+            self._parts.blobs.saving(tenant) as saving,
         ):
             record = Record(
                 tenant,
@@ -131,8 +131,8 @@ class SessionStore:
             record = parts.heads.head(tenant, session)
             if record is None:
                 return None
-            known = parts.vault.ids(record)
-            said = None if record.transcript is None else parts.vault.transcript(record)
+            known = parts.reader.ids(record)
+            said = None if record.transcript is None else parts.reader.transcript(record)
         except LarderError as error:
             reason = parts.refusals.note_error(error)
             raise Refused(f"Session {name!r} cannot be read: {error}", reason) from error
@@ -167,10 +167,10 @@ class SessionStore:
         own = {"session": session, "name": new_name, "epoch": number + 1, "previous": number}
         own["labels"] = {**source.labels, ROOT_LABEL: new_name, PINNED_LABEL: NO}
         with (
-            self._parts.budgeted_blobs.reserve_metadata(),
-            self._parts.budgeted_blobs.saving(tenant) as saving,
+            self._parts.blobs.reserve_metadata(),
+            self._parts.blobs.saving(tenant) as saving,
         ):
-            for part, data in self._parts.vault.change_session(source, session).items():
+            for part, data in self._parts.reader.for_session(source, session).items():
                 own[part] = saving.put(data)
             with saving.commit_record():
                 made = replace(source, **own, made=self._parts.clock())
@@ -185,7 +185,7 @@ class SessionStore:
         """
         head, source = self._state(principal, name, None), self._state(principal, name, epoch)
         number = {"epoch": head.epoch + 1, "previous": head.epoch}
-        with self._parts.budgeted_blobs.reserve_metadata():
+        with self._parts.blobs.reserve_metadata():
             return self._parts.commit(replace(source, **number, made=self._parts.clock()))
 
     def remove(self, principal: str, name: str) -> int:
@@ -210,7 +210,7 @@ class SessionStore:
         parts.branches.forget(head)
         dropped = parts.heads.prune(*own, keep=1)
         freed = parts.garbage.states(dropped)
-        parts.budgeted_blobs.settle()
+        parts.blobs.settle()
         return freed
 
     def heads(self, principal: str | None = None) -> list[Record]:
@@ -255,7 +255,7 @@ class SessionStore:
         """Record with the cache's blobs, or without if they cannot be stored."""
         chunks = len(ids) // chunk_index.CHUNK_TOKENS if is_shareable(snapshot) else 0
         try:
-            with self._parts.budgeted_blobs.reserve_metadata(chunks):
+            with self._parts.blobs.reserve_metadata(chunks):
                 written = self._parts.writer.snapshot(saving, record.tenant, ids, snapshot)
         except (BudgetError, StoreError) as error:
             self._parts.unwritten.note_error(error)
@@ -285,7 +285,7 @@ class SessionStore:
         """
         if not record.spans:
             raise Refused("The session was saved without a cache.", "tokens only")
-        if self._parts.budgeted_blobs.holdings.is_evicted(record):
+        if self._parts.blobs.index.is_evicted(record):
             raise Refused("The cache was evicted.", "evicted")
         differing = asking.identity.differences(ModelIdentity.of(record.identity))
         if differing:

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from larder.core.errors import Damaged, LarderError, Refused
-from larder.store.blobs.budgeted_blobs import BlobTransaction
 from larder.store.blobs.payloads import add_owner, encode_token_log
+from larder.store.blobs.tenant_blobs import BlobTransaction
 from larder.store.components import StoreComponents
 from larder.store.manifest import superseded_error
 from larder.store.prefix import chunk_index
@@ -75,7 +75,7 @@ class TurnStore:
         newest = parts.heads.newest(tenant, session)
         is_new = not expected and (newest is None or newest.removed)
         expected = parts.heads.before(tenant, newest, expected)
-        with parts.budgeted_blobs.reserve_metadata(), parts.budgeted_blobs.saving(tenant) as saving:
+        with parts.blobs.reserve_metadata(), parts.blobs.saving(tenant) as saving:
             record = Record(
                 tenant,
                 session,
@@ -116,7 +116,7 @@ class TurnStore:
             BudgetError, StoreError: they cannot be kept.
         """
         check_snapshot(ids, snapshot)
-        tenant, shelves = self._parts.tenant(principal), self._parts.budgeted_blobs
+        tenant, shelves = self._parts.tenant(principal), self._parts.blobs
         chunks = len(ids) // chunk_index.CHUNK_TOKENS if is_shareable(snapshot) else 0
         with shelves.saving(tenant) as saving:
             with shelves.reserve_metadata(chunks):
@@ -168,7 +168,7 @@ class TurnStore:
             cache_prefix=prefix_digest(prepared.ids),
             labels={**head.labels, **labels},
         )
-        with parts.budgeted_blobs.reserve_metadata(), prepared.saving.commit_record():
+        with parts.blobs.reserve_metadata(), prepared.saving.commit_record():
             return self._parts.commit(record)
 
     def label(self, principal: str, name: str, labels: Mapping[str, str], expected: int) -> Record:
@@ -191,7 +191,7 @@ class TurnStore:
             return head
         own = {"epoch": expected + 1, "previous": expected}
         labeled = replace(head, **own, labels={**head.labels, **labels})
-        with parts.budgeted_blobs.reserve_metadata():
+        with parts.blobs.reserve_metadata():
             parts.heads.relabel(labeled)
         return labeled
 
@@ -207,7 +207,7 @@ class TurnStore:
             record = parts.heads.head(*self._keys(principal, name))
             if record is None or record.transcript is None:
                 return None
-            return record, parts.vault.transcript(record)
+            return record, parts.reader.transcript(record)
         except Damaged as error:
             parts.refusals.note_error(error)
             raise
@@ -229,7 +229,7 @@ class TurnStore:
         if record is None or record.transcript is None:
             return 0
         try:
-            parts.vault.transcript(record)
+            parts.reader.transcript(record)
         except Damaged:
             return record.epoch
         return 0
@@ -244,7 +244,7 @@ class TurnStore:
 
     def has_cache(self, record: Record) -> bool:
         """True if a session has a cache that was not evicted."""
-        return bool(record.spans) and not self._parts.budgeted_blobs.holdings.is_evicted(record)
+        return bool(record.spans) and not self._parts.blobs.index.is_evicted(record)
 
     def of(self, principal: str) -> list[Record]:
         """Newest state of each session of one principal, most recently used first.
@@ -264,7 +264,7 @@ class TurnStore:
         parts = self._parts
         dropped = parts.heads.prune(*self._keys(principal, name), keep=1)
         freed = parts.garbage.states(dropped)
-        parts.budgeted_blobs.settle()
+        parts.blobs.settle()
         return freed
 
     def _keys(self, principal: str, name: str) -> tuple[str, str]:
@@ -285,7 +285,7 @@ class TurnStore:
             return False
 
     def _ids(self, record: Record) -> tuple[int, ...]:
-        return self._parts.vault.ids(record)
+        return self._parts.reader.ids(record)
 
 
 def _is_retry(record: Record, newest: Record) -> bool:
