@@ -158,7 +158,7 @@ def _policy(
     tokens = streams[0].keys.shape[1]
     fast = entries_per_head(policy, decoder.spec)
     quotas = planner.quotas(fast, tokens, tuple(layer.index for layer in layers), {})
-    tending = DecodeEviction(planner, fast, (quotas,), (tokens,), decoder.predict_surprise)
+    tending = DecodeEviction(planner, fast, (quotas,), (tokens,), decoder.predict_token_numbers)
     go_to, done = inject_streams([cache], streams), [0]
 
     def go() -> None:

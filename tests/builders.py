@@ -9,18 +9,24 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from larder.cache.sequence import CacheForm
-from larder.core.ledger import SURPRISE
 from larder.core.observation import Entries, Observation
 from larder.core.plan import Plan
 from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerSpec, ModelSpec, RecomputeSpec
 from larder.policy.planner import TALLIES
+from larder.policy.providers.base import (
+    PROVIDERS,
+    ActivationProvider,
+    Provider,
+    select_providers,
+)
 from larder.recall.flat import Flat
 
 HEAD_DIM = 8
+HIDDEN = 12
 # Parts that another package does the work of, by its name; without it nobody can try them.
 CARRIED = {"kvpress": "kvpress"}
 RADIANS = (1.0, 0.3, 0.07)  # the last two dimensions are not turned
@@ -137,7 +143,9 @@ def a_view(
     remembered = replace(entries, columns=some_columns(len(entries.keys), seed) | sentences)
     told = (layer, remembered, block.queries, block.positions, length, (0, length))
     facts = {"retrieval": head_numbers(layer.query_heads)}
-    return Observation(*told, ids=tuple(range(queries)), keys=block.keys, facts=facts)
+    inputs = captured_inputs(layer, queries, seed)
+    ids = tuple(range(queries))
+    return Observation(*told, ids=ids, keys=block.keys, facts=facts, inputs=inputs)
 
 
 def head_numbers(count: int) -> tuple[float, ...]:
@@ -155,4 +163,25 @@ def some_columns(rows: int, seed: int = 0) -> dict[str, Tensor]:
 def kept_columns() -> list[str]:
     """Finding the parts of a family reads what every installed package offers: once is enough."""
     tallies = [TALLIES.load(name) for name in TALLIES.names()]
-    return sorted({SURPRISE, *(name for tally in tallies for name in tally.columns)})
+    provided = select_providers(PROVIDERS.names(), Provider).items()
+    columns = {name for name, provider in provided if provider.has_column}
+    return sorted(columns.union(name for tally in tallies for name in tally.columns))
+
+
+class ToyAttention(nn.Module):
+    """Attention module with the projections that providers find in models."""
+
+    def __init__(self, layer: LayerSpec, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        queries, keys = layer.query_heads * layer.head_dim, layer.kv_heads * layer.head_dim
+        self.q_proj, self.o_proj = nn.Linear(hidden, queries), nn.Linear(queries, hidden)
+        self.k_proj, self.v_proj = nn.Linear(hidden, keys), nn.Linear(hidden, keys)
+
+
+def captured_inputs(layer: LayerSpec, queries: int, seed: int = 0) -> dict[str, Tensor]:
+    """What all activation providers capture of a pass of random hidden states."""
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        attention, states = ToyAttention(layer), torch.randn(queries, HIDDEN)
+        providers = select_providers(PROVIDERS.names(), ActivationProvider)
+        return {name: each.capture(attention, states) for name, each in providers.items()}

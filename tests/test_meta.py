@@ -25,6 +25,7 @@ FAMILIES = (
     "compensation",
     "tallies",
     "storage",
+    "providers",
 )
 FILE_LINES = 500
 FUNCTION_LINES = 60

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from larder.cache.sequence import CacheForm, SequenceCache
-from larder.core.ledger import SURPRISE, Ledger
+from larder.core.ledger import Ledger
 from larder.core.types import Mode
 from larder.models import lm_head as head_module
 from larder.models.decoder import Decoder
@@ -17,6 +17,7 @@ from larder.models.forward_batch import BatchSegment
 from larder.models.lm_head import LMHead
 from larder.models.loader import wrap_model
 from larder.models.tiny import ARCHITECTURES, tiny
+from larder.policy.providers.surprise import Surprise
 from model_runs import own_logits, some_ids
 from references.novelty import surprises
 
@@ -30,7 +31,14 @@ def decoder() -> Decoder:
 
 
 def following(decoder: Decoder) -> SequenceCache:
-    return SequenceCache(decoder.spec, CacheForm.RAGGED, Ledger((SURPRISE,)))
+    return SequenceCache(decoder.spec, CacheForm.RAGGED, Ledger(("surprise",)))
+
+
+def surprise_of(
+    decoder: Decoder, rows: list[BatchSegment], mode: Mode = Mode.APPEND
+) -> list[Tensor]:
+    numbers = decoder.forward_token_numbers(rows, mode, {"surprise": Surprise()})
+    return [own["surprise"] for own in numbers]
 
 
 def of_the_model(module: Any, ids: tuple[int, ...]) -> list[float]:
@@ -39,9 +47,7 @@ def of_the_model(module: Any, ids: tuple[int, ...]) -> list[float]:
 
 
 def weighed(decoder: Decoder, cache: SequenceCache, ids: tuple[int, ...]) -> list[float]:
-    parts = [
-        decoder.forward_surprise([BatchSegment(cache, ids[a:b])], Mode.APPEND)[0] for a, b in CUTS
-    ]
+    parts = [surprise_of(decoder, [BatchSegment(cache, ids[a:b])])[0] for a, b in CUTS]
     return torch.cat(parts).tolist()
 
 
@@ -87,12 +93,13 @@ def test_what_is_foreseen_is_what_comes(decoder) -> None:
         decoder.read([BatchSegment(cache, some_ids(9, seed=number))], Mode.APPEND)
     before = [cache.state() for cache in caches]
     rows = [BatchSegment(cache, text) for cache, text in zip(caches, texts, strict=True)]
-    seen = decoder.predict_surprise(rows)
+    predicted = decoder.predict_token_numbers(rows, {"surprise": Surprise()})
+    seen = [own["surprise"] for own in predicted]
     for cache, state in zip(caches, before, strict=True):
         assert cache.state().keys() == state.keys()
         assert all(torch.equal(tensor, state[name]) for name, tensor in cache.state().items())
-    alone = [decoder.forward_surprise([row], Mode.SCRATCH)[0] for row in rows]
-    came = decoder.forward_surprise(rows, Mode.APPEND)
+    alone = [surprise_of(decoder, [row], Mode.SCRATCH)[0] for row in rows]
+    came = surprise_of(decoder, rows)
     for foreseen, single, later in zip(seen, alone, came, strict=True):
         torch.testing.assert_close(foreseen, later, atol=1e-4, rtol=0)
         torch.testing.assert_close(single, later, atol=1e-4, rtol=0)
@@ -101,9 +108,7 @@ def test_what_is_foreseen_is_what_comes(decoder) -> None:
 
 
 def test_a_single_token_without_anything_before_it_is_no_surprise(decoder) -> None:
-    assert decoder.forward_surprise([BatchSegment(following(decoder), (5,))], Mode.APPEND)[
-        0
-    ].tolist() == [0.0]
+    assert surprise_of(decoder, [BatchSegment(following(decoder), (5,))])[0].tolist() == [0.0]
 
 
 def test_predicting_leaves_the_same_logits_and_the_same_tail(decoder) -> None:
@@ -126,8 +131,8 @@ def test_the_tail_goes_where_the_cache_goes(decoder) -> None:
     tail, width = cache.latest.tail.clone(), decoder.embedding_table().shape[1]
     assert tail.shape == (width,)
     decoder.read([BatchSegment(cache, IDS[8:12])], Mode.SCRATCH)
-    decoder.forward_surprise([BatchSegment(cache, IDS[8:12])], Mode.SCRATCH)
-    bare = SequenceCache(decoder.spec, CacheForm.RAGGED, Ledger((SURPRISE,)))
+    surprise_of(decoder, [BatchSegment(cache, IDS[8:12])], Mode.SCRATCH)
+    bare = SequenceCache(decoder.spec, CacheForm.RAGGED, Ledger(("surprise",)))
     decoder.read([BatchSegment(bare, IDS[:8])], Mode.APPEND)
     bare.latest.tail = torch.empty(0)
     assert cache.nbytes == bare.nbytes + 4 * width

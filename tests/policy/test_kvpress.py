@@ -15,7 +15,7 @@ import torch
 from builders import a_layer, a_view, runnable
 from larder.core.errors import BadParameter, DependencyError, ScoreError, UnknownName
 from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Need, Observation
+from larder.core.observation import Observation
 from larder.policy.protect import ProtectedTokens
 from larder.policy.scorers._kvpress_module import AttentionModuleAdapter
 from larder.policy.scorers.column_mass import ColumnMass
@@ -65,9 +65,16 @@ def test_what_is_no_press_is_refused(press) -> None:
 
 
 def test_what_a_press_asks_to_see() -> None:
-    assert Kvpress("SnapKVPress(window_size=8)").needs() == frozenset()
-    assert Kvpress("CompactorPress").needs() == {Need.TEXT}
-    assert Kvpress("KVzapPress", model="some/model").needs() == {Need.TEXT, Need.STATES}
+    asked = {
+        press: (part.required_providers(), part.observes_whole_text())
+        for press in ("SnapKVPress(window_size=8)", "CompactorPress", "KVzapPress")
+        for part in [Kvpress(press, model="some/model")]
+    }
+    assert asked == {
+        "SnapKVPress(window_size=8)": (frozenset(), False),
+        "CompactorPress": (frozenset(), True),
+        "KVzapPress": ({"states"}, True),
+    }
     with pytest.raises(BadParameter, match="name it on the hub"):
         Kvpress("QFilterPress")
 
@@ -254,7 +261,7 @@ def test_a_press_with_networks_of_its_own_gets_hidden_states(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     press, states = Kvpress("KVzapPress", model="some/model"), torch.randn(TOKENS, 6)
     with torch.no_grad():
-        got = press.score(replace(whole(), states=states))
+        got = press.score(replace(whole(), inputs={"states": states}))
         expected = model.layers[1](states).T.flatten()
     torch.testing.assert_close(got, expected)
     with pytest.raises(ScoreError, match="judges by hidden states"):

@@ -147,7 +147,7 @@ def test_norms_are_those_behind_the_projection(loop_of) -> None:
     scores = torch.tensor([*WEIGHTS[:5], math.inf])
     for part in (Criticality(), Criticality(norms=Norms.SHARE)):
         told = [scores.tolist()], [seen.entries.values.tolist()], [projection.tolist()]
-        got = part.weigh(scores, replace(seen, projection=projection)).tolist()
+        got = part.weigh(scores, replace(seen, inputs={"projection": projection})).tolist()
         assert got == pytest.approx(loop_of(part).weighed(part, *told)[0], rel=1e-4)
 
 

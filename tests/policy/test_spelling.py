@@ -87,7 +87,7 @@ def test_any_policy_round_trips(slots) -> None:
     else:
         parts["storage"] = Exact()
         parts["recall"] = replace(parts["recall"], corrected=0)
-    if isinstance(parts["compensation"], Recompute) or parts["scorer"].queries():
+    if isinstance(parts["compensation"], Recompute) or parts["scorer"].required_ledger().queries:
         parts["storage"] = Exact()
     if parts["compensation"].separates_streaming_heads:
         parts["budget"] = RetrievalHeads()

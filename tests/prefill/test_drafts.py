@@ -12,6 +12,7 @@ from larder.core.types import Mode
 from larder.models.forward_batch import BatchSegment
 from larder.models.loader import wrap_model
 from larder.models.tiny import WINDOW_TOKENS, tiny
+from larder.policy.providers.drafts import Drafts
 from larder.policy.scorers.lookahead import Lookahead
 from larder.policy.scorers.positions_first import Content, PositionsFirst
 from larder.prefill.base import no_progress
@@ -55,7 +56,9 @@ def test_a_draft_can_answer_a_prompt(watched, reader_for, lane_for) -> None:
     module, ids, request = tiny("qwen3", layers=3), some_ids(16), some_ids(4, seed=8)
     lane = lane_for(watched)
     reader_for(watched, Policy.parse("keydiff()").planner, 40, 16).append([lane], ids)
-    [asked] = with_drafts(watched, [lane.cache], [ScratchPrompt(request, SPAN, drafts=4)], ())
+    [asked] = with_drafts(
+        watched, Drafts(), [lane.cache], [ScratchPrompt(request, SPAN, drafts=4)], ()
+    )
     text = (*ids, *request)
     expected = lookahead.draft(lambda said: own_logits(module, (*text, *said))[-1].tolist(), 4)
     assert asked == ScratchPrompt((*request, *expected), SPAN)
@@ -93,9 +96,9 @@ def test_caches_draft_together_what_they_draft_alone(watched, reader_for, lane_f
         reader.append([lane], some_ids(9 + number, seed=number))
     caches, asked = [lane.cache for lane in lanes], [ScratchPrompt((), SPAN, drafts=4)] * 2
     before = [cache.state() for cache in caches]
-    together = with_drafts(watched, caches, asked, [5, 6])
+    together = with_drafts(watched, Drafts(), caches, asked, [5, 6])
     alone = [
-        with_drafts(watched, [cache], [ScratchPrompt((), SPAN, drafts=4)], [first])[0]
+        with_drafts(watched, Drafts(), [cache], [ScratchPrompt((), SPAN, drafts=4)], [first])[0]
         for cache, first in zip(caches, (5, 6), strict=True)
     ]
     assert together == alone and together[0].ids != together[1].ids

@@ -12,7 +12,7 @@ from packaging.version import Version
 
 from builders import runnable
 from larder.cache.sequence import CacheForm, SequenceCache
-from larder.core.observation import Need, Observation
+from larder.core.observation import Observation
 from larder.core.recall import OffloadSpec
 from larder.core.types import Packed
 from larder.models.loader import wrap_model
@@ -125,11 +125,15 @@ def test_presses_go_with_budgets_folding_and_recall(
 class Curious(Scorer):
     """Asks for everything, and remembers what it saw."""
 
-    asked: frozenset[Need]
+    asked: frozenset[str] = frozenset()
+    is_whole: bool = False
     saw: list[Observation] = field(default_factory=list, compare=False)
 
-    def needs(self) -> frozenset[Need]:
+    def required_providers(self) -> frozenset[str]:
         return self.asked
+
+    def observes_whole_text(self) -> bool:
+        return self.is_whole
 
     def score(self, seen: Observation) -> Packed:
         self.saw.append(seen)
@@ -137,9 +141,8 @@ class Curious(Scorer):
 
 
 def looked(
-    reader_for: Any, lane_for: Any, decoder: Any, *asked: Need, lanes: int = 1
+    reader_for: Any, lane_for: Any, decoder: Any, scorer: Curious, lanes: int = 1
 ) -> list[Observation]:
-    scorer = Curious(frozenset(asked))
     planner = Planner(Protect(0, 0), scorer, Uniform(), Drop())
     reader = reader_for(decoder, planner, KEPT, CONTEXT)
     Whole().read(reader, [lane_for(decoder, planner) for _ in range(lanes)], IDS, no_progress)
@@ -163,33 +166,33 @@ def entered(module: Any) -> tuple[list[torch.Tensor], Callable[[], None]]:
 def test_a_scorer_that_asks_sees_the_hidden_states(architecture, reader_for, lane_for) -> None:
     decoder = wrap_model(tiny(architecture))
     found, stop = entered(decoder.module)
-    saw = looked(reader_for, lane_for, decoder, Need.STATES)
+    saw = looked(reader_for, lane_for, decoder, Curious(frozenset({"states"})))
     stop()
-    assert [seen.states.shape for seen in saw] == [(CONTEXT, 64)] * 2
+    assert [seen.inputs["states"].shape for seen in saw] == [(CONTEXT, 64)] * 2
     for seen, states in zip(saw, found, strict=True):
-        assert torch.equal(seen.states, states)
+        assert torch.equal(seen.inputs["states"], states)
     assert not any(layer.self_attn._forward_pre_hooks for layer in decoder.module.model.layers)
 
 
 def test_nobody_else_is_shown_them(watched, reader_for, lane_for) -> None:
-    assert not any(len(seen.states) for seen in looked(reader_for, lane_for, watched))
+    assert not any(seen.inputs for seen in looked(reader_for, lane_for, watched, Curious()))
 
 
 def test_rows_of_one_pass_have_their_own_hidden_states(watched, reader_for, lane_for) -> None:
-    planner = Planner(Protect(0, 0), Curious(frozenset({Need.STATES})), Uniform(), Drop())
+    planner = Planner(Protect(0, 0), Curious(frozenset({"states"})), Uniform(), Drop())
     reader = reader_for(watched, planner, KEPT, CONTEXT)
     lanes = [lane_for(watched, planner) for _ in range(2)]
     reader.read_and_evict(lanes, IDS, IDS, 0)
     first, second = planner.scorer.saw[:2]
-    torch.testing.assert_close(first.states, second.states)
-    assert len(first.states) == CONTEXT
+    torch.testing.assert_close(first.inputs["states"], second.inputs["states"])
+    assert len(first.inputs["states"]) == CONTEXT
 
 
 def test_who_asks_for_the_text_has_it_in_one_piece(
     watched, reader_for, lane_for, monkeypatch
 ) -> None:
     monkeypatch.setattr(whole_module, "BLOCK_TOKENS", 16)
-    [some, *_] = looked(reader_for, lane_for, watched)
-    [all_of_it, *_] = looked(reader_for, lane_for, watched, Need.TEXT)
+    [some, *_] = looked(reader_for, lane_for, watched, Curious())
+    [all_of_it, *_] = looked(reader_for, lane_for, watched, Curious(is_whole=True))
     assert some.queries.shape[1] == 16
     assert all_of_it.queries.shape[1] == CONTEXT

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from larder.cache.sequence import SequenceCache
-from larder.core.ledger import SURPRISE
 from larder.core.types import Mode
 from larder.engine.generate import StoppingCriteria, generate
 from larder.engine.sampler import SamplingParams
@@ -30,7 +29,7 @@ def told(cache: SequenceCache) -> list[dict[int, float]]:
     out = []
     for layer in cache.spec.managed:
         entries = cache.entries(layer.index)
-        values, places = entries.columns[SURPRISE], entries.positions
+        values, places = entries.columns["surprise"], entries.positions
         for head in range(layer.kv_heads):
             rows = entries.rows(head)
             out.append(dict(zip(places[rows].tolist(), values[rows].tolist(), strict=True)))
@@ -85,9 +84,11 @@ def test_generated_tokens_are_weighed_too(watched, reader_for, lane_for, timing)
     reader, lane = reader_for(watched, planner, M, 16), lane_for(watched, planner)
     Blockwise(BLOCK).read(reader, [lane], some_ids(16), no_progress)
     cache, question = lane.cache, some_ids(5, seed=3)
-    fresh = watched.forward_surprise([BatchSegment(cache, question)], Mode.SCRATCH)[0].tolist()
-    expected = dict(enumerate(fresh, start=16))
-    tending = DecodeEviction(planner, M, (reader.quotas,), (16,), watched.predict_surprise)
+    providers = planner.token_providers
+    row = BatchSegment(cache, question)
+    [fresh] = watched.forward_token_numbers([row], Mode.SCRATCH, providers)
+    expected = dict(enumerate(fresh["surprise"].tolist(), start=16))
+    tending = DecodeEviction(planner, M, (reader.quotas,), (16,), watched.predict_token_numbers)
     logits, real = [], watched.forward_logits
 
     def overheard(*given: Any) -> Any:
@@ -123,7 +124,7 @@ def test_who_does_not_ask_pays_nothing(watched, reader_for, lane_for, monkeypatc
     def refuse(*given: Any) -> None:
         raise AssertionError(given)
 
-    for name in ("forward_surprise", "predict_surprise", "forward_logits"):
+    for name in ("forward_token_numbers", "predict_token_numbers", "forward_logits"):
         monkeypatch.setattr(type(watched), name, refuse, raising=False)
     planner = Policy.parse("blockwise(tokens=8) > protect(sinks=1, recent=2) > keydiff()").planner
     reader, lane = reader_for(watched, planner, M, LENGTH), lane_for(watched, planner)
@@ -137,7 +138,7 @@ def test_infinipot_shares_the_room_between_both_lists() -> None:
     from references.infinipot import chosen, listed
 
     seen = a_view(a_layer(1, 2), [list(range(40))])
-    novelty = seen.entries.columns[SURPRISE][:40].tolist()
+    novelty = seen.entries.columns["surprise"][:40].tolist()
     looked = InfiniPot(novel=0.0).score(seen).tolist()
     for novel in (0.0, 0.3, 0.5, 1.0):
         scores = InfiniPot(novel=novel).score(seen)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.core.ledger import SURPRISE
 from larder.core.observation import Observation
 from references.attention_loop import group_of, heads_of, weights
 
@@ -15,7 +14,7 @@ def scores(part: Any, seen: Observation) -> list[list[float]]:
 
 def one_head(part: Any, seen: Observation, head: int) -> list[float]:
     start, count = seen.entries.starts[head], seen.entries.lengths[head]
-    novelty = [float(seen.entries.columns[SURPRISE][start + place]) for place in range(count)]
+    novelty = [float(seen.entries.columns["surprise"][start + place]) for place in range(count)]
     looked = [0.0] * count
     if count:
         for query_head in group_of(seen, head):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.core.ledger import SURPRISE
 from larder.core.observation import Observation
 from references.attention_loop import heads_of, positions_of
 
@@ -14,7 +13,7 @@ def scores(part: Any, seen: Observation) -> list[list[float]]:
     for head in heads_of(seen):
         start, row = seen.entries.starts[head], []
         for place, position in enumerate(positions_of(seen.entries, head)):
-            value, left = float(seen.entries.columns[SURPRISE][start + place]), seen.length - 1
+            value, left = float(seen.entries.columns["surprise"][start + place]), seen.length - 1
             while left - position >= part.turn:
                 value, left = value * part.decay, left - part.turn
             row.append(value)

@@ -115,8 +115,29 @@ class SequenceCache:
         with self._changing():
             self._stores[layer].note(columns)
 
+    def note_tokens(self, layer: int, numbers: Mapping[str, Tensor], start: int) -> None:
+        """Record numbers of consecutive tokens in the ledger columns of one layer.
+
+        Args:
+            numbers: float32 [N] by column; names without a column are left out.
+            start: true position of the first token.
+        """
+        named = {n: numbers[n] for n in numbers if n in self.cache_spec.ledger.columns}
+        if not named or not self.cache_spec.is_budgeted(self._stores[layer].layer):
+            return
+        entries = self.entries(layer)
+        places = entries.positions.long() - start
+        count = len(next(iter(named.values())))
+        is_new, rows = (places >= 0) & (places < count), places.clamp(0, count - 1)
+        self.note(
+            layer,
+            {n: torch.where(is_new, own[rows], entries.columns[n]) for n, own in named.items()},
+        )
+
     def remember(self, layer: int, queries: Queries, positions: Positions) -> None:
-        """Record the post-RoPE queries of a forward pass among the latest of a layer."""
+        """Record the post-RoPE queries of a pass among the latest of a layer, if any are held."""
+        if not self.cache_spec.ledger.queries:
+            return
         with self._changing():
             self.latest.remember(layer, queries, positions)
 

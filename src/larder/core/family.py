@@ -41,6 +41,9 @@ class Family:
         """Names of the built-in parts; quick, since no package metadata is read."""
         return _own_names(self.package)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.own() or name in self._offered()
+
     def load(self, name: str) -> type:
         """Class of one part; imports its module only.
 

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 # Column with ln n for an entry that represents n merged tokens; attention adds it to the entry's
 # logit, so that the entry weighs as much as n equal ones.
 LOG_COUNT = "log_count"
-# Column with the surprise of each token when it was read: -log p given all tokens before it, in
-# nats. The prefill fills it.
-SURPRISE = "surprise"
 
 
 @dataclass(frozen=True)

@@ -208,8 +208,8 @@ class Observation:
         lexicon: sets of token ids that the policy needs.
         rope_positions: positions that queries and `keys` are rotated to, for each kv head; empty
             where these are the true ones.
-        states: hidden states of the tokens at the attention input; empty where no part needs them.
-        projection: output projection of each query head; None where no part needs it.
+        inputs: what activation and weight providers give of this layer, by their names; only those
+            that a part needs.
         latest: queries of the last tokens before the pass; None where no part needs them or there
             are none.
     """
@@ -231,8 +231,7 @@ class Observation:
     rope_positions: Int[Tensor, "_ _"] = field(
         default_factory=lambda: empty_tensor(torch.int64, 0, 0)
     )
-    states: Float[Tensor, "_ _"] = field(default_factory=lambda: empty_tensor(torch.float32, 0, 0))
-    projection: Float[Tensor, "H D N"] | None = None
+    inputs: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     latest: LatestQueries | None = None
 
     @property
@@ -308,18 +307,6 @@ class ScratchPrompt:
 
 # Names of prompts to token ids: "episode", "repeat", "summarize", "question", ...
 Prompts = Mapping[str, Sequence[int]]
-
-
-class Need(Enum):
-    """Input that costs memory or a hook and is provided only on request.
-
-    STATES: hidden states at the attention input (`Observation.states`), during prefill.
-    TEXT: all queries of a context in one pass; `whole()` then reads it in one block, however long
-        it is.
-    """
-
-    STATES = "states"
-    TEXT = "text"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from larder.core.codec import Codec
 from larder.core.errors import BadParameter
 from larder.core.family import Family, public_name
 from larder.core.observation import Entries
+from larder.core.part import PolicyPart
 from larder.core.spec import LayerSpec
 from larder.core.spelling import build, parse, spell
 
@@ -156,7 +157,7 @@ class PrefillRecall(Enum):
 
 
 @dataclass(frozen=True)
-class RecallPart(ABC):
+class RecallPart(PolicyPart, ABC):
     """Recall part of a policy: how offloaded entries are found again. A frozen dataclass.
 
     Args:
@@ -190,10 +191,6 @@ class RecallPart(ABC):
     is_plain: ClassVar[bool] = True
     # Number of latest queries of a text that the index needs when entries are added.
     observed: ClassVar[int] = 0
-    # Names of the tallies whose columns it reads.
-    tallies: ClassVar[frozenset[str]] = frozenset()
-    # Names of the sets of token ids that these tallies need.
-    lexicon: ClassVar[frozenset[str]] = frozenset()
     # Whether its index observes every step before the search.
     follows: ClassVar[bool] = False
 

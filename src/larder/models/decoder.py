@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from larder.cache.forms.corrected import CorrectedLayer
 from larder.core.errors import InputError, ModelError
-from larder.core.ledger import SURPRISE
-from larder.core.observation import Need
 from larder.core.spec import ModelSpec
 from larder.core.types import AppendKind, Mode
 from larder.models import attention_backend
@@ -31,8 +29,15 @@ from larder.models.kv_cost import ModelShape
 from larder.models.lm_head import LMHead, base_model_of
 from larder.models.prefetch import CONTEXT_KEYWORD, LayerPrefetch, attention_modules
 from larder.models.recompute_hooks import KVProjector, RecomputeHooks, with_reread_tokens
+from larder.policy.providers.base import ActivationProvider, TokenProvider, column_providers
 
 SURVEY_TOKENS = 8
+
+# Providers of activations, by name.
+Inputs = Mapping[str, ActivationProvider]
+NO_INPUTS: Inputs = MappingProxyType({})
+# Numbers of the tokens of a segment, by provider.
+TokenNumbers = dict[str, Float[Tensor, " _"]]
 
 
 class Decoder:
@@ -86,7 +91,7 @@ class Decoder:
         segments: Sequence[BatchSegment],
         mode: Mode,
         observer: Observer | None = None,
-        needs: frozenset[Need] = frozenset(),
+        inputs: Inputs = NO_INPUTS,
     ) -> None:
         """Pass segments through all layers without computing logits.
 
@@ -94,27 +99,34 @@ class Decoder:
         in append mode.
 
         Args:
-            needs: inputs of the observer beside queries, keys and values.
+            inputs: providers of what the observer reads beside queries, keys and values.
         """
-        self._hidden(segments, mode, observer, needs)
+        self._hidden(segments, mode, observer, inputs)
 
     @torch.no_grad()
-    def forward_surprise(
-        self, segments: Sequence[BatchSegment], mode: Mode, observer: Observer | None = None
-    ) -> list[Float[Tensor, " _"]]:
-        """Forward, and the surprise of each token of each segment: -log p, in nats.
+    def forward_token_numbers(
+        self,
+        segments: Sequence[BatchSegment],
+        mode: Mode,
+        providers: Mapping[str, TokenProvider],
+        observer: Observer | None = None,
+        inputs: Inputs = NO_INPUTS,
+    ) -> list[TokenNumbers]:
+        """Forward, and the number of each token of each segment, by provider.
 
         The first token of a text, and one behind a token whose `tail` the cache no longer has, get
-        the largest surprise of their segment.
+        the largest number of their segment.
         """
         tails = [segment.cache.latest.tail for segment in segments]
-        passed = [part[:-1] for part in self._hidden(segments, mode, observer)]
-        inputs = zip(segments, tails, passed, strict=True)
-        return [self._surprises(segment, tail, part) for segment, tail, part in inputs]
+        passed = [part[:-1] for part in self._hidden(segments, mode, observer, inputs)]
+        triples = zip(segments, tails, passed, strict=True)
+        return [self._token_numbers(*triple, providers) for triple in triples]
 
     @torch.no_grad()
-    def predict_surprise(self, segments: Sequence[BatchSegment]) -> list[Float[Tensor, " _"]]:
-        """Surprise of each token without appending; a single token needs no forward."""
+    def predict_token_numbers(
+        self, segments: Sequence[BatchSegment], providers: Mapping[str, TokenProvider]
+    ) -> list[TokenNumbers]:
+        """Number of each token without appending; a single token needs no forward."""
         longer = [
             BatchSegment(segment.cache, segment.ids[:-1])
             for segment in segments
@@ -125,7 +137,8 @@ class Decoder:
         passed = [next(parts) if len(segment.ids) > 1 else nothing for segment in segments]
         pairs = zip(segments, passed, strict=True)
         return [
-            self._surprises(segment, segment.cache.latest.tail, part) for segment, part in pairs
+            self._token_numbers(segment, segment.cache.latest.tail, part, providers)
+            for segment, part in pairs
         ]
 
     @torch.no_grad()
@@ -138,7 +151,7 @@ class Decoder:
     ) -> Float[Tensor, "N V"]:
         """Forward, and float32 logits at the given indices of the packed segments."""
         places = torch.tensor(wanted, device=self.spec.device)
-        if mode is Mode.APPEND and any(_tracks_surprise(segment) for segment in segments):
+        if mode is Mode.APPEND and any(_keeps_tail(segment) for segment in segments):
             return self._head.logits(torch.cat(self._hidden(segments, mode, observer))[places])
         segments = [
             with_reread_tokens(with_corrected_tokens(segment, mode), mode) for segment in segments
@@ -187,27 +200,31 @@ class Decoder:
         segments: Sequence[BatchSegment],
         mode: Mode,
         observer: Observer | None,
-        needs: frozenset[Need] = frozenset(),
+        inputs: Inputs = NO_INPUTS,
     ) -> list[Float[Tensor, "_ hidden"]]:
-        """Last hidden states by segment; caches that track surprise save the last of theirs."""
+        """Last hidden states by segment; caches with columns of logits save the last of theirs."""
         segments = [
             with_reread_tokens(with_corrected_tokens(segment, mode), mode) for segment in segments
         ]
-        out = self._run(self.body, segments, mode, observer, needs=needs)
+        out = self._run(self.body, segments, mode, observer, inputs=inputs)
         given = out.last_hidden_state[0].split([segment.num_tokens for segment in segments])
         parts = [
             part[len(segment.reread_ids) :] for part, segment in zip(given, segments, strict=True)
         ]
         if mode is Mode.APPEND:
             for segment, part in zip(segments, parts, strict=True):
-                if _tracks_surprise(segment):
+                if _keeps_tail(segment):
                     segment.cache.latest.tail = part[-1].clone()
         return parts
 
-    def _surprises(
-        self, segment: BatchSegment, tail: Float[Tensor, " _"], passed: Float[Tensor, "_ hidden"]
-    ) -> Float[Tensor, " _"]:
-        """Surprise of the tokens of one segment.
+    def _token_numbers(
+        self,
+        segment: BatchSegment,
+        tail: Float[Tensor, " _"],
+        passed: Float[Tensor, "_ hidden"],
+        providers: Mapping[str, TokenProvider],
+    ) -> TokenNumbers:
+        """Numbers of the tokens of one segment, by provider.
 
         Args:
             tail: hidden state before its first token, or an empty tensor.
@@ -216,9 +233,11 @@ class Decoder:
         before = torch.cat([tail[None], passed]) if len(tail) else passed
         ids = torch.tensor(segment.ids, device=self.spec.device)
         if not len(before):
-            return torch.zeros(1, device=ids.device)
-        known = self._head.surprises(before, ids[len(ids) - len(before) :])
-        return known if len(known) == len(ids) else torch.cat([known.max()[None], known])
+            return {name: torch.zeros(1, device=ids.device) for name in providers}
+        known = self._head.token_numbers(before, ids[len(ids) - len(before) :], providers)
+        if len(before) == len(ids):
+            return known
+        return {name: torch.cat([own.max()[None], own]) for name, own in known.items()}
 
     def _run(
         self,
@@ -226,7 +245,7 @@ class Decoder:
         segments: Sequence[BatchSegment],
         mode: Mode,
         observer: Observer | None,
-        needs: frozenset[Need] = frozenset(),
+        inputs: Inputs = NO_INPUTS,
         **options: Any,
     ) -> Any:
         ids = [token for segment in segments for token in (*segment.reread_ids, *segment.ids)]
@@ -240,8 +259,9 @@ class Decoder:
             appended = segments if mode is Mode.APPEND else ()
             modules = self._attentions
             prefetch = LayerPrefetch(modules, appended, batch)
-            states = HiddenStateHooks(modules, batch, needs)
-            with hooks.installed(), prefetch, states:
+            kept = _kept_inputs(appended)
+            capture = ActivationHooks(modules, batch, {**inputs, **kept})
+            with hooks.installed(), prefetch, capture:
                 out = module(
                     input_ids=given,
                     position_ids=batch.positions(),
@@ -297,9 +317,15 @@ def _new_token_indices(segments: Sequence[BatchSegment]) -> list[int]:
     return places
 
 
-def _tracks_surprise(segment: BatchSegment) -> bool:
-    """True if the cache records the surprise of its tokens."""
-    return SURPRISE in segment.cache.cache_spec.ledger.columns
+def _keeps_tail(segment: BatchSegment) -> bool:
+    """True if the cache has a column of numbers that are made of logits."""
+    return bool(column_providers(segment.cache.cache_spec.ledger.columns, TokenProvider))
+
+
+def _kept_inputs(segments: Sequence[BatchSegment]) -> dict[str, ActivationProvider]:
+    """Providers of captured numbers that the caches keep in columns."""
+    columns = {name for each in segments for name in each.cache.cache_spec.ledger.columns}
+    return column_providers(columns, ActivationProvider)
 
 
 def _switch_attention(module: Any, name: str) -> None:
@@ -345,21 +371,21 @@ def _corrected_stores(segment: BatchSegment) -> list[CorrectedLayer]:
     return [store for store in segment.cache.stores if isinstance(store, CorrectedLayer)]
 
 
-class HiddenStateHooks:
-    """Context manager whose hooks give a batch the hidden states at each layer's attention input.
+class ActivationHooks:
+    """Context manager whose hooks capture activations at each layer's attention input.
 
-    Without `Need.STATES` no hook is installed.
+    Without a provider no hook is installed.
 
     Args:
         modules: attention modules by layer.
-        batch: the batch in the model's call.
+        batch: the batch in the model's call, which gets what was captured.
     """
 
     def __init__(
-        self, modules: Mapping[int, nn.Module], batch: ForwardBatch, needs: frozenset[Need]
+        self, modules: Mapping[int, nn.Module], batch: ForwardBatch, providers: Inputs
     ) -> None:
-        self._modules = modules.values() if Need.STATES in needs else ()
-        self._batch = batch
+        self._modules = modules.values() if providers else ()
+        self._batch, self._providers = batch, providers
         self._hooks: list[Any] = []
 
     def __enter__(self) -> None:
@@ -376,6 +402,8 @@ class HiddenStateHooks:
             hook.remove()
 
     def _record(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        del module
         if named.get(CONTEXT_KEYWORD) is self._batch:
-            self._batch.states = (args[0] if args else named["hidden_states"])[0]
+            states = (args[0] if args else named["hidden_states"])[0]
+            self._batch.captured = {
+                name: each.capture(module, states) for name, each in self._providers.items()
+            }

@@ -6,7 +6,7 @@ position. Segments do not attend to each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import ModelError
-from larder.core.types import AppendKind, Keys, Mode, Queries, Values, empty_tensor
+from larder.core.types import AppendKind, Keys, Mode, Queries, Values
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class LayerActivations:
     Args:
         queries [H, Q, D], keys and values [K, Q, D]: post-RoPE.
         positions: true positions [Q].
-        states: hidden states at the attention input; empty unless requested.
+        inputs: what activation providers captured of the tokens, by name.
     """
 
     queries: Float[Tensor, "H Q D"]
     keys: Float[Tensor, "K Q D"]
     values: Float[Tensor, "K Q D"]
     positions: Int[Tensor, " Q"]
-    states: Float[Tensor, "_ _"] = field(default_factory=lambda: empty_tensor(torch.float32, 0, 0))
+    inputs: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 # Called with (segment index, layer, activations) after each layer of each segment, once the cache
@@ -91,8 +91,8 @@ class ForwardBatch:
     ) -> None:
         self.segments = segments
         self.called: set[int] = set()
-        # Hidden states of all tokens at the input of the current attention; empty unless requested.
-        self.states: Float[Tensor, "_ _"] = empty_tensor(torch.float32, 0, 0)
+        # What activation providers captured of all tokens before the current attention, by name.
+        self.captured: dict[str, Float[Tensor, "Q *rest"]] = {}
         self._mode = mode
         self._observer = observer
         self._plans = [segment.cache.plans for segment in segments]
@@ -174,13 +174,17 @@ class ForwardBatch:
             out = segment.cache.stores[layer].again(*old, answer)
         else:
             out = answer()
+        inputs = self._inputs(index)
+        if inputs and self._mode is Mode.APPEND:
+            segment.cache.note_tokens(layer, inputs, segment.cache.next_position)
         if self._observer is not None:
-            self._observer(index, layer, LayerActivations(*new, self._states(index)))
+            self._observer(index, layer, LayerActivations(*new, inputs))
         return out
 
-    def _states(self, index: int) -> Float[Tensor, "_ _"]:
-        """Hidden states of the new tokens of one segment."""
-        if not len(self.states):
-            return self.states
+    def _inputs(self, index: int) -> dict[str, Tensor]:
+        """What was captured of the new tokens of one segment."""
+        if not self.captured:
+            return {}
         stop = sum(segment.num_tokens for segment in self.segments[: index + 1])
-        return self.states[stop - len(self.segments[index].ids) : stop]
+        rows = slice(stop - len(self.segments[index].ids), stop)
+        return {name: captured[rows] for name, captured in self.captured.items()}

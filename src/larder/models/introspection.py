@@ -1,10 +1,10 @@
-"""Introspection of a model at load: attention calls, kinds, rotation, digest, projections."""
+"""Introspection of a model: attention calls, kinds, rotation, digest, tensors of its weights."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from larder.core.types import Keys, Queries, Values
 from larder.models.prefetch import attention_modules
 from larder.ops.attention import causal_attention
 from larder.ops.rope import rotate
+from larder.policy.providers.base import WeightProvider, select_providers
 
 
 class AttentionSurvey:
@@ -183,34 +184,23 @@ def _is_load_detail(key: str) -> bool:
     return key.startswith("_") or key in {"transformers_version", "dtype", "torch_dtype"}
 
 
-OUTPUT_PROJECTION_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
-
-
 @torch.no_grad()
-def output_projections(
-    body: nn.Module, layers: Sequence[LayerSpec]
-) -> dict[int, Float[Tensor, "H D N"]]:
-    """Output projection of every layer, by layer index: views of the model's weights.
+def weight_inputs(
+    body: nn.Module, layers: Sequence[LayerSpec], names: Iterable[str]
+) -> dict[int, dict[str, Tensor]]:
+    """Tensors of the named weight providers, by layer index, then by name.
 
     Raises:
-        ModelError: an attention module has no linear layer of a known name and the right size.
+        ModelError: an attention module does not have the weights of a provider.
     """
+    providers = select_providers(names, WeightProvider)
+    if not providers:
+        return {}
     modules = attention_modules(body)
-    found: dict[int, Tensor] = {}
-    for layer in layers:
-        shape = layer.query_heads, layer.head_dim
-        weight = _output_weight(modules[layer.index], shape[0] * shape[1])
-        found[layer.index] = weight.detach().unflatten(1, shape).permute(1, 2, 0)
-    return found
-
-
-def _output_weight(module: nn.Module, width: int) -> Float[Tensor, "N W"]:
-    children = dict(module.named_children())
-    for name in OUTPUT_PROJECTION_NAMES:
-        child = children.get(name)
-        if isinstance(child, nn.Linear) and child.in_features == width:
-            return child.weight
-    raise ModelError(
-        f"{type(module).__name__} has no linear output projection from {width} channels among "
-        f"{', '.join(children) or 'nothing'}: choose a policy without criticality()."
-    )
+    return {
+        layer.index: {
+            name: provider.layer_tensor(modules[layer.index], layer)
+            for name, provider in providers.items()
+        }
+        for layer in layers
+    }

@@ -1,8 +1,9 @@
-"""Language-model head: hidden states to logits, and to the surprise of tokens."""
+"""Language-model head: hidden states to logits, and to numbers of tokens."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from larder.core.errors import ModelError
+from larder.policy.providers.base import TokenProvider
 
 # Logits computed at a time: 64 MiB in float32.
 LOGITS_CHUNK = 1 << 24
@@ -34,21 +36,23 @@ class LMHead:
         """Float32 logits of the next tokens."""
         return self._module(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
 
-    def surprises(
-        self, hidden: Float[Tensor, "N hidden"], ids: Int[Tensor, " N"]
-    ) -> Float[Tensor, " N"]:
-        """-log p of each token, given the hidden state of the one before it.
+    def token_numbers(
+        self,
+        hidden: Float[Tensor, "N hidden"],
+        ids: Int[Tensor, " N"],
+        providers: Mapping[str, TokenProvider],
+    ) -> dict[str, Float[Tensor, " N"]]:
+        """Numbers of each token by provider, given the hidden states of the tokens before them.
 
         Logits are computed in chunks of `LOGITS_CHUNK` numbers.
         """
-        parts = zip(hidden.split(self._width), ids.split(self._width), strict=True)
-        return torch.cat([self._chunk_surprises(part, own) for part, own in parts])
-
-    def _chunk_surprises(
-        self, hidden: Float[Tensor, "N hidden"], ids: Int[Tensor, " N"]
-    ) -> Float[Tensor, " N"]:
-        logits = self.logits(hidden)
-        return logits.logsumexp(-1) - logits.gather(1, ids[:, None])[:, 0]
+        parts: dict[str, list[Tensor]] = {name: [] for name in providers}
+        chunks = zip(hidden.split(self._width), ids.split(self._width), strict=True)
+        for chunk, own in chunks:
+            logits = self.logits(chunk)
+            for name, provider in providers.items():
+                parts[name].append(provider.measure(logits, own))
+        return {name: torch.cat(numbers) for name, numbers in parts.items()}
 
 
 def base_model_of(module: Any) -> tuple[str, nn.Module]:

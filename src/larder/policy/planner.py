@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -20,10 +20,10 @@ from larder.core.observation import (
     Entries,
     LayerScores,
     Lexicon,
-    Need,
     Observation,
     Phase,
 )
+from larder.core.part import PolicyPart
 from larder.core.plan import Plan
 from larder.core.spelling import name_of, spell
 from larder.core.types import Packed, PackedMask
@@ -32,6 +32,12 @@ from larder.policy.budgets.base import Budget
 from larder.policy.compensation.base import Compensation
 from larder.policy.layer_calibration import mean_per_kv_head, split_by_layer
 from larder.policy.protect import Protect
+from larder.policy.providers.base import (
+    ActivationProvider,
+    Provider,
+    TokenProvider,
+    select_providers,
+)
 from larder.policy.scorers.base import Scorer
 from larder.policy.scoring import Scoring
 from larder.policy.storage.base import Storage
@@ -53,11 +59,11 @@ class Planner:
 
     Args:
         reduction: reduction over queries and heads, for attention scorers.
-        recalled: names of the tallies whose columns the recall index reads.
+        recall: part that finds offloaded entries again; None without offload.
         facts: calibration of each managed layer, by layer index.
         weights: budget weights of the heads of each managed layer, by layer index.
         lexicon: sets of token ids that the parts need.
-        projections: output projections by layer index, where the value rule needs them.
+        weight_inputs: tensors of weight providers by layer index, then by name.
     """
 
     protect: Protect
@@ -69,46 +75,73 @@ class Planner:
     unit: Unit = Token()
     timing: Timing = PrefillOnly()
     storage: Storage = Exact()
-    recalled: frozenset[str] = frozenset()
+    recall: PolicyPart | None = None
     facts: Mapping[int, Calibration] = field(default_factory=dict[int, Calibration])
     weights: Mapping[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
     lexicon: Lexicon = field(default_factory=dict[str, frozenset[int]])
-    projections: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor], compare=False)
+    weight_inputs: Mapping[int, Mapping[str, Tensor]] = field(
+        default_factory=dict[int, Mapping[str, Tensor]], compare=False
+    )
 
-    @property
-    def needs(self) -> frozenset[Need]:
-        """Inputs that the parts need beside queries, keys and entries."""
-        return self.scorer.needs() | self.budget.needs()
+    @cached_property
+    def parts(self) -> tuple[PolicyPart, ...]:
+        """All parts that read inputs, those of the decode phase included."""
+        own = (self.scorer, self.reduction.heads, self.values, self.unit, self.budget)
+        own += (self.compensation, self.storage, self.timing, *self.timing.parts)
+        return own if self.recall is None else (*own, self.recall)
 
-    @property
+    @cached_property
+    def providers(self) -> frozenset[str]:
+        """Names of the providers that parts and tallies need."""
+        return _union(part.required_providers() for part in (*self.parts, *self._tallies))
+
+    @cached_property
+    def token_providers(self) -> Mapping[str, TokenProvider]:
+        """Providers of a number per token from the model's logits, by name."""
+        return select_providers(self.providers, TokenProvider)
+
+    @cached_property
+    def activation_providers(self) -> Mapping[str, ActivationProvider]:
+        """Providers that capture activations of a pass, by name."""
+        return select_providers(self.providers, ActivationProvider)
+
+    @cached_property
+    def calibrations(self) -> frozenset[str]:
+        """Names of the measurements of a model that parts look up."""
+        return _union(part.required_calibrations() for part in self.parts)
+
+    @cached_property
     def ledger(self) -> Ledger:
         """State that the cache holds for the parts."""
-        own = [scorer.ledger for scorer in self._scorers]
-        own += [self.compensation.required_ledger(), self.budget.ledger]
-        own.append(Ledger(queries=self.queries))
-        return Ledger.union([*own, *(Ledger(tally.columns) for tally in self._tallies)])
+        kept = select_providers(self.providers, Provider).items()
+        columns = tuple(name for name, provider in kept if provider.has_column)
+        return Ledger.union(
+            [
+                Ledger(columns),
+                *(part.required_ledger() for part in self.parts),
+                *(Ledger(tally.columns) for tally in self._tallies),
+            ]
+        )
 
     @cached_property
     def _tallies(self) -> tuple[Tally, ...]:
-        named = self.budget.tallies | self.compensation.required_tallies()
-        named = named.union(*(scorer.tallies for scorer in self._scorers))
-        named |= self.unit.tallies | self.recalled
+        named = _union(part.required_tallies() for part in self.parts)
         return tuple(TALLIES.load(name)() for name in sorted(named))
 
     @property
     def has_tallies(self) -> bool:
-        """True if state is updated on every pass, even without a plan."""
-        return bool(self._tallies or self.queries)
+        """True if tallies or latest queries are updated on every pass, even without a plan."""
+        return bool(self._tallies or self.ledger.queries)
+
+    @cached_property
+    def observes_whole_text(self) -> bool:
+        """True if a part needs the queries of a whole context in one pass."""
+        return any(part.observes_whole_text() for part in self.parts)
 
     @property
-    def queries(self) -> int:
-        """Number of latest queries of each layer that the cache holds."""
-        return max(scorer.queries() for scorer in self._scorers)
-
-    @property
-    def _scorers(self) -> tuple[Scorer, ...]:
-        """Scorer of prefill, and that of decode where it is another one."""
-        return (self.scorer, *self.timing.scorers)
+    def has_state(self) -> bool:
+        """True if every token read changes what the cache holds for the parts."""
+        return self.has_tallies or bool(self.token_providers)
 
     def _scoring(self, stage: Phase) -> Scoring:
         """Scorer and reduction of a phase."""
@@ -147,12 +180,12 @@ class Planner:
         return bool(self._tallies) or (is_due and uses_attention)
 
     def with_model_facts(self, seen: Observation) -> Observation:
-        """Observation with calibration, lexicon and projection of its layer."""
+        """Observation with calibration, lexicon and weight inputs of its layer."""
         own = self.facts.get(seen.layer.index, {})
-        if not (own or self.lexicon or seen.facts or seen.lexicon or self.projections):
+        if not (own or self.lexicon or seen.facts or seen.lexicon or self.weight_inputs):
             return seen
-        projection = self.projections.get(seen.layer.index)
-        return replace(seen, facts=own, lexicon=self.lexicon, projection=projection)
+        inputs = {**seen.inputs, **self.weight_inputs.get(seen.layer.index, {})}
+        return replace(seen, facts=own, lexicon=self.lexicon, inputs=inputs)
 
     def quotas(
         self, tokens: int, context: int, layers: tuple[int, ...], facts: Calibration
@@ -295,3 +328,7 @@ class Planner:
         """
         compensated = self.compensation.compensate(plan, entries, scored)
         return self.storage.grade(compensated, entries, scored, quota, share)
+
+
+def _union(names: Iterable[frozenset[str]]) -> frozenset[str]:
+    return frozenset[str]().union(*names)

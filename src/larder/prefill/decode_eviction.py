@@ -9,20 +9,25 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
-from larder.core.ledger import SURPRISE
 from larder.core.observation import Phase, ScratchPrompt
 from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
 from larder.policy.planner import Planner
-from larder.prefill.eviction_pass import EvictionMode, EvictionPass, ScoringPhase, surprise_observer
+from larder.policy.providers.base import TokenProvider
+from larder.prefill.eviction_pass import EvictionMode, EvictionPass, ScoringPhase, token_observer
 
-# Predicted surprise of the tokens of rows before they are read, one tensor per row.
-SurpriseForecast = Callable[[Sequence[BatchSegment]], Sequence[Float[Tensor, " _"]]]
+# Numbers of the tokens of rows before they are read, by provider; one mapping per row.
+TokenForecast = Callable[
+    [Sequence[BatchSegment], Mapping[str, TokenProvider]],
+    Sequence[Mapping[str, Float[Tensor, " _"]]],
+]
 
 
-def no_surprise(rows: Sequence[BatchSegment]) -> Sequence[Float[Tensor, " _"]]:
-    """Null forecast, for policies without surprise."""
-    del rows
-    return ()
+def no_forecast(
+    rows: Sequence[BatchSegment], providers: Mapping[str, TokenProvider]
+) -> Sequence[Mapping[str, Float[Tensor, " _"]]]:
+    """Null forecast, for policies without token providers."""
+    del providers
+    return [{} for _ in rows]
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class DecodeEviction:
         tokens: M, entries per kv head averaged over the managed layers.
         quotas: capacity per managed layer, by layer index, for each cache of the generation.
         starts: true positions of the first generated token, one per cache of the generation.
-        forecast: surprise forecast of the decoder, for policies with surprise.
+        forecast: forecast of the decoder, for policies with token providers.
         recall_entries: as in `PrefillReader`.
         max_excess: upper bound on the entries per kv head beyond the budget, whatever the timing
             allows; None for the timing alone.
@@ -47,7 +52,7 @@ class DecodeEviction:
     tokens: int
     quotas: tuple[Mapping[int, int], ...]
     starts: tuple[int, ...]
-    forecast: SurpriseForecast = no_surprise
+    forecast: TokenForecast = no_forecast
     recall_entries: int = 0
     max_excess: int | None = None
 
@@ -87,10 +92,9 @@ class DecodeEviction:
         prompts = [ScratchPrompt(r.ids, (0, n)) for r, n in zip(rows, lengths, strict=True)]
         eviction.begin_pass(prompts, phases, 0)
         observer: Observer = eviction
-        if SURPRISE in self.planner.ledger.columns:
-            observer = surprise_observer(
-                eviction, caches, list(self.quotas[0]), self.forecast(rows)
-            )
+        if providers := self.planner.token_providers:
+            expected = self.forecast(rows, providers)
+            observer = token_observer(eviction, caches, list(self.quotas[0]), expected)
         if max(len(row.ids) for row in rows) > 1 or self._copies(caches):
             return observer
         return DeferredObserver(observer, len(rows) * len(caches[0].spec.layers))

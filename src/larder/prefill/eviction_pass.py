@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
-from larder.core.ledger import SURPRISE
 from larder.core.observation import LayerScores, Observation, Phase, ScratchPrompt
 from larder.core.plan import Plan
 from larder.core.types import Packed
@@ -154,7 +153,7 @@ class EvictionPass:
             self._stage,
             recorded.keys,
             cache.heard(layer),
-            states=recorded.states,
+            inputs=recorded.inputs,
             latest=cache.latest.queries(layer),
         )
         own = 0 if self._scratch_tokens else len(recorded.positions)
@@ -162,8 +161,7 @@ class EvictionPass:
 
     def _tally(self, row: int, layer: int, seen: Observation) -> Observation:
         """Update the ledger of a layer, and return the observation with its new columns."""
-        if self._planner.queries:
-            self._caches[row].remember(layer, seen.queries, seen.query_positions)
+        self._caches[row].remember(layer, seen.queries, seen.query_positions)
         columns = self._planner.tally(seen)
         if not columns:
             return seen
@@ -271,38 +269,23 @@ def rotate_to_cache_positions(seen: Observation, own: int) -> Observation:
     )
 
 
-def record_surprise(
-    cache: SequenceCache, layer: int, start: int, surprises: Float[Tensor, " _"]
-) -> None:
-    """Write the surprise of tokens into the ledger column of one layer.
-
-    Args:
-        start: true position of the first token of `surprises`.
-    """
-    entries = cache.entries(layer)
-    places = entries.positions.long() - start
-    is_new = (places >= 0) & (places < len(surprises))
-    fresh = surprises[places.clamp(0, len(surprises) - 1)]
-    cache.note(layer, {SURPRISE: torch.where(is_new, fresh, entries.columns[SURPRISE])})
-
-
-def surprise_observer(
+def token_observer(
     observer: Observer,
     caches: Sequence[SequenceCache],
     layers: Sequence[int],
-    surprises: Sequence[Float[Tensor, " _"]],
+    numbers: Sequence[Mapping[str, Float[Tensor, " _"]]],
 ) -> Observer:
-    """Observer that records surprise of new entries before it calls another observer.
+    """Observer that records numbers of new tokens before it calls another observer.
 
     Args:
-        layers: layers with a surprise column.
-        surprises: surprise of the tokens about to be read, one tensor per row.
+        layers: layers with the columns.
+        numbers: of the tokens about to be read, by column; one mapping per row.
     """
     starts = [cache.next_position for cache in caches]
 
     def observe(row: int, layer: int, recorded: LayerActivations) -> None:
         if layer in layers:
-            record_surprise(caches[row], layer, starts[row], surprises[row])
+            caches[row].note_tokens(layer, numbers[row], starts[row])
         observer(row, layer, recorded)
 
     return observe

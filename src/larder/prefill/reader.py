@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from larder.cache.sequence import SequenceCache
-from larder.core.ledger import SURPRISE
+from larder.core.errors import ScoreError
 from larder.core.observation import Prompts, ScratchPrompt
+from larder.core.spelling import spell
 from larder.core.types import AppendKind, Mode
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment, Observer
 from larder.policy.planner import Planner
-from larder.prefill.eviction_pass import EvictionPass, ScoringPhase, record_surprise
+from larder.policy.providers.base import DraftProvider, select_providers
+from larder.prefill.eviction_pass import EvictionPass, ScoringPhase
 from larder.prefill.memory import PeakMemoryMeter
 
-# Latest tokens that are read again for scorers of surprise.
+# Latest tokens that are read again where numbers of tokens are known only behind a pass.
 REREAD_TOKENS = 32
 
 
@@ -59,14 +62,15 @@ class PrefillReader:
     def append(self, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]) -> None:
         """Read tokens into every sequence without scoring."""
         rows, observer = self._appending(lanes, ids)
-        if SURPRISE not in self.planner.ledger.columns:
-            self.decoder.read(rows, Mode.APPEND, observer)
+        inputs, providers = self.planner.activation_providers, self.planner.token_providers
+        if not providers:
+            self.decoder.read(rows, Mode.APPEND, observer, inputs)
             return
         start = lanes[0].cache.next_position
-        surprise = self.decoder.forward_surprise(rows, Mode.APPEND, observer)
-        for row, surprises in zip(rows, surprise, strict=True):
+        numbers = self.decoder.forward_token_numbers(rows, Mode.APPEND, providers, observer, inputs)
+        for row, own in zip(rows, numbers, strict=True):
             for layer in self.quotas:
-                record_surprise(row.cache, layer, start, surprises)
+                row.cache.note_tokens(layer, own, start)
 
     def read_and_evict(
         self,
@@ -106,23 +110,27 @@ class PrefillReader:
                 [ScoringPhase.DECIDE] * len(lanes),
                 0,
             )
-            self.decoder.read(_rows(caches, ids), Mode.APPEND, eviction, self.planner.needs)
+            inputs = self.planner.activation_providers
+            self.decoder.read(_rows(caches, ids), Mode.APPEND, eviction, inputs)
             return
         rounds, following = list(zip(*scratches, strict=True)), list[int]()
-        if any(scratch.drafts for scratch in scratches[0]):
+        has_drafts = any(scratch.drafts for scratch in scratches[0])
+        if has_drafts:
             rows, observer = self._appending(lanes, ids)
-            following = greedy_tokens(self.decoder, rows, Mode.APPEND, observer)
+            following = next_tokens(self.decoder, self._drafts, rows, Mode.APPEND, observer)
         else:
             self.append(lanes, ids)
         for number, prompts in enumerate(rounds, start=1):
             yield
             phase = ScoringPhase.DECIDE if number == len(rounds) else ScoringPhase.ACCUMULATE
-            drafted = with_drafts(self.decoder, caches, prompts, following)
+            drafted = list(prompts)
+            if has_drafts:
+                drafted = with_drafts(self.decoder, self._drafts, caches, prompts, following)
             scratch_tokens = sum(scratch.tokens for scratch in drafted)
             eviction.begin_pass(drafted, [phase] * len(drafted), scratch_tokens)
             pairs = zip(caches, drafted, strict=True)
             rows = [BatchSegment(cache, each.ids, shift=each.shift) for cache, each in pairs]
-            self.decoder.read(rows, Mode.SCRATCH, eviction, self.planner.needs)
+            self.decoder.read(rows, Mode.SCRATCH, eviction, self.planner.activation_providers)
 
     def finish(self, lane: PrefillSequence, waiting: Sequence[PrefillSequence] = ()) -> None:
         """Finish a sequence: free the slack of its cache and pass the cache on.
@@ -153,13 +161,28 @@ class PrefillReader:
     ) -> tuple[ScratchPrompt, ...]:
         """Scratch prompts of a sequence.
 
-        Surprise is known only after a pass, when all layers are done, so a scorer of surprise gets
-        a second pass over the latest tokens.
+        Numbers that are made of logits are known only after a pass, when all layers are done, so
+        their readers get a second pass over the latest tokens.
         """
         scratches = self.planner.scorer.scratch(block, start, lane.prompts)
-        if scratches or SURPRISE not in self.planner.ledger.columns:
+        if scratches or not self.planner.token_providers:
             return scratches
         return (ScratchPrompt(block[-REREAD_TOKENS:], (0, start + len(block))),)
+
+    @cached_property
+    def _drafts(self) -> DraftProvider:
+        """Provider of the drafts that scratch prompts ask for.
+
+        Raises:
+            ScoreError: the policy names none, or several.
+        """
+        named = select_providers(self.planner.providers, DraftProvider)
+        if len(named) != 1:
+            raise ScoreError(
+                f"{spell(self.planner.scorer)} drafts tokens by {len(named)} providers of drafts: "
+                'name one in its `needs`, such as "drafts".'
+            )
+        return next(iter(named.values()))
 
     def _eviction_pass(self, caches: Sequence[SequenceCache], length: int) -> EvictionPass:
         lengths, quotas = [length] * len(caches), [self.quotas] * len(caches)
@@ -183,33 +206,38 @@ def _rows(caches: Sequence[SequenceCache], ids: tuple[int, ...]) -> list[BatchSe
     return [BatchSegment(cache, ids, append_kind=AppendKind.TEXT) for cache in caches]
 
 
-def greedy_tokens(
-    decoder: Decoder, rows: Sequence[BatchSegment], mode: Mode, observer: Observer | None = None
+def next_tokens(
+    decoder: Decoder,
+    drafts: DraftProvider,
+    rows: Sequence[BatchSegment],
+    mode: Mode,
+    observer: Observer | None = None,
 ) -> list[int]:
-    """Read rows; returns the most likely next token of each."""
+    """Read rows; returns the drafted next token of each."""
     ends = [total - 1 for total in accumulate(len(row.ids) for row in rows)]
-    return decoder.forward_logits(rows, mode, ends, observer).argmax(-1).tolist()
+    return drafts.next_tokens(decoder.forward_logits(rows, mode, ends, observer))
 
 
 def with_drafts(
     decoder: Decoder,
+    drafts: DraftProvider,
     caches: Sequence[SequenceCache],
     prompts: Sequence[ScratchPrompt],
     following: Sequence[int],
 ) -> list[ScratchPrompt]:
-    """Scratch prompts extended by their greedily decoded drafts, equally many for each.
+    """Scratch prompts extended by their drafts, equally many for each.
 
     The caches do not change, so the draft is read again for each added token.
 
     Args:
-        following: most likely token right behind each cache, for prompts without tokens.
+        following: drafted token right behind each cache, for prompts without tokens.
     """
     for _ in range(prompts[0].drafts):
         tokens = following
         if prompts[0].ids:
             pairs = zip(caches, prompts, strict=True)
             rows = [BatchSegment(cache, each.ids, shift=each.shift) for cache, each in pairs]
-            tokens = greedy_tokens(decoder, rows, Mode.SCRATCH)
+            tokens = next_tokens(decoder, drafts, rows, Mode.SCRATCH)
         longer = [(*each.ids, token) for each, token in zip(prompts, tokens, strict=True)]
         pairs = zip(prompts, longer, strict=True)
         prompts = [replace(each, ids=ids, drafts=each.drafts - 1) for each, ids in pairs]

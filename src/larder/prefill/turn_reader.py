@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from larder.cache.sequence import SequenceCache
-from larder.core.ledger import SURPRISE
 from larder.core.observation import Prompts
 from larder.core.types import AppendKind, Mode
 from larder.models.decoder import Decoder
@@ -218,8 +217,7 @@ class TurnReader:
         if self._bound is None or not (self._open or more):
             return False
         planner = self._reader_of(self.cache.next_position + more, self.meter).planner
-        has_state = planner.has_tallies or SURPRISE in planner.ledger.columns
-        return has_state or self._bound.is_exceeded(self.cache, more)
+        return planner.has_state or self._bound.is_exceeded(self.cache, more)
 
     def _truncate_open_block(self) -> tuple[int, ...]:
         """Truncate the open block; returns its tokens."""

@@ -13,7 +13,6 @@ from functools import cached_property
 
 from larder.cache.latest_activations import latest_queries_bytes
 from larder.cache.sequence import SequenceCache
-from larder.core.ledger import SURPRISE
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.engine.engine import Engine
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
@@ -211,11 +210,12 @@ class ServingPolicy:
             length, new_tokens: as in `lossless_turn_demand`; layers without a budget grow with
                 them.
         """
-        spec, ledger = self.runtime.decoder.spec, self.policy.planner.ledger
+        spec, planner = self.runtime.decoder.spec, self.policy.planner
+        ledger = planner.ledger
         layers = [self._layer_bytes(layer, per_head, length, new_tokens) for layer in spec.layers]
         heads = sum(layer.kv_heads for layer in spec.layers)
         fixed = heads * (HEAD_BYTES + NUMBER_BYTES * len(ledger.scalars))
-        tail = spec.width * spec.dtype.itemsize if SURPRISE in ledger.columns else 0
+        tail = spec.width * spec.dtype.itemsize if planner.token_providers else 0
         tail += latest_queries_bytes(ledger.queries, spec.managed, spec.dtype.itemsize)
         scratch = max(layer.bytes_per_token(spec.dtype) for layer in spec.layers) * self._scratch
         transient = TRANSIENT_LAYERS * max(layers) if self.is_limited else max(layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from larder.cache.latest_activations import latest_queries_bytes
 from larder.cache.sequence import CacheForm, SequenceCache
 from larder.core.errors import BudgetError, UsageError
-from larder.core.ledger import SURPRISE, Ledger
+from larder.core.ledger import Ledger
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
 from larder.core.spec import POSITION_BYTES, LayerSpec, ModelSpec
 from larder.core.spelling import name_of, spell
@@ -330,7 +330,7 @@ def _entry_bytes(policy: Policy, spec: ModelSpec) -> tuple[int, int]:
 def _fixed_bytes(policy: Policy, spec: ModelSpec) -> int:
     """Bytes that do not depend on the number of entries: per kv head, and of the last token."""
     ledger = policy.planner.ledger
-    tail = spec.width * spec.dtype.itemsize if SURPRISE in ledger.columns else 0
+    tail = spec.width * spec.dtype.itemsize if policy.planner.token_providers else 0
     latest = latest_queries_bytes(ledger.queries, spec.managed, spec.dtype.itemsize)
     return (
         _num_managed_heads(spec) * (HEAD_BYTES + NUMBER_BYTES * len(ledger.scalars)) + tail + latest

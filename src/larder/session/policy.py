@@ -175,7 +175,7 @@ class Policy:
             self.unit,
             self.timing,
             self.resident_storage,
-            frozenset() if self.recall is None else self.recall.tallies,
+            self.recall,
         )
 
     @property
@@ -186,14 +186,12 @@ class Policy:
     @property
     def calibrations(self) -> frozenset[str]:
         """Names of the calibration data that its parts require."""
-        return (
-            self.budget.required_calibrations() | self.heads.calibrations | self.timing.calibrations
-        )
+        return self.planner.calibrations
 
     @property
     def lexicon(self) -> frozenset[str]:
         """Names of the sets of token ids that its parts require."""
-        return self.unit.lexicon | (frozenset() if self.recall is None else self.recall.lexicon)
+        return frozenset[str]().union(*(part.lexicon for part in self.planner.parts))
 
     def with_sizes(self, tokens: int, block: int | None) -> Policy:
         """Policy with its open sizes filled in.

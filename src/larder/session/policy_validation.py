@@ -46,7 +46,7 @@ def check_query_positions(scorer: Scorer, storage: Storage) -> None:
     Raises:
         SpellingError: queries keep true positions, but the storage rotates keys to others.
     """
-    if scorer.queries() and storage.rerotates_keys:
+    if scorer.required_ledger().queries and storage.rerotates_keys:
         raise SpellingError(
             f"{spell(scorer)} judges by queries at their true positions, but {spell(storage)} "
             "turns keys to other ones: leave the storage out, or take another scorer."

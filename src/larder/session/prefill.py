@@ -13,7 +13,7 @@ from larder.core.errors import InputError, UsageError
 from larder.core.memory_budget import MemoryBudget
 from larder.core.observation import Calibration, Prompts
 from larder.models.decoder import Decoder
-from larder.models.introspection import output_projections
+from larder.models.introspection import weight_inputs
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.policy.layer_calibration import select_layers
 from larder.policy.planner import Planner
@@ -293,7 +293,7 @@ def decode_planner(
         tokens,
         tuple(quotas for _, quotas in ready),
         starts,
-        runtime.decoder.predict_surprise,
+        runtime.decoder.predict_token_numbers,
         recall_budget_tokens(policy),
         block_tokens(policy) - 1,
     )
@@ -309,11 +309,8 @@ def planner_with_quotas(
     planner = policy.planner.with_calibration(
         facts, layers, runtime.tokenizer.lexicon(policy.lexicon)
     )
-    if policy.values.projects:
-        planner = replace(
-            planner,
-            projections=output_projections(runtime.decoder.body, runtime.decoder.spec.layers),
-        )
+    inputs = weight_inputs(runtime.decoder.body, runtime.decoder.spec.layers, planner.providers)
+    planner = replace(planner, weight_inputs=inputs)
     if tokens == WITHOUT_LIMIT:
         return planner, {}
     return planner, planner.quotas(tokens, context, layers, facts)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from larder.core.observation import Need
 from larder.core.spec import LayerSpec
 from larder.core.types import Mode
-from larder.models.decoder import Decoder
+from larder.models.decoder import NO_INPUTS, Decoder, Inputs, TokenNumbers
 from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
+from larder.policy.providers.base import TokenProvider
 from larder_bench.profiling.synthetic_keys import KeyQueryStream
 
 Clock = Callable[[], float]
@@ -55,21 +55,26 @@ class TimedDecoder(Decoder):
         rows: Sequence[BatchSegment],
         mode: Mode,
         observer: Observer | None = None,
-        needs: frozenset[Need] = frozenset(),
+        inputs: Inputs = NO_INPUTS,
     ) -> None:
         watch, started = self._watch(observer), self.clock()
-        super().read(rows, mode, watch, needs)
+        super().read(rows, mode, watch, inputs)
         self._count(mode, watch, started)
 
-    def forward_surprise(
-        self, rows: Sequence[BatchSegment], mode: Mode, observer: Observer | None = None
-    ) -> list[torch.Tensor]:
+    def forward_token_numbers(
+        self,
+        rows: Sequence[BatchSegment],
+        mode: Mode,
+        providers: Mapping[str, TokenProvider],
+        observer: Observer | None = None,
+        inputs: Inputs = NO_INPUTS,
+    ) -> list[TokenNumbers]:
         """What follows the last look is for the policy, too, but for the rest of one layer."""
         watch, started = self._watch(observer), self.clock()
-        surprises = super().forward_surprise(rows, mode, watch)
+        numbers = super().forward_token_numbers(rows, mode, providers, watch, inputs)
         watch.seconds += self.clock() - watch.stopped
         self._count(mode, watch, started)
-        return surprises
+        return numbers
 
     def forward_logits(
         self,
@@ -110,7 +115,7 @@ class SyntheticDecoder(TimedDecoder):
         rows: Sequence[BatchSegment],
         mode: Mode,
         observer: Observer | None = None,
-        needs: frozenset[Need] = frozenset(),
+        inputs: Inputs = NO_INPUTS,
     ) -> None:
         for layer in self.spec.layers:
             for number, row in enumerate(rows):

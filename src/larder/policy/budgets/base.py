@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from larder.core.errors import BadParameter
-from larder.core.ledger import Ledger
-from larder.core.observation import Calibration, LayerScores, Need, Observation
+from larder.core.observation import Calibration, LayerScores, Observation
+from larder.core.part import PolicyPart
 from larder.core.plan import Plan
 from larder.core.spelling import name_of
 from larder.core.types import Packed
 
 
-class Budget(ABC):
+class Budget(PolicyPart, ABC):
     """Distribution of a number of entries over layers and heads.
 
     A budget is a frozen dataclass with the fields `tokens` (entries per kv head, averaged over
@@ -26,19 +26,10 @@ class Budget(ABC):
     tokens: int | None
     kept: float | None
 
-    # Names of the calibrations that `layer_tokens` and `head_weights` need.
-    calibrations: ClassVar[frozenset[str]] = frozenset()
-    # Names of the tallies whose columns `measure` reads.
-    tallies: ClassVar[frozenset[str]] = frozenset()
-    ledger: ClassVar[Ledger] = Ledger()  # state that the cache holds for it
     # Whether a protected share is relative to each layer's own entries, not to the average.
     protects_own_share: ClassVar[bool] = False
     # Whether `choose` gets layers that were cut again, as more layers are scored.
     replans: ClassVar[bool] = False
-
-    def needs(self) -> frozenset[Need]:
-        """Inputs that `measure` needs beside queries, keys and entries; none by default."""
-        return frozenset()
 
     def measure(self, seen: Observation, scores: Packed) -> tuple[float, ...]:
         """Statistics that `choose` needs beyond scores, measured when the layer is scored."""
@@ -59,10 +50,6 @@ class Budget(ABC):
         """
         del least, most, facts
         return (tokens,) * layers
-
-    def required_calibrations(self) -> frozenset[str]:
-        """Names of the calibrations that these parameters need."""
-        return self.calibrations
 
     def head_weights(self, facts: Calibration) -> tuple[float, ...]:
         """Weight of each head, layer by layer, for `LayerScores.weights`.

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.ledger import Ledger
-from larder.core.observation import LayerScores, Need, Observation, Phase
+from larder.core.observation import LayerScores, Observation, Phase
 from larder.core.plan import Plan
 from larder.core.types import Packed, Variant
 from larder.ops.apportion import apportion
@@ -102,8 +102,8 @@ class InverseVariance(Budget):
                 f"inverse_variance.temperature must be above 0, got {self.temperature}."
             )
 
-    def needs(self) -> frozenset[Need]:
-        return frozenset({Need.TEXT}) if self.variant is Variant.CODE else frozenset()
+    def observes_whole_text(self) -> bool:
+        return self.variant is Variant.CODE
 
     def measure(self, seen: Observation, scores: Packed) -> tuple[float, ...]:
         """F of the layer; empty where its share is known already."""

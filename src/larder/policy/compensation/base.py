@@ -5,26 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from larder.core.ledger import Ledger
 from larder.core.observation import Entries, LayerScores
+from larder.core.part import PolicyPart
 from larder.core.plan import Plan
 
 
-class Compensation(ABC):
+class Compensation(PolicyPart, ABC):
     """Fate of rejected entries: dropped, merged or offloaded. A frozen dataclass."""
 
-    ledger: ClassVar[Ledger] = Ledger()  # state that the cache holds for it
     parks: ClassVar[bool] = False  # whether rejected entries are offloaded to a slow tier
-    # Names of the tallies whose columns it reads.
-    tallies: ClassVar[frozenset[str]] = frozenset()
-
-    def required_ledger(self) -> Ledger:
-        """Ledger that these parameters need."""
-        return self.ledger
-
-    def required_tallies(self) -> frozenset[str]:
-        """Names of the tallies whose columns these parameters need."""
-        return self.tallies
 
     @property
     def needs_whole_text(self) -> bool:

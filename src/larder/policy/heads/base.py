@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from larder.core.observation import Calibration, Entries
+from larder.core.part import PolicyPart
 from larder.core.spec import LayerSpec
 
 
-class HeadRule(ABC):
+class HeadRule(PolicyPart, ABC):
     """Reduction over query heads. A frozen dataclass.
 
     Query head h belongs to kv head h // R.
     """
-
-    # Names of the calibrations that `join` needs.
-    calibrations: ClassVar[frozenset[str]] = frozenset()
 
     def join_stored(
         self,

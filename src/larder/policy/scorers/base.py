@@ -12,28 +12,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.ledger import Ledger
-from larder.core.observation import Entries, Need, Observation, Prompts, ScratchPrompt
+from larder.core.observation import Entries, Observation, Prompts, ScratchPrompt
+from larder.core.part import PolicyPart
 from larder.core.types import Packed, PackedMask
 from larder.policy.attention_reduction import AttentionReduction, ObservationWindow
 from larder.policy.protect import ProtectedTokens
 
 
-class Scorer(ABC):
+class Scorer(PolicyPart, ABC):
     """Importance score of cached entries; higher scores stay longer.
 
     A scorer is a frozen dataclass. It scores one layer at a time and has no state.
     """
 
-    ledger: ClassVar[Ledger] = Ledger()  # state that the cache holds for it
     # Names of the prompts that must be given before prefill.
     prompts: ClassVar[frozenset[str]] = frozenset()
-    # Names of the tallies whose columns it reads.
-    tallies: ClassVar[frozenset[str]] = frozenset()
-
-    def queries(self) -> int:
-        """Number of latest queries of each layer that the cache holds for it; 0 by default."""
-        return 0
 
     @abstractmethod
     def score(self, seen: Observation) -> Packed:
@@ -88,10 +81,6 @@ class Scorer(ABC):
         observes the latest tokens observes at most these.
         """
         return ProtectedTokens()
-
-    def needs(self) -> frozenset[Need]:
-        """Inputs that it needs beside queries, keys and entries; none by default."""
-        return frozenset()
 
     def required_prompts(self) -> frozenset[str]:
         """Names of the prompts that these parameters need."""

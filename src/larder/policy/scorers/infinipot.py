@@ -24,7 +24,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter
-from larder.core.ledger import SURPRISE, Ledger
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed
 from larder.policy.attention_reduction import ObservationWindow
@@ -42,7 +41,7 @@ class InfiniPot(AttentionScorer):
 
     novel: float = 0.5
     prompt: str = "summarize"
-    ledger = Ledger(columns=(SURPRISE,))
+    needs = frozenset({"surprise"})
 
     def __post_init__(self) -> None:
         if not 0 <= self.novel <= 1:
@@ -63,7 +62,7 @@ class InfiniPot(AttentionScorer):
         return ObservationWindow(seen.queries, seen.entries)
 
     def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
-        novelty = torch.split(seen.entries.column(SURPRISE), list(seen.entries.lengths))
+        novelty = torch.split(seen.entries.column("surprise"), list(seen.entries.lengths))
         pairs = zip(novelty, heads, strict=True)
         return torch.cat([self._merged(_ranks(new), _ranks(seen)) for new, seen in pairs])
 

@@ -39,7 +39,7 @@ from larder.core.errors import (
     UnknownName,
 )
 from larder.core.family import unknown_name_message
-from larder.core.observation import Need, Observation, Phase
+from larder.core.observation import Observation, Phase
 from larder.core.spelling import Call, Value, parse
 from larder.core.types import Packed
 from larder.policy.protect import ProtectedTokens
@@ -103,10 +103,12 @@ class Kvpress(Scorer):
                 f'kvpress(press="{name}", model="Qwen/Qwen3-8B").'
             )
 
-    def needs(self) -> frozenset[Need]:
-        name = _parse_press(self.press).name
-        states = {Need.STATES} if name in STATES else set[Need]()
-        return frozenset(states if name in LITTLE else {*states, Need.TEXT})
+    def required_providers(self) -> frozenset[str]:
+        is_learned = _parse_press(self.press).name in STATES
+        return frozenset({"states"}) if is_learned else frozenset()
+
+    def observes_whole_text(self) -> bool:
+        return _parse_press(self.press).name not in LITTLE
 
     def protected_tokens(self) -> ProtectedTokens:
         """Sinks and the window that the press has parameters for.
@@ -155,12 +157,12 @@ class Kvpress(Scorer):
         return scores.detach().float().flatten()
 
     def _states(self, seen: Observation) -> Float[Tensor, "1 Q hidden"]:
-        if not len(seen.states):
+        if "states" not in seen.inputs:
             raise ScoreError(
                 f"{self.press} judges by hidden states, which are seen while a context is read: "
                 "put prefill_only() behind it."
             )
-        return seen.states[None].float()
+        return seen.inputs["states"][None].float()
 
     def _refuse(self, seen: Observation, count: int, why: str, cause: Exception | None) -> NoReturn:
         what = "generating" if seen.stage is Phase.DECODE else "reading"

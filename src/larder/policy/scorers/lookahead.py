@@ -46,6 +46,7 @@ class Lookahead(AttentionScorer):
     tokens: int = 8
     kernel: int = 7
     prompt: str = ""
+    needs = frozenset({"drafts"})
 
     def __post_init__(self) -> None:
         if self.tokens < 1:

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter
-from larder.core.ledger import LOG_COUNT
+from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import LatestQueries, Observation, Phase
 from larder.core.types import Packed
 from larder.ops.column_statistics import reduce_columns
@@ -52,8 +52,8 @@ class Morph(Scorer):
         if self.window < 1:
             raise BadParameter(f"morph.window must be at least 1 token, got {self.window}.")
 
-    def queries(self) -> int:
-        return self.window
+    def required_ledger(self) -> Ledger:
+        return Ledger(queries=self.window)
 
     def protected_tokens(self) -> ProtectedTokens:
         """The window, and the newest token beside it while text is generated."""

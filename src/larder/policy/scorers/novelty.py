@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 
 from larder.core.errors import BadParameter
-from larder.core.ledger import SURPRISE, Ledger
 from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.scorers.base import Scorer
@@ -35,7 +34,7 @@ class Novelty(Scorer):
 
     decay: float = 1.0
     turn: int = 64
-    ledger = Ledger(columns=(SURPRISE,))
+    needs = frozenset({"surprise"})
 
     def __post_init__(self) -> None:
         if not 0 < self.decay <= 1:
@@ -46,7 +45,7 @@ class Novelty(Scorer):
     def score(self, seen: Observation) -> Packed:
         ages = seen.length - 1 - seen.entries.packed_positions()
         turns = torch.div(ages, self.turn, rounding_mode="floor")
-        return seen.entries.column(SURPRISE) * self.decay**turns
+        return seen.entries.column("surprise") * self.decay**turns
 
 
 Part = Novelty

@@ -8,13 +8,14 @@ from typing import ClassVar
 
 from larder.core.codec import Codec
 from larder.core.observation import Entries, LayerScores, Observation, StorageStatistics
+from larder.core.part import PolicyPart
 from larder.core.plan import Plan
 from larder.core.spec import LayerPairing, LayerSpec
 
 NO_INSPECTION = StorageStatistics()
 
 
-class Storage(ABC):
+class Storage(PolicyPart, ABC):
     """Cache form and precision of kept entries. A frozen dataclass."""
 
     form: ClassVar[str] = "ragged"  # name of the cache form, a file of `larder.cache.forms`

@@ -9,9 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.observation import Observation
+from larder.core.part import PolicyPart
 
 
-class Tally(ABC):
+class Tally(PolicyPart, ABC):
     """Running statistic of every entry, in ledger columns of the cache.
 
     Updated after every appending pass of prefill and decode; scratch passes do not change it. A new

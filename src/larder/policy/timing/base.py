@@ -8,12 +8,13 @@ from typing import ClassVar
 from jaxtyping import Int
 from torch import Tensor
 
+from larder.core.part import PolicyPart
 from larder.core.types import PackedMask
 from larder.policy.scorers.base import Scorer
 from larder.policy.scoring import Scoring
 
 
-class Timing(ABC):
+class Timing(PolicyPart, ABC):
     """Eviction schedule of the decode phase. A frozen dataclass."""
 
     extends_protection: ClassVar[bool] = False  # whether decode protects more
@@ -24,15 +25,15 @@ class Timing(ABC):
         return None
 
     @property
+    def parts(self) -> tuple[PolicyPart, ...]:
+        """Parts of the decode phase that read inputs; empty for the policy's own."""
+        own = self.scoring
+        return () if own is None else (own.scorer, own.reduction.heads)
+
+    @property
     def scorers(self) -> tuple[Scorer, ...]:
         """Scorer of the decode phase; empty for the policy's own."""
         return () if self.scoring is None else (self.scoring.scorer,)
-
-    @property
-    def calibrations(self) -> frozenset[str]:
-        """Names of the calibrations that `scoring` needs."""
-        own = self.scoring
-        return frozenset() if own is None else own.reduction.heads.calibrations
 
     def with_budget(self, tokens: int) -> Timing:
         """Copy with open parameters filled in for a budget of `tokens` entries per kv head."""

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
 from larder.core.observation import Entries, Observation
+from larder.core.part import PolicyPart
 from larder.core.types import Packed
 
 
-class Unit(ABC):
+class Unit(PolicyPart, ABC):
     """Grouping that gives all entries of a group one score. A frozen dataclass."""
-
-    # Names of the tallies whose columns it reads, and of the sets of token ids that these need.
-    tallies: ClassVar[frozenset[str]] = frozenset()
-    lexicon: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def layers_together(self) -> int:

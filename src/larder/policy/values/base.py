@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from larder.core.observation import Observation
+from larder.core.part import PolicyPart
 from larder.core.types import Packed, PackedMask
 
 
@@ -29,13 +30,11 @@ class Selection:
 NO_SELECTION = Selection()
 
 
-class ValueRule(ABC):
+class ValueRule(PolicyPart, ABC):
     """Weighting of scores by the values of entries. A frozen dataclass."""
 
     # Whether it needs a `Selection`.
     selects: ClassVar[bool] = False
-    # Whether it needs the output projection (`Observation.projection`).
-    projects: ClassVar[bool] = False
 
     @property
     def wants_weights(self) -> bool:

@@ -67,7 +67,7 @@ class Criticality(ValueRule):
     mass: float | None = None
     norms: Norms = Norms.PLAIN
     selects = True
-    projects = True
+    needs = frozenset({"projection"})
 
     def __post_init__(self) -> None:
         if not 0 <= self.epsilon < math.inf:
@@ -122,11 +122,11 @@ class Criticality(ValueRule):
 def _norms(seen: Observation, head: int) -> Float[Tensor, " S"]:
     """L1 norms of a head's values, projected where the projection is known."""
     values = seen.entries.head_values(head)
-    if seen.projection is None:
+    if "projection" not in seen.inputs:
         return values.float().abs().sum(-1)
     group = seen.layer.group
     norms = torch.zeros(len(values), device=values.device)
-    for matrix in seen.projection[head * group : (head + 1) * group].float():  # [D, N]
+    for matrix in seen.inputs["projection"][head * group : (head + 1) * group].float():  # [D, N]
         for start in range(0, len(values), ROWS):
             rows = slice(start, start + ROWS)
             norms[rows] += (values[rows].float() @ matrix).abs().sum(-1)

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from larder.core.observation import Need
 from larder.prefill.base import Schedule, Steps
 from larder.prefill.reader import PrefillReader, PrefillSequence
 
 # Bounds activations; without a plan in between, blocks of any size give the same cache. The last
-# block is longer where a scorer observes more tokens, and is the whole text with `Need.TEXT`.
+# block is longer where a scorer observes more tokens, and is the whole text where it
+# observes all of it.
 BLOCK_TOKENS = 1024
 
 
@@ -41,7 +41,7 @@ class Whole(Schedule):
         start = lane.cache.next_position
         scorer = reader.planner.scorer
         observed = max(BLOCK_TOKENS, scorer.protected_tokens().last)  # these always stay
-        last = 0 if Need.TEXT in reader.planner.needs else max(0, len(ids) - observed)
+        last = 0 if reader.planner.observes_whole_text else max(0, len(ids) - observed)
         lane.cache.allocate(len(ids))
         for cut in range(0, last, BLOCK_TOKENS):
             reader.append((lane,), ids[cut : min(cut + BLOCK_TOKENS, last)])

@@ -1,0 +1,117 @@
+"""Base classes of providers: inputs of policy parts beside queries, keys and entries.
+
+A part names the providers that it reads in `needs`, by their file names:
+
+| kind | made of | read as |
+|---|---|---|
+| `TokenProvider` | logits before each token | column |
+| `ActivationProvider` | hidden states before attention | `Observation.inputs[name]`, or column |
+| `WeightProvider` | weights of an attention module | `Observation.inputs[name]` |
+| `DraftProvider` | logits behind a scratch prompt | queries of the drafted tokens |
+
+A column, read by `Entries.column(name)`, has one number per entry: the cache keeps, forks, saves
+and counts it. A provider has no state, and runs only under policies that name it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from functools import cache
+from typing import ClassVar, TypeVar
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from larder.core.family import Family
+from larder.core.spec import LayerSpec
+
+PROVIDERS = Family("provider", "larder.policy.providers")
+
+
+class Provider:
+    """Input of policy parts, named after its file."""
+
+    # Whether there is one number per token, in a column of the cache with the provider's name.
+    has_column: ClassVar[bool] = False
+
+
+class TokenProvider(Provider, ABC):
+    """Number of each token from the logits that predicted it; the same for all layers and heads.
+
+    The cache keeps the hidden state of its last token, so that the first token of the next pass has
+    a number. A token with nothing before it gets the largest number of its pass.
+    """
+
+    has_column = True
+
+    @abstractmethod
+    def measure(self, logits: Float[Tensor, "N V"], ids: Int[Tensor, " N"]) -> Float[Tensor, " N"]:
+        """Number of each token.
+
+        Args:
+            logits: float32, of the model right before each token.
+            ids: the tokens.
+        """
+
+
+class ActivationProvider(Provider, ABC):
+    """Tensor with one row per token of a pass, from the hidden states before each attention.
+
+    Without a column it is provided during prefill only. With `has_column` it must be one number per
+    token, recorded in every appending pass.
+    """
+
+    @abstractmethod
+    def capture(
+        self, attention: nn.Module, states: Float[Tensor, "Q hidden"]
+    ) -> Float[Tensor, "Q *rest"]:
+        """Input of one layer.
+
+        Args:
+            attention: attention module of the layer.
+            states: its input.
+        """
+
+
+class WeightProvider(Provider, ABC):
+    """Tensor of each layer from the weights of its attention."""
+
+    @abstractmethod
+    def layer_tensor(self, attention: nn.Module, layer: LayerSpec) -> Tensor:
+        """Tensor of one layer, a view of the weights: its bytes are not counted.
+
+        Raises:
+            ModelError: the module has no such weights.
+        """
+
+
+class DraftProvider(Provider, ABC):
+    """Tokens that extend a scratch prompt with `drafts`, one at a time."""
+
+    @abstractmethod
+    def next_tokens(self, logits: Float[Tensor, "N V"]) -> list[int]:
+        """Next token of each prompt, from the float32 logits behind it."""
+
+
+Kind = TypeVar("Kind", bound=Provider)
+
+
+def select_providers(names: Iterable[str], kind: type[Kind]) -> dict[str, Kind]:
+    """Providers of one kind among the named ones, by name.
+
+    Raises:
+        UnknownName: there is no provider of a name.
+    """
+    loaded = {name: _load(name) for name in sorted(names)}
+    return {name: each for name, each in loaded.items() if isinstance(each, kind)}
+
+
+def column_providers(columns: Iterable[str], kind: type[Kind]) -> dict[str, Kind]:
+    """Providers of one kind that fill some of the ledger columns of a cache, by name."""
+    return select_providers((name for name in columns if name in PROVIDERS), kind)
+
+
+@cache
+def _load(name: str) -> Provider:
+    return PROVIDERS.load(name)()

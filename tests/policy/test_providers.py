@@ -1,0 +1,92 @@
+"""Providers: each as its slow loop says, row by row, and without memory that nobody counts."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from builders import HIDDEN, ToyAttention, a_layer
+from larder.core.errors import ModelError, UnknownName
+from larder.policy.providers.base import (
+    PROVIDERS,
+    ActivationProvider,
+    DraftProvider,
+    Kind,
+    TokenProvider,
+    WeightProvider,
+    column_providers,
+    select_providers,
+)
+
+VOCAB, TOKENS = 11, 7
+
+
+def of_kind(kind: type[Kind]) -> list[Any]:
+    return list(select_providers(PROVIDERS.names(), kind).items())
+
+
+def loop(name: str) -> ModuleType:
+    return import_module(f"references.{name}")
+
+
+def logits(seed: int = 0) -> torch.Tensor:
+    return 2 * torch.randn(TOKENS, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def attention() -> ToyAttention:
+    torch.manual_seed(1)
+    return ToyAttention(a_layer())
+
+
+@pytest.mark.parametrize(("name", "provider"), of_kind(TokenProvider))
+def test_numbers_of_tokens_are_those_of_the_loop(name, provider) -> None:
+    rows, ids = logits(), torch.arange(TOKENS) % VOCAB
+    got = provider.measure(rows, ids)
+    assert provider.has_column and got.dtype == torch.float32
+    assert got.tolist() == pytest.approx(loop(name).numbers(rows.tolist(), ids.tolist()), abs=1e-4)
+    parts = [provider.measure(rows[a:b], ids[a:b]) for a, b in ((0, 3), (3, TOKENS))]
+    torch.testing.assert_close(torch.cat(parts), got)
+
+
+@pytest.mark.parametrize(("name", "provider"), of_kind(ActivationProvider))
+def test_what_is_captured_is_what_the_loop_says(name, provider, attention) -> None:
+    states = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        got = provider.capture(attention, states)
+        first = provider.capture(attention, states[:3])
+    expected = torch.tensor(loop(name).captured(attention, states.tolist()))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(first, got[:3])
+    assert len(got) == TOKENS and (got.dim() == 1 or not provider.has_column)
+
+
+@pytest.mark.parametrize(("name", "provider"), of_kind(WeightProvider))
+def test_tensors_are_views_of_weights(name, provider, attention) -> None:
+    layer = a_layer()
+    got = provider.layer_tensor(attention, layer)
+    told = attention, layer.query_heads, layer.head_dim
+    torch.testing.assert_close(got, torch.tensor(loop(name).tensor(*told)))
+    owned = {weight.untyped_storage().data_ptr() for weight in attention.parameters()}
+    assert got.untyped_storage().data_ptr() in owned
+    with pytest.raises(ModelError):
+        provider.layer_tensor(torch.nn.Identity(), layer)
+
+
+@pytest.mark.parametrize(("name", "provider"), of_kind(DraftProvider))
+def test_drafted_tokens_are_those_of_the_loop(name, provider) -> None:
+    for seed in range(3):
+        rows = logits(seed)
+        assert provider.next_tokens(rows) == loop(name).tokens(rows.tolist())
+        assert provider.next_tokens(rows[2:3]) == loop(name).tokens(rows[2:3].tolist())
+
+
+def test_a_provider_is_found_by_its_file_and_an_unknown_one_is_refused() -> None:
+    assert set(column_providers(("mass", "surprise"), TokenProvider)) == {"surprise"}
+    assert not column_providers(("surprise",), ActivationProvider)
+    with pytest.raises(UnknownName, match="No provider named 'surprises'"):
+        select_providers(["surprises"], TokenProvider)
