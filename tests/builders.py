@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -35,6 +36,11 @@ RADIANS = (1.0, 0.3, 0.07)  # the last two dimensions are not turned
 def runnable(names: Iterable[str]) -> list[str]:
     """Parts whose package, if they need one, is installed."""
     return [name for name in names if name not in CARRIED or find_spec(CARRIED[name])]
+
+
+def small_parameters(name: str) -> dict[str, Any]:
+    """Parameters of a part that suit small layers, from its reference; else its defaults."""
+    return vars(import_module(f"references.{name}")).get("SMALL", {})
 
 
 def a_layer(

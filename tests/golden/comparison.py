@@ -32,13 +32,36 @@ def differences(expected: Any, found: Any, tolerance: float = TOLERANCE) -> list
     return list(_differences(expected, found, tolerance, "$"))
 
 
-def check(name: str, found: Any, tolerance: float = TOLERANCE) -> None:
-    """Raises: AssertionError: the value differs from the golden of that name."""
+def check(name: str, found: Any, tolerance: float = TOLERANCE, may_grow: bool = False) -> None:
+    """Compare a value with the golden of that name.
+
+    Args:
+        may_grow: whether parts that the golden does not name may have joined.
+
+    Raises:
+        AssertionError: the value differs.
+    """
     path = FIXTURES / f"{name}.json"
-    expected = json.loads(path.read_text(encoding="utf-8"))
-    lines = differences(expected, json.loads(json.dumps(found)), tolerance)
+    expected, now = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(found))
+    if may_grow:
+        now = known_parts(expected, now)
+    lines = differences(expected, now, tolerance)
     more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     assert not lines, "\n".join([f"{path.name} differs:", *lines[:SHOWN], *more])
+
+
+def known_parts(expected: Any, found: Any) -> Any:
+    """A listing without the parts that its golden does not name."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        return {key: known_parts(expected[key], found[key]) for key in found if key in expected}
+    if not (isinstance(expected, list) and isinstance(found, list)):
+        return found
+    names = [_name(each) for each in expected]
+    return [each for each in found if _name(each) in names]
+
+
+def _name(part: Any) -> Any:
+    return part.get("name") if isinstance(part, dict) else part
 
 
 def write(name: str, value: Any) -> Path:

@@ -16,3 +16,5 @@ GOLDENS: dict[str, Golden] = {
 }
 SLOW: dict[str, Golden] = {**policies.SLOW, **homes.SLOW, **documents.SLOW, **results.SLOW}
 TOLERANCES = {"logits": logits.TOLERANCE}
+# Listings of parts: a new one may join, and those of the golden stay as they are.
+LISTINGS = frozenset({"families", "policy_list", "policy_cite"})

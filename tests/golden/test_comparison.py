@@ -46,6 +46,20 @@ def test_a_changed_value_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         check("x", {"a": 2})
 
 
+def test_a_listing_may_grow_but_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "FIXTURES", tmp_path)
+    listing = {"parts": [{"name": "a", "fields": [{"name": "x"}]}], "scorer": ["a", "b"]}
+    (tmp_path / "x.json").write_text(json.dumps(listing))
+    more = {"parts": [{"name": "n"}, *listing["parts"]], "scorer": ["a", "b", "n"], "new": ["n"]}
+    check("x", more, may_grow=True)
+    wider = {**more, "parts": [{"name": "a", "fields": [{"name": "x"}, {"name": "y"}]}]}
+    for other in (wider, {**more, "scorer": ["a", "n"]}, {"parts": more["parts"]}):
+        with pytest.raises(AssertionError, match="differs"):
+            check("x", other, may_grow=True)
+    with pytest.raises(AssertionError, match="differs"):
+        check("x", more)
+
+
 @pytest.mark.parametrize("name", [*GOLDENS, *SLOW])
 def test_every_golden_can_fail(name: str) -> None:
     value = json.loads((FIXTURES / f"{name}.json").read_text(encoding="utf-8"))

@@ -10,48 +10,12 @@ from typing import Any
 
 import pytest
 
-from builders import runnable
+from builders import runnable, small_parameters
 from larder.core.spelling import name_of
 from larder.policy.planner import TALLIES
 from larder.session.policy import FAMILIES as SLOTS
 
 FAMILIES = {**SLOTS, "tally": TALLIES}
-
-# Parameters small enough for the small layers of these tests.
-SMALL: dict[str, dict[str, Any]] = {
-    "snapkv": {"window": 3, "kernel": 3},
-    "reconstruct": {"chunk": 7},
-    "novelty": {"decay": 0.8, "turn": 3},
-    "infinipot": {"novel": 0.4},
-    "lookahead": {"tokens": 3, "kernel": 3},
-    "positions_first": {"tokens": 3},
-    "random": {"seed": 3},
-    "morph": {"window": 3},
-    "leverage": {"sketch": 5, "ridge": 0.02, "seed": 2},
-    "expected": {"future": 5, "sinks": 2, "epsilon": 0.03},
-    "sinks_and_window": {"sinks": 2},
-    "roco": {"spared": 0.4},
-    "lagkv": {"sinks": 1, "lag": 2},
-    "lagged": {"tokens": 5},
-    "split": {"reading": 0.6, "recent": 2, "every": 4},
-    "mean_variance": {"gamma": 2.0},
-    "ema": {"beta": 0.6},
-    "criticality": {"epsilon": 0.05},
-    "cam": {"window": 2, "seed": 7},
-    "kvmerger": {"threshold": -0.1, "width": 0.8},
-    "chelsea": {"chunk": 5},
-    "fixed_slot": {"distance": 4},
-    "chunk": {"size": 3},
-    "window": {"size": 4},
-    "ada": {"safeguard": 0.5},
-    "dynamic": {"most": 1.5, "least": 0.5},
-    "threshold": {"share": 0.3},
-    "headkv": {"beta": 1.5},
-    "retrieval_heads": {"share": 0.3},
-    "eviction_error": {"least": 7, "most": 2.0},
-    "retrieval": {"heads": 2},
-    "ladder": {"span": 0.4},
-}
 
 
 def instances(slot: str) -> list[Any]:
@@ -60,7 +24,7 @@ def instances(slot: str) -> list[Any]:
 
 
 def variants(slot: str, name: str) -> Iterator[Any]:
-    part = FAMILIES[slot].load(name)(**SMALL.get(name, {}))
+    part = FAMILIES[slot].load(name)(**small_parameters(name))
     named = [f.name for f in parameters(part) if isinstance(getattr(part, f.name), Enum)]
     if not named:
         yield part

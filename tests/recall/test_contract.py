@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from builders import a_layer
+from builders import a_layer, small_parameters
 from larder.core.errors import BadParameter, CacheError
 from larder.core.recall import RECALLS, RecallIndex, RecallPart
 from slow_tiers import Tier, pages_of
@@ -21,7 +21,6 @@ GROWTHS = st.lists(
     st.tuples(*[st.sampled_from([0, 1, 2, 15, 16, 17, 40, 90])] * 2), min_size=1, max_size=4
 )
 # Where the defaults are for texts that are longer than those of tests.
-SMALL = {"clusters": {"size": 4}, "graph": {"least": 8, "links": 4}, "wave": {"update": 64}}
 # Entries that come later join a cluster, whose centroid does not go to them: so many are looked at.
 # A sentence that stands out is fetched from its first entry on.
 ENOUGH = {"clusters": 60, "sentences": 64}
@@ -32,7 +31,7 @@ PARTS = pytest.mark.parametrize("name", sorted(RECALLS.own()))
 def part(name: str) -> RecallPart:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    return RECALLS.load(name)(**SMALL.get(name, {}))
+    return RECALLS.load(name)(**small_parameters(name))
 
 
 def asked(tier: Tier, wanted: RecallPart) -> torch.Tensor | None:

@@ -7,6 +7,8 @@ from typing import Any
 from references.choosing_loop import best, pool
 from references.uniform import Layers, Measures, layer_tokens
 
+SMALL = {"safeguard": 0.5}  # parameters for small layers
+
 __all__ = ["choose", "layer_tokens"]
 
 

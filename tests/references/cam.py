@@ -8,6 +8,8 @@ from larder.core.observation import Entries, LayerScores
 from references.counted import places_of
 from references.outcome import Outcome, untouched, value_of
 
+SMALL = {"window": 2, "seed": 7}  # parameters for small layers
+
 
 def settle(part: Any, entries: Entries, scored: LayerScores, kept: list[list[int]]) -> Outcome:
     outcome = untouched(entries, kept)

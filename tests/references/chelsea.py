@@ -9,6 +9,8 @@ from references.counted import Joined, count_of, mean, merge, protected_of
 from references.ops.nearest import cosine
 from references.outcome import Outcome, key_of, untouched
 
+SMALL = {"chunk": 5}  # parameters for small layers
+
 
 def settle(part: Any, entries: Entries, scored: LayerScores, kept: list[list[int]]) -> Outcome:
     chosen: list[list[int]] = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+SMALL = {"size": 3}  # parameters for small layers
+
 
 def pooled(part: Any, scores: list[list[float]], positions: list[list[int]]) -> list[list[float]]:
     return [

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from references.lloyd import Vector, clustered, dot, label
 from references.recalling import largest
 
+SMALL = {"size": 4}  # parameters for small layers
+
 
 def find(query: Vector, centers: Sequence[Vector], labels: Sequence[int], count: int) -> list[int]:
     """Entries for one query head."""

@@ -7,6 +7,8 @@ from typing import Any
 
 from references.weights_loop import as_weights
 
+SMALL = {"epsilon": 0.05}  # parameters for small layers
+
 Matrix = list[list[float]]
 
 

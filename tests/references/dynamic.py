@@ -8,6 +8,8 @@ from references.choosing_loop import Ranked, beats, best, pool
 from references.sensitivity import shares
 from references.uniform import Layers, Measures, layer_tokens
 
+SMALL = {"most": 1.5, "least": 0.5}  # parameters for small layers
+
 __all__ = ["choose", "layer_tokens"]
 
 

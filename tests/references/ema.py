@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+SMALL = {"beta": 0.6}  # parameters for small layers
+
 
 def joined(part: Any, rows: list[list[float]]) -> list[float]:
     out, factor, total = [0.0] * len(rows[0]), 1.0, 0.0

@@ -7,6 +7,8 @@ from typing import Any
 from references.sensitivity import shares
 from references.uniform import choose
 
+SMALL = {"least": 7, "most": 2.0}  # parameters for small layers
+
 __all__ = ["choose", "layer_tokens"]
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from larder.core.observation import Observation
 from references.attention_loop import group_of, heads_of, positions_of
 
+SMALL = {"future": 5, "sinks": 2, "epsilon": 0.03}  # parameters for small layers
+
 Matrix = list[list[float]]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+SMALL = {"distance": 4}  # parameters for small layers
+
 
 def reading(part: Any, tokens: int) -> int:
     return tokens

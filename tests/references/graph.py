@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from references.lloyd import Vector, dot, unit
 from references.recalling import largest
 
+SMALL = {"least": 8, "links": 4}  # parameters for small layers
+
 
 def links(observed: Vector, keys: Sequence[Vector], count: int) -> list[int]:
     """The exact nearest keys of an observed query."""

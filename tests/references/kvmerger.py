@@ -10,6 +10,8 @@ from references.counted import mean, protected_of, scores_of
 from references.ops.nearest import cosine
 from references.outcome import Outcome, key_of, untouched, value_of
 
+SMALL = {"threshold": -0.1, "width": 0.8}  # parameters for small layers
+
 
 def settle(part: Any, entries: Entries, scored: LayerScores, kept: list[list[int]]) -> Outcome:
     lengths = entries.lengths

@@ -7,6 +7,8 @@ from typing import Any
 
 from references.choosing_loop import Ranked
 
+SMALL = {"span": 0.4}  # parameters for small layers
+
 Layers = dict[int, list[list[Ranked]]]
 Measures = dict[int, tuple[float, ...]]
 

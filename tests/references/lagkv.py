@@ -11,6 +11,8 @@ from torch import Tensor
 from larder.core.observation import Observation
 from references.attention_loop import heads_of
 
+SMALL = {"sinks": 1, "lag": 2}  # parameters for small layers
+
 
 def scores(part: Any, seen: Observation) -> list[list[float]]:
     return [one_head(part, seen, head) for head in heads_of(seen)]

@@ -11,6 +11,8 @@ from larder.core.observation import Observation
 from references.attention_loop import heads_of
 from references.expected import dot, product, rotation, times
 
+SMALL = {"sketch": 5, "ridge": 0.02, "seed": 2}  # parameters for small layers
+
 Matrix = list[list[float]]
 
 

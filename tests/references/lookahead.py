@@ -8,6 +8,8 @@ from typing import Any
 from larder.core.observation import Observation
 from references.attention_loop import group_of, heads_of, weights
 
+SMALL = {"tokens": 3, "kernel": 3}  # parameters for small layers
+
 
 def scores(part: Any, seen: Observation) -> list[list[float]]:
     return [one_head(part, seen, head) for head in heads_of(seen)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+SMALL = {"gamma": 2.0}  # parameters for small layers
+
 
 def joined(part: Any, rows: list[list[float]]) -> list[float]:
     out = []

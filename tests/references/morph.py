@@ -9,6 +9,8 @@ from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Observation
 from references.attention_loop import group_of, heads_of, positions_of
 
+SMALL = {"window": 3}  # parameters for small layers
+
 
 def scores(part: Any, seen: Observation) -> list[list[float]]:
     return [one_head(part, seen, head) for head in heads_of(seen)]

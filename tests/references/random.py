@@ -7,6 +7,8 @@ from typing import Any
 from larder.core.observation import Observation
 from references.attention_loop import heads_of, positions_of
 
+SMALL = {"seed": 3}  # parameters for small layers
+
 
 def draw(position: int, stream: int) -> float:
     """SplitMix64 of the position's place in the stream; the highest 24 bits."""

@@ -13,6 +13,8 @@ from references.attention_loop import (
     positions_of,
 )
 
+SMALL = {"chunk": 7}  # parameters for small layers
+
 
 def scores(part: Any, seen: Observation) -> list[list[float]]:
     start, stop = seen.span

@@ -6,6 +6,8 @@ from typing import Any
 
 from builders import head_numbers
 
+SMALL = {"heads": 2}  # parameters for small layers
+
 
 def joined(
     part: Any, statistics: list[list[list[float]]], positions: list[list[int]]

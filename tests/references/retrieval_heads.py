@@ -10,6 +10,8 @@ from references.sensitivity import shares
 from references.uniform import Layers, Measures
 from references.weighing_loop import by_weight
 
+SMALL = {"share": 0.3}  # parameters for small layers
+
 
 def choose(
     part: Any, layers: Layers, quotas: dict[int, int], measures: Measures

@@ -7,6 +7,8 @@ from typing import Any
 from larder.core.observation import Observation
 from references.attention_loop import heads_of
 
+SMALL = {"spared": 0.4}  # parameters for small layers
+
 
 def scores(part: Any, seen: Observation) -> list[list[float]]:
     return [one_head(part, seen, head) for head in heads_of(seen)]

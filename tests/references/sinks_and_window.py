@@ -8,6 +8,8 @@ from typing import Any
 from larder.core.observation import Observation
 from references.attention_loop import heads_of, positions_of
 
+SMALL = {"sinks": 2}  # parameters for small layers
+
 
 def scores(part: Any, seen: Observation) -> list[list[float]]:
     return [

@@ -8,6 +8,8 @@ from typing import Any
 from larder.core.observation import Observation
 from references.attention_loop import group_of, heads_of, highest, positions_of, weights
 
+SMALL = {"window": 3, "kernel": 3}  # parameters for small layers
+
 
 def scores(part: Any, seen: Observation) -> list[list[float]]:
     if part.variant.value == "code":

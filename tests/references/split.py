@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+SMALL = {"reading": 0.6, "recent": 2, "every": 4}  # parameters for small layers
+
 
 def reading(part: Any, tokens: int) -> int:
     whole = 0

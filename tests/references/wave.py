@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from references.lloyd import Vector, clustered, dot, mean
 from references.recalling import Rows, attention, largest, of_groups
 
+SMALL = {"update": 64}  # parameters for small layers
+
 Pages = list[list[int]]
 
 
