@@ -35,7 +35,7 @@ from larder.core.conversation import Conversation
 from larder.core.types import Mode
 from larder.engine.chat import sized_policy
 from larder.engine.engine import Engine
-from larder.engine.persistence import StorePersistence
+from larder.engine.store_persistence import StorePersistence
 from larder.models.forward_batch import BatchSegment
 from larder.models.loader import LoadedModel, seed_tokenizer, wrap_model
 from larder.session.chat_cache import ChatCache

@@ -13,7 +13,7 @@ from chats import EPISODES, HISTORY, POLICIES, logits, same, states, under, with
 from larder.core.errors import BadParameter, UsageError
 from larder.engine.chat import Chat
 from larder.engine.engine import Engine
-from larder.engine.persistence import StorePersistence
+from larder.engine.store_persistence import StorePersistence
 from larder.models.loader import LoadedModel
 from larder.session.chat_cache import ChatCache
 from larder.session.transcript.session_file import session_path
@@ -73,7 +73,7 @@ def test_a_damaged_state_is_read_anew(
     chat.say("My dog is old.", max_new_tokens=4)
     for wrong in (b"[]", b'{"schema": 1, "turns": 9}'):
         with monkeypatch.context() as patch:
-            name = "larder.engine.persistence.chat_state_record"
+            name = "larder.engine.store_persistence.chat_state_record"
             patch.setattr(name, lambda state, wrong=wrong: wrong)
             assert chat.keep() == ""
         back = Chat(engine, "mine", keeper=keeper)

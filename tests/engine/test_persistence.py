@@ -16,7 +16,8 @@ from chats import HISTORY
 from larder.cache.sequence import SequenceCache
 from larder.core.types import Mode
 from larder.engine.engine import Engine
-from larder.engine.persistence import ResumeResult, StorePersistence
+from larder.engine.persistence import ResumeResult
+from larder.engine.store_persistence import StorePersistence
 from larder.models.forward_batch import BatchSegment
 from larder.models.loader import LoadedModel, wrap_model
 from larder.models.tiny import tiny

@@ -12,7 +12,14 @@ import typer
 from larder.cli.console import format_bytes, format_seconds, progress_console
 from larder.cli.errors import INTERRUPTED_EXIT_CODE, print_document
 from larder.cli.options import ModelOptions, command
-from larder.cli.store_options import CodecName, KeyFile, StoreUrl, check_codec, open_persistence
+from larder.cli.store_options import (
+    DEFAULT_CODEC,
+    CodecName,
+    KeyFile,
+    StoreUrl,
+    check_codec,
+    open_persistence,
+)
 from larder.core.conversation import Conversation, Question
 from larder.core.errors import LarderError, UsageError
 
@@ -42,7 +49,7 @@ def ask(
         typer.Option("--keep", help="Save the caches after prefill; restore them the next time."),
     ] = False,
     store: StoreUrl = None,
-    codec: CodecName = "raw",
+    codec: CodecName = DEFAULT_CODEC,
     key_file: KeyFile = None,
 ) -> None:
     """Answer questions about FILE from a cache within the budget.
@@ -54,7 +61,7 @@ def ask(
 
     _check_page(explain)
     check_codec(codec)
-    if not keep and (store is not None or codec != "raw" or key_file is not None):
+    if not keep and (store is not None or codec != DEFAULT_CODEC or key_file is not None):
         raise UsageError(
             "--store, --codec and --key-file need --keep: add --keep, or leave them out."
         )

@@ -21,6 +21,7 @@ from larder.cli.console import (
 from larder.cli.errors import INTERRUPTED_EXIT_CODE, SCHEMA, error_record, print_document
 from larder.cli.options import ModelOptions, command
 from larder.cli.store_options import (
+    DEFAULT_CODEC,
     QUIET_REASONS,
     CodecName,
     KeyFile,
@@ -55,7 +56,7 @@ def chat(
         typer.Option(metavar="FILE", help="Start a new session with the messages of FILE."),
     ] = None,
     store: StoreUrl = None,
-    codec: CodecName = "raw",
+    codec: CodecName = DEFAULT_CODEC,
     key_file: KeyFile = None,
 ) -> None:
     """Chat under a memory budget; one line is one turn.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from larder.cli.console import progress_bar, progress_console
 from larder.cli.options import ModelOptions
@@ -15,13 +16,15 @@ from larder.core.spelling import name_of
 from larder.engine.answer import Answer
 from larder.engine.engine import Engine, discard_text
 from larder.engine.generate import StoppingCriteria
-from larder.engine.persistence import ChatPersistence, prefill_or_restore
 from larder.engine.sampler import SamplingParams
 from larder.evaluation.answer_metrics import exact_match, stemmed_f1, token_f1
 from larder.models.loader import load
 from larder.session.capacity import beyond_budget_line
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
+
+if TYPE_CHECKING:
+    from larder.engine.persistence import ChatPersistence
 
 QUESTION_PROMPT = "question"  # the scoring prompt that needs the question before prefill
 
@@ -171,6 +174,8 @@ def prefill_run(
         if keeper is None:
             memory, resumed = engine.read(conversation, prompts, watch), None
         else:
+            from larder.engine.store_persistence import prefill_or_restore
+
             memory, resumed = prefill_or_restore(engine, keeper, conversation, prompts, watch)
     if resumed is not None:
         print_resume_result(conversation.name, resumed)

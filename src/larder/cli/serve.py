@@ -18,7 +18,7 @@ import typer
 
 from larder.cli.errors import INTERRUPTED_EXIT_CODE, SCHEMA, print_document
 from larder.cli.options import ModelOptions, command
-from larder.cli.store_options import CodecName, KeyFile, check_codec
+from larder.cli.store_options import DEFAULT_CODEC, CodecName, KeyFile, check_codec
 from larder.core.errors import DependencyError, InputError, UsageError
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
 from larder.core.settings import home
@@ -88,7 +88,7 @@ class ServeOptions(ModelOptions):
             metavar="RULE", help="Eviction of sessions: lru, gdsf, marconi, continuum, kvflow."
         ),
     ] = "lru"
-    codec: CodecName = "raw"
+    codec: CodecName = DEFAULT_CODEC
     key_file: KeyFile = None
     keys: Annotated[
         Path | None,

@@ -41,6 +41,7 @@ CodecName = Annotated[
         help="Encoding of saved caches: raw is bit-exact; int8, int4, entropy take fewer bytes.",
     ),
 ]
+DEFAULT_CODEC = "raw"  # valid without an import of the store
 QUIET_REASONS = ("", "new", "slower")  # reasons for no restore that are no fault
 
 
@@ -61,6 +62,8 @@ def open_store(url: str | None, key_file: Path | None) -> Store:
 
 def check_codec(name: str) -> None:
     """Raises: UnknownName: there is no such codec."""
+    if name == DEFAULT_CODEC:
+        return
     from larder.store.blobs.payloads import is_lossless_codec
 
     is_lossless_codec(name)
@@ -78,7 +81,8 @@ def open_persistence(
         StoreError, InputError: the key is invalid, or the store cannot be opened with it.
     """
     from larder.core.settings import LOCAL_PRINCIPAL
-    from larder.engine.persistence import NoPersistence, StorePersistence
+    from larder.engine.persistence import NoPersistence
+    from larder.engine.store_persistence import StorePersistence
     from larder.store.encryption import encryption_for, read_key
 
     key = read_key(key_file)

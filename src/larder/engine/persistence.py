@@ -1,35 +1,19 @@
-"""Persistence of chats and prefilled conversations: caches saved to a store and restored.
+"""Interface of chat persistence, its null object, and the result of a restore.
 
-A restored chat continues exactly as the saved one would have continued where the codec is lossless.
-The chat log is the source of truth: if the saved caches are unusable, the log is prefilled again,
-and the store logs and counts the reason.
+`store_persistence` saves to a store; it is imported where a store is opened.
 """
 
 from __future__ import annotations
 
-import json
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from larder.core.conversation import Conversation
-from larder.core.errors import LarderError
-from larder.core.settings import LOCAL_PRINCIPAL
-from larder.engine.engine import Engine
-from larder.engine.snapshots import ModelSnapshots
-from larder.models.loader import LoadedModel
-from larder.prefill.base import Progress, no_progress
-from larder.session.capacity import resolve_budget
-from larder.session.chat_state import ChatState, chat_state_record, restore_chat_state
+from larder.session.chat_state import ChatState
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime
-from larder.session.transcript.chat_log import ChatLog, chat_log_record
-from larder.store.blobs.cache_state import RAW_CODEC
-from larder.store.digests import key_of
+from larder.session.transcript.chat_log import ChatLog
 from larder.store.encryption import Encryption, NoEncryption
-from larder.store.store import Store
 
 NOT_SAVED = "new"
 UNSEALED = NoEncryption()
@@ -108,90 +92,3 @@ class NoPersistence(ChatPersistence):
 
     def record_prefill_time(self, memory: ConversationMemory) -> None:
         del memory
-
-
-class StorePersistence(ChatPersistence):
-    """Chat states of one tenant and one model in a store.
-
-    Args:
-        principal: tenant that owns the chats.
-        codec: name of the codec of keys and values, a file in `store/codecs`.
-        logs: encryption of the chat logs beside the store.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        loaded: LoadedModel,
-        principal: str = LOCAL_PRINCIPAL,
-        codec: str = RAW_CODEC,
-        logs: Encryption = UNSEALED,
-    ) -> None:
-        self.log_encryption = logs
-        self._store, self._principal = store, principal
-        self._snapshots = ModelSnapshots(store, loaded, codec)
-
-    def load(self, name: str, runtime: ModelRuntime, policy: Policy, log: ChatLog) -> ResumeResult:
-        started = time.perf_counter()
-        ids = log.prefill_input(log.transcript(runtime.tokenizer)).ids
-        try:
-            session = self._snapshots.load(self._principal, name, str(policy), ids)
-            if session is None or session.cache is None:
-                return ResumeResult(None, NOT_SAVED if session is None else session.reason)
-            caches, seconds = [session.cache, *session.others], time.perf_counter() - started
-            state = restore_chat_state(
-                session.transcript, session.ids, caches, runtime, policy, log, seconds
-            )
-        except LarderError as error:
-            return ResumeResult(None, self._store.parts.refusals.note_error(error))
-        return ResumeResult(state, "", len(session.ids), time.perf_counter() - started)
-
-    def save(self, name: str, state: ChatState) -> str:
-        memory = state.memory
-        ids = state.log.prefill_input(memory.transcript).ids
-        try:
-            snapshot = self._snapshots.snapshot(str(memory.policy), tuple(memory.caches.copies()))
-            record = self._store.sessions.save(
-                self._principal, name, ids, snapshot, transcript=chat_state_record(state)
-            )
-        except LarderError as error:
-            return self._store.parts.unwritten.note_error(error)
-        return "" if record.spans else "tokens only"
-
-    def record_prefill_time(self, memory: ConversationMemory) -> None:
-        figures = memory.figures
-        self._snapshots.record_prefill_time(figures.context_tokens, figures.prefill_seconds)
-        self._snapshots.save_rates(str(memory.policy))
-
-
-def prefill_or_restore(
-    engine: Engine,
-    keeper: ChatPersistence,
-    conversation: Conversation,
-    prompts: Mapping[str, str],
-    progress: Progress = no_progress,
-) -> tuple[ConversationMemory, ResumeResult]:
-    """Restore a saved prefill of a conversation, or prefill and save it.
-
-    Args:
-        prompts: prompts by name, as for `Engine.read`; they are part of the saved name.
-
-    Raises:
-        LarderError: as `Engine.read` does.
-    """
-    runtime, log = engine.runtime, ChatLog(replace(conversation, questions=()))
-    ids = log.transcript(runtime.tokenizer).ids
-    if not ids:
-        return engine.read(conversation, prompts, progress), ResumeResult(None, NOT_SAVED)
-    tokens = resolve_budget(engine.policy, engine.sizes.budget, len(ids), runtime.decoder.spec)
-    policy = engine.policy.with_sizes(tokens, engine.sizes.block)
-    prompt_fields = [text for name in sorted(prompts) for text in (name, prompts[name])]
-    fields = [json.dumps(chat_log_record(log)), str(policy), *prompt_fields]
-    name = f"reading {key_of('reading', *fields)[:32]}"
-    resumed = keeper.load(name, runtime, policy, log)
-    if resumed.state is not None:
-        return replace(resumed.state.memory, conversation=conversation), resumed
-    memory = engine.read(conversation, prompts, progress)
-    keeper.record_prefill_time(memory)
-    keeper.save(name, ChatState(memory, log))
-    return memory, resumed
