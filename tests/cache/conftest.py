@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -25,10 +25,17 @@ from larder.core.plan import Plan
 from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerSpec
 from larder.recall.flat import Flat
+from memory_counts import checked_counts
 from references.cache.compact import CompactLoop
 from references.cache.dense import DenseLoop
 from references.cache.ragged import RaggedLoop
 from references.cache.window import WindowLoop
+
+
+@pytest.fixture(autouse=True)
+def counted_memory() -> Iterator[None]:
+    with checked_counts():
+        yield
 
 
 class Plans(Enum):

@@ -15,9 +15,15 @@ from cache_stores import exact, same_bits
 from larder.cache.forms.base import CacheLayer
 from larder.cache.forms.graded import GradedLayer
 from larder.core.plan import Folds, Plan
+from memory_counts import assert_counted
 
 # Operations that only write into memory that is there already.
 IN_PLACE = ("copy_", "index_copy_", "index_put_", "add_", "fill_", "zero_")
+
+
+@pytest.fixture(autouse=True)
+def counted_memory() -> None:
+    """Counts are checked when memory is not scarce any more, see `refusals`."""
 
 
 class Scarce(TorchDispatchMode):
@@ -49,6 +55,7 @@ def refusals(make: Callable[[], CacheLayer], change: Callable[[CacheLayer], None
                 change(store)
         except MemoryError:
             assert same_bits(store.state(), before), refused
+            assert_counted(store)
         else:
             return refused
     raise AssertionError("never enough memory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,15 @@ from larder.models.forward_batch import BatchSegment
 from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from larder.recall.flat import Flat
+from memory_counts import checked_counts
 from model_runs import some_ids
+
+
+@pytest.fixture(autouse=True)
+def counted_memory() -> Iterator[None]:
+    with checked_counts():
+        yield
+
 
 SOME, ALL = Flat(tokens=4, page=4, dense=1), Flat(tokens=40, page=4, dense=1)
 LAYERS, READ, NEAR, STEPS = 3, 40, 4, 4

@@ -19,6 +19,7 @@ from larder.models.forward_batch import BatchSegment
 from larder.models.prefetch import attention_modules
 from larder.models.tiny import tiny
 from larder.recall.flat import Flat
+from memory_counts import assert_sequence_counted
 
 SOME = Flat(tokens=8, page=4, dense=1)
 ALL = Flat(tokens=40, page=4, dense=1)
@@ -50,6 +51,8 @@ def steps(decoder: Decoder, *caches: SequenceCache, count: int = STEPS) -> torch
     for token in range(50, 50 + count):
         rows = [BatchSegment(cache, (token,)) for cache in caches]
         outs.append(decoder.forward_logits(rows, Mode.APPEND, range(len(rows))))
+        for cache in caches:
+            assert_sequence_counted(cache)
     return torch.stack(outs)
 
 

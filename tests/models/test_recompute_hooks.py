@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -18,7 +18,15 @@ from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment
 from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
+from memory_counts import checked_counts
 from model_runs import read_on, some_ids
+
+
+@pytest.fixture(autouse=True)
+def counted_memory() -> Iterator[None]:
+    with checked_counts():
+        yield
+
 
 MANNERS = {
     "every": RecomputeSpec(),

@@ -27,6 +27,7 @@ class LatestActivations:
         self.tail = torch.empty(0)
         self._num_queries = num_queries
         self._queries: dict[int, LatestQueries] = {}
+        self._query_bytes = 0
 
     def queries(self, layer: int) -> LatestQueries | None:
         """Latest queries of a layer; None before the first `remember`."""
@@ -37,23 +38,29 @@ class LatestActivations:
         new = LatestQueries.of(queries, positions).last(self._num_queries)
         if (held := self._queries.get(layer)) is not None:
             new = held.extended(new).last(self._num_queries)
+            self._query_bytes -= held.nbytes
         self._queries[layer] = new.clone()
+        self._query_bytes += self._queries[layer].nbytes
 
     def truncate(self, length: int) -> None:
         """Drop tokens at true positions `length` and later."""
         self.tail = torch.empty(0)
-        self._queries = {i: held.before(length).clone() for i, held in self._queries.items()}
+        self._hold({i: held.before(length).clone() for i, held in self._queries.items()})
 
     def fork(self) -> LatestActivations:
         """Independent copy on tensors of its own."""
         copy = LatestActivations(self._num_queries)
         copy.tail = self.tail.clone()
-        copy._queries = {index: held.clone() for index, held in self._queries.items()}
+        copy._hold({index: held.clone() for index, held in self._queries.items()})
         return copy
 
     @property
     def nbytes(self) -> int:
-        return self.tail.nbytes + sum(held.nbytes for held in self._queries.values())
+        return self.tail.nbytes + self._query_bytes
+
+    def _hold(self, queries: dict[int, LatestQueries]) -> None:
+        self._queries = queries
+        self._query_bytes = sum(held.nbytes for held in queries.values())
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all tensors by name."""
@@ -66,7 +73,8 @@ class LatestActivations:
     def release_state(self, place: torch.device) -> dict[str, Tensor]:
         """All tensors, moved to device `place`; the object is empty afterwards."""
         handed = {name: tensor.to(place) for name, tensor in self.state().items()}
-        self.tail, self._queries = torch.empty(0), {}
+        self.tail = torch.empty(0)
+        self._hold({})
         return handed
 
     @classmethod
@@ -77,12 +85,15 @@ class LatestActivations:
         held = cls(num_queries)
         if TAIL in state:
             held.tail = state[TAIL].to(device, copy=True)
+        queries_by_layer: dict[int, LatestQueries] = {}
         for name, queries in state.items():
             layer, _, what = name.partition(".")
             if what == f"{LATEST}queries":
                 positions = state[f"{layer}.{LATEST}positions"]
-                own = queries.to(device, copy=True), positions.to(device, copy=True)
-                held._queries[int(layer)] = LatestQueries(*own)
+                queries_by_layer[int(layer)] = LatestQueries(
+                    queries.to(device, copy=True), positions.to(device, copy=True)
+                )
+        held._hold(queries_by_layer)
         return held
 
 

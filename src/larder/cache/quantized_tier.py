@@ -16,6 +16,7 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from larder.cache.forms.base import AttentionState
+from larder.cache.memory_usage import storage_bytes
 from larder.core.codec import Codec
 from larder.core.ledger import Ledger
 from larder.core.types import Queries
@@ -82,8 +83,7 @@ class QuantizedTier:
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor."""
-        held = *self.tensors().values(), self.columns
-        return sum(tensor.untyped_storage().nbytes() for tensor in held)
+        return storage_bytes((*self.tensors().values(), self.columns))
 
     def state(self, ledger: Ledger) -> dict[str, Tensor]:
         """Copies of all tensors by name, codec and ledger columns included."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from larder.cache.forms.base import CacheLayer
 from larder.cache.forms.tiered import TieredLayer, tiered_layers
 from larder.cache.latest_activations import LatestActivations
+from larder.cache.memory_usage import MemoryUsage
 from larder.cache.spec import CacheForm, CacheSpec
 from larder.cache.state_dict import move_state, restore_layers, state_dict
 from larder.core.codec import Codec
@@ -57,7 +58,7 @@ class SequenceCache:
         self.latest = LatestActivations(ledger.queries)
         self._is_spoiled = False
         self._stores = [self.cache_spec.store(layer, spec) for layer in spec.layers]
-        self.cache_spec.link_layers(self._stores)
+        self._link_layers()
 
     def attend(
         self,
@@ -179,7 +180,7 @@ class SequenceCache:
         self._check()
         copy = SequenceCache(self.spec, **vars(self.cache_spec))
         copy._stores = [store.fork() for store in self._stores]
-        copy.cache_spec.link_layers(copy._stores)
+        copy._link_layers()
         copy.next_position, copy.latest = self.next_position, self.latest.fork()
         return copy
 
@@ -207,7 +208,7 @@ class SequenceCache:
     @property
     def managed_entries(self) -> int:
         """Entries over all heads of the budgeted layers."""
-        return sum(sum(s.lengths) for s in self._stores if self.cache_spec.is_budgeted(s.layer))
+        return self._budgeted.entries
 
     @property
     def stores(self) -> tuple[CacheLayer, ...]:
@@ -228,12 +229,13 @@ class SequenceCache:
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor held, slack and metadata included."""
-        return sum(store.nbytes for store in self._stores) + self.latest.nbytes
+        return self._budgeted.nbytes + self._unbudgeted.nbytes + self.latest.nbytes
 
     @property
     def device_nbytes(self) -> int:
         """Bytes in the model's memory, without the slow tiers."""
-        return sum(store.device_nbytes for store in self._stores) + self.latest.nbytes
+        layers = self._budgeted.device_nbytes + self._unbudgeted.device_nbytes
+        return layers + self.latest.nbytes
 
     @property
     def shared_nbytes(self) -> int:
@@ -260,8 +262,16 @@ class SequenceCache:
         try:
             handed = move_state(self._stores, self.cache_spec, self.spec, place)
         finally:
-            self.cache_spec.link_layers(self._stores)
+            self._link_layers()
         return handed | self.latest.release_state(place)
+
+    def _link_layers(self) -> None:
+        """Link the layers with each other, and count their memory for the sequence."""
+        self.cache_spec.link_layers(self._stores)
+        self._budgeted, self._unbudgeted = MemoryUsage(), MemoryUsage()
+        for store in self._stores:
+            is_budgeted = self.cache_spec.is_budgeted(store.layer)
+            store.usage.join(self._budgeted if is_budgeted else self._unbudgeted)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -315,7 +325,7 @@ class SequenceCache:
     ) -> SequenceCache:
         cache = SequenceCache(spec, **vars(CacheSpec.of(meta)))
         cache._stores = restore_layers(cache._stores, cache.cache_spec, spec, state, fill)
-        cache.cache_spec.link_layers(cache._stores)
+        cache._link_layers()
         cache.next_position = int(meta["next_position"])
         cache.latest = LatestActivations.restore(
             state, cache.cache_spec.ledger.queries, spec.device

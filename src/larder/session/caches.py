@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from larder.cache.memory_usage import storage_bytes
 from larder.cache.sequence import SequenceCache
 from larder.cache.state_dict import is_slow_tier_tensor, layer_of
 from larder.core.spec import ModelSpec
@@ -31,9 +33,9 @@ class OffloadedCache:
     slot_entries: int
     layers: tuple[int, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.state.values())
+        return storage_bytes(self.state.values())
 
     @property
     def usage(self) -> CacheUsage:
@@ -264,6 +266,5 @@ def _slot_bytes(cache: SequenceCache) -> list[int]:
     """Bytes of the page slots by layer, allocated or not yet."""
     layers = [0] * len(cache.stores)
     for tier in cache.tiers:
-        allocated = sum(slot.untyped_storage().nbytes() for slot in tier.finder.slots())
-        layers[tier.layer.index] = allocated + tier.foreseen_bytes
+        layers[tier.layer.index] = tier.finder.slot_bytes + tier.foreseen_bytes
     return layers

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from larder.cache.forms.base import AttentionState, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.memory_usage import TensorOwner
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries
 from larder.core.plan import Plan
-from larder.core.spec import POSITION_BYTES
+from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import merge_attention
 
@@ -27,7 +28,13 @@ class CompositeLayer(CacheLayer):
     `entries` returns a copy as soon as the other storage holds any entry.
     """
 
-    _finest: RaggedLayer
+    def __init__(self, layer: LayerSpec, finest: RaggedLayer) -> None:
+        super().__init__(layer)
+        self._finest = self._attach(finest)
+
+    @property
+    def parts(self) -> tuple[TensorOwner, ...]:
+        return (self._finest,)
 
     @property
     @abstractmethod
@@ -75,7 +82,13 @@ class CompositeLayer(CacheLayer):
 class RecoverableLayer(CacheLayer):
     """Ragged part `_fast`, visible to policies, in front of recoverable rejected entries."""
 
-    _fast: RaggedLayer
+    def __init__(self, layer: LayerSpec, fast: RaggedLayer) -> None:
+        super().__init__(layer)
+        self._fast = self._attach(fast)
+
+    @property
+    def parts(self) -> tuple[TensorOwner, ...]:
+        return (self._fast,)
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         self._fast.append(keys, values, positions)

@@ -19,6 +19,7 @@ from torch import Tensor
 from larder.cache.entry_merging import MergedEntries
 from larder.cache.forms.base import AttentionState
 from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.memory_usage import storage_bytes
 from larder.cache.row_updates import InsertedEntries
 from larder.core.observation import Entries
 from larder.core.plan import Plan
@@ -163,7 +164,7 @@ class SharedEntries:
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors().values())
+        return storage_bytes(self.tensors().values())
 
     def _selected(self, rows: Int64[Tensor, " N"]) -> SharedEntries:
         return SharedEntries(
@@ -195,6 +196,10 @@ class PairMember(Protocol):
         """Entries that are not shared, as views."""
         ...
 
+    def count_shared(self) -> None:
+        """Count bytes and entries of the layer again, after the shared entries changed."""
+        ...
+
     def give_up(self, rows: Int64[Tensor, " N"], change: PlanApplier) -> None:
         """Remove own entries, given as packed rows, that are shared from now on."""
         ...
@@ -222,7 +227,13 @@ class LayerPair:
         shared = self.shared.joined(_sharing_candidates(halves, *chosen), self.pairing.weight)
         for half, rows in zip(halves, chosen, strict=True):
             half.give_up(rows, change)
+        self.replace_shared(shared)
+
+    def replace_shared(self, shared: SharedEntries) -> None:
+        """Replace the shared entries, in the counts of both layers too."""
         self.shared = shared
+        for half in self.halves.values():
+            half.count_shared()
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.cache.memory_usage import TensorOwner
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
@@ -19,7 +20,7 @@ from larder.ops.attention import causal_attention, merge_attention
 AttentionState = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]  # output and log-sum-exp
 
 
-class CacheLayer(ABC):
+class CacheLayer(TensorOwner):
     """Cached entries of one layer of one sequence.
 
     The layer owns its tensors; `entries` returns views that are valid until the next change.
@@ -27,8 +28,11 @@ class CacheLayer(ABC):
     A change that fails for lack of memory leaves the layer as it was.
     """
 
-    layer: LayerSpec
     replaced_bytes: int = 0  # old storage held beside the new one during the last change
+
+    def __init__(self, layer: LayerSpec) -> None:
+        super().__init__()
+        self.layer = layer
 
     def attend(
         self,
@@ -213,19 +217,10 @@ class CacheLayer(ABC):
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> CacheLayer:
         """Restored layer that takes ownership of the tensors of `state`."""
 
-    @abstractmethod
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors, slack and metadata included."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, slack and metadata included."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
-
     @property
     def device_nbytes(self) -> int:
         """Bytes in the model's memory, without slower tiers."""
-        return self.nbytes
+        return self.usage.device_nbytes
 
     @property
     @abstractmethod

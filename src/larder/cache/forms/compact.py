@@ -25,6 +25,7 @@ from torch import Tensor
 from larder.cache.entry_merging import MergedEntries, merge_entries
 from larder.cache.forms.base import AttentionState, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.memory_usage import TensorOwner
 from larder.cache.validation import check_counts
 from larder.core.errors import CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
@@ -61,23 +62,24 @@ class CompactLayer(CacheLayer):
                 f"Layer {layer.index} has a rotary embedding unknown to Larder, so its keys "
                 "cannot be unrotated: use a cache form that keeps true positions."
             )
-        self.layer = layer
-        self._unturned = RaggedLayer(layer, dtype, device, ledger)
+        super().__init__(layer)
+        self._unturned = self._attach(RaggedLayer(layer, dtype, device, ledger))
         self._listens = False
         self._kept: tuple[Tensor, ...] = ()  # turned keys and their places, of all rows
 
     def attend_cached(self, queries: Queries, positions: Positions) -> Queries:
-        self._kept = ()
+        self._keep()
         held, count = self.entries(), queries.shape[1]
         if self._listens and count == 1:
-            self._listens, self._kept = False, (held.keys, held.rope_positions)
+            self._listens = False
+            self._keep(held.keys, held.rope_positions)
         return self._attended(held, queries, positions, count, 0)[0]
 
     def record_logits(self) -> None:
         self._listens = True
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
-        self._kept = ()
+        self._keep()
         back = rotate(keys, -positions, self._radians(keys))
         self._unturned.append(back, values, positions)
         self.replaced_bytes = self._unturned.replaced_bytes
@@ -92,21 +94,21 @@ class CompactLayer(CacheLayer):
         self._unturned.note(columns)
 
     def allocate(self, room: int) -> None:
-        self._kept = ()
+        self._keep()
         self._unturned.allocate(room)
 
     def compact(self) -> None:
-        self._kept = ()
+        self._keep()
         self._unturned.compact()
 
     def truncate(self, length: int) -> None:
-        self._kept = ()
+        self._keep()
         self._unturned.truncate(length)
 
     def entries(self) -> Entries:
         held = self._unturned.entries()
         turned, places = self._kept or self._turned(held)
-        self._kept = ()
+        self._keep()
         return replace(held, keys=turned, rope_positions=places)
 
     @property
@@ -124,15 +126,25 @@ class CompactLayer(CacheLayer):
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> CompactLayer:
         store = cls(layer, state["keys"].dtype, state["keys"].device)
-        store._unturned = RaggedLayer.adopt(layer, state)
+        store._unturned = store._attach(RaggedLayer.adopt(layer, state), store._unturned)
         return store
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return *self._unturned.tensors(), *self._kept
+    @property
+    def parts(self) -> tuple[TensorOwner, ...]:
+        return (self._unturned,)
+
+    def own_tensors(self) -> tuple[Tensor, ...]:
+        return self._kept
 
     @property
     def lengths(self) -> tuple[int, ...]:
         return self._unturned.lengths
+
+    def _keep(self, *turned: Tensor) -> None:
+        """Keep rotated keys and their places for the next `entries`, or none."""
+        if turned or self._kept:
+            self._kept = turned
+            self._count_bytes()
 
     def _radians(self, like: Tensor) -> Float[Tensor, " half"]:
         return torch.tensor(self.layer.radians, dtype=torch.float32, device=like.device)
@@ -165,7 +177,7 @@ class CompactLayer(CacheLayer):
 
     def _carry_out(self, plan: Plan, carry: Callable[[Plan], None]) -> None:
         check_counts(plan, self.layer.kv_heads)
-        self._kept = ()
+        self._keep()
         merged = merge_entries(plan, self.entries()) if len(plan.folds) else None
         lengths = torch.tensor(self.lengths)
         carry(replace(plan, folds=Folds.none(plan.kept.device)))

@@ -74,12 +74,14 @@ class CorrectedLayer(TieredLayer):
         """Record the ids of the tokens read last."""
         told = torch.cat([self._ids, torch.tensor(ids, dtype=torch.int64)])
         self._ids = told[len(told) - len(self._past) :]
+        self._count_bytes()
 
     def extend(self, queries: Queries, keys: Keys, values: Values, positions: Positions) -> Queries:
         out = super().extend(queries, keys, values, positions)
         latest, self._latest = self._latest, None
         kept = () if latest is None else (*self._past, latest)
         self._past = kept[-self.parking.recall.corrected :]
+        self._count_bytes()
         return out
 
     def again(
@@ -112,17 +114,22 @@ class CorrectedLayer(TieredLayer):
         new = answer()
         mended = [self._mended(past, queries[:, i : i + 1]) for i, past in enumerate(former)]
         self._past = (*mended, self._past[-1])[-self.parking.recall.corrected :]
+        self._count_bytes()
         return torch.cat([*(past.out.to(new.dtype) for past in mended), new], 1)
 
     def truncate(self, length: int) -> None:
         """Drop entries at `length` and later; no remaining token is corrected any more."""
         super().truncate(length)
-        self._past, self._ids = (), NO_ENTRIES
+        self._forget_past()
 
     def forget(self, start: int, stop: int) -> None:
         """Drop entries at [start, stop); no remaining token is corrected any more."""
         super().forget(start, stop)
+        self._forget_past()
+
+    def _forget_past(self) -> None:
         self._past, self._ids = (), NO_ENTRIES
+        self._count_bytes()
 
     def state(self) -> dict[str, Tensor]:
         told, past = super().state(), self._past
@@ -149,17 +156,19 @@ class CorrectedLayer(TieredLayer):
             parts = own[PLACES].tolist(), own[OUTS], own[SUMS], seen, own[PARKED].cpu()
             store._past = tuple(PastAnswer(*part) for part in zip(*parts, strict=True))
             store._ids = own[IDS].cpu()
+            store._count_bytes()
         return store
 
     def fork(self) -> CorrectedLayer:
         copy = super().fork()
         assert isinstance(copy, CorrectedLayer)
         copy._past, copy._ids = self._past, self._ids
+        copy._count_bytes()
         return copy
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def own_tensors(self) -> tuple[Tensor, ...]:
         own = [part for past in self._past for part in (past.out, past.lse, past.seen, past.parked)]
-        return (*super().tensors(), *own, self._ids)
+        return (*super().own_tensors(), *own, self._ids)
 
     def _attention(
         self, queries: Queries, positions: Positions, own: int, shift: int

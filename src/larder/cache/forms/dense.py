@@ -29,11 +29,12 @@ class DenseLayer(CacheLayer):
 
     def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
         shape = (layer.kv_heads, 0, layer.head_dim)
-        self.layer = layer
+        super().__init__(layer)
         self._keys = torch.empty(shape, dtype=dtype, device=device)
         self._values = torch.empty(shape, dtype=dtype, device=device)
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
         self._length = 0
+        self._count_bytes()
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         start, stop = self._length, self._length + keys.shape[1]
@@ -43,13 +44,13 @@ class DenseLayer(CacheLayer):
         self._keys[:, start:stop] = keys
         self._values[:, start:stop] = values
         self._positions[start:stop] = positions
-        self._length = stop
+        self._set_length(stop)
 
     def apply(self, plan: Plan) -> None:
         rows = self._chosen(plan).to(self._keys.device)
         keys, values, positions = self._keys[:, rows], self._values[:, rows], self._positions[rows]
         self._replace(keys, values, positions)
-        self._length = len(rows)
+        self._set_length(len(rows))
 
     def evict(self, plan: Plan) -> None:
         rows = self._chosen(plan)
@@ -58,7 +59,7 @@ class DenseLayer(CacheLayer):
         self.replaced_bytes = 0
         remove_rows((keys, values), *self._layout(), plan.kept.cpu(), plan.lengths)
         self._positions[: len(rows)] = positions
-        self._length = len(rows)
+        self._set_length(len(rows))
 
     def allocate(self, room: int) -> None:
         if self._length + room > self._capacity:
@@ -69,7 +70,7 @@ class DenseLayer(CacheLayer):
             self._resize(self._length)
 
     def truncate(self, length: int) -> None:
-        self._length = int((self._positions[: self._length] < length).sum())
+        self._set_length(int((self._positions[: self._length] < length).sum()))
 
     def entries(self) -> Entries:
         starts, lengths = self._layout()
@@ -92,10 +93,12 @@ class DenseLayer(CacheLayer):
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> DenseLayer:
         store = cls(layer, state["keys"].dtype, state["keys"].device)
         store._keys, store._values = state["keys"], state["values"]
-        store._positions, store._length = state["positions"], len(state["positions"])
+        store._positions = state["positions"]
+        store._count_bytes()
+        store._set_length(len(store._positions))
         return store
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def own_tensors(self) -> tuple[Tensor, ...]:
         return self._keys, self._values, self._positions
 
     @property
@@ -149,6 +152,11 @@ class DenseLayer(CacheLayer):
     def _replace(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         self.replaced_bytes = self.nbytes
         self._keys, self._values, self._positions = keys, values, positions
+        self._count_bytes()
+
+    def _set_length(self, length: int) -> None:
+        self._length = length
+        self.usage.set_entries(length * self.layer.kv_heads)
 
 
 def _repeat_per_head(positions: Tensor, heads: int) -> Tensor:

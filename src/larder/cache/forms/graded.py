@@ -65,11 +65,9 @@ class GradedLayer(CompositeLayer):
         codecs: Sequence[Codec],
     ) -> None:
         like = torch.empty(0, layer.head_dim, dtype=dtype, device=device)
-        self.layer = layer
-        self._finest = RaggedLayer(layer, dtype, device, ledger)
-        self._coded = tuple(
-            QuantizedTier.nothing(codec, like, len(ledger.columns)) for codec in codecs
-        )
+        super().__init__(layer, RaggedLayer(layer, dtype, device, ledger))
+        columns = len(ledger.columns)
+        self._hold(tuple(QuantizedTier.nothing(codec, like, columns) for codec in codecs))
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         self._finest.append(keys, values, positions)
@@ -95,9 +93,8 @@ class GradedLayer(CompositeLayer):
         check_columns(columns, self._finest.ledger, len(tiers.places.order))
         noted = tiers.noted(columns, self._finest.ledger)
         self._finest.note_packed(noted[0])
-        self._coded = tuple(
-            replace(tier, columns=own) for tier, own in zip(self._coded, noted[1:], strict=True)
-        )
+        pairs = zip(self._coded, noted[1:], strict=True)
+        self._hold(tuple(replace(tier, columns=own) for tier, own in pairs))
 
     def truncate(self, length: int) -> None:
         coded = self._coded
@@ -107,7 +104,7 @@ class GradedLayer(CompositeLayer):
             kept = order[tiers.places.positions[order] < length]
             coded = tiers.after(kept, tiers.places.grades[kept])
         self._finest.truncate(length)
-        self._coded = coded
+        self._hold(coded)
 
     def entries(self) -> Entries:
         finest = self._finest.entries()
@@ -131,17 +128,14 @@ class GradedLayer(CompositeLayer):
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> GradedLayer:
         dtype, device = state["keys"].dtype, state["keys"].device
         store = cls(layer, dtype, device, Ledger(), ())
-        store._finest = RaggedLayer.adopt(layer, state)
-        ledger = store._finest.ledger
-        store._coded = tuple(
-            QuantizedTier.adopt(own, ledger, layer.head_dim) for own in _saved_tiers(state)
-        )
+        store._finest = store._attach(RaggedLayer.adopt(layer, state), store._finest)
+        ledger, size = store._finest.ledger, layer.head_dim
+        store._hold(tuple(QuantizedTier.adopt(own, ledger, size) for own in _saved_tiers(state)))
         return store
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def own_tensors(self) -> tuple[Tensor, ...]:
         coded = [tensor for tier in self._coded for tensor in tier.tensors().values()]
-        columns = [tier.columns for tier in self._coded if tier.columns.numel()]
-        return *self._finest.tensors(), *coded, *columns
+        return *coded, *(tier.columns for tier in self._coded if tier.columns.numel())
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -187,7 +181,12 @@ class GradedLayer(CompositeLayer):
         self.replaced_bytes = self._finest.replaced_bytes + sum(
             old.nbytes + new.nbytes for old, new in pairs
         )
+        self._hold(coded)
+
+    def _hold(self, coded: tuple[QuantizedTier, ...]) -> None:
         self._coded = coded
+        self._count_bytes()
+        self.usage.set_entries(sum(map(len, coded)))
 
 
 def saved_codecs(state: Mapping[str, Tensor]) -> tuple[Codec, ...]:

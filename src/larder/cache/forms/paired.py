@@ -63,10 +63,9 @@ class PairedLayer(CompositeLayer):
         pairing: LayerPairing,
         side: int = LOWER,
     ) -> None:
-        self.layer = layer
+        super().__init__(layer, RaggedLayer(layer, dtype, device, ledger))
         self.side = side
         self.wished = SharingRequest.none()
-        self._finest = RaggedLayer(layer, dtype, device, ledger)
         like = torch.empty(0, layer.head_dim, dtype=dtype, device=device)
         self._join(LayerPair(SharedEntries.nothing(like, len(ledger.columns)), pairing))
 
@@ -91,7 +90,7 @@ class PairedLayer(CompositeLayer):
         self._finest.note_packed(held[:, : order.own])
         shared = self._pair.shared
         rows = shared.rows(self.side)
-        self._pair.shared = shared.select(self.side, rows, held[:, order.own :])
+        self._pair.replace_shared(shared.select(self.side, rows, held[:, order.own :]))
 
     def truncate(self, length: int) -> None:
         self.wished = SharingRequest.none()
@@ -99,7 +98,8 @@ class PairedLayer(CompositeLayer):
         shared = self._pair.shared
         rows = shared.rows(self.side)
         rows = rows[shared.positions[rows] < length]
-        self._pair.shared = shared.select(self.side, rows, shared.columns[self.side][:, rows])
+        columns = shared.columns[self.side][:, rows]
+        self._pair.replace_shared(shared.select(self.side, rows, columns))
 
     def entries(self) -> Entries:
         own = self._finest.entries()
@@ -140,7 +140,7 @@ class PairedLayer(CompositeLayer):
         side, *numbers = state["pair"].tolist()
         keys = state["keys"]
         half = cls(layer, keys.dtype, keys.device, Ledger(), LayerPairing(*numbers), int(side))
-        half._finest = RaggedLayer.adopt(layer, state)
+        half._finest = half._attach(RaggedLayer.adopt(layer, state), half._finest)
         like, columns = keys[:0], len(half._finest.ledger.columns)
         shared = SharedEntries.nothing(like, columns)
         if half.side == UPPER:
@@ -154,11 +154,9 @@ class PairedLayer(CompositeLayer):
         half._join(LayerPair(shared, LayerPairing(*numbers)))
         return half
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors; those of the upper layer include the shared entries."""
-        if self.side == LOWER:
-            return self._finest.tensors()
-        return *self._finest.tensors(), *self._pair.shared.tensors().values()
+    def own_tensors(self) -> tuple[Tensor, ...]:
+        """The shared entries, in the upper layer."""
+        return () if self.side == LOWER else tuple(self._pair.shared.tensors().values())
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -184,6 +182,12 @@ class PairedLayer(CompositeLayer):
     def _join(self, pair: LayerPair) -> None:
         self._pair = pair
         pair.halves[self.side] = self
+        self.count_shared()
+
+    def count_shared(self) -> None:
+        """Count bytes and entries of the layer again, after the shared entries changed."""
+        self._count_bytes()
+        self.usage.set_entries(int(self._pair.shared.held[self.side].sum()))
 
     @property
     def _is_mixed(self) -> bool:
@@ -281,7 +285,7 @@ class PairedLayer(CompositeLayer):
         arrivals = self._arrivals(sums, order, columns)
         change(self._finest, rest, sums.among(kept[stays]), arrivals)
         self.replaced_bytes = self._finest.replaced_bytes + shared.nbytes
-        self._pair.shared = left
+        self._pair.replace_shared(left)
         wished = (grades[mine] == 1).nonzero().flatten()
         places = kept[mine][wished]
         self.wished = SharingRequest(wished, (order.heads[places] << 32) + order.positions[places])

@@ -49,7 +49,7 @@ class RaggedLayer(CacheLayer):
         ledger: Ledger = Ledger(),  # noqa: B008, frozen and empty
     ) -> None:
         nothing = torch.empty(0, layer.head_dim, dtype=dtype, device=device)
-        self.layer = layer
+        super().__init__(layer)
         self._keys, self._values = nothing, nothing.clone()
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(layer.kv_heads, dtype=torch.int64)
@@ -59,17 +59,19 @@ class RaggedLayer(CacheLayer):
         self._room = 0
         self._listens = False
         self._heard: Tensor | None = None
+        self._count_bytes()
 
     def record_logits(self) -> None:
         self._listens = True
 
     def heard(self) -> Float[Tensor, "R C"] | None:
-        heard, self._heard = self._heard, None
+        heard = self._heard
+        self._hold_logits(None)
         return heard
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
-        count = keys.shape[1]
-        self.replaced_bytes, self._heard = 0, None
+        count, self.replaced_bytes = keys.shape[1], 0
+        self._hold_logits(None)
         self._make_room(count)
         rows = (self._starts + self._lengths)[:, None] + torch.arange(count)  # [K, Q]
         rows = rows.flatten().to(self._keys.device)
@@ -77,7 +79,7 @@ class RaggedLayer(CacheLayer):
         self._values[rows] = values.flatten(0, 1)
         self._positions[rows] = positions.to(torch.int32).repeat(keys.shape[0])
         self._columns.clear(rows)
-        self._lengths += count
+        self._set_lengths(self._lengths + count)
         self._room -= count
 
     def apply(self, plan: Plan) -> None:
@@ -108,7 +110,8 @@ class RaggedLayer(CacheLayer):
         self, plan: Plan, sums: MergedEntries, arrivals: InsertedEntries | None = None
     ) -> None:
         """Evict by a validated plan, with merged and inserted entries computed by the caller."""
-        self.replaced_bytes, self._heard = 0, None
+        self.replaced_bytes = 0
+        self._hold_logits(None)
         if arrivals:
             self._make_room(int(arrivals.counts(len(plan.lengths)).max()))
         kept, lengths = plan.kept.cpu(), torch.tensor(plan.lengths, dtype=torch.int64)
@@ -117,7 +120,8 @@ class RaggedLayer(CacheLayer):
         writes = len(sums.targets) or plan.columns or plan.scalars
         changes = self._changes(plan, sums, motion.starts, lengths) if writes else None
         move_rows(self._stored(), *case, self._columns.values, motion)
-        self._starts, self._lengths, self._room = motion.starts, lengths, motion.room
+        self._starts, self._room = motion.starts, motion.room
+        self._set_lengths(lengths)
         if changes is not None:
             self._write(changes)
         if arrivals:
@@ -155,7 +159,8 @@ class RaggedLayer(CacheLayer):
         held = self.entries()
         kept = [int((held.head_positions(h) < length).sum()) for h in range(len(held.lengths))]
         lengths = torch.tensor(kept)
-        self._lengths, self._room = lengths, self._least_room(self._starts, lengths)
+        self._set_lengths(lengths)
+        self._room = self._least_room(self._starts, lengths)
 
     def entries(self) -> Entries:
         return Entries(
@@ -182,16 +187,18 @@ class RaggedLayer(CacheLayer):
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> RaggedLayer:
         store = cls(layer, state["keys"].dtype, state["keys"].device)
         store._keys, store._values = state["keys"], state["values"]
-        store._positions, store._lengths = state["positions"], state["lengths"]
+        store._positions = state["positions"]
+        store._set_lengths(state["lengths"])
         store._starts = starts_of(store._lengths)
         store._edges = (*store._starts.tolist(), len(store._keys))
         store._columns = EntryColumns.adopt(state, layer.kv_heads, len(store._keys))
+        store._count_bytes()
         return store
 
     def _stored(self) -> tuple[Tensor, ...]:
         return (self._keys, self._values, self._positions)
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def own_tensors(self) -> tuple[Tensor, ...]:
         own = (self._keys, self._values, self._positions, self._lengths, self._starts)
         return own + self._columns.tensors() + (() if self._heard is None else (self._heard,))
 
@@ -209,11 +216,12 @@ class RaggedLayer(CacheLayer):
         """Attention with log-sum-exp; records logits of a decode step after `record_logits`."""
         if not own:
             return self.cached(queries)
-        self._heard = None
+        logits = None
         if self._listens and queries.shape[1] == 1:
             self._listens, group_len = False, queries.shape[0] // self.layer.kv_heads
-            self._heard = torch.empty(group_len, len(self._keys), device=queries.device)
-        return self.cached(queries, self._heard)
+            logits = torch.empty(group_len, len(self._keys), device=queries.device)
+        self._hold_logits(logits)
+        return self.cached(queries, logits)
 
     def cached(self, queries: Queries, logits: Tensor | None = None) -> AttentionState:
         """Attention of queries to all entries, with its log-sum-exp."""
@@ -256,7 +264,7 @@ class RaggedLayer(CacheLayer):
     def _take_in(self, arrivals: InsertedEntries) -> None:
         """Insert entries at their positions, into existing slack."""
         insert_entries(self._stored(), self._columns.values, self._starts, self._lengths, arrivals)
-        self._lengths = self._lengths + arrivals.counts(len(self._lengths))
+        self._set_lengths(self._lengths + arrivals.counts(len(self._lengths)))
         self._room = self._least_room(self._starts, self._lengths)
 
     def _make_room(self, count: int) -> None:
@@ -292,11 +300,23 @@ class RaggedLayer(CacheLayer):
         starts, total = starts_of(lengths + slack), int((lengths + slack).sum())
         least = int(slack.min())
         fresh = relocate_rows(self._stored(), self._columns.values, rows, starts, total)
-        self._heard = None
+        self._hold_logits(None)
         self.replaced_bytes = self.nbytes
         self._keys, self._values, self._positions, self._columns.values = fresh
-        self._lengths, self._starts, self._room = lengths, starts, least
+        self._starts, self._room = starts, least
         self._edges = (*starts.tolist(), total)
+        self._set_lengths(lengths)
+        self._count_bytes()
+
+    def _set_lengths(self, lengths: Int64[Tensor, " K"]) -> None:
+        self._lengths = lengths
+        self.usage.set_entries(sum(lengths.tolist()))
+
+    def _hold_logits(self, logits: Tensor | None) -> None:
+        """Hold the logits of a decode step, or none."""
+        former, self._heard = self._heard, logits
+        if former is not logits:
+            self._count_bytes()
 
 
 Part = RaggedLayer

@@ -60,17 +60,19 @@ class RecomputedLayer(RecoverableLayer):
         ledger: Ledger,
         rebuilding: RecomputeSpec,
     ) -> None:
-        self.layer, self.rebuilding = layer, rebuilding
+        super().__init__(layer, RaggedLayer(layer, dtype, device, ledger))
+        self.rebuilding = rebuilding
         self.project: ProjectKV | None = None  # while a model runs
         self.tokens = self.operations = 0  # recomputed tokens so far, and their operations
-        self._fast = RaggedLayer(layer, dtype, device, ledger)
         self._source = torch.empty(0, 0, dtype=dtype, device=device)
         self._gone = [torch.empty(0, dtype=torch.int64) for _ in range(layer.kv_heads)]
         self._lent: tuple[RecomputedKV, RecomputedKV] | None = None
+        self._count_bytes()
 
     def keep(self, source: Tensor) -> None:
         """Append the source rows of the tokens read last."""
         self._source = torch.cat([self._source, source]) if len(self._source) else source.clone()
+        self._count_bytes()
 
     def again(
         self,
@@ -94,6 +96,7 @@ class RecomputedLayer(RecoverableLayer):
         self._fast.truncate(length)
         self._source = self._source[:length].clone()
         self._gone = [own[own < length] for own in self._gone]
+        self._count_bytes()
 
     def forget(self, start: int, stop: int) -> None:
         """Drop entries at true positions [start, stop), evicted ones included.
@@ -110,6 +113,7 @@ class RecomputedLayer(RecoverableLayer):
         self._fast.forget(start, stop)
         self.replaced_bytes = self._fast.replaced_bytes
         self._gone = [own[(own < start) | (own >= stop)] for own in self._gone]
+        self._count_bytes()
 
     @property
     def gone(self) -> tuple[Int64[Tensor, " _"], ...]:
@@ -148,13 +152,14 @@ class RecomputedLayer(RecoverableLayer):
             )
         like, told = state["keys"], bytes(state[SPEC_KEY].cpu().tolist()).decode()
         store = cls(layer, like.dtype, like.device, Ledger(), RecomputeSpec.from_text(told))
-        store._fast = RaggedLayer.adopt(layer, state)
+        store._fast = store._attach(RaggedLayer.adopt(layer, state), store._fast)
         store._source = state[SOURCE_KEY]
         store._gone = list(state[EVICTED_KEY].cpu().split(state[LENGTHS_KEY].tolist()))
+        store._count_bytes()
         return store
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (*self._fast.tensors(), self._source, *self._gone)
+    def own_tensors(self) -> tuple[Tensor, ...]:
+        return (self._source, *self._gone)
 
     @property
     def _is_empty(self) -> bool:
@@ -226,6 +231,7 @@ class RecomputedLayer(RecoverableLayer):
         change(plan)
         self.replaced_bytes = self._fast.replaced_bytes
         self._gone = [torch.cat(pair) for pair in zip(self._gone, gone, strict=True)]
+        self._count_bytes()
 
 
 def recomputed_layers(stores: Sequence[CacheLayer]) -> list[RecomputedLayer]:

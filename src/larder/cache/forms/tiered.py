@@ -23,6 +23,7 @@ from torch import Tensor
 from larder.cache.forms._composite import RecoverableLayer
 from larder.cache.forms.base import AttentionState, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.memory_usage import TensorOwner
 from larder.cache.offload.host_memory import HostMemoryBudget, HostMemoryUser
 from larder.cache.offload.page_fetch import (
     EntryNumberCheck,
@@ -62,6 +63,8 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         parking: offload and recall options, every size filled in.
     """
 
+    counts_as_device = False  # queries for the index are on the host
+
     def __init__(
         self,
         layer: LayerSpec,
@@ -70,14 +73,23 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         ledger: Ledger,
         parking: OffloadSpec,
     ) -> None:
-        self.layer, self.parking = layer, parking
-        self._fast = RaggedLayer(layer, dtype, device, ledger)
-        self._slow = create_slow_tier(layer, parking, dtype, ledger.columns, device.type == "cuda")
-        self.finder = PageFetcher(layer, parking.recall, dtype, device)
+        super().__init__(layer, RaggedLayer(layer, dtype, device, ledger))
+        is_pinned = device.type == "cuda"
+        slow = create_slow_tier(layer, parking, dtype, ledger.columns, is_pinned)
+        self.parking, self._slow = parking, self._attach(slow)
+        self.finder = self._attach(PageFetcher(layer, parking.recall, dtype, device))
         self.leader: TieredLayer | None = None  # the layer whose pages it uses
         self._numbering = EntryNumberCheck(layer.kv_heads)
         self._coming, self._appends = AppendKind.STEP, False
         self._observed = torch.empty(layer.query_heads, 0, layer.head_dim)
+        self._count_bytes()
+
+    @property
+    def parts(self) -> tuple[TensorOwner, ...]:
+        return self._fast, self._slow, self.finder
+
+    def own_tensors(self) -> tuple[Tensor, ...]:
+        return (self._observed,)
 
     def extend(self, queries: Queries, keys: Keys, values: Values, positions: Positions) -> Queries:
         self._appends = True
@@ -89,6 +101,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         if wanted and not self.is_dense:
             latest = torch.cat([self._observed, queries.detach().float().cpu()], 1)
             self._observed = latest[:, -wanted:].contiguous()
+            self._count_bytes()
         return out
 
     def expect(self, coming: AppendKind) -> None:
@@ -115,9 +128,10 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
     def _replace_slow_tier(self, rest: SlowTier | None) -> None:
         """Replace the slow tier, if `rest` is not None, and its index."""
         if rest is not None:
-            self._slow, like = rest, self.finder.like
+            self._slow = self._attach(rest, self._slow)
             self._numbering = EntryNumberCheck(self.layer.kv_heads)
-            self.finder = PageFetcher(self.layer, self.parking.recall, *like)
+            fresh = PageFetcher(self.layer, self.parking.recall, *self.finder.like)
+            self.finder = self._attach(fresh, self.finder)
 
     def parked(self) -> Entries:
         """Offloaded entries, in order of their numbers."""
@@ -136,16 +150,16 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> TieredLayer:
         parking, keys = saved_offload_spec(state, layer), state["keys"]
         store = cls(layer, keys.dtype, keys.device, Ledger(), parking)
-        store._fast = RaggedLayer.adopt(layer, state)
-        told = store._fast.ledger.columns, keys.device.type == "cuda"
-        store._slow = create_slow_tier(layer, parking, keys.dtype, *told)
-        store._slow.adopt(with_prefix(SLOW, state))
+        store._fast = store._attach(RaggedLayer.adopt(layer, state), store._fast)
+        columns, is_pinned = store._fast.ledger.columns, keys.device.type == "cuda"
+        slow = create_slow_tier(layer, parking, keys.dtype, columns, is_pinned)
+        slow.adopt(with_prefix(SLOW, state))
+        store._slow = store._attach(slow, store._slow)
         if own := with_prefix(INDEX, state):
             index = parking.recall.adopt(layer, own)
-            store.finder.shared_index = SharedIndex(
-                parking.recall, layer, index, store._slow.lengths
-            )
+            store.finder.use_index(SharedIndex(parking.recall, layer, index, slow.lengths))
         store._observed = state[OBSERVED]
+        store._count_bytes()
         return store
 
     def fork(self) -> TieredLayer:
@@ -154,14 +168,13 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         fast = RaggedLayer.adopt(self.layer, self._fast.state())
         like, ledger = fast.entries().keys, fast.ledger
         copy = type(self)(self.layer, like.dtype, like.device, ledger, self.parking)
-        copy._fast, copy._slow = fast, self._slow.fork()
-        copy.finder.shared_index, copy._observed = self.finder.shared_index.fork(), self._observed
+        copy._fast = copy._attach(fast, copy._fast)
+        copy._slow = copy._attach(self._slow.fork(), copy._slow)
+        copy.finder.use_index(self.finder.shared_index.fork())
         copy.finder.fetches_ahead = self.finder.fetches_ahead
+        copy._observed = self._observed
+        copy._count_bytes()
         return copy
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        held = *self._fast.tensors(), *self._slow.tensors(), self._observed
-        return *held, *self.finder.shared_index.index.tensors(), *self.finder.slots()
 
     def join(self, room: HostMemoryBudget) -> None:
         """Share the host memory budget of the sequence."""
@@ -173,14 +186,9 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         return self._slow.nbytes + self.finder.shared_index.nbytes
 
     @property
-    def device_nbytes(self) -> int:
-        """Bytes of the device tier: the ragged part and the page slots."""
-        return self._fast.nbytes + sum(t.untyped_storage().nbytes() for t in self.finder.slots())
-
-    @property
     def foreseen_bytes(self) -> int:
         """Device bytes that the page slots of the first decode step will need."""
-        if not self.has_offloaded or self.finder.slots():
+        if not self.has_offloaded or self.finder.slot_bytes:
             return 0
         return self.finder.foreseen_bytes(self._slow.lengths)
 

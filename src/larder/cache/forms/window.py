@@ -31,12 +31,13 @@ class SlidingWindowLayer(CacheLayer):
         if layer.sliding_window is None:
             raise CacheError(f"Layer {layer.index} has no sliding window: use a dense cache.")
         shape = (layer.kv_heads, 0, layer.head_dim)
-        self.layer = layer
+        super().__init__(layer)
         self._window = layer.sliding_window
         self._keys = torch.empty(shape, dtype=dtype, device=device)
         self._values = torch.empty(shape, dtype=dtype, device=device)
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
         self._slack = 0
+        self._count()
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         rows = self._seen_from(int(positions[0]) - self._slack)
@@ -95,9 +96,10 @@ class SlidingWindowLayer(CacheLayer):
         store = cls(layer, state["keys"].dtype, state["keys"].device)
         store._keys, store._values = state["keys"], state["values"]
         store._positions = state["positions"]
+        store._count()
         return store
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def own_tensors(self) -> tuple[Tensor, ...]:
         return self._keys, self._values, self._positions
 
     @property
@@ -133,6 +135,11 @@ class SlidingWindowLayer(CacheLayer):
         """Replace all tensors at once, after everything that can fail."""
         self.replaced_bytes = self.nbytes
         self._keys, self._values, self._positions = keys, values, positions
+        self._count()
+
+    def _count(self) -> None:
+        self._count_bytes()
+        self.usage.set_entries(len(self._positions) * self.layer.kv_heads)
 
 
 Part = SlidingWindowLayer

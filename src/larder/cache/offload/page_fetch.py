@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from larder.cache.forms.base import AttentionState
+from larder.cache.memory_usage import TensorOwner
 from larder.cache.offload.page_pool import PagePool, attend_estimate, attend_mean
 from larder.core.observation import Entries
 from larder.core.recall import (
@@ -36,7 +37,7 @@ ObservedQueries = Float[Tensor, "H O D"]
 RecallAttention = Callable[[Queries, Entries, ObservedQueries], list[AttentionState] | None]
 
 
-class PageFetcher:
+class PageFetcher(TensorOwner):
     """Index over the offloaded entries of a layer, and device slots for the pages that it finds.
 
     Args:
@@ -46,8 +47,9 @@ class PageFetcher:
     def __init__(
         self, layer: LayerSpec, recall: RecallPart, dtype: torch.dtype, device: torch.device
     ) -> None:
+        super().__init__()
         self.layer, self.recall, self.like = layer, recall, (dtype, device)
-        self.shared_index = SharedIndex(recall, layer)
+        self.shared_index = self._attach(SharedIndex(recall, layer))
         self.fetches_ahead = recall.fetch is not FetchMode.IN_TURN
         self.agreement = 0, 0  # pages found in turn, and how many of them were fetched ahead
         self.choice: PageSelection | None = None  # of the latest step that was searched for
@@ -71,7 +73,7 @@ class PageFetcher:
             stays: entries of the fast tier, see `RecallIndex.follow`.
         """
         self.learn(entries, observed)
-        self.shared_index.index.observe_step(queries[:, 0].detach().float().cpu(), stays)
+        self.shared_index.observe_step(queries[:, 0].detach().float().cpu(), stays)
 
     def recalled(
         self, queries: Queries, entries: Entries, observed: ObservedQueries
@@ -110,7 +112,7 @@ class PageFetcher:
         """Attention of a block of queries to the pages found for their mean."""
         self.learn(entries, observed)
         mean = queries.detach().float().mean(1).cpu()
-        found = self.shared_index.index.exact(mean, entries, self.recall.pages)
+        found = self.shared_index.search(mean, entries, SearchMode.EXACT)
         self.choice = self._chosen(found.pages, self.recall.pages, entries)
         return [self._loaded_once(self.choice, entries).attend(queries)]
 
@@ -131,12 +133,24 @@ class PageFetcher:
         try:
             self.shared_index.learn(entries, observed if observed.shape[1] else None)
         except BaseException:  # the index was reset, so its pages are invalid
-            self._pool = None
+            self._drop_pool()
             raise
 
-    def slots(self) -> tuple[Tensor, ...]:
-        """All tensors of the slots, tables included."""
-        return () if self._pool is None else self._pool.tensors()
+    def use_index(self, index: SharedIndex) -> None:
+        """Search another index from now on."""
+        self.shared_index = self._attach(index, self.shared_index)
+
+    @property
+    def parts(self) -> tuple[TensorOwner, ...]:
+        return (self.shared_index,) if self._pool is None else (self.shared_index, self._pool)
+
+    def own_tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the slots, tables included."""
+        return 0 if self._pool is None else self._pool.nbytes
 
     def foreseen_bytes(self, parked: tuple[int, ...]) -> int:
         """Upper bound of the slot bytes for a search over `parked` entries of each head."""
@@ -158,7 +172,7 @@ class PageFetcher:
         if arrived is None:
             return None
         if not arrived():
-            self._pool = None  # it may be half filled
+            self._drop_pool()  # it may be half filled
             return None
         found = self._fetched
         if found is not None and self.recall.fetch is FetchMode.COMPARED:
@@ -212,9 +226,8 @@ class PageFetcher:
 
     def look(self, queries: Queries, entries: Entries) -> RecallResult:
         """Search result over the indexed entries, for one query per head."""
-        index, asked = self.shared_index.index, queries[:, 0].detach().float().cpu()
-        look = index.exact if self.recall.search is SearchMode.EXACT else index.find
-        return look(asked, entries, self.recall.pages)
+        asked = queries[:, 0].detach().float().cpu()
+        return self.shared_index.search(asked, entries, self.recall.search)
 
     def _pool_for(self, choice: PageSelection) -> PagePool:
         """Slots for a selection; they grow to the budget only when there are enough pages."""
@@ -224,11 +237,17 @@ class PageFetcher:
             most = max(1, self.recall.pages * self.recall.sets(self.layer) // sets)
             room = GROWTH * before.slots if before is not None and before.sets == sets else 1
             slots = max(width, min(most, room))
-            self._pool = PagePool(self.layer, sets, slots, self.recall.page, *self.like)
+            pool = PagePool(self.layer, sets, slots, self.recall.page, *self.like)
             if before is not None:
-                self._pool.asked, self._pool.moved = before.asked, before.moved
+                pool.asked, pool.moved = before.asked, before.moved
+            self._pool = self._attach(pool, before)
         assert self._pool is not None
         return self._pool
+
+    def _drop_pool(self) -> None:
+        if self._pool is not None:
+            self._pool.usage.leave()
+            self._pool = None
 
 
 def _count_common_pages(own: Int64[Tensor, "N P"], ahead: Int64[Tensor, "N Q"]) -> tuple[int, int]:
@@ -276,12 +295,14 @@ class EntryNumberCheck:
         return True
 
 
-class SharedIndex:
+class SharedIndex(TensorOwner):
     """Copy-on-write recall index of a growing slow tier, and its indexed entries per head.
 
     Args:
         index: index of `known` entries of each head; empty by default.
     """
+
+    counts_as_device = False
 
     def __init__(
         self,
@@ -290,11 +311,16 @@ class SharedIndex:
         index: RecallIndex | None = None,
         known: tuple[int, ...] = (),
     ) -> None:
+        super().__init__()
         self._recall, self._layer = recall, layer
         self.index = recall.index(layer) if index is None else index
         self.known = known or (0,) * layer.kv_heads
         self._each = 0.0  # estimated index bytes per entry; 0 until first needed
         self._sharers: WeakSet[SharedIndex] = WeakSet([self])
+        self._count_bytes()
+
+    def own_tensors(self) -> tuple[Tensor, ...]:
+        return self.index.tensors()
 
     def learn(self, entries: Entries, observed: Float[Tensor, "H Q D"] | None) -> None:
         """Add new entries to the index. If interrupted, the index is empty afterwards."""
@@ -307,8 +333,25 @@ class SharedIndex:
         except BaseException:  # the index may contain half of them
             self._own(self._recall.index(self._layer))
             self.known = (0,) * self._layer.kv_heads
+            self._count_bytes()
             raise
         self.known = entries.lengths
+        self._count_bytes()
+
+    def observe_step(self, queries: Float[Tensor, "H D"], stays: Entries) -> None:
+        """Observe the queries of a step, see `RecallIndex.observe_step`."""
+        self.index.observe_step(queries, stays)
+        self._count_bytes()
+
+    def search(
+        self, queries: Float[Tensor, "H D"], entries: Entries, mode: SearchMode
+    ) -> RecallResult:
+        """Pages found for one query per query head."""
+        look = self.index.exact if mode is SearchMode.EXACT else self.index.find
+        found = look(queries, entries, self._recall.pages)
+        if not self.index.is_stateless:
+            self._count_bytes()
+        return found
 
     def fork(self) -> SharedIndex:
         """Independent copy; a stateless index is shared until one of both changes."""
@@ -324,11 +367,6 @@ class SharedIndex:
     def is_used(self) -> bool:
         """True if any entry is indexed."""
         return any(self.known)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the index."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.index.tensors())
 
     def growth_estimate_bytes(self, entries: int) -> int:
         """Estimated growth in bytes until the index covers `entries` entries of all heads."""

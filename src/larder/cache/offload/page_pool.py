@@ -19,6 +19,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.cache.forms.base import AttentionState
+from larder.cache.memory_usage import TensorOwner
 from larder.core.observation import Entries
 from larder.core.recall import Estimate
 from larder.core.spec import LayerSpec
@@ -33,7 +34,7 @@ BIAS_BYTES = 4
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class PagePool:
+class PagePool(TensorOwner):
     """Slots for pages of one layer, in the model's memory.
 
     Args:
@@ -51,6 +52,7 @@ class PagePool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        super().__init__()
         self.sets, self.slots, self.page = sets, slots, page
         self.asked = self.moved = 0  # pages requested and moved so far
         self._layer = layer
@@ -63,6 +65,7 @@ class PagePool:
         self._table = np.full((sets, 0), NO_PAGE, np.int32)  # the slot of each page
         self._counts = torch.zeros(sets, dtype=torch.int64)
         self._starts = torch.arange(sets) * (slots * page)
+        self._count_bytes()
 
     def load(
         self,
@@ -118,16 +121,10 @@ class PagePool:
         """Share of the requested pages that were in their slots already."""
         return 1.0 - self.moved / self.asked if self.asked else 0.0
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor held, tables included."""
+    def own_tensors(self) -> tuple[Tensor, ...]:
         own = self._keys, self._values, self._biases, self._counts, self._starts
         tables = self._pages, self._versions, self._table
         return *own, *(torch.from_numpy(table) for table in tables)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of every tensor held."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
 
     def _slots_of(self, wanted: Int64Array, versions: Int64Array) -> Int64Array:
         """Slot of each requested page: its present one, or one that is not requested."""
@@ -135,6 +132,7 @@ class PagePool:
         if most > self._table.shape[1]:
             more = max(most, 2 * self._table.shape[1]) - self._table.shape[1]
             self._table = np.pad(self._table, ((0, 0), (0, more)), constant_values=NO_PAGE)
+            self._count_bytes()
         slots = np.full(wanted.shape, NO_PAGE, np.int64)
         if not self._table.shape[1]:
             return slots

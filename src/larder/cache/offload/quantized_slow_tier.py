@@ -212,11 +212,10 @@ class QuantizedSlowTier(SlowTier):
         is_pinned: bool,
         codec: Codec,
     ) -> None:
-        super().__init__(replace(layer, head_dim=0), dtype, columns, is_pinned)
-        self._whole, self._codec = layer, codec
         nothing = torch.empty(0, layer.head_dim, dtype=dtype)
         self._numbers = QuantizedEntries.of(codec.group, (), ((nothing, nothing),) * layer.kv_heads)
-        self._former = self._numbers
+        self._former, self._whole, self._codec = self._numbers, layer, codec
+        super().__init__(replace(layer, head_dim=0), dtype, columns, is_pinned)
 
     def add(self, sheaf: OffloadBatch, index_bytes: int = 0) -> None:
         numbers = self._with(sheaf)
@@ -225,10 +224,12 @@ class QuantizedSlowTier(SlowTier):
         none = {"keys": sheaf.keys[:, :0], "values": sheaf.values[:, :0]}
         super().add(replace(sheaf, **none), index_bytes + int(each * len(sheaf.keys)))
         self._former, self._numbers = self._numbers, numbers
+        self._count_bytes()
 
     def undo_add(self, lengths: Int64[Tensor, " K"]) -> None:
         super().undo_add(lengths)
         self._numbers = self._former
+        self._count_bytes()
 
     def entries(self) -> Entries:
         return DequantizedEntries(super().entries(), self._keys.dtype, self._numbers)
@@ -267,6 +268,7 @@ class QuantizedSlowTier(SlowTier):
         copy = super().fork()
         assert isinstance(copy, QuantizedSlowTier)
         copy._numbers = self._numbers
+        copy._count_bytes()
         return copy
 
     def state(self) -> dict[str, Tensor]:
@@ -287,9 +289,10 @@ class QuantizedSlowTier(SlowTier):
         pieces = (self._saved(state),) if f"{CODED}lengths" in state else ()
         waiting = tuple(zip(keys, values, strict=True))
         self._numbers = self._former = QuantizedEntries.of(self._codec.group, pieces, waiting)
+        self._count_bytes()
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return *super().tensors(), *self._numbers.tensors()
+    def own_tensors(self) -> tuple[Tensor, ...]:
+        return *super().own_tensors(), *self._numbers.tensors()
 
     def _like(self) -> SlowTier:
         return QuantizedSlowTier(

@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from larder.cache.forms.base import AttentionState
+from larder.cache.memory_usage import TensorOwner
 from larder.cache.offload.host_memory import HostMemoryBudget
 from larder.cache.offload.page_pool import attend_all
 from larder.core.errors import CacheError
@@ -71,7 +72,7 @@ def rejected_entries(plan: Plan, held: int) -> Int64[Tensor, " G"]:
     return torch.nonzero(~stays).flatten()
 
 
-class SlowTier:
+class SlowTier(TensorOwner):
     """Offloaded entries of one layer.
 
     Args:
@@ -79,9 +80,12 @@ class SlowTier:
         is_pinned: page-locked storage.
     """
 
+    counts_as_device = False
+
     def __init__(
         self, layer: LayerSpec, dtype: torch.dtype, columns: tuple[str, ...], is_pinned: bool
     ) -> None:
+        super().__init__()
         self.layer, self.room = layer, HostMemoryBudget()
         self.replaced_bytes = 0
         self._names, self._is_pinned = columns, is_pinned
@@ -92,6 +96,7 @@ class SlowTier:
         self._starts = torch.zeros(layer.kv_heads, dtype=torch.int64)
         self._lengths, self._slack = self._starts.clone(), self._starts.clone()
         self._owners = StorageOwners(self, self.lengths)
+        self._count_bytes()
 
     def __len__(self) -> int:
         return int(self._lengths.sum())
@@ -163,6 +168,7 @@ class SlowTier:
         copy._positions, copy._columns = self._positions, self._columns
         copy._starts, copy._lengths, copy._slack = self._starts, self._lengths, self._slack
         copy._owners = self._owners
+        copy._count_bytes()
         copy._owners.join(copy, copy.lengths)
         return copy
 
@@ -203,16 +209,11 @@ class SlowTier:
         self._slack = torch.zeros_like(self._lengths)
         self._owners.leave(self)
         self._owners = StorageOwners(self, self.lengths)
+        self._count_bytes()
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors, slack and metadata included."""
+    def own_tensors(self) -> tuple[Tensor, ...]:
         own = self._keys, self._values, self._positions, self._columns
         return *own, self._starts, self._lengths, self._slack
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
 
     @property
     def shared_nbytes(self) -> int:
@@ -256,6 +257,7 @@ class SlowTier:
         self._starts, self._lengths, self._slack = starts, lengths.clone(), rooms.clone()
         self._owners.leave(self)
         self._owners = StorageOwners(self, self.lengths)
+        self._count_bytes()
 
     def _fresh(self, held: Tensor, total: int) -> Tensor:
         return torch.empty(total, *held.shape[1:], dtype=held.dtype, pin_memory=self._is_pinned)

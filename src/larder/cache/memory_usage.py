@@ -1,0 +1,105 @@
+"""Memory usage of layers and sequences, counted when storage is taken or freed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from threading import Lock
+from typing import ClassVar, TypeVar
+
+from torch import Tensor
+
+Owner = TypeVar("Owner", bound="TensorOwner")
+
+
+class MemoryUsage:
+    """Bytes and entries in use; a usage that joined a total passes its changes on to it.
+
+    Thread-safe: pages of one layer are prefetched while another layer appends.
+
+    Args:
+        nbytes: bytes of all tensors.
+        device_nbytes: bytes among them in the model's memory, without slower tiers.
+        entries: cached entries over all kv heads, without offloaded ones.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = self.device_nbytes = self.entries = 0
+        self._own_bytes = self._own_device_bytes = self._own_entries = 0
+        self._total: MemoryUsage | None = None
+        self._lock = Lock()
+
+    def set_bytes(self, nbytes: int, is_on_device: bool) -> None:
+        """Replace the bytes held beside those of usages that joined this one."""
+        device = nbytes if is_on_device else 0
+        change, device_change = nbytes - self._own_bytes, device - self._own_device_bytes
+        self._own_bytes, self._own_device_bytes = nbytes, device
+        self._add(change, device_change, 0)
+
+    def set_entries(self, entries: int) -> None:
+        """Replace the entries held beside those of usages that joined this one."""
+        change, self._own_entries = entries - self._own_entries, entries
+        self._add(0, 0, change)
+
+    def join(self, total: MemoryUsage) -> None:
+        """Count into `total` from now on, and no longer into a former total."""
+        self.leave()
+        self._total = total
+        total._add(self.nbytes, self.device_nbytes, self.entries)
+
+    def leave(self) -> None:
+        """Count into no total any more."""
+        if self._total is not None:
+            self._total._add(-self.nbytes, -self.device_nbytes, -self.entries)
+            self._total = None
+
+    def _add(self, nbytes: int, device_nbytes: int, entries: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes
+            self.device_nbytes += device_nbytes
+            self.entries += entries
+        if self._total is not None:
+            self._total._add(nbytes, device_nbytes, entries)
+
+
+class TensorOwner(ABC):
+    """Owner of tensors, alone or through parts, that counts their bytes when they are replaced."""
+
+    counts_as_device: ClassVar[bool] = True  # whether own tensors are in the model's memory
+
+    def __init__(self) -> None:
+        self.usage = MemoryUsage()
+
+    @property
+    def parts(self) -> tuple[TensorOwner, ...]:
+        """Owners whose tensors belong to this one."""
+        return ()
+
+    @abstractmethod
+    def own_tensors(self) -> tuple[Tensor, ...]:
+        """All tensors outside the parts, slack and metadata included."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors, slack and metadata included."""
+        return *(t for part in self.parts for t in part.tensors()), *self.own_tensors()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, slack and metadata included."""
+        return self.usage.nbytes
+
+    def _count_bytes(self) -> None:
+        """Count the own tensors again, after the storage of any of them was replaced."""
+        self.usage.set_bytes(storage_bytes(self.own_tensors()), self.counts_as_device)
+
+    def _attach(self, part: Owner, former: TensorOwner | None = None) -> Owner:
+        """Count a new part; the part that it replaces, if any, counts no longer."""
+        if former is not None:
+            former.usage.leave()
+        part.usage.join(self.usage)
+        return part
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storage of some tensors."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

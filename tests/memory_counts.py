@@ -1,0 +1,110 @@
+"""Counted bytes and entries of caches, compared with a walk over every tensor they hold."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from larder.cache.forms.base import CacheLayer
+from larder.cache.forms.compact import CompactLayer
+from larder.cache.forms.corrected import CorrectedLayer
+from larder.cache.forms.dense import DenseLayer
+from larder.cache.forms.graded import GradedLayer
+from larder.cache.forms.paired import PairedLayer
+from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.forms.rebuilt import RecomputedLayer
+from larder.cache.forms.tiered import TieredLayer
+from larder.cache.forms.window import SlidingWindowLayer
+from larder.cache.memory_usage import storage_bytes
+from larder.cache.sequence import SequenceCache
+
+LAYERS = (
+    CompactLayer,
+    CorrectedLayer,
+    DenseLayer,
+    GradedLayer,
+    PairedLayer,
+    RaggedLayer,
+    RecomputedLayer,
+    SlidingWindowLayer,
+    TieredLayer,
+)
+CHANGES = (
+    *("append", "extend", "attend", "again", "record_logits", "heard", "apply", "evict", "note"),
+    *("allocate", "reserve", "compact", "truncate", "forget", "entries", "fork", "state", "adopt"),
+    *("keep", "record_ids", "fetch", "expect", "link", "give_up"),
+)
+SEQUENCE_CHANGES = (
+    *("attend", "advance", "apply", "evict", "note", "remember", "forget", "allocate", "reserve"),
+    *("compact", "truncate", "fork", "entries", "release_state", "restore", "adopt", "heard"),
+)
+
+
+def assert_counted(layer: CacheLayer) -> None:
+    """Check the counts of a layer against its tensors and lengths."""
+    assert layer.nbytes == storage_bytes(layer.tensors())
+    assert layer.usage.entries == sum(layer.lengths)
+    near = layer.tensors()
+    if isinstance(layer, TieredLayer):
+        pool = layer.finder._pool
+        near = layer._fast.tensors() + (() if pool is None else pool.own_tensors())
+        assert layer.host_nbytes == storage_bytes(
+            (*layer._slow.tensors(), *layer.finder.shared_index.index.tensors())
+        )
+    assert layer.device_nbytes == storage_bytes(near)
+
+
+def assert_sequence_counted(cache: SequenceCache) -> None:
+    """Check the counts of a sequence against those of a walk over its layers."""
+    for layer in cache.stores:
+        assert_counted(layer)
+    latest = cache.latest._queries.values()
+    beside = cache.latest.tail.nbytes + sum(held.nbytes for held in latest)
+    assert cache.nbytes == sum(storage_bytes(s.tensors()) for s in cache.stores) + beside
+    assert cache.device_nbytes == sum(s.device_nbytes for s in cache.stores) + beside
+    budgeted = [s for s in cache.stores if cache.cache_spec.is_budgeted(s.layer)]
+    assert cache.managed_entries == sum(sum(s.lengths) for s in budgeted)
+
+
+@contextmanager
+def checked_counts() -> Iterator[None]:
+    """Check the counts of every layer and sequence after each call that may change them."""
+    running: list[None] = []
+
+    def checked(method: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*args: Any, **options: Any) -> Any:
+            running.append(None)
+            try:
+                result = method(*args, **options)
+            finally:
+                running.pop()
+            if not running:  # inside a change, counts may lag behind
+                for subject in (args[0], result):
+                    if isinstance(subject, CacheLayer | SequenceCache):
+                        check(subject)
+            return result
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        subjects: list[tuple[type, tuple[str, ...], Callable[[Any], None]]]
+        subjects = [(kind, CHANGES, assert_counted) for kind in LAYERS]
+        subjects.append((SequenceCache, SEQUENCE_CHANGES, assert_sequence_counted))
+        for kind, names, check in subjects:
+            for name in names:
+                for owner in kind.__mro__:
+                    held = vars(owner).get(name)
+                    if held is None:
+                        continue
+                    if isinstance(held, classmethod):
+                        patch.setattr(owner, name, classmethod(checked(held.__func__, check)))
+                    elif isinstance(held, types.FunctionType):
+                        patch.setattr(owner, name, checked(held, check))
+                    break
+        yield
