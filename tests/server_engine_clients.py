@@ -32,7 +32,7 @@ def keeper_in(folder: Path, loaded: LoadedModel) -> StoreSessionPersistence:
 
 def flip(folder: Path, loaded: LoadedModel, name: str = "x") -> None:
     """Damage what was said."""
-    told = keeper_in(folder, loaded)._store.turns.of("a")
+    told = keeper_in(folder, loaded)._store.sessions.indexed_heads("a")
     [record] = [each for each in told if each.name == name]
     assert record.transcript is not None
     file = folder / "blobs" / blob_path(record.transcript.digest)

@@ -98,7 +98,7 @@ def test_a_pin_that_is_not_written_is_none(
                 hub.pin("a", "x")
         assert refused.value.status == 503 and not hub.session("a", "x").view.pinned
         assert hub.pin("a", "x").pinned
-        store.turns.label("a", "x", {"pinned": "no"}, 2)  # as another server does
+        store.sessions.label("a", "x", {"pinned": "no"}, 2)  # as another server does
         with pytest.raises(ApiError, match="continued by another server"):
             hub.unpin("a", "x")
         assert hub.session("a", "x").view.pinned

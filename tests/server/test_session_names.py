@@ -23,7 +23,7 @@ from larder.server.http.auth import LOCAL, LoopbackAuth
 from larder.server.local_engine_client import LocalEngineClient
 from larder.server.request import ChatMessage
 from larder.session.transcript.session_file import session_path
-from larder.store.sessions.turn_store import SessionTurn as Written
+from larder.store.sessions.session_store import SessionTurn as Written
 from server.http.running_server import listening
 from server_engine_clients import hub_in
 
@@ -184,13 +184,13 @@ def test_30_a_name_that_is_allowed_goes_all_the_way(
     fork = client.post(at(name, "/fork")).json()["id"]
     assert {name, other, fork} <= names(client)
     store = hub._persistence._store  # pyright: ignore
-    assert {name, other} <= {record.name for record in store.turns.of(LOCAL)}
+    assert {name, other} <= {record.name for record in store.sessions.indexed_heads(LOCAL)}
     file = client.post(at(name, "/export")).content
     assert client.delete(at(name)).json()["deleted"] is True
     assert client.post(at(name, "/import"), content=file).json()["id"] == name
-    kept = store.exchange.export(store.turns.head(LOCAL, other))
+    kept = store.sessions.export(store.sessions.head(LOCAL, other))
     client.delete(at(other))
-    assert store.exchange.take_in(kept, LOCAL, other).name == other
+    assert store.sessions.import_file(kept, LOCAL, other).name == other
     for each in {name, other, fork}:
         assert client.delete(at(each)).status_code == 200
     assert not names(client) & {name, other, fork}
@@ -232,7 +232,7 @@ def refuse_everywhere(client: httpx2.Client, hub: LocalEngineClient, name: str) 
     assert names(client) == before
     store = hub._persistence._store  # pyright: ignore
     with pytest.raises(InputError, match="must"):
-        store.turns.append(LOCAL, name, Written((1, 2), b"{}"), 0)
+        store.sessions.append(LOCAL, name, Written((1, 2), b"{}"), 0)
     with pytest.raises(InputError, match="must"):
         store.sessions.save(LOCAL, name, (1, 2))
     with pytest.raises(InputError, match="must"):
@@ -256,7 +256,7 @@ def test_a_session_of_an_earlier_rule_can_still_be_removed(
     store = hub._persistence._store  # pyright: ignore
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("larder.store.sessions.epochs.check_name", lambda name: None)
-        store.turns.append(LOCAL, " old", Written((1, 2), b"{}"), 0)
-    assert store.turns.append(LOCAL, " old", Written((1, 2, 3), b"{}"), 1).epoch == 2
+        store.sessions.append(LOCAL, " old", Written((1, 2), b"{}"), 0)
+    assert store.sessions.append(LOCAL, " old", Written((1, 2, 3), b"{}"), 1).epoch == 2
     store.sessions.remove(LOCAL, " old")
-    assert " old" not in {record.name for record in store.turns.of(LOCAL)}
+    assert " old" not in {record.name for record in store.sessions.indexed_heads(LOCAL)}

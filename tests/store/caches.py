@@ -18,8 +18,8 @@ from larder.store.blobs.cache_state import same_state
 from larder.store.fs.base import FileSystem
 from larder.store.fs.deadline import CallLimits
 from larder.store.model_identity import ModelIdentity, model_identity
-from larder.store.sessions.cache_io import CacheSnapshot
-from larder.store.sessions.session_store import CacheRequirements, LoadedSession
+from larder.store.sessions.cache_writer import CacheSnapshot
+from larder.store.sessions.session_reader import CacheRequirements, LoadedSession
 from larder.store.store import Store
 
 SPEC = a_spec(a_layer(), a_layer(index=1))

@@ -11,11 +11,12 @@ from larder.store.fs.base import FileSystem, open_file_system
 from larder.store.fs.deadline import DeadlineExecutor
 from larder.store.manifest import Manifest
 from larder.store.sessions.epochs import SessionEpochs
-from larder.store.sessions.records import Record, session_key
+from larder.store.sessions.records import Record, SessionKey
 
 SECRET = b"s" * 32
 TENANT = tenant_of(SECRET, "somebody")
-SESSION = session_key(TENANT, "talk")
+KEY = SessionKey.named(TENANT, "talk")
+SESSION = KEY.session
 
 
 def a_ref(text: str = "tokens") -> BlobRef:

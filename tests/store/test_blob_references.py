@@ -14,7 +14,7 @@ from larder.store.blobs.payloads import add_owner, encode_token_log
 from larder.store.digests import digest_of
 from larder.store.fs.base import open_file_system
 from larder.store.fs.deadline import CallLimits
-from larder.store.sessions.turn_store import SessionTurn
+from larder.store.sessions.session_store import SessionTurn
 from larder.store.store import Store
 from store.caches import (
     IDS,
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 def said(store: Store, name: str = TALK) -> bytes:
-    found = store.turns.newest(WHO, name)
+    found = store.sessions.read_transcript(WHO, name)
     assert found is not None
     return found[1]
 
@@ -58,10 +58,10 @@ def test_21_what_another_process_is_about_to_need_is_not_dropped(tmp_path: Path,
 
 def test_21_a_fork_that_goes_on_elsewhere_leaves_what_it_was_made_of(tmp_path: Path) -> None:
     here, there = (store_at(tmp_path, home=home, kept_epochs=2) for home in ("here", "there"))
-    here.turns.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
+    here.sessions.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
     here.sessions.fork(WHO, TALK, "fork")
     for number in range(2, 5):
-        there.turns.append(WHO, "fork", SessionTurn((*IDS, number), b"%d" % number), number - 1)
+        there.sessions.append(WHO, "fork", SessionTurn((*IDS, number), b"%d" % number), number - 1)
     there.maintenance.sweep(grace_seconds=-1.0)
     assert said(here) == said(store_at(tmp_path, home="new")) == b"said"
     assert load(here).ids == IDS
@@ -69,9 +69,9 @@ def test_21_a_fork_that_goes_on_elsewhere_leaves_what_it_was_made_of(tmp_path: P
 
 def test_21_a_log_that_another_machine_has_written_too_stays(tmp_path: Path) -> None:
     here, there = (store_at(tmp_path, home=home, kept_epochs=1) for home in ("here", "there"))
-    here.turns.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
-    there.turns.append(WHO, "alike", SessionTurn(IDS, b"said"), 0)
-    there.turns.append(WHO, "alike", SessionTurn((*IDS, 1), b"more"), 1)
+    here.sessions.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
+    there.sessions.append(WHO, "alike", SessionTurn(IDS, b"said"), 0)
+    there.sessions.append(WHO, "alike", SessionTurn((*IDS, 1), b"more"), 1)
     assert said(here) == b"said" and load(here).ids == IDS
     there.sessions.remove(WHO, "alike")
     assert said(here) == b"said"
@@ -84,9 +84,9 @@ def test_21_what_another_machine_has_of_what_this_one_has_written_stays(
     tmp_path: Path, how: str
 ) -> None:
     here, there = (store_at(tmp_path, home=home) for home in ("here", "there"))
-    here.turns.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
+    here.sessions.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
     if how == "saved":
-        there.turns.append(WHO, "other", SessionTurn(IDS, b"said"), 0)
+        there.sessions.append(WHO, "other", SessionTurn(IDS, b"said"), 0)
     else:
         there.sessions.fork(WHO, TALK, "other")
     here.sessions.remove(WHO, TALK)
@@ -98,11 +98,11 @@ def test_21_what_another_machine_has_of_what_this_one_has_written_stays(
 
 def test_21_a_state_between_that_another_machine_has_written_stays_whole(tmp_path: Path) -> None:
     here, there = (store_at(tmp_path, home=home, kept_epochs=3) for home in ("here", "there"))
-    here.turns.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
-    with there.turns.stage(WHO, IDS, snapshot(compressed(IDS))) as prepared:
-        there.turns.attach(WHO, TALK, prepared, 1)
-    there.turns.append(WHO, TALK, SessionTurn((*IDS, 1), b"more"), 2)
-    here.turns.append(WHO, TALK, SessionTurn((*IDS, 2), b"other"), 3)
+    here.sessions.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
+    with there.sessions.stage(WHO, IDS, snapshot(compressed(IDS))) as prepared:
+        there.sessions.attach(WHO, TALK, prepared, 1)
+    there.sessions.append(WHO, TALK, SessionTurn((*IDS, 1), b"more"), 2)
+    here.sessions.append(WHO, TALK, SessionTurn((*IDS, 2), b"other"), 3)
     here.sessions.roll_back(WHO, TALK, 2)
     assert said(here) == b"said" and load(here).ids == IDS
 
@@ -112,12 +112,12 @@ def test_21_who_comes_too_late_takes_nothing_from_who_has_written_the_same(tmp_p
 
     def first(what: str, path: str) -> None:
         if what == "create" and path.startswith("sessions/"):
-            there.turns.append(WHO, TALK, turn, 0)
+            there.sessions.append(WHO, TALK, turn, 0)
 
     place = Faulty(open_file_system(str(tmp_path / "store")), before=first)
     here = store_at(tmp_path, place, home="here")
     with pytest.raises(Superseded):
-        here.turns.append(WHO, TALK, turn, 0)
+        here.sessions.append(WHO, TALK, turn, 0)
     assert said(there) == b"said" and load(there).ids == IDS
 
 
@@ -125,11 +125,11 @@ def test_what_an_earlier_larder_has_written_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        for user in ("blobs.payloads", "sessions.turn_store"):
+        for user in ("blobs.payloads", "sessions.session_store"):
             patch.setattr(
                 f"larder.store.{user}.add_owner", lambda data, *whose: add_owner(data, whose[0])
             )
-        store_at(tmp_path).turns.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
+        store_at(tmp_path).sessions.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
     store = store_at(tmp_path)
     record = load(store).record
     assert record.tokens.digest != digest_of(encode_token_log(IDS, record.tenant, record.session))

@@ -16,7 +16,7 @@ from larder.store.blobs.payloads import encode_token_log
 from larder.store.digests import digest_of
 from larder.store.fs.base import open_file_system
 from larder.store.fs.deadline import CallLimits
-from larder.store.sessions.turn_store import SessionTurn
+from larder.store.sessions.session_store import SessionTurn
 from larder.store.store import Store
 from store.caches import IDS, TALK, WHO, is_exact, load, save, store_at
 from store.file_systems import BROKEN, Faulty, Hanging, refusing
@@ -81,14 +81,14 @@ def test_6_a_deletion_that_hangs_stops_nobody_else(
     here = store_at(tmp_path, disk.place, patience=patience)
     there = store_at(tmp_path, patience=patience)
     save(here, tuple(range(100, 121)))
-    here.turns.append(WHO, "other", SessionTurn(IDS, b"said"), 0)
+    here.sessions.append(WHO, "other", SessionTurn(IDS, b"said"), 0)
     deleting = threading.Thread(target=delete, args=(here,))
     deleting.start()
     assert disk.hangs.wait(20)
     for epoch, store in enumerate((here, there), 1):
-        found = store.turns.newest(WHO, "other")
+        found = store.sessions.read_transcript(WHO, "other")
         assert found is not None and found[0].epoch == epoch
-        store.turns.append(WHO, "other", SessionTurn((*IDS, epoch), b"more"), epoch)
+        store.sessions.append(WHO, "other", SessionTurn((*IDS, epoch), b"more"), epoch)
         save(store, LONGER, name=f"new {epoch}")
         assert is_exact(load(store, f"new {epoch}"), LONGER)
         assert deleting.is_alive() and not disk.landed.is_set()

@@ -115,7 +115,7 @@ def test_what_is_put_elsewhere_does_not_open(tmp_path: Path) -> None:
         store.parts.blobs.get(own.tokens, theirs.tenant)
     place = store.parts.place
     place.replace(theirs.path, place.read(own.path))
-    assert store.parts.heads._beside(theirs.tenant, theirs.session, theirs.epoch) is None
+    assert store.parts.epochs._beside(theirs.key, theirs.epoch) is None
     [stolen, *_] = blob_files(tmp_path)
     stolen.write_bytes(stolen.read_bytes()[:-1] + b"\0")
     problems = [
@@ -127,9 +127,9 @@ def test_what_is_put_elsewhere_does_not_open(tmp_path: Path) -> None:
 def test_a_session_is_carried_into_a_store_under_a_key_and_out(tmp_path: Path) -> None:
     plain, sealed = store_at(tmp_path / "a"), store_at(tmp_path / "b", key=KEY)
     plain.sessions.save(WHO, TALK, IDS, snapshot(read(IDS)), transcript=SAID)
-    sealed.exchange.take_in(plain.exchange.export(load(plain).record), "x", "moved")
+    sealed.sessions.import_file(plain.sessions.export(load(plain).record), "x", "moved")
     [record] = sealed.sessions.heads("x")
-    back = plain.exchange.take_in(sealed.exchange.export(record), WHO, "back")
+    back = plain.sessions.import_file(sealed.sessions.export(record), WHO, "back")
     assert plain.parts.reader.transcript(back) == SAID
     assert is_exact(load(plain, "back")) and load(plain, "back").cache is not None
 

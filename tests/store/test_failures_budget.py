@@ -215,8 +215,8 @@ def test_a_pinned_session_leaves_last(
     for name, ids in texts.items():
         store.sessions.save(WHO, name, ids, snapshot(made(ids)))
     for said in ("no", "yes"):
-        epoch = store.turns.label(WHO, "a", {"pinned": said}, 1 + (said == "yes")).epoch
-    assert store.turns.label(WHO, "a", {"pinned": "yes"}, epoch).epoch == epoch == 3
+        epoch = store.sessions.label(WHO, "a", {"pinned": said}, 1 + (said == "yes")).epoch
+    assert store.sessions.label(WHO, "a", {"pinned": "yes"}, epoch).epoch == epoch == 3
     again = store_at(tmp_path)
     ledger, state = again.parts.ledger, sum(ref.bytes for ref in load(again, "c").record.spans)
     for wanted, left in ((state // 2, "b"), (state // 2, "bc"), (3 * state, "abc")):

@@ -137,7 +137,7 @@ def _point_to(store: object, digest: str, count: int) -> None:
     parts = store.parts  # pyright: ignore[reportAttributeAccessIssue]
     head = load(store).record  # pyright: ignore[reportArgumentType]
     spans = (BlobRef(digest, count),)
-    parts.heads.commit(replace(head, epoch=head.epoch + 1, spans=spans), head.epoch)
+    parts.epochs.commit(replace(head, epoch=head.epoch + 1, spans=spans), head.epoch)
 
 
 @pytest.mark.parametrize(
@@ -191,5 +191,5 @@ def test_13_a_chunk_of_another_text_is_not_used_whoever_refers_to_it(
     assert theirs[1] != ours[1]
     head = load(store).record
     spans = (ours[0], theirs[1], *ours[2:])
-    store.parts.heads.commit(replace(head, epoch=head.epoch + 1, spans=spans), head.epoch)
+    store.parts.epochs.commit(replace(head, epoch=head.epoch + 1, spans=spans), head.epoch)
     assert load(store).reason == "tokens" and is_exact(load(store))

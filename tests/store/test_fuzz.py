@@ -112,7 +112,7 @@ def whole(tmp_path: Path, small_chunks: None) -> Path:
     SessionLeases(store.parts).take(WHO, "raw")
     store.sessions.save(WHO, "again", IDS, snapshot(read(IDS)))
     [record] = [record for record in store.sessions.heads(WHO) if record.name == "raw"]
-    (folder / EXPORTED).write_bytes(store.exchange.export(record))
+    (folder / EXPORTED).write_bytes(store.sessions.export(record))
     store.close()
     return folder
 
@@ -160,7 +160,7 @@ def take_in(store: Store, file: Path) -> None:
     if not file.exists():
         return
     try:
-        store.exchange.take_in(file.read_bytes(), WHO, "taken in")
+        store.sessions.import_file(file.read_bytes(), WHO, "taken in")
     except LarderError:
         return
     check(store, "taken in")

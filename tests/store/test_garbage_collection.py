@@ -139,7 +139,7 @@ class Stopped(BaseException):
 
 
 @pytest.mark.parametrize(
-    "where", ["branches.forget", "heads.prune", "heads._drop", "garbage.states", "chunks.leave"]
+    "where", ["branches.forget", "epochs.prune", "epochs._drop", "garbage.states", "chunks.leave"]
 )
 def test_3_a_removal_that_was_stopped_is_finished_by_a_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
@@ -158,7 +158,10 @@ def test_3_a_removal_that_was_stopped_is_finished_by_a_sweep(
     again = store_at(tmp_path, clock=clock)
     for _ in range(2):
         clock.passes(again)
-        assert again.turns.of(WHO) == [] and again.sessions.load(WHO, TALK, asking()) is None
+        assert (
+            again.sessions.indexed_heads(WHO) == []
+            and again.sessions.load(WHO, TALK, asking()) is None
+        )
     assert nothing_is_left(tmp_path, again) and files(tmp_path, "store/sessions") == []
 
 
@@ -169,5 +172,5 @@ def test_21_a_name_that_was_taken_anew_outlives_the_sweep(tmp_path: Path) -> Non
     store.sessions.remove(WHO, TALK)
     save(store)
     clock.passes(store)
-    assert [record.name for record in store.turns.of(WHO)] == [TALK]
+    assert [record.name for record in store.sessions.indexed_heads(WHO)] == [TALK]
     assert is_exact(load(store)) and load(store).cache is not None

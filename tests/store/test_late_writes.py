@@ -9,7 +9,7 @@ import pytest
 from larder.core.errors import Damaged, InputError, StoreError, StoreSlow, Superseded
 from larder.store.fs.base import open_file_system
 from larder.store.fs.deadline import CallLimits, parallel_map
-from larder.store.sessions.turn_store import SessionTurn
+from larder.store.sessions.session_store import SessionTurn
 from store.caches import IDS, TALK, WHO, asking, load, read, save, snapshot, store_at
 from store.file_systems import Faulty, Hanging
 
@@ -21,27 +21,27 @@ PATIENCE = CallLimits(seconds=0.5, max_failures=100)
 def test_6_what_a_record_names_stays_though_it_comes_about_late(tmp_path: Path) -> None:
     disk = Hanging(tmp_path, "create", "sessions/")
     store = store_at(tmp_path, disk.place, patience=PATIENCE)
-    one = store.turns.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
+    one = store.sessions.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
     disk.armed.set()
     with pytest.raises(StoreSlow):
-        store.turns.append(WHO, TALK, SessionTurn(MORE, b"one two"), one.epoch)
+        store.sessions.append(WHO, TALK, SessionTurn(MORE, b"one two"), one.epoch)
     disk.lands()
     for each in (store, store_at(tmp_path, home="another machine"), store_at(tmp_path)):
-        found = each.turns.newest(WHO, TALK)
+        found = each.sessions.read_transcript(WHO, TALK)
         assert found is not None and found[0].epoch == 2 and found[1] == b"one two"
         assert each.parts.reader.ids(found[0]) == MORE
     # Who did not hear that it was written says the same again, and that is one turn.
-    assert store.turns.append(WHO, TALK, SessionTurn(MORE, b"one two"), one.epoch).epoch == 2
+    assert store.sessions.append(WHO, TALK, SessionTurn(MORE, b"one two"), one.epoch).epoch == 2
 
 
 def test_6_a_cache_that_is_attached_late_is_whole(tmp_path: Path) -> None:
     disk = Hanging(tmp_path, "create", "sessions/")
     store = store_at(tmp_path, disk.place, patience=PATIENCE)
-    one = store.turns.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
+    one = store.sessions.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
     disk.armed.set()
     told = snapshot(read(IDS))
-    with pytest.raises(StoreSlow), store.turns.stage(WHO, IDS, told) as prepared:
-        store.turns.attach(WHO, TALK, prepared, one.epoch)
+    with pytest.raises(StoreSlow), store.sessions.stage(WHO, IDS, told) as prepared:
+        store.sessions.attach(WHO, TALK, prepared, one.epoch)
     disk.lands()
     found = store_at(tmp_path).sessions.load(WHO, TALK, asking())
     assert found is not None and found.record.epoch == 2 and found.cache is not None
@@ -55,7 +55,7 @@ def test_6_what_a_record_names_goes_at_a_sweep_where_it_never_came_about(tmp_pat
     inner = open_file_system(str(tmp_path / "store"))
     store = store_at(tmp_path, Faulty(inner, before=fails), patience=PATIENCE)
     with pytest.raises(StoreError):
-        store.turns.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
+        store.sessions.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
     assert list((tmp_path / "store" / "blobs").rglob("*.safetensors"))
     later = store_at(tmp_path, clock=lambda: 4e9)
     assert later.maintenance.sweep() > 0
@@ -70,9 +70,9 @@ def test_20_a_session_that_another_machine_has_removed_does_not_come_back(tmp_pa
     here.maintenance.forget_removed(-1.0)
     assert there.sessions.has_moved(WHO, TALK, epoch)
     with pytest.raises(Superseded):
-        there.turns.append(WHO, TALK, SessionTurn(MORE, b"more"), epoch)
+        there.sessions.append(WHO, TALK, SessionTurn(MORE, b"more"), epoch)
     assert there.sessions.load(WHO, TALK, asking()) is None
-    assert there.turns.of(WHO) == [] and here.sessions.heads(WHO) == []
+    assert there.sessions.indexed_heads(WHO) == [] and here.sessions.heads(WHO) == []
 
 
 def test_20_a_sweep_learns_of_sessions_that_others_have_removed(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_20_a_sweep_learns_of_sessions_that_others_have_removed(tmp_path: Path) 
     here.sessions.remove(WHO, TALK)
     here.maintenance.forget_removed(-1.0)
     there.maintenance.sweep()
-    assert [record.name for record in there.turns.of(WHO)] == ["stays"]
+    assert [record.name for record in there.sessions.indexed_heads(WHO)] == ["stays"]
 
 
 def test_a_session_of_which_nothing_can_be_read_can_be_removed_and_begun_again(
@@ -98,38 +98,44 @@ def test_a_session_of_which_nothing_can_be_read_can_be_removed_and_begun_again(
         path.write_bytes(b"damaged")
     for _ in range(2):
         with pytest.raises(Damaged, match="remove it, and begin it again"):
-            store.turns.newest(WHO, TALK)
+            store.sessions.read_transcript(WHO, TALK)
     with pytest.raises(Damaged):
-        store.turns.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
+        store.sessions.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
     store.sessions.remove(WHO, TALK)
     with pytest.raises(InputError):
         store.sessions.remove(WHO, TALK)
-    assert store.turns.newest(WHO, TALK) is None
-    again = store.turns.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
-    assert again.epoch == 4 and store_at(tmp_path, home="b").turns.newest(WHO, TALK) is not None
+    assert store.sessions.read_transcript(WHO, TALK) is None
+    again = store.sessions.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
+    assert (
+        again.epoch == 4
+        and store_at(tmp_path, home="b").sessions.read_transcript(WHO, TALK) is not None
+    )
 
 
 def test_21_a_state_that_comes_about_behind_its_removal_goes_with_it(tmp_path: Path) -> None:
     store = store_at(tmp_path)
-    one = store.turns.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
+    one = store.sessions.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
     [path] = (tmp_path / "store" / "sessions").rglob("1.json")
     late = path.read_bytes()
     store.sessions.remove(WHO, TALK)
     path.write_bytes(late)
-    assert store.turns.newest(WHO, TALK) is None
+    assert store.sessions.read_transcript(WHO, TALK) is None
     store.maintenance.forget_removed(-1.0)
     assert not path.exists()
-    assert store.turns.newest(WHO, TALK) is None and store.turns.of(WHO) == []
-    assert store.turns.append(WHO, TALK, SessionTurn(IDS, b"one"), 0).epoch > one.epoch
+    assert (
+        store.sessions.read_transcript(WHO, TALK) is None
+        and store.sessions.indexed_heads(WHO) == []
+    )
+    assert store.sessions.append(WHO, TALK, SessionTurn(IDS, b"one"), 0).epoch > one.epoch
 
 
 def test_a_sweep_passes_over_what_is_not_ours(tmp_path: Path) -> None:
     store = store_at(tmp_path)
-    store.turns.append(WHO, "x~2", SessionTurn(IDS, b"one", {"root": "x"}), 0)
+    store.sessions.append(WHO, "x~2", SessionTurn(IDS, b"one", {"root": "x"}), 0)
     stray = tmp_path / "store" / "families" / ".DS_Store"
     stray.write_bytes(b"")
     store.maintenance.sweep(0.0)
-    assert stray.exists() and store.turns.branches(WHO, "x") == ["x~2"]
+    assert stray.exists() and store.sessions.branches(WHO, "x") == ["x~2"]
 
 
 @pytest.mark.parametrize("tidies", ["note_branches", "sweep"])
@@ -138,12 +144,12 @@ def test_branches_that_were_written_before_they_were_noted_are_noted(
 ) -> None:
     store = store_at(tmp_path)
     for name in ("x", "x~2", "x~3"):
-        store.turns.append(WHO, name, SessionTurn(IDS, b"one", {"root": "x"}), 0)
+        store.sessions.append(WHO, name, SessionTurn(IDS, b"one", {"root": "x"}), 0)
     for path in (tmp_path / "store" / "families").rglob("*.json"):
         path.unlink()
-    assert store.turns.branches(WHO, "x") == []
+    assert store.sessions.branches(WHO, "x") == []
     getattr(store.maintenance, tidies)()
-    assert set(store.turns.branches(WHO, "x")) == {"x~2", "x~3"}
+    assert set(store.sessions.branches(WHO, "x")) == {"x~2", "x~3"}
 
 
 def test_calls_at_once_are_all_made_though_one_fails() -> None:

@@ -12,12 +12,12 @@ import pytest
 from larder.core.errors import Damaged, LarderError, Refused, StoreFull, Superseded
 from larder.store.blobs.blob_index import BlobIndex
 from larder.store.manifest import Manifest
-from larder.store.sessions.records import decode_record, encode_record, session_key
+from larder.store.sessions.records import SessionKey, decode_record, encode_record
 from larder.store.sqlite import quarantine_database
 from store.file_systems import FULL, Faulty, refusing
-from store.records import SECRET, SESSION, TENANT, a_record, a_ref, heads_at
+from store.records import KEY, SECRET, TENANT, a_record, a_ref, heads_at
 
-OWN = (TENANT, SESSION)
+OWN = KEY
 
 
 def test_a_record_comes_back_and_notices_every_flipped_bit() -> None:
@@ -41,20 +41,20 @@ def test_10_a_record_of_another_schema_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "@", "Ω", "a" * 255, "con", "a/b"])
 def test_30_any_other_name_is_a_digest_in_paths(name: str) -> None:
-    key = session_key(TENANT, name)
+    key = SessionKey.named(TENANT, name).session
     assert a_record(1).path.count("/") == 3 and name not in replace(a_record(1), session=key).path
 
 
 def test_heads_move_by_compare_and_swap(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
-    assert heads.head(*OWN) is None
+    assert heads.head(OWN) is None
     heads.commit(a_record(1), expected=0)
     heads.commit(a_record(2), expected=1)
     with pytest.raises(Superseded, match="is at epoch 2, not 1 any more"):
         heads.commit(a_record(2), expected=1)
     with pytest.raises(Superseded):
         heads.commit(a_record(1), expected=0)
-    assert heads.head(*OWN) == a_record(2)
+    assert heads.head(OWN) == a_record(2)
     assert BlobIndex(heads.manifest).live_digests() == {a_record(n).tokens.digest for n in (1, 2)}
 
 
@@ -77,7 +77,7 @@ def test_7_of_many_writers_of_one_epoch_one_wins(tmp_path: Path) -> None:
         thread.join()
     [winner] = won
     for heads in (ours, theirs):
-        head = heads.head(*OWN)
+        head = heads.head(OWN)
         assert head is not None and head.num_tokens == winner
 
 
@@ -85,18 +85,18 @@ def test_20_what_another_machine_wrote_is_found(tmp_path: Path) -> None:
     ours, theirs = heads_at(tmp_path), heads_at(tmp_path, home="other machine")
     for epoch in range(1, 8):
         theirs.commit(a_record(epoch), expected=epoch - 1)
-        theirs.prune(*OWN, keep=2)
+        theirs.prune(OWN, keep=2)
     with pytest.raises(Superseded, match="at epoch 7, not 0"):
         ours.commit(a_record(1), expected=0)
     ours.commit(a_record(8), expected=7)
-    assert theirs.head(*OWN) == a_record(8)
+    assert theirs.head(OWN) == a_record(8)
 
 
 def test_a_state_that_was_written_but_not_indexed_is_found(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     heads._place.create(a_record(2).path, encode_record(a_record(2), SECRET))
-    assert heads.head(*OWN) == a_record(2)
+    assert heads.head(OWN) == a_record(2)
 
 
 def test_who_looks_between_a_record_and_its_index_stops_no_writer(
@@ -107,26 +107,26 @@ def test_who_looks_between_a_record_and_its_index_stops_no_writer(
 
     def created(path: str, data: bytes) -> None:
         create(path, data)
-        assert heads.head(*OWN) is not None  # it is taken over into the index
+        assert heads.head(OWN) is not None  # it is taken over into the index
 
     monkeypatch.setattr(heads._place, "create", created)
     for epoch in (1, 2, 3):
         heads.commit(a_record(epoch), expected=epoch - 1)
-    assert heads.head(*OWN) == a_record(3) and heads.manifest.epochs(*OWN) == [1, 2, 3]
+    assert heads.head(OWN) == a_record(3) and heads.manifest.epochs(OWN) == [1, 2, 3]
 
 
 def test_a_session_begins_while_others_are_forgotten(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
-    other = session_key(TENANT, "another")
+    other = SessionKey.named(TENANT, "another").session
     gone = replace(a_record(7, removed=True), session=other, name="another")
     heads._place.create(gone.path, encode_record(gone, SECRET))
-    before = heads.before(TENANT, heads.newest(*OWN), None)
+    before = heads.before(TENANT, heads.newest(OWN), None)
     heads.forget(gone)
-    assert (before, heads.before(TENANT, heads.newest(*OWN), None)) == (0, 7)
+    assert (before, heads.before(TENANT, heads.newest(OWN), None)) == (0, 7)
     with pytest.raises(Superseded):  # for all that is known it is of a session that was removed
         heads.commit(a_record(1), expected=0)
     heads.commit(a_record(1), expected=0, is_new=True)
-    assert heads.head(*OWN) == a_record(1)
+    assert heads.head(OWN) == a_record(1)
     with pytest.raises(Superseded):
         heads.commit(a_record(1), expected=0, is_new=True)
 
@@ -135,16 +135,16 @@ def test_old_states_are_pruned(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     for epoch in range(1, 7):
         heads.commit(a_record(epoch), expected=epoch - 1)
-    assert heads.prune(*OWN, keep=2) == [a_record(n) for n in (1, 2, 3, 4)]
-    assert heads.written(*OWN) == heads.manifest.epochs(*OWN) == [5, 6]
-    assert heads.head(*OWN) == a_record(6)
+    assert heads.prune(OWN, keep=2) == [a_record(n) for n in (1, 2, 3, 4)]
+    assert heads.written(OWN) == heads.manifest.epochs(OWN) == [5, 6]
+    assert heads.head(OWN) == a_record(6)
 
 
 def test_20_a_removed_session_fences_late_writers(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     heads.commit(a_record(2, removed=True), expected=1)
-    assert heads.head(*OWN) is None and a_record(2, removed=True).refs == ()
+    assert heads.head(OWN) is None and a_record(2, removed=True).refs == ()
     with pytest.raises(Superseded):
         heads.commit(a_record(2), expected=1)
 
@@ -172,16 +172,16 @@ def test_1_a_flipped_bit_in_the_manifest_is_mended_from_the_record(tmp_path: Pat
     _flip_row(heads, 2)
     said: list[str] = []
     heads._damaged = said.append
-    assert heads.head(*OWN) == a_record(2) and said
+    assert heads.head(OWN) == a_record(2) and said
     said.clear()
-    assert heads.head(*OWN) == a_record(2) and not said
+    assert heads.head(OWN) == a_record(2) and not said
 
 
 def test_1_a_flipped_bit_in_a_record_does_no_harm(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     _flip_file(tmp_path, 1)
-    assert heads.head(*OWN) == a_record(1)
+    assert heads.head(OWN) == a_record(1)
 
 
 def test_1_flipped_bits_in_both_give_the_state_before(tmp_path: Path) -> None:
@@ -190,20 +190,20 @@ def test_1_flipped_bits_in_both_give_the_state_before(tmp_path: Path) -> None:
     heads.commit(a_record(2), expected=1)
     _flip_row(heads, 2)
     _flip_file(tmp_path, 2)
-    assert heads.head(*OWN) == a_record(1)
+    assert heads.head(OWN) == a_record(1)
     heads.commit(a_record(2), expected=1)
     for epoch in (1, 2):
         _flip_row(heads, epoch)
         _flip_file(tmp_path, epoch)
     with pytest.raises(Damaged, match="begin it again"):
-        heads.head(*OWN)
+        heads.head(OWN)
 
 
 def test_a_record_in_the_place_of_another_is_not_believed(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     heads._place.create(a_record(2).path, encode_record(a_record(1), SECRET))
-    assert heads.head(*OWN) == a_record(1)
+    assert heads.head(OWN) == a_record(1)
 
 
 @pytest.mark.parametrize("damage", ["noise", "torn", "emptied", "page"])
@@ -244,7 +244,7 @@ def test_10_an_index_of_the_schema_before_is_carried_over(tmp_path: Path, schema
         before.executescript("DROP TABLE totals; DROP TRIGGER blob_came; DROP TRIGGER blob_went;")
     before.close()
     again = heads_at(tmp_path)
-    assert again.head(*OWN) == a_record(1)
+    assert again.head(OWN) == a_record(1)
     index = BlobIndex(again.manifest)
     assert index.bytes_by_tenant() == told == {"a": 3, "b": 3}
     assert index.mark_deleting(a_ref("x").digest, 0.0, 0.0, 1.0)
@@ -278,4 +278,4 @@ def test_4_a_commit_that_cannot_be_written_is_not_seen(tmp_path: Path) -> None:
     heads._place = Faulty(heads._place, refusing(FULL, "create"))
     with pytest.raises(StoreFull):
         heads.commit(a_record(2), expected=1)
-    assert heads.head(*OWN) == a_record(1)
+    assert heads.head(OWN) == a_record(1)

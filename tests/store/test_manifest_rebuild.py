@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from larder.store.manifest import Manifest
-from larder.store.sessions.turn_store import SessionTurn
+from larder.store.sessions.session_store import SessionTurn
 from larder.store.store import Store
 from store.caches import IDS, SECRET, WHO, asking, identity, save
 
@@ -29,7 +29,7 @@ def opened(folder: Path) -> Iterator[Store]:
 
 def listed(store: Store) -> tuple[int, int]:
     """Sessions of the server's list and of the command's that are there, with all that was said."""
-    turns = [each.name for each in store.turns.of(WHO)]
+    turns = [each.name for each in store.sessions.indexed_heads(WHO)]
     heads = [each.name for each in store.sessions.heads(WHO)]
     assert len(turns) == len({*turns}) and len(heads) == len({*heads})
     for name in {*turns, *heads}:
@@ -125,11 +125,11 @@ def test_a_damaged_row_is_read_from_its_record(killed: Path, change: str) -> Non
 def test_the_index_of_another_home_is_not_believed(killed: Path, tmp_path: Path) -> None:
     (other := tmp_path / "other").mkdir()
     with closing(Store(str(killed / "store"), other, secret=b"o" * 32)) as store:
-        store.turns.append(WHO, "theirs", SessionTurn(IDS, b"{}"), 0)
+        store.sessions.append(WHO, "theirs", SessionTurn(IDS, b"{}"), 0)
     emptied(killed / "home" / "manifest.sqlite-wal")
     shutil.copy(other / "manifest.sqlite", killed / "home" / "manifest.sqlite")
     with opened(killed) as store:
-        assert {each.name for each in store.turns.of(WHO)} == {*NAMES}
+        assert {each.name for each in store.sessions.indexed_heads(WHO)} == {*NAMES}
 
 
 @pytest.mark.parametrize("step", range(8))
@@ -172,7 +172,12 @@ def test_what_another_machine_has_written_is_listed_after_a_start(killed: Path) 
         theirs.sessions.remove(WHO, "one")
         theirs.maintenance.forget_removed(-1.0)
     with opened(killed) as store:
-        assert {each.name for each in store.turns.of(WHO)} == {"two", "three", "four", "five"}
+        assert {each.name for each in store.sessions.indexed_heads(WHO)} == {
+            "two",
+            "three",
+            "four",
+            "five",
+        }
 
 
 def test_a_start_reads_no_record_that_the_index_has(

@@ -20,7 +20,7 @@ from larder.models.forward_batch import BatchSegment
 from larder.models.tiny import tiny
 from larder.store.codecs.base import CODECS
 from larder.store.model_identity import ModelIdentity, digest_of_weights, model_identity
-from larder.store.sessions.cache_io import CacheSnapshot
+from larder.store.sessions.cache_writer import CacheSnapshot
 from larder.store.sessions.session_store import CacheRequirements
 from larder.store.store import Store
 from store.caches import IDS, POLICY, SECRET, TALK, WHO, asking, load, save, store_at

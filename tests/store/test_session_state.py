@@ -10,7 +10,7 @@ import pytest
 from larder.core.errors import Damaged
 from larder.store.ledger import Tier
 from larder.store.sessions.records import Record
-from larder.store.sessions.turn_store import SessionTurn
+from larder.store.sessions.session_store import SessionTurn
 from larder.store.store import Store
 from store.caches import IDS, TALK, WHO, blob_files, compressed, load, snapshot, store_at
 
@@ -20,25 +20,25 @@ BESIDE = b"the way to the right one"
 
 def kept(store: Store) -> Record:
     """A session whose caches have something beside them."""
-    store.turns.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
+    store.sessions.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
     told = replace(snapshot(compressed(IDS)), beside=BESIDE)
-    with store.turns.stage(WHO, IDS, told) as prepared:
-        return store.turns.attach(WHO, TALK, prepared, 1)
+    with store.sessions.stage(WHO, IDS, told) as prepared:
+        return store.sessions.attach(WHO, TALK, prepared, 1)
 
 
 def test_it_stays_with_the_caches(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     kept(store)
-    said = store.turns.append(WHO, TALK, SessionTurn((*IDS, 40), b"more"), 2)
+    said = store.sessions.append(WHO, TALK, SessionTurn((*IDS, 40), b"more"), 2)
     reader = store_at(tmp_path).parts.reader
     assert reader.beside(said) == BESIDE
-    other = store.turns.append(WHO, TALK, SessionTurn((9, *IDS), b"another"), 3)
+    other = store.sessions.append(WHO, TALK, SessionTurn((9, *IDS), b"another"), 3)
     assert other.spans == () and reader.beside(other) is None
 
 
 def test_it_travels_with_them(tmp_path: Path) -> None:
     store, other = store_at(tmp_path / "a"), store_at(tmp_path / "b")
-    taken = other.exchange.take_in(store.exchange.export(kept(store)), "x", "moved")
+    taken = other.sessions.import_file(store.sessions.export(kept(store)), "x", "moved")
     assert other.parts.reader.beside(taken) == BESIDE
 
 

@@ -12,7 +12,7 @@ from larder.store.blobs.cache_state import same_state
 from larder.store.fs.base import open_file_system
 from larder.store.ledger import ByteBudgets, Tier
 from larder.store.sessions.records import Record
-from larder.store.sessions.turn_store import SessionTurn
+from larder.store.sessions.session_store import SessionTurn
 from larder.store.store import Store
 from store.caches import IDS, TALK, WHO, asking, compressed, snapshot, store_at
 from store.file_systems import Faulty
@@ -23,13 +23,15 @@ MORE = (*IDS, 40, 41, 42)
 
 def say(store: Store, ids: Sequence[int], expected: int, name: str = TALK) -> Record:
     text = f"{len(ids)} tokens".encode()
-    return store.turns.append(WHO, name, SessionTurn(ids, text, {"turns": str(expected)}), expected)
+    return store.sessions.append(
+        WHO, name, SessionTurn(ids, text, {"turns": str(expected)}), expected
+    )
 
 
 def attach(store: Store, ids: Sequence[int], expected: int, name: str = TALK) -> Record:
     told = snapshot(compressed(ids))
-    with store.turns.stage(WHO, ids, told) as prepared:
-        return store.turns.attach(WHO, name, prepared, expected, {"settled": "3"})
+    with store.sessions.stage(WHO, ids, told) as prepared:
+        return store.sessions.attach(WHO, name, prepared, expected, {"settled": "3"})
 
 
 def test_a_cache_stays_with_the_turns_behind_it(tmp_path: Path) -> None:
@@ -39,12 +41,12 @@ def test_a_cache_stays_with_the_turns_behind_it(tmp_path: Path) -> None:
     attach(store, IDS[:-1], 1)
     written = say(store, MORE, 2)
     assert written.epoch == 3 and written.num_cached_tokens == len(IDS) - 1
-    assert written.labels == {"turns": "2"} and store.turns.has_cache(written)
+    assert written.labels == {"turns": "2"} and store.sessions.has_cache(written)
     again = store_at(tmp_path)
     found = again.sessions.load(WHO, TALK, asking(), MORE)
     assert found is not None and found.cache is not None and found.ids == MORE
     assert same_state(found.cache.state(), compressed(IDS[:-1]).state())
-    assert again.turns.newest(WHO, TALK) == (written, b"24 tokens")
+    assert again.sessions.read_transcript(WHO, TALK) == (written, b"24 tokens")
 
 
 def test_a_cache_of_another_text_goes(tmp_path: Path) -> None:
@@ -71,12 +73,12 @@ def test_labels_are_asked_of_the_newest_state_also_where_it_has_them(tmp_path: P
     here, there = store_at(tmp_path), store_at(tmp_path, home="there")
     pinned = {"pinned": "yes"}
     say(here, IDS, 0)
-    assert here.turns.label(WHO, TALK, pinned, 1).epoch == 2
-    assert here.turns.label(WHO, TALK, pinned, 2).epoch == 2
-    there.turns.append(WHO, TALK, SessionTurn(MORE, b"more", pinned), 2)
+    assert here.sessions.label(WHO, TALK, pinned, 1).epoch == 2
+    assert here.sessions.label(WHO, TALK, pinned, 2).epoch == 2
+    there.sessions.append(WHO, TALK, SessionTurn(MORE, b"more", pinned), 2)
     with pytest.raises(Superseded):
-        here.turns.label(WHO, TALK, pinned, 2)
-    assert here.turns.label(WHO, TALK, pinned, 3).num_tokens == len(MORE)
+        here.sessions.label(WHO, TALK, pinned, 2)
+    assert here.sessions.label(WHO, TALK, pinned, 3).num_tokens == len(MORE)
 
 
 def test_labels_push_out_no_state_and_make_no_session_newer(tmp_path: Path) -> None:
@@ -87,10 +89,10 @@ def test_labels_push_out_no_state_and_make_no_session_newer(tmp_path: Path) -> N
     attach(store, IDS[:12], 4)
     now[0] = 2.0
     for number in range(5, 11):
-        labeled = store.turns.label(WHO, TALK, {"pinned": "yes" if number % 2 else "no"}, number)
+        labeled = store.sessions.label(WHO, TALK, {"pinned": "yes" if number % 2 else "no"}, number)
     assert labeled.epoch == 11 and labeled.made == last.made == 1.0
-    assert store.turns.has_cache(labeled)
-    assert store.parts.manifest.epochs(last.tenant, last.session) == [2, 3, 4, 11]
+    assert store.sessions.has_cache(labeled)
+    assert store.parts.manifest.epochs(last.key) == [2, 3, 4, 11]
     assert store.sessions.roll_back(WHO, TALK, 2).num_tokens == 10
 
 
@@ -99,14 +101,14 @@ def test_a_head_that_is_dropped_for_one_with_labels_is_not_gone_back_behind(tmp_
 
     def label(what: str, path: str) -> None:
         if what == "read" and path.endswith("/2.json"):
-            there.turns.label(WHO, TALK, {"pinned": "yes"}, 2)
+            there.sessions.label(WHO, TALK, {"pinned": "yes"}, 2)
 
     here = store_at(
         tmp_path, Faulty(open_file_system(str(tmp_path / "store")), before=label), home="here"
     )
     for number in range(2):
         say(there, IDS[: 9 + number], number)
-    found = here.turns.newest(WHO, TALK)
+    found = here.sessions.read_transcript(WHO, TALK)
     assert found is not None and (found[0].epoch, found[1]) == (3, b"10 tokens")
 
 
@@ -114,7 +116,7 @@ def test_a_cache_that_nobody_attaches_leaves_nothing(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     say(store, IDS, 0)
     before = store.parts.ledger.used(Tier.DISK, store.parts.tenant(WHO))
-    with store.turns.stage(WHO, IDS, snapshot(compressed(IDS))):
+    with store.sessions.stage(WHO, IDS, snapshot(compressed(IDS))):
         assert store.parts.ledger.used(Tier.DISK, store.parts.tenant(WHO)) > before
     assert store.parts.ledger.used(Tier.DISK, store.parts.tenant(WHO)) == before
 
@@ -129,8 +131,8 @@ def test_one_that_stands_in_many_states_makes_room_once(tmp_path: Path) -> None:
     attach(store, IDS, 1)
     written = say(store, MORE, 2)
     store.parts.blobs.make_room(store.parts.tenant(WHO), room)
-    assert not store.turns.has_cache(written)
-    assert store.turns.newest(WHO, TALK) is not None
+    assert not store.sessions.has_cache(written)
+    assert store.sessions.read_transcript(WHO, TALK) is not None
     assert say(store, (*MORE, 5), 3).spans == ()
 
 
@@ -139,19 +141,18 @@ def test_sessions_are_listed_from_the_index_alone(tmp_path: Path) -> None:
     for number in range(3):
         say(store, IDS, 0, f"n{number}")
     store.sessions.remove(WHO, "n1")
-    assert {record.name for record in store.turns.of(WHO)} == {"n0", "n2"}
-    assert store.turns.of("somebody else") == []
+    assert {record.name for record in store.sessions.indexed_heads(WHO)} == {"n0", "n2"}
+    assert store.sessions.indexed_heads("somebody else") == []
 
 
 def test_merging_leaves_the_newest_state_alone(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     say(store, IDS, 0)
     say(store, MORE, 1)
-    assert store.turns.merge(WHO, TALK) > 0
-    own = store.parts.tenant(WHO)
-    [record] = store.turns.of(WHO)
-    assert store.parts.manifest.epochs(own, record.session) == [2]
-    assert store.turns.newest(WHO, TALK) == (record, b"24 tokens")
+    assert store.sessions.compact(WHO, TALK) > 0
+    [record] = store.sessions.indexed_heads(WHO)
+    assert store.parts.manifest.epochs(record.key) == [2]
+    assert store.sessions.read_transcript(WHO, TALK) == (record, b"24 tokens")
 
 
 def test_20_a_name_that_was_removed_and_taken_anew_is_not_mistaken_for_the_old_one(
@@ -162,20 +163,25 @@ def test_20_a_name_that_was_removed_and_taken_anew_is_not_mistaken_for_the_old_o
         Store(str(tmp_path / "s"), tmp_path / home, secret=b"s" * 32, clock=lambda: now[0])
         for home in ("here", "there")
     )
-    old = here.turns.append(WHO, TALK, SessionTurn([1, 2, 3], b"old"), 0)
+    old = here.sessions.append(WHO, TALK, SessionTurn([1, 2, 3], b"old"), 0)
     there.sessions.remove(WHO, TALK)
     now[0] += 3600
     assert there.maintenance.forget_removed() == 1
-    new = there.turns.append(WHO, TALK, SessionTurn([7, 8], b"new"), 0)
+    new = there.sessions.append(WHO, TALK, SessionTurn([7, 8], b"new"), 0)
     assert here.sessions.has_moved(WHO, TALK, old.epoch)
     with pytest.raises(Superseded):
-        here.turns.append(WHO, TALK, SessionTurn([1, 2, 3, 4], b"old and more"), old.epoch)
-    assert here.turns.newest(WHO, TALK) == there.turns.newest(WHO, TALK) == (new, b"new")
+        here.sessions.append(WHO, TALK, SessionTurn([1, 2, 3, 4], b"old and more"), old.epoch)
     assert (
-        there.turns.append(WHO, TALK, SessionTurn([7, 8, 9], b"newer"), new.epoch).epoch > new.epoch
+        here.sessions.read_transcript(WHO, TALK)
+        == there.sessions.read_transcript(WHO, TALK)
+        == (new, b"new")
+    )
+    assert (
+        there.sessions.append(WHO, TALK, SessionTurn([7, 8, 9], b"newer"), new.epoch).epoch
+        > new.epoch
     )
     for number in range(3):  # one number stands for all of them
-        there.turns.append(WHO, f"n{number}", SessionTurn([number], b"x"), 0)
+        there.sessions.append(WHO, f"n{number}", SessionTurn([number], b"x"), 0)
         there.sessions.remove(WHO, f"n{number}")
         now[0] += 3600
         there.maintenance.forget_removed()

@@ -70,7 +70,7 @@ def show(name: Name, options: SessionOptions) -> None:
     """Show the stored state of a session, and what its cache depends on."""
     with _open_store(options) as store:
         record = _session_record(store, options, name)
-        states = store.parts.manifest.epochs(record.tenant, record.session)
+        states = store.parts.manifest.epochs(record.key)
     document = _record_document(record) | {"states": states}
     if options.json:
         print_document({"schema": SCHEMA, **document})
@@ -127,7 +127,7 @@ def export(
     if file.exists():
         raise InputError(f"{file} exists: take another name, or remove it first.")
     with _open_store(options) as store:
-        data = store.exchange.export(_session_record(store, options, name))
+        data = store.sessions.export(_session_record(store, options, name))
     try:
         file.write_bytes(data)
     except OSError as error:
@@ -148,7 +148,7 @@ def import_session(
     except OSError as error:
         raise InputError(f"{file} cannot be read ({error.strerror}).") from error
     with _open_store(options) as store:
-        record = store.exchange.take_in(data, options.owner, name)
+        record = store.sessions.import_file(data, options.owner, name)
     _print_result(options, {"session": name, "tokens": record.num_tokens, "bytes": len(data)})
 
 

@@ -21,8 +21,8 @@ from larder.store.model_identity import (
     digest_of_weights,
     model_identity,
 )
-from larder.store.sessions.cache_io import CacheSnapshot
-from larder.store.sessions.session_store import CacheRequirements, LoadedSession
+from larder.store.sessions.cache_writer import CacheSnapshot
+from larder.store.sessions.session_reader import CacheRequirements, LoadedSession
 from larder.store.store import Store
 
 

@@ -22,9 +22,10 @@ from larder.store.fs.wrappers import CountingFileSystem, EncryptedFileSystem
 from larder.store.ledger import ByteBudgets, ByteLedger
 from larder.store.manifest import Manifest
 from larder.store.prefix.chunk_index import ChunkIndex
-from larder.store.sessions.cache_io import CacheWriter, SessionReader
+from larder.store.sessions.cache_writer import CacheWriter
 from larder.store.sessions.epochs import KEPT_EPOCHS, BranchNotes, SessionEpochs
 from larder.store.sessions.records import Record
+from larder.store.sessions.session_reader import SessionReader
 from larder.store.sqlite import BUSY_SECONDS, OWNER_PRAGMA, claim_owner, quarantine_database
 from larder.store.throughput import ThroughputEstimates
 
@@ -80,7 +81,7 @@ class StoreComponents:
         waits = min(patience.seconds, BUSY_SECONDS), min(patience.rest_seconds, BUSY_SECONDS)
         self._patience = CallLimits(waits[0], max_failures=1, rest_seconds=waits[1])
         self.manifest = self._index(home)
-        self.heads = SessionEpochs(
+        self.epochs = SessionEpochs(
             self.records, self.executor, self.manifest, self.secret, self._damaged
         )
         self.chunks = ChunkIndex(
@@ -97,7 +98,7 @@ class StoreComponents:
             self.ledger,
             written_bytes,
         )
-        DiskEviction(eviction, self.manifest, self.heads, self.chunks, self.blobs)
+        DiskEviction(eviction, self.manifest, self.epochs, self.chunks, self.blobs)
         self.garbage = GarbageCollection(self.chunks, self.blobs)
         self.writer = CacheWriter(self.blobs, self.chunks)
         self.reader = SessionReader(self.blobs, self.throughput)
@@ -112,9 +113,8 @@ class StoreComponents:
         Raises:
             Superseded: another writer has committed an epoch since the previous one.
         """
-        self.heads.commit(record, record.previous, is_new)
-        dropped = self.heads.prune(record.tenant, record.session, self.kept_epochs)
-        self.garbage.states(dropped)
+        self.epochs.commit(record, record.previous, is_new)
+        self.garbage.states(self.epochs.prune(record.key, self.kept_epochs))
         return record
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class StoreComponents:
         next start.
         """
         try:
-            self.heads.sync_manifest()
+            self.epochs.sync_manifest()
             if not self.manifest.is_built:
                 self.chunks.rebuild()
                 self.manifest.mark_built()

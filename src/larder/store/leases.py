@@ -24,7 +24,7 @@ from larder.store.digests import (
     parse_json,
     sealed_json,
 )
-from larder.store.sessions.records import session_key
+from larder.store.sessions.records import SessionKey
 
 LEASES_FOLDER, HOLDERS_FOLDER = "claims", "holders"
 LEASE_SECONDS = 6.0
@@ -98,7 +98,7 @@ class SessionLeases:
         if self._alive_until <= self._parts.clock():
             self.heartbeat()
         tenant = self._parts.tenant(principal)
-        folder = f"{LEASES_FOLDER}/{tenant}/{session_key(tenant, name)}"
+        folder = f"{LEASES_FOLDER}/{tenant}/{SessionKey.named(tenant, name).session}"
         terms = self._terms(folder)
         for term in terms:
             self._check(f"{folder}/{term}.json")

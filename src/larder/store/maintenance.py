@@ -12,7 +12,7 @@ from larder.store.blobs.container import unpack_container
 from larder.store.blobs.tenant_blobs import GRACE_SECONDS
 from larder.store.components import StoreComponents
 from larder.store.fs.base import QUARANTINE_FOLDER
-from larder.store.sessions.records import Record, decode_record, encode_record
+from larder.store.sessions.records import Record, SessionKey, decode_record, encode_record
 
 # Lifetime of the tombstone of a removed session, for writers that do not know of the removal.
 TOMBSTONE_SECONDS = 60.0
@@ -55,21 +55,21 @@ class StoreMaintenance:
             the bytes of blobs that were freed.
         """
         parts = self._parts
-        for own, newest in _newest_records(parts.heads.all_records()).items():
-            kept = 1 if self._is_over(newest) else parts.kept_epochs
-            parts.garbage.states(parts.heads.prune(*own, kept))
-        written = parts.heads.all_records()
-        self._sync_removed({(r.tenant, r.session) for r in written})
+        for key, newest in _newest_records(parts.epochs.all_records()).items():
+            keep = 1 if self._is_over(newest) else parts.kept_epochs
+            parts.garbage.states(parts.epochs.prune(key, keep))
+        written = parts.epochs.all_records()
+        self._sync_removed({record.key for record in written})
         live = {ref.digest for record in written for ref in record.refs}
         before = parts.clock() - grace_seconds
         live |= parts.garbage.sweep(live, before)
-        there = [record for record in written if not record.removed]
-        parts.branches.sweep({(r.tenant, r.session) for r in there}, before)
-        parts.branches.note_all(there)
+        existing = [record for record in written if not record.removed]
+        parts.branches.sweep({record.key for record in existing}, before)
+        parts.branches.note_all(existing)
         live |= {chunk.ref.digest for _, chunk, *_ in parts.chunks.all()}
         for record in _newest_records(written).values():
             if record.removed and record.made <= before:
-                parts.heads.forget(record)
+                parts.epochs.forget(record)
         for path in parts.executor.call(self._quarantined, before):
             parts.executor.call(parts.place.remove, path)
         return parts.blobs.sweep(live, grace_seconds)
@@ -78,30 +78,31 @@ class StoreMaintenance:
         """Write branch notes for branches that predate them and are in the index."""
         parts = self._parts
         tenants = {tenant for tenant, _ in parts.manifest.sessions()}
-        parts.branches.note_all(r for each in tenants for r in parts.heads.of(each))
+        parts.branches.note_all(
+            record for tenant in tenants for record in parts.epochs.indexed_heads(tenant)
+        )
 
     def forget_removed(self, grace_seconds: float = TOMBSTONE_SECONDS) -> int:
         """Delete tombstones of removed sessions; return their number. Cheap, unlike a sweep."""
         parts = self._parts
         gone = parts.manifest.removed(parts.clock() - grace_seconds)
         for record in gone:
-            parts.heads.forget(record)
+            parts.epochs.forget(record)
         parts.blobs.settle()
         return len(gone)
 
-    def _sync_removed(self, written: Collection[tuple[str, str]]) -> None:
+    def _sync_removed(self, written: Collection[SessionKey]) -> None:
         """Index sessions that another machine has removed."""
-        for own in self._parts.manifest.sessions():
-            if own not in written:
+        for key in self._parts.manifest.sessions():
+            if key not in written:
                 with suppress(LarderError):
-                    self._parts.heads.newest(*own)
+                    self._parts.epochs.newest(key)
 
     def _is_over(self, newest: Record) -> bool:
         """True if a session was removed; states left by an interrupted removal are deleted."""
         if not newest.removed:
             return False
-        written = self._parts.heads.written(newest.tenant, newest.session)
-        return newest.epoch == max(written, default=0)
+        return newest.epoch == max(self._parts.epochs.written(newest.key), default=0)
 
     def _problems(self, record: Record) -> list[str]:
         own = record.tenant
@@ -145,7 +146,6 @@ class StoreMaintenance:
         ]
 
 
-def _newest_records(written: Iterable[Record]) -> dict[tuple[str, str], Record]:
-    """Newest record of each session, by tenant and session key."""
-    ordered = sorted(written, key=lambda record: record.epoch)
-    return {(record.tenant, record.session): record for record in ordered}
+def _newest_records(written: Iterable[Record]) -> dict[SessionKey, Record]:
+    """Newest record of each session."""
+    return {record.key: record for record in sorted(written, key=lambda record: record.epoch)}

@@ -1,8 +1,8 @@
 """Manifest of a store on one machine: a SQLite index that can be rebuilt.
 
-Heads of sessions move by compare-and-swap. What the database says of a session is sealed as the
-records are, so a flipped bit in it is noticed. Everything in it stands in records and chunks beside
-the blobs as well: a damaged or foreign database is moved aside, not repaired.
+Heads of sessions move by compare-and-swap. Records in the database are sealed, so that damage is
+noticed. All of its content is in the records beside the blobs as well: a damaged or foreign
+database is moved aside and rebuilt, not repaired.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from larder.core.errors import Damaged, Refused, StoreSlow, Superseded
 from larder.store.encryption import Encryption, NoEncryption
 from larder.store.fs.deadline import CallLimits, CircuitBreaker
-from larder.store.sessions.records import Record, decode_record, encode_record
+from larder.store.sessions.records import Record, SessionKey, decode_record, encode_record
 from larder.store.sqlite import (
     BUSY_SECONDS,
     is_index_complete,
@@ -28,17 +28,17 @@ from larder.store.sqlite import (
     translate_errors,
 )
 
-LOG_BYTES = 320 * 1024  # that the log beside the database reaches, checkpoints and all
-MANIFEST_CONTEXT = "manifest"  # where sealed records lie, as sealing wants to know it
+LOG_BYTES = 320 * 1024  # largest size of the write-ahead log, checkpoints included
+MANIFEST_CONTEXT = "manifest"  # in place of a path, for the encryption of records
 
 
 class Manifest:
     """Index of sessions, their epochs, and the blobs they refer to.
 
-    Safe from threads and from processes of one machine. A change is there whole or not at all.
+    Safe from threads and from processes of one machine. Changes are atomic.
 
     Raises:
-        Damaged: the file is no intact manifest: see `move_aside`.
+        Damaged: the file is no intact manifest: see `quarantine_database`.
         StoreFull, StoreSlow: it cannot be written, or is held by others.
     """
 
@@ -47,12 +47,12 @@ class Manifest:
         path: Path,
         secret: bytes,
         clock: Callable[[], float] = time.time,
-        sealing: Encryption = NoEncryption(),  # noqa: B008, without state
+        encryption: Encryption = NoEncryption(),  # noqa: B008, without state
         patience: CallLimits = CallLimits(BUSY_SECONDS, max_failures=1, rest_seconds=BUSY_SECONDS),  # noqa: B008
     ) -> None:
         self.path, self.clock, self._patience = path, clock, patience
         self._breaker = CircuitBreaker(patience)
-        self._secret, self._sealing = secret, sealing
+        self._secret, self._encryption = secret, encryption
         self._lock = threading.RLock()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         make_private(path)
@@ -82,31 +82,29 @@ class Manifest:
         with self.writing() as rows:
             mark_index_complete(rows)
 
-    def head(self, tenant: str, session: str) -> Record | None:
+    def head(self, key: SessionKey) -> Record | None:
         """Newest state of a session; None if there is none.
 
         Raises:
-            Damaged: what the database has of it is not what was written.
+            Damaged: the row is not as it was written.
         """
         with self.reading() as rows:
             found = rows(
                 "SELECT record, head FROM sessions LEFT JOIN epochs ON epochs.tenant = "
                 "sessions.tenant AND epochs.session = sessions.session AND epoch = head "
                 "WHERE sessions.tenant = ? AND sessions.session = ?",
-                (tenant, session),
+                key,
             )
-        if not found:
-            return None
-        return self._record(found[0][0], tenant, session, found[0][1])
+        return self._record(found[0][0], key, found[0][1]) if found else None
 
-    def epoch(self, tenant: str, session: str, epoch: int) -> Record | None:
+    def epoch(self, key: SessionKey, epoch: int) -> Record | None:
         """Earlier state of a session, if it is retained."""
         with self.reading() as rows:
             found = rows(
                 "SELECT record FROM epochs WHERE tenant = ? AND session = ? AND epoch = ?",
-                (tenant, session, epoch),
+                (*key, epoch),
             )
-        return self._record(found[0][0], tenant, session, epoch) if found else None
+        return self._record(found[0][0], key, epoch) if found else None
 
     def commit(self, record: Record, expected: int) -> None:
         """Make a record the head of its session by compare-and-swap.
@@ -117,76 +115,70 @@ class Manifest:
         Raises:
             Superseded: another epoch is the head; nothing has changed.
         """
-        own = record.tenant, record.session
         with self.writing() as rows:
-            found = rows("SELECT head FROM sessions WHERE tenant = ? AND session = ?", own)
-            head = found[0][0] if found else expected  # who is not there yet may begin anywhere
+            found = rows("SELECT head FROM sessions WHERE tenant = ? AND session = ?", record.key)
+            head = found[0][0] if found else expected  # a new session may begin at any epoch
             if head != expected:
                 raise superseded_error(record.name, expected, head)
             self._insert(rows, record)
-            now = self.clock()
             rows(
                 "INSERT INTO sessions VALUES (?, ?, ?, ?, 1) ON CONFLICT DO UPDATE "
                 "SET head = excluded.head, last_used = excluded.last_used, uses = uses + 1",
-                (*own, record.epoch, now),
+                (*record.key, record.epoch, self.clock()),
             )
 
     def adopt(self, record: Record) -> None:
         """Index a state found beside the blobs; it becomes the head if it is the newest."""
-        own = record.tenant, record.session
         with self.writing() as rows:
             self._insert(rows, record)
             rows(
                 "INSERT INTO sessions VALUES (?, ?, ?, ?, 0) ON CONFLICT DO UPDATE "
                 "SET head = max(head, excluded.head)",
-                (*own, record.epoch, record.made),
+                (*record.key, record.epoch, record.made),
             )
 
-    def roll_back_head(self, tenant: str, session: str, epoch: int) -> None:
+    def roll_back_head(self, key: SessionKey, epoch: int) -> None:
         """Make an earlier state the head after later states were lost."""
         with self.writing() as rows:
             for table in ("epochs", "spans"):
                 rows(
                     f"DELETE FROM {table} WHERE tenant = ? AND session = ? AND epoch > ?",
-                    (tenant, session, epoch),
+                    (*key, epoch),
                 )
-            rows(
-                "UPDATE sessions SET head = ? WHERE tenant = ? AND session = ?",
-                (epoch, tenant, session),
-            )
+            rows("UPDATE sessions SET head = ? WHERE tenant = ? AND session = ?", (epoch, *key))
 
-    def forget(self, tenant: str, session: str, epochs: list[int]) -> None:
+    def forget(self, key: SessionKey, epochs: list[int]) -> None:
         """Remove states; the caller deletes blobs that are then unreferenced."""
         with self.writing() as rows:
             for epoch in epochs:
-                own = tenant, session, epoch
                 for table in ("epochs", "spans"):
-                    rows(f"DELETE FROM {table} WHERE tenant=? AND session=? AND epoch=?", own)
+                    rows(
+                        f"DELETE FROM {table} WHERE tenant = ? AND session = ? AND epoch = ?",
+                        (*key, epoch),
+                    )
 
-    def forget_session(self, tenant: str, session: str) -> None:
+    def forget_session(self, key: SessionKey) -> None:
         """Remove every row of a session."""
         with self.writing() as rows:
             for table in ("epochs", "spans", "sessions"):
-                rows(f"DELETE FROM {table} WHERE tenant = ? AND session = ?", (tenant, session))
+                rows(f"DELETE FROM {table} WHERE tenant = ? AND session = ?", key)
 
-    def epochs(self, tenant: str, session: str) -> list[int]:
+    def epochs(self, key: SessionKey) -> list[int]:
         """Retained epochs of a session, oldest first."""
         with self.reading() as rows:
             found = rows(
-                "SELECT epoch FROM epochs WHERE tenant = ? AND session = ? ORDER BY epoch",
-                (tenant, session),
+                "SELECT epoch FROM epochs WHERE tenant = ? AND session = ? ORDER BY epoch", key
             )
         return [epoch for (epoch,) in found]
 
-    def sessions(self) -> list[tuple[str, str]]:
-        """Tenant and key of every session, most recently used first."""
+    def sessions(self) -> list[SessionKey]:
+        """Keys of all sessions, most recently used first."""
         with self.reading() as rows:
-            return rows("SELECT tenant, session FROM sessions ORDER BY last_used DESC, session")
+            found = rows("SELECT tenant, session FROM sessions ORDER BY last_used DESC, session")
+        return [SessionKey(tenant, session) for tenant, session in found]
 
-    def heads_of(self, tenant: str) -> dict[str, Record | None]:
-        """Newest state of each session of a tenant by key, most recently used first; None if
-        damaged.
-        """
+    def heads_of(self, tenant: str) -> dict[SessionKey, Record | None]:
+        """Newest state of each session of a tenant, most recently used first; None if damaged."""
         with self.reading() as rows:
             found = rows(
                 "SELECT sessions.session, head, record FROM sessions LEFT JOIN epochs ON "
@@ -195,18 +187,19 @@ class Manifest:
                 "ORDER BY last_used DESC, sessions.session",
                 (tenant,),
             )
-        records = dict[str, Record | None]()
+        records = dict[SessionKey, Record | None]()
         for session, head, data in found:
-            records[session] = None
+            key = SessionKey(tenant, session)
+            records[key] = None
             with suppress(Damaged, Refused):
-                records[session] = self._record(data, tenant, session, head)
+                records[key] = self._record(data, key, head)
         return records
 
-    def heads(self) -> dict[tuple[str, str], int]:
-        """Newest epoch of every session, by tenant and key."""
+    def heads(self) -> dict[SessionKey, int]:
+        """Newest epoch of every session."""
         with self.reading() as rows:
             found = rows("SELECT tenant, session, head FROM sessions")
-        return {(tenant, session): head for tenant, session, head in found}
+        return {SessionKey(tenant, session): head for tenant, session, head in found}
 
     def removed(self, before: float) -> list[Record]:
         """Tombstones of sessions that nobody has read since a time."""
@@ -221,16 +214,16 @@ class Manifest:
         records = list[Record]()
         for tenant, session, head, data in found:
             with suppress(Damaged, Refused):
-                records.append(self._record(data, tenant, session, head))
+                records.append(self._record(data, SessionKey(tenant, session), head))
         return [record for record in records if record.removed]
 
-    def used(self, tenant: str, session: str) -> None:
+    def used(self, key: SessionKey) -> None:
         """Record a read of a session."""
         with self.writing() as rows:
             rows(
                 "UPDATE sessions SET last_used = ?, uses = uses + 1 "
                 "WHERE tenant = ? AND session = ?",
-                (self.clock(), tenant, session),
+                (self.clock(), *key),
             )
 
     @property
@@ -282,25 +275,21 @@ class Manifest:
             self._lock.release()
 
     def _insert(self, rows: Callable[..., list[Any]], record: Record) -> None:
-        own = record.tenant, record.session, record.epoch
-        rows(
-            "INSERT OR REPLACE INTO epochs VALUES (?, ?, ?, ?)",
-            (
-                *own,
-                self._sealing.closed(
-                    record.tenant, encode_record(record, self._secret), MANIFEST_CONTEXT
-                ),
-            ),
-        )
+        data = encode_record(record, self._secret)
+        data = self._encryption.closed(record.tenant, data, MANIFEST_CONTEXT)
+        rows("INSERT OR REPLACE INTO epochs VALUES (?, ?, ?, ?)", (*record.key, record.epoch, data))
         for ref in record.refs:
-            rows("INSERT OR IGNORE INTO spans VALUES (?, ?, ?, ?)", (ref.digest, *own))
+            rows(
+                "INSERT OR IGNORE INTO spans VALUES (?, ?, ?, ?)",
+                (ref.digest, *record.key, record.epoch),
+            )
 
-    def _record(self, data: bytes | None, tenant: str, session: str, epoch: int) -> Record:
+    def _record(self, data: bytes | None, key: SessionKey, epoch: int) -> Record:
         if data is None:
             raise Damaged(f"The manifest lacks epoch {epoch} of a session.")
-        opened = self._sealing.opened(tenant, bytes(data), MANIFEST_CONTEXT)
+        opened = self._encryption.opened(key.tenant, bytes(data), MANIFEST_CONTEXT)
         record = decode_record(opened, self._secret)
-        if (record.tenant, record.session, record.epoch) != (tenant, session, epoch):
+        if (record.key, record.epoch) != (key, epoch):
             raise Damaged("The manifest has another session's record in the place of this one's.")
         return record
 

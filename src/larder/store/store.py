@@ -9,9 +9,7 @@ from larder.store.components import StoreComponents
 from larder.store.fs.base import FileSystem
 from larder.store.maintenance import StoreMaintenance
 from larder.store.prefix.prefix_store import PrefixStore
-from larder.store.sessions.export import SessionExporter
 from larder.store.sessions.session_store import SessionStore
-from larder.store.sessions.turn_store import TurnStore
 
 
 class Store:
@@ -24,10 +22,8 @@ class Store:
     def __init__(self, url: str | FileSystem, home: Path, **options: Any) -> None:
         self.parts = StoreComponents(url, home, **options)
         self.sessions = SessionStore(self.parts)
-        self.turns = TurnStore(self.parts)
         self.prefixes = PrefixStore(self.parts)
         self.maintenance = StoreMaintenance(self.parts)
-        self.exchange = SessionExporter(self.parts)
 
     def close(self) -> None:
         """Close the index."""

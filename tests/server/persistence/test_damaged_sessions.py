@@ -34,7 +34,7 @@ TEXT_IS_GONE = ("transcript", "every")
 
 
 def record_of(stored: Stored) -> Record:
-    record = stored.store.turns.head("a", "x")
+    record = stored.store.sessions.head("a", "x")
     assert record is not None and record.transcript is not None and record.spans
     return record
 
@@ -158,7 +158,7 @@ def test_1_a_conversation_goes_on_from_what_the_archive_has(
         name = httpx2.post(f"{url}/v1/conversations", json={}).json()["id"]
         body = {"model": "characters", "conversation": name}
         assert httpx2.post(f"{url}/v1/responses", json={**body, "input": "One?"}).is_success
-    record = persistence._store.turns.head("local", name)
+    record = persistence._store.sessions.head("local", name)
     assert record is not None
     damage(tmp_path, record, "transcript")
     hub = LocalEngineClient(Engine(small, "full"), persistence=keeper_in(tmp_path, small))

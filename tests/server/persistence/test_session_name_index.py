@@ -33,7 +33,7 @@ class Index:
             served.ask(told(1), "x", tenant=tenant)
         self.persistence = self._persistence(loaded, folder)
         self.served = Served(loaded, persistence=self.persistence)
-        self._of = self.persistence._store.turns.of
+        self._of = self.persistence._store.sessions.indexed_heads
         patch.setattr(self.persistence._store.turns, "of", self.of)
 
     def _persistence(self, loaded: LoadedModel, folder: Path) -> StoreSessionPersistence:

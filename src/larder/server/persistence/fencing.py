@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from larder.core.errors import BudgetError, InputError, StoreFull, Superseded
 from larder.server.session_state import SessionState
 from larder.store.sessions.records import ROOT_LABEL, Record
-from larder.store.sessions.turn_store import SessionTurn
+from larder.store.sessions.session_store import SessionTurn
 from larder.store.store import Store
 
 WRITE_MARK_LABEL = "mark"  # label that identifies an attempted write
@@ -101,7 +101,7 @@ class EpochFence:
         """The newest stored state, if it is an own write with unknown outcome."""
         if not session.write_mark:
             return None
-        newest = self._store.turns.head(session.tenant, session.name)
+        newest = self._store.sessions.head(session.tenant, session.name)
         if newest is None or newest.labels.get(WRITE_MARK_LABEL) != session.write_mark:
             return None
         # Other servers copy labels to their states, so the previous epoch is compared, too; that
@@ -113,7 +113,7 @@ class EpochFence:
         empty placeholder is written if necessary, to be removed by the caller."""
         nothing = SessionTurn((), b"", {ROOT_LABEL: session.root})
         try:
-            self._store.turns.append(session.tenant, session.name, nothing, 0)
+            self._store.sessions.append(session.tenant, session.name, nothing, 0)
         except Superseded:
             return True
         except (BudgetError, StoreFull):  # a delayed write would fail, too

@@ -38,8 +38,9 @@ from larder.server.request import ApiError, ChatMessage, SessionUnreadableError
 from larder.server.session_info import stored_session_info
 from larder.server.session_state import ASSISTANT, CompletedTurn, SavedCache, SessionState
 from larder.store.digests import mac_of
+from larder.store.sessions.cache_writer import StagedCache
 from larder.store.sessions.records import NO, PINNED_LABEL, ROOT_LABEL, YES, Record
-from larder.store.sessions.turn_store import SessionTurn, StagedCache
+from larder.store.sessions.session_store import SessionTurn
 from larder.store.store import Store
 
 FIRST_MESSAGES_LABEL = "first"  # label with the hash of the first messages
@@ -86,7 +87,7 @@ class StoreSessionPersistence(SessionPersistence):
         tenant, name = session.tenant, session.name
 
         def attached(epoch: int, mark: Mapping[str, str]) -> Record:
-            return self._store.turns.attach(tenant, name, prepared, epoch, {**labels, **mark})
+            return self._store.sessions.attach(tenant, name, prepared, epoch, {**labels, **mark})
 
         return self._pool.submit(self._fence.write, session, attached)
 
@@ -100,12 +101,12 @@ class StoreSessionPersistence(SessionPersistence):
                 mix up sessions.
         """
         try:
-            found = self._store.turns.newest(tenant, name)
+            found = self._store.sessions.read_transcript(tenant, name)
             if found is None:  # removed, perhaps by another server, or evicted
                 self._unindex(tenant, name)
                 return None
             record, data = found
-            kept = saved_cache(record) if self._store.turns.has_cache(record) else None
+            kept = saved_cache(record) if self._store.sessions.has_cache(record) else None
         except Damaged as error:
             self.failed[type(error).__name__] += 1
             self._damaged.add((tenant, name))
@@ -134,7 +135,7 @@ class StoreSessionPersistence(SessionPersistence):
 
     def branches(self, tenant: str, root: str) -> Sequence[str]:
         try:
-            return self._store.turns.branches(tenant, root)
+            return self._store.sessions.branches(tenant, root)
         except StoreError as error:
             self._note(error)
             raise ApiError(
@@ -145,11 +146,14 @@ class StoreSessionPersistence(SessionPersistence):
             ) from error
 
     def list_sessions(self, tenant: str) -> Sequence[SessionInfo]:
-        turns = self._store.turns
-        return [stored_session_info(each, turns.has_cache(each)) for each in turns.of(tenant)]
+        sessions = self._store.sessions
+        return [
+            stored_session_info(record, sessions.has_cache(record))
+            for record in sessions.indexed_heads(tenant)
+        ]
 
     def compact_history(self, tenant: str, name: str) -> None:
-        self._store.turns.merge(tenant, name)
+        self._store.sessions.compact(tenant, name)
 
     def pin(self, session: SessionState) -> Future[None] | None:
         return self._pool.submit(self._pin, session)
@@ -194,11 +198,11 @@ class StoreSessionPersistence(SessionPersistence):
 
         def appended(epoch: int, mark: Mapping[str, str]) -> Record:
             turn = SessionTurn(ids, data, {**labels, **mark})
-            return self._store.turns.append(tenant, name, turn, epoch)
+            return self._store.sessions.append(tenant, name, turn, epoch)
 
         try:
             if not session.durable_epoch and own in self._damaged:
-                session.durable_epoch = self._store.turns.restart_epoch(tenant, name)
+                session.durable_epoch = self._store.sessions.restart_epoch(tenant, name)
             self._fence.write(session, appended)
             self._damaged.discard(own)
         except Superseded as error:
@@ -231,7 +235,7 @@ class StoreSessionPersistence(SessionPersistence):
         pinned = YES if session.is_pinned else NO
 
         def labeled(epoch: int, mark: Mapping[str, str]) -> Record:
-            return self._store.turns.label(
+            return self._store.sessions.label(
                 session.tenant, session.name, {PINNED_LABEL: pinned, **mark}, epoch
             )
 
@@ -282,7 +286,7 @@ class StoreSessionPersistence(SessionPersistence):
 
     def _keys_of(self, tenant: str) -> Iterator[tuple[str, str, str]]:
         """Name and keys of a tenant's sessions of this model, most recently used last."""
-        for each in reversed(self._store.turns.of(tenant)):
+        for each in reversed(self._store.sessions.indexed_heads(tenant)):
             if (
                 each.labels.get(MODEL_LABEL, self._fingerprint) == self._fingerprint
             ):  # otherwise another model's

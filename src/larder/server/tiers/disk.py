@@ -139,7 +139,7 @@ class StoreDiskTier(DiskTier):
         def saved() -> SavedCache:
             try:
                 snapshot = self._snapshots.snapshot(policy, caches, beside)
-                with self._snapshots.store.turns.stage(session.tenant, ids, snapshot) as staged:
+                with self._snapshots.store.sessions.stage(session.tenant, ids, snapshot) as staged:
                     record = self._persistence.attach(session, staged, labels).result()
             except LarderError as error:
                 self._parts.unwritten.note_error(error)

@@ -23,7 +23,7 @@ from larder.store.manifest import Manifest
 from larder.store.prefix.chunk_index import ChunkIndex
 from larder.store.prefix.chunk_records import PrefixChunk
 from larder.store.sessions.epochs import SessionEpochs
-from larder.store.sessions.records import Record
+from larder.store.sessions.records import Record, SessionKey
 
 PINNED_FOREVER, NOT_PINNED = math.inf, -math.inf
 
@@ -146,7 +146,7 @@ class DiskEviction:
         states = []
         for tenant, session, epoch, is_head, last_used, uses in found:
             try:
-                record = self._heads.epoch(tenant, session, epoch)
+                record = self._heads.epoch(SessionKey(tenant, session), epoch)
             except LarderError:
                 continue
             if record is not None and record.spans and not self._index.is_evicted(record):

@@ -285,7 +285,7 @@ class BlobTransaction:
     """Blobs of one save for one tenant."""
 
     def __init__(self, blobs: TenantBlobs, tenant: str) -> None:
-        self._blobs, self._tenant = blobs, tenant
+        self._blobs, self.tenant = blobs, tenant
         self.refs: list[BlobRef] = []
 
     @contextmanager
@@ -307,7 +307,7 @@ class BlobTransaction:
         Raises:
             BudgetError, StoreFull, StoreSlow: as `TenantBlobs.put`.
         """
-        return self._blobs.put(data, self._tenant, self.refs.append)
+        return self._blobs.put(data, self.tenant, self.refs.append)
 
     def stays(self, ref: BlobRef) -> bool:
         """True if a blob exists; it is then protected until the transaction ends."""

@@ -12,7 +12,7 @@ from larder.store.ledger import Tier
 from larder.store.model_identity import ModelIdentity
 from larder.store.prefix import chunk_index
 from larder.store.prefix.chunk_records import ChunkMatch
-from larder.store.sessions.cache_io import CacheSnapshot, check_snapshot
+from larder.store.sessions.cache_writer import CacheSnapshot, check_snapshot
 from larder.store.throughput import RestorePath
 
 
@@ -38,9 +38,9 @@ class PrefixStore:
         chunks = len(ids) // chunk_index.CHUNK_TOKENS
         with (
             self._parts.blobs.reserve_metadata(chunks),
-            self._parts.blobs.saving(tenant) as saving,
+            self._parts.blobs.saving(tenant) as transaction,
         ):
-            count = self._parts.writer.chunks(saving, tenant, ids, cache, identity)
+            count = self._parts.writer.chunks(transaction, ids, cache, identity)
             self._parts.chunks.keep(tenant, identity.key, ids[:count])
         return count
 

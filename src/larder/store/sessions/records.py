@@ -1,17 +1,17 @@
-"""What is written down of a session at one point of its life: small, immutable, sealed.
+"""Session records: the state of a session at one epoch, immutable and sealed.
 
     sessions/<tenant>/<session>/<epoch>.json
 
-An epoch's file is created once and never changed: whoever creates it has written the session's
-next state, and nobody else can. It is sealed with the store's secret, so that a flipped bit is
-noticed as well as a record that somebody else has made.
+The file of an epoch is created once and never changed. Creating it commits the session's next
+state, which only one writer can do. The seal is a digest keyed with the store's secret: it reveals
+damage and forgery.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from larder.core.errors import Damaged, Refused
 from larder.store.blobs.blob_store import BlobRef
@@ -26,8 +26,8 @@ from larder.store.digests import (
 
 SESSIONS_FOLDER = "sessions"
 RECORD_SCHEMA = 1
-PINNED_LABEL, YES, NO = "pinned", "yes", "no"  # a label, and what it says
-ROOT_LABEL = "root"  # the label of the session that a branch began as; of others their own name
+PINNED_LABEL, YES, NO = "pinned", "yes", "no"  # a label and its values
+ROOT_LABEL = "root"  # label: name of the session that a branch began as; otherwise the own name
 CACHE_FIELDS = (
     "identity",
     "policy",
@@ -43,14 +43,46 @@ CACHE_FIELDS = (
 )
 
 
+class SessionKey(NamedTuple):
+    """Key of a session in paths and in the index.
+
+    Args:
+        tenant: tenant id, as `tenant_of` makes it.
+        session: digest of the session's name.
+    """
+
+    tenant: str
+    session: str
+
+    @classmethod
+    def named(cls, tenant: str, name: str) -> SessionKey:
+        """Key of a tenant's session by its name, which the caller has checked."""
+        return cls(tenant, key_of("session", tenant, name))
+
+    @property
+    def folder(self) -> str:
+        """Folder of the session's records.
+
+        Raises:
+            Damaged: the key comes from damaged data.
+        """
+        if not (is_digest(self.tenant) and is_digest(self.session)):
+            raise Damaged("The key of a tenant or a session is no digest.")
+        return f"{SESSIONS_FOLDER}/{self.tenant}/{self.session}"
+
+    def record_path(self, epoch: int) -> str:
+        """Path of the record of an epoch."""
+        return f"{self.folder}/{epoch}.json"
+
+
 @dataclass(frozen=True)
 class StoredCache:
     """One cache of a session that has several.
 
     Args:
-        cache: what `SequenceCache.meta` told.
-        num_spans: blobs that hold it.
-        cache_bytes: of its tensors, once they are decoded.
+        cache: metadata of `SequenceCache.meta`.
+        num_spans: number of its blobs.
+        cache_bytes: bytes of its decoded tensors.
     """
 
     cache: Mapping[str, str]
@@ -63,28 +95,27 @@ class Record:
     """Record of one epoch of a session.
 
     Args:
-        tenant: whose it is, as `tenant_of` spells it.
-        session: what it is called in paths, as `session_key` spells it.
-        name: what it is called by people.
-        epoch: 1 for the first state.
-        previous: the epoch that it was made from; 0 for none.
-        tokens: of every token that was read.
-        num_tokens: how many they are.
-        identity: what the cache depends on, by name; empty where there is none.
-        policy: canonical spelling.
-        codec: how keys and values are spelled in the spans.
-        cache: what `SequenceCache.meta` told of the first; empty where only tokens are kept.
-        spans: the blobs of all caches, in order.
-        transcript: what was said as text, if that is kept, and what else who saves it needs.
-        cache_bytes: of the tensors of all caches, once they are decoded.
-        lossless: whether the cache comes back to the bit.
+        tenant, session: the session's key.
+        name: the session's name.
+        epoch: number of the state; 1 for the first.
+        previous: epoch that the state follows; 0 for none.
+        tokens: blob of the token log.
+        num_tokens: length of the token log.
+        identity: model identity that the caches depend on; empty without caches.
+        policy: canonical spelling of the caches' policy.
+        codec: name of the codec of keys and values.
+        cache: metadata of the first cache; empty without caches.
+        spans: blobs of all caches, in order.
+        transcript: blob of the transcript, in the format of the session's owner.
+        cache_bytes: bytes of the decoded tensors of all caches.
+        lossless: whether the caches are restored bit by bit.
         made: seconds since 1970.
-        removed: the session is gone; nobody can write a state behind this one.
-        others: the caches behind the first, in order.
-        cache_tokens: how many of the tokens the caches have read; 0 for all.
+        removed: tombstone; no state can follow this one.
+        others: caches after the first, in order.
+        cache_tokens: number of tokens that the caches have read; 0 for all.
         cache_prefix: digest of those tokens, where they are not all.
-        beside: what the caches do not say of their session, if who saves them has more to say.
-        labels: what else who saves it wants to know without opening anything.
+        beside: blob of further state of the session that its caches do not hold.
+        labels: metadata that is readable without opening a blob.
     """
 
     tenant: str
@@ -121,8 +152,8 @@ class Record:
         """Every blob that the record refers to."""
         if self.removed:
             return ()
-        own = (self.tokens,) if self.transcript is None else (self.tokens, self.transcript)
-        return (*own, *self.cache_refs)
+        texts = (self.tokens,) if self.transcript is None else (self.tokens, self.transcript)
+        return (*texts, *self.cache_refs)
 
     @property
     def cache_refs(self) -> tuple[BlobRef, ...]:
@@ -130,55 +161,42 @@ class Record:
         return self.spans if self.beside is None else (*self.spans, self.beside)
 
     @property
+    def key(self) -> SessionKey:
+        """Key of the session."""
+        return SessionKey(self.tenant, self.session)
+
+    @property
     def path(self) -> str:
         """Path of the record."""
-        return record_path(self.tenant, self.session, self.epoch)
+        return self.key.record_path(self.epoch)
 
     @property
     def each(self) -> list[Record]:
         """One record per cache."""
         spans, count = len(self.spans), self.cache_bytes
-        spans -= sum(held.num_spans for held in self.others)
-        count -= sum(held.cache_bytes for held in self.others)
-        found, start = list[Record](), 0
-        for held in (StoredCache(self.cache, spans, count), *self.others):
-            stop = start + held.num_spans
-            own = {"cache": held.cache, "cache_bytes": held.cache_bytes, "others": ()}
-            found.append(replace(self, spans=self.spans[start:stop], **own))
+        spans -= sum(cache.num_spans for cache in self.others)
+        count -= sum(cache.cache_bytes for cache in self.others)
+        records, start = list[Record](), 0
+        for each in (StoredCache(self.cache, spans, count), *self.others):
+            stop = start + each.num_spans
+            fields = {"cache": each.cache, "cache_bytes": each.cache_bytes, "others": ()}
+            records.append(replace(self, spans=self.spans[start:stop], **fields))
             start = stop
-        return found
+        return records
 
     @property
     def is_pinned(self) -> bool:
         """True if the session is pinned: its cache is evicted last."""
         return self.labels.get(PINNED_LABEL) == YES
 
-    def without_cache(self) -> Record:
-        """Copy with tokens and transcript alone."""
-        bare = replace(self, spans=(), cache={}, identity={}, cache_bytes=0, others=())
-        bare = replace(bare, cache_tokens=0, cache_prefix="", beside=None)
-        return replace(bare, codec="", lossless=True)
+    def is_same_turn(self, other: Record) -> bool:
+        """True if another record of the session is the same turn at the same epoch."""
+        turn = (self.epoch, self.tokens, self.transcript)
+        return turn == (other.epoch, other.tokens, other.transcript)
 
     def replace_cache(self, other: Record) -> Record:
         """Copy with the cache of another record."""
         return replace(self, **{name: getattr(other, name) for name in CACHE_FIELDS})
-
-
-def session_key(tenant: str, name: str) -> str:
-    """Key of a session in paths: a digest of its name, which the caller has checked."""
-    return key_of("session", tenant, name)
-
-
-def record_path(tenant: str, session: str, epoch: int) -> str:
-    """Path of the record of an epoch."""
-    return f"{records_folder(tenant, session)}/{epoch}.json"
-
-
-def records_folder(tenant: str, session: str) -> str:
-    """Folder of the records of a session."""
-    if not (is_digest(tenant) and is_digest(session)):
-        raise Damaged("The key of a tenant or a session is no digest.")
-    return f"{SESSIONS_FOLDER}/{tenant}/{session}"
 
 
 def encode_record(record: Record, secret: bytes) -> bytes:

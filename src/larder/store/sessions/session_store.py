@@ -1,64 +1,58 @@
-"""Session store: save, load, fork, roll back and remove sessions.
+"""Session store: the one API over sessions, their turns, transcripts and caches.
 
-A damaged or unsuitable cache does not lose its session: the token log is a blob of its own, and the
-text is prefilled again. The reason is logged and counted.
+A session is a sequence of states. `save` writes a whole state; `append` writes a turn at once and
+keeps the cache that was saved last, and `stage` and `attach` add a newer cache later. A damaged or
+unsuitable cache does not lose its session: the token log is a blob of its own, and the text is
+prefilled again. The reason is logged and counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
-from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError, Damaged, InputError, LarderError, Refused, StoreError
-from larder.core.spec import ModelSpec
 from larder.store.blobs.payloads import add_owner, encode_token_log
 from larder.store.blobs.tenant_blobs import BlobTransaction
 from larder.store.components import StoreComponents
 from larder.store.ledger import Tier
-from larder.store.model_identity import ModelIdentity
-from larder.store.prefix import chunk_index
-from larder.store.sessions.cache_io import CacheSnapshot, check_snapshot, is_shareable
-from larder.store.sessions.records import NO, PINNED_LABEL, ROOT_LABEL, Record, session_key
+from larder.store.manifest import superseded_error
+from larder.store.prefix.chunk_records import prefix_digest
+from larder.store.sessions.cache_writer import (
+    CacheBlobs,
+    CacheSnapshot,
+    StagedCache,
+    check_snapshot,
+)
+from larder.store.sessions.export import export_session, import_session
+from larder.store.sessions.records import NO, PINNED_LABEL, ROOT_LABEL, Record, SessionKey
+from larder.store.sessions.session_reader import CacheRequirements, LoadedSession
 from larder.store.throughput import RestorePath
 
-
-@dataclass(frozen=True)
-class CacheRequirements:
-    """Requirements of a reader: caches of other models or policies are not used.
-
-    Args:
-        policy: canonical spelling, sizes filled in.
-    """
-
-    identity: ModelIdentity
-    policy: str
-    spec: ModelSpec
+NO_LABELS: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
-class LoadedSession:
-    """Session as loaded.
+class SessionTurn:
+    """Session with its newest turn.
 
     Args:
-        record: its newest record.
-        ids: every token of it; the caches may have read fewer, as the record tells.
-        transcript: text of the conversation, if saved.
-        cache: None if the text must be prefilled again.
-        reason: one word for a missing cache; empty if there is a cache.
-        others: the caches behind the first, where the session has several.
+        ids: every token of the conversation.
+        transcript: the conversation, in the format of its owner.
+        labels: as in `Record`.
     """
 
-    record: Record
-    ids: tuple[int, ...]
-    transcript: bytes | None
-    cache: SequenceCache | None
-    reason: str = ""
-    others: tuple[SequenceCache, ...] = ()
+    ids: Sequence[int]
+    transcript: bytes
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 class SessionStore:
-    """Sessions of all tenants, isolated from each other. Safe from threads and processes."""
+    """Sessions of all tenants, isolated from each other. Safe from threads and processes.
+
+    A principal names the tenant; a session is found by its tenant and name.
+    """
 
     def __init__(self, parts: StoreComponents) -> None:
         self._parts = parts
@@ -76,122 +70,307 @@ class SessionStore:
         """Save the newest state of a session; a cache that cannot be stored is left out.
 
         Args:
-            ids: every token that was read.
-            snapshot: of the cache that has read them; None keeps the tokens alone.
-            expected: the epoch that this state follows, 0 for a new session; None for whichever
-                is the newest. Saving the same state twice is saving it once.
+            ids: all tokens of the session.
+            snapshot: of the cache that has read them; None saves the tokens alone.
+            expected: epoch that this state follows, 0 for a new session; None for the newest.
+                Saving the same state twice has no effect.
 
         Raises:
-            InputError: the session is new, and none may be called so.
+            InputError: the session is new, and its name is invalid.
             Superseded: another state is the newest.
-            BudgetError, StoreError: not even the tokens can be kept; what was saved before is
-                untouched.
+            BudgetError, StoreError: the tokens cannot be stored; earlier states are unchanged.
         """
         check_snapshot(ids, snapshot)
-        tenant, session = self._keys(principal, name)
-        newest = self._parts.heads.newest(tenant, session)
-        is_new = not expected and (newest is None or newest.removed)
-        expected = self._parts.heads.before(tenant, newest, expected)
-        said = None if transcript is None else add_owner(transcript, tenant, session)
-        with (
-            self._parts.blobs.reserve_metadata(),
-            self._parts.blobs.saving(tenant) as saving,
-        ):
-            record = Record(
-                tenant,
-                session,
-                name,
-                expected + 1,
-                tokens=saving.put(encode_token_log(ids, tenant, session)),
-                num_tokens=len(ids),
-                previous=expected,
-                transcript=None if said is None else saving.put(said),
-                made=self._parts.clock(),
-            )
+        parts, key = self._parts, self._key(principal, name)
+        newest = parts.epochs.newest(key)
+        previous = parts.epochs.before(key.tenant, newest, expected)
+        with parts.blobs.reserve_metadata(), parts.blobs.saving(key.tenant) as transaction:
+            record = self._text_record(transaction, key, name, previous, ids, transcript)
             if snapshot is not None:
-                record = self._with_cache(saving, record, ids, snapshot)
-            if newest is not None and _is_retry(record, newest):
+                try:
+                    record = self._write_cache(transaction, ids, snapshot).add_to(record)
+                except (BudgetError, StoreError) as error:
+                    parts.unwritten.note_error(error)
+            if newest is not None and record == replace(newest, made=record.made):
+                return newest  # saved before, by a writer that did not receive the reply
+            with transaction.commit_record():
+                return parts.commit(record, _is_new(newest, expected))
+
+    def append(self, principal: str, name: str, turn: SessionTurn, expected: int) -> Record:
+        """Append a turn as the newest state, keeping the cache that was saved last.
+
+        Args:
+            expected: epoch that it follows; 0 for a new session. The same turn again is one turn.
+
+        Raises:
+            InputError: the session is new, and its name is invalid.
+            Superseded: another state is the newest.
+            BudgetError, StoreError: it cannot be stored; earlier states are unchanged.
+        """
+        parts, key = self._parts, self._key(principal, name)
+        newest = parts.epochs.newest(key)
+        previous = parts.epochs.before(key.tenant, newest, expected)
+        with parts.blobs.reserve_metadata(), parts.blobs.saving(key.tenant) as transaction:
+            record = self._text_record(transaction, key, name, previous, turn.ids, turn.transcript)
+            record = replace(record, labels=dict(turn.labels))
+            if newest is not None and record.is_same_turn(newest):
                 return newest
-            with saving.commit_record():
-                return self._parts.commit(record, is_new)
+            if newest is not None and self._cache_covers(newest, turn.ids):
+                count = newest.num_cached_tokens
+                record = record.replace_cache(newest)
+                prefix = prefix_digest(turn.ids[:count])
+                record = replace(record, cache_tokens=count, cache_prefix=prefix)
+            is_new = _is_new(newest, expected)
+            if is_new:
+                parts.branches.note(record)
+            with transaction.commit_record():
+                return parts.commit(record, is_new)
+
+    @contextmanager
+    def stage(
+        self, principal: str, ids: Sequence[int], snapshot: CacheSnapshot
+    ) -> Iterator[StagedCache]:
+        """Context in which the blobs of a cache are written and pinned; blobs that are unreferenced
+        at its end are deleted.
+
+        Args:
+            ids: tokens that the cache has read.
+
+        Raises:
+            BudgetError, StoreError: they cannot be stored.
+        """
+        check_snapshot(ids, snapshot)
+        with self._parts.blobs.saving(self._parts.tenant(principal)) as transaction:
+            blobs = self._write_cache(transaction, ids, snapshot)
+            yield StagedCache(tuple(ids), blobs, transaction)
+
+    def attach(
+        self,
+        principal: str,
+        name: str,
+        staged: StagedCache,
+        expected: int,
+        labels: Mapping[str, str] = NO_LABELS,
+    ) -> Record:
+        """Attach a staged cache to a session whose text begins with the tokens it has read.
+
+        Args:
+            expected: epoch of the session.
+            labels: in addition to those that the session has.
+
+        Raises:
+            Refused: there is no such session, or its text is another one.
+            Superseded: another state is the newest.
+            BudgetError, StoreError: the record cannot be stored.
+        """
+        parts, head = self._parts, self._existing_head(principal, name)
+        count = len(staged.ids)
+        if parts.reader.ids(head)[:count] != staged.ids:
+            raise Refused("The text does not begin as the cache does.", "tokens")
+        record = replace(
+            staged.blobs.add_to(head),
+            epoch=expected + 1,
+            previous=expected,
+            made=parts.clock(),
+            cache_tokens=count,
+            cache_prefix=prefix_digest(staged.ids),
+            labels={**head.labels, **labels},
+        )
+        with parts.blobs.reserve_metadata(), staged.transaction.commit_record():
+            return parts.commit(record)
+
+    def label(self, principal: str, name: str, labels: Mapping[str, str], expected: int) -> Record:
+        """Add labels to a session.
+
+        The state keeps its time and replaces the one without the labels, so that no earlier state
+        is pruned for it.
+
+        Raises:
+            Refused: there is no such session.
+            Superseded: another state than `expected` is the newest.
+            BudgetError, StoreError: the record cannot be stored.
+        """
+        head = self._existing_head(principal, name)
+        if head.epoch != expected:
+            raise superseded_error(name, expected, head.epoch)
+        if labels.items() <= head.labels.items():
+            return head
+        labeled = replace(
+            head, epoch=expected + 1, previous=expected, labels={**head.labels, **labels}
+        )
+        with self._parts.blobs.reserve_metadata():
+            self._parts.epochs.relabel(labeled)
+        return labeled
 
     def load(
         self, principal: str, name: str, asking: CacheRequirements, ids: Sequence[int] | None = None
     ) -> LoadedSession | None:
-        """Load a session; None if there is none of that name.
+        """Load a session with its caches; None if there is none of that name.
 
         Args:
-            ids: the text to go on with, where it is known: it must begin with the session's.
+            ids: the text to continue, if known: it must begin with the session's.
 
         Raises:
             Refused: the tokens cannot be read either; the reason is in the error.
         """
-        parts, (tenant, session) = self._parts, self._keys(principal, name)
+        parts, key = self._parts, self._key(principal, name)
         try:
-            record = parts.heads.head(tenant, session)
+            record = parts.epochs.head(key)
             if record is None:
                 return None
             known = parts.reader.ids(record)
-            said = None if record.transcript is None else parts.reader.transcript(record)
+            transcript = None if record.transcript is None else parts.reader.transcript(record)
         except LarderError as error:
-            reason = parts.refusals.note_error(error)
-            raise Refused(f"Session {name!r} cannot be read: {error}", reason) from error
+            raise self._unreadable(name, error) from error
         try:
             self._check(record, known, asking, ids)
             read = known[: record.num_cached_tokens]
             cache, *others = parts.reader.caches(record, read, asking.identity, asking.spec)
             with parts.unwritten.suppressed():
-                parts.manifest.used(tenant, session)
+                parts.manifest.used(key)
         except LarderError as error:
-            return LoadedSession(record, known, said, None, parts.refusals.note_error(error))
-        return LoadedSession(record, known, said, cache, others=tuple(others))
+            reason = parts.refusals.note_error(error)
+            return LoadedSession(record, known, transcript, None, reason)
+        return LoadedSession(record, known, transcript, cache, others=tuple(others))
+
+    def read_transcript(self, principal: str, name: str) -> tuple[Record, bytes] | None:
+        """Newest state of a session and its transcript, without a cache; None if there is none.
+
+        Raises:
+            Damaged: the transcript, or every record of the session, is damaged.
+            Refused: it cannot be read for another reason, named in the error.
+        """
+        parts = self._parts
+        try:
+            record = parts.epochs.head(self._key(principal, name))
+            if record is None or record.transcript is None:
+                return None
+            return record, parts.reader.transcript(record)
+        except Damaged as error:
+            parts.refusals.note_error(error)
+            raise
+        except LarderError as error:
+            raise self._unreadable(name, error) from error
+
+    def restart_epoch(self, principal: str, name: str) -> int:
+        """Epoch that a new beginning of a damaged session follows; 0 if it is intact or missing.
+
+        If every record is damaged, the session is removed, so that its name is free.
+        """
+        parts, key = self._parts, self._key(principal, name)
+        try:
+            record = parts.epochs.head(key)
+        except Damaged:
+            parts.epochs.remove_damaged(key, name, parts.clock())
+            return 0
+        if record is None or record.transcript is None:
+            return 0
+        try:
+            parts.reader.transcript(record)
+        except Damaged:
+            return record.epoch
+        return 0
+
+    def head(self, principal: str, name: str) -> Record | None:
+        """Record of a session's newest state; None if there is none.
+
+        Raises:
+            StoreError: the disk fails.
+        """
+        return self._parts.epochs.head(self._key(principal, name))
+
+    def heads(self, principal: str | None = None) -> list[Record]:
+        """Newest state of every session, most recently used first, checked against the disk.
+
+        Args:
+            principal: whose sessions; None for all.
+        """
+        parts = self._parts
+        wanted = None if principal is None else parts.tenant(principal)
+        found: list[Record] = []
+        for key in parts.manifest.sessions():
+            if wanted not in (None, key.tenant):
+                continue
+            try:
+                record = parts.epochs.head(key)
+            except LarderError as error:
+                parts.refusals.note_error(error)
+                continue
+            if record is not None:
+                found.append(record)
+        return found
+
+    def indexed_heads(self, principal: str) -> list[Record]:
+        """Newest state of each session of one principal, most recently used first.
+
+        Read from the local index: sessions of other machines appear after their first access.
+        """
+        return self._parts.epochs.indexed_heads(self._parts.tenant(principal))
+
+    def branches(self, principal: str, root: str) -> list[str]:
+        """Names of sessions whose label `ROOT_LABEL` names this one, on any machine, oldest
+        first.
+        """
+        return self._parts.branches.of(self._parts.tenant(principal), root)
+
+    def has_cache(self, record: Record) -> bool:
+        """True if a session has a cache that was not evicted."""
+        return bool(record.spans) and not self._parts.blobs.index.is_evicted(record)
 
     def has_moved(self, principal: str, name: str, epoch: int) -> bool:
         """True if a session's newest epoch differs from this one; 0 means no session."""
-        newest = self._parts.heads.newest(*self._keys(principal, name))
+        newest = self._parts.epochs.newest(self._key(principal, name))
         return epoch != (0 if newest is None or newest.removed else newest.epoch)
 
     def fork(self, principal: str, name: str, new_name: str, epoch: int | None = None) -> Record:
         """Create a session from a state of another; caches are shared, not copied.
 
         Raises:
-            InputError: there is no such session or state, or the new name is none or taken.
-            BudgetError, Refused, StoreError: what was said cannot be had, or not be kept again.
+            InputError: there is no such session or state, or the new name is invalid or taken.
+            BudgetError, Refused, StoreError: tokens and transcript cannot be read, or not stored.
         """
-        tenant, session = self._keys(principal, new_name)
+        parts, key = self._parts, self._key(principal, new_name)
         source = self._state(principal, name, epoch)
-        newest = self._parts.heads.newest(tenant, session)
-        if newest is not None and not newest.removed:
-            raise InputError(f"There is a session {new_name!r} already: take another name.")
-        number = self._parts.heads.before(tenant, newest, None)
-        own = {"session": session, "name": new_name, "epoch": number + 1, "previous": number}
-        own["labels"] = {**source.labels, ROOT_LABEL: new_name, PINNED_LABEL: NO}
-        with (
-            self._parts.blobs.reserve_metadata(),
-            self._parts.blobs.saving(tenant) as saving,
-        ):
-            for part, data in self._parts.reader.for_session(source, session).items():
-                own[part] = saving.put(data)
-            with saving.commit_record():
-                made = replace(source, **own, made=self._parts.clock())
-                return self._parts.commit(made, is_new=True)
+        previous = parts.epochs.free_epoch(key, new_name)
+        with parts.blobs.reserve_metadata(), parts.blobs.saving(key.tenant) as transaction:
+            texts = parts.reader.for_session(source, key.session).items()
+            record = replace(
+                source,
+                session=key.session,
+                name=new_name,
+                epoch=previous + 1,
+                previous=previous,
+                labels={**source.labels, ROOT_LABEL: new_name, PINNED_LABEL: NO},
+                made=parts.clock(),
+                **{part: transaction.put(data) for part, data in texts},
+            )
+            with transaction.commit_record():
+                return parts.commit(record, is_new=True)
 
     def roll_back(self, principal: str, name: str, epoch: int) -> Record:
         """Restore an earlier state as the newest; the states in between are retained for a while.
 
         Raises:
-            InputError: there is no such session, or that state is not kept any more.
-            Superseded: somebody else has written the session meanwhile.
+            InputError: there is no such session, or that state is not retained.
+            Superseded: another writer has continued the session meanwhile.
         """
-        head, source = self._state(principal, name, None), self._state(principal, name, epoch)
-        number = {"epoch": head.epoch + 1, "previous": head.epoch}
-        with self._parts.blobs.reserve_metadata():
-            return self._parts.commit(replace(source, **number, made=self._parts.clock()))
+        parts, head = self._parts, self._state(principal, name, None)
+        source = self._state(principal, name, epoch)
+        record = replace(source, epoch=head.epoch + 1, previous=head.epoch, made=parts.clock())
+        with parts.blobs.reserve_metadata():
+            return parts.commit(record)
+
+    def compact(self, principal: str, name: str) -> int:
+        """Keep only the newest state of a session; return the bytes freed."""
+        parts = self._parts
+        freed = parts.garbage.states(parts.epochs.prune(self._key(principal, name), keep=1))
+        parts.blobs.settle()
+        return freed
 
     def remove(self, principal: str, name: str) -> int:
         """Remove a session and the blobs that only it referred to; return the bytes freed.
 
-        Whoever still writes it finds it gone. Others that share its chunks are not touched.
+        Later writes to it fail. Other sessions that share its chunks are not affected.
 
         Raises:
             InputError: there is no such session.
@@ -200,78 +379,101 @@ class SessionStore:
         try:
             head = self._state(principal, name, None)
         except Damaged:
-            parts.heads.remove_damaged(*self._keys(principal, name), name, parts.clock())
+            parts.epochs.remove_damaged(self._key(principal, name), name, parts.clock())
             return 0
-        own = head.tenant, head.session
-        gone = Record(
-            *own, name, head.epoch + 1, head.tokens, 0, head.epoch, made=parts.clock(), removed=True
+        tombstone = Record(
+            head.tenant,
+            head.session,
+            name,
+            head.epoch + 1,
+            head.tokens,
+            num_tokens=0,
+            previous=head.epoch,
+            made=parts.clock(),
+            removed=True,
         )
-        parts.heads.commit(gone, gone.previous)
+        parts.epochs.commit(tombstone, head.epoch)
         parts.branches.forget(head)
-        dropped = parts.heads.prune(*own, keep=1)
-        freed = parts.garbage.states(dropped)
-        parts.blobs.settle()
-        return freed
+        return self.compact(principal, name)
 
-    def heads(self, principal: str | None = None) -> list[Record]:
-        """Newest state of every session, most recently used first.
+    def export(self, record: Record) -> bytes:
+        """Session as the bytes of a file. Raises: Damaged: a part of it is damaged."""
+        return export_session(self._parts, record)
 
-        Args:
-            principal: whose; None for everybody's.
+    def import_file(self, data: bytes, principal: str, name: str) -> Record:
+        """Import a session from a file that `export` wrote.
+
+        Raises:
+            InputError: the file is not an export, or the name is invalid or taken.
+            Refused: it is of another version.
+            BudgetError, StoreError: it cannot be stored.
         """
-        parts = self._parts
-        wanted = None if principal is None else parts.tenant(principal)
-        found: list[Record] = []
-        for tenant, session in parts.manifest.sessions():
-            if wanted not in (None, tenant):
-                continue
-            try:
-                record = parts.heads.head(tenant, session)
-            except LarderError as error:
-                parts.refusals.note_error(error)
-                continue
-            if record is not None:
-                found.append(record)
-        return found
+        return import_session(self._parts, data, self._key(principal, name), name)
 
-    def _keys(self, principal: str, name: str) -> tuple[str, str]:
-        tenant = self._parts.tenant(principal)
-        return tenant, session_key(tenant, name)
+    def _key(self, principal: str, name: str) -> SessionKey:
+        return SessionKey.named(self._parts.tenant(principal), name)
+
+    def _existing_head(self, principal: str, name: str) -> Record:
+        head = self.head(principal, name)
+        if head is None:
+            raise Refused(f"Session {name!r} no longer exists.", "gone")
+        return head
 
     def _state(self, principal: str, name: str, epoch: int | None) -> Record:
-        own = self._keys(principal, name)
-        head = self._parts.heads.head(*own)
+        parts, key = self._parts, self._key(principal, name)
+        head = parts.epochs.head(key)
         if head is None:
             raise InputError(f"There is no session {name!r}: 'larder cache list' names all.")
-        record = head if epoch is None else self._parts.heads.epoch(*own, epoch)
+        record = head if epoch is None else parts.epochs.epoch(key, epoch)
         if record is None or record.removed:
-            kept = ", ".join(map(str, self._parts.manifest.epochs(*own)))
-            raise InputError(f"Session {name!r} has no state {epoch}: it has {kept}.")
+            retained = ", ".join(map(str, parts.manifest.epochs(key)))
+            raise InputError(f"Session {name!r} has no state {epoch}: it has {retained}.")
         return record
 
-    def _with_cache(
-        self, saving: BlobTransaction, record: Record, ids: Sequence[int], snapshot: CacheSnapshot
+    def _unreadable(self, name: str, error: LarderError) -> Refused:
+        reason = self._parts.refusals.note_error(error)
+        return Refused(f"Session {name!r} cannot be read: {error}", reason)
+
+    def _text_record(
+        self,
+        transaction: BlobTransaction,
+        key: SessionKey,
+        name: str,
+        previous: int,
+        ids: Sequence[int],
+        transcript: bytes | None,
     ) -> Record:
-        """Record with the cache's blobs, or without if they cannot be stored."""
-        chunks = len(ids) // chunk_index.CHUNK_TOKENS if is_shareable(snapshot) else 0
-        try:
-            with self._parts.blobs.reserve_metadata(chunks):
-                written = self._parts.writer.snapshot(saving, record.tenant, ids, snapshot)
-        except (BudgetError, StoreError) as error:
-            self._parts.unwritten.note_error(error)
-            return record
-        return replace(
-            record,
-            identity=snapshot.identity.told(),
-            policy=snapshot.policy,
-            codec=snapshot.codec,
-            cache=snapshot.cache.meta(),
-            spans=written.spans,
-            cache_bytes=written.cache_bytes,
-            lossless=written.lossless,
-            others=written.others,
-            beside=written.beside,
+        """Record of the next state, without a cache; its token log and transcript are written."""
+        tokens = transaction.put(encode_token_log(ids, key.tenant, key.session))
+        text = None
+        if transcript is not None:
+            text = transaction.put(add_owner(transcript, key.tenant, key.session))
+        return Record(
+            key.tenant,
+            key.session,
+            name,
+            epoch=previous + 1,
+            tokens=tokens,
+            num_tokens=len(ids),
+            previous=previous,
+            transcript=text,
+            made=self._parts.clock(),
         )
+
+    def _write_cache(
+        self, transaction: BlobTransaction, ids: Sequence[int], snapshot: CacheSnapshot
+    ) -> CacheBlobs:
+        writer = self._parts.writer
+        with self._parts.blobs.reserve_metadata(writer.num_chunks(ids, snapshot)):
+            return writer.snapshot(transaction, ids, snapshot)
+
+    def _cache_covers(self, record: Record, ids: Sequence[int]) -> bool:
+        """True if a record's cache is present and covers the beginning of a text."""
+        try:
+            return self.has_cache(record) and self._parts.reader.cache_covers(record, ids)
+        except (Damaged, Refused) as error:
+            self._parts.refusals.note_error(error)
+            return False
 
     def _check(
         self,
@@ -280,26 +482,21 @@ class SessionStore:
         asking: CacheRequirements,
         ids: Sequence[int] | None,
     ) -> None:
-        """Check that a cache fits the request. Raises: Refused: it does not, or prefill is
-        faster.
+        """Check that a cache fits the request.
+
+        Raises:
+            Refused: it does not, or prefill is faster.
         """
         if not record.spans:
             raise Refused("The session was saved without a cache.", "tokens only")
-        if self._parts.blobs.index.is_evicted(record):
+        if not self.has_cache(record):
             raise Refused("The cache was evicted.", "evicted")
-        differing = asking.identity.differences(ModelIdentity.of(record.identity))
-        if differing:
-            raise Refused(f"The cache differs in {', '.join(differing)}.", "identity")
-        if record.policy != asking.policy:
-            raise Refused(f"The cache was made by {record.policy}.", "policy")
-        read = tuple(known[: record.num_cached_tokens])
-        if ids is not None and tuple(ids[: len(read)]) != read:
-            raise Refused("The text does not begin as the session does.", "tokens")
-        stored = sum(ref.bytes for ref in record.spans)
-        if self._parts.throughput.choose(Tier.DISK, stored, len(read)) is not RestorePath.LOAD:
+        asking.check(record, known, ids)
+        stored, count = sum(ref.bytes for ref in record.spans), record.num_cached_tokens
+        if self._parts.throughput.choose(Tier.DISK, stored, count) is not RestorePath.LOAD:
             raise Refused("Prefill is faster than loading the cache.", "slower")
 
 
-def _is_retry(record: Record, newest: Record) -> bool:
-    """True if this state was saved before by a writer that did not receive the reply."""
-    return record == replace(newest, made=record.made)
+def _is_new(newest: Record | None, expected: int | None) -> bool:
+    """True if the next state begins a session."""
+    return not expected and (newest is None or newest.removed)

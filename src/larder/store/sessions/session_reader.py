@@ -1,4 +1,4 @@
-"""Caches written to blobs and read back."""
+"""Sessions read back from blobs: token logs, transcripts and caches, each verified."""
 
 from __future__ import annotations
 
@@ -6,27 +6,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from itertools import islice, takewhile
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
 from larder.cache.spec import CacheForm, CacheSpec
-from larder.core.errors import CacheError, Damaged, InputError, LarderError, Refused
+from larder.core.errors import CacheError, Damaged, LarderError, Refused
 from larder.core.spec import ModelSpec
-from larder.store.blobs.blob_store import BlobRef
-from larder.store.blobs.cache_state import (
-    RAW_CODEC,
-    check_fits,
-    is_lossless_cache,
-    join_chunks,
-    slice_chunk,
-    slice_rest,
-    split_layers,
-    state_nbytes,
-)
+from larder.store.blobs.cache_state import check_fits, join_chunks
 from larder.store.blobs.container import peek_metadata
 from larder.store.blobs.payloads import (
     CHUNK_KIND,
@@ -34,206 +24,71 @@ from larder.store.blobs.payloads import (
     add_owner,
     decode_cache_blob,
     decode_token_log,
-    encode_chunk,
-    encode_snapshot,
-    is_lossless_codec,
     strip_owner,
 )
-from larder.store.blobs.tenant_blobs import BlobTransaction, TenantBlobs
+from larder.store.blobs.tenant_blobs import TenantBlobs
 from larder.store.ledger import Tier
 from larder.store.model_identity import ModelIdentity
-from larder.store.prefix import chunk_index
-from larder.store.prefix.chunk_index import ChunkIndex
-from larder.store.prefix.chunk_records import (
-    ChunkMatch,
-    PrefixChunk,
-    PrefixDigest,
-    prefix_digest,
-    token_bytes,
-    token_ids_from_bytes,
-)
-from larder.store.sessions.records import Record, StoredCache
+from larder.store.prefix.chunk_records import ChunkMatch, PrefixDigest, prefix_digest
+from larder.store.sessions.records import Record
 from larder.store.throughput import ThroughputEstimates
-
-
-@dataclass(frozen=True)
-class CacheSnapshot:
-    """Cache to be stored, with the model and policy that made it.
-
-    Args:
-        cache: it is read, not changed.
-        identity: of the model.
-        policy: canonical spelling, sizes filled in.
-        codec: how keys and values are spelled; a file in `store/codecs`.
-        others: further caches of the same session, each of which has read some of its tokens.
-        beside: what they do not say of their session; None for nothing.
-    """
-
-    cache: SequenceCache
-    identity: ModelIdentity
-    policy: str
-    codec: str = RAW_CODEC
-    others: tuple[SequenceCache, ...] = ()
-    beside: bytes | None = None
-
-    @property
-    def each(self) -> tuple[CacheSnapshot, ...]:
-        """One snapshot per cache."""
-        bare = replace(self, others=(), beside=None)
-        return tuple(replace(bare, cache=cache) for cache in (self.cache, *self.others))
-
-
-def check_snapshot(ids: Sequence[int], snapshot: CacheSnapshot | None) -> None:
-    """Check that the caches of a snapshot match their tokens.
-
-    Raises:
-        InputError: it has read more or fewer; of several, more.
-        UnknownName: there is no such codec.
-    """
-    if snapshot is None:
-        return
-    is_lossless_codec(snapshot.codec)
-    longest = max(each.cache.next_position for each in snapshot.each)
-    if longest > len(ids) or (not snapshot.others and longest < len(ids)):
-        raise InputError(
-            f"The cache has read {longest} tokens, but {len(ids)} are to be "
-            "saved with it: give exactly the tokens that it has read."
-        )
-
-
-@dataclass(frozen=True)
-class CacheBlobs:
-    """Blobs of the caches of one snapshot.
-
-    Args:
-        spans: its blobs, in order.
-        cache_bytes: of its tensors.
-        lossless: whether it comes back to the bit.
-        others: caches behind the first, where there are several.
-        beside: the blob of what is told beside them.
-    """
-
-    spans: tuple[BlobRef, ...]
-    cache_bytes: int
-    lossless: bool
-    others: tuple[StoredCache, ...] = ()
-    beside: BlobRef | None = None
-
-
-def is_shareable(snapshot: CacheSnapshot) -> bool:
-    """True if a cache is stored as shareable prefix chunks; only a single cache is."""
-    return (
-        is_lossless_codec(snapshot.codec)
-        and not snapshot.others
-        and is_lossless_cache(snapshot.cache)
-    )
-
-
-class CacheWriter:
-    """Writer of caches as blobs. Safe from threads."""
-
-    def __init__(self, blobs: TenantBlobs, chunks: ChunkIndex) -> None:
-        self._blobs, self._chunks = blobs, chunks
-
-    def snapshot(
-        self, saving: BlobTransaction, tenant: str, ids: Sequence[int], snapshot: CacheSnapshot
-    ) -> CacheBlobs:
-        """Write caches. A single lossless cache is written as shared chunks first.
-
-        Raises:
-            BudgetError, StoreError: they cannot be kept.
-        """
-        chunked = is_shareable(snapshot)
-        made = [self._write_cache(saving, tenant, ids, each, chunked) for each in snapshot.each]
-        held = [
-            StoredCache(each.cache.meta(), len(refs), count)
-            for each, (refs, count) in zip(snapshot.each, made, strict=True)
-        ]
-        spans = tuple(ref for refs, _ in made for ref in refs)
-        total = sum(count for _, count in made)
-        beside = snapshot.beside
-        told = None if beside is None else saving.put(add_owner(beside, tenant))
-        return CacheBlobs(spans, total, is_lossless_codec(snapshot.codec), tuple(held[1:]), told)
-
-    def _write_cache(
-        self,
-        saving: BlobTransaction,
-        tenant: str,
-        ids: Sequence[int],
-        snapshot: CacheSnapshot,
-        chunked: bool,
-    ) -> tuple[list[BlobRef], int]:
-        """Write one cache; return its blobs and the bytes of its tensors."""
-        cache = snapshot.cache
-        with self._blobs.ledger.reserve(Tier.HOST, tenant, _host_bytes(cache)):
-            state = cache.state()
-            count, refs = state_nbytes(state), []
-            if chunked:
-                shared = self._write_chunks(saving, tenant, ids, state, snapshot.identity)
-                refs = [chunk.ref for chunk in shared]
-                state = slice_rest(state, shared[-1].stop if shared else 0)
-            layers = len(cache.spec.layers)
-            own = tenant, snapshot.identity, snapshot.policy, snapshot.codec, layers
-            refs += [saving.put(encode_snapshot(part, *own)) for part in split_layers(state)]
-        return refs, count
-
-    def chunks(
-        self,
-        saving: BlobTransaction,
-        tenant: str,
-        ids: Sequence[int],
-        cache: SequenceCache,
-        who: ModelIdentity,
-    ) -> int:
-        """Store the prefix of a lossless cache for other sessions; return the tokens stored.
-
-        Raises:
-            BudgetError, StoreError: they cannot be kept.
-        """
-        if not is_lossless_cache(cache):
-            return 0
-        with self._blobs.ledger.reserve(Tier.HOST, tenant, _host_bytes(cache)):
-            made = self._write_chunks(saving, tenant, ids, cache.state(), who)
-        return made[-1].stop if made else 0
-
-    def _write_chunks(
-        self,
-        saving: BlobTransaction,
-        tenant: str,
-        ids: Sequence[int],
-        state: Mapping[str, Tensor],
-        identity: ModelIdentity,
-    ) -> list[PrefixChunk]:
-        """Write the chunks of a text; existing ones are not written again."""
-        size = chunk_index.CHUNK_TOKENS
-        shared = self._chunks.match_prefix(tenant, identity.key, ids)
-        whole = (each.chunk for each in shared if each.tokens == size)
-        found = list(takewhile(lambda chunk: saving.stays(chunk.ref), whole))
-        for start in range(size * len(found), len(ids) - size + 1, size):
-            stop = start + size
-            span = {
-                "start": start,
-                "n_tokens": size,
-                "tokens": token_ids_from_bytes(token_bytes(ids[start:stop])),
-                "prefix": prefix_digest(ids[:stop]),
-            }
-            ref = saving.put(encode_chunk(slice_chunk(state, start, stop), tenant, identity, span))
-            above = found[-1] if found else None
-            added = self._chunks.add(tenant, identity.key, above, ids[:stop], ref)
-            if added is None:  # what it continues has just left with the last session of it
-                break
-            found.append(added)
-        return found
-
-
-def _host_bytes(cache: SequenceCache) -> int:
-    """Peak host bytes of a save: a copy of the state and the blob being written."""
-    return 2 * cache.nbytes
-
 
 CacheTensors = dict[str, Tensor]
 READ_THREADS = 4  # blobs that are read and verified at once
 MAX_PREFETCHED_BLOBS = 8  # blobs in memory, the one that is used included
+
+
+@dataclass(frozen=True)
+class CacheRequirements:
+    """Requirements of a reader: caches of other models or policies are not used.
+
+    Args:
+        policy: canonical spelling, sizes filled in.
+    """
+
+    identity: ModelIdentity
+    policy: str
+    spec: ModelSpec
+
+    def check(self, record: Record, known: Sequence[int], ids: Sequence[int] | None) -> None:
+        """Check that the caches of a record were made under these requirements.
+
+        Args:
+            known: tokens of the session.
+            ids: the text to continue, if known.
+
+        Raises:
+            Refused: they were not, or are of another text.
+        """
+        differing = self.identity.differences(ModelIdentity.of(record.identity))
+        if differing:
+            raise Refused(f"The cache differs in {', '.join(differing)}.", "identity")
+        if record.policy != self.policy:
+            raise Refused(f"The cache was made by {record.policy}.", "policy")
+        read = tuple(known[: record.num_cached_tokens])
+        if ids is not None and tuple(ids[: len(read)]) != read:
+            raise Refused("The text does not begin as the session does.", "tokens")
+
+
+@dataclass(frozen=True)
+class LoadedSession:
+    """Session as loaded.
+
+    Args:
+        record: its newest record.
+        ids: all of its tokens; the caches may have read fewer, as the record says.
+        transcript: the conversation, if saved.
+        cache: None if the text must be prefilled again.
+        reason: one word for a missing cache; empty if there is a cache.
+        others: caches after the first, if the session has several.
+    """
+
+    record: Record
+    ids: tuple[int, ...]
+    transcript: bytes | None
+    cache: SequenceCache | None
+    reason: str = ""
+    others: tuple[SequenceCache, ...] = ()
 
 
 class SessionReader:
@@ -286,6 +141,19 @@ class SessionReader:
             part: add_owner(strip_owner(each, tenant, record.session), tenant, session)
             for part, each in data.items()
         }
+
+    def cache_covers(self, record: Record, ids: Sequence[int]) -> bool:
+        """True if the caches of a record have read the beginning of a text.
+
+        Raises:
+            Damaged, Refused: as `ids`.
+        """
+        count = record.num_cached_tokens
+        if record.removed or not 0 < count <= len(ids):
+            return False
+        if record.cache_prefix:
+            return record.cache_prefix == prefix_digest(ids[:count])
+        return self.ids(record)[:count] == tuple(ids[:count])
 
     def caches(
         self, record: Record, ids: Sequence[int], identity: ModelIdentity, spec: ModelSpec

@@ -1,0 +1,253 @@
+"""Caches of sessions written to blobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from torch import Tensor
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import InputError
+from larder.store.blobs.blob_store import BlobRef
+from larder.store.blobs.cache_state import (
+    RAW_CODEC,
+    is_lossless_cache,
+    slice_chunk,
+    slice_rest,
+    split_layers,
+    state_nbytes,
+)
+from larder.store.blobs.payloads import (
+    add_owner,
+    encode_chunk,
+    encode_snapshot,
+    is_lossless_codec,
+)
+from larder.store.blobs.tenant_blobs import BlobTransaction, TenantBlobs
+from larder.store.ledger import Tier
+from larder.store.model_identity import ModelIdentity
+from larder.store.prefix import chunk_index
+from larder.store.prefix.chunk_index import ChunkIndex
+from larder.store.prefix.chunk_records import (
+    PrefixChunk,
+    prefix_digest,
+    token_bytes,
+    token_ids_from_bytes,
+)
+from larder.store.sessions.records import Record, StoredCache
+
+
+@dataclass(frozen=True)
+class CacheSnapshot:
+    """Cache to be stored, with the model and policy that made it.
+
+    Args:
+        cache: it is read, not changed.
+        identity: of the model.
+        policy: canonical spelling, sizes filled in.
+        codec: name of the codec of keys and values, a file in `store/codecs`.
+        others: further caches of the same session, each of which has read some of its tokens.
+        beside: further state of the session; None for none.
+    """
+
+    cache: SequenceCache
+    identity: ModelIdentity
+    policy: str
+    codec: str = RAW_CODEC
+    others: tuple[SequenceCache, ...] = ()
+    beside: bytes | None = None
+
+    @property
+    def each(self) -> tuple[CacheSnapshot, ...]:
+        """One snapshot per cache."""
+        bare = replace(self, others=(), beside=None)
+        return tuple(replace(bare, cache=cache) for cache in (self.cache, *self.others))
+
+
+def check_snapshot(ids: Sequence[int], snapshot: CacheSnapshot | None) -> None:
+    """Check that the caches of a snapshot match their tokens.
+
+    Raises:
+        InputError: it has read more or fewer; of several, more.
+        UnknownName: there is no such codec.
+    """
+    if snapshot is None:
+        return
+    is_lossless_codec(snapshot.codec)
+    longest = max(each.cache.next_position for each in snapshot.each)
+    if longest > len(ids) or (not snapshot.others and longest < len(ids)):
+        raise InputError(
+            f"The cache has read {longest} tokens, but {len(ids)} are to be "
+            "saved with it: give exactly the tokens that it has read."
+        )
+
+
+@dataclass(frozen=True)
+class CacheBlobs:
+    """Blobs of the caches of one snapshot.
+
+    Args:
+        spans: blobs of all caches, in order.
+        cache_bytes: bytes of their tensors.
+        others: caches after the first.
+        beside: blob of the further state of the session.
+    """
+
+    snapshot: CacheSnapshot
+    spans: tuple[BlobRef, ...]
+    cache_bytes: int
+    others: tuple[StoredCache, ...] = ()
+    beside: BlobRef | None = None
+
+    def add_to(self, record: Record) -> Record:
+        """Copy of a record with these caches."""
+        snapshot = self.snapshot
+        return replace(
+            record,
+            identity=snapshot.identity.told(),
+            policy=snapshot.policy,
+            codec=snapshot.codec,
+            cache=snapshot.cache.meta(),
+            spans=self.spans,
+            cache_bytes=self.cache_bytes,
+            lossless=is_lossless_codec(snapshot.codec),
+            others=self.others,
+            beside=self.beside,
+        )
+
+
+@dataclass(frozen=True)
+class StagedCache:
+    """Cache whose blobs are written, and pinned until the end of a context.
+
+    Args:
+        ids: tokens that it has read.
+        transaction: of the blobs.
+    """
+
+    ids: tuple[int, ...]
+    blobs: CacheBlobs
+    transaction: BlobTransaction
+
+
+def is_shareable(snapshot: CacheSnapshot) -> bool:
+    """True if a cache is stored as shareable prefix chunks; only a single cache is."""
+    return (
+        is_lossless_codec(snapshot.codec)
+        and not snapshot.others
+        and is_lossless_cache(snapshot.cache)
+    )
+
+
+class CacheWriter:
+    """Writer of caches as blobs. Safe from threads."""
+
+    def __init__(self, blobs: TenantBlobs, chunks: ChunkIndex) -> None:
+        self._blobs, self._chunks = blobs, chunks
+
+    def num_chunks(self, ids: Sequence[int], snapshot: CacheSnapshot) -> int:
+        """Number of prefix chunks that a snapshot is stored as."""
+        return len(ids) // chunk_index.CHUNK_TOKENS if is_shareable(snapshot) else 0
+
+    def snapshot(
+        self, transaction: BlobTransaction, ids: Sequence[int], snapshot: CacheSnapshot
+    ) -> CacheBlobs:
+        """Write caches. A single lossless cache is written as shared chunks first.
+
+        Raises:
+            BudgetError, StoreError: they cannot be stored.
+        """
+        is_chunked = is_shareable(snapshot)
+        caches, spans = list[StoredCache](), list[BlobRef]()
+        for each in snapshot.each:
+            refs, cache_bytes = self._write_cache(transaction, ids, each, is_chunked)
+            caches.append(StoredCache(each.cache.meta(), len(refs), cache_bytes))
+            spans += refs
+        beside = None
+        if snapshot.beside is not None:
+            beside = transaction.put(add_owner(snapshot.beside, transaction.tenant))
+        total = sum(cache.cache_bytes for cache in caches)
+        return CacheBlobs(snapshot, tuple(spans), total, tuple(caches[1:]), beside)
+
+    def _write_cache(
+        self,
+        transaction: BlobTransaction,
+        ids: Sequence[int],
+        snapshot: CacheSnapshot,
+        is_chunked: bool,
+    ) -> tuple[list[BlobRef], int]:
+        """Write one cache; return its blobs and the bytes of its tensors."""
+        cache, tenant = snapshot.cache, transaction.tenant
+        with self._blobs.ledger.reserve(Tier.HOST, tenant, _host_bytes(cache)):
+            state = cache.state()
+            count, refs = state_nbytes(state), []
+            if is_chunked:
+                shared = self._write_chunks(transaction, ids, state, snapshot.identity)
+                refs = [chunk.ref for chunk in shared]
+                state = slice_rest(state, shared[-1].stop if shared else 0)
+            for part in split_layers(state):
+                data = encode_snapshot(
+                    part,
+                    tenant,
+                    snapshot.identity,
+                    snapshot.policy,
+                    snapshot.codec,
+                    len(cache.spec.layers),
+                )
+                refs.append(transaction.put(data))
+        return refs, count
+
+    def chunks(
+        self,
+        transaction: BlobTransaction,
+        ids: Sequence[int],
+        cache: SequenceCache,
+        identity: ModelIdentity,
+    ) -> int:
+        """Store the prefix of a lossless cache for other sessions; return the tokens stored.
+
+        Raises:
+            BudgetError, StoreError: they cannot be stored.
+        """
+        if not is_lossless_cache(cache):
+            return 0
+        with self._blobs.ledger.reserve(Tier.HOST, transaction.tenant, _host_bytes(cache)):
+            chunks = self._write_chunks(transaction, ids, cache.state(), identity)
+        return chunks[-1].stop if chunks else 0
+
+    def _write_chunks(
+        self,
+        transaction: BlobTransaction,
+        ids: Sequence[int],
+        state: Mapping[str, Tensor],
+        identity: ModelIdentity,
+    ) -> list[PrefixChunk]:
+        """Write the chunks of a text; existing ones are not written again."""
+        size, tenant = chunk_index.CHUNK_TOKENS, transaction.tenant
+        shared = self._chunks.match_prefix(tenant, identity.key, ids)
+        whole = (each.chunk for each in shared if each.tokens == size)
+        found = list(takewhile(lambda chunk: transaction.stays(chunk.ref), whole))
+        for start in range(size * len(found), len(ids) - size + 1, size):
+            stop = start + size
+            span = {
+                "start": start,
+                "n_tokens": size,
+                "tokens": token_ids_from_bytes(token_bytes(ids[start:stop])),
+                "prefix": prefix_digest(ids[:stop]),
+            }
+            ref = transaction.put(
+                encode_chunk(slice_chunk(state, start, stop), tenant, identity, span)
+            )
+            above = found[-1] if found else None
+            added = self._chunks.add(tenant, identity.key, above, ids[:stop], ref)
+            if added is None:  # its parent has just been deleted with its last session
+                break
+            found.append(added)
+        return found
+
+
+def _host_bytes(cache: SequenceCache) -> int:
+    """Peak host bytes of a save: a copy of the state and the blob being written."""
+    return 2 * cache.nbytes
