@@ -78,7 +78,7 @@ def ask(
 @contextmanager
 def unheard(persistence: StoreSessionPersistence, method: str = "append") -> Iterator[None]:
     """While what is written comes about, and nobody hears of it."""
-    turns = persistence._store.turns
+    turns = persistence._store.sessions
     write = getattr(turns, method)
 
     def late(*given: object) -> None:

@@ -183,7 +183,7 @@ def test_who_deletes_branches_hears_that_they_cannot_be_told(
     branched(tmp_path, small)
     with hub_in(tmp_path, small) as hub:
         assert isinstance(hub._persistence, StoreSessionPersistence)
-        with failing(hub._persistence._store.turns, "branches", SLOW):
+        with failing(hub._persistence._store.sessions, "branches", SLOW):
             with pytest.raises(ApiError, match="branches of session") as refused:
                 hub.remove("a", "x", branches=True)
             assert refused.value.status == 503

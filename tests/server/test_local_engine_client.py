@@ -93,7 +93,7 @@ def test_a_pin_that_is_not_written_is_none(
     ) as hub:
         ask(hub, told(1), "x")[0].wait()
         with monkeypatch.context() as patch:
-            patch.setattr(store.turns, "label", full)
+            patch.setattr(store.sessions, "label", full)
             with pytest.raises(ApiError, match="try again") as refused:
                 hub.pin("a", "x")
         assert refused.value.status == 503 and not hub.session("a", "x").view.pinned

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from larder.core.errors import LarderError
+from larder.server.cluster.leases import SessionLeases
 from larder.store.blobs.cache_state import same_state
-from larder.store.leases import SessionLeases
 from larder.store.store import Store
 from store.caches import IDS, WHO, asking, compressed, files, read, snapshot, store_at
 

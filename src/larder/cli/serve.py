@@ -336,8 +336,11 @@ def replica_engine_client(
         secret: secret of the store, the same in every replica.
         key: encryption key; None leaves blobs unencrypted.
     """
-    from larder.server.persistence.leases import LeasedSessionPersistence, LeaseHeartbeat
-    from larder.store.leases import SessionLeases
+    from larder.server.cluster.leases import (
+        LeasedSessionPersistence,
+        LeaseHeartbeat,
+        SessionLeases,
+    )
 
     store = _open_store(options, url, secret, key)
     leases = SessionLeases(store.parts)

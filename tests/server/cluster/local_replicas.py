@@ -9,6 +9,7 @@ from typing import Any
 
 from larder.engine.engine import Engine
 from larder.models.loader import LoadedModel
+from larder.server.cluster.leases import LeasedSessionPersistence, SessionLeases
 from larder.server.cluster.replica import (
     ErrorFrame,
     Frame,
@@ -20,10 +21,8 @@ from larder.server.cluster.replica import (
 )
 from larder.server.engine_client import EngineClient
 from larder.server.local_engine_client import LocalEngineClient
-from larder.server.persistence.leases import LeasedSessionPersistence
 from larder.server.persistence.store import StoreSessionPersistence
 from larder.server.request import Request
-from larder.store.leases import SessionLeases
 from larder.store.store import Store
 
 SECRET = b"s" * 32

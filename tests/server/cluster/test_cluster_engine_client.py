@@ -172,7 +172,7 @@ def test_nobody_left_is_an_error_after_a_while(hasty: Front) -> None:
 def test_a_session_that_is_held_is_waited_for(front: Front) -> None:
     turns = [*told(1), ChatMessage("assistant", front.ask(told(1)).text), user("Why?")]
     other = front.replicas.stores[1 - front.replicas.went[-1]]
-    from larder.store.leases import SessionLeases
+    from larder.server.cluster.leases import SessionLeases
 
     claims = SessionLeases(other.parts)
     claim = claims.take("a", "x")

@@ -40,7 +40,7 @@ ERRORS: dict[str, LarderError] = {
 
 def never(stored: Stored, error: LarderError) -> Any:
     """While the store takes no turn."""
-    return failing(stored.store.turns, "append", error)  # pyright: ignore
+    return failing(stored.store.sessions, "append", error)  # pyright: ignore
 
 
 @pytest.mark.parametrize("reason", ERRORS)

@@ -34,7 +34,7 @@ class Index:
         self.persistence = self._persistence(loaded, folder)
         self.served = Served(loaded, persistence=self.persistence)
         self._of = self.persistence._store.sessions.indexed_heads
-        patch.setattr(self.persistence._store.turns, "of", self.of)
+        patch.setattr(self.persistence._store.sessions, "indexed_heads", self.of)
 
     def _persistence(self, loaded: LoadedModel, folder: Path) -> StoreSessionPersistence:
         return StoreSessionPersistence(

@@ -88,7 +88,7 @@ def test_4_a_full_disk_stops_no_answer(
         raise StoreFull("The disk is full: remove something.")
 
     with monkeypatch.context() as patch:
-        patch.setattr(persistence._store.turns, "append", full)
+        patch.setattr(persistence._store.sessions, "append", full)
         turns = talk(served)
     assert persistence.failed == {"StoreFull": 2}
     served.ask(turns, "x")

@@ -9,11 +9,10 @@ import pytest
 
 from larder.core.errors import StoreError, StoreFull
 from larder.models.loader import LoadedModel
-from larder.server.persistence.leases import LeasedSessionPersistence
+from larder.server.cluster.leases import LeasedSessionPersistence, SessionLeases
 from larder.server.persistence.store import StoreSessionPersistence
 from larder.server.request import ApiError, ChatMessage
 from larder.store.fs.base import open_file_system
-from larder.store.leases import SessionLeases
 from larder.store.store import Store
 from server_core import Served, answered, told
 from server_engine_clients import SLOW, ask, failing, hub_in, keeper_in, unheard
@@ -73,7 +72,7 @@ def test_one_of_several_that_were_given_up_came_about(
     with unheard(persistence):
         text = answered(text, served.ask(text, "x"), "And 1?")
         text = answered(text, served.ask(text, "x"), "And 2?")
-    with failing(persistence._store.turns, "append", StoreFull("No room: make some.")):
+    with failing(persistence._store.sessions, "append", StoreFull("No room: make some.")):
         text = answered(text, served.ask(text, "x"), "And 3?")
     assert len(said_in(tmp_path, small)) == 3
     served.ask(text, "x")
@@ -254,7 +253,7 @@ def test_20_what_another_has_made_of_what_was_given_up_supersedes(
     text = begun(served)
     with unheard(persistence):
         text = answered(text, served.ask(text, "x"), "Really?")
-    other = keeper_in(tmp_path, small)._store.turns
+    other = keeper_in(tmp_path, small)._store.sessions
     other.label("a", "x", {"pinned": "yes"}, 2)
     late, _ = served.submit(text, "x")
     served.run()
@@ -268,7 +267,7 @@ def test_whether_a_session_has_gone_on_elsewhere_is_not_known_of_a_slow_store(
     text = begun(served)
     with unheard(persistence):
         text = answered(text, served.ask(text, "x"), "Really?")
-    with failing(persistence._store.turns, "head", SLOW):
+    with failing(persistence._store.sessions, "head", SLOW):
         text = answered(text, served.ask(text, "x"), "Sure?")
     assert persistence.failed == {"StoreSlow": 2}
     served.ask(text, "x")

@@ -23,7 +23,7 @@ def test_a_turn_that_is_not_written_is_no_restore_that_was_rejected(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     stored = Stored(small, tmp_path)
-    with failing(stored.store.turns, "append", FULL):
+    with failing(stored.store.sessions, "append", FULL):
         stored.ask(told(1), "x")
     assert (stored.disk.rejected(), stored.disk.unwritten()) == ({}, {"full": 1})
     stored.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,10 +12,9 @@ import pytest
 
 from larder.core.errors import StoreSlow
 from larder.models.loader import LoadedModel
-from larder.server.persistence.leases import LeasedSessionPersistence
+from larder.server.cluster.leases import LeasedSessionPersistence, SessionLeases
 from larder.server.persistence.store import StoreSessionPersistence
 from larder.server.request import ApiError, ChatMessage
-from larder.store.leases import SessionLeases
 from larder.store.store import Store
 from server_core import Client, Served, answered, told, user
 
@@ -180,3 +181,17 @@ def test_what_the_dead_leave_is_deleted(two: Two, clock: Clock, tmp_path: Path) 
         len(list((tmp_path / "blobs" / name).rglob("*.json"))) for name in ("holders", "claims")
     ]
     assert left == [1, 1]
+
+
+def test_one_host_loads_nothing_that_only_many_need(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; import larder.server.persistence.store; "
+        "from larder.store.store import Store; "
+        f"Store({str(tmp_path / 'store')!r}, Path({str(tmp_path / 'home')!r})).close(); "
+        "many = 'larder.server.cluster', 'larder.store.fs.remote'; "
+        "print([name for name in many if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
