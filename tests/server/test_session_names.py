@@ -23,7 +23,7 @@ from larder.server.http.auth import LOCAL, LoopbackAuth
 from larder.server.local_engine_client import LocalEngineClient
 from larder.server.request import ChatMessage
 from larder.session.transcript.session_file import session_path
-from larder.store.sessions.session_store import SessionTurn as Written
+from larder.store.sessions.records import SessionTurn as Written
 from server.http.running_server import listening
 from server_engine_clients import hub_in
 

@@ -16,7 +16,7 @@ from larder.store.blobs.payloads import encode_token_log
 from larder.store.digests import digest_of
 from larder.store.fs.base import open_file_system
 from larder.store.fs.deadline import CallLimits
-from larder.store.sessions.session_store import SessionTurn
+from larder.store.sessions.records import SessionTurn
 from larder.store.store import Store
 from store.caches import IDS, TALK, WHO, is_exact, load, save, store_at
 from store.file_systems import BROKEN, Faulty, Hanging, refusing

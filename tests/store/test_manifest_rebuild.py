@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from larder.store.manifest import Manifest
-from larder.store.sessions.session_store import SessionTurn
+from larder.store.sessions.records import SessionTurn
 from larder.store.store import Store
 from store.caches import IDS, SECRET, WHO, asking, identity, save
 

@@ -9,8 +9,7 @@ import pytest
 
 from larder.core.errors import Damaged
 from larder.store.ledger import Tier
-from larder.store.sessions.records import Record
-from larder.store.sessions.session_store import SessionTurn
+from larder.store.sessions.records import Record, SessionTurn
 from larder.store.store import Store
 from store.caches import IDS, TALK, WHO, blob_files, compressed, load, snapshot, store_at
 

@@ -11,8 +11,7 @@ from larder.core.errors import Refused, Superseded
 from larder.store.blobs.cache_state import same_state
 from larder.store.fs.base import open_file_system
 from larder.store.ledger import ByteBudgets, Tier
-from larder.store.sessions.records import Record
-from larder.store.sessions.session_store import SessionTurn
+from larder.store.sessions.records import Record, SessionTurn
 from larder.store.store import Store
 from store.caches import IDS, TALK, WHO, asking, compressed, snapshot, store_at
 from store.file_systems import Faulty

@@ -1,7 +1,6 @@
 """Identity of a model: everything that a saved cache depends on.
 
-Keys and values are numbers that one model made of one spelling of a text. Another model of equal
-shapes, another rotation, another tokenizer: each makes numbers that fit and mean something else.
+A cache of another model, RoPE or tokenizer may have the same shapes, but its contents are invalid.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ INFORMATIONAL_FIELDS = (
     "torch",
     "transformers",
     "model",
-)  # told to people, not compared as they stand
+)  # shown, but not compared as they are
 
-# What configurations say of where or how a model was loaded, not of what it is.
+# Configuration keys that say where or how a model was loaded.
 _INCIDENTAL = frozenset({"transformers_version", "dtype", "torch_dtype", "_name_or_path"})
 
 
@@ -35,22 +34,22 @@ class ModelIdentity:
     """Digests and short names, one per property that a cache depends on.
 
     Args:
-        model: what it is called by people.
-        weights: digest of every weight, or of every weight's file.
+        model: name of the model.
+        weights: digest of all weights, or of their files.
         config: digest of the configuration, revision included.
-        tokenizer: digest of all that turns text into tokens.
-        chat_template: digest of how a conversation becomes text.
-        rope: digest of how positions turn keys, layer by layer.
-        layers: digest of heads, sizes and windows, in their order.
-        kv_dtype: of keys and values.
-        compute_dtype: that the model computes in.
-        attention: the attention that was used, by class or name.
-        adapters: digests of what was put on top of the weights, in their order.
-        quantization: of the weights; empty for none.
-        torch: its version. Only the major one counts: others differ by rounding, which
-            `numerics` is for.
-        transformers: its version.
-        numerics: anything by which the caller tells arithmetics apart.
+        tokenizer: digest of the tokenizer.
+        chat_template: digest of the chat template.
+        rope: digest of the rotation of keys, layer by layer.
+        layers: digest of heads, sizes and windows, in order.
+        kv_dtype: type of keys and values.
+        compute_dtype: type in which the model computes.
+        attention: name of the attention function.
+        adapters: digests of adapters, in order.
+        quantization: digest of the quantization of weights; empty for none.
+        torch: version of torch. Only the major version is compared; others differ by rounding,
+            which `numerics` covers.
+        transformers: version of transformers.
+        numerics: name of the arithmetic, such as the device type.
     """
 
     model: str

@@ -12,13 +12,11 @@ from typing import Any
 from larder.core.errors import Damaged, StoreError, StoreFull, StoreSlow
 
 SCHEMA_VERSION = 3
-INCOMPLETE_SCHEMA = (
-    -SCHEMA_VERSION
-)  # of a database that does not have all yet that lies beside the blobs
-CHECKPOINT_PAGES = 64  # of 4 KiB: how long the log beside the database becomes
+INCOMPLETE_SCHEMA = -SCHEMA_VERSION  # of a database that has not indexed all records yet
+CHECKPOINT_PAGES = 64  # of 4 KiB: size of the write-ahead log
 BUSY_SECONDS = 5.0
 OWNER_PRAGMA = "PRAGMA application_id"
-DATABASE_SUFFIXES = ("", "-wal", "-shm")  # how the names of a database's files end
+DATABASE_SUFFIXES = ("", "-wal", "-shm")  # suffixes of a database's files
 REQUIRED_TABLES = frozenset(
     {"epochs", "sessions", "spans", "blobs", "chunks", "written"}
 )  # of any schema
@@ -65,8 +63,7 @@ CREATE TRIGGER IF NOT EXISTS blob_went AFTER DELETE ON blobs BEGIN
     UPDATE totals SET bytes = bytes - old.bytes WHERE tenant = old.tenant;
 END;
 """
-# From the schemas before: the first had no account of what tenants hold, the second had chunks
-# without any use.
+# From earlier schemas: the first had no totals per tenant, the second had chunks of zero uses.
 MIGRATION = """
 INSERT INTO totals SELECT tenant, sum(bytes) FROM blobs GROUP BY tenant;
 UPDATE chunks SET uses = 1 WHERE uses = 0;
@@ -106,9 +103,9 @@ def translate_errors(path: Path, busy_seconds: float = BUSY_SECONDS) -> Iterator
 def make_private(path: Path) -> None:
     """Restrict a database and the files beside it to this user, whatever the umask.
 
-    SQLite gives the files that it makes beside a database the database's own permissions.
+    SQLite creates further files with the permissions of the database.
     """
-    with suppress(OSError):  # of who cannot write here SQLite says more
+    with suppress(OSError):  # SQLite reports it in more detail
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
     for suffix in DATABASE_SUFFIXES:
         with suppress(OSError):  # it is not there, or another user's
@@ -119,8 +116,8 @@ def prepare_schema(database: sqlite3.Connection, path: Path) -> None:
     """Create the schema in an empty database, or migrate an earlier one.
 
     Raises:
-        Damaged: it is damaged, or something else's.
-        StoreError: it is a later larder's.
+        Damaged: it is damaged, or no index of a store.
+        StoreError: its schema is that of a later version.
     """
     for setting in (
         "journal_mode = WAL",
@@ -142,8 +139,12 @@ def prepare_schema(database: sqlite3.Connection, path: Path) -> None:
         )
     if abs(schema) < SCHEMA_VERSION:
         carried = MIGRATION if there else ""
-        told = f"{carried} PRAGMA user_version = {SCHEMA_VERSION if schema else INCOMPLETE_SCHEMA};"
-        database.executescript(f"BEGIN IMMEDIATE; {TABLES} DELETE FROM totals; {told} COMMIT;")
+        statements = (
+            f"{carried} PRAGMA user_version = {SCHEMA_VERSION if schema else INCOMPLETE_SCHEMA};"
+        )
+        database.executescript(
+            f"BEGIN IMMEDIATE; {TABLES} DELETE FROM totals; {statements} COMMIT;"
+        )
     elif not there >= CURRENT_TABLES:
         raise Damaged(f"{path} lacks tables: it is built again.")
 
@@ -161,7 +162,7 @@ def mark_index_complete(rows: Callable[..., list[Any]]) -> None:
 def claim_owner(rows: Callable[..., list[Any]], number: int) -> int:
     """Number of the store that owns this index; an unowned database is assigned to this store.
 
-    It stands in the file's header, where earlier larders have 0.
+    The number is in the file's header, where earlier versions have 0.
     """
     [(found,)] = rows(OWNER_PRAGMA)
     if not found:

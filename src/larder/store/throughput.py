@@ -12,8 +12,8 @@ from typing import Any
 from larder.core.errors import BadParameter
 from larder.store.ledger import Tier
 
-PREFILL_KEY, AVOIDED_PREFIX = "reading", "avoided "  # names beside those of tiers
-PROBE_INTERVAL = 16  # times that a slow tier is left alone until it is measured again
+PREFILL_KEY, AVOIDED_PREFIX = "reading", "avoided "  # keys in addition to the tiers' names
+PROBE_INTERVAL = 16  # choices after which a slow tier is measured again
 
 
 class RestorePath(Enum):
@@ -33,11 +33,11 @@ class _Rate:
 class ThroughputEstimates:
     """Throughput estimates of loading and prefill. Safe from threads.
 
-    Nothing is known at first, and then a cache is loaded: that is how its tier is measured. A tier
-    that was slow once is tried again now and then, or it would be slow for ever.
+    While a tier is unmeasured its caches are loaded, which measures it. A tier that was slower than
+    prefill is tried again once in `PROBE_INTERVAL` choices.
 
     Args:
-        weight: of the newest measurement against all before it.
+        weight: weight of the newest measurement, in (0, 1].
     """
 
     def __init__(self, weight: float = 0.3) -> None:
@@ -74,7 +74,7 @@ class ThroughputEstimates:
 
         Args:
             count: bytes to be loaded.
-            tokens: to be read otherwise.
+            tokens: number of tokens to be prefilled otherwise.
         """
         load, read = self.load_seconds(tier, count), self.prefill_seconds(tokens)
         if load is None or read is None or load <= read:
@@ -87,13 +87,14 @@ class ThroughputEstimates:
         """All estimates, as initial values for another process."""
         with self._lock:
             rates = {PREFILL_KEY: self._reading, **{t.value: r for t, r in self._loading.items()}}
-            told = {n: r.per_second for n, r in rates.items() if r.per_second is not None}
-            return told | {f"{AVOIDED_PREFIX}{t.value}": float(n) for t, n in self._avoided.items()}
+            known = {n: r.per_second for n, r in rates.items() if r.per_second is not None}
+            avoided = {f"{AVOIDED_PREFIX}{t.value}": float(n) for t, n in self._avoided.items()}
+            return known | avoided
 
-    def know(self, told: Mapping[str, Any]) -> None:
+    def know(self, known: Mapping[str, Any]) -> None:
         """Initialize unknown estimates from `known`; invalid rates are ignored."""
-        fine = {n: float(r) for n, r in told.items() if isinstance(r, (int, float))}
-        rates = {name: rate for name, rate in fine.items() if 0 < rate < math.inf}
+        numbers = {n: float(r) for n, r in known.items() if isinstance(r, (int, float))}
+        rates = {name: rate for name, rate in numbers.items() if 0 < rate < math.inf}
         with self._lock:
             if self._reading.per_second is None:
                 self._reading.per_second = rates.get(PREFILL_KEY)

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 
 from larder.core.errors import BudgetError, InputError, StoreFull, Superseded
 from larder.server.session_state import SessionState
-from larder.store.sessions.records import ROOT_LABEL, Record
-from larder.store.sessions.session_store import SessionTurn
+from larder.store.sessions.records import ROOT_LABEL, Record, SessionTurn
 from larder.store.store import Store
 
 WRITE_MARK_LABEL = "mark"  # label that identifies an attempted write

@@ -39,8 +39,7 @@ from larder.server.session_info import stored_session_info
 from larder.server.session_state import ASSISTANT, CompletedTurn, SavedCache, SessionState
 from larder.store.digests import mac_of
 from larder.store.sessions.cache_writer import StagedCache
-from larder.store.sessions.records import NO, PINNED_LABEL, ROOT_LABEL, YES, Record
-from larder.store.sessions.session_store import SessionTurn
+from larder.store.sessions.records import NO, PINNED_LABEL, ROOT_LABEL, YES, Record, SessionTurn
 from larder.store.store import Store
 
 FIRST_MESSAGES_LABEL = "first"  # label with the hash of the first messages

@@ -17,7 +17,7 @@ from larder.store.blobs.container import DTYPE_NAMES, DTYPES
 from larder.store.codecs.base import RowLayout, StorageCodec, TensorRole, codec_named
 
 RAW_CODEC = "raw"
-# What of a layer's state is coded, and where the lengths of its heads stand.
+# Coded tensors of a layer's state, and the tensor of the lengths of their heads.
 _ENCODED_TENSORS = {
     "keys": (TensorRole.KEYS, "lengths"),
     "values": (TensorRole.VALUES, "lengths"),
@@ -36,12 +36,12 @@ def encode_state(
     Numbers that the codec cannot hold, because one is not finite, are kept as they are.
 
     Args:
-        state: as `SequenceCache.state` has it, all of it or some layers.
-        name: the codec's.
-        layers: that the model has.
+        state: from `SequenceCache.state`, all layers or some.
+        name: name of the codec.
+        layers: number of layers of the model.
     """
     tensors: dict[str, Tensor] = {}
-    told: dict[str, Any] = {}
+    coded: dict[str, Any] = {}
     for key, tensor in state.items():
         layer, _, part = key.partition(".")
         if codec.lossless or part not in _ENCODED_TENSORS or not tensor.is_floating_point():
@@ -55,18 +55,18 @@ def encode_state(
             tensors[key] = tensor
             continue
         tensors |= {f"{key}:{short}": part for short, part in made.items()}
-        told[key] = {
+        coded[key] = {
             "codec": name,
             "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "lengths": list(rows.lengths),
             "depth": rows.depth,
         }
-    return tensors, told
+    return tensors, coded
 
 
 def decode_state(
-    tensors: Mapping[str, Tensor], told: Mapping[str, Any], max_bytes: int
+    tensors: Mapping[str, Tensor], coded: Mapping[str, Any], max_bytes: int
 ) -> dict[str, Tensor]:
     """Decode a cache state.
 
@@ -74,13 +74,13 @@ def decode_state(
         max_bytes: that it may take; what claims more is not decoded.
 
     Raises:
-        Damaged: codes and what is told of them do not fit.
+        Damaged: codes and metadata do not match.
     """
     state = {key: tensor for key, tensor in tensors.items() if ":" not in key}
     room = max_bytes - sum(tensor.nbytes for tensor in state.values())
     if room < 0:
         raise Damaged("A part of the saved cache exceeds the recorded size of the cache.")
-    for key, how in told.items():
+    for key, how in coded.items():
         try:
             part = key.partition(".")[2]
             room -= math.prod(how["shape"]) * DTYPES[how["dtype"]].itemsize

@@ -1,10 +1,10 @@
 """Container of tensors and metadata: a safetensors file, format KVM 1.
 
 `__metadata__` holds `kvm`, canonical JSON of the metadata, and `kvm_digest`, blake3 over it and
-over every tensor's name, type, shape and bytes in the order of names: safetensors itself notices no
-flipped bit. Any safetensors reader reads these files. They are laid out here and not by its
-writer, which puts `__metadata__` in another order in every process: equal content must be equal
-bytes, or deduplication would fail.
+over every tensor's name, type, shape and bytes in the order of names: safetensors itself has no
+checksum. Any safetensors reader reads these files. The writer of safetensors orders `__metadata__`
+differently in every process, so the layout is written here: deduplication needs equal bytes for
+equal content.
 
 Reading validates the header before it allocates anything, and runs no code from the file.
 """
@@ -59,13 +59,13 @@ class _TensorHeader:
     stop: int
 
 
-def pack_container(tensors: Mapping[str, Tensor], told: Mapping[str, Any]) -> bytes:
+def pack_container(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
     """Write tensors and metadata as container bytes; equal content gives equal bytes.
 
     Args:
-        told: anything that JSON can say; format and version are added.
+        metadata: JSON-compatible; format and version are added.
     """
-    spelled = canonical_json({**told, "format": CONTAINER_FORMAT, "version": CONTAINER_VERSION})
+    spelled = canonical_json({**metadata, "format": CONTAINER_FORMAT, "version": CONTAINER_VERSION})
     # The widest numbers come first, so that each tensor begins where its numbers may.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     parts = {name: raw_bytes(tensors[name]) for name in order}
@@ -93,15 +93,15 @@ def unpack_container(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
         Damaged: this is not what was packed.
         Refused: it is of another version.
     """
-    fields, metadata, body = _parse_header(data)
-    spelled = _text(metadata.get("kvm"), "kvm")
-    told = _parse_metadata(spelled)
+    fields, head, body = _parse_header(data)
+    spelled = _text(head.get("kvm"), "kvm")
+    metadata = _parse_metadata(spelled)
     parts = {name: body[field.start : field.stop] for name, field in fields.items()}
     if not digests_equal(
-        _digest(spelled, fields, parts), _text(metadata.get("kvm_digest"), "kvm_digest")
+        _digest(spelled, fields, parts), _text(head.get("kvm_digest"), "kvm_digest")
     ):
         raise Damaged("The bytes of a saved cache do not match their digest.")
-    return {name: _tensor(fields[name], part) for name, part in parts.items()}, told
+    return {name: _tensor(fields[name], part) for name, part in parts.items()}, metadata
 
 
 def peek_metadata(data: bytes) -> dict[str, Any]:
@@ -123,16 +123,16 @@ def _digest(
 
 
 def _parse_metadata(spelled: str) -> dict[str, Any]:
-    told = parse_json(spelled)
-    if not isinstance(told, dict) or told.get("format") != CONTAINER_FORMAT:
+    metadata = parse_json(spelled)
+    if not isinstance(metadata, dict) or metadata.get("format") != CONTAINER_FORMAT:
         raise Damaged("This safetensors file tells of no saved cache.")
-    if told.get("version") != CONTAINER_VERSION:
+    if metadata.get("version") != CONTAINER_VERSION:
         raise Refused(
-            f"The saved cache is of version {str(told.get('version'))[:20]}, this larder reads "
+            f"The saved cache is of version {str(metadata.get('version'))[:20]}, this larder reads "
             f"version {CONTAINER_VERSION}: it is left as it is; use the larder that wrote it.",
             "format",
         )
-    return told
+    return metadata
 
 
 def _parse_header(data: bytes) -> tuple[dict[str, _TensorHeader], dict[str, Any], memoryview]:
@@ -155,11 +155,15 @@ def _parse_header(data: bytes) -> tuple[dict[str, _TensorHeader], dict[str, Any]
     return fields, metadata, body
 
 
-def _tensor_header(name: str, told: Any) -> _TensorHeader:
+def _tensor_header(name: str, entry: Any) -> _TensorHeader:
     """Raises: Damaged: this describes no tensor."""
-    if len(name) > MAX_NAME or not isinstance(told, dict):
+    if len(name) > MAX_NAME or not isinstance(entry, dict):
         raise Damaged(f"The header of a saved cache has no tensor at {name[:40]!r}.")
-    dtype, shape, offsets = told.get("dtype"), _counts(told, "shape"), _counts(told, "data_offsets")
+    dtype, shape, offsets = (
+        entry.get("dtype"),
+        _counts(entry, "shape"),
+        _counts(entry, "data_offsets"),
+    )
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise Damaged(f"Tensor {name!r} is of the unknown type {str(dtype)[:20]!r}.")
     if len(shape) > MAX_DIMS or len(offsets) != 2:
@@ -170,8 +174,8 @@ def _tensor_header(name: str, told: Any) -> _TensorHeader:
     return field
 
 
-def _counts(told: dict[str, Any], key: str) -> tuple[int, ...]:
-    value = told.get(key)
+def _counts(entry: dict[str, Any], key: str) -> tuple[int, ...]:
+    value = entry.get(key)
     if not isinstance(value, list) or not all(type(n) is int and 0 <= n < 2**62 for n in value):
         raise Damaged(f"A tensor of a saved cache has no valid {key}.")
     return tuple(value)

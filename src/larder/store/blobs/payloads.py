@@ -1,12 +1,11 @@
 """Payloads of blobs: token logs, prefix chunks and snapshot parts, each with its owner.
 
-Every blob names its owner, and a cache blob the model that made it. No other tenant can read it,
-whatever refers to it. So two tenants never share a blob, and a tenant cannot tell from what is
-written whether another has the same text.
+Every blob names its owner, and a cache blob the model that made it. A blob opens for its owner
+alone, so that tenants never share blobs, and a tenant cannot find out whether another has the same
+text.
 
-What a session cannot do without, its tokens and its transcript, is its own down to the bytes: of
-two machines with one store neither knows what the other's sessions need. Caches may be shared: what
-is gone of them is read again.
+Token logs and transcripts are owned by one session, since no machine knows what the sessions of
+another need. Cache blobs are shared inside a tenant: a lost one is prefilled again.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 import larder
 from larder.core.errors import Damaged, Refused
-from larder.store.blobs.cache_state import RAW_CODEC, decode_state, encode_state, layer_in_name
+from larder.store.blobs.cache_state import RAW_CODEC, decode_state, encode_state
 from larder.store.blobs.container import compress, decompress, pack_container, unpack_container
 from larder.store.codecs.base import codec_named
 from larder.store.digests import key_of
@@ -59,8 +58,8 @@ def decode_token_log(data: bytes, count: int, tenant: str, session: str) -> tupl
         Damaged: this is no log of so many.
         Refused: it is somebody else's.
     """
-    told = decompress(strip_owner(data, tenant, session), _ID_BYTES * count)
-    ids = np.frombuffer(told, dtype="<i4")
+    log = decompress(strip_owner(data, tenant, session), _ID_BYTES * count)
+    ids = np.frombuffer(log, dtype="<i4")
     if len(ids) and int(ids.min()) < 0:
         raise Damaged("A token log has ids below 0.")
     return tuple(ids.tolist())
@@ -72,7 +71,7 @@ def encode_chunk(
     """Encode keys and values of a prefix chunk, shared inside a tenant.
 
     Args:
-        span: `start`, `n_tokens`, `tokens` and `prefix`, which says what they stand behind.
+        span: `start`, `n_tokens`, `tokens` and `prefix`, the digest of the text up to its end.
     """
     return pack_container(tensors, _metadata(CHUNK_KIND, tenant, identity) | {"span": dict(span)})
 
@@ -90,10 +89,11 @@ def encode_snapshot(
     Args:
         layers: that the model has.
     """
-    tensors, how = encode_state(state, codec_named(codec), codec, layers)
-    told = _metadata(SNAPSHOT_KIND, tenant, identity) | {"policy": {"name": policy}, "coded": how}
-    told["codec"] = {"name": codec, "lossless": codec_named(codec).lossless}
-    return pack_container(tensors, told)
+    tensors, coded = encode_state(state, codec_named(codec), codec, layers)
+    metadata = _metadata(SNAPSHOT_KIND, tenant, identity)
+    metadata |= {"policy": {"name": policy}, "coded": coded}
+    metadata["codec"] = {"name": codec, "lossless": codec_named(codec).lossless}
+    return pack_container(tensors, metadata)
 
 
 def decode_cache_blob(
@@ -108,22 +108,17 @@ def decode_cache_blob(
         Damaged: it is not what was written.
         Refused: it is somebody else's, another model's, or of another kind.
     """
-    tensors, told = unpack_container(data)
-    if told.get("kind") != kind:
-        raise Refused(f"The blob is a {told.get('kind')}, not a {kind}.", "kind")
-    if told.get("tenant") != tenant:
+    tensors, metadata = unpack_container(data)
+    if metadata.get("kind") != kind:
+        raise Refused(f"The blob is a {metadata.get('kind')}, not a {kind}.", "kind")
+    if metadata.get("tenant") != tenant:
         raise Refused("A saved cache is another tenant's.", "tenant")
-    if told.get("identity") != identity.key:
+    if metadata.get("identity") != identity.key:
         raise Refused("A saved cache was made by another model.", "identity")
-    how = told.get("coded", {})
-    if not isinstance(how, dict):
+    coded = metadata.get("coded", {})
+    if not isinstance(coded, dict):
         raise Damaged("A saved cache lacks its codec metadata.")
-    return decode_state(tensors, how, max_bytes), told
-
-
-def layers_in(state: Mapping[str, Tensor]) -> set[int]:
-    """Layers that a part of a snapshot holds."""
-    return {layer_in_name(name) for name in state}
+    return decode_state(tensors, coded, max_bytes), metadata
 
 
 def is_lossless_codec(codec: str) -> bool:

@@ -33,8 +33,8 @@ class _Victim:
     """Group of blobs that are evicted together.
 
     Args:
-        refs: blobs that nobody else has.
-        chunk: what the index must forget; None for a session's state.
+        refs: blobs that nothing else refers to.
+        chunk: chunk to be removed from the index; None for a session's state.
     """
 
     tenant: str
@@ -53,13 +53,12 @@ class DiskEviction:
         self,
         rule: EvictionPolicy,
         manifest: Manifest,
-        heads: SessionEpochs,
+        epochs: SessionEpochs,
         chunks: ChunkIndex,
         blobs: TenantBlobs,
     ) -> None:
-        self._rule, self._manifest, self._heads = rule, manifest, heads
+        self._rule, self._manifest, self._epochs = rule, manifest, epochs
         self._chunks, self._blobs = chunks, blobs
-        self._index = blobs.index
         self._clock = 0.0
         self._clocks: dict[str, tuple[float, float]] = {}  # by name, at what last use
         blobs.make_room = self.make_room
@@ -67,7 +66,7 @@ class DiskEviction:
     def make_room(self, tenant: str, count: int) -> None:
         """Evict caches until `count` bytes can be reserved for a tenant, or none are left.
 
-        Where all tenants together have room, only the tenant's own leave.
+        If all tenants together have room, only caches of this tenant are evicted.
         """
         ledger = self._blobs.ledger
         wanted = count - ledger.room(Tier.DISK, tenant)
@@ -75,23 +74,23 @@ class DiskEviction:
             return
         is_own = ledger.limit(Tier.DISK) - ledger.used(Tier.DISK) >= count
         found = self._candidates(tenant if is_own else None)
-        told = [candidate for candidate, _ in found]
-        order = self._rule.select_victims(CandidateColumns.of(told), self._manifest.clock(), wanted)
+        columns = CandidateColumns.of([candidate for candidate, _ in found])
+        order = self._rule.select_victims(columns, self._manifest.clock(), wanted)
         self._clock = max(self._clock, order.clock)
         for row in order.rows:
-            self._leave(found[row][1])
+            self._evict(found[row][1])
 
     def _candidates(self, tenant: str | None) -> list[tuple[Candidate, _Victim]]:
         chunks, states = self._chunks.all(), self._states()
-        held = {(r.tenant, r.session, ref.digest) for r, *_ in states for ref in r.cache_refs}
-        holders = Counter(digest for *_, digest in held)  # sessions, each of which may go alone
+        uses_by_session = {(r.key, ref.digest) for r, *_ in states for ref in r.cache_refs}
+        num_sessions = Counter(digest for _, digest in uses_by_session)
         shared = {chunk.ref.digest for _, chunk, *_ in chunks}
-        wished = [record for record, is_head, *_ in states if is_head and record.is_pinned]
-        pinned = {ref.digest for record in wished for ref in record.spans}
+        pinned_records = [record for record, is_head, *_ in states if is_head and record.is_pinned]
+        pinned = {ref.digest for record in pinned_records for ref in record.spans}
         found: list[tuple[Candidate, _Victim]] = []
         for whose, chunk, last_used, uses in chunks:
             name = f"chunk {chunk.row}"
-            one = Candidate(
+            candidate = Candidate(
                 name=name,
                 bytes=chunk.ref.bytes,
                 seconds=float(chunk.stop - chunk.start),
@@ -101,19 +100,16 @@ class DiskEviction:
                 pinned_until=PINNED_FOREVER if chunk.ref.digest in pinned else NOT_PINNED,
                 parent=f"chunk {chunk.parent}" if chunk.parent else "",
             )
-            found.append((one, _Victim(whose, (chunk.ref,), chunk)))
-        taken: set[str] = set()  # by a newer state of the same session
+            found.append((candidate, _Victim(whose, (chunk.ref,), chunk)))
+        # Blobs of a state's own: of no chunk, no other session and no newer state of the session.
+        taken = shared | {digest for digest, count in num_sessions.items() if count > 1}
         for record, is_head, last_used, uses in states:
-            own = [
-                ref
-                for ref in dict.fromkeys(record.cache_refs)
-                if holders[ref.digest] == 1 and ref.digest not in shared and ref.digest not in taken
-            ]
+            own = [ref for ref in dict.fromkeys(record.cache_refs) if ref.digest not in taken]
             if not own:
                 continue
             taken |= {ref.digest for ref in own}
             name = f"state {record.session} {record.epoch}"
-            one = Candidate(
+            candidate = Candidate(
                 name=name,
                 bytes=max(sum(ref.bytes for ref in own), 1),
                 seconds=float(record.num_tokens),
@@ -124,9 +120,9 @@ class DiskEviction:
                 superseded=not is_head,
                 pinned_until=PINNED_FOREVER if is_head and record.is_pinned else NOT_PINNED,
             )
-            found.append((one, _Victim(record.tenant, tuple(own))))
-        there = {candidate.name for candidate, _ in found}
-        self._clocks = {name: told for name, told in self._clocks.items() if name in there}
+            found.append((candidate, _Victim(record.tenant, tuple(own))))
+        names = {candidate.name for candidate, _ in found}
+        self._clocks = {name: clock for name, clock in self._clocks.items() if name in names}
         return [pair for pair in found if tenant in (None, pair[1].tenant)]
 
     def _clock_of(self, name: str, last_used: float) -> float:
@@ -146,18 +142,18 @@ class DiskEviction:
         states = []
         for tenant, session, epoch, is_head, last_used, uses in found:
             try:
-                record = self._heads.epoch(SessionKey(tenant, session), epoch)
+                record = self._epochs.epoch(SessionKey(tenant, session), epoch)
             except LarderError:
                 continue
-            if record is not None and record.spans and not self._index.is_evicted(record):
+            if record is not None and record.spans and not self._blobs.index.is_evicted(record):
                 states.append((record, bool(is_head), last_used, uses))
         return states
 
-    def _leave(self, leaving: _Victim) -> None:
-        if leaving.chunk is not None:
-            self._chunks.drop(leaving.chunk, leaving.tenant)
-        self._index.release(leaving.refs)
-        self._blobs.evict(leaving.refs)
+    def _evict(self, victim: _Victim) -> None:
+        if victim.chunk is not None:
+            self._chunks.drop(victim.chunk, victim.tenant)
+        self._blobs.index.release(victim.refs)
+        self._blobs.evict(victim.refs)
 
 
 class GarbageCollection:
@@ -168,9 +164,9 @@ class GarbageCollection:
 
     def states(self, dropped: Iterable[Record]) -> int:
         """Delete what only forgotten states referred to; return the bytes freed."""
-        told = sorted(dropped, key=lambda record: record.tenant)
+        ordered = sorted(dropped, key=lambda record: record.tenant)
         freed = 0
-        for tenant, records in groupby(told, key=lambda record: record.tenant):
+        for tenant, records in groupby(ordered, key=lambda record: record.tenant):
             refs = list(dict.fromkeys(ref for record in records for ref in record.refs))
             unused = self._chunks.unused(tenant, refs)
             free = parallel_map(lambda chunk, tenant=tenant: self._is_free(chunk, tenant), unused)
@@ -182,11 +178,11 @@ class GarbageCollection:
         """Forget chunks that no session of any machine refers to.
 
         Args:
-            needed: digests that records name.
-            since: who has read a chunk, or put its blob, since then may be about to name it.
+            needed: digests that records refer to.
+            since: chunks that were read or written since then may be about to be referenced.
 
         Returns:
-            digests of chunks that are kept for their own sake, of whichever machine.
+            digests of chunks that are retained without a session, on any machine.
         """
         unused, kept = self._chunks.all_unused(since), self._chunks.kept()
         needed = {*needed, *self._blobs.pending_digests(since)}

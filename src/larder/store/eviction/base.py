@@ -1,16 +1,15 @@
-"""The contract of eviction: what a candidate is worth; who goes first follows from it.
+"""Contract of eviction policies: the worth of each candidate, from which the order follows.
 
-Three things hold whatever the rule says of worth:
+Three rules hold for every policy:
 
-- What a newer state of its session replaces goes before all others (`SupersededOrder` has other
-fates).
-- A pin is soft. A pinned candidate stands behind all that are not; when its time is over it comes
-  forward through the queue, half of the way in each half-life. What is pinned goes when nothing
-  else is left, so that a tier is never full of wishes.
-- Nothing goes before what continues it, which would be useless.
+- States that a newer state of their session has superseded are evicted first (see
+  `SupersededOrder`).
+- A pin is soft. Pinned candidates are evicted after all others. Once a pin has expired, its
+  candidate moves forward in the queue, half of the way in each half-life.
+- A candidate is evicted after all candidates that continue it, which would be useless without it.
 
-Rules are frozen values: what a tier must remember between two calls stands in its candidates and
-in the clock that it is told to set.
+Policies are frozen values: the state between two calls is in the candidates and in the tier's
+clock.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class SupersededOrder(Enum):
     """Order of states that a newer state of their session has superseded.
 
     FIRST: before everything else.
-    INSIDE: before the states of their own session that nothing replaces, and else by their worth.
-    ALIKE: by their worth alone, as if nothing replaced them.
+    INSIDE: before the current states of their own session, otherwise by worth.
+    ALIKE: by worth alone, like current states.
     """
 
     FIRST = "first"
@@ -50,8 +49,8 @@ class EvictionOrder:
     """Result of a selection: the victims in order, and the tier's new clock.
 
     Args:
-        rows: of the candidates, in the order in which they go.
-        clock: what the tier's clock is from now on; candidates that are used later get it.
+        rows: of the candidates, in the order of their eviction.
+        clock: new clock of the tier, which candidates get when they are used.
     """
 
     rows: tuple[int, ...]
@@ -63,8 +62,8 @@ class EvictionPolicy(ABC):
     """Rule that selects the victims in a full tier.
 
     Args:
-        superseded: when states go that a newer one replaces.
-        half_life: seconds in which a pin loses half of its strength once its time is over.
+        superseded: order of superseded states.
+        half_life: seconds in which an expired pin loses half of its strength.
     """
 
     superseded: SupersededOrder = SupersededOrder.FIRST
@@ -167,29 +166,30 @@ def _least_of_sessions(held: CandidateColumns, worth: FloatColumn) -> FloatColum
 FloatColumn = NDArray[np.float64]
 IntColumn = NDArray[np.int64]
 BoolColumn = NDArray[np.bool_]
-NUM_QUANTILES = 8  # of a pause, as columns hold it
-NO_CODE = -1  # the code of no session and no parent
+NUM_QUANTILES = 8  # quantiles of pauses in columns
+NO_CODE = -1  # code of no session and no parent
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One thing that a tier holds and could evict.
+    """Unit of eviction: a chunk, or the state of a session.
 
     Args:
-        name: no other candidate has it.
-        bytes: that its leaving sets free; at least 1.
-        seconds: that it takes to compute it again, where what it continues is there. Operations do
-            as well, if all candidates are told in them and no rule weighs them against time.
-        last_used: when it was last read or written.
-        uses: how often so far.
-        clock: of the tier when it was last used; `gdsf` alone has one.
-        session: whose state it is; empty for what sessions share.
-        superseded: a newer state of its session is held, which replaces it.
-        pinned_until: when somebody's wish to keep it begins to fade.
-        steps: of a workflow until it is needed; infinite where nobody knows.
-        pauses: the seconds after which 1/n, 2/n, ... n/n of pauses like the one that its session
-            makes now were over; empty where nothing is known of them.
-        parent: the candidate that it continues and is useless without; empty for none.
+        name: unique name.
+        bytes: bytes that its eviction frees; at least 1.
+        seconds: time to compute it again if its parent is present. Another unit, such as
+            operations, is valid if all candidates use it and the policy does not compare it with
+            time.
+        last_used: time of the last read or write.
+        uses: number of uses.
+        clock: clock of the tier at the last use; only `gdsf` has one.
+        session: session that it is a state of; empty for shared chunks.
+        superseded: True if a newer state of its session is stored.
+        pinned_until: time at which its pin expires.
+        steps: steps of a workflow until it is needed; infinite if unknown.
+        pauses: seconds after which 1/n, 2/n, ... n/n of similar pauses of its session were over;
+            empty if unknown.
+        parent: candidate that it continues and is useless without; empty for none.
     """
 
     name: str
@@ -217,9 +217,9 @@ class CandidateColumns:
     """Candidates as columns, one row each.
 
     Args:
-        codes, sessions, parents: numbers that stand for names; `NO_CODE` for no session, no parent.
-        children: how many other rows continue this one.
-        pauses: [N, QUANTILES]; infinite where nothing is known.
+        codes, sessions, parents: numbers in place of names; `NO_CODE` for no session, no parent.
+        children: number of rows that continue this one.
+        pauses: [N, QUANTILES]; infinite where unknown.
     """
 
     codes: IntColumn
@@ -240,35 +240,38 @@ class CandidateColumns:
         return len(self.codes)
 
     @staticmethod
-    def of(told: Sequence[Candidate]) -> CandidateColumns:
+    def of(candidates: Sequence[Candidate]) -> CandidateColumns:
         """Columns of candidates, in their order.
 
         Raises:
-            BadParameter: two have one name.
+            BadParameter: two candidates have the same name.
         """
-        codes = [_code(one.name) for one in told]
+        codes = [_code(each.name) for each in candidates]
         if len(set(codes)) < len(codes):
             raise BadParameter("Two candidates have one name: give each its own.")
-        parents = np.array([_code(one.parent) for one in told], np.int64)
-        held = {code: row for row, code in enumerate(codes)}
-        children = np.zeros(len(told), np.int64)
+        parents = np.array([_code(each.parent) for each in candidates], np.int64)
+        rows = {code: row for row, code in enumerate(codes)}
+        children = np.zeros(len(candidates), np.int64)
         for parent in parents.tolist():
-            if parent in held:
-                children[held[parent]] += 1
+            if parent in rows:
+                children[rows[parent]] += 1
+        pauses = np.array([pause_quantiles(each.pauses) for each in candidates])
+
+        def floats(name: str) -> FloatColumn:
+            return np.array([getattr(each, name) for each in candidates], np.float64)
+
         return CandidateColumns(
             codes=np.array(codes, np.int64),
-            bytes=np.array([one.bytes for one in told], np.int64),
-            seconds=np.array([one.seconds for one in told], np.float64),
-            last_used=np.array([one.last_used for one in told], np.float64),
-            uses=np.array([one.uses for one in told], np.int64),
-            clock=np.array([one.clock for one in told], np.float64),
-            sessions=np.array([_code(one.session) for one in told], np.int64),
-            superseded=np.array([one.superseded for one in told], np.bool_),
-            pinned_until=np.array([one.pinned_until for one in told], np.float64),
-            steps=np.array([one.steps for one in told], np.float64),
-            pauses=np.array([pause_quantiles(one.pauses) for one in told]).reshape(
-                -1, NUM_QUANTILES
-            ),
+            bytes=np.array([each.bytes for each in candidates], np.int64),
+            seconds=floats("seconds"),
+            last_used=floats("last_used"),
+            uses=np.array([each.uses for each in candidates], np.int64),
+            clock=floats("clock"),
+            sessions=np.array([_code(each.session) for each in candidates], np.int64),
+            superseded=np.array([each.superseded for each in candidates], np.bool_),
+            pinned_until=floats("pinned_until"),
+            steps=floats("steps"),
+            pauses=pauses.reshape(-1, NUM_QUANTILES),
             parents=parents,
             children=children,
         )

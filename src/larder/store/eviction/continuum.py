@@ -1,16 +1,16 @@
-"""Stay while the tool that a session waits for is likely to return, and not longer.
+"""Time to live while the tool that a session waits for is likely to return.
 
 Li et al., "Continuum: Efficient and Robust Multi-Turn LLM Agent Scheduling with KV Cache
 Time-to-Live" (2025), arXiv:2511.02230: a state gets the time to live t that makes most of
 
     P(pause <= t) * (seconds to have it again) - t * (its share of the memory) * load
 
-over the pauses that were seen after such calls. Until then it stays, if anything else can go.
+over the pauses observed after such calls. Until then other candidates are evicted first.
 
-What differs: the paper's first factor has the wait in the queue, too, which a store knows nothing
-of; `load` weighs the second instead. When all that is left is within its time, the paper takes the
-program that came last; here it is who gains the least per byte by the sum above. What has
-outlived its time, or never had one, goes by its last use.
+What differs: the paper's first factor includes the wait in the queue, which a store does not know;
+`load` weighs the second term instead. If all candidates are within their time to live, the paper
+evicts the program that came last, this policy the candidate that gains the least per byte by the
+sum above. Candidates without a time to live, or past it, are evicted by their last use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Continuum(EvictionPolicy):
     """Time to live from predicted pauses.
 
     Args:
-        load: seconds of computing that the whole tier, kept for a second, would save otherwise.
+        load: seconds of computation that the whole tier saves per second.
     """
 
     load: float = 1.0

@@ -1,4 +1,4 @@
-"""Uses times the time to compute it again, per byte, on a clock that ages what is not used.
+"""Frequency times recompute cost per byte, on a clock that ages unused candidates.
 
 Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency Caching Policy"
 (1998), HP Laboratories report HPL-98-69; for trees of prefixes Jin et al., "RAGCache: Efficient
@@ -6,10 +6,10 @@ Knowledge Caching for Retrieval-Augmented Generation" (2024), arXiv:2404.12457, 
 
     worth = clock + uses * seconds / bytes
 
-where the clock is what it was when the candidate was last used, and goes on to the worth of whoever
-leaves. What was worth much long ago is thereby passed by what is worth little now.
+where the clock is that of the candidate's last use. An eviction advances the tier's clock to the
+worth of the victim, so that candidates of high worth that are no longer used are evicted in time.
 
-What differs: who leaves because a newer state replaces it does not move the clock.
+What differs: superseded victims do not advance the clock.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Who is needed in the most steps goes first.
+"""Eviction by the number of workflow steps until the next use.
 
 Pan et al., "KVFlow: Efficient Prefix Caching for Accelerating LLM-Based Multi-Agent Workflows"
 (2025), arXiv:2507.07400, section 3.1: a workflow knows how many steps there are until each of its
-agents runs again. What has the most steps before it goes first, what nobody announced before that;
-among equals who was used longest ago.
+agents runs again. Candidates without a hint are evicted first, then those with the most steps; ties
+are broken by the last use.
 
-What differs: that a prefix is never further than the nearest of what continues it is up to whoever
-sets the hints. What is fetched ahead for the next step is the tier's business, not this rule's.
+What differs: the caller's hints must give a prefix at most the steps of the candidates that
+continue it. Prefetching for the next step is not part of the policy.
 """
 
 from __future__ import annotations

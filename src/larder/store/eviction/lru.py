@@ -1,7 +1,6 @@
 """Least recently used.
 
-No paper: the oldest rule there is, and what most stores do. It asks nothing of anybody and is the
-baseline that the others have to beat.
+No paper: the usual policy of stores, and the baseline of the others.
 """
 
 from __future__ import annotations

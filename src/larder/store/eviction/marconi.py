@@ -5,15 +5,15 @@ Pan et al., "Marconi: Prefix Caching for the Era of Hybrid LLMs" (2024), arXiv:2
 
     worth = scaled(1 / idle seconds) + alpha * scaled(seconds / bytes)
 
-with both terms scaled to [0, 1] over what the tier holds. Operations are quadratic in the length
-and bytes are not, so the second term is for long sessions. The paper finds alpha by replaying the
-first part of a trace, and so does `benchmarks/store_eviction.py`; the default is one that lost
-nowhere much to `lru` there.
+with both terms scaled to [0, 1] over all candidates. Operations grow quadratically with length and
+bytes do not, so the second term favors long sessions. The paper finds alpha by replaying the first
+part of a trace, and so does `benchmarks/store_eviction.py`; the default was nowhere much worse than
+`lru` there.
 
-What differs: what is saved is what the candidate itself takes to compute, in time; the released
-code takes a parent's feed-forward layers for attention, and only where layers have a state of fixed
-size can a node in the middle of the tree go. Idle is at least a second, as two uses at one
-instant would be infinitely recent.
+What differs: the saving is the time to compute the candidate itself; the released code counts a
+parent's feed-forward layers as attention, and evicts inner nodes of the tree only where layers have
+a state of fixed size. Idle time is at least a second, as two uses at one instant would be
+infinitely recent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Marconi(EvictionPolicy):
     """Recency and operations per byte.
 
     Args:
-        alpha: the weight of the second; at 0 only recency counts.
+        alpha: weight of operations per byte; at 0 only recency counts.
     """
 
     alpha: float = 0.01

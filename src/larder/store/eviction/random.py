@@ -1,6 +1,6 @@
-"""Random eviction: the baseline that every other rule must beat.
+"""Random eviction, a baseline.
 
-No paper. Whoever is drawn is drawn anew each time, from the candidate, the time and the seed alone.
+No paper. The draw depends on the candidate, the time and the seed alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Random(EvictionPolicy):
     """Uniform random worth of each candidate.
 
     Args:
-        seed: another seed is another draw.
+        seed: seed of the draw.
     """
 
     seed: int = 0

@@ -198,9 +198,9 @@ def parallel_map(function: Callable[[Item], CallResult], items: Iterable[Item]) 
     """Results of a function over items in threads; an error is raised after all calls have
     ended.
     """
-    told = list(items)
-    if len(told) < 2:
-        return [function(each) for each in told]
-    with ThreadPoolExecutor(min(MAX_PARALLEL_CALLS, len(told))) as pool:
-        futures = [pool.submit(function, each) for each in told]
+    inputs = list(items)
+    if len(inputs) < 2:
+        return [function(each) for each in inputs]
+    with ThreadPoolExecutor(min(MAX_PARALLEL_CALLS, len(inputs))) as pool:
+        futures = [pool.submit(function, each) for each in inputs]
     return [future.result() for future in futures]

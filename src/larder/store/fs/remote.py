@@ -1,6 +1,6 @@
 """Remote file system: any that fsspec knows.
 
-Object stores write an object whole or not at all, and can be told not to replace one. On other
+Object stores write an object whole or not at all, and can refuse to replace one. On other
 file systems an object is uploaded under a temporary name and moved; there two machines that create
 the same object at the same time may both believe they did.
 """
@@ -82,9 +82,9 @@ class RemoteFileSystem(FileSystem):
                 found = self._system.find(self._at(folder), detail=True)
         except FileNotFoundError:
             return
-        for name, told in found.items():
+        for name, info in found.items():
             path = name.removeprefix(f"{self._root}/")
-            yield FileInfo(path, int(told["size"]), _modified_seconds(told))
+            yield FileInfo(path, int(info["size"]), _modified_seconds(info))
 
     def _at(self, path: str) -> str:
         return f"{self._root}/{path}"
@@ -123,10 +123,10 @@ def _open_url(url: str) -> tuple[Any, str]:
         ) from error
 
 
-def _modified_seconds(told: dict[str, Any]) -> float:
+def _modified_seconds(info: dict[str, Any]) -> float:
     """Modification time of an object; 0 if the file system does not report it."""
     for name in ("mtime", "LastModified", "last_modified", "created", "updated"):
-        when = told.get(name)
+        when = info.get(name)
         if isinstance(when, datetime):
             return when.timestamp()
         if isinstance(when, int | float):

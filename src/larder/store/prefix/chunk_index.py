@@ -217,7 +217,9 @@ class ChunkIndex:
     def rebuild(self) -> None:
         """Index the chunk records beside the blobs."""
         known: dict[tuple[str, str, str], int] = {}
-        for each in sorted(self._records.all(), key=lambda told: (told["start"], told["key"])):
+        for each in sorted(
+            self._records.all(), key=lambda fields: (fields["start"], fields["key"])
+        ):
             own = each["tenant"], each["identity"]
             parent = known.get((*own, each["before"]), 0)
             if each["start"] and not parent:
@@ -253,14 +255,14 @@ class ChunkIndex:
         prefix: str,
     ) -> ChunkMatch | None:
         """Chunk that another machine has stored after the same prefix."""
-        told = self._records.read(tenant, self._key(tenant, identity, parent_key, wanted))
-        if told is None or told["tenant"] != tenant or told["identity"] != identity:
+        fields = self._records.read(tenant, self._key(tenant, identity, parent_key, wanted))
+        if fields is None or fields["tenant"] != tenant or fields["identity"] != identity:
             return None
-        chunk = chunk_from_dict(told, parent)
+        chunk = chunk_from_dict(fields, parent)
         if (chunk.tokens, chunk.start, chunk.prefix) != (wanted, start, prefix):
             return None
         self._records.share(tenant, chunk.key)
-        inserted = self._insert(chunk, tenant, identity, told["before"])
+        inserted = self._insert(chunk, tenant, identity, fields["before"])
         return None if inserted is None else ChunkMatch(inserted, CHUNK_TOKENS)
 
     def _insert(
@@ -294,8 +296,8 @@ class ChunkIndex:
 
     def _digest(self, tenant: str, key: str) -> str:
         """Digest of a recorded chunk's blob; empty if unknown."""
-        told = self._records.read(tenant, key)
-        return "" if told is None else str(told["ref"]["digest"])
+        fields = self._records.read(tenant, key)
+        return "" if fields is None else str(fields["ref"]["digest"])
 
     def _key(self, tenant: str, identity: str, parent: str, tokens: bytes) -> str:
         return self._sealing.tag(tenant, chunk_key(tenant, identity, parent, tokens))

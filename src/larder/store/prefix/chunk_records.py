@@ -1,8 +1,8 @@
 """Sealed records of prefix chunks beside the blobs, for other machines and index rebuilds.
 
 chunks/<tenant>/<key>.json     a chunk, sealed
-chunks/<tenant>/<key>.shared   another machine than the one that told of it uses it as well
-kept/<tenant>/<key>.json       it is kept for its own sake, whether or not a session is made of it
+chunks/<tenant>/<key>.shared   mark: a machine other than the writer uses the chunk as well
+kept/<tenant>/<key>.json       mark: the chunk is retained without a session
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class PrefixChunk:
     """Keys and values of a run of tokens after one prefix.
 
     Args:
-        row: of the manifest.
-        parent: the row of the chunk that it continues; 0 for none.
+        row: row in the manifest.
+        parent: row of the chunk that it continues; 0 for none.
         start: true position of the first token.
-        tokens: as `token_bytes` spells them; masked, where the store is under a key.
-        key: what it is called beside the blobs.
-        prefix: digest of every token from the first of the text to the last of the chunk; tagged,
-            where the store is under a key.
-        ref: of its blob.
+        tokens: encoded by `token_bytes`; masked if the store is encrypted.
+        key: name of its record.
+        prefix: digest of all tokens of the text up to the chunk's last; tagged if the store is
+            encrypted.
+        ref: its blob.
     """
 
     row: int
@@ -73,7 +73,7 @@ class ChunkRecords:
     """Chunk records on the file system. Safe from threads and processes.
 
     Args:
-        place: where they lie.
+        place: file system of the records.
     """
 
     def __init__(self, place: FileSystem, guard: DeadlineExecutor, secret: bytes) -> None:
@@ -165,7 +165,7 @@ def chunk_to_dict(chunk: PrefixChunk, tenant: str, identity: str, before: str) -
     """Chunk record as a dictionary.
 
     Args:
-        before: digest of the text in front of it; empty for nothing.
+        before: digest of the text before it; empty for the first chunk.
     """
     fields = asdict(chunk) | {"tokens": token_ids_from_bytes(chunk.tokens), "before": before}
     fields |= {"tenant": tenant, "identity": identity}
@@ -176,7 +176,7 @@ def chunk_from_dict(fields: dict[str, Any], parent: int) -> PrefixChunk:
     """Chunk from its record, before it has a row.
 
     Args:
-        parent: the row of the one that it continues.
+        parent: row of the chunk that it continues.
     """
     return PrefixChunk(
         0,
@@ -206,7 +206,7 @@ class PrefixDigest:
         """Digest of the text up to here, extended by some tokens.
 
         Raises:
-            Damaged: these are no tokens.
+            Damaged: they are not token ids.
         """
         try:
             digest = self._digest.copy()
@@ -225,7 +225,7 @@ def token_bytes(ids: Sequence[Any]) -> bytes:
     """Token ids as bytes in an order-preserving encoding.
 
     Raises:
-        OverflowError, TypeError, ValueError: they are none.
+        OverflowError, TypeError, ValueError: they are not token ids.
     """
     return np.asarray(ids, dtype=">u4").tobytes()
 

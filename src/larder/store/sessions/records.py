@@ -9,7 +9,7 @@ damage and forgery.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -73,6 +73,21 @@ class SessionKey(NamedTuple):
     def record_path(self, epoch: int) -> str:
         """Path of the record of an epoch."""
         return f"{self.folder}/{epoch}.json"
+
+
+@dataclass(frozen=True)
+class SessionTurn:
+    """Session with its newest turn.
+
+    Args:
+        ids: every token of the conversation.
+        transcript: the conversation, in the format of its owner.
+        labels: as in `Record`.
+    """
+
+    ids: Sequence[int]
+    transcript: bytes
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

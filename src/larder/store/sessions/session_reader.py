@@ -229,10 +229,10 @@ class SessionReader:
         rest: CacheTensors = {}
         behind = PrefixDigest(ids)
         for data in self._each(record):
-            told = peek_metadata(data)
-            if told.get("kind") == CHUNK_KIND:
+            metadata = peek_metadata(data)
+            if metadata.get("kind") == CHUNK_KIND:
                 chunks.append(
-                    _chunk_tensors(data, record.tenant, identity, behind, _chunk_len(told))
+                    _chunk_tensors(data, record.tenant, identity, behind, _chunk_len(metadata))
                 )
             else:
                 part = _snapshot_tensors(data, record, identity)
@@ -273,10 +273,10 @@ def restore_cache(spec: ModelSpec, state: CacheTensors, meta: Mapping[str, str])
 
 
 def _snapshot_tensors(data: bytes, record: Record, identity: ModelIdentity) -> CacheTensors:
-    tensors, told = decode_cache_blob(
+    tensors, metadata = decode_cache_blob(
         data, SNAPSHOT_KIND, record.tenant, identity, record.cache_bytes
     )
-    if told.get("policy") != {"name": record.policy}:
+    if metadata.get("policy") != {"name": record.policy}:
         raise Refused("A part of the saved cache was made by another policy.", "policy")
     return tensors
 
@@ -290,8 +290,8 @@ def _chunk_tensors(
         behind: where it should stand; goes on behind it.
         count: tokens that are wanted of it.
     """
-    tensors, told = decode_cache_blob(data, CHUNK_KIND, tenant, identity, 2 * len(data))
-    span, start = told.get("span"), behind.start
+    tensors, metadata = decode_cache_blob(data, CHUNK_KIND, tenant, identity, 2 * len(data))
+    span, start = metadata.get("span"), behind.start
     wanted = list(behind.ids[start : start + count])
     tokens = span.get("tokens") if isinstance(span, dict) else None
     if not isinstance(span, dict) or not isinstance(tokens, list):
@@ -303,8 +303,8 @@ def _chunk_tensors(
     return {name: tensor[:, : len(wanted)] for name, tensor in tensors.items()}
 
 
-def _chunk_len(told: Mapping[str, Any]) -> int:
-    span = told.get("span")
+def _chunk_len(metadata: Mapping[str, Any]) -> int:
+    span = metadata.get("span")
     count = span.get("n_tokens") if isinstance(span, dict) else None
     if type(count) is not int or count < 1:
         raise Damaged("A chunk of the saved cache lacks its number of tokens.")

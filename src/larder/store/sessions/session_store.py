@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from larder.core.errors import BudgetError, Damaged, InputError, LarderError, Refused, StoreError
 from larder.store.blobs.payloads import add_owner, encode_token_log
@@ -26,26 +26,18 @@ from larder.store.sessions.cache_writer import (
     check_snapshot,
 )
 from larder.store.sessions.export import export_session, import_session
-from larder.store.sessions.records import NO, PINNED_LABEL, ROOT_LABEL, Record, SessionKey
+from larder.store.sessions.records import (
+    NO,
+    PINNED_LABEL,
+    ROOT_LABEL,
+    Record,
+    SessionKey,
+    SessionTurn,
+)
 from larder.store.sessions.session_reader import CacheRequirements, LoadedSession
 from larder.store.throughput import RestorePath
 
 NO_LABELS: Mapping[str, str] = {}
-
-
-@dataclass(frozen=True)
-class SessionTurn:
-    """Session with its newest turn.
-
-    Args:
-        ids: every token of the conversation.
-        transcript: the conversation, in the format of its owner.
-        labels: as in `Record`.
-    """
-
-    ids: Sequence[int]
-    transcript: bytes
-    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 class SessionStore:
