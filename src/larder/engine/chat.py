@@ -28,10 +28,7 @@ from larder.session.policy import Policy
 from larder.session.transcript.chat_log import ChatLog, ChatTurn
 from larder.session.transcript.session_file import (
     ChatIdentity,
-    ChatLogStore,
     ChatRecord,
-    NoLogStore,
-    SessionFile,
     session_path,
 )
 
@@ -75,9 +72,7 @@ class Chat:
     ) -> None:
         check_type("engine", engine, Engine, "an Engine")
         self._engine, self._name, self._persistence = engine, name, keeper or NoPersistence()
-        self._log_store: ChatLogStore = (
-            NoLogStore() if name is None else SessionFile(name, self._persistence.log_encryption)
-        )
+        self._log_store = self._persistence.open_log(name)
         self._saved_record = self._log_store.load()
         log = initial_log(self._saved_record, engine, name, history)
         self._write_backs = 0

@@ -13,10 +13,9 @@ from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime
 from larder.session.transcript.chat_log import ChatLog
-from larder.store.encryption import Encryption, NoEncryption
+from larder.session.transcript.session_file import ChatLogStore, open_chat_log
 
 NOT_SAVED = "new"
-UNSEALED = NoEncryption()
 # Text of each reason; the store counts by the keys.
 REASON_TEXTS = {
     NOT_SAVED: "nothing was saved",
@@ -58,9 +57,11 @@ class ResumeResult:
 
 
 class ChatPersistence(ABC):
-    """Interface that saves and restores chat states; `log_encryption` applies to chat logs."""
+    """Interface of everything that outlives a chat: its log, and its caches in between."""
 
-    log_encryption: Encryption = UNSEALED
+    @abstractmethod
+    def open_log(self, name: str | None) -> ChatLogStore:
+        """Log of the chat of that name; without a name, one that ends with the process."""
 
     @abstractmethod
     def load(self, name: str, runtime: ModelRuntime, policy: Policy, log: ChatLog) -> ResumeResult:
@@ -80,7 +81,10 @@ class ChatPersistence(ABC):
 
 
 class NoPersistence(ChatPersistence):
-    """Persistence that saves nothing; every chat is prefilled again."""
+    """Persistence that saves logs alone; every chat is prefilled again."""
+
+    def open_log(self, name: str | None) -> ChatLogStore:
+        return open_chat_log(name)
 
     def load(self, name: str, runtime: ModelRuntime, policy: Policy, log: ChatLog) -> ResumeResult:
         del name, runtime, policy, log

@@ -16,7 +16,7 @@ from larder.core.conversation import Conversation
 from larder.core.errors import LarderError
 from larder.core.settings import LOCAL_PRINCIPAL
 from larder.engine.engine import Engine
-from larder.engine.persistence import NOT_SAVED, UNSEALED, ChatPersistence, ResumeResult
+from larder.engine.persistence import NOT_SAVED, ChatPersistence, ResumeResult
 from larder.engine.snapshots import ModelSnapshots
 from larder.models.loader import LoadedModel
 from larder.prefill.base import Progress, no_progress
@@ -26,19 +26,20 @@ from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime
 from larder.session.transcript.chat_log import ChatLog, chat_log_record
+from larder.session.transcript.session_file import ChatLogStore, open_chat_log
 from larder.store.blobs.cache_state import RAW_CODEC
 from larder.store.digests import key_of
-from larder.store.encryption import Encryption
+from larder.store.encryption import Encryption, NoEncryption
 from larder.store.store import Store
 
 
 class StorePersistence(ChatPersistence):
-    """Chat states of one tenant and one model in a store.
+    """Chats of one tenant and one model: logs in session files, caches in a store.
 
     Args:
         principal: tenant that owns the chats.
         codec: name of the codec of keys and values, a file in `store/codecs`.
-        logs: encryption of the chat logs beside the store.
+        logs: encryption of the logs.
     """
 
     def __init__(
@@ -47,11 +48,14 @@ class StorePersistence(ChatPersistence):
         loaded: LoadedModel,
         principal: str = LOCAL_PRINCIPAL,
         codec: str = RAW_CODEC,
-        logs: Encryption = UNSEALED,
+        logs: Encryption = NoEncryption(),  # noqa: B008, no state
     ) -> None:
-        self.log_encryption = logs
+        self._logs = logs
         self._store, self._principal = store, principal
         self._snapshots = ModelSnapshots(store, loaded, codec)
+
+    def open_log(self, name: str | None) -> ChatLogStore:
+        return open_chat_log(name, self._logs)
 
     def load(self, name: str, runtime: ModelRuntime, policy: Policy, log: ChatLog) -> ResumeResult:
         started = time.perf_counter()

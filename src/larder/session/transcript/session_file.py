@@ -160,6 +160,15 @@ class SessionFile(ChatLogStore):
         return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
+def open_chat_log(name: str | None, encryption: Encryption = NoEncryption()) -> ChatLogStore:  # noqa: B008, no state
+    """Log store of the chat of that name; without a name, one that ends with the process.
+
+    Raises:
+        InputError: the name is invalid.
+    """
+    return NoLogStore() if name is None else SessionFile(name, encryption)
+
+
 def session_path(name: str) -> Path:
     """Path of a session file: its name, or a digest where that is not a plain file name.
 
