@@ -29,7 +29,7 @@ from larder.store.sessions.session_reader import SessionReader
 from larder.store.sqlite import BUSY_SECONDS, OWNER_PRAGMA, claim_owner, quarantine_database
 from larder.store.throughput import ThroughputEstimates
 
-MANIFEST_FILE = "manifest.sqlite"  # of the store that a home knew first
+MANIFEST_FILE = "manifest.sqlite"  # of the first store of a home folder
 
 
 class StoreComponents:
@@ -39,14 +39,14 @@ class StoreComponents:
     incomplete one is completed.
 
     Args:
-        url: a folder, or any address that fsspec knows; or a place.
+        url: a folder, an address of fsspec, or a file system.
         home: folder of the index and the secret, on this machine.
-        secret: 32 bytes that machines which share a store must share; else it is made in `home`.
+        secret: 32 bytes, the same on all machines that share the store; None for that of `home`.
         key: encryption key, as `read_key` returns it; None for no encryption.
         budgets: bytes of each tier.
         patience: limits of calls to the disk.
         written_bytes: daily limit of bytes written to the disk; None for no limit.
-        kept_epochs: how many states of a session are kept, 1 or more.
+        kept_epochs: number of states that are retained per session, 1 or more.
         eviction: eviction policy of a full disk.
         clock: seconds since 1970.
 
@@ -147,9 +147,7 @@ class StoreComponents:
         return Manifest(path, self.secret, self.clock, self.encryption, self._patience)
 
     def _catch_up(self) -> None:
-        """Index the records beside the blobs; what a slow disk does not return waits for the
-        next start.
-        """
+        """Index the records beside the blobs, as far as the disk returns them in time."""
         try:
             self.epochs.sync_manifest()
             if not self.manifest.is_built:

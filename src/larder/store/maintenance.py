@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from larder.core.errors import LarderError
-from larder.store.blobs.blob_store import BlobRef
 from larder.store.blobs.container import unpack_container
 from larder.store.blobs.tenant_blobs import GRACE_SECONDS
 from larder.store.components import StoreComponents
@@ -23,8 +22,8 @@ class VerificationResult:
     """Verification result of one session.
 
     Args:
-        record: its newest state.
-        problems: one sentence each; empty where everything is whole.
+        record: newest state of the session.
+        problems: one sentence each; empty if all data is intact.
     """
 
     record: Record
@@ -40,8 +39,8 @@ class StoreMaintenance:
     def verify(self, records: Iterable[Record]) -> list[VerificationResult]:
         """Read every blob of some sessions and verify its digest.
 
-        What is damaged is set aside, so that the next saving writes it anew. A record that is
-        missing or damaged beside the blobs is written again.
+        A damaged blob is moved to quarantine, so that the next save writes it again. A record that
+        is missing or damaged beside the blobs is written again.
         """
         return [VerificationResult(record, tuple(self._problems(record))) for record in records]
 
@@ -49,10 +48,10 @@ class StoreMaintenance:
         """Delete everything unreferenced: leftovers of crashes and of removed sessions.
 
         Args:
-            grace_seconds: how long what another process writes may be in the making.
+            grace_seconds: age up to which unreferenced data may be part of a save in progress.
 
         Returns:
-            the bytes of blobs that were freed.
+            bytes of the deleted blobs.
         """
         parts = self._parts
         for key, newest in _newest_records(parts.epochs.all_records()).items():
@@ -105,29 +104,22 @@ class StoreMaintenance:
         return newest.epoch == max(self._parts.epochs.written(newest.key), default=0)
 
     def _problems(self, record: Record) -> list[str]:
-        own = record.tenant
-        found = [said for ref in record.spans if (said := self._damage(ref, own))]
-        try:
-            self._parts.reader.ids(record)
-        except LarderError as error:
-            found.append(f"The log of tokens is lost: {error}")
+        reader = self._parts.reader
+        checks: list[tuple[str, Callable[[], object]]] = [
+            ("", lambda ref=ref: unpack_container(self._parts.blobs.get(ref, record.tenant)))
+            for ref in record.spans
+        ]
+        checks.append(("The log of tokens is lost: ", lambda: reader.ids(record)))
         if record.transcript is not None:
+            checks.append(("The transcript is lost: ", lambda: reader.transcript(record)))
+        checks.append(("The state beside the caches is lost: ", lambda: reader.beside(record)))
+        problems = list[str]()
+        for what, check in checks:
             try:
-                self._parts.reader.transcript(record)
+                check()
             except LarderError as error:
-                found.append(f"The transcript is lost: {error}")
-        try:
-            self._parts.reader.beside(record)
-        except LarderError as error:
-            found.append(f"The state beside the caches is lost: {error}")
-        return found + self._repair_record(record)
-
-    def _damage(self, ref: BlobRef, tenant: str) -> str:
-        try:
-            unpack_container(self._parts.blobs.get(ref, tenant))
-        except LarderError as error:
-            return str(error)
-        return ""
+                problems.append(f"{what}{error}")
+        return problems + self._repair_record(record)
 
     def _repair_record(self, record: Record) -> list[str]:
         parts = self._parts

@@ -1,10 +1,9 @@
 """Prefix index: a tree of token chunks in SQLite, matched token by token.
 
-A chunk holds keys and values of `CHUNK_TOKENS` tokens behind one known beginning. Chunks of one
-tenant and one identity form a tree; children of a chunk are ordered by their tokens, so the one
-that shares most with a text stands next to where the text would be. A chunk belongs to its parent's
-row, which was itself chosen by its tokens: no digest decides what follows what, so two texts whose
-digests collide are still two.
+A chunk holds keys and values of `CHUNK_TOKENS` tokens after one prefix. Chunks of one tenant and
+one model identity form a tree. Children are ordered by their tokens, so the child that shares most
+tokens with a text is a neighbor of the text's place in that order. A child refers to its parent's
+row, not to a digest of the prefix: texts whose digests collide stay separate.
 """
 
 from __future__ import annotations
@@ -181,12 +180,15 @@ class ChunkIndex:
         """Blob digests of retained chunks, by tenant and key; "" if unknown."""
         with self._manifest.reading() as rows:
             here = {(tenant, key): digest for tenant, key, digest in rows(_DIGESTS)}
-        return {own: here.get(own) or self._digest(*own) for own in self._records.kept()}
+        return {
+            (tenant, key): here.get((tenant, key)) or self._digest(tenant, key)
+            for tenant, key in self._records.kept()
+        }
 
     def stays(self, chunk: PrefixChunk, tenant: str) -> bool:
         """True if a chunk is retained, or shared by a machine other than its writer."""
-        own = tenant, chunk.key
-        return self._records.is_kept(*own) or self._records.is_shared(*own)
+        records = self._records
+        return records.is_kept(tenant, chunk.key) or records.is_shared(tenant, chunk.key)
 
     def leave(self, tenant: str, chunks: Iterable[PrefixChunk]) -> None:
         """Remove the rows of unreferenced chunks without retained descendants; blobs remain."""
@@ -217,16 +219,15 @@ class ChunkIndex:
     def rebuild(self) -> None:
         """Index the chunk records beside the blobs."""
         known: dict[tuple[str, str, str], int] = {}
-        for each in sorted(
-            self._records.all(), key=lambda fields: (fields["start"], fields["key"])
-        ):
-            own = each["tenant"], each["identity"]
-            parent = known.get((*own, each["before"]), 0)
-            if each["start"] and not parent:
+        records = sorted(self._records.all(), key=lambda fields: (fields["start"], fields["key"]))
+        for fields in records:
+            tenant, identity, before = fields["tenant"], fields["identity"], fields["before"]
+            parent = known.get((tenant, identity, before), 0)
+            if fields["start"] and not parent:
                 continue  # its parent is lost
-            made = chunk_from_dict(each, parent)
-            if (row := self._insert(made, *own, each["before"])) is not None:
-                known[*own, made.prefix] = row.row
+            chunk = chunk_from_dict(fields, parent)
+            if (inserted := self._insert(chunk, tenant, identity, before)) is not None:
+                known[tenant, identity, chunk.prefix] = inserted.row
 
     def _nearest(self, tenant: str, identity: str, parent: int, wanted: bytes) -> ChunkMatch | None:
         """Child that shares most tokens: one of the two neighbors in token order."""

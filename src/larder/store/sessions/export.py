@@ -6,7 +6,7 @@ The importing tenant becomes the owner: each blob is verified, then rewritten fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -79,10 +79,8 @@ def import_session(parts: StoreComponents, data: bytes, key: SessionKey, name: s
             previous=previous,
             spans=tuple(_change_tenant(transaction, blobs[ref.digest]) for ref in record.spans),
             tokens=transaction.put(encode_token_log(ids, tenant, session)),
-            transcript=_change_owner(
-                transaction, blobs, record, record.transcript, (tenant, session)
-            ),
-            beside=_change_owner(transaction, blobs, record, record.beside, (tenant,)),
+            transcript=_change_owner(transaction, blobs, record, record.transcript, session),
+            beside=_change_owner(transaction, blobs, record, record.beside),
             made=parts.clock(),
             labels={**record.labels, ROOT_LABEL: name} if is_renamed else record.labels,
         )
@@ -181,13 +179,13 @@ def _change_owner(
     blobs: Mapping[str, bytes],
     record: Record,
     ref: BlobRef | None,
-    owner: Sequence[str],
+    *session: str,
 ) -> BlobRef | None:
-    """Rewrite a blob that is not a cache for a new tenant or session; None stays None."""
+    """Rewrite a blob that is not a cache for a new tenant, or a session of it; None stays None."""
     if ref is None:
         return None
     data = strip_owner(blobs[ref.digest], record.tenant, record.session)
-    return transaction.put(add_owner(data, *owner))
+    return transaction.put(add_owner(data, transaction.tenant, *session))
 
 
 def _byte_tensor(data: bytes) -> Tensor:
