@@ -8,10 +8,10 @@ import pytest
 
 import cli_results
 from cli_results import CAT, QUESTIONS, SMALL, WINDOW, Run, complaint, document, write
-from larder.cli import question_run
 from larder.core.errors import InputError
 from larder.engine.answer import Answer
 from larder.engine.engine import Engine
+from larder.evaluation import answer_metrics
 from larder.evaluation.answer_metrics import exact_match
 
 FULL = ("--policy", "full", "--max-new-tokens", "8")
@@ -102,7 +102,7 @@ def test_tables_tell_what_dense_layers_take(run: Run, talk: Path, folder: Path) 
 def test_scores_are_those_of_the_metrics(
     run: Run, talk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(question_run, "exact_match", lambda *texts: not exact_match(*texts))
+    monkeypatch.setattr(answer_metrics, "exact_match", lambda *texts: not exact_match(*texts))
     told = document(run("eval", talk, *FULL, "--json"))
     assert told["summary"]["exact"] == 0.0
 

@@ -148,7 +148,7 @@ def _print_errors(run: QuestionRun) -> None:
 
 
 def _print_figures(run: QuestionRun) -> None:
-    from larder.cli.eval_tables import dense_line
+    from larder.cli.question_run import dense_line
 
     figures, asked = run.memory.figures, run.asked
     lines = progress_console()

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from larder.store.sessions.records import Record
     from larder.store.store import Store
 
-app = typer.Typer(cls=HelpGroup, help="List, show, verify, export, import, remove, seal sessions.")
+app = typer.Typer(
+    cls=HelpGroup,
+    add_completion=False,
+    help="List, show, verify, export, import, remove, seal sessions.",
+)
 Name = Annotated[str, typer.Argument(metavar="SESSION", help="Its name.")]
 
 

@@ -21,9 +21,8 @@ from larder.cli.json_documents import (
     paired_differences,
     scored_questions,
 )
-from larder.cli.question_run import QuestionOutcome, QuestionRun
+from larder.cli.question_run import QuestionOutcome, QuestionRun, dense_line
 from larder.evaluation.bootstrap import Interval
-from larder.session.memory import CacheFigures, Coverage
 
 MISSING = "-"
 FILE_COLUMNS = (
@@ -76,22 +75,6 @@ def figures_line(run: QuestionRun) -> str:
         f"{format_bytes(run.peak_kv_bytes)} at the peak, "
         f"{format_bytes(figures.full_kv_bytes)} without a budget"
         f"{dense_line(figures)}"
-    )
-
-
-def dense_line(figures: CacheFigures) -> str:
-    """Line about layers that the budget does not cover; empty if it covers all."""
-    dense = figures.dense
-    if not dense:
-        return ""
-    covered = [each for each in figures.layers if each.coverage is Coverage.BUDGET]
-    held = sum(each.active_kv_bytes for each in covered)
-    full = sum(each.full_kv_bytes for each in covered)
-    return (
-        f"\nthe budget does not cover layers {', '.join(str(each.layer) for each in dense)}, which "
-        f"are dense: {format_bytes(figures.dense_kv_bytes)} of the active cache; the "
-        f"{len(covered)} that "
-        f"it covers hold {format_bytes(held)} of {format_bytes(full)}"
     )
 
 

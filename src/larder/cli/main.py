@@ -4,15 +4,113 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from typing import Annotated, Any
 
 import typer
 
 import larder
-from larder.cli import ask, cache, chat, eval, policy, serve
-from larder.cli.demo import command as demo
-from larder.cli.errors import Unwritable, print_error
-from larder.cli.options import ErrorLineGroup
+from larder.cli.errors import (
+    INTERRUPTED_EXIT_CODE,
+    Unwritable,
+    handle_stdout_error,
+    print_error,
+)
+from larder.cli.options import HelpGroup
+from larder.cli.startup import pause_collection
+from larder.core.errors import UsageError
+
+GROUP = "larder.command"  # entry point group of commands in other packages
+# Built-in commands, and groups of commands.
+COMMANDS = {
+    "demo": "larder.cli.demo.command:demo",
+    "ask": "larder.cli.ask:ask",
+    "eval": "larder.cli.eval:evaluate",
+    "chat": "larder.cli.chat:chat",
+    "serve": "larder.cli.serve:serve",
+}
+# Commands that load much, and either end soon or call `resume_collection`.
+LOADING_COMMANDS = (*COMMANDS, "policy")
+COMMAND_GROUPS = {"policy": "larder.cli.policy:app", "cache": "larder.cli.cache:app"}
+# Base class of all errors of the parser; typer exports only subclasses.
+ParserError: Any = typer.BadParameter.__base__
+
+
+class CommandTable(Mapping[str, Any]):
+    """Commands by name, in the order of `--help`; a module is imported by the first look-up.
+
+    Packages add commands through the entry point group `larder.command`; they cannot replace a
+    built-in command.
+    """
+
+    def __getitem__(self, name: str) -> Any:
+        target = (COMMANDS | COMMAND_GROUPS).get(name)
+        if target is not None:
+            return _command_of(EntryPoint(name, target, GROUP))
+        for point in entry_points(group=GROUP, name=name):
+            return _command_of(point)
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        others = {point.name for point in entry_points(group=GROUP)}
+        yield from (*COMMANDS, *sorted(others - {*COMMANDS, *COMMAND_GROUPS}), *COMMAND_GROUPS)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+class ErrorLineGroup(HelpGroup):
+    """Top-level group of commands; a usage error is one line on stderr and exit code 2."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = CommandTable()
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a command line and exit with its code; without `standalone_mode`, return the code."""
+        words = list(sys.argv[1:] if args is None else args)
+        try:
+            code = self._code(words, prog_name, complete_var, **extra)
+            sys.stdout.flush()
+        except OSError as error:
+            code = handle_stdout_error(error)
+        if standalone_mode:
+            sys.exit(code or 0)
+        return code
+
+    def _code(self, words: list[str], *rest: Any, **extra: Any) -> Any:
+        try:
+            return super().main(words, *rest, standalone_mode=False, **extra)
+        except typer.Abort:
+            return INTERRUPTED_EXIT_CODE
+        except ParserError as error:
+            print_error(_usage_error(error), "--json" in words)
+            return UsageError.exit_code
+
+
+def _command_of(point: EntryPoint) -> Any:
+    program = point.load()
+    if not isinstance(program, typer.Typer):
+        function, program = program, typer.Typer(add_completion=False)
+        program.command(point.name)(function)
+    loaded = typer.main.get_command(program)
+    loaded.name = point.name
+    return loaded
+
+
+def _usage_error(error: Any) -> UsageError:
+    message = " ".join(error.format_message().split())
+    where = "larder" if error.ctx is None else error.ctx.command_path
+    return UsageError(f"{message.rstrip('.')}. See '{where} --help'.")
+
 
 app = typer.Typer(
     name="larder",
@@ -21,13 +119,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("demo")(demo.demo)
-app.command("ask")(ask.ask)
-app.command("eval")(eval.evaluate)
-app.command("chat")(chat.chat)
-app.command("serve")(serve.serve)
-app.add_typer(policy.app, name="policy")
-app.add_typer(cache.app, name="cache")
 
 
 def _show_version(show: bool) -> bool:
@@ -57,4 +148,6 @@ def main() -> None:
             Unwritable("stdout is closed: send it to a file, or to /dev/null."), is_json=False
         )
         sys.exit(Unwritable.exit_code)
+    if sys.argv[1:2] and sys.argv[1] in LOADING_COMMANDS:
+        pause_collection()
     app(prog_name="larder")

@@ -1,4 +1,4 @@
-"""Options that commands share, the decorator `command`, and the command groups.
+"""Options that commands share, the decorator `command`, and the group of sub-commands.
 
 A command takes one parameter of an options class; `command` turns its fields into options.
 """
@@ -6,18 +6,16 @@ A command takes one parameter of an options class; `command` turns its fields in
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
-from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
 
-from larder.cli.errors import INTERRUPTED_EXIT_CODE, Interrupted, handle_stdout_error, print_error
-from larder.core.errors import LarderError, UsageError
+from larder.cli.errors import Interrupted, print_error
+from larder.core.errors import LarderError
 
 
 @dataclass(frozen=True)
@@ -121,80 +119,9 @@ def _parameters(kind: type[OutputOptions]) -> list[inspect.Parameter]:
     ]
 
 
-# Base class of all errors of the parser; typer exports only subclasses.
-ParserError: Any = typer.BadParameter.__base__
-
-
 class HelpGroup(TyperGroup):
     """Group of commands that prints its help if no command is given."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments, `--help` if there are none."""
         return super().parse_args(ctx, args or ["--help"])
-
-
-COMMANDS = "larder.command"  # entry point group of commands in other packages
-
-
-class ErrorLineGroup(HelpGroup):
-    """Top-level group of commands; a usage error is one line on stderr and exit code 2.
-
-    Packages add commands through the entry point group `larder.command`. A command is loaded when
-    it runs or its help is listed, and cannot replace a built-in command.
-    """
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Names of built-in commands, of other packages' commands, then of built-in groups."""
-        own = super().list_commands(ctx)
-        groups = [name for name in own if isinstance(self.commands[name], TyperGroup)]
-        others = sorted(point.name for point in entry_points(group=COMMANDS))
-        return [n for n in own if n not in groups] + [n for n in others if n not in own] + groups
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Command of this name, or None."""
-        built_in = super().get_command(ctx, cmd_name)
-        if built_in is not None:
-            return built_in
-        for point in entry_points(group=COMMANDS, name=cmd_name):
-            return _command_of(point)
-        return None
-
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        **extra: Any,
-    ) -> Any:
-        """Run a command line and exit with its code; without `standalone_mode`, return the code."""
-        words = list(sys.argv[1:] if args is None else args)
-        try:
-            code = self._code(words, prog_name, complete_var, **extra)
-            sys.stdout.flush()
-        except OSError as error:
-            code = handle_stdout_error(error)
-        if standalone_mode:
-            sys.exit(code or 0)
-        return code
-
-    def _code(self, words: list[str], *rest: Any, **extra: Any) -> Any:
-        try:
-            return super().main(words, *rest, standalone_mode=False, **extra)
-        except typer.Abort:
-            return INTERRUPTED_EXIT_CODE
-        except ParserError as error:
-            print_error(_usage_error(error), "--json" in words)
-            return UsageError.exit_code
-
-
-def _command_of(point: EntryPoint) -> Any:
-    program = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    program.command(point.name)(point.load())
-    return typer.main.get_command(program)
-
-
-def _usage_error(error: Any) -> UsageError:
-    message = " ".join(error.format_message().split())
-    where = "larder" if error.ctx is None else error.ctx.command_path
-    return UsageError(f"{message.rstrip('.')}. See '{where} --help'.")

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 NO_PAPER = "no paper"
 
-app = typer.Typer(cls=HelpGroup, help="List, show and cite policies and their parts.")
+app = typer.Typer(
+    cls=HelpGroup, add_completion=False, help="List, show and cite policies and their parts."
+)
 
 
 @app.command("list")

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from larder.cli.console import progress_bar, progress_console
+from larder.cli.console import format_bytes, progress_bar, progress_console
 from larder.cli.options import ModelOptions
+from larder.cli.startup import resume_collection
 from larder.cli.store_options import print_resume_result
 from larder.core.conversation import Conversation, Question
 from larder.core.errors import BadParameter, LarderError, UsageError
@@ -17,10 +18,9 @@ from larder.engine.answer import Answer
 from larder.engine.engine import Engine, discard_text
 from larder.engine.generate import StoppingCriteria
 from larder.engine.sampler import SamplingParams
-from larder.evaluation.answer_metrics import exact_match, stemmed_f1, token_f1
 from larder.models.loader import load
 from larder.session.capacity import beyond_budget_line
-from larder.session.memory import ConversationMemory
+from larder.session.memory import CacheFigures, ConversationMemory, Coverage
 from larder.session.policy import Policy
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ def score_answer(text: str, question: Question) -> AnswerScores | None:
     expected = question.answer
     if not expected:
         return None
+    from larder.evaluation.answer_metrics import exact_match, stemmed_f1, token_f1
+
     return AnswerScores(
         exact_match(text, expected),
         token_f1(text, expected),
@@ -102,6 +104,7 @@ def open_engine(options: ModelOptions) -> Engine:
     with progress_bar(f"Loading {options.model}"):
         loaded = load(options.model, options.device, options.dtype)
     engine = Engine(loaded, policy, options.budget, options.block)
+    resume_collection()
     if engine.beyond_budget:
         progress_console().print(beyond_budget_line(engine.beyond_budget), soft_wrap=True)
     return engine
@@ -196,3 +199,19 @@ def prompts_for(engine: Engine, questions: list[Question]) -> dict[str, str]:
             "at a time, or take another --policy."
         )
     return {QUESTION_PROMPT: questions[0].question}
+
+
+def dense_line(figures: CacheFigures) -> str:
+    """Line about layers that the budget does not cover; empty if it covers all."""
+    dense = figures.dense
+    if not dense:
+        return ""
+    covered = [each for each in figures.layers if each.coverage is Coverage.BUDGET]
+    held = sum(each.active_kv_bytes for each in covered)
+    full = sum(each.full_kv_bytes for each in covered)
+    return (
+        f"\nthe budget does not cover layers {', '.join(str(each.layer) for each in dense)}, which "
+        f"are dense: {format_bytes(figures.dense_kv_bytes)} of the active cache; the "
+        f"{len(covered)} that "
+        f"it covers hold {format_bytes(held)} of {format_bytes(full)}"
+    )

@@ -158,6 +158,7 @@ def _run(
         # model and all libraries, and stall every request for half a second.
         gc.collect()
         gc.freeze()
+        gc.enable()
         _print_address(options, client, bound)
         config = ServerConfig(app, timeout_graceful_shutdown=5)
         uvicorn.Server(config).run(sockets=[bound])
