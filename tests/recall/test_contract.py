@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from importlib import import_module
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ GROWTHS = st.lists(
 ENOUGH = {"clusters": 60, "sentences": 64}
 NEEDS = {"graph": "usearch"}  # packages that may be missing
 PARTS = pytest.mark.parametrize("name", sorted(RECALLS.own()))
+LOOPS = {name: vars(import_module(f"references.{name}")) for name in sorted(RECALLS.own())}
 
 
 def part(name: str) -> RecallPart:
@@ -87,6 +90,28 @@ def test_what_is_found_are_pages(name, growths, count, seed) -> None:
             assert bool(real) == (tier.lengths[row // group] > 0)
         assert index.contents(found).shape == (*found.shape, index.page)
         assert bool((index.contents(found)[found < 0] == -1).all())
+
+
+@pytest.mark.parametrize("name", [name for name, loop in LOOPS.items() if "found" in loop])
+@settings(max_examples=25)
+@given(growths=GROWTHS, count=st.sampled_from([1, 4, 100]), seed=st.integers(0, 2**31))
+def test_it_finds_what_its_loop_finds(name, growths, count, seed) -> None:
+    tier, wanted = Tier(LAYER, seed), part(name)
+    index, queries = wanted.index(LAYER), (4 * tier.queries()).round() / 4
+    for growth in growths:
+        tier.grow(growth)
+        tier.keys = [(4 * head).round() / 4 for head in tier.keys]  # so that sums are exact
+        index.add(tier.entries(), asked(tier, wanted))
+    keys = [head.tolist() for head in tier.keys]
+    pages = index.find(queries, tier.entries(), count).pages.tolist()
+    expected = LOOPS[name]["found"](wanted, queries.tolist(), keys, count)
+    assert [[page for page in row if page >= 0] for row in pages] == expected
+
+
+def test_an_index_without_such_a_loop_has_tests_of_its_own() -> None:
+    folder = Path(__file__).parent
+    without = [name for name, loop in LOOPS.items() if "found" not in loop]
+    assert [name for name in without if not (folder / f"test_{name}.py").is_file()] == []
 
 
 @PARTS
