@@ -17,6 +17,7 @@ from larder.policy.providers.base import (
     DraftProvider,
     Kind,
     TokenProvider,
+    VocabularyProvider,
     WeightProvider,
     column_providers,
     select_providers,
@@ -83,6 +84,33 @@ def test_drafted_tokens_are_those_of_the_loop(name, provider) -> None:
         rows = logits(seed)
         assert provider.next_tokens(rows) == loop(name).tokens(rows.tolist())
         assert provider.next_tokens(rows[2:3]) == loop(name).tokens(rows[2:3].tolist())
+
+
+TEXTS = [
+    ". ",
+    "word",
+    "?",
+    '!"',
+    "a.b",
+    ".,",
+    "\n",
+    " x\ny",
+    "",
+    ")",
+    ".)",
+    "。",
+    "...",
+    "' ",
+    "<s>",
+]
+
+
+@pytest.mark.parametrize(("name", "provider"), of_kind(VocabularyProvider))
+def test_tokens_of_the_vocabulary_are_those_of_the_loop(name, provider) -> None:
+    told = [(text, special) for text in TEXTS for special in (False, True)]
+    found = [provider.contains(*each) for each in told]
+    assert found == [loop(name).contains(*each) for each in told]
+    assert len(set(found)) == 2
 
 
 def test_a_provider_is_found_by_its_file_and_an_unknown_one_is_refused() -> None:

@@ -83,7 +83,7 @@ def policy(name: str, recalled: int) -> Policy:
 def runtime(decoder: Decoder, closing: frozenset[int] = frozenset({7, 8})) -> ModelRuntime:
     """Args: closing: tokens that end a sentence."""
     scribe = object.__new__(TokenizerAdapter)
-    vars(scribe)["_closing_tokens"] = closing
+    vars(scribe)["_token_sets"] = {"sentence_ends": closing}
     return ModelRuntime(decoder, scribe, lambda name: pytest.fail(name), lambda names: {})
 
 

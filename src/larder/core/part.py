@@ -19,8 +19,6 @@ class PolicyPart:
     tallies: ClassVar[frozenset[str]] = frozenset()
     # Names of the measurements of a model that it looks up, files of `larder.models.measurements`.
     calibrations: ClassVar[frozenset[str]] = frozenset()
-    # Names of the sets of token ids that it looks up.
-    lexicon: ClassVar[frozenset[str]] = frozenset()
     # State that the cache holds for it.
     ledger: ClassVar[Ledger] = Ledger()
 

@@ -54,7 +54,6 @@ class Sentences(EntryRecall):
     is_plain: ClassVar[bool] = False
     follows: ClassVar[bool] = True
     tallies: ClassVar[frozenset[str]] = frozenset({"sentence"})
-    lexicon: ClassVar[frozenset[str]] = frozenset({"sentence_ends"})
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -188,11 +188,6 @@ class Policy:
         """Names of the calibration data that its parts require."""
         return self.planner.calibrations
 
-    @property
-    def lexicon(self) -> frozenset[str]:
-        """Names of the sets of token ids that its parts require."""
-        return frozenset[str]().union(*(part.lexicon for part in self.planner.parts))
-
     def with_sizes(self, tokens: int, block: int | None) -> Policy:
         """Policy with its open sizes filled in.
 

@@ -8,6 +8,7 @@ A part names the providers that it reads in `needs`, by their file names:
 | `ActivationProvider` | hidden states before attention | `Observation.inputs[name]`, or column |
 | `WeightProvider` | weights of an attention module | `Observation.inputs[name]` |
 | `DraftProvider` | logits behind a scratch prompt | queries of the drafted tokens |
+| `VocabularyProvider` | texts of all tokens | `Observation.lexicon[name]` |
 
 A column, read by `Entries.column(name)`, has one number per entry: the cache keeps, forks, saves
 and counts it. A provider has no state, and runs only under policies that name it.
@@ -92,6 +93,18 @@ class DraftProvider(Provider, ABC):
     @abstractmethod
     def next_tokens(self, logits: Float[Tensor, "N V"]) -> list[int]:
         """Next token of each prompt, from the float32 logits behind it."""
+
+
+class VocabularyProvider(Provider, ABC):
+    """Set of tokens of the model's vocabulary."""
+
+    @abstractmethod
+    def contains(self, text: str, is_special: bool) -> bool:
+        """True if a token of this text is in the set.
+
+        Args:
+            is_special: whether the tokenizer calls it a special token.
+        """
 
 
 Kind = TypeVar("Kind", bound=Provider)

@@ -23,6 +23,7 @@ class SentenceTally(Tally):
     """Column `sentence`."""
 
     columns = ("sentence",)
+    needs = frozenset({ENDS})
 
     def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
         entries, places = seen.entries, seen.query_positions

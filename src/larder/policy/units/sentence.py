@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from larder.core.observation import Observation
 from larder.core.types import Packed
-from larder.policy.tallies.sentence import ENDS
 from larder.policy.units.base import Unit, pool_groups
 
 
@@ -24,7 +23,6 @@ class Sentence(Unit):
     """Mean score of a sentence."""
 
     tallies = frozenset({"sentence"})
-    lexicon = frozenset({ENDS})
 
     def pool(self, scores: Packed, seen: Observation) -> Packed:
         labels = seen.entries.column("sentence").abs().long()

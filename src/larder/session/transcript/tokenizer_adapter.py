@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from larder.core.conversation import Conversation, PromptLayout
 from larder.core.observation import Lexicon
+from larder.policy.providers.base import VocabularyProvider, select_providers
 from larder.session.transcript.chat_template import ChatTemplate, PromptEnd, TemplateMessage
 
-# Punctuation that ends a sentence, perhaps with a closing quote or bracket; or a line break.
-SENTENCE_END = re.compile(r"""[.!?\u2026\u3002\uff01\uff1f]["')\]\u2019\u201d]*\s*$|\n""")
 ACKNOWLEDGEMENT = "I have read the text. Ask me anything about it."
 
 
@@ -42,6 +39,7 @@ class TokenizerAdapter:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer)
+        self._token_sets: dict[str, frozenset[int]] = {}
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a bare text."""
@@ -94,17 +92,19 @@ class TokenizerAdapter:
         starts = [start for start, _ in encoded["offset_mapping"]]
         return text, tuple(encoded["input_ids"]), starts
 
-    def lexicon(self, names: frozenset[str]) -> Lexicon:
-        """Sets of token ids by name."""
-        return {name: self._closing_tokens for name in names}
+    def lexicon(self, names: Iterable[str]) -> Lexicon:
+        """Token sets of the vocabulary providers among the named ones."""
+        providers = select_providers(names, VocabularyProvider)
+        for name, provider in providers.items():
+            if name not in self._token_sets:
+                self._token_sets[name] = self._token_set(provider)
+        return {name: self._token_sets[name] for name in providers}
 
-    @cached_property
-    def _closing_tokens(self) -> frozenset[int]:
-        """Tokens that end a sentence: by their text, or special ones."""
-        every = range(len(self.tokenizer))
-        texts = ((token, self.tokenizer.decode([token])) for token in every)
-        closing = {token for token, text in texts if SENTENCE_END.search(text)}
-        return frozenset(closing | set(self.tokenizer.all_special_ids))
+    def _token_set(self, provider: VocabularyProvider) -> frozenset[int]:
+        special = frozenset(self.tokenizer.all_special_ids)
+        texts = ((token, self.tokenizer.decode([token])) for token in range(len(self.tokenizer)))
+        inside = (token for token, text in texts if provider.contains(text, token in special))
+        return frozenset(inside)
 
     def encode_question(self, text: str) -> tuple[int, ...]:
         """Encode a user message after a finished turn, up to the beginning of the answer."""
