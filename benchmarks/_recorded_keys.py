@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder import read_conversation
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.conversation import Conversation
 from larder.core.observation import Entries
 from larder.core.spec import LayerSpec
@@ -58,7 +58,7 @@ def record_layers(path: Path, tokens: int, asked: int) -> list[RecordedLayer]:
     conversation = read_conversation(path)
     ids = scribe.encode_conversation(conversation).ids
     ids = (ids * (1 + tokens // len(ids)))[-tokens:]
-    cache = SequenceCache(loaded.decoder.spec, CacheForm.DENSE)
+    cache = SequenceCache(loaded.decoder.spec, "dense")
     cache.reserve(tokens)
     keys: dict[int, list[Tensor]] = {}
     queries: dict[int, list[Tensor]] = {}

@@ -19,7 +19,7 @@ from _inputs import text_ids
 from _timing import environment, shortest_run, write
 from torch import Tensor
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.types import Mode
 from larder.models.cacheblend import RECOMPUTE_SHARE, ContextChunk, blend
 from larder.models.decoder import Decoder
@@ -31,7 +31,7 @@ SHARES = (0.0, RECOMPUTE_SHARE, 0.5, 1.0)
 
 
 def read(decoder: Decoder, ids: tuple[int, ...]) -> SequenceCache:
-    cache = SequenceCache(decoder.spec, CacheForm.DENSE)
+    cache = SequenceCache(decoder.spec, "dense")
     decoder.read([BatchSegment(cache, ids)], Mode.APPEND)
     return cache
 

@@ -120,7 +120,7 @@ def _memory() -> None:
 
 def _child(policy: str, tokens: int) -> dict[str, Any]:
     from larder import Policy
-    from larder.cache.sequence import CacheForm, SequenceCache
+    from larder.cache.sequence import SequenceCache
     from larder.prefill.base import no_progress
     from larder.prefill.memory import PeakMemoryMeter
     from larder.prefill.reader import PrefillReader, PrefillSequence
@@ -132,7 +132,7 @@ def _child(policy: str, tokens: int) -> dict[str, Any]:
         sentence += f"{name} > pooled(tokens=1024)"
     chosen, decoder = Policy.parse(sentence), base.loaded.decoder
     ids = tuple(6 + (i * 7919) % 4000 for i in range(tokens))
-    form = CacheForm.DENSE if policy == "full" else CacheForm.RAGGED
+    form = "dense" if policy == "full" else "ragged"
     size = chosen.budget.tokens or 0
     layers = tuple(layer.index for layer in decoder.spec.managed)
     quotas = chosen.planner.quotas(size, tokens, layers, {})

@@ -33,7 +33,7 @@ from transformers import DynamicCache
 from larder import Policy
 from larder.cache.forms.tiered import TieredLayer
 from larder.cache.offload.slow_tier import OffloadBatch
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment
@@ -123,7 +123,7 @@ def _interleaved(
 def _full(
     decoder: Decoder, streams: Sequence[KeyQueryStream], clock: Clock, row: dict[str, Any]
 ) -> Callable[[], None]:
-    cache = SequenceCache(decoder.spec, CacheForm.DENSE)
+    cache = SequenceCache(decoder.spec, "dense")
     tokens = streams[0].keys.shape[1]
     for layer, told, store in zip(decoder.spec.layers, streams, cache._stores, strict=True):
         store.allocate(tokens + 64)
@@ -154,7 +154,7 @@ def _policy(
         CLOCKS[options.clock],
     )
     cache, planner = _parked(decoder, policy, streams, clock, row), policy.planner
-    layers = [layer for layer in decoder.spec.managed if cache.cache_spec.is_budgeted(layer)]
+    layers = [layer for layer in decoder.spec.managed if cache.is_budgeted(layer)]
     tokens = streams[0].keys.shape[1]
     fast = entries_per_head(policy, decoder.spec)
     quotas = planner.quotas(fast, tokens, tuple(layer.index for layer in layers), {})
@@ -188,9 +188,7 @@ def _parked(
     row: dict[str, Any],
 ) -> SequenceCache:
     """A cache as it is behind a text that was read: ends in the fast tier, all indexed."""
-    cache = SequenceCache(
-        decoder.spec, CacheForm.TIERED, policy.planner.ledger, parking=policy.parking
-    )
+    cache = SequenceCache(decoder.spec, "tiered", policy.planner.ledger, parking=policy.parking)
     near = entries_per_head(policy, decoder.spec)
     first = policy.scorer.protected_tokens().union(policy.protect.least(near)).first
     tokens, seconds = streams[0].keys.shape[1], 0.0
@@ -198,7 +196,7 @@ def _parked(
         assert isinstance(store, TieredLayer)
         values = draw_values(decoder.spec, layer, tokens)
         stays = torch.ones(tokens, dtype=torch.bool)
-        if cache.cache_spec.is_budgeted(layer):
+        if cache.is_budgeted(layer):
             stays[first : tokens - (near - first)] = False
         held, far = torch.nonzero(stays).flatten(), torch.nonzero(~stays).flatten()
         store.allocate(len(held) + 64)

@@ -25,7 +25,7 @@ import torch
 from _inputs import load_model
 from _timing import environment, write
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment
@@ -87,7 +87,7 @@ def _seconds(model: str, decoder: Decoder, tokens: int, rounds: int) -> None:
 def _cases(decoder: Decoder, tokens: int) -> dict[str, Callable[[], Any]]:
     recompute, spec = KVRecompute(decoder), decoder.spec
     ids = tuple(torch.randint(6, min(decoder.vocab_size, 4096), (tokens,)).tolist())
-    cache, residuals = SequenceCache(spec, CacheForm.DENSE), ResidualStream(range(len(spec.layers)))
+    cache, residuals = SequenceCache(spec, "dense"), ResidualStream(range(len(spec.layers)))
     starts, places = range(0, tokens, BLOCK_TOKENS), torch.arange(tokens)
     for start in starts:
         recompute.read(BatchSegment(cache, ids[start : start + BLOCK_TOKENS]), residuals)
@@ -99,10 +99,10 @@ def _cases(decoder: Decoder, tokens: int) -> dict[str, Callable[[], Any]]:
             recompute.project({layer: rows[part] for layer, rows in held.items()}, part)
 
     def reread(depth: int) -> Callable[[], None]:
-        return lambda: recompute.reread(depth, held[depth], SequenceCache(spec, CacheForm.DENSE))
+        return lambda: recompute.reread(depth, held[depth], SequenceCache(spec, "dense"))
 
     def read() -> None:
-        fresh = SequenceCache(spec, CacheForm.DENSE)
+        fresh = SequenceCache(spec, "dense")
         for start in starts:
             decoder.read([BatchSegment(fresh, ids[start : start + BLOCK_TOKENS])], Mode.APPEND)
 

@@ -26,7 +26,7 @@ from _timing import environment, write
 from transformers import DynamicCache
 
 from larder import Policy
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment
@@ -83,8 +83,8 @@ def _prefill(module: Any, decoder: Decoder, tokens: int, rounds: int) -> dict[st
 
 def _decode(module: Any, decoder: Decoder, tokens: int, rounds: int) -> dict[str, list[float]]:
     long, short = (
-        random_cache(decoder, CacheForm.DENSE, tokens),
-        random_cache(decoder, CacheForm.RAGGED, SHORT),
+        random_cache(decoder, "dense", tokens),
+        random_cache(decoder, "ragged", SHORT),
     )
     own_long, own_short = _own_filled(module, decoder, tokens), _own_filled(module, decoder, SHORT)
     cases = {
@@ -140,7 +140,7 @@ def _read(
     tokens = policy.budget.tokens or MEAN
     layers = tuple(layer.index for layer in decoder.spec.managed)
     quotas = planner.quotas(tokens, len(ids), layers, {})
-    form = CacheForm.DENSE if tokens > len(ids) else CacheForm.RAGGED
+    form = "dense" if tokens > len(ids) else "ragged"
     lanes = [
         PrefillSequence(
             SequenceCache(decoder.spec, form, planner.ledger),

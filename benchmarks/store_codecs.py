@@ -21,7 +21,7 @@ from _inputs import text_ids
 from _timing import environment, shortest_run, write
 from torch import Tensor
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.types import Mode
 from larder.models.forward_batch import BatchSegment
 from larder.models.loader import load
@@ -87,7 +87,7 @@ def main() -> None:
     loaded = load(given.model)
     decoder = loaded.decoder
     ids = text_ids(loaded.tokenizer, given.tokens + given.continued)
-    cache = SequenceCache(decoder.spec, CacheForm.DENSE)
+    cache = SequenceCache(decoder.spec, "dense")
     for start in range(0, given.tokens, BLOCK_TOKENS):
         block = ids[start : min(start + BLOCK_TOKENS, given.tokens)]
         decoder.read([BatchSegment(cache, block)], Mode.APPEND)

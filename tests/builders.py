@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from larder.cache.sequence import CacheForm
+from larder.cache.spec import FORMS
 from larder.core.observation import Entries, Observation
 from larder.core.plan import Plan
 from larder.core.recall import OffloadSpec
@@ -26,6 +26,8 @@ from larder.policy.providers.base import (
 )
 from larder.recall.flat import Flat
 
+# Cache forms that a cache may be given by name; the others are created by these.
+FORM_NAMES = [name for name in FORMS.names() if FORMS.load(name).has_public_name]
 HEAD_DIM = 8
 HIDDEN = 12
 # Parts that another package does the work of, by its name; without it nobody can try them.
@@ -53,14 +55,14 @@ def a_spec(*layers: LayerSpec, dtype: torch.dtype = torch.float32) -> ModelSpec:
     return ModelSpec(layers, dtype, torch.device("cpu"))
 
 
-def parking_of(form: CacheForm) -> OffloadSpec | None:
+def parking_of(form: str) -> OffloadSpec | None:
     """How a cache of that form finds parked entries again: all of them; None where none are."""
-    return OffloadSpec(Flat(tokens=1000, page=4, dense=0)) if form is CacheForm.TIERED else None
+    return OffloadSpec(Flat(tokens=1000, page=4, dense=0)) if form == "tiered" else None
 
 
-def tiers_of(form: CacheForm) -> dict[str, Any]:
+def tiers_of(form: str) -> dict[str, Any]:
     """What a cache of that form is to be told of where rejected entries are."""
-    rebuilding = RecomputeSpec() if form is CacheForm.REBUILT else None
+    rebuilding = RecomputeSpec() if form == "rebuilt" else None
     return {"parking": parking_of(form), "rebuilding": rebuilding}
 
 

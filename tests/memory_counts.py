@@ -11,29 +11,12 @@ from typing import Any
 import pytest
 
 from larder.cache.forms.base import CacheLayer
-from larder.cache.forms.compact import CompactLayer
-from larder.cache.forms.corrected import CorrectedLayer
-from larder.cache.forms.dense import DenseLayer
-from larder.cache.forms.graded import GradedLayer
-from larder.cache.forms.paired import PairedLayer
-from larder.cache.forms.ragged import RaggedLayer
-from larder.cache.forms.rebuilt import RecomputedLayer
 from larder.cache.forms.tiered import TieredLayer
-from larder.cache.forms.window import SlidingWindowLayer
 from larder.cache.memory_usage import storage_bytes
 from larder.cache.sequence import SequenceCache
+from larder.cache.spec import FORMS
 
-LAYERS = (
-    CompactLayer,
-    CorrectedLayer,
-    DenseLayer,
-    GradedLayer,
-    PairedLayer,
-    RaggedLayer,
-    RecomputedLayer,
-    SlidingWindowLayer,
-    TieredLayer,
-)
+LAYERS = [FORMS.load(name) for name in FORMS.names()]
 CHANGES = (
     *("append", "extend", "attend", "again", "record_logits", "heard", "apply", "evict", "note"),
     *("allocate", "reserve", "compact", "truncate", "forget", "entries", "fork", "state", "adopt"),
@@ -67,7 +50,7 @@ def assert_sequence_counted(cache: SequenceCache) -> None:
     beside = cache.latest.tail.nbytes + sum(held.nbytes for held in latest)
     assert cache.nbytes == sum(storage_bytes(s.tensors()) for s in cache.stores) + beside
     assert cache.device_nbytes == sum(s.device_nbytes for s in cache.stores) + beside
-    budgeted = [s for s in cache.stores if cache.cache_spec.is_budgeted(s.layer)]
+    budgeted = [s for s in cache.stores if cache.is_budgeted(s.layer)]
     assert cache.managed_entries == sum(sum(s.lengths) for s in budgeted)
 
 

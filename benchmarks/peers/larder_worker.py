@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from _memory import PeakMemory, held_bytes
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.conversation import Conversation
 from larder.engine.engine import Engine
 from larder.engine.generate import StoppingCriteria, generate, no_observer
@@ -74,7 +74,7 @@ def _conversation(engine: Engine, job: dict[str, Any]) -> Conversation:
 
 def _warm_up(engine: Engine, ids: list[int]) -> None:
     """Kernels are compiled, or fetched, before anything is timed."""
-    cache = SequenceCache(engine.loaded.decoder.spec, CacheForm.DENSE)
+    cache = SequenceCache(engine.loaded.decoder.spec, "dense")
     limits = StoppingCriteria(2, frozenset())
     generate(engine.loaded.decoder, [cache], [tuple(ids[:WARM_TOKENS])], SamplingParams(), limits)
 

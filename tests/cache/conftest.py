@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from importlib import import_module
 from random import Random
 
 import pytest
@@ -19,6 +20,7 @@ from larder.cache.forms.graded import GradedLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.forms.tiered import TieredLayer
 from larder.cache.forms.window import SlidingWindowLayer
+from larder.cache.spec import FORMS
 from larder.core.codec import Codec
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.plan import Plan
@@ -95,6 +97,14 @@ KINDS = {
     ),
     "tiered": Kind(a_tiered, RaggedLoop, Plans.NONE, parks=True),
     "window": Kind(SlidingWindowLayer, WindowLoop, Plans.NONE, window=6),
+}
+# Forms that are compared with a loop in a test file of their own.
+COMPARED_APART = {"corrected", "graded", "paired", "rebuilt"}
+# Any other form joins by its file and the `Loop` of its reference, which takes plans of any kind.
+KINDS |= {
+    name: Kind(FORMS.load(name), import_module(f"references.cache.{name}").Loop, Plans.ANY, True)
+    for name in FORMS.names()
+    if name not in KINDS.keys() | COMPARED_APART
 }
 SHAPES = {"grouped": (2, 2), "multi_query": (1, 3), "multi_head": (3, 1)}  # K, R
 

@@ -11,7 +11,7 @@ from builders import a_layer, a_plan, a_spec, draw
 from cache_stores import append, extend
 from larder.cache.forms.tiered import TieredLayer
 from larder.cache.offload.host_memory import HostMemoryBudget
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError
 from larder.core.ledger import Ledger
 from larder.core.recall import OffloadSpec, RecallPart
@@ -45,7 +45,7 @@ def park(store: TieredLayer, count: int, start: int = 0) -> None:
 def test_a_sequence_is_refused_before_anything_is_allocated_and_nothing_has_changed() -> None:
     wide = a_layer(2, 1)
     spec = a_spec(wide, replace(wide, index=1))
-    cache = SequenceCache(spec, CacheForm.TIERED, parking=OffloadSpec(Flat(tokens=4, dense=0), 1))
+    cache = SequenceCache(spec, "tiered", parking=OffloadSpec(Flat(tokens=4, dense=0), 1))
     for layer in (0, 1):
         append(cache._stores[layer], draw(wide, 9000))
     before = cache.nbytes

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from builders import a_layer, a_spec, draw, tiers_of
+from builders import FORM_NAMES, a_layer, a_spec, draw, tiers_of
 from cache_stores import same_bits
 from larder.cache.latest_activations import latest_queries_bytes
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.ledger import Ledger
 from larder.core.observation import LatestQueries
 from larder.core.types import Mode
@@ -20,7 +20,7 @@ from tensor_memory import reachable_tensors, storage_bytes
 LAYERS = (a_layer(2, 2), a_layer(1, 3, index=1))
 SPEC = a_spec(*LAYERS)
 HELD = 4
-FORMS = [form for form in CacheForm if form is not CacheForm.DENSE]
+FORMS = [form for form in FORM_NAMES if form != "dense"]
 
 
 def read(cache: SequenceCache, count: int) -> None:
@@ -33,7 +33,7 @@ def read(cache: SequenceCache, count: int) -> None:
     cache.advance(count)
 
 
-def remembering(form: CacheForm = CacheForm.RAGGED) -> SequenceCache:
+def remembering(form: str = "ragged") -> SequenceCache:
     cache = SequenceCache(SPEC, form, Ledger(queries=HELD), **tiers_of(form))
     for count in (7, 2, 1):
         read(cache, count)

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from builders import a_layer, a_plan, a_spec, draw, parking_of
-from larder.cache.sequence import CacheForm, SequenceCache
+from builders import FORM_NAMES, a_layer, a_plan, a_spec, draw, parking_of
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError
 from larder.core.types import Mode
 from tensor_memory import reachable_tensors, storage_bytes
@@ -16,7 +16,7 @@ from tensor_memory import reachable_tensors, storage_bytes
 LAYERS = (a_layer(2, 2), a_layer(1, 3, window=6, index=1), a_layer(3, 1, index=2))
 SPEC = a_spec(*LAYERS)
 # A rebuilt cache needs a model: see tests/models/test_recompute_hooks.py.
-FORMS = [form for form in CacheForm if form is not CacheForm.REBUILT]
+FORMS = [form for form in FORM_NAMES if form != "rebuilt"]
 pytestmark = pytest.mark.parametrize("form", FORMS)
 
 
@@ -40,13 +40,13 @@ def read(
     return outs
 
 
-def filled(form: CacheForm) -> SequenceCache:
+def filled(form: str) -> SequenceCache:
     cache = SequenceCache(SPEC, form, parking=parking_of(form))
     read(cache, 14)
     for index in (0, 2):
         heads = LAYERS[index].kv_heads
         kept = [range(0, 14, 2)] * heads
-        if form is not CacheForm.DENSE:
+        if form != "dense":
             kept = [range(head, 14, 2 + head) for head in range(heads)]
         cache.apply(index, a_plan(kept, [14] * heads))
     return cache
@@ -195,7 +195,7 @@ def test_bytes_and_entries_are_counted(form) -> None:
     cache = filled(form)
     stores = sum(storage_bytes(reachable_tensors(store)) for store in cache._stores)
     assert cache.nbytes == stores == storage_bytes(reachable_tensors(cache))
-    assert cache.lengths()[0] == ((7, 7) if form is CacheForm.DENSE else (7, 5))
+    assert cache.lengths()[0] == ((7, 7) if form == "dense" else (7, 5))
     assert cache.managed_entries == sum(sum(cache.lengths()[index]) for index in (0, 2))
 
 

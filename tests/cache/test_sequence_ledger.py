@@ -12,7 +12,7 @@ from torch import Tensor
 
 from builders import a_layer, a_plan, a_spec, draw
 from cache_stores import same_bits
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.types import Mode
@@ -43,7 +43,7 @@ def identities(cache: SequenceCache, layer: int) -> Tensor:
 
 def remembering() -> SequenceCache:
     """Uneven heads, whose entries know who they are; one scalar of two is written."""
-    cache = SequenceCache(SPEC, CacheForm.RAGGED, LEDGER)
+    cache = SequenceCache(SPEC, "ragged", LEDGER)
     read(cache, READ)
     for index in MANAGED:
         heads = LAYERS[index].kv_heads
@@ -191,7 +191,7 @@ def test_a_spoiled_cache_changes_no_more() -> None:
 
 
 def test_only_what_is_asked_for_is_held() -> None:
-    caches = [SequenceCache(SPEC, CacheForm.RAGGED, ledger) for ledger in (Ledger(), LEDGER)]
+    caches = [SequenceCache(SPEC, "ragged", ledger) for ledger in (Ledger(), LEDGER)]
     for cache in caches:
         cache.allocate(10)
         assert cache.nbytes == storage_bytes(reachable_tensors(cache._stores))
@@ -203,8 +203,8 @@ def test_only_what_is_asked_for_is_held() -> None:
 
 
 def test_a_dense_cache_remembers_nothing() -> None:
-    with pytest.raises(CacheError, match="holds no mass, .*use a ragged cache"):
-        SequenceCache(SPEC, CacheForm.DENSE, LEDGER)
+    with pytest.raises(CacheError, match="does not support ledger, .*mass.*ragged"):
+        SequenceCache(SPEC, "dense", LEDGER)
 
 
 @pytest.mark.parametrize("lost", ["2.column.mass", "0.scalar.mean"])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from builders import a_layer, a_spec, draw
 from cache_stores import assert_close
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter
 from larder.core.ledger import Ledger
 from larder.core.plan import Plan
@@ -43,7 +43,7 @@ def a_cache(
         odd: a layer that keeps the first token as well, and gives up none or `more` of the others.
     """
     spec = a_spec(*(replace(LAYER, index=i) for i in range(LAYERS)))
-    cache, ever = SequenceCache(spec, CacheForm.TIERED, Ledger(), parking=OffloadSpec(recall)), []
+    cache, ever = SequenceCache(spec, "tiered", Ledger(), parking=OffloadSpec(recall)), []
     for i, layer in enumerate(spec.layers):
         new = draw(layer, TOKENS, 0, i)
         told = new.queries, new.keys, new.values, new.positions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment
@@ -51,7 +51,7 @@ def test_attention_may_be_wrapped_as_kvpress_wraps_it() -> None:
         return inner(module, query, key, value, attention_mask, dropout, **rest)
 
     def logits() -> torch.Tensor:
-        row = BatchSegment(SequenceCache(decoder.spec, CacheForm.DENSE), ids)
+        row = BatchSegment(SequenceCache(decoder.spec, "dense"), ids)
         return decoder.forward_logits([row], Mode.APPEND, range(len(ids)))
 
     expected = logits()

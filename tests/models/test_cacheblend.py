@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter, CacheError, ModelError
 from larder.core.types import Mode
 from larder.models.cacheblend import ContextChunk, blend
@@ -27,7 +27,7 @@ def decoder() -> Decoder:
     return Decoder(tiny("llama", layers=4))
 
 
-def read(decoder: Decoder, ids: Any, form: CacheForm = CacheForm.DENSE) -> SequenceCache:
+def read(decoder: Decoder, ids: Any, form: str = "dense") -> SequenceCache:
     cache = SequenceCache(decoder.spec, form)
     decoder.read([BatchSegment(cache, tuple(ids))], Mode.APPEND)
     return cache
@@ -109,7 +109,7 @@ def test_what_cannot_be_blended_is_refused(decoder: Decoder) -> None:
     for share, parts in ((1.1, [ContextChunk(ONE)]), (0.5, [])):
         with pytest.raises(BadParameter, match="share"):
             blend(decoder, parts, share)
-    for cache, start in ((read(decoder, ONE, CacheForm.RAGGED), 0), (whole, 1), (whole, -1)):
+    for cache, start in ((read(decoder, ONE, "ragged"), 0), (whole, 1), (whole, -1)):
         with pytest.raises(CacheError):
             blend(decoder, [ContextChunk(ONE, cache, start)])
     for other in (tiny("gemma3", layers=3), tiny("llama", layers=1)):

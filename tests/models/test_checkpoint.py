@@ -7,7 +7,7 @@ import torch
 
 from builders import a_plan
 from cache_stores import same_bits
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.models.checkpoint import Checkpoint, put_aside
@@ -38,7 +38,7 @@ def aside(decoder: Decoder, cache: SequenceCache, held: KVSource) -> tuple[Check
 
 def ragged_after_eviction(decoder: Decoder, ledger: Ledger) -> tuple:
     """Heads that hold different entries, evicted while more was still to be read."""
-    cache = SequenceCache(decoder.spec, CacheForm.RAGGED, ledger)
+    cache = SequenceCache(decoder.spec, "ragged", ledger)
     recompute, residuals = KVRecompute(decoder), ResidualStream(range(3))
     recompute.read(BatchSegment(cache, IDS[:32]), residuals)
     for layer in range(3):
@@ -47,7 +47,7 @@ def ragged_after_eviction(decoder: Decoder, ledger: Ledger) -> tuple:
     return cache, recompute, residuals
 
 
-@pytest.mark.parametrize("form", [CacheForm.DENSE, CacheForm.RAGGED])
+@pytest.mark.parametrize("form", ["dense", "ragged"])
 @pytest.mark.parametrize("held", MANNERS)
 def test_what_comes_back_is_what_was_put_aside(three_layers, held, form) -> None:
     cache = SequenceCache(three_layers.spec, form)
@@ -64,7 +64,7 @@ def test_what_comes_back_is_what_was_put_aside(three_layers, held, form) -> None
 @pytest.mark.parametrize("held", [KVSource.IDS, KVSource.EVERY])
 def test_layers_with_windows_come_back(adopted, held) -> None:
     decoder = adopted("gemma3")
-    cache, recompute = SequenceCache(decoder.spec, CacheForm.DENSE), KVRecompute(decoder)
+    cache, recompute = SequenceCache(decoder.spec, "dense"), KVRecompute(decoder)
     residuals = ResidualStream(range(2) if held is KVSource.EVERY else ())
     for start, stop in cuts(READ, BLOCK):
         recompute.read(BatchSegment(cache, IDS[start:stop]), residuals)
@@ -89,7 +89,7 @@ def test_what_a_policy_chose_comes_back(three_layers) -> None:
 def test_bytes_are_less_only_where_the_manner_says_so(three_layers) -> None:
     found = {}
     for held in MANNERS:
-        cache = SequenceCache(three_layers.spec, CacheForm.DENSE)
+        cache = SequenceCache(three_layers.spec, "dense")
         found[held] = aside(three_layers, cache, held)[0].nbytes
     entries, residual, position = 2 * 2 * 16 * 4, 64 * 4, 4
     assert found[KVSource.IDS] == READ * 4
@@ -105,7 +105,7 @@ def test_what_is_read_again_cannot_leave_out_what_was_rejected(three_layers, hel
 
 
 def test_a_plan_that_kept_everything_may_have_merged(three_layers) -> None:
-    cache = SequenceCache(three_layers.spec, CacheForm.RAGGED)
+    cache = SequenceCache(three_layers.spec, "ragged")
     recompute, residuals = read(three_layers, cache, (0,))
     cache.apply(1, a_plan([range(READ), range(READ)], (READ, READ)))
     with pytest.raises(CacheError, match="A policy works on this cache"):
@@ -113,7 +113,7 @@ def test_a_plan_that_kept_everything_may_have_merged(three_layers) -> None:
 
 
 def test_keys_that_were_changed_are_noticed(three_layers) -> None:
-    cache = SequenceCache(three_layers.spec, CacheForm.RAGGED)
+    cache = SequenceCache(three_layers.spec, "ragged")
     recompute, residuals = read(three_layers, cache)
     cache.entries(1).keys[3] += 1
     with pytest.raises(CacheError, match="1.keys of this cache do not follow.*merged"):
@@ -129,15 +129,13 @@ def test_keys_that_were_changed_are_noticed(three_layers) -> None:
     ],
 )
 def test_what_is_lacking_is_named(three_layers, held, layers, ids) -> None:
-    cache = SequenceCache(three_layers.spec, CacheForm.DENSE)
+    cache = SequenceCache(three_layers.spec, "dense")
     recompute, residuals = read(three_layers, cache, layers)
     with pytest.raises(CacheError, match="record all of them"):
         put_aside(held, cache, ids, residuals, recompute)
 
 
-@pytest.mark.parametrize(
-    "held, form", [(KVSource.ENTRIES, CacheForm.DENSE), (KVSource.EVERY, CacheForm.COMPACT)]
-)
+@pytest.mark.parametrize("held, form", [(KVSource.ENTRIES, "dense"), (KVSource.EVERY, "compact")])
 def test_forms_that_cannot_be_rebuilt_are_refused(three_layers, held, form) -> None:
     cache = SequenceCache(three_layers.spec, form)
     recompute, residuals = read(three_layers, cache)

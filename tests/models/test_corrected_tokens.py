@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError
 from larder.core.plan import Plan
 from larder.core.recall import FetchMode, OffloadSpec, RecallPart
@@ -40,7 +40,7 @@ def decoder() -> Decoder:
 
 def a_cache(decoder: Decoder, recall: RecallPart, ids: tuple[int, ...] = IDS) -> SequenceCache:
     """All but the latest of each head parked, but for the first layer's."""
-    cache = SequenceCache(decoder.spec, CacheForm.TIERED, parking=OffloadSpec(recall))
+    cache = SequenceCache(decoder.spec, "tiered", parking=OffloadSpec(recall))
     decoder.read([BatchSegment(cache, ids[:READ])], Mode.APPEND)
     for layer in range(1, LAYERS):
         latest = torch.arange(READ - NEAR, READ)
@@ -108,4 +108,4 @@ def test_a_model_whose_layers_slide_windows_is_refused() -> None:
         wrap_model(tiny("gemma3")) as held,
         pytest.raises(CacheError, match="has a sliding window and"),
     ):
-        SequenceCache(held.spec, CacheForm.TIERED, parking=OffloadSpec(replace(SOME, corrected=1)))
+        SequenceCache(held.spec, "tiered", parking=OffloadSpec(replace(SOME, corrected=1)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from builders import tiers_of
-from larder.cache.sequence import CacheForm, SequenceCache
+from builders import FORM_NAMES, tiers_of
+from larder.cache.sequence import SequenceCache
 from larder.models.loader import load, wrap_model
 from larder.models.tiny import ARCHITECTURES, tiny
 from model_runs import own_logits, read_on, some_ids
@@ -21,7 +21,7 @@ BLOCKS = [
 ]
 
 
-def through_larder(decoder, form: CacheForm, ids, block: int) -> torch.Tensor:
+def through_larder(decoder, form: str, ids, block: int) -> torch.Tensor:
     """Blocks of a context, then single tokens."""
     cache = SequenceCache(decoder.spec, form, **tiers_of(form))
     context = read_on(decoder, cache, ids[:READ], block)
@@ -30,7 +30,7 @@ def through_larder(decoder, form: CacheForm, ids, block: int) -> torch.Tensor:
     return torch.cat([context, decoded])
 
 
-@pytest.mark.parametrize("form, block", [(CacheForm.DENSE, 16), (CacheForm.RAGGED, 7)])
+@pytest.mark.parametrize("form, block", [("dense", 16), ("ragged", 7)])
 def test_blocks_and_decoding_equal_the_model(
     architecture, kv_heads, adopted, own, form, block
 ) -> None:
@@ -41,7 +41,7 @@ def test_blocks_and_decoding_equal_the_model(
     assert (got - expected).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("form", CacheForm)
+@pytest.mark.parametrize("form", FORM_NAMES)
 @pytest.mark.parametrize("architecture, block", BLOCKS)
 def test_blocks_of_any_size_equal_the_model(architecture, adopted, own, form, block) -> None:
     ids = some_ids(READ)
@@ -50,7 +50,7 @@ def test_blocks_of_any_size_equal_the_model(architecture, adopted, own, form, bl
     assert (got - own_logits(own(architecture), ids)).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("form", CacheForm)
+@pytest.mark.parametrize("form", FORM_NAMES)
 def test_bfloat16_stays_within_its_rounding(architecture, own, form) -> None:
     ids = some_ids(READ + DECODED)
     expected = own_logits(own(architecture, dtype=torch.bfloat16), ids)
@@ -58,7 +58,7 @@ def test_bfloat16_stays_within_its_rounding(architecture, own, form) -> None:
     assert (got - expected).abs().max() < LOW_TOLERANCE * expected.std()
 
 
-@pytest.mark.parametrize("form, block", [(CacheForm.DENSE, 32), (CacheForm.RAGGED, 7)])
+@pytest.mark.parametrize("form, block", [("dense", 32), ("ragged", 7)])
 def test_the_seed_model_is_exact(form, block) -> None:
     decoder = load().decoder
     ids = some_ids(READ + DECODED, decoder.vocab_size)
@@ -85,7 +85,7 @@ def test_a_model_with_only_sliding_layers_is_exact() -> None:
     expected = own_logits(module, ids)
     decoder = wrap_model(module)
     assert decoder.spec.managed == ()
-    for form in CacheForm:
+    for form in FORM_NAMES:
         assert (through_larder(decoder, form, ids, 6) - expected).abs().max() < TOLERANCE
 
 
@@ -93,7 +93,7 @@ def test_query_heads_use_their_own_kv_head(adopted) -> None:
     """Head h belongs to kv head h // R: any other mapping is far from the model's logits."""
     decoder, ids = adopted("llama", 2), some_ids(30)
     expected = own_logits(tiny("llama"), ids)
-    cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
+    cache = SequenceCache(decoder.spec, "ragged")
     plain = cache.attend
 
     def interleaved(layer, queries, keys, values, *rest):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from builders import a_plan
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, InputError, ModelError
 from larder.core.types import Mode
 from larder.models.forward_batch import BatchSegment, ForwardBatch, LayerActivations
@@ -28,7 +28,7 @@ def recordings(decoder, cache, ids, mode) -> dict[int, LayerActivations]:
 
 def test_probing_records_and_touches_nothing(architecture, adopted) -> None:
     decoder = adopted(architecture)
-    cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
+    cache = SequenceCache(decoder.spec, "ragged")
     read_on(decoder, cache, some_ids(12), 5)
     before = cache.state()
     probed = recordings(decoder, cache, some_ids(4, seed=1), Mode.PROBE)
@@ -44,7 +44,7 @@ def test_probing_records_and_touches_nothing(architecture, adopted) -> None:
 
 def test_scratch_leaves_every_bit(architecture, adopted) -> None:
     decoder = adopted(architecture)
-    cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
+    cache = SequenceCache(decoder.spec, "ragged")
     read_on(decoder, cache, some_ids(12), 5)
     before, size = cache.state(), cache.nbytes
     recordings(decoder, cache, some_ids(7, seed=1), Mode.SCRATCH)
@@ -54,7 +54,7 @@ def test_scratch_leaves_every_bit(architecture, adopted) -> None:
 
 @pytest.mark.parametrize(
     "form, block, failing",
-    [(CacheForm.DENSE, 11, 1), (CacheForm.RAGGED, 1, 0), (CacheForm.RAGGED, 11, 1)],
+    [("dense", 11, 1), ("ragged", 1, 0), ("ragged", 11, 1)],
 )
 def test_a_pass_that_fails_halfway_is_taken_back(
     architecture, adopted, monkeypatch, form, block, failing
@@ -82,7 +82,7 @@ def test_a_pass_that_fails_halfway_is_taken_back(
 
 def test_a_pass_that_misses_a_layer_says_so(adopted) -> None:
     decoder = adopted("llama")
-    cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
+    cache = SequenceCache(decoder.spec, "ragged")
     batch = ForwardBatch([BatchSegment(cache, (5,))], Mode.APPEND, torch.device("cpu"), None)
     batch.called.add(1)
     with pytest.raises(ModelError, match=r"Layers \[0\]"):
@@ -91,7 +91,7 @@ def test_a_pass_that_misses_a_layer_says_so(adopted) -> None:
 
 def test_a_pass_that_misses_a_layer_is_taken_back(adopted, monkeypatch) -> None:
     decoder = adopted("llama")
-    cache, twin = (SequenceCache(decoder.spec, CacheForm.RAGGED) for _ in range(2))
+    cache, twin = (SequenceCache(decoder.spec, "ragged") for _ in range(2))
     for each in (cache, twin):
         read_on(decoder, each, some_ids(12), 5)
     finish = ForwardBatch.finish
@@ -111,7 +111,7 @@ def test_a_pass_that_misses_a_layer_is_taken_back(adopted, monkeypatch) -> None:
 @pytest.mark.parametrize("mode", [Mode.APPEND, Mode.SCRATCH])
 def test_a_pass_that_fails_behind_a_plan_spoils_the_cache(adopted, mode) -> None:
     decoder = adopted("llama")
-    cache, other = (SequenceCache(decoder.spec, CacheForm.RAGGED) for _ in range(2))
+    cache, other = (SequenceCache(decoder.spec, "ragged") for _ in range(2))
     for each in (cache, other):
         read_on(decoder, each, some_ids(12), 5)
 
@@ -145,7 +145,7 @@ def test_a_pass_that_fails_behind_a_plan_spoils_the_cache(adopted, mode) -> None
 )
 def test_ids_that_no_model_knows_are_refused(adopted, ids, rule) -> None:
     decoder = adopted("llama")
-    cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
+    cache = SequenceCache(decoder.spec, "ragged")
     with pytest.raises(InputError, match=rule):
         decoder.read([BatchSegment(cache, ids)], Mode.APPEND)
     assert cache.next_position == 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from builders import tiers_of
-from larder.cache.sequence import CacheForm, SequenceCache
+from builders import FORM_NAMES, tiers_of
+from larder.cache.sequence import SequenceCache
 from larder.core.types import Mode
 from larder.engine.generate import StoppingCriteria, generate
 from larder.engine.sampler import SamplingParams
@@ -19,13 +19,13 @@ PROMPTS = (13, 1, 6, 3)
 NEW = 5
 # Every form in both modes where windows slide and where they do not, the other models in some.
 PACKED = [
-    *((name, form, mode) for name in ("llama", "gemma3") for form in CacheForm for mode in MODES),
-    *((name, CacheForm.RAGGED, Mode.APPEND) for name in ("qwen2", "qwen3", "mistral", "phi3")),
-    *((name, CacheForm.DENSE, Mode.SCRATCH) for name in ("qwen2", "qwen3", "mistral", "phi3")),
+    *((name, form, mode) for name in ("llama", "gemma3") for form in FORM_NAMES for mode in MODES),
+    *((name, "ragged", Mode.APPEND) for name in ("qwen2", "qwen3", "mistral", "phi3")),
+    *((name, "dense", Mode.SCRATCH) for name in ("qwen2", "qwen3", "mistral", "phi3")),
 ]
 
 
-def rows(decoder, form: CacheForm) -> list[SequenceCache]:
+def rows(decoder, form: str) -> list[SequenceCache]:
     """Caches with contexts of different lengths."""
     caches = [SequenceCache(decoder.spec, form, **tiers_of(form)) for _ in CONTEXTS]
     for number, (cache, count) in enumerate(zip(caches, CONTEXTS, strict=True)):
@@ -54,9 +54,9 @@ def test_packed_logits_equal_those_of_the_row_alone(architecture, adopted, form,
 @pytest.mark.parametrize(
     "form, sampling",
     [
-        (CacheForm.DENSE, SamplingParams()),
-        (CacheForm.RAGGED, SamplingParams()),
-        (CacheForm.RAGGED, SamplingParams(temperature=1.0, top_k=9, seed=4)),
+        ("dense", SamplingParams()),
+        ("ragged", SamplingParams()),
+        ("ragged", SamplingParams(temperature=1.0, top_k=9, seed=4)),
     ],
 )
 def test_generated_rows_equal_the_rows_alone(architecture, adopted, form, sampling) -> None:
@@ -71,7 +71,7 @@ def test_generated_rows_equal_the_rows_alone(architecture, adopted, form, sampli
 def test_greedy_rows_equal_the_model_on_its_own(architecture, adopted, own) -> None:
     decoder, module = adopted(architecture), own(architecture)
     together = generate(
-        decoder, rows(decoder, CacheForm.RAGGED), prompts(), SamplingParams(), StoppingCriteria(NEW)
+        decoder, rows(decoder, "ragged"), prompts(), SamplingParams(), StoppingCriteria(NEW)
     )
     for number, (count, ids, said) in enumerate(zip(CONTEXTS, prompts(), together, strict=True)):
         context = some_ids(count, seed=number) if count else ()
@@ -83,20 +83,18 @@ def test_greedy_rows_equal_the_model_on_its_own(architecture, adopted, own) -> N
 def test_a_row_that_stops_early_does_not_disturb_the_others(adopted) -> None:
     decoder = adopted("llama")
     free = generate(
-        decoder, rows(decoder, CacheForm.RAGGED), prompts(), SamplingParams(), StoppingCriteria(NEW)
+        decoder, rows(decoder, "ragged"), prompts(), SamplingParams(), StoppingCriteria(NEW)
     )
     stop = free[0][3]
     limits = StoppingCriteria(NEW, frozenset({stop}))
-    stopped = generate(
-        decoder, rows(decoder, CacheForm.RAGGED), prompts(), SamplingParams(), limits
-    )
+    stopped = generate(decoder, rows(decoder, "ragged"), prompts(), SamplingParams(), limits)
     for whole, cut in zip(free, stopped, strict=True):
         assert cut == (whole[: whole.index(stop)] if stop in whole else whole)
 
 
 def test_questions_packed_as_sections_each_continue_the_cache_alone(architecture, adopted) -> None:
     decoder = adopted(architecture)
-    cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
+    cache = SequenceCache(decoder.spec, "ragged")
     read_on(decoder, cache, some_ids(25), 10)
     packed = BatchSegment(cache, sum(prompts(), ()), PROMPTS)
     together = decoder.forward_logits([packed], Mode.SCRATCH, range(sum(PROMPTS))).split(PROMPTS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from larder.cache.offload.page_fetch import PageFetcher
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.plan import Plan
 from larder.core.recall import FetchMode, OffloadSpec, RecallPart
 from larder.core.types import Mode
@@ -36,7 +36,7 @@ def a_cache(
 ) -> SequenceCache:
     """Forty tokens, all but the last four of each head parked, but for the first layer's."""
     parking = OffloadSpec(replace(recall, fetch=fetch))
-    cache = SequenceCache(decoder.spec, CacheForm.TIERED, parking=parking)
+    cache = SequenceCache(decoder.spec, "tiered", parking=parking)
     decoder.read([BatchSegment(cache, tuple(range(start, start + 40)))], Mode.APPEND)
     for layer in range(1, LAYERS):
         lengths = cache.lengths()[layer]

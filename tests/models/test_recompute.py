@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, ModelError
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 def read_and_kept(decoder: Decoder) -> tuple[KVRecompute, ResidualStream, SequenceCache]:
     """45 tokens read by blocks of 16, with what entered every layer."""
     recompute, layers = KVRecompute(decoder), range(len(decoder.spec.layers))
-    residuals, cache = ResidualStream(layers), SequenceCache(decoder.spec, CacheForm.DENSE)
+    residuals, cache = ResidualStream(layers), SequenceCache(decoder.spec, "dense")
     for start, stop in cuts(READ, BLOCK):
         recompute.read(BatchSegment(cache, some_ids(READ)[start:stop]), residuals)
     return recompute, residuals, cache
@@ -103,7 +103,7 @@ def test_one_layer_as_its_formula_says(adopted) -> None:
 def test_what_is_read_again_is_what_was_cached(architecture, adopted, depth) -> None:
     decoder = adopted(architecture)
     recompute, residuals, cache = read_and_kept(decoder)
-    same, other = (SequenceCache(decoder.spec, CacheForm.DENSE) for _ in range(2))
+    same, other = (SequenceCache(decoder.spec, "dense") for _ in range(2))
     recompute.reread(depth, residuals.before(depth), same, BLOCK)
     assert differences(same, cache, depth) == 0
     recompute.reread(depth, residuals.before(depth), other, READ)
@@ -116,7 +116,7 @@ def test_what_is_read_again_is_what_was_cached(architecture, adopted, depth) -> 
 def test_generation_goes_on_from_what_was_read_again(architecture, adopted) -> None:
     decoder = adopted(architecture)
     recompute, residuals, cache = read_and_kept(decoder)
-    again = SequenceCache(decoder.spec, CacheForm.RAGGED)
+    again = SequenceCache(decoder.spec, "ragged")
     recompute.reread(0, residuals.before(0), again, 7)
     assert again.next_position == READ
     more = some_ids(9, seed=1)
@@ -127,7 +127,7 @@ def test_generation_goes_on_from_what_was_read_again(architecture, adopted) -> N
 def test_layers_before_the_residual_keep_their_entries(three_layers) -> None:
     recompute, residuals, cache = read_and_kept(three_layers)
     spec, state = three_layers.spec, cache.state()
-    empty = SequenceCache(spec, CacheForm.DENSE)
+    empty = SequenceCache(spec, "dense")
     below = {name: tensor for name, tensor in state.items() if name.startswith("0.")}
     held = SequenceCache.adopt(spec, empty.state() | below, empty.meta())
     recompute.reread(1, residuals.before(1), held, BLOCK)
@@ -142,12 +142,12 @@ def test_bytes_are_those_of_the_residuals(three_layers) -> None:
 
 def test_nothing_stays_on_the_model(adopted) -> None:
     decoder = adopted("gemma3")
-    before = read_on(decoder, SequenceCache(decoder.spec, CacheForm.DENSE), some_ids(20), 20)
+    before = read_on(decoder, SequenceCache(decoder.spec, "dense"), some_ids(20), 20)
     read_and_kept(decoder)
     layers = LayerStack(decoder.module.base_model, len(decoder.spec.layers)).layers
     assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in layers)
     assert not any("forward" in layer.__dict__ for layer in layers)
-    after = read_on(decoder, SequenceCache(decoder.spec, CacheForm.DENSE), some_ids(20), 20)
+    after = read_on(decoder, SequenceCache(decoder.spec, "dense"), some_ids(20), 20)
     assert torch.equal(before, after)
 
 
@@ -172,7 +172,7 @@ def test_what_is_read_again_needs_an_empty_cache(three_layers) -> None:
 
 def test_a_cache_whose_rebuilding_fails_is_spoiled(three_layers) -> None:
     recompute, residuals, _ = read_and_kept(three_layers)
-    cache = SequenceCache(three_layers.spec, CacheForm.DENSE)
+    cache = SequenceCache(three_layers.spec, "dense")
     with pytest.raises(RuntimeError):
         recompute.reread(0, residuals.before(0)[:, :5], cache)
     with pytest.raises(CacheError, match="failed after some layers"):

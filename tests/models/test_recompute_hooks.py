@@ -9,7 +9,7 @@ import torch
 
 from cache_stores import same_bits
 from larder.cache.forms.rebuilt import recomputed_layers
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter, CacheError
 from larder.core.plan import Plan
 from larder.core.spec import RecomputeSource, RecomputeSpec
@@ -44,13 +44,13 @@ def decoder(request) -> Decoder:
 
 
 def bare(decoder: Decoder, manner: str) -> SequenceCache:
-    return SequenceCache(decoder.spec, CacheForm.REBUILT, rebuilding=MANNERS[manner])
+    return SequenceCache(decoder.spec, "rebuilt", rebuilding=MANNERS[manner])
 
 
 def evict(cache: SequenceCache) -> None:
     """All but the latest, and in each head another one of the others."""
     for layer in cache.spec.managed:
-        if not cache.cache_spec.is_budgeted(layer):
+        if not cache.is_budgeted(layer):
             continue
         lengths, kept, start = cache.lengths()[layer.index], [], 0
         for head, length in enumerate(lengths):
@@ -70,7 +70,7 @@ def filled(decoder: Decoder, manner: str, ids: tuple[int, ...] = IDS) -> Sequenc
 
 def full(decoder: Decoder, ids: tuple[int, ...]) -> torch.Tensor:
     """Logits over a cache that holds everything."""
-    return read_on(decoder, SequenceCache(decoder.spec, CacheForm.DENSE), ids, len(ids))
+    return read_on(decoder, SequenceCache(decoder.spec, "dense"), ids, len(ids))
 
 
 @EACH

@@ -109,11 +109,11 @@ def test_dropout_is_not_silently_left_out() -> None:
         layer.self_attn.attention_dropout = 0.5
     with Decoder(module) as decoder:
         decoder.module.train()
-        from larder.cache.sequence import CacheForm, SequenceCache
+        from larder.cache.sequence import SequenceCache
         from model_runs import read_on
 
         with pytest.raises(ModelError, match="eval mode"):
-            read_on(decoder, SequenceCache(decoder.spec, CacheForm.RAGGED), some_ids(4), 4)
+            read_on(decoder, SequenceCache(decoder.spec, "ragged"), some_ids(4), 4)
 
 
 def test_a_call_without_larder(architecture) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment, LayerActivations
@@ -38,7 +38,7 @@ def unturned_and_turned(decoder: Decoder, architecture: str) -> list[tuple[Tenso
     turned: list[Tensor] = []
     found = [m for n, m in decoder.module.named_modules() if n.endswith(f"self_attn.{name}")]
     hooks = [m.register_forward_hook(lambda _, __, out: outputs.append(out)) for m in found]
-    cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
+    cache = SequenceCache(decoder.spec, "ragged")
     cache.advance(START)
 
     def watch(row: int, layer: int, recorded: LayerActivations) -> None:
@@ -105,7 +105,7 @@ def test_a_part_of_the_dimensions_may_turn() -> None:
     decoder = wrap_model(module)
     assert [len(layer.radians) for layer in decoder.spec.layers] == [4, 4]
     assert_turns(decoder, "phi3")
-    got = read_on(decoder, SequenceCache(decoder.spec, CacheForm.RAGGED), ids, 7)
+    got = read_on(decoder, SequenceCache(decoder.spec, "ragged"), ids, 7)
     assert (got - expected).abs().max() < 1e-4
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.ledger import Ledger
 from larder.core.types import Mode
 from larder.models import lm_head as head_module
@@ -31,7 +31,7 @@ def decoder() -> Decoder:
 
 
 def following(decoder: Decoder) -> SequenceCache:
-    return SequenceCache(decoder.spec, CacheForm.RAGGED, Ledger(("surprise",)))
+    return SequenceCache(decoder.spec, "ragged", Ledger(("surprise",)))
 
 
 def surprise_of(
@@ -113,7 +113,7 @@ def test_a_single_token_without_anything_before_it_is_no_surprise(decoder) -> No
 
 def test_predicting_leaves_the_same_logits_and_the_same_tail(decoder) -> None:
     plain, one, other = (
-        SequenceCache(decoder.spec, CacheForm.RAGGED),
+        SequenceCache(decoder.spec, "ragged"),
         *map(following, [decoder] * 2),
     )
     wanted = [2, 6]
@@ -132,7 +132,7 @@ def test_the_tail_goes_where_the_cache_goes(decoder) -> None:
     assert tail.shape == (width,)
     decoder.read([BatchSegment(cache, IDS[8:12])], Mode.SCRATCH)
     surprise_of(decoder, [BatchSegment(cache, IDS[8:12])], Mode.SCRATCH)
-    bare = SequenceCache(decoder.spec, CacheForm.RAGGED, Ledger(("surprise",)))
+    bare = SequenceCache(decoder.spec, "ragged", Ledger(("surprise",)))
     decoder.read([BatchSegment(bare, IDS[:8])], Mode.APPEND)
     bare.latest.tail = torch.empty(0)
     assert cache.nbytes == bare.nbytes + 4 * width

@@ -20,6 +20,7 @@ from larder.policy.budgets.retrieval_heads import RetrievalHeads
 from larder.policy.compensation.recompute import Recompute
 from larder.policy.protect import Protect
 from larder.policy.storage.exact import Exact
+from larder.policy.storage.form import Form
 from larder.policy.timing.prefill_only import PrefillOnly
 from larder.policy.values.keys_alone import KeysAlone
 from larder.prefill.schedules.whole import Whole
@@ -82,13 +83,15 @@ def test_any_policy_round_trips(slots) -> None:
         parts["values"] = KeysAlone()
     if needs_scratch_prompts(parts["scorer"]):
         parts["timing"] = PrefillOnly()
-    if not parts["compensation"].parks:
+    if not parts["compensation"].offloads:
         parts["recall"] = None
     else:
         parts["storage"] = Exact()
         parts["recall"] = replace(parts["recall"], corrected=0)
     if isinstance(parts["compensation"], Recompute) or parts["scorer"].required_ledger().queries:
         parts["storage"] = Exact()
+    if isinstance(parts["storage"], Form):
+        parts["storage"] = Form("dense")
     if parts["compensation"].separates_streaming_heads:
         parts["budget"] = RetrievalHeads()
     if parts["compensation"].needs_whole_text:
@@ -119,6 +122,9 @@ def test_what_a_paper_joins_by_is_spelled_and_may_be_changed(slot) -> None:
 WRONG = {
     "morph() > compact()": (SpellingError, "judges by queries at their true positions"),
     "criticality(mass=0.9)": (SpellingError, "asks how much attention entries hold, but sinks"),
+    'form(name="dens")': (UnknownName, "No cache form named 'dens'. Did you mean 'dense'?"),
+    'form(name="tiered")': (SpellingError, "gives the cache form 'tiered' none of what it needs"),
+    'form(name="compact")': (SpellingError, "gives the cache form 'compact' none of what it"),
     "flat()": (SpellingError, "flat() recalls offloaded entries, but drop() offloads none: write"),
     "recompute() > quantized()": (SpellingError, "recomputes entries as the model made them"),
     "recompute(depth=0)": (BadParameter, "recompute.depth must be at least 1, got 0: the input"),

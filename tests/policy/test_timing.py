@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, a_spec, draw
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter
 from larder.core.types import Mode
 from larder.models.forward_batch import BatchSegment, LayerActivations
@@ -42,7 +42,7 @@ class Growing:
     ) -> None:
         planner = Planner(protect, KeyDiff(), budget, Drop(), timing=timing)
         reading = timing.prefill_tokens(TOKENS)
-        self.cache = SequenceCache(a_spec(*LAYERS), CacheForm.RAGGED)
+        self.cache = SequenceCache(a_spec(*LAYERS), "ragged")
         self._read(prompt)
         for index in MANAGED:  # what reading left
             kept = a_plan([range(min(prompt, reading))] * 2, [prompt] * 2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.spelling import name_of
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
@@ -103,12 +103,10 @@ def a_reader(decoder: Decoder, planner: Planner, tokens: int, context: int) -> C
 def a_lane(decoder: Decoder, planner: Planner | None = None, **prompts: Any) -> PrefillSequence:
     """A lane whose cache remembers what the planner asks for."""
     if planner is None:
-        return PrefillSequence(SequenceCache(decoder.spec, CacheForm.RAGGED), BOOK | prompts)
+        return PrefillSequence(SequenceCache(decoder.spec, "ragged"), BOOK | prompts)
     storage = planner.storage
     kept = planner.ledger, storage.codecs, storage.pairing
-    return PrefillSequence(
-        SequenceCache(decoder.spec, CacheForm(storage.form), *kept), BOOK | prompts
-    )
+    return PrefillSequence(SequenceCache(decoder.spec, storage.form, *kept), BOOK | prompts)
 
 
 @pytest.fixture(scope="session")

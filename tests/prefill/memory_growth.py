@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.types import Mode
 from larder.models.forward_batch import BatchSegment
 from larder.models.loader import load
@@ -42,7 +42,7 @@ def main(kind: str, tokens: int) -> None:
     planner = Policy.parse("snapkv() > pooled()").planner
     layers = tuple(layer.index for layer in decoder.spec.managed)
     quotas = planner.quotas(BUDGET, tokens, layers, {})
-    form = CacheForm.RAGGED if kind == "bounded" else CacheForm.DENSE
+    form = "ragged" if kind == "bounded" else "dense"
     cache = SequenceCache(decoder.spec, form)
     meter, told = PeakMemoryMeter(), {}
     reader = PrefillReader(decoder, planner, BUDGET, quotas, meter)

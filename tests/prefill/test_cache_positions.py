@@ -13,7 +13,6 @@ from cache_stores import append, extend
 from cache_stores import attend as attend_behind
 from larder.cache.forms.compact import CompactLayer
 from larder.cache.sequence import SequenceCache
-from larder.cache.spec import CacheForm
 from larder.core.observation import Observation
 from larder.core.types import Mode
 from larder.models.forward_batch import BatchSegment
@@ -94,7 +93,7 @@ def test_a_shifted_text_is_read_as_at_true_positions_where_nothing_left() -> Non
     ids, new = some_ids(20), some_ids(6, seed=1)
     expected: list[torch.Tensor] = []
     with wrap_model(tiny("llama", layers=2)) as decoder:
-        for form in (CacheForm.RAGGED, CacheForm.COMPACT):
+        for form in ("ragged", "compact"):
             cache = SequenceCache(decoder.spec, form)
             read_on(decoder, cache, ids, 20)
             for shift in (0, 30, -15):

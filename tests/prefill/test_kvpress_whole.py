@@ -11,7 +11,7 @@ import torch
 from packaging.version import Version
 
 from builders import runnable
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.observation import Observation
 from larder.core.recall import OffloadSpec
 from larder.core.types import Packed
@@ -114,7 +114,7 @@ def test_presses_go_with_budgets_folding_and_recall(
     if "park" in rest:
         parking = OffloadSpec(Flat(tokens=8, page=4, dense=0))
         lane = PrefillSequence(
-            SequenceCache(watched.spec, CacheForm.TIERED, planner.ledger, parking=parking), {}
+            SequenceCache(watched.spec, "tiered", planner.ledger, parking=parking), {}
         )
     Blockwise(16).read(reader, [lane], IDS, no_progress)
     assert reader.wrong == []

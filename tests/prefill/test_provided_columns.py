@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import ScoreError
 from larder.core.family import Family
 from larder.core.observation import Observation, Prompts, ScratchPrompt
@@ -122,7 +122,7 @@ def test_a_scratch_pass_records_nothing(planner, watched, lane_for) -> None:
 
 
 def test_its_bytes_are_counted(planner, watched, lane_for) -> None:
-    plain = SequenceCache(watched.spec, CacheForm.RAGGED)
+    plain = SequenceCache(watched.spec, "ragged")
     cache = lane_for(watched, planner).cache
     for each in (plain, cache):
         watched.read([BatchSegment(each, some_ids(9))], Mode.APPEND)

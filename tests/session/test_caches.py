@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.plan import Plan
 from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerSpec, ModelSpec
@@ -71,7 +71,7 @@ def test_what_is_parked_is_not_in_use_but_the_slots_for_pages_are() -> None:
 
 
 def _cache(tokens: int, parking: OffloadSpec | None = None) -> SequenceCache:
-    form = CacheForm.RAGGED if parking is None else CacheForm.TIERED
+    form = "ragged" if parking is None else "tiered"
     cache = SequenceCache(SPEC, form, parking=parking)
     _read(cache, tokens, 0)
     return cache

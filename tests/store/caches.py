@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from builders import a_layer, a_spec
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import Refused
 from larder.core.plan import Plan
 from larder.core.spec import ModelSpec
@@ -35,9 +35,7 @@ def identity(spec: ModelSpec = SPEC, **changes: Any) -> ModelIdentity:
     return model_identity(spec, **told)
 
 
-def read(
-    ids: Sequence[int], form: CacheForm = CacheForm.DENSE, spec: ModelSpec = SPEC
-) -> SequenceCache:
+def read(ids: Sequence[int], form: str = "dense", spec: ModelSpec = SPEC) -> SequenceCache:
     """A cache of a text: each number depends on every token up to its own."""
     cache = SequenceCache(spec, form)
     go_on(cache, ids)
@@ -60,7 +58,7 @@ def go_on(cache: SequenceCache, ids: Sequence[int], before: Sequence[int] = ()) 
 
 def compressed(ids: Sequence[int]) -> SequenceCache:
     """A cache of which a policy has dropped every third entry."""
-    cache = read(ids, CacheForm.RAGGED)
+    cache = read(ids, "ragged")
     for layer in SPEC.layers:
         held = cache.lengths()[layer.index]
         stays = torch.arange(sum(held)) % 3 != 1

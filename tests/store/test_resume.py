@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.plan import Plan
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
@@ -39,14 +39,14 @@ def identity(decoder: Decoder) -> ModelIdentity:
     return model_identity(decoder.spec, decoder.module.config.to_dict(), weights, "tokenizer")
 
 
-def read(decoder: Decoder, ids: Sequence[int], form: CacheForm = CacheForm.DENSE) -> SequenceCache:
+def read(decoder: Decoder, ids: Sequence[int], form: str = "dense") -> SequenceCache:
     cache = SequenceCache(decoder.spec, form)
     decoder.read([BatchSegment(cache, tuple(ids))], Mode.APPEND)
     return cache
 
 
 def halved(decoder: Decoder, ids: Sequence[int]) -> SequenceCache:
-    cache = read(decoder, ids, CacheForm.RAGGED)
+    cache = read(decoder, ids, "ragged")
     for layer in decoder.spec.layers:
         held = cache.lengths()[layer.index]
         cache.apply(layer.index, Plan.from_mask(torch.arange(sum(held)) % 2 == 0, held))

@@ -8,8 +8,9 @@ A tier is immutable: a change makes a new one, so a change that fails has change
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from itertools import count
 
 import torch
 from jaxtyping import Float, Int32, Int64
@@ -159,6 +160,25 @@ def concat_tiers(tiers: Sequence[QuantizedTier]) -> QuantizedTier:
     return QuantizedTier(
         tiers[0].codec, rows, positions, torch.cat([t.columns for t in tiers], dim=1)
     )
+
+
+def saved_codecs(state: Mapping[str, Tensor]) -> tuple[Codec, ...]:
+    """Codecs of grades 1, 2, ... of a saved layer; empty for layers without quantized tiers."""
+    return tuple(codec_from_tensor(own["codec"]) for own in saved_tiers(state))
+
+
+def saved_tiers(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """State of each quantized tier of a saved layer."""
+    for grade in count(1):
+        own = _with_prefix(state, tier_prefix(grade))
+        if not own:
+            return
+        yield own
+
+
+def tier_prefix(grade: int) -> str:
+    """Prefix of the names of a tier's tensors in the state of its layer."""
+    return f"grade{grade}."
 
 
 def codec_from_tensor(numbers: Tensor) -> Codec:

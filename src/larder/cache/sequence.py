@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.forms.base import CacheLayer
+from larder.cache.forms.base import CacheLayer, create_layer, form_of
 from larder.cache.forms.tiered import TieredLayer, tiered_layers
 from larder.cache.latest_activations import LatestActivations
 from larder.cache.memory_usage import MemoryUsage
-from larder.cache.spec import CacheForm, CacheSpec
+from larder.cache.spec import CacheSpec
 from larder.cache.state_dict import move_state, restore_layers, state_dict
 from larder.core.codec import Codec
 from larder.core.errors import BudgetError, CacheError
@@ -21,7 +21,7 @@ from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.recall import OffloadSpec
-from larder.core.spec import LayerPairing, ModelSpec, RecomputeSpec
+from larder.core.spec import LayerPairing, LayerSpec, ModelSpec, RecomputeSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
 
 
@@ -36,13 +36,17 @@ class SequenceCache:
     `latest` holds activations of the newest tokens, if the ledger asks for queries.
 
     Args:
-        ledger, ..., rebuilding: see `CacheSpec`, which checks them.
+        form, ..., rebuilding: see `CacheSpec`.
+
+    Raises:
+        UnknownName: no cache form has that name.
+        CacheError: the form does not support an option, or lacks one.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
-        form: CacheForm,
+        form: str,
         ledger: Ledger = Ledger(),  # noqa: B008, frozen and empty
         codecs: Sequence[Codec] = (),
         pairing: LayerPairing | None = None,
@@ -57,7 +61,8 @@ class SequenceCache:
         self.plans = 0
         self.latest = LatestActivations(ledger.queries)
         self._is_spoiled = False
-        self._stores = [self.cache_spec.store(layer, spec) for layer in spec.layers]
+        form_of(self.cache_spec).check_spec(self.cache_spec, spec)
+        self._stores = [create_layer(layer, spec, self.cache_spec) for layer in spec.layers]
         self._link_layers()
 
     def attend(
@@ -124,7 +129,7 @@ class SequenceCache:
             start: true position of the first token.
         """
         named = {n: numbers[n] for n in numbers if n in self.cache_spec.ledger.columns}
-        if not named or not self.cache_spec.is_budgeted(self._stores[layer].layer):
+        if not named or not self.is_budgeted(self._stores[layer].layer):
             return
         entries = self.entries(layer)
         places = entries.positions.long() - start
@@ -267,11 +272,16 @@ class SequenceCache:
 
     def _link_layers(self) -> None:
         """Link the layers with each other, and count their memory for the sequence."""
-        self.cache_spec.link_layers(self._stores)
+        form_of(self.cache_spec).link_layers(self._stores, self.cache_spec)
         self._budgeted, self._unbudgeted = MemoryUsage(), MemoryUsage()
         for store in self._stores:
-            is_budgeted = self.cache_spec.is_budgeted(store.layer)
+            is_budgeted = self.is_budgeted(store.layer)
             store.usage.join(self._budgeted if is_budgeted else self._unbudgeted)
+
+    def is_budgeted(self, layer: LayerSpec) -> bool:
+        """True for layers under a budget: full attention, and not among the first, dense ones."""
+        dense = form_of(self.cache_spec).num_dense_layers(self.cache_spec)
+        return layer.sliding_window is None and layer.index >= dense
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

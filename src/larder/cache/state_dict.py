@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from larder.cache.entry_columns import column_names
-from larder.cache.forms.base import CacheLayer
-from larder.cache.forms.graded import saved_codecs
+from larder.cache.forms.base import CacheLayer, create_layer
 from larder.cache.latest_activations import is_latest_queries
-from larder.cache.offload.slow_tier import INDEX, OBSERVED, PARKING, SLOW
+from larder.cache.quantized_tier import saved_codecs
 from larder.cache.spec import CacheSpec
 from larder.cache.validation import check_ledger
 from larder.core.errors import CacheError
@@ -25,11 +24,6 @@ def state_dict(stores: Sequence[CacheLayer]) -> dict[str, Tensor]:
         for index, store in enumerate(stores)
         for name, tensor in store.state().items()
     }
-
-
-def is_slow_tier_tensor(name: str) -> bool:
-    """True for state names of a slow tier: offloaded entries, their index and observed queries."""
-    return name.partition(".")[2].startswith((SLOW, INDEX, OBSERVED, PARKING))
 
 
 def layer_of(name: str) -> int | None:
@@ -51,12 +45,12 @@ def move_state(
         for index, store in enumerate(stores):
             own = store.state()
             handed |= {f"{index}.{name}": own[name].to(place) for name in own}
-            stores[index] = makeup.store(store.layer, spec)
+            stores[index] = create_layer(store.layer, spec, makeup)
             given.append(index)
     except BaseException:
         for index in given:
             empty = stores[index]
-            stores[index] = empty.adopt(empty.layer, _layer_state(handed, index, spec))
+            stores[index] = empty.adopt(empty.layer, _layer_state(handed, index, empty, spec))
         raise
     return handed
 
@@ -75,7 +69,7 @@ def restore_layers(
     """
     full: list[CacheLayer] = []
     for index, store in enumerate(stores):
-        own = _layer_state(state, index, spec)
+        own = _layer_state(state, index, store, spec)
         if not own:
             raise CacheError(
                 f"The saved cache has no layer {index}, but the model has "
@@ -87,16 +81,18 @@ def restore_layers(
     return full
 
 
-def _layer_state(state: Mapping[str, Tensor], index: int, spec: ModelSpec) -> dict[str, Tensor]:
+def _layer_state(
+    state: Mapping[str, Tensor], index: int, store: CacheLayer, spec: ModelSpec
+) -> dict[str, Tensor]:
     """Tensors of one layer on the model's device; lengths and the slow tier stay on the host."""
-    prefix, host = f"{index}.", torch.device("cpu")
-    stays = (f"{prefix}{SLOW}", f"{prefix}{INDEX}", f"{prefix}{OBSERVED}")
-    own = {n: t for n, t in state.items() if n.startswith(prefix) and not is_latest_queries(n)}
-    is_host = {name: name.endswith(".lengths") or name.startswith(stays) for name in own}
-    return {
-        name.removeprefix(prefix): t.to(host if is_host[name] else spec.device)
-        for name, t in own.items()
+    prefix = f"{index}."
+    own = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in state.items()
+        if name.startswith(prefix) and not is_latest_queries(name)
     }
+    host = {n for n in own if n.endswith("lengths") or store.is_slow_state(n)}
+    return {n: t.to(torch.device("cpu") if n in host else spec.device) for n, t in own.items()}
 
 
 def _check_layer(makeup: CacheSpec, index: int, state: Mapping[str, Tensor]) -> None:

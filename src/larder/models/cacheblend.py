@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from larder.cache.sequence import SequenceCache
-from larder.cache.spec import CacheForm, CacheSpec
+from larder.cache.spec import CacheSpec
 from larder.core.errors import BadParameter, CacheError, ModelError
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Queries, Values
@@ -162,7 +162,7 @@ class _Fusion:
             state[f"{layer.index}.keys"] = self._keys[layer.index]
             state[f"{layer.index}.values"] = self._values[layer.index]
             state[f"{layer.index}.positions"] = torch.arange(count, dtype=torch.int32)
-        meta = CacheSpec(CacheForm.DENSE).meta() | {"next_position": str(count)}
+        meta = CacheSpec("dense").meta() | {"next_position": str(count)}
         return SequenceCache.adopt(self._spec, state, meta)
 
     def _judge(self, layer: int, keys: Keys, values: Values) -> None:
@@ -184,7 +184,7 @@ def _cached_state(piece: ContextChunk) -> tuple[Bool[Tensor, " N"], dict[str, Te
     if piece.cache is None:
         return torch.ones(count, dtype=torch.bool), {}
     cache, stop = piece.cache, piece.start + count
-    state = cache.state() if cache.cache_spec.form is CacheForm.DENSE else {}
+    state = cache.state() if cache.cache_spec.form == "dense" else {}
     positions = state.get("0.positions", torch.empty(0))
     if piece.start < 0 or not torch.equal(positions.cpu(), torch.arange(cache.next_position)):
         raise CacheError(

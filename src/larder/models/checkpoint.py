@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.types import Keys, Values
@@ -29,7 +29,7 @@ from larder.models.recompute import BLOCK_TOKENS, KVRecompute, ResidualStream
 from larder.models.verification import TOLERANCE
 
 REBUILT = ("keys", "values")
-FORMS = (CacheForm.DENSE, CacheForm.RAGGED)
+FORMS = ("dense", "ragged")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Checkpoint:
         """
         if self.held is KVSource.EVERY:
             return self._projected(recompute, block)
-        spec, form = recompute.spec, CacheForm(self.meta["form"])
+        spec, form = recompute.spec, self.meta["form"]
         empty = SequenceCache(spec, form)
         cache = SequenceCache.adopt(spec, empty.state() | _copies(self.rest), empty.meta())
         if self.held is KVSource.IDS:
@@ -132,7 +132,7 @@ def _check(
     """Raise CacheError if residuals or ids are missing, or entries were rejected."""
     if held is KVSource.ENTRIES or cache.cache_spec.form not in FORMS or cache.cache_spec.codecs:
         raise CacheError(
-            f"A {cache.cache_spec.form.value} cache has no checkpoint as {held.value}: give a "
+            f"A {cache.cache_spec.form} cache has no checkpoint as {held.value}: give a "
             "dense or ragged one at full precision, and residuals or ids."
         )
     layers = {KVSource.IDS: (), KVSource.EVERY: tuple(range(len(cache.spec.layers)))}

@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, ModelError
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
@@ -138,7 +138,7 @@ class KVRecompute:
         count = min(SURVEY_TOKENS, self._decoder.vocab_size)
         residuals = ResidualStream(range(len(spec.layers)))
         self.read(
-            BatchSegment(SequenceCache(spec, CacheForm.DENSE), tuple(range(count))),
+            BatchSegment(SequenceCache(spec, "dense"), tuple(range(count))),
             residuals,
             watch,
         )

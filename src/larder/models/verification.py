@@ -9,7 +9,7 @@ from jaxtyping import Float
 from packaging.version import Version
 from torch import Tensor
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import ModelError
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
@@ -66,7 +66,7 @@ def verify(decoder: Decoder, expected: Float[Tensor, "Q V"]) -> None:
         ModelError: Larder's logits differ from the model's own.
     """
     ids = _probe_ids(decoder.module)
-    cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
+    cache = SequenceCache(decoder.spec, "ragged")
     cuts = [0, BLOCK_TOKENS, *range(BLOCK_TOKENS + 8, CHECKED_TOKENS + 1)]
     parts = [
         decoder.forward_logits([BatchSegment(cache, tuple(ids[a:b]))], Mode.APPEND, range(b - a))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from larder.cache.memory_usage import storage_bytes
 from larder.cache.sequence import SequenceCache
-from larder.cache.state_dict import is_slow_tier_tensor, layer_of
+from larder.cache.state_dict import layer_of
 from larder.core.spec import ModelSpec
 from larder.prefill.memory import full_precision_entries, recall_slot_entries
 
@@ -231,11 +231,12 @@ def offload(cache: SequenceCache) -> OffloadedCache:
     state = cache.release_state(torch.device("cpu"))
     fast = sum(layers)
     for name, tensor in state.items():
-        if is_slow_tier_tensor(name):
+        layer = layer_of(name)
+        if layer is not None and cache.stores[layer].is_slow_state(name.partition(".")[2]):
             continue
         nbytes = tensor.untyped_storage().nbytes()
         fast += nbytes
-        if (layer := layer_of(name)) is not None:
+        if layer is not None:
             layers[layer] += nbytes
     return OffloadedCache(
         state=state,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from larder.cache.latest_activations import latest_queries_bytes
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError, UsageError
 from larder.core.ledger import Ledger
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
@@ -98,7 +98,7 @@ def entries_per_head(policy: Policy, spec: ModelSpec) -> int:
         return _resident_entries(policy, tokens)
     if tokens != WITHOUT_LIMIT:
         return storage.entries(tokens, spec.managed, spec.dtype.itemsize)
-    if storage.codecs or storage.form != CacheForm.RAGGED.value:
+    if storage.codecs or storage.form != "ragged":
         raise UsageError(
             f"{spell(storage)} shares the bytes of a budget, but {spell(policy.budget)} sets none: "
             "take uniform(kept=1.0) for as many bytes as the context takes, or less."
@@ -194,13 +194,10 @@ def _resident_entries(policy: Policy, tokens: int) -> int:
     return resident
 
 
-def _cache_form(policy: Policy, tokens: int) -> CacheForm:
+def _cache_form(policy: Policy, tokens: int) -> str:
     """Cache form of the managed layers."""
-    if policy.recall is not None:
-        return CacheForm.TIERED
-    if policy.rebuilding is not None:
-        return CacheForm.REBUILT
-    return CacheForm.DENSE if tokens == WITHOUT_LIMIT else CacheForm(policy.storage.form)
+    own = "dense" if tokens == WITHOUT_LIMIT else policy.storage.form
+    return policy.compensation.cache_form or own
 
 
 def budget_tokens(policy: Policy) -> int:
@@ -217,7 +214,7 @@ def empty_cache(policy: Policy, spec: ModelSpec) -> SequenceCache:
         BudgetError, UsageError: as `entries_per_head`.
     """
     form = _cache_form(policy, policy.timing.prefill_tokens(entries_per_head(policy, spec)))
-    ledger = Ledger() if form is CacheForm.DENSE else policy.planner.ledger
+    ledger = Ledger() if form == "dense" else policy.planner.ledger
     storage = policy.resident_storage
     return SequenceCache(
         spec, form, ledger, storage.codecs, storage.pairing, policy.parking, policy.rebuilding

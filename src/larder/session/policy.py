@@ -41,6 +41,7 @@ from larder.policy.values.keys_alone import KeysAlone
 from larder.prefill.base import Schedule
 from larder.session.arrangements.base import Arrangement
 from larder.session.policy_validation import (
+    check_cache_form,
     check_correction,
     check_heads,
     check_query_positions,
@@ -151,6 +152,7 @@ class Policy:
         check_single_cut(chosen["schedule"], chosen["compensation"])
         check_heads(chosen["budget"], chosen["compensation"])
         check_recompute(chosen["compensation"], chosen["storage"])
+        check_cache_form(chosen["storage"])
         recall = _recall_part(chosen["compensation"], chosen["storage"], given.get("recall"))
         check_correction(chosen["protect"], recall)
         return Policy(**chosen, recall=recall, **reduction_parts(chosen["scorer"], given))
@@ -245,7 +247,7 @@ class Policy:
     @property
     def rebuilding(self) -> RecomputeSpec | None:
         """Recomputation of rejected entries; None without one."""
-        return getattr(self.compensation, "rebuilding", None)
+        return self.compensation.rebuilding
 
     @property
     def parking(self) -> OffloadSpec | None:
@@ -265,7 +267,7 @@ def _recall_part(
         SpellingError: no entry is offloaded for the recall part, or the storage has no slow
             tier.
     """
-    if not compensation.parks:
+    if not compensation.offloads:
         if given is not None:
             raise SpellingError(
                 f"{given.name}() recalls offloaded entries, but {spell(compensation)} offloads "

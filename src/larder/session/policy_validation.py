@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
+from larder.cache.forms.base import CacheLayer
+from larder.cache.spec import FORMS
 from larder.core.errors import BadParameter, SpellingError, UsageError
 from larder.core.family import public_name
 from larder.core.recall import RecallPart
@@ -37,6 +39,21 @@ def check_timing(scorer: Scorer, timing: Timing) -> None:
         raise SpellingError(
             f"{spell(generating)} judges by prompts read behind the cache, which are not read "
             f"while text is generated: leave {spell(timing)} out, or take another scorer."
+        )
+
+
+def check_cache_form(storage: Storage) -> None:
+    """Validate the cache form of a storage.
+
+    Raises:
+        UnknownName: no cache form has that name.
+        SpellingError: the form needs options or positions that the storage does not give it.
+    """
+    kind: type[CacheLayer] = FORMS.load(storage.form)
+    if kind.requires or not kind.has_public_name or kind.rerotates_keys != storage.rerotates_keys:
+        raise SpellingError(
+            f"{spell(storage)} gives the cache form {storage.form!r} none of what it needs: take "
+            "the policy part that creates it, or another form."
         )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import UsageError
 from larder.core.ledger import Ledger
 from larder.core.observation import Calibration, Prompts
@@ -129,7 +129,7 @@ def random_prompts(decoder: Decoder, policy: Policy) -> Prompts:
 
 def _random_cache_of(decoder: Decoder, policy: Policy, context: int) -> SequenceCache:
     is_full = policy.budget.tokens == WITHOUT_LIMIT
-    form = CacheForm.DENSE if is_full else CacheForm.RAGGED
+    form = "dense" if is_full else "ragged"
     entries = context if is_full else min(context, entries_per_head(policy, decoder.spec))
     return random_cache(decoder, form, entries, policy.planner.ledger, 0.0, context)
 
@@ -139,7 +139,7 @@ EMPTY_LEDGER = Ledger()
 
 def random_cache(
     decoder: Decoder,
-    form: CacheForm,
+    form: str,
     entries: int,
     ledger: Ledger = EMPTY_LEDGER,
     spread: float = 1.0,
@@ -158,12 +158,12 @@ def random_cache(
     for layer in spec.layers:
         heads, size, name = layer.kv_heads, layer.head_dim, layer.index
         lengths = torch.full((heads,), entries)
-        if form is CacheForm.RAGGED:
+        if form == "ragged":
             reach = round(spread * entries / 2)
             lengths += torch.linspace(-reach, reach, heads).long()
             state[f"{name}.lengths"] = lengths
         total = int(lengths.sum())
-        shape = (total, size) if form is CacheForm.RAGGED else (heads, entries, size)
+        shape = (total, size) if form == "ragged" else (heads, entries, size)
         state[f"{name}.keys"] = torch.randn(shape).to(spec.dtype)
         state[f"{name}.values"] = torch.randn(shape).to(spec.dtype)
         kept = ledger_for(form, ledger)
@@ -171,7 +171,7 @@ def random_cache(
         unset = torch.full((heads,), torch.nan)
         state |= {f"{name}.scalar.{scalar}": unset.clone() for scalar in kept.scalars}
         places = [_positions(n, context) for n in lengths.tolist()]
-        state[f"{name}.positions"] = torch.cat(places if form is CacheForm.RAGGED else places[:1])
+        state[f"{name}.positions"] = torch.cat(places if form == "ragged" else places[:1])
     meta = SequenceCache(spec, form, ledger_for(form, ledger)).meta()
     meta |= {"next_position": str(context or 2 * entries)}
     cache = SequenceCache.restore(spec, {n: t.to(spec.device) for n, t in state.items()}, meta)
@@ -179,9 +179,9 @@ def random_cache(
     return cache
 
 
-def ledger_for(form: CacheForm, ledger: Ledger) -> Ledger:
+def ledger_for(form: str, ledger: Ledger) -> Ledger:
     """Only a ragged cache remembers anything."""
-    return ledger if form is CacheForm.RAGGED else EMPTY_LEDGER
+    return ledger if form == "ragged" else EMPTY_LEDGER
 
 
 def _positions(entries: int, context: int | None) -> torch.Tensor:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.memory_usage import TensorOwner
+from larder.cache.spec import FORMS, CacheSpec
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
-from larder.core.spec import LayerSpec
+from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import causal_attention, merge_attention
 
@@ -28,11 +30,43 @@ class CacheLayer(TensorOwner):
     A change that fails for lack of memory leaves the layer as it was.
     """
 
+    # Options of a `CacheSpec` that the form supports, and those that it requires.
+    supports: ClassVar[frozenset[str]] = frozenset({"ledger"})
+    requires: ClassVar[frozenset[str]] = frozenset()
+    # Whether a `CacheSpec` may name the form; if not, another form creates it for some layers.
+    has_public_name: ClassVar[bool] = True
+    # Whether keys are rotated to cache positions at every read.
+    rerotates_keys: ClassVar[bool] = False
+    # Prefixes of the names in a state whose tensors belong to a slow tier, in host memory.
+    slow_state: ClassVar[tuple[str, ...]] = ()
+
     replaced_bytes: int = 0  # old storage held beside the new one during the last change
 
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__()
         self.layer = layer
+
+    @classmethod
+    @abstractmethod
+    def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CacheLayer:
+        """Empty layer of this form, or of the form that `spec` needs instead."""
+
+    @classmethod
+    def check_spec(cls, spec: CacheSpec, model: ModelSpec) -> None:
+        """Check the options of a cache. Raises: CacheError: the form does not support them."""
+        del model
+        spec.check_options(cls.supports, cls.requires)
+
+    @classmethod
+    def num_dense_layers(cls, spec: CacheSpec) -> int:
+        """Number of first layers that hold all of their entries."""
+        del spec
+        return 0
+
+    @classmethod
+    def link_layers(cls, layers: Sequence[CacheLayer], spec: CacheSpec) -> None:
+        """Link the layers of a sequence that depend on each other."""
+        del layers, spec
 
     def attend(
         self,
@@ -203,6 +237,11 @@ class CacheLayer(TensorOwner):
         """Independent copy without slack."""
         return self.adopt(self.layer, self.state())
 
+    @classmethod
+    def is_slow_state(cls, name: str) -> bool:
+        """True for tensors of a state that belong to a slow tier, which stays in host memory."""
+        return name.startswith(cls.slow_state)
+
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """Contiguous copies of all tensors needed to restore the layer, without slack."""
@@ -231,6 +270,18 @@ class CacheLayer(TensorOwner):
     def full_precision_lengths(self) -> tuple[int, ...]:
         """Full-precision entries of each kv head."""
         return self.lengths
+
+
+def form_of(spec: CacheSpec) -> type[CacheLayer]:
+    """Class of the form of a cache."""
+    return FORMS.load(spec.form)
+
+
+def create_layer(layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CacheLayer:
+    """Empty layer: of the specified form, or a sliding window."""
+    kind: type[CacheLayer]
+    kind = form_of(spec) if layer.sliding_window is None else FORMS.load("window")
+    return kind.create(layer, model, spec)
 
 
 def empty_rows(layer: LayerSpec, rows: int, like: Tensor) -> Tensor:

@@ -26,12 +26,13 @@ from larder.cache.entry_merging import MergedEntries, merge_entries
 from larder.cache.forms.base import AttentionState, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.memory_usage import TensorOwner
+from larder.cache.spec import CacheSpec
 from larder.cache.validation import check_counts
 from larder.core.errors import CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Folds, Plan
-from larder.core.spec import POSITION_BYTES, LayerSpec
+from larder.core.spec import POSITION_BYTES, LayerSpec, ModelSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.packing import starts_of, storage_rows
@@ -50,6 +51,8 @@ class CompactLayer(CacheLayer):
         CacheError: the layer's rotary embedding is unknown.
     """
 
+    rerotates_keys = True
+
     def __init__(
         self,
         layer: LayerSpec,
@@ -66,6 +69,10 @@ class CompactLayer(CacheLayer):
         self._unturned = self._attach(RaggedLayer(layer, dtype, device, ledger))
         self._listens = False
         self._kept: tuple[Tensor, ...] = ()  # turned keys and their places, of all rows
+
+    @classmethod
+    def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CompactLayer:
+        return cls(layer, model.dtype, model.device, spec.ledger)
 
     def attend_cached(self, queries: Queries, positions: Positions) -> Queries:
         self._keep()

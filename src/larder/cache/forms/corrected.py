@@ -60,6 +60,8 @@ class PastAnswer:
 class CorrectedLayer(TieredLayer):
     """Tiered layer that stores the outputs of the latest `recall.corrected` tokens."""
 
+    has_public_name = False
+
     _past: tuple[PastAnswer, ...] = ()
     _ids: Int64[Tensor, " P"] = NO_ENTRIES
     _latest: PastAnswer | None = None

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from larder.cache.forms.base import AttentionState, CacheLayer
+from larder.cache.spec import CacheSpec
 from larder.cache.validation import check_kept, check_single_precision
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
-from larder.core.spec import LayerSpec
+from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.removal import remove_rows
@@ -27,6 +28,8 @@ MIN_GROWTH_TOKENS = 64
 class DenseLayer(CacheLayer):
     """Layer storage with the same entries in every head."""
 
+    supports = frozenset[str]()
+
     def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
         shape = (layer.kv_heads, 0, layer.head_dim)
         super().__init__(layer)
@@ -35,6 +38,10 @@ class DenseLayer(CacheLayer):
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
         self._length = 0
         self._count_bytes()
+
+    @classmethod
+    def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> DenseLayer:
+        return cls(layer, model.dtype, model.device)
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         start, stop = self._length, self._length + keys.shape[1]

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 
 import torch
 from jaxtyping import Float
@@ -35,14 +34,15 @@ from larder.cache.forms._composite import CompositeLayer
 from larder.cache.forms._graded_tiers import GradedTiers
 from larder.cache.forms.base import AttentionState
 from larder.cache.forms.ragged import RaggedLayer
-from larder.cache.quantized_tier import QuantizedTier, codec_from_tensor
+from larder.cache.quantized_tier import QuantizedTier, saved_tiers, tier_prefix
 from larder.cache.row_updates import InsertedEntries
+from larder.cache.spec import CacheSpec
 from larder.cache.validation import check_channels, check_grades, check_kept
 from larder.core.codec import Codec
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
-from larder.core.spec import LayerSpec
+from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Positions, Queries, Values
 
 
@@ -56,6 +56,9 @@ class GradedLayer(CompositeLayer):
         codecs: of grades 1, 2, ...
     """
 
+    supports = requires = frozenset({"ledger", "codecs"})
+    has_public_name = False
+
     def __init__(
         self,
         layer: LayerSpec,
@@ -68,6 +71,10 @@ class GradedLayer(CompositeLayer):
         super().__init__(layer, RaggedLayer(layer, dtype, device, ledger))
         columns = len(ledger.columns)
         self._hold(tuple(QuantizedTier.nothing(codec, like, columns) for codec in codecs))
+
+    @classmethod
+    def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> GradedLayer:
+        return cls(layer, model.dtype, model.device, spec.ledger, spec.codecs)
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         self._finest.append(keys, values, positions)
@@ -121,7 +128,7 @@ class GradedLayer(CompositeLayer):
         state = self._finest.state()
         for grade, tier in enumerate(self._coded, 1):
             own = tier.state(self._finest.ledger)
-            state |= {f"{_prefix(grade)}{name}": tensor for name, tensor in own.items()}
+            state |= {f"{tier_prefix(grade)}{name}": tensor for name, tensor in own.items()}
         return state
 
     @classmethod
@@ -130,7 +137,7 @@ class GradedLayer(CompositeLayer):
         store = cls(layer, dtype, device, Ledger(), ())
         store._finest = store._attach(RaggedLayer.adopt(layer, state), store._finest)
         ledger, size = store._finest.ledger, layer.head_dim
-        store._hold(tuple(QuantizedTier.adopt(own, ledger, size) for own in _saved_tiers(state)))
+        store._hold(tuple(QuantizedTier.adopt(own, ledger, size) for own in saved_tiers(state)))
         return store
 
     def own_tensors(self) -> tuple[Tensor, ...]:
@@ -187,25 +194,6 @@ class GradedLayer(CompositeLayer):
         self._coded = coded
         self._count_bytes()
         self.usage.set_entries(sum(map(len, coded)))
-
-
-def saved_codecs(state: Mapping[str, Tensor]) -> tuple[Codec, ...]:
-    """Codecs of grades 1, 2, ... of a saved layer; empty for other forms."""
-    return tuple(codec_from_tensor(own["codec"]) for own in _saved_tiers(state))
-
-
-def _saved_tiers(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """State of each quantized tier."""
-    for grade in count(1):
-        prefix = _prefix(grade)
-        own = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
-        if not own:
-            return
-        yield own
-
-
-def _prefix(grade: int) -> str:
-    return f"grade{grade}."
 
 
 Part = GradedLayer

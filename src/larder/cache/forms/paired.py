@@ -35,11 +35,12 @@ from larder.cache.forms._shared_entries import (
 from larder.cache.forms.base import AttentionState, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.row_updates import InsertedEntries
+from larder.cache.spec import CacheSpec
 from larder.cache.validation import check_grades, check_kept
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
-from larder.core.spec import LayerPairing, LayerSpec
+from larder.core.spec import LayerPairing, LayerSpec, ModelSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.packing import starts_of, storage_rows
 
@@ -68,6 +69,18 @@ class PairedLayer(CompositeLayer):
         self.wished = SharingRequest.none()
         like = torch.empty(0, layer.head_dim, dtype=dtype, device=device)
         self._join(LayerPair(SharedEntries.nothing(like, len(ledger.columns)), pairing))
+
+    @classmethod
+    def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> PairedLayer:
+        uppers = [upper for _, upper in spec.pairing.pairs(model.managed)]
+        side = UPPER if layer.index in uppers else LOWER
+        return cls(layer, model.dtype, model.device, spec.ledger, spec.pairing, side)
+
+    @classmethod
+    def link_layers(cls, layers: Sequence[CacheLayer], spec: CacheSpec) -> None:
+        """Link the layers of pairs: each lower layer with the next upper one."""
+        del spec
+        link_pairs(layers)
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         self.wished = SharingRequest.none()  # rows move
@@ -304,3 +317,6 @@ def link_pairs(stores: Sequence[CacheLayer]) -> None:
         elif waiting is not None:
             waiting.link(store)
             waiting = None
+
+
+Part = PairedLayer

@@ -20,11 +20,12 @@ from larder.cache.entry_columns import EntryColumns
 from larder.cache.entry_merging import MergedEntries, merge_entries, no_merges
 from larder.cache.forms.base import AttentionState, CacheLayer
 from larder.cache.row_updates import InsertedEntries, PlanWrites, insert_entries, relocate_rows
+from larder.cache.spec import FORMS, CacheSpec
 from larder.cache.validation import check_counts, check_kept, check_single_precision
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
-from larder.core.spec import LayerSpec
+from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Positions, Queries, Values, empty_tensor
 from larder.ops.attention import ragged_attention
 from larder.ops.packing import packed_rows, sorted_places, starts_of, storage_rows
@@ -40,6 +41,8 @@ class RaggedLayer(CacheLayer):
     Args:
         ledger: columns and scalars that the policy keeps.
     """
+
+    supports = frozenset({"ledger", "codecs"})
 
     def __init__(
         self,
@@ -60,6 +63,13 @@ class RaggedLayer(CacheLayer):
         self._listens = False
         self._heard: Tensor | None = None
         self._count_bytes()
+
+    @classmethod
+    def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CacheLayer:
+        if spec.codecs:
+            graded: type[CacheLayer] = FORMS.load("graded")
+            return graded.create(layer, model, spec)
+        return cls(layer, model.dtype, model.device, spec.ledger)
 
     def record_logits(self) -> None:
         self._listens = True

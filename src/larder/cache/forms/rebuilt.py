@@ -22,11 +22,12 @@ from larder.cache.forms._composite import RecoverableLayer
 from larder.cache.forms.base import AttentionState, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.offload.slow_tier import rejected_entries
+from larder.cache.spec import CacheSpec
 from larder.cache.validation import check_kept, check_single_precision
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.plan import Plan
-from larder.core.spec import LayerSpec, RecomputeSpec
+from larder.core.spec import LayerSpec, ModelSpec, RecomputeSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import merge_attention, ragged_attention
 from larder.ops.packing import heads_of_packed, starts_of
@@ -52,6 +53,9 @@ class RecomputedLayer(RecoverableLayer):
         rebuilding: source of the recomputation.
     """
 
+    supports = frozenset({"ledger", "rebuilding"})
+    requires = frozenset({"rebuilding"})
+
     def __init__(
         self,
         layer: LayerSpec,
@@ -68,6 +72,15 @@ class RecomputedLayer(RecoverableLayer):
         self._gone = [torch.empty(0, dtype=torch.int64) for _ in range(layer.kv_heads)]
         self._lent: tuple[RecomputedKV, RecomputedKV] | None = None
         self._count_bytes()
+
+    @classmethod
+    def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> RecomputedLayer:
+        assert spec.rebuilding is not None  # required
+        return cls(layer, model.dtype, model.device, spec.ledger, spec.rebuilding)
+
+    @classmethod
+    def num_dense_layers(cls, spec: CacheSpec) -> int:
+        return 0 if spec.rebuilding is None else spec.rebuilding.depth
 
     def keep(self, source: Tensor) -> None:
         """Append the source rows of the tokens read last."""

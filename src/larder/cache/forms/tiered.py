@@ -24,7 +24,7 @@ from larder.cache.forms._composite import RecoverableLayer
 from larder.cache.forms.base import AttentionState, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.memory_usage import TensorOwner
-from larder.cache.offload.host_memory import HostMemoryBudget, HostMemoryUser
+from larder.cache.offload.host_memory import MIB, HostMemoryBudget, HostMemoryUser
 from larder.cache.offload.page_fetch import (
     EntryNumberCheck,
     PageFetcher,
@@ -45,12 +45,14 @@ from larder.cache.offload.slow_tier import (
     saved_offload_spec,
     with_prefix,
 )
+from larder.cache.spec import FORMS, CacheSpec
 from larder.cache.validation import check_dropped, check_kept, check_offload_plan, refuse_eviction
+from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.recall import OffloadSpec, PrefillRecall
-from larder.core.spec import LayerSpec
+from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import AppendKind, Keys, Positions, Queries, Values
 from larder.ops.attention import merge_attention
 
@@ -63,6 +65,9 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         parking: offload and recall options, every size filled in.
     """
 
+    supports = frozenset({"ledger", "parking"})
+    requires = frozenset({"parking"})
+    slow_state = (SLOW, INDEX, OBSERVED, PARKING)
     counts_as_device = False  # queries for the index are on the host
 
     def __init__(
@@ -83,6 +88,44 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         self._coming, self._appends = AppendKind.STEP, False
         self._observed = torch.empty(layer.query_heads, 0, layer.head_dim)
         self._count_bytes()
+
+    @classmethod
+    def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> TieredLayer:
+        assert spec.parking is not None  # required
+        kind = FORMS.load("corrected") if spec.parking.recall.corrected else cls
+        return kind(layer, model.dtype, model.device, spec.ledger, spec.parking)
+
+    @classmethod
+    def check_spec(cls, spec: CacheSpec, model: ModelSpec) -> None:
+        super().check_spec(spec, model)
+        windows = [layer.index for layer in model.layers if layer.sliding_window is not None]
+        if windows and spec.parking is not None and spec.parking.recall.corrected:
+            raise CacheError(
+                f"Layer {windows[0]} has a sliding window and stores no outputs to correct: use "
+                "corrected=0, or a model without such layers."
+            )
+
+    @classmethod
+    def num_dense_layers(cls, spec: CacheSpec) -> int:
+        return 0 if spec.parking is None else spec.parking.recall.dense
+
+    @classmethod
+    def link_layers(cls, layers: Sequence[CacheLayer], spec: CacheSpec) -> None:
+        """Link the layers with the host memory budget and their recall leaders."""
+        mib = None if spec.parking is None else spec.parking.host_mib
+        budget, tiers = HostMemoryBudget(None if mib is None else mib * MIB), tiered_layers(layers)
+        for tier in tiers:
+            tier.join(budget)
+        searched = [tier for tier in tiers if not tier.is_dense]
+        for place, tier in enumerate(searched):
+            leader = searched[tier.parking.recall.leader_of(place)]
+            is_other = leader is not tier and tier.has_same_heads(leader)
+            tier.leader = leader if is_other else None
+
+    def has_same_heads(self, other: TieredLayer) -> bool:
+        """True if two layers have the same numbers of kv heads and query heads."""
+        own, others = self.layer, other.layer
+        return (own.kv_heads, own.query_heads) == (others.kv_heads, others.query_heads)
 
     @property
     def parts(self) -> tuple[TensorOwner, ...]:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from larder.cache.forms.base import AttentionState, CacheLayer
+from larder.cache.spec import CacheSpec
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
-from larder.core.spec import LayerSpec
+from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import windowed_attention
 
@@ -26,6 +27,8 @@ class SlidingWindowLayer(CacheLayer):
     Older entries are lost: `truncate` can go back over the last appended block, and over as many
     more tokens as were reserved. Call `reserve` before a longer rollback.
     """
+
+    has_public_name = False
 
     def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
         if layer.sliding_window is None:
@@ -38,6 +41,11 @@ class SlidingWindowLayer(CacheLayer):
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
         self._slack = 0
         self._count()
+
+    @classmethod
+    def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> SlidingWindowLayer:
+        del spec
+        return cls(layer, model.dtype, model.device)
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         rows = self._seen_from(int(positions[0]) - self._slack)

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
@@ -120,7 +120,7 @@ def run_prompt(
     decoder: Decoder, prompt: ReasoningPrompt
 ) -> tuple[bool, dict[int, Float[Tensor, " H"]]]:
     """Correctness of the model's answer, and the score of each head of each managed layer."""
-    cache = SequenceCache(decoder.spec, CacheForm.DENSE)
+    cache = SequenceCache(decoder.spec, "dense")
     layers = [layer.index for layer in decoder.spec.managed]
     scores: dict[int, Tensor] = {}
 

@@ -8,12 +8,20 @@ from typing import ClassVar
 from larder.core.observation import Entries, LayerScores
 from larder.core.part import PolicyPart
 from larder.core.plan import Plan
+from larder.core.spec import RecomputeSpec
 
 
 class Compensation(PolicyPart, ABC):
     """Fate of rejected entries: dropped, merged or offloaded. A frozen dataclass."""
 
-    parks: ClassVar[bool] = False  # whether rejected entries are offloaded to a slow tier
+    offloads: ClassVar[bool] = False  # whether rejected entries are offloaded to a slow tier
+    # Name of the cache form that rejected entries need; None for the one of the storage.
+    cache_form: ClassVar[str | None] = None
+
+    @property
+    def rebuilding(self) -> RecomputeSpec | None:
+        """Recomputation of rejected entries; None without one."""
+        return None
 
     @property
     def needs_whole_text(self) -> bool:

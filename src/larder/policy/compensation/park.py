@@ -68,7 +68,8 @@ class Park(Compensation):
     cut: Cut = Cut.NOTHING
     size: float = 1.0
     tokens: int | None = None
-    parks = True
+    offloads = True
+    cache_form = "tiered"
 
     def __post_init__(self) -> None:
         if self.host_mib is not None and self.host_mib < 1:

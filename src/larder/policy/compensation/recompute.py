@@ -37,6 +37,7 @@ class Recompute(Compensation):
     held: RecomputeSource = RecomputeSource.EVERY
     depth: int = 1
     folds = False
+    cache_form = "rebuilt"
 
     def __post_init__(self) -> None:
         _ = self.rebuilding

@@ -18,11 +18,15 @@ NO_INSPECTION = StorageStatistics()
 class Storage(PolicyPart, ABC):
     """Cache form and precision of kept entries. A frozen dataclass."""
 
-    form: ClassVar[str] = "ragged"  # name of the cache form, a file of `larder.cache.forms`
     # Whether keys are rotated to cache positions at every read.
     rerotates_keys: ClassVar[bool] = False
     # Whether layers are compared: then plans wait until all of them are scored.
     compares_layers: ClassVar[bool] = False
+
+    @property
+    def form(self) -> str:
+        """Name of the cache form, a file of `larder.cache.forms`."""
+        return "ragged"
 
     @property
     def codecs(self) -> tuple[Codec, ...]:

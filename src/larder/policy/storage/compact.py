@@ -22,8 +22,11 @@ from larder.policy.storage.base import Storage
 class Compact(Storage):
     """Positions without gaps; everything at the precision of the model."""
 
-    form: ClassVar[str] = "compact"
     rerotates_keys: ClassVar[bool] = True
+
+    @property
+    def form(self) -> str:
+        return "compact"
 
     def grade(
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float

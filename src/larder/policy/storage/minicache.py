@@ -40,12 +40,15 @@ class MiniCache(Storage):
     weight: float = 0.6
     apart: float = 0.05
     recent: int = 32
-    form = "paired"
 
     def __post_init__(self) -> None:
         LayerPairing(self.start, self.weight, self.apart)
         if self.recent < 0:
             raise BadParameter(f"minicache.recent must be 0 or more, got {self.recent}.")
+
+    @property
+    def form(self) -> str:
+        return "paired"
 
     @property
     def pairing(self) -> LayerPairing:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from larder.cache.latest_activations import TAIL
-from larder.cache.sequence import CacheForm, SequenceCache
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, Damaged
 from larder.core.spec import ModelSpec
 from larder.store.blobs.container import DTYPE_NAMES, DTYPES
@@ -154,7 +154,7 @@ def is_lossless_cache(cache: SequenceCache) -> bool:
     Only of such a cache a beginning is the cache of the beginning: what a policy keeps of a text
     depends on how it goes on.
     """
-    plain = cache.cache_spec.form is CacheForm.DENSE and not cache.plans
+    plain = cache.cache_spec.form == "dense" and not cache.plans
     windows = any(layer.sliding_window is not None for layer in cache.spec.layers)
     lengths = {length for layer in cache.lengths() for length in layer}
     return plain and not windows and lengths <= {cache.next_position}

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
-from larder.cache.spec import CacheForm, CacheSpec
+from larder.cache.spec import CacheSpec
 from larder.core.errors import CacheError, Damaged, LarderError, Refused
 from larder.core.spec import ModelSpec
 from larder.store.blobs.cache_state import check_fits, join_chunks
@@ -216,7 +216,7 @@ class SessionReader:
             length = behind.start
             if not pieces:
                 return None
-            meta = CacheSpec(CacheForm.DENSE).meta() | {"next_position": str(length)}
+            meta = CacheSpec("dense").meta() | {"next_position": str(length)}
             cache = restore_cache(spec, join_chunks(pieces, {}, spec, length), meta)
         self._rates.loaded(Tier.DISK, stored, time.perf_counter() - begun)
         return cache
