@@ -7,16 +7,18 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from larder.server.engine_client import (
+from larder.server.engine_client import EngineClient
+from larder.server.operation import Operation
+from larder.server.request import ApiError, ChatMessage, Listener, Report, Request, Ticket
+from larder.server.session_info import (
     CachedPositions,
-    EngineClient,
     ServedModel,
-    ServerStats,
     SessionInfo,
     SessionTranscript,
 )
-from larder.server.request import ApiError, ChatMessage, Listener, Report, Request, Ticket
+from larder.server.stats import ServerStats
 
 NAME = "fake/model"
 
@@ -81,6 +83,9 @@ class FakeHub(EngineClient):
         known = len(self.held.get((request.tenant, name), ()))
         self.held[request.tenant, name] = turns
         listener.on_done(_report(name, known, len(said), "length" if last == "long" else reason))
+
+    def call(self, operation: Operation[..., Any], *given: Any, **named: Any) -> Any:
+        return getattr(self, operation.name)(*given, **named)
 
     def models(self) -> tuple[ServedModel, ...]:
         return (ServedModel(NAME, "whole()", 4096, 1.0),)
@@ -150,7 +155,9 @@ class FakeHub(EngineClient):
         tokens = 4 * len(turns)
         every, some = tuple(range(tokens)), (0, 1, *range(tokens - 2, tokens))
         texts = [piece for turn in turns for piece in ("<", turn.text[:3], turn.text[3:], ">")]
-        return CachedPositions(tokens, ((every, some), (some, every)), tuple(texts))
+        spans = self.session(tenant, name).spans
+        layers = ((every, some), (some, every))
+        return CachedPositions(tokens, layers, tuple(texts), turns=tuple(turns), spans=spans)
 
     def stats(self) -> ServerStats:
         tiers = {"device": 10, "host": 0}

@@ -156,7 +156,7 @@ def test_a_question_that_comes_twice_at_once_makes_a_branch_of_its_own(
         assert ask(hub, answered(told(1), first, "How?")).told.session == f"{root}~2"
     with hub_in(tmp_path, small) as hub:
         turns = [*hub.session("a", root).turns, user("And?")]
-        [held] = hub._core.sessions
+        [held] = hub.context.core.sessions
         held.is_answering = True  # the same question, for somebody else
         assert ask(hub, turns).told.session == f"{root}~3"
         held.is_answering = False
@@ -182,8 +182,8 @@ def test_who_deletes_branches_hears_that_they_cannot_be_told(
 ) -> None:
     branched(tmp_path, small)
     with hub_in(tmp_path, small) as hub:
-        assert isinstance(hub._persistence, StoreSessionPersistence)
-        with failing(hub._persistence._store.sessions, "branches", SLOW):
+        assert isinstance(hub.context.persistence, StoreSessionPersistence)
+        with failing(hub.context.persistence._store.sessions, "branches", SLOW):
             with pytest.raises(ApiError, match="branches of session") as refused:
                 hub.remove("a", "x", branches=True)
             assert refused.value.status == 503
@@ -196,14 +196,14 @@ def test_who_deletes_branches_hears_that_they_cannot_be_told(
 
 def calls(hub: LocalEngineClient, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What the model's thread is asked from now on."""
-    made, call = list[object](), hub._thread.call
+    made, call = list[object](), hub.context.thread.call
 
     def counted(work: Callable[[], object]) -> object:
         made.append(work)
         return call(work)
 
-    monkeypatch.setattr(hub._candidates, "_call", counted)
-    monkeypatch.setattr(hub._thread, "call", counted)
+    monkeypatch.setattr(hub.context.candidates, "_call", counted)
+    monkeypatch.setattr(hub.context.thread, "call", counted)
     return made
 
 
@@ -230,7 +230,7 @@ def test_a_large_family_is_not_brought_to_memory_for_one_of_it(
     branched(tmp_path, small, count=14)
     with hub_in(tmp_path, small) as hub:
         assert ask(hub, told(99), "x").told.session == "x~15"
-        assert len(hub._core.sessions) <= 10
+        assert len(hub.context.core.sessions) <= 10
         assert ask(hub, told(12), "x").told.session == "x~12"
 
 
@@ -249,7 +249,7 @@ def test_a_removal_that_fails_ends_once_all_of_it_has(
 ) -> None:
     branched(tmp_path, small)
     with hub_in(tmp_path, small) as hub:
-        store = hub._persistence._store  # pyright: ignore[reportAttributeAccessIssue]
+        store = hub.context.persistence._store  # pyright: ignore[reportAttributeAccessIssue]
         remove, gone = store.sessions.remove, list[str]()
 
         def removed(tenant: str, name: str) -> int:
@@ -261,4 +261,4 @@ def test_a_removal_that_fails_ends_once_all_of_it_has(
         monkeypatch.setattr(store.sessions, "remove", removed)
         with pytest.raises(StoreSlow):
             hub.remove("a", "x", branches=True)
-        assert gone == ["x~2", "x~3"] and not hub._removals.has("a", "x~3")
+        assert gone == ["x~2", "x~3"] and not hub.context.removals.has("a", "x~3")

@@ -168,8 +168,8 @@ def test_nothing_goes_while_a_branch_that_is_to_go_is_answering(hub: LocalEngine
 
 def test_looking_at_what_is_kept_moves_nothing(hub: LocalEngineClient) -> None:
     ask(hub, told(1), "x")[0].wait()
-    before, core = hub.kept("a", "x"), hub._core
-    assert hub._thread.call(lambda: core.tiers.offload(core.find("a", "x")))
+    before, core = hub.kept("a", "x"), hub.context.core
+    assert hub.context.thread.call(lambda: core.tiers.offload(core.find("a", "x")))
     held = hub.kept("a", "x")
     assert (before.tier, held.tier) == ("device", "host") and held.tokens > 0
     assert (held.layers, held.texts) == (before.layers, before.texts)
@@ -200,8 +200,8 @@ def test_a_text_that_could_never_be_read_is_not_taken_apart(
     def fail(*told: object) -> None:
         raise AssertionError("the model's thread is kept from others")
 
-    monkeypatch.setattr(type(hub._core.engine.tokenizer), "encode", fail)
-    monkeypatch.setattr(type(hub._core.engine.tokenizer), "encode_messages", fail)
+    monkeypatch.setattr(type(hub.context.core.engine.tokenizer), "encode", fail)
+    monkeypatch.setattr(type(hub.context.core.engine.tokenizer), "encode_messages", fail)
     text = "x" * (64 * 4096 + 1)
     with pytest.raises(ApiError) as caught:
         ask(hub, [user(text)], "x")

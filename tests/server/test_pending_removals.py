@@ -30,7 +30,7 @@ def test_21_what_was_read_before_a_session_is_deleted_does_not_bring_it_back(
         ask(hub, told(1), "x")
     with hub_in(tmp_path, small) as hub, ThreadPoolExecutor(1, READER) as reader:
         is_read, goes_on = Event(), Event()
-        recall, remove = hub._persistence.load, hub._persistence.remove
+        recall, remove = hub.context.persistence.load, hub.context.persistence.remove
 
         def late(tenant: str, name: str) -> StoredSession | None:
             found = recall(tenant, name)
@@ -51,8 +51,8 @@ def test_21_what_was_read_before_a_session_is_deleted_does_not_bring_it_back(
             return remover.submit(removed, session)
 
         with ThreadPoolExecutor(1) as remover:
-            monkeypatch.setattr(hub._persistence, "load", late)
-            monkeypatch.setattr(hub._persistence, "remove", removing)
+            monkeypatch.setattr(hub.context.persistence, "load", late)
+            monkeypatch.setattr(hub.context.persistence, "remove", removing)
             read = reader.submit(hub.session, "a", "x")
             assert is_read.wait(30)
             assert hub.remove("a", "x") == ()
@@ -64,8 +64,11 @@ def test_21_what_was_read_before_a_session_is_deleted_does_not_bring_it_back(
 
 def test_what_could_not_be_deleted_is_read_again(small: LoadedModel, tmp_path: Path) -> None:
     with hub_in(tmp_path, small) as hub:
-        assert isinstance(hub._persistence, StoreSessionPersistence)
+        assert isinstance(hub.context.persistence, StoreSessionPersistence)
         ask(hub, told(1), "x")
-        with failing(hub._persistence._store.sessions, "remove", SLOW), pytest.raises(StoreSlow):
+        with (
+            failing(hub.context.persistence._store.sessions, "remove", SLOW),
+            pytest.raises(StoreSlow),
+        ):
             hub.remove("a", "x")
         assert len(hub.session("a", "x").turns) == 2

@@ -183,7 +183,7 @@ def test_30_a_name_that_is_allowed_goes_all_the_way(
     assert other != name and root_name(other) == root  # a branch
     fork = client.post(at(name, "/fork")).json()["id"]
     assert {name, other, fork} <= names(client)
-    store = hub._persistence._store  # pyright: ignore
+    store = hub.context.persistence._store  # pyright: ignore
     assert {name, other} <= {record.name for record in store.sessions.indexed_heads(LOCAL)}
     file = client.post(at(name, "/export")).content
     assert client.delete(at(name)).json()["deleted"] is True
@@ -230,7 +230,7 @@ def refuse_everywhere(client: httpx2.Client, hub: LocalEngineClient, name: str) 
         told = answer.json()["error"]
         assert (answer.status_code, told["code"]) == (400, "invalid_session_id"), answer.request.url
     assert names(client) == before
-    store = hub._persistence._store  # pyright: ignore
+    store = hub.context.persistence._store  # pyright: ignore
     with pytest.raises(InputError, match="must"):
         store.sessions.append(LOCAL, name, Written((1, 2), b"{}"), 0)
     with pytest.raises(InputError, match="must"):
@@ -253,7 +253,7 @@ def test_bytes_that_are_no_text_are_no_name(client: httpx2.Client) -> None:
 def test_a_session_of_an_earlier_rule_can_still_be_removed(
     hub: LocalEngineClient, tmp_path: Path
 ) -> None:
-    store = hub._persistence._store  # pyright: ignore
+    store = hub.context.persistence._store  # pyright: ignore
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("larder.store.sessions.epochs.check_name", lambda name: None)
         store.sessions.append(LOCAL, " old", Written((1, 2), b"{}"), 0)

@@ -2,13 +2,162 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from larder.core.observation import Entries
-from larder.server.engine_client import CachedPositions, EpisodeInfo, SessionInfo, SessionTranscript
 from larder.server.request import ChatMessage
 from larder.server.session_state import ASSISTANT, PositionMap, SessionState
 from larder.store.sessions.records import Record
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """Summary of a session for its owner.
+
+    Args:
+        name: given by the client, or generated.
+        state: `running`, `waiting` or `idle`.
+        tokens: of the whole transcript.
+        tier_bytes: bytes of its cache by tier: `device`, `host`, `disk`.
+        tier: the fastest tier that has the whole cache; `none` if only the tokens are stored.
+        kept_tokens: entries that can be attended to, offloaded ones included; per kv head on
+            average.
+        held_tokens: entries of the largest cache that count against the budget; per kv head on
+            average.
+        budget_tokens: limit of `held_tokens`; None without a limit.
+        evicted_tokens, merged_tokens, lossless: as in `Report`.
+        epoch: turns committed so far.
+        made, last_used: seconds since 1970.
+        durable: true if the store has all turns.
+    """
+
+    name: str
+    state: str
+    turns: int
+    tokens: int
+    tier: str
+    tier_bytes: Mapping[str, int]
+    kept_tokens: int
+    evicted_tokens: int
+    merged_tokens: int
+    lossless: bool
+    pinned: bool
+    epoch: int
+    made: float
+    last_used: float
+    durable: bool = True
+    held_tokens: int = 0
+    budget_tokens: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The session as JSON."""
+        fields = {**vars(self), "tier_bytes": dict(self.tier_bytes)}
+        del fields["name"]
+        return {"id": self.name, "object": "session", **fields}
+
+
+@dataclass(frozen=True)
+class SessionTranscript:
+    """Messages of a session.
+
+    Args:
+        spans: token range [start, stop) of each message.
+    """
+
+    view: SessionInfo
+    turns: tuple[ChatMessage, ...]
+    spans: tuple[tuple[int, int], ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """The session as JSON, without its messages."""
+        return self.view.as_json()
+
+
+@dataclass(frozen=True)
+class EpisodeInfo:
+    """One of the caches of a session with episodes.
+
+    Args:
+        kept_tokens: entries in the cache, per kv head on average.
+        segments: segments of the conversation assigned to the episode.
+        about: its representative segments.
+        tier: where the cache is.
+    """
+
+    number: int
+    is_active: bool
+    kept_tokens: int
+    segments: int
+    about: tuple[str, ...]
+    tier: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class CachedPositions:
+    """Positions of the text that are still in the cache, by layer and kv head.
+
+    Args:
+        tokens: tokens that were read.
+        layers: ascending text positions by layer and kv head; of the cache that answered last, if
+            there are several.
+        texts: the text of each token of the transcript; empty if there is no cache.
+        parked: offloaded positions in the form of `layers`; empty if there are none.
+        episodes: all caches of a session with episodes.
+        tier: tier of the cache, as in `SessionInfo`; on some tiers nothing else is known.
+        turns, spans: as in `SessionTranscript`.
+    """
+
+    tokens: int
+    layers: tuple[tuple[tuple[int, ...], ...], ...]
+    texts: tuple[str, ...] = ()
+    parked: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    episodes: tuple[EpisodeInfo, ...] = ()
+    tier: str = "none"
+    turns: tuple[ChatMessage, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """The map as JSON, positions as ranges."""
+        turns = [
+            {"role": turn.role, "text": turn.text, "start": start, "stop": stop}
+            for turn, (start, stop) in zip(self.turns, self.spans, strict=True)
+        ]
+        layers, parked = (
+            [[_ranges(positions) for positions in heads] for heads in part]
+            for part in (self.layers, self.parked)
+        )
+        return {
+            "tokens": self.tokens,
+            "layers": layers,
+            "parked": parked,
+            "episodes": [asdict(episode) for episode in self.episodes],
+            "tier": self.tier,
+            "turns": turns,
+            "texts": list(self.texts),
+        }
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that the server offers.
+
+    Args:
+        context_tokens: longest supported text; None if unknown.
+        policy: canonical spelling of the policy.
+        made: seconds since 1970.
+        budget_tokens: M, entries per kv head of one cache; None without a limit.
+        beyond_budget: what is stored in addition to the budget, one clause each.
+    """
+
+    name: str
+    policy: str
+    context_tokens: int | None
+    made: float
+    budget_tokens: int | None = None
+    beyond_budget: tuple[str, ...] = ()
 
 
 def session_status(session: SessionState) -> str:
@@ -182,3 +331,14 @@ class TokenTexts:
                 texts[start:stop] = [""] * (stop - start - 1) + [text]
                 return stop - 1
         return start
+
+
+def _ranges(positions: tuple[int, ...]) -> list[int]:
+    """Ascending positions as start, stop, start, stop, ..."""
+    ranges: list[int] = []
+    for position in positions:
+        if ranges and ranges[-1] == position:
+            ranges[-1] += 1
+        else:
+            ranges += (position, position + 1)
+    return ranges

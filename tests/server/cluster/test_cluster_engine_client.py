@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from larder.models.loader import LoadedModel
-from larder.server.cluster.client import ClusterEngineClient, sum_stats
+from larder.server.cluster.client import ClusterEngineClient
 from larder.server.cluster.routing import route, routing_key
-from larder.server.engine_client import ServerStats
 from larder.server.request import ApiError, ChatMessage, Report, Request
+from larder.server.stats import ServerStats, sum_stats
 from server.cluster.local_replicas import Near
 from server_core import Served, told, user
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("unflushed")
 
 def crowded(hub: LocalEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on whoever comes to memory has all leave it that may."""
-    take, core = hub._core.restorer.install, hub._core
+    take, core = hub.context.core.restorer.install, hub.context.core
 
     def taken(*told: object) -> object:
         made = take(*told)  # pyright: ignore
@@ -77,7 +77,7 @@ def test_who_is_awaited_twice_is_awaited_until_both_are_done(
     residency_locks = ResidencyLocks()
     with hub_in(tmp_path, small) as hub:
         ask(hub, told(1), "x")
-        session = hub._thread.call(partial(hub._core.find, "a", "x"))
+        session = hub.context.thread.call(partial(hub.context.core.find, "a", "x"))
     with residency_locks.hold("a", "x~7", None):
         with pytest.raises(ValueError), residency_locks.hold("a", "x", "y"):
             assert residency_locks.is_held(session)

@@ -290,11 +290,11 @@ def test_it_is_nobody_elses_to_who_shares_the_store(
 
 def test_a_hub_forgets_and_pins_as_well(small: LoadedModel, tmp_path: Path) -> None:
     with hub_in(tmp_path, small) as hub:
-        assert isinstance(hub._persistence, StoreSessionPersistence)
-        with unheard(hub._persistence):
+        assert isinstance(hub.context.persistence, StoreSessionPersistence)
+        with unheard(hub.context.persistence):
             ask(hub, told(1), "x")
         assert hub.pin("a", "x").pinned
-        with unheard(hub._persistence):
+        with unheard(hub.context.persistence):
             ask(hub, told(1), "y")
         for name in ("x", "y"):
             assert hub.remove("a", name) == ()

@@ -8,8 +8,8 @@ import pytest
 
 from larder.core.errors import StoreFull
 from larder.models.loader import LoadedModel
-from larder.server.engine_client import ServerStats
 from larder.server.http.metrics import _counters
+from larder.server.stats import ServerStats
 from larder.store.manifest import Manifest
 from server_core import answered, told
 from server_engine_clients import failing

@@ -57,7 +57,7 @@ def test_steps_of_others_are_told_by_name_and_within_a_tenant(small: LoadedModel
         for tenant in "ab":
             ask(hub, "planner", tenant, {"": 2})
         ask(hub, "critic", "a", {"planner": 7, "critic": 3, "nobody": 1})
-        sessions = hub._core.sessions
+        sessions = hub.context.core.sessions
         told_of = {(each.tenant, each.name): each.workflow_steps for each in sessions}
         assert told_of == {("a", "planner"): 7, ("b", "planner"): 2, ("a", "critic"): 3}
         ask(hub, "critic", "b", {})

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine
 from concurrent.futures import CancelledError
-from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+from larder.server import operations
 from larder.server.api_errors import server_stopping
 from larder.server.cluster.relay import Relay, no_replica
 from larder.server.cluster.replica import ErrorFrame, ReplicaLost, ReplicaSet, ResultFrame
 from larder.server.cluster.routing import routing_key
-from larder.server.engine_client import (
-    CachedPositions,
-    EngineClient,
-    ServedModel,
-    ServerStats,
-    SessionInfo,
-    SessionTranscript,
-)
-from larder.server.request import ChatMessage, Listener, Request, Ticket
+from larder.server.engine_client import EngineClient
+from larder.server.operation import Operation, Placement
+from larder.server.request import Listener, Request, Ticket
 
 PATIENCE_SECONDS = 30.0
 ANY_REPLICA = routing_key("", "what every replica knows")
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -47,7 +42,7 @@ class ClusterEngineClient(EngineClient):
         )
         self._thread.start()
         self._lock, self._is_closed = threading.Lock(), False
-        self._models: tuple[ServedModel, ...] = ()
+        self._constants: dict[str, Any] = {}
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
         with self._lock:
@@ -57,68 +52,21 @@ class ClusterEngineClient(EngineClient):
         relay.wait()
         return relay
 
-    def models(self) -> tuple[ServedModel, ...]:
-        if not self._models:
-            self._models = self._call(ANY_REPLICA, "models")
-        return self._models
-
-    def tokenize(self, text: str) -> tuple[int, ...]:
-        return self._call(ANY_REPLICA, "tokenize", text)
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return self._call(ANY_REPLICA, "detokenize", ids)
-
-    def sessions(self, tenant: str) -> tuple[SessionInfo, ...]:
-        sessions: dict[str, SessionInfo] = {}
-        for view in (view for views in self._call_all("sessions", tenant) for view in views):
-            known = sessions.setdefault(view.name, view)
-            sessions[view.name] = max(known, view, key=lambda each: (each.epoch, each.last_used))
-        return tuple(sorted(sessions.values(), key=lambda each: -each.last_used))
-
-    def session(self, tenant: str, name: str) -> SessionTranscript:
-        return self._call_session("session", tenant, name)
-
-    def open(self, tenant: str, name: str, turns: Sequence[ChatMessage] = ()) -> SessionInfo:
-        return self._call_session("open", tenant, name, tuple(turns))
-
-    def pin(self, tenant: str, name: str) -> SessionInfo:
-        return self._call_session("pin", tenant, name)
-
-    def unpin(self, tenant: str, name: str) -> SessionInfo:
-        return self._call_session("unpin", tenant, name)
-
-    def release(self, tenant: str, name: str) -> SessionInfo:
-        return self._call_session("release", tenant, name)
-
-    def prefetch(self, tenant: str, name: str) -> SessionInfo:
-        return self._call_session("prefetch", tenant, name)
-
-    def fork(self, tenant: str, name: str, new_name: str | None = None) -> SessionInfo:
-        return self._call_session("fork", tenant, name, new_name)
-
-    def compact(self, tenant: str, name: str) -> SessionInfo:
-        return self._call_session("compact", tenant, name)
-
-    def export(self, tenant: str, name: str) -> bytes:
-        return self._call_session("export", tenant, name)
-
-    def import_(self, tenant: str, name: str, data: bytes) -> SessionInfo:
-        return self._call_session("import_", tenant, name, data)
-
-    def remove(self, tenant: str, name: str, branches: bool = False) -> tuple[str, ...]:
-        return self._call_session("remove", tenant, name, branches)
-
-    def kept(self, tenant: str, name: str) -> CachedPositions:
-        return self._call_session("kept", tenant, name)
-
-    def stats(self) -> ServerStats:
-        return sum_stats(self._call_all("stats"))
+    def call(self, operation: Operation[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        arguments = operation.arguments(*args, **kwargs)
+        if operation.placement is Placement.ALL:
+            return self._call_all(operation, arguments)
+        if operation.name in self._constants:
+            return self._constants[operation.name]
+        is_any = operation.placement is Placement.ANY
+        key = ANY_REPLICA if is_any else routing_key(*arguments[:2])
+        value = _value(self._run(self._call_async(key, operation.name, *arguments)))
+        if operation.is_constant:
+            self._constants[operation.name] = value
+        return value
 
     def is_healthy(self) -> bool:
-        return not self._is_closed and any(self._call_all("is_healthy"))
-
-    def problems(self) -> tuple[str, ...]:
-        return tuple(sorted({each for result in self._call_all("problems") for each in result}))
+        return not self._is_closed and self.call(operations.is_healthy)
 
     def close(self) -> None:
         with self._lock:
@@ -131,13 +79,6 @@ class ClusterEngineClient(EngineClient):
         self._loop.close()
         self._replicas.close()
 
-    def _call_session(self, method: str, tenant: str, name: str, *arguments: Any) -> Any:
-        """Result of a method of the replica that a session is routed to."""
-        return self._call(routing_key(tenant, name), method, tenant, name, *arguments)
-
-    def _call(self, key: str, method: str, *arguments: Any) -> Any:
-        return _value(self._run(self._call_async(key, method, *arguments)))
-
     async def _call_async(self, key: str, method: str, *arguments: Any) -> ResultFrame | ErrorFrame:
         try:
             async with asyncio.timeout(self._patience_seconds):
@@ -149,9 +90,11 @@ class ClusterEngineClient(EngineClient):
         except TimeoutError as error:
             raise no_replica("none accepts the request") from error
 
-    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        result = self._run(self._replicas.ask_all(method, *arguments))
-        return [each.value for each in result if isinstance(each, ResultFrame)]
+    def _call_all(self, operation: Operation[..., R], arguments: tuple[Any, ...]) -> R:
+        """Merged results of the replicas that have one."""
+        assert operation.merge is not None
+        results = self._run(self._replicas.ask_all(operation.name, *arguments))
+        return operation.merge([each.value for each in results if isinstance(each, ResultFrame)])
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         with self._lock:
@@ -170,24 +113,6 @@ class ClusterEngineClient(EngineClient):
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
         await self._loop.shutdown_asyncgens()
-
-
-def sum_stats(stats: Sequence[ServerStats]) -> ServerStats:
-    """Statistics of several engine clients, summed."""
-    if not stats:
-        return ServerStats()
-    return ServerStats(
-        **{f.name: _sum([getattr(each, f.name) for each in stats]) for f in fields(ServerStats)}
-    )
-
-
-def _sum(values: Sequence[Any]) -> Any:
-    if any(isinstance(value, Mapping) for value in values):
-        total: Counter[str] = Counter()
-        for value in values:
-            total.update(value)
-        return dict(total)
-    return sum(values)
 
 
 def _value(result: ResultFrame | ErrorFrame) -> Any:

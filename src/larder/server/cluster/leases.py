@@ -22,10 +22,10 @@ from typing import Any
 
 from larder.core.errors import Damaged, LarderError, Refused, StoreError
 from larder.server.api_errors import session_held, session_superseded
-from larder.server.engine_client import SessionInfo
 from larder.server.persistence.base import SessionPersistence, StoredSession
 from larder.server.persistence.fencing import EpochFence
 from larder.server.request import ChatMessage
+from larder.server.session_info import SessionInfo
 from larder.server.session_state import CompletedTurn, SessionState
 from larder.store.components import StoreComponents
 from larder.store.digests import (

@@ -94,21 +94,21 @@ class RayReplicaSet(ReplicaSet):
             if not is_over:
                 asyncio.get_running_loop().run_in_executor(None, frames.cancel)
 
-    async def ask(self, key: str, method: str, *arguments: Any) -> ResultFrame | ErrorFrame:
+    async def ask(self, key: str, operation: str, *arguments: Any) -> ResultFrame | ErrorFrame:
         from ray.exceptions import RayError  # pyright: ignore
         from ray.serve.exceptions import RayServeException  # pyright: ignore
 
         handle = self._handle.options(session_id=key, method_name="ask")
         try:
-            return await handle.remote(method, *arguments)
+            return await handle.remote(operation, *arguments)
         except (RayError, RayServeException) as error:
             raise ReplicaLost(type(error).__name__) from error
 
-    async def ask_all(self, method: str, *arguments: Any) -> list[ResultFrame | ErrorFrame]:
+    async def ask_all(self, operation: str, *arguments: Any) -> list[ResultFrame | ErrorFrame]:
         from ray.serve.exceptions import RayServeException  # pyright: ignore
 
         try:
-            broadcast = self._handle.broadcast("ask", method, *arguments)
+            broadcast = self._handle.broadcast("ask", operation, *arguments)
             results = await broadcast.results_async(timeout_s=ASK_SECONDS, return_exceptions=True)
         except (RayServeException, TimeoutError):
             return []

@@ -9,16 +9,16 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from larder.core.errors import LarderError
 from larder.server.engine_client import EngineClient
 from larder.server.http.error_responses import as_api_error
+from larder.server.operations import OPERATIONS
 from larder.server.request import ApiError, Report, Request
 
 THREADS = 32  # that may wait for the model's thread at the same time
-# Methods that may be called by name.
-METHODS = frozenset(EngineClient.__abstractmethods__) - {"submit", "close"}
 
 
 class Replica:
@@ -51,13 +51,12 @@ class Replica:
         finally:
             ticket.cancel()
 
-    async def ask(self, method: str, *arguments: Any) -> ResultFrame | ErrorFrame:
-        """Call a method of the engine client."""
-        if method not in METHODS:
-            raise ValueError(f"An engine client has no method {method!r}.")
-        loop = asyncio.get_running_loop()
+    async def ask(self, operation: str, *arguments: Any) -> ResultFrame | ErrorFrame:
+        """Run an operation of the engine client."""
+        if operation not in OPERATIONS:
+            raise ValueError(f"An engine client has no operation {operation!r}.")
+        loop, call = asyncio.get_running_loop(), partial(self._client.call, OPERATIONS[operation])
         try:
-            call = getattr(self._client, method)
             return ResultFrame(await loop.run_in_executor(self._pool, call, *arguments))
         except Exception as error:
             return ErrorFrame.of(error)
@@ -149,7 +148,7 @@ class ErrorFrame:
 
 @dataclass(frozen=True)
 class ResultFrame:
-    """Return value of a method of the engine client."""
+    """Result of an operation of the engine client."""
 
     value: Any
 
@@ -176,16 +175,16 @@ class ReplicaSet(ABC):
         """
 
     @abstractmethod
-    async def ask(self, key: str, method: str, *arguments: Any) -> ResultFrame | ErrorFrame:
-        """Call a method of a replica's engine client.
+    async def ask(self, key: str, operation: str, *arguments: Any) -> ResultFrame | ErrorFrame:
+        """Run an operation of a replica's engine client.
 
         Raises:
             ReplicaLost: the replica is gone.
         """
 
     @abstractmethod
-    async def ask_all(self, method: str, *arguments: Any) -> list[ResultFrame | ErrorFrame]:
-        """Call a method of every live replica."""
+    async def ask_all(self, operation: str, *arguments: Any) -> list[ResultFrame | ErrorFrame]:
+        """Run an operation of every live replica."""
 
     @abstractmethod
     def close(self) -> None:

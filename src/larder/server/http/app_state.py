@@ -8,13 +8,14 @@ from anyio import CapacityLimiter
 from fastapi.requests import Request as HttpRequest
 
 from larder.engine.sampler import SamplingParams
-from larder.server.engine_client import EngineClient, ServedModel
+from larder.server.engine_client import EngineClient
 from larder.server.http.archive import Archive
 from larder.server.http.auth import Principal
 from larder.server.http.body_budget import BodyBudget
 from larder.server.http.error_responses import not_found
 from larder.server.http.metrics import Metrics
 from larder.server.http.session_hint import SESSION_HEADERS
+from larder.server.session_info import ServedModel
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import (
 )
 
 import msgspec
-from pydantic import BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, ValidationError
 
 from larder.server.http.error_responses import invalid_field, malformed_field
 
@@ -38,6 +38,16 @@ MAPPING_BYTES = 1 << 20  # of a mapping with arbitrary names: each is stored and
 SMALL_BYTES = 256  # of an extra field, which is only compared with constants
 PATH_STEP = re.compile(r"\[(\d+|\.\.\.)\]")
 Model = TypeVar("Model", bound="JsonBody")
+
+
+def _valid_unicode(text: str) -> str:
+    """Raises: ValueError: the string has a lone surrogate, which JSON can escape."""
+    if not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text):
+        raise ValueError("it contains half of a surrogate pair, which is not text")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_valid_unicode)]
 
 
 class JsonBody(BaseModel):

@@ -7,25 +7,16 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.requests import Request as HttpRequest
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from larder.engine.sampler import SamplingParams
 from larder.server.api_errors import validate_session_name
 from larder.server.http.app_state import AppState, tenant_of
 from larder.server.http.error_responses import invalid_field
-from larder.server.http.json_body import JsonBody
+from larder.server.http.json_body import JsonBody, Text
 from larder.server.http.session_hint import SessionHint, session_hint
 from larder.server.request import ChatMessage, Report, Request
 
-
-def _valid_unicode(text: str) -> str:
-    """Raises: ValueError: the string has a lone surrogate, which JSON can escape."""
-    if not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text):
-        raise ValueError("it contains half of a surrogate pair, which is not text")
-    return text
-
-
-Text = Annotated[str, AfterValidator(_valid_unicode)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 31)]
 Steps = Annotated[int, Field(ge=0, le=1 << 31)]
 Stop = Annotated[Text, Field(min_length=1, max_length=1024)]

@@ -12,13 +12,14 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 import larder
-from larder.server.engine_client import EngineClient, ServedModel
+from larder.server.engine_client import EngineClient
 from larder.server.http.app_state import app_state, principal_of
 from larder.server.http.json_body import JsonBody
 from larder.server.http.json_route import JsonRoute
 from larder.server.http.middleware import ASSETS
 from larder.server.http.protocol import Text
 from larder.server.request import ApiError
+from larder.server.session_info import ServedModel
 
 router = APIRouter(tags=["about"], route_class=JsonRoute)
 MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}

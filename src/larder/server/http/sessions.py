@@ -1,9 +1,9 @@
-"""Sessions endpoints, `/v1/sessions`: cache residency of each session and its admin operations."""
+"""Session endpoints, `/v1/sessions`: one for each operation that has an endpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+import inspect
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 from urllib.parse import quote
@@ -13,156 +13,80 @@ from fastapi.requests import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
 from larder.server.api_errors import validate_session_name
-from larder.server.engine_client import SessionInfo
 from larder.server.http.app_state import app_state, tenant_of
-from larder.server.http.json_body import JsonBody
 from larder.server.http.json_route import JsonRoute
-from larder.server.http.protocol import Text
+from larder.server.operation import Endpoint, Operation
+from larder.server.operations import OPERATIONS, SESSION
 
-router = APIRouter(prefix="/v1/sessions", tags=["sessions"], route_class=JsonRoute)
-
-
-class ForkRequest(JsonBody):
-    """Body of a fork request; without a name the server chooses one."""
-
-    name: Text | None = None
+KEYWORD = inspect.Parameter.KEYWORD_ONLY
+HTTP = inspect.Parameter("http", KEYWORD, annotation=HttpRequest)
 
 
-@router.get("")
-def list_sessions(http: HttpRequest) -> JSONResponse:
-    """List the sessions of the tenant, the most recently used first."""
-    views = app_state(http).client.sessions(tenant_of(http))
-    return JSONResponse({"object": "list", "data": [session_json(view) for view in views]})
+def operations_router(operations: Iterable[Operation[..., Any]]) -> APIRouter:
+    """Routes of the operations that have an endpoint."""
+    router = APIRouter(tags=["sessions"], route_class=JsonRoute)
+    endpoints = [(each.endpoint, each) for each in operations if each.endpoint is not None]
+    # Names of sessions contain slashes: the path of a session matches all longer ones, too.
+    for endpoint, operation in sorted(endpoints, key=lambda each: each[0].path == SESSION):
+        function = endpoint_function(operation, endpoint)
+        router.add_api_route(endpoint.path, function, methods=[endpoint.method])
+    return router
 
 
-@router.get("/{name:path}/kept")
-def kept(http: HttpRequest, name: str) -> JSONResponse:
-    """Map of cached positions: those that each layer and head holds or has parked, as
-    [start, stop) ranges, with episodes, turns and the text of each token. The cache does not
-    move: `tier` tells whether it is only in the store."""
-    client, tenant = app_state(http).client, tenant_of(http)
-    positions, session = (
-        client.kept(tenant, validate_session_name(name, "name")),
-        client.session(tenant, name),
-    )
-    turns = [
-        {"role": turn.role, "text": turn.text, "start": start, "stop": stop}
-        for turn, (start, stop) in zip(session.turns, session.spans, strict=True)
-    ]
-    layers, parked = (
-        [[_ranges(positions) for positions in heads] for heads in part]
-        for part in (positions.layers, positions.parked)
-    )
-    episodes = [asdict(episode) for episode in positions.episodes]
-    fields = {"tokens": positions.tokens, "layers": layers, "parked": parked, "episodes": episodes}
-    fields |= {"tier": positions.tier}
-    return JSONResponse({**fields, "turns": turns, "texts": list(positions.texts)})
+def endpoint_function(operation: Operation[..., Any], endpoint: Endpoint) -> Callable[..., Any]:
+    """Function of a route, with the signature that FastAPI derives the request's schema from."""
+    parameters = [each for each in operation.parameters if each.name != "tenant"]
+    if any(each.annotation is bytes for each in parameters):
+        function = _upload_function(operation, endpoint)
+        parameters = [each for each in parameters if each.annotation is not bytes]
+    else:
+        function = _call_function(operation, endpoint)
+    if endpoint.body is not None:
+        body = inspect.Parameter("body", KEYWORD, default=None, annotation=endpoint.body | None)
+        parameters = [*(each for each in parameters if each.name == "name"), body]
+    parameters = [HTTP, *(each.replace(kind=KEYWORD) for each in parameters)]
+    function.__name__ = endpoint.name or operation.name
+    function.__doc__ = operation.description
+    function.__signature__ = inspect.Signature(parameters, return_annotation=Response)
+    return function
 
 
-@router.post("/{name:path}/pin")
-def pin(http: HttpRequest, name: str) -> JSONResponse:
-    """Pin a session: it is evicted after all that are not pinned."""
-    return _apply(http, name, app_state(http).client.pin)
+def _call_function(operation: Operation[..., Any], endpoint: Endpoint) -> Any:
+    def call(http: HttpRequest, **arguments: Any) -> Response:
+        if endpoint.body is not None:
+            body = arguments.pop("body")
+            arguments |= {} if body is None else body.arguments()
+        act, name = _bound(http, operation, arguments)
+        return _response(endpoint.response(name, act()), name)
+
+    return call
 
 
-@router.post("/{name:path}/unpin")
-def unpin(http: HttpRequest, name: str) -> JSONResponse:
-    """Unpin a session."""
-    return _apply(http, name, app_state(http).client.unpin)
+def _upload_function(operation: Operation[..., Any], endpoint: Endpoint) -> Any:
+    async def upload(http: HttpRequest, **arguments: Any) -> Response:
+        content = await http.body()
+        act, name = _bound(http, operation, arguments)
+        result = await app_state(http).bodies.run_import(tenant_of(http), partial(act, content))
+        return _response(endpoint.response(name, result), name)
+
+    return upload
 
 
-@router.post("/{name:path}/release")
-def release(http: HttpRequest, name: str) -> JSONResponse:
-    """Free the memory of a session; its transcript stays."""
-    return _apply(http, name, app_state(http).client.release)
+def _bound(
+    http: HttpRequest, operation: Operation[..., Any], arguments: dict[str, Any]
+) -> tuple[Callable[..., Any], str]:
+    """Operation of the request's tenant on the session of its path, and the session's name."""
+    name = arguments.pop("name", "")
+    own = (tenant_of(http), validate_session_name(name, "name")) if name else (tenant_of(http),)
+    return partial(app_state(http).client.call, operation, *own, **arguments), name
 
 
-@router.post("/{name:path}/prefetch")
-def prefetch(http: HttpRequest, name: str) -> JSONResponse:
-    """Restore a session's cache to the device."""
-    return _apply(http, name, app_state(http).client.prefetch)
-
-
-@router.post("/{name:path}/compact")
-def compact(http: HttpRequest, name: str) -> JSONResponse:
-    """Restore a session's cache to the device within its budget, and free all slack."""
-    return _apply(http, name, app_state(http).client.compact)
-
-
-@router.post("/{name:path}/fork")
-def fork(http: HttpRequest, name: str, body: ForkRequest | None = None) -> JSONResponse:
-    """Fork a session: create another one in the same state."""
-    new_name = (
-        None if body is None or body.name is None else validate_session_name(body.name, "name")
-    )
-    branch = app_state(http).client.fork(
-        tenant_of(http), validate_session_name(name, "name"), new_name
-    )
-    return JSONResponse(session_json(branch))
-
-
-@router.post("/{name:path}/export")
-def export(http: HttpRequest, name: str) -> Response:
-    """Export a session as a file."""
-    content = app_state(http).client.export(tenant_of(http), validate_session_name(name, "name"))
+def _response(value: Any, name: str) -> Response:
+    if not isinstance(value, bytes):
+        return JSONResponse(value)
     disposition = f"attachment; filename*=UTF-8''{quote(name, safe='')}.larder"
-    return Response(
-        content, media_type="application/octet-stream", headers={"content-disposition": disposition}
-    )
+    headers = {"content-disposition": disposition}
+    return Response(value, media_type="application/octet-stream", headers=headers)
 
 
-@router.post("/{name:path}/import")
-async def import_session(http: HttpRequest, name: str) -> JSONResponse:
-    """Create a session from an exported file, which is the body."""
-    content = await http.body()
-    state, tenant = app_state(http), tenant_of(http)
-    act = partial(state.client.import_, tenant, validate_session_name(name, "name"), content)
-    return JSONResponse(session_json(await state.bodies.run_import(tenant, act)))
-
-
-@router.get("/{name:path}")
-def retrieve(http: HttpRequest, name: str) -> JSONResponse:
-    """Retrieve a session."""
-    return JSONResponse(
-        session_json(
-            app_state(http)
-            .client.session(tenant_of(http), validate_session_name(name, "name"))
-            .view
-        )
-    )
-
-
-@router.delete("/{name:path}")
-def delete(http: HttpRequest, name: str, branches: bool = False) -> JSONResponse:
-    """Delete a session from every tier; with `branches=true` its branches, too.
-
-    A branch is created by a request that shares a prefix with the session and then diverges. The
-    answer names the remaining branches.
-    """
-    remaining = app_state(http).client.remove(
-        tenant_of(http), validate_session_name(name, "name"), branches
-    )
-    fields = {"id": name, "object": "session.deleted", "deleted": True}
-    return JSONResponse({**fields, "branches": list(remaining)})
-
-
-def session_json(view: SessionInfo) -> dict[str, Any]:
-    """A session as JSON."""
-    fields = {**vars(view), "tier_bytes": dict(view.tier_bytes)}
-    del fields["name"]
-    return {"id": view.name, "object": "session", **fields}
-
-
-def _apply(http: HttpRequest, name: str, act: Callable[[str, str], SessionInfo]) -> JSONResponse:
-    return JSONResponse(session_json(act(tenant_of(http), validate_session_name(name, "name"))))
-
-
-def _ranges(positions: tuple[int, ...]) -> list[int]:
-    """Ascending positions as start, stop, start, stop, ..."""
-    ranges: list[int] = []
-    for position in positions:
-        if ranges and ranges[-1] == position:
-            ranges[-1] += 1
-        else:
-            ranges += (position, position + 1)
-    return ranges
+router = operations_router(OPERATIONS.values())

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from larder.core.errors import LarderError
-from larder.server.engine_client import SessionInfo
 from larder.server.request import ChatMessage
+from larder.server.session_info import SessionInfo
 from larder.server.session_state import CompletedTurn, SavedCache, SessionState
 
 ANSWERED_LABEL, PAUSES_LABEL = "answered", "pauses"  # labels of `SessionState` fields in records

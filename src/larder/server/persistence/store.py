@@ -25,7 +25,6 @@ from larder.core.errors import (
 )
 from larder.core.spec import ModelSpec
 from larder.server.api_errors import session_superseded
-from larder.server.engine_client import SessionInfo
 from larder.server.persistence import session_file
 from larder.server.persistence.base import (
     ANSWERED_LABEL,
@@ -35,7 +34,7 @@ from larder.server.persistence.base import (
 )
 from larder.server.persistence.fencing import EpochFence
 from larder.server.request import ApiError, ChatMessage, SessionUnreadableError
-from larder.server.session_info import stored_session_info
+from larder.server.session_info import SessionInfo, stored_session_info
 from larder.server.session_state import ASSISTANT, CompletedTurn, SavedCache, SessionState
 from larder.store.digests import mac_of
 from larder.store.sessions.cache_writer import StagedCache

@@ -1,0 +1,116 @@
+"""Engine core, its thread and its stored sessions: what operations of a local engine client use."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+from larder.server.engine_core import EngineCore
+from larder.server.model_thread import ModelThread
+from larder.server.persistence.base import SessionPersistence
+from larder.server.persistence.restore import CandidateLoader
+from larder.server.session_info import SessionInfo, TokenTexts, session_info
+from larder.server.session_state import SessionState
+
+T = TypeVar("T")
+
+
+class EngineContext:
+    """Access of operations to one engine core. Safe from any thread.
+
+    Args:
+        core: owned by the model's thread, which this starts.
+        persistence: stores finished turns.
+    """
+
+    def __init__(self, core: EngineCore, persistence: SessionPersistence) -> None:
+        self.core, self.persistence, self.made = core, persistence, core.clock()
+        self.removals = PendingRemovals()
+        self.token_texts = TokenTexts(core.engine.tokenizer.decode)
+        self.thread = ModelThread(core.step, core.close)
+        self.candidates = CandidateLoader(
+            core.sessions,
+            persistence,
+            core.residency_locks,
+            self.thread.call,
+            self._load,
+            core.restorer,
+        )
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Result of a function that runs on the model's thread, between two steps."""
+        return self.thread.call(function)
+
+    def resident(self, tenant: str, *names: str | None) -> AbstractContextManager[None]:
+        """Context in which sessions are in memory, if they exist, and stay there.
+
+        Raises:
+            ApiError: a stored session cannot be loaded.
+        """
+        return self.candidates.resident(tenant, *names)
+
+    def wait_until_moved(self, move: Callable[[], Future[SessionState]]) -> SessionInfo:
+        """Wait until a session has moved, while other requests are answered."""
+        session = self.call(move).result()
+        return self.call(lambda: session_info(session))
+
+    def _load(self, tenant: str, name: str) -> None:
+        """Load a stored session into memory; a slow store does not block the model's thread."""
+        while not self._is_loaded(tenant, name):
+            continue
+
+    def _is_loaded(self, tenant: str, name: str) -> bool:
+        """One attempt of `_load`; False if the session may have been removed while it was read."""
+        core, removals = self.core, self.removals
+        ended, found = removals.ended, self.persistence.load(tenant, name)
+        if found is None:
+            return True
+        transcript = core.restorer.decode(found.data, "session")
+
+        def is_settled() -> bool:
+            if removals.has(tenant, name):
+                return True
+            if removals.ended != ended:
+                return False
+            core.restorer.install(tenant, name, found, transcript)
+            return True
+
+        return self.call(is_settled)
+
+
+class PendingRemovals:
+    """Sessions whose removal is in progress, so that a concurrent read does not restore them.
+    Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way: Counter[tuple[str, str]] = Counter()
+        self._ended = 0
+
+    @property
+    def ended(self) -> int:
+        """Number of completed removals; if it has grown during a read, the session read may have
+        been removed."""
+        with self._lock:
+            return self._ended
+
+    def has(self, tenant: str, name: str) -> bool:
+        """True if a session is being removed."""
+        with self._lock:
+            return self._under_way[tenant, name] > 0
+
+    def begin(self, tenant: str, names: Iterable[str]) -> None:
+        """Note sessions that are out of memory and about to leave the store."""
+        with self._lock:
+            self._under_way.update((tenant, name) for name in names)
+
+    def end(self, tenant: str, names: Iterable[str]) -> None:
+        """Note that their removal has ended, successful or not."""
+        with self._lock:
+            self._under_way.subtract((tenant, name) for name in names)
+            self._under_way = +self._under_way
+            self._ended += 1
