@@ -1,0 +1,61 @@
+"""The table of operations: each has what its relay and its endpoint need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from larder.models.loader import LoadedModel
+from larder.server.engine_context import EngineContext
+from larder.server.http.app import create_app
+from larder.server.http.app_state import HttpSettings
+from larder.server.http.archive import Archive
+from larder.server.http.auth import LoopbackAuth
+from larder.server.operation import Operation, Placement
+from larder.server.operations import OPERATIONS
+from server.fake_engine_client import FakeHub
+from server.http.running_server import listening
+from server_engine_clients import hub_in
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_can_be_relayed(name: str) -> None:
+    """Those on a session are routed by tenant and name, those of every replica are merged."""
+    operation = OPERATIONS[name]
+    names = [each.name for each in operation.parameters]
+    assert (names[:2] == ["tenant", "name"]) == (operation.placement is Placement.SESSION)
+    assert (operation.merge is not None) == (operation.placement is Placement.ALL)
+    assert operation.name == name and operation.description.endswith(".")
+
+
+def test_each_endpoint_is_in_the_schema() -> None:
+    app = create_app(FakeHub(), LoopbackAuth(), Archive(), HttpSettings())
+    with listening(app) as url:
+        paths = httpx2.get(f"{url}/openapi.json").json()["paths"]
+    endpoints = [each.endpoint for each in OPERATIONS.values() if each.endpoint is not None]
+    assert len(endpoints) > 10
+    for endpoint in endpoints:
+        route = paths[endpoint.path.replace(":path", "")][endpoint.method.lower()]
+        assert route["operationId"].startswith(endpoint.name or endpoint.path.rpartition("/")[2])
+
+
+def test_arguments_are_passed_by_position_with_their_defaults() -> None:
+    assert OPERATIONS["remove"].arguments("a", "x") == ("a", "x", False)
+    assert OPERATIONS["remove"].arguments("a", name="x", branches=True) == ("a", "x", True)
+    with pytest.raises(TypeError):
+        OPERATIONS["remove"].arguments("a")
+
+
+def test_a_client_runs_an_operation_that_is_no_method_of_its(
+    small: LoadedModel, tmp_path: Path
+) -> None:
+    def context_len(context: EngineContext, tenant: str, name: str) -> int:
+        return context.core.context if context.core.sessions.has(tenant, name) else 0
+
+    with hub_in(tmp_path, small) as hub:
+        assert hub.call(Operation(context_len), "a", "x") == 0
+        hub.open("a", "x")
+        [served] = hub.models()
+        assert hub.call(Operation(context_len), "a", name="x") == served.context_tokens
