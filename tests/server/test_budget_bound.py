@@ -8,7 +8,6 @@ import pytest
 
 from budget_bounds import KEYDIFF, SENTENCES, held, most, peaks
 from larder.models.loader import LoadedModel
-from larder.server.http.sessions import session_json
 from larder.server.request import ChatMessage
 from larder.server.session_info import session_info
 from server_core import Served, answered, characters, user
@@ -97,9 +96,9 @@ def test_a_branch_and_an_edit_stay_within_the_bound(
 def test_a_session_tells_what_it_holds_of_its_budget(deep: LoadedModel) -> None:
     served = serving(deep, KEYDIFF)
     served.ask([user(SAID[1])], "x", max_new_tokens=40)
-    view = session_json(session_info(served.core.sessions.find("a", "x")))
+    view = session_info(served.core.sessions.find("a", "x")).as_json()
     assert view["held_tokens"] == view["budget_tokens"] == BUDGET
     full = Served(deep)
     full.ask([user(SAID[1])], "x", max_new_tokens=40)
-    view = session_json(session_info(full.core.sessions.find("a", "x")))
+    view = session_info(full.core.sessions.find("a", "x")).as_json()
     assert view["budget_tokens"] is None and view["held_tokens"] > BUDGET
