@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,16 @@ def test_scores_are_those_of_the_metrics(
     monkeypatch.setattr(answer_metrics, "exact_match", lambda *texts: not exact_match(*texts))
     told = document(run("eval", talk, *FULL, "--json"))
     assert told["summary"]["exact"] == 0.0
+
+
+def test_without_nltk_the_stemmed_score_is_left_out(
+    run: Run, talk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "nltk", None)
+    told = document(run("eval", talk, *FULL, "--json"))
+    assert told["summary"]["f1"] == 1.0
+    assert "f1_stemmed" not in told["summary"] and "f1_stemmed" not in told["answers"][0]
+    assert run("eval", talk, *FULL).stdout.splitlines()[-6].split()[-1] == "-"
 
 
 def fails_at(monkeypatch: pytest.MonkeyPatch, question: str, error: BaseException) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from larder.evaluation.answer_metrics import exact_match, stemmed_f1, token_f1
+from larder.core.errors import DependencyError
+from larder.evaluation.answer_metrics import can_stem, exact_match, stemmed_f1, token_f1
 
 ANSWERS = st.lists(st.sampled_from("red Blue, dog dogs the and a house.".split()), max_size=6).map(
     " ".join
@@ -115,3 +117,12 @@ def test_f1_stemmed_is_the_slow_one(prediction: str, expected: str) -> None:
     ]
     score = stemmed_f1(prediction, expected, "multi_hop")
     assert score == pytest.approx(sum(best) / len(best))
+
+
+def test_without_nltk_stemming_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert can_stem()
+    for name in ("nltk", "nltk.stem.porter"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert not can_stem()
+    with pytest.raises(DependencyError, match=r"pip install 'larder\[bench\]'"):
+        stemmed_f1("blue cats", "a cat")

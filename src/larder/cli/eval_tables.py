@@ -101,7 +101,7 @@ def _kinds_table(asked: Sequence[QuestionOutcome]) -> object:
 
 def _mean_cells(asked: Sequence[QuestionOutcome]) -> list[str]:
     found = mean_scores(asked)
-    return [format_score(found[name]) if found else MISSING for name in METRICS]
+    return [format_score(found[name]) if name in found else MISSING for name in METRICS]
 
 
 def _print_files(console: Console, evaluation: Evaluation) -> None:

@@ -11,9 +11,15 @@ from larder.cli.evaluation import Evaluation, FileEvaluation
 from larder.cli.question_run import QuestionOutcome, QuestionRun
 from larder.engine.answer import Answer
 from larder.engine.engine import Engine
+from larder.evaluation.answer_metrics import can_stem
 from larder.evaluation.bootstrap import Bootstrap, Interval, questions_as_clusters
 
 METRICS = ("exact", "f1", "f1_stemmed")
+
+
+def metrics() -> tuple[str, ...]:
+    """Names of the metrics that can be computed: `f1_stemmed` needs the extra `bench`."""
+    return METRICS if can_stem() else METRICS[:-1]
 
 
 def run_document(run: QuestionRun) -> dict[str, Any]:
@@ -45,7 +51,8 @@ def answer_record(asked: QuestionOutcome) -> dict[str, Any]:
         record["answer"] = answer.text
     record |= {"expected": question.answer} if question.answer else {}
     record |= {"kind": question.kind} if question.kind else {}
-    record |= asdict(asked.scores) if asked.scores is not None else {}
+    if asked.scores is not None:
+        record |= {name: getattr(asked.scores, name) for name in metrics()}
     if answer is not None:
         record |= {} if answer.episode is None else {"episode": answer.episode}
         record |= {"decode_seconds": answer.decode_seconds, "new_tokens": answer.new_tokens}
@@ -112,13 +119,13 @@ def mean_scores(asked: Sequence[QuestionOutcome]) -> dict[str, float]:
     scored = scored_questions(asked)
     if not scored:
         return {}
-    return {name: sum(scores(scored, name)) / len(scored) for name in METRICS}
+    return {name: sum(scores(scored, name)) / len(scored) for name in metrics()}
 
 
 def scores(asked: Sequence[QuestionOutcome], metric: str) -> list[float]:
     """Score of each question with an expected answer; 0 for a failed one."""
     return [
-        0.0 if one.scores is None else float(asdict(one.scores)[metric])
+        0.0 if one.scores is None else float(getattr(one.scores, metric))
         for one in scored_questions(asked)
     ]
 
@@ -155,7 +162,7 @@ def mean_intervals(files: Sequence[Sequence[QuestionOutcome]]) -> dict[str, Inte
     """Mean and bootstrap interval per metric; empty without expected answers."""
     if not any(scored_questions(asked) for asked in files):
         return {}
-    return {name: Bootstrap().mean(_clusters(files, name)) for name in METRICS}
+    return {name: Bootstrap().mean(_clusters(files, name)) for name in metrics()}
 
 
 def paired_differences(
@@ -167,7 +174,7 @@ def paired_differences(
     ones, others = [one for one, _ in pairs], [other for _, other in pairs]
     return {
         name: Bootstrap().difference(_clusters(ones, name), _clusters(others, name))
-        for name in METRICS
+        for name in metrics()
     }
 
 

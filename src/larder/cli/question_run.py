@@ -31,11 +31,15 @@ QUESTION_PROMPT = "question"  # the scoring prompt that needs the question befor
 
 @dataclass(frozen=True)
 class AnswerScores:
-    """Agreement of an answer with the expected one; F1 in [0, 1]."""
+    """Agreement of an answer with the expected one; F1 in [0, 1].
+
+    Args:
+        f1_stemmed: F1 of word stems; None without the extra `bench`.
+    """
 
     exact: bool
     f1: float
-    f1_stemmed: float
+    f1_stemmed: float | None
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,12 @@ def score_answer(text: str, question: Question) -> AnswerScores | None:
     expected = question.answer
     if not expected:
         return None
-    from larder.evaluation.answer_metrics import exact_match, stemmed_f1, token_f1
+    from larder.evaluation.answer_metrics import can_stem, exact_match, stemmed_f1, token_f1
 
     return AnswerScores(
         exact_match(text, expected),
         token_f1(text, expected),
-        stemmed_f1(text, expected, question.kind),
+        stemmed_f1(text, expected, question.kind) if can_stem() else None,
     )
 
 

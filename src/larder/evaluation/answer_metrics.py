@@ -16,6 +16,9 @@ import string
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+
+from larder.core.errors import DependencyError
 
 ARTICLES = frozenset({"a", "an", "the"})
 # LoCoMo drops "and" with the articles.
@@ -45,6 +48,9 @@ def stemmed_f1(prediction: str, expected: str, kind: str = "") -> float:
     `multi_hop`: mean over the comma-separated expected parts of the best F1 of any predicted part.
     `open_domain`, `commonsense`: the expected answer ends at the first semicolon.
     `adversarial`: 1 for a refusal, else 0, independent of `expected`. Other kinds: plain F1.
+
+    Raises:
+        DependencyError: the package nltk is missing; the extra `bench` brings it.
     """
     if kind == UNANSWERABLE:
         return float(any(refusal in prediction.lower() for refusal in REFUSALS))
@@ -56,6 +62,11 @@ def stemmed_f1(prediction: str, expected: str, kind: str = "") -> float:
     predicted_parts, target_parts = _stems(prediction.split(",")), _stems(expected.split(","))
     best = [max(_overlap(part, target) for part in predicted_parts) for target in target_parts]
     return sum(best) / len(best)
+
+
+def can_stem() -> bool:
+    """True if the package nltk is installed, which `stemmed_f1` needs."""
+    return find_spec("nltk") is not None
 
 
 def normalized_words(text: str) -> list[str]:
@@ -76,7 +87,12 @@ def _strip_punctuation(text: str) -> str:
 def _stems(texts: Iterable[str]) -> list[list[str]]:
     # Imported here: it takes a second or two, and only LoCoMo's scorer needs it. LoCoMo stems with
     # NLTK's variant of Porter; the original groups 216 of the data's 16,374 words differently.
-    from nltk.stem.porter import PorterStemmer
+    try:
+        from nltk.stem.porter import PorterStemmer
+    except ModuleNotFoundError as error:
+        raise DependencyError(
+            "F1 of word stems needs the package nltk: pip install 'larder[bench]'."
+        ) from error
 
     stem = PorterStemmer().stem
     return [[stem(word) for word in _locomo_words(text)] for text in texts]
