@@ -29,6 +29,7 @@ from larder.policy.compensation.base import Compensation
 from larder.policy.heads.base import HeadRule
 from larder.policy.planner import Planner
 from larder.policy.protect import Protect
+from larder.policy.providers.base import VocabularyProvider, select_providers
 from larder.policy.scorers.base import Scorer
 from larder.policy.scoring import REDUCTION_SLOTS, SCORERS, reduction_parts
 from larder.policy.storage.base import Storage
@@ -189,6 +190,11 @@ class Policy:
     def calibrations(self) -> frozenset[str]:
         """Names of the calibration data that its parts require."""
         return self.planner.calibrations
+
+    @property
+    def lexicon(self) -> frozenset[str]:
+        """Names of the sets of token ids that its parts require."""
+        return frozenset(select_providers(self.planner.providers, VocabularyProvider))
 
     def with_sizes(self, tokens: int, block: int | None) -> Policy:
         """Policy with its open sizes filled in.

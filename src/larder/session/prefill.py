@@ -306,9 +306,8 @@ def planner_with_quotas(
     managed = tuple(layer.index for layer in runtime.decoder.spec.managed)
     layers = tuple(layer.index for layer in budgeted_layers(policy, runtime.decoder.spec))
     facts = select_layers(runtime.calibrate(policy.calibrations), managed, layers)
-    planner = policy.planner
-    lexicon = runtime.tokenizer.lexicon(planner.providers)
-    planner = planner.with_calibration(facts, layers, lexicon)
+    lexicon = runtime.tokenizer.lexicon(policy.lexicon)
+    planner = policy.planner.with_calibration(facts, layers, lexicon)
     inputs = weight_inputs(runtime.decoder.body, runtime.decoder.spec.layers, planner.providers)
     planner = replace(planner, weight_inputs=inputs)
     if tokens == WITHOUT_LIMIT:
