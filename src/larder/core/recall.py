@@ -125,7 +125,11 @@ class RecallIndex(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """State that `RecallPart.adopt` restores, without slack."""
+        """State that `restore` takes, without slack."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Restore a new index from copies of the tensors of `state`."""
 
 
 class SearchMode(Enum):
@@ -256,9 +260,11 @@ class RecallPart(PolicyPart, ABC):
     def index(self, layer: LayerSpec) -> RecallIndex:
         """Empty index for one layer."""
 
-    @abstractmethod
     def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> RecallIndex:
         """Index restored from `RecallIndex.state`."""
+        index = self.index(layer)
+        index.restore(state)
+        return index
 
     def entry_bytes(self, layer: LayerSpec) -> float:
         """Estimated index bytes per entry, measured on random entries."""

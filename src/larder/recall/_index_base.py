@@ -159,11 +159,6 @@ class EntryRecall(RecallPart):
     @abstractmethod
     def index(self, layer: LayerSpec) -> EntryIndex: ...
 
-    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> RecallIndex:
-        index = self.index(layer)
-        index.restore(state)
-        return index
-
 
 def group_queries(queries: Float[Tensor, "H D"], layer: LayerSpec) -> Float[Tensor, "K R D"]:
     """Float32 queries grouped by kv head."""

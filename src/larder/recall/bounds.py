@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from larder.core.observation import Entries
-from larder.core.recall import RecallIndex, RecallPart, RecallResult
+from larder.core.recall import RecallPart, RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.search import page_max_scores
 from larder.recall._index_base import (
@@ -63,11 +63,6 @@ class Bounds(RecallPart):
 
     def index(self, layer: LayerSpec) -> BoundsIndex:
         return BoundsIndex(layer, self)
-
-    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> RecallIndex:
-        index = BoundsIndex(layer, self)
-        index.restore(state)
-        return index
 
 
 class BoundsIndex(ContiguousIndex):

@@ -93,11 +93,6 @@ class Dci(RecallPart):
     def index(self, layer: LayerSpec) -> RecallIndex:
         return DciIndex(self, layer)
 
-    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> RecallIndex:
-        index = DciIndex(self, layer)
-        index.forest.restore(state)
-        return index
-
     def width(self, entries: int) -> int:
         """Cells of each level that a search over `entries` entries visits."""
         if self.beam:
@@ -183,6 +178,9 @@ class DciIndex(RecallIndex):
 
     def state(self) -> dict[str, Tensor]:
         return self.forest.state()
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        self.forest.restore(state)
 
     def _build(self, head: int, keys: Float[Tensor, "S D"]) -> None:
         square = MARGIN**2 * _largest(keys)

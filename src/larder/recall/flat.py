@@ -11,7 +11,6 @@ search itself in `larder.ops.search`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxtyping import Float
@@ -38,11 +37,6 @@ class Flat(RecallPart):
 
     def index(self, layer: LayerSpec) -> RecallIndex:
         return FlatIndex(layer, self.page, self.heads)
-
-    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> RecallIndex:
-        index = FlatIndex(layer, self.page, self.heads)
-        index.restore(state)
-        return index
 
 
 class FlatIndex(ContiguousIndex):

@@ -81,11 +81,6 @@ class MPCache(RecallPart):
     def index(self, layer: LayerSpec) -> RecallIndex:
         return MPCacheIndex(layer, self)
 
-    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> RecallIndex:
-        index = MPCacheIndex(layer, self)
-        index.restore(state)
-        return index
-
 
 class MPCacheIndex(ContiguousIndex):
     """Index with a float32 point per page and one per coarse cluster."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
-from larder.core.recall import RecallIndex, RecallPart, RecallResult
+from larder.core.recall import RecallPart, RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.approximate_products import channel_products
 from larder.ops.search import page_max_scores, top_rows
@@ -66,11 +66,6 @@ class Rocket(RecallPart):
     def index(self, layer: LayerSpec) -> RocketIndex:
         channels = int(layer.head_dim * self.page / self.ratio)
         return RocketIndex(layer, self.page, max(channels, 1))
-
-    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> RecallIndex:
-        index = self.index(layer)
-        index.restore(state)
-        return index
 
 
 class RocketIndex(ContiguousIndex):

@@ -99,11 +99,6 @@ class Wave(RecallPart):
     def index(self, layer: LayerSpec) -> RecallIndex:
         return WaveIndex(layer, self)
 
-    def adopt(self, layer: LayerSpec, state: Mapping[str, Tensor]) -> RecallIndex:
-        index = WaveIndex(layer, self)
-        index.restore(state)
-        return index
-
 
 class WaveIndex(RecallIndex):
     """Index with the entries of each page, and its mean key and value in float32."""
