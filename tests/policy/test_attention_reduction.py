@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from builders import a_layer, a_view, head_numbers, some_entries
+from builders import a_layer, a_view
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.ops.column_statistics import CHUNK
@@ -94,8 +94,8 @@ def test_a_head_rule_equals_its_loop_on_heads_of_any_length(
     source = torch.Generator().manual_seed(seed)
     statistics = [torch.rand(group, len(head), generator=source) for head in places]
     before = [head.clone() for head in statistics]
-    facts = {"retrieval": head_numbers(layer.query_heads)}
-    got = heads.join(statistics, some_entries(layer, places), layer, facts)
+    seen = a_view(layer, places)
+    got = heads.join(statistics, seen.entries, seen)
     expected = loop_of(heads).joined(heads, [head.tolist() for head in statistics], places)
     assert_equal(got, expected)
     assert all(torch.equal(a, b) for a, b in zip(statistics, before, strict=True))
@@ -279,9 +279,9 @@ def test_all_heads_of_a_layer_keep_the_same_entries() -> None:
 
 def test_positions_are_matched_where_heads_hold_different_entries() -> None:
     layer = a_layer(2, 1)
-    entries = some_entries(layer, [[0, 3, 7], [3, 9]])
+    seen = a_view(layer, [[0, 3, 7], [3, 9]])
     statistics = [torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[6.0, 5.0]])]
-    joined = LayerMean().join(statistics, entries, layer, {})
+    joined = LayerMean().join(statistics, seen.entries, seen)
     assert [head.tolist() for head in joined] == [[1.0, 4.0, 3.0], [4.0, 5.0]]
 
 
@@ -289,10 +289,10 @@ def test_heads_that_hold_the_same_and_heads_that_do_not_are_joined_alike() -> No
     layer = a_layer(3, 2)
     whole = [0, 3, 7, 9]
     for held in ([whole] * 3, [whole, whole, [0, 3, 7, 8]], [whole, whole, [0, 3]], [[]] * 3):
-        entries = some_entries(layer, held)
+        seen = a_view(layer, held)
         source = torch.Generator().manual_seed(len(held[2]))
         statistics = [torch.rand(2, len(places), generator=source) for places in held]
-        joined = LayerMean().join(statistics, entries, layer, {})
+        joined = LayerMean().join(statistics, seen.entries, seen)
         expected = layer_mean.joined(None, [rows.tolist() for rows in statistics], held)
         for head, wanted in zip(joined, expected, strict=True):
             assert head.tolist() == pytest.approx(wanted)

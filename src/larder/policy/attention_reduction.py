@@ -14,8 +14,7 @@ from torch.nn.functional import pad
 from larder.core.errors import BadParameter
 from larder.core.family import Family
 from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Calibration, Entries, Observation
-from larder.core.spec import LayerSpec
+from larder.core.observation import Entries, Observation
 from larder.ops.attention_weights import head_weights_from_logits
 from larder.ops.column_statistics import ColumnReducer, reduce_columns
 from larder.policy.aggregation.base import Aggregation
@@ -81,7 +80,7 @@ class AttentionReduction:
             weights = self.aggregation.single_query(
                 head_weights_from_logits(seen.logits, *entries.layout)
             )
-            joined = self.heads.join_stored(weights, entries, seen.layer, seen.facts)
+            joined = self.heads.join_stored(weights, entries, seen)
             return [self.aggregation.complete(head) for head in joined]
         key_positions = None if window.positions is None else entries.packed_positions()
         statistics = reduce_columns(
@@ -99,7 +98,7 @@ class AttentionReduction:
             pad(head, (0, length - head.shape[-1]))
             for head, length in zip(statistics, entries.lengths, strict=True)
         ]
-        joined = self.heads.join(whole, entries, seen.layer, seen.facts)
+        joined = self.heads.join(whole, entries, seen)
         return [
             pad(self.aggregation.complete(head[:count]), (0, len(head) - count))
             for head, count in zip(joined, scored, strict=True)
@@ -128,13 +127,9 @@ class NoHeadRule(HeadRule):
     """Null object for scorers that do not use attention."""
 
     def join(
-        self,
-        statistics: Sequence[Float[Tensor, "R _"]],
-        entries: Entries,
-        layer: LayerSpec,
-        facts: Calibration,
+        self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, seen: Observation
     ) -> list[Float[Tensor, " _"]]:
-        del entries, layer, facts
+        del entries, seen
         return [head[0] for head in statistics]
 
 

@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from larder.core.observation import Calibration, Entries
+from larder.core.observation import Entries, Observation
 from larder.core.part import PolicyPart
-from larder.core.spec import LayerSpec
 
 
 class HeadRule(PolicyPart, ABC):
@@ -21,30 +20,22 @@ class HeadRule(PolicyPart, ABC):
     """
 
     def join_stored(
-        self,
-        statistics: Float[Tensor, "R C"],
-        entries: Entries,
-        layer: LayerSpec,
-        facts: Calibration,
+        self, statistics: Float[Tensor, "R C"], entries: Entries, seen: Observation
     ) -> list[Float[Tensor, " _"]]:
         """Reduction of statistics in storage layout, one number per storage row; see `join`."""
         own = [statistics[:, entries.rows(head)] for head in range(len(entries.lengths))]
-        return self.join(own, entries, layer, facts)
+        return self.join(own, entries, seen)
 
     @abstractmethod
     def join(
-        self,
-        statistics: Sequence[Float[Tensor, "R _"]],
-        entries: Entries,
-        layer: LayerSpec,
-        facts: Calibration,
+        self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, seen: Observation
     ) -> list[Float[Tensor, " _"]]:
         """One number per entry and kv head.
 
         Args:
             statistics: for each kv head, numbers of its R query heads for its S entries.
             entries: those entries.
-            facts: calibration of this layer.
+            seen: observation of the layer, for its spec and calibration.
         """
 
 
@@ -56,23 +47,15 @@ class GroupRule(HeadRule):
         """One number per entry of a kv head."""
 
     def join(
-        self,
-        statistics: Sequence[Float[Tensor, "R _"]],
-        entries: Entries,
-        layer: LayerSpec,
-        facts: Calibration,
+        self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, seen: Observation
     ) -> list[Float[Tensor, " _"]]:
-        del entries, layer, facts
+        del entries, seen
         return [self.group(head) for head in statistics]
 
     def join_stored(
-        self,
-        statistics: Float[Tensor, "R C"],
-        entries: Entries,
-        layer: LayerSpec,
-        facts: Calibration,
+        self, statistics: Float[Tensor, "R C"], entries: Entries, seen: Observation
     ) -> list[Float[Tensor, " _"]]:
-        del layer, facts
+        del seen
         joined = self.group(statistics)
         return [joined[entries.rows(head)] for head in range(len(entries.lengths))]
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.observation import Calibration, Entries
-from larder.core.spec import LayerSpec
+from larder.core.observation import Entries, Observation
 from larder.policy.heads.base import HeadRule, mean_by_position, positions_of
 
 
@@ -25,13 +24,9 @@ class GroupAndLayer(HeadRule):
     """Mean of the group, plus mean over the layer."""
 
     def join(
-        self,
-        statistics: Sequence[Float[Tensor, "R _"]],
-        entries: Entries,
-        layer: LayerSpec,
-        facts: Calibration,
+        self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, seen: Observation
     ) -> list[Float[Tensor, " _"]]:
-        del layer, facts
+        del seen
         own, places = [head.mean(0) for head in statistics], positions_of(entries)
         means = mean_by_position(list(zip(own, places, strict=True)), places)
         return [head + means[place] for head, place in zip(own, places, strict=True)]

@@ -16,8 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.observation import Calibration, Entries
-from larder.core.spec import LayerSpec
+from larder.core.observation import Entries, Observation
 from larder.ops.moments import layer_mean
 from larder.policy.heads.base import HeadRule, mean_by_position, positions_of
 
@@ -27,13 +26,9 @@ class LayerMean(HeadRule):
     """Mean over the query heads of the layer that hold a position."""
 
     def join(
-        self,
-        statistics: Sequence[Float[Tensor, "R _"]],
-        entries: Entries,
-        layer: LayerSpec,
-        facts: Calibration,
+        self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, seen: Observation
     ) -> list[Float[Tensor, " _"]]:
-        del layer, facts
+        del seen
         if _same_positions(entries):
             return [torch.cat(list(statistics)).mean(0)] * len(statistics)
         places = positions_of(entries)
@@ -42,15 +37,11 @@ class LayerMean(HeadRule):
         return [means[place] for place in places]
 
     def join_stored(
-        self,
-        statistics: Float[Tensor, "R C"],
-        entries: Entries,
-        layer: LayerSpec,
-        facts: Calibration,
+        self, statistics: Float[Tensor, "R C"], entries: Entries, seen: Observation
     ) -> list[Float[Tensor, " _"]]:
         mean = layer_mean(statistics, entries.positions, *entries.layout)
         if mean is None:
-            return super().join_stored(statistics, entries, layer, facts)
+            return super().join_stored(statistics, entries, seen)
         return [mean] * len(entries.lengths)
 
 

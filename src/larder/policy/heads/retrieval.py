@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter, ModelError
-from larder.core.observation import Calibration, Entries
+from larder.core.observation import Entries, Observation
 from larder.core.spec import LayerSpec
 from larder.policy.heads.base import HeadRule, mean_by_position, positions_of
 
@@ -41,16 +41,12 @@ class Retrieval(HeadRule):
             raise BadParameter(f"retrieval.heads must be at least 1, got {self.heads}.")
 
     def join(
-        self,
-        statistics: Sequence[Float[Tensor, "R _"]],
-        entries: Entries,
-        layer: LayerSpec,
-        facts: Calibration,
+        self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, seen: Observation
     ) -> list[Float[Tensor, " _"]]:
-        places = positions_of(entries)
+        places, group = positions_of(entries), seen.layer.group
         best = [
-            (statistics[head // layer.group][head % layer.group], places[head // layer.group])
-            for head in self._best_heads(layer, facts["retrieval"])
+            (statistics[head // group][head % group], places[head // group])
+            for head in self._best_heads(seen.layer, seen.facts["retrieval"])
         ]
         means = mean_by_position(best, places)
         own = zip(statistics, places, strict=True)
