@@ -18,7 +18,7 @@ from larder.core.errors import BadParameter
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.policy.budgets._selection import top_k_per_head, top_k_per_layer
-from larder.policy.budgets.base import Budget, check_size
+from larder.policy.budgets.base import Budget
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,13 @@ class Ada(Budget):
 
     Args:
         tokens: entries per kv head, on average over the layer.
-        kept: the same as a fraction of the context.
         safeguard: the floor, as a share of the average; 0 is `pooled`, 1 is `uniform`.
     """
 
-    tokens: int | None = None
-    kept: float | None = None
     safeguard: float = 0.2
 
     def __post_init__(self) -> None:
-        check_size("ada", self.tokens, self.kept)
+        super().__post_init__()
         if not 0 <= self.safeguard <= 1:
             raise BadParameter(f"ada.safeguard must be in [0, 1], got {self.safeguard}.")
 

@@ -15,21 +15,40 @@ from larder.core.spelling import name_of
 from larder.core.types import Packed
 
 
+@dataclass(frozen=True)
 class Budget(PolicyPart, ABC):
-    """Distribution of a number of entries over layers and heads.
+    """Distribution of a number of entries over layers and heads. A frozen dataclass.
 
-    A budget is a frozen dataclass with the fields `tokens` (entries per kv head, averaged over
-    layers) and `kept` (a fraction of the context); at most one is given, with none the size is
-    open.
+    With neither `tokens` nor `kept` the size is open.
+
+    Args:
+        tokens: entries per kv head, averaged over layers.
+        kept: the same as a fraction of the context.
+
+    Raises:
+        BadParameter: both sizes are given, or one is out of range.
     """
 
-    tokens: int | None
-    kept: float | None
+    tokens: int | None = None
+    kept: float | None = None
 
     # Whether a protected share is relative to each layer's own entries, not to the average.
     protects_own_share: ClassVar[bool] = False
+    # Whether all layers share one pool of entries, so that only their sum is bounded.
+    has_shared_pool: ClassVar[bool] = False
     # Whether `choose` gets layers that were cut again, as more layers are scored.
     replans: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        name, tokens, kept = name_of(type(self)), self.tokens, self.kept
+        if tokens is not None and kept is not None:
+            raise BadParameter(
+                f"{name} was given tokens={tokens} and kept={kept}: give one of the two."
+            )
+        if tokens is not None and tokens < 1:
+            raise BadParameter(f"{name}.tokens must be at least 1, got {tokens}.")
+        if kept is not None and not 0 < kept <= 1:
+            raise BadParameter(f"{name}.kept must be a fraction in (0, 1], got {kept}.")
 
     def measure(self, seen: Observation, scores: Packed) -> tuple[float, ...]:
         """Statistics that `choose` needs beyond scores, measured when the layer is scored."""
@@ -70,6 +89,8 @@ class Budget(PolicyPart, ABC):
             held: entries of each managed layer, all heads together, by layer index.
             allowed: most entries of each layer without a plan.
         """
+        if self.has_shared_pool:
+            return sum(held[layer] for layer in allowed) > sum(allowed.values())
         return any(held[layer] > most for layer, most in allowed.items())
 
     @abstractmethod
@@ -85,39 +106,11 @@ class Budget(PolicyPart, ABC):
         """
 
 
-def exceeds_total(held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
-    """True if all layers together exceed their capacity, for layers that share one pool."""
-    return sum(held[layer] for layer in allowed) > sum(allowed.values())
-
-
-def check_size(name: str, tokens: int | None, kept: float | None) -> None:
-    """Validate the size of a budget.
-
-    Raises:
-        BadParameter: both sizes are given, or one is out of range.
-    """
-    if tokens is not None and kept is not None:
-        raise BadParameter(
-            f"{name} was given tokens={tokens} and kept={kept}: give one of the two."
-        )
-    if tokens is not None and tokens < 1:
-        raise BadParameter(f"{name}.tokens must be at least 1, got {tokens}.")
-    if kept is not None and not 0 < kept <= 1:
-        raise BadParameter(f"{name}.kept must be a fraction in (0, 1], got {kept}.")
-
-
 @dataclass(frozen=True)
 class CrossLayerBudget(Budget):
     """Base of budgets in which all layers share one pool; plans wait for the last layer."""
 
-    tokens: int | None = None
-    kept: float | None = None
-
-    def __post_init__(self) -> None:
-        check_size(name_of(type(self)), self.tokens, self.kept)
-
-    def is_plan_due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
-        return exceeds_total(held, allowed)
+    has_shared_pool = True
 
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]

@@ -38,7 +38,7 @@ from larder.policy.budgets._selection import (
     top_k_even,
     with_share,
 )
-from larder.policy.budgets.base import Budget, check_size, exceeds_total
+from larder.policy.budgets.base import Budget
 
 MOMENTS = MeanVariance()
 
@@ -48,23 +48,20 @@ class Cake(Budget):
     """Layer budgets by entropy and variance of attention, recut while the layers go by.
 
     Args:
-        tokens: entries per kv head, averaged over layers.
-        kept: the same as a fraction of the context.
         window: last queries whose weights are observed, in tokens.
         tau1: tempers the entropy; higher is more even.
         tau2: tempers the variance; higher is more even.
     """
 
-    tokens: int | None = None
-    kept: float | None = None
     window: int = 32
     tau1: float = 1.0
     tau2: float = 1.0
     ledger = Ledger(scalars=(SHARE,))
     replans = True
+    has_shared_pool = True
 
     def __post_init__(self) -> None:
-        check_size("cake", self.tokens, self.kept)
+        super().__post_init__()
         if self.window < 1:
             raise BadParameter(f"cake.window must be at least 1 token, got {self.window}.")
         check_taus("cake", self.tau1, self.tau2)
@@ -75,9 +72,6 @@ class Cake(Budget):
             return ()
         entropy, variance = _dispersion(seen, self.window)
         return (entropy ** (1 / self.tau1) * variance ** (1 / self.tau2),)
-
-    def is_plan_due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
-        return exceeds_total(held, allowed)
 
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]

@@ -33,7 +33,6 @@ class Composite(CrossLayerBudget):
 
     Args:
         tokens: entries per kv head, on average over the model.
-        kept: the same as a fraction of the context.
     """
 
     def _choose(

@@ -27,7 +27,7 @@ from larder.core.plan import Plan
 from larder.ops.apportion import apportion
 from larder.ops.topk import top_mask
 from larder.policy.budgets._selection import min_entries, top_k_even
-from larder.policy.budgets.base import Budget, check_size, exceeds_total
+from larder.policy.budgets.base import Budget
 
 
 @dataclass(frozen=True)
@@ -36,30 +36,25 @@ class Dynamic(Budget):
 
     Args:
         tokens: entries per kv head, on average over the model.
-        kept: the same as a fraction of the context.
         most: what a layer may get, in averages. Exceeded where the others are too short.
         least: what a layer gets at least, in averages.
         every: layers between two cuts.
     """
 
-    tokens: int | None = None
-    kept: float | None = None
     most: float = 10.0
     least: float = 0.1
     every: int = 4
     replans = True
+    has_shared_pool = True
 
     def __post_init__(self) -> None:
-        check_size("dynamic", self.tokens, self.kept)
+        super().__post_init__()
         if not 0 <= self.least <= 1:
             raise BadParameter(f"dynamic.least must be in [0, 1], got {self.least}.")
         if not 1 <= self.most < math.inf:
             raise BadParameter(f"dynamic.most must be 1 or more, got {self.most}.")
         if self.every < 1:
             raise BadParameter(f"dynamic.every must be at least 1 layer, got {self.every}.")
-
-    def is_plan_due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
-        return exceeds_total(held, allowed)
 
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]

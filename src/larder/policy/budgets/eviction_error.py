@@ -20,7 +20,7 @@ from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
 from larder.policy.budgets._selection import top_k_per_head
-from larder.policy.budgets.base import Budget, check_size
+from larder.policy.budgets.base import Budget
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,17 @@ class EvictionError(Budget):
     """Layer budgets in proportion to the error that eviction makes in each.
 
     Args:
-        tokens: entries per kv head, averaged over layers.
-        kept: the same as a fraction of the context.
         least: entries that every layer has before anything is shared, or the average where that is
             less; raised to what is protected.
         most: what a layer may get, in averages.
     """
 
-    tokens: int | None = None
-    kept: float | None = None
     least: int = 32
     most: float = 3.0
     calibrations = frozenset({"eviction_error"})
 
     def __post_init__(self) -> None:
-        check_size("eviction_error", self.tokens, self.kept)
+        super().__post_init__()
         if self.least < 0:
             raise BadParameter(f"eviction_error.least must be 0 or more, got {self.least}.")
         if not 1 <= self.most < math.inf:

@@ -24,7 +24,6 @@ class Global(CrossLayerBudget):
 
     Args:
         tokens: entries per kv head, on average over the model.
-        kept: the same as a fraction of the context.
     """
 
     def _choose(

@@ -26,7 +26,7 @@ from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
 from larder.policy.budgets._selection import top_k_by_head_weight
-from larder.policy.budgets.base import Budget, check_size
+from larder.policy.budgets.base import Budget
 from larder.policy.layer_calibration import split_evenly
 
 
@@ -42,21 +42,17 @@ class HeadKV(Budget):
     """Head budgets by score over a common base.
 
     Args:
-        tokens: entries per kv head, averaged over the model.
-        kept: the same as a fraction of the context.
         beta: one over the part of the budget that is shared by scores; 1 shares all of it. The
             paper tries 1.005 to 10.
         trial: `reasoning` or `retrieval`.
     """
 
-    tokens: int | None = None
-    kept: float | None = None
     beta: float = 1.2
     trial: Trial = Trial.REASONING
     calibrations = frozenset({"reasoning", "retrieval"})
 
     def __post_init__(self) -> None:
-        check_size("headkv", self.tokens, self.kept)
+        super().__post_init__()
         if not 1 <= self.beta < math.inf:
             raise BadParameter(f"headkv.beta must be 1 or more, got {self.beta}.")
 

@@ -55,7 +55,7 @@ from larder.policy.budgets._selection import (
     with_layer_protection,
     with_share,
 )
-from larder.policy.budgets.base import Budget, check_size, exceeds_total
+from larder.policy.budgets.base import Budget
 
 FLOOR_TOKENS, FLOOR_SHARE = 16, 0.01
 SINKS = 4  # first tokens that the variance is taken without, as many as the paper always keeps
@@ -80,23 +80,20 @@ class InverseVariance(Budget):
     """Layer budgets by inverse variance; every head keeps its own best.
 
     Args:
-        tokens: entries per kv head, averaged over layers.
-        kept: the same as a fraction of the context.
         rule: how variances become shares.
         temperature: divides F before the softmax; higher is more even.
         variant: `larder`, `paper` or `code`.
     """
 
-    tokens: int | None = None
-    kept: float | None = None
     rule: Rule = Rule.SOFTMAX
     temperature: float = 1.0
     variant: Variant = Variant.LARDER
     tallies = frozenset({"mass"})
     ledger = Ledger(scalars=(SHARE,))
+    has_shared_pool = True
 
     def __post_init__(self) -> None:
-        check_size("inverse_variance", self.tokens, self.kept)
+        super().__post_init__()
         if not 0 < self.temperature < math.inf:
             raise BadParameter(
                 f"inverse_variance.temperature must be above 0, got {self.temperature}."
@@ -120,9 +117,6 @@ class InverseVariance(Budget):
             lengths = [int(part.sum()) for part in torch.split(beyond, lengths)]
         heads = torch.split(mass, lengths)
         return (float(torch.stack([_variance(head) for head in heads]).mean()),)
-
-    def is_plan_due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
-        return exceeds_total(held, allowed)
 
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]

@@ -36,7 +36,7 @@ from larder.core.ledger import Ledger
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.core.types import Variant
-from larder.policy.budgets.base import Budget, check_size
+from larder.policy.budgets.base import Budget
 
 Marks = Bool[np.ndarray[Any, Any], " S"]
 
@@ -50,7 +50,6 @@ class Ladder(Budget):
 
     Args:
         tokens: entries per kv head.
-        kept: the same as a fraction of the context.
         span: layers in succession that keep a token; a whole number is layers, a fraction in
             (0, 1) is that share of them, rounded up.
         overlap: of these, how many also keep the next one; fewer than `span`.
@@ -58,8 +57,6 @@ class Ladder(Budget):
             layers.
     """
 
-    tokens: int | None = None
-    kept: float | None = None
     span: int | float = 0.5
     overlap: int | float = 0
     variant: Variant = Variant.LARDER
@@ -67,7 +64,7 @@ class Ladder(Budget):
     ledger = Ledger(scalars=(DONE, GONE))
 
     def __post_init__(self) -> None:
-        check_size("ladder", self.tokens, self.kept)
+        super().__post_init__()
         if not self.span > 0 or (isinstance(self.span, float) and self.span >= 1):
             raise BadParameter(
                 f"ladder.span must be layers (1 or more) or a fraction in (0, 1), got {self.span}."

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.policy.budgets._selection import top_k_per_layer
-from larder.policy.budgets.base import Budget, check_size
+from larder.policy.budgets.base import Budget
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,7 @@ class Pooled(Budget):
 
     Args:
         tokens: entries per kv head, on average over the layer.
-        kept: the same as a fraction of the context.
     """
-
-    tokens: int | None = None
-    kept: float | None = None
-
-    def __post_init__(self) -> None:
-        check_size("pooled", self.tokens, self.kept)
 
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]

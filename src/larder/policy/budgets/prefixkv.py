@@ -36,7 +36,6 @@ class PrefixKV(CrossLayerBudget):
 
     Args:
         tokens: entries per kv head, on average over the model.
-        kept: the same as a fraction of the context.
     """
 
     def _choose(

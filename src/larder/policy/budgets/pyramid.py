@@ -22,7 +22,7 @@ from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
 from larder.policy.budgets._selection import top_k_per_head
-from larder.policy.budgets.base import Budget, check_size
+from larder.policy.budgets.base import Budget
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,14 @@ class Pyramid(Budget):
     """Layer budgets that fall linearly with depth.
 
     Args:
-        tokens: entries per kv head, averaged over layers.
-        kept: the same as a fraction of the context.
         beta: the average over what the top layer gets, protected entries aside; 1 is uniform. The
             released code takes 20.
     """
 
-    tokens: int | None = None
-    kept: float | None = None
     beta: float = 20.0
 
     def __post_init__(self) -> None:
-        check_size("pyramid", self.tokens, self.kept)
+        super().__post_init__()
         if not 1 <= self.beta < math.inf:
             raise BadParameter(f"pyramid.beta must be 1 or more, got {self.beta}.")
 

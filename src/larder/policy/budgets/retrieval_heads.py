@@ -31,7 +31,7 @@ from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
 from larder.policy.budgets._selection import top_k_by_head_weight
-from larder.policy.budgets.base import Budget, check_size
+from larder.policy.budgets.base import Budget
 from larder.policy.layer_calibration import split_evenly
 
 ECHO_SHARE = 1 / 15  # of the retrieval heads, in the paper 1 % of 15 %
@@ -54,21 +54,17 @@ class RetrievalHeads(Budget):
     """Full budget for few heads, streaming for the others.
 
     Args:
-        tokens: entries per kv head, averaged over the model.
-        kept: the same as a fraction of the context.
         share: of the model's kv heads that are retrieval heads, in (0, 1], rounded up. The papers
             take 0.15 (RazorAttention), and 0.25 or, with grouped heads, 0.5 (DuoAttention).
         trial: `repeats`, `passkeys` or `copy`.
     """
 
-    tokens: int | None = None
-    kept: float | None = None
     share: float = 0.15
     trial: Trial = Trial.REPEATS
     calibrations = frozenset({"echo", "induction", "streaming_error", "reconstruction"})
 
     def __post_init__(self) -> None:
-        check_size("retrieval_heads", self.tokens, self.kept)
+        super().__post_init__()
         if not 0 < self.share <= 1:
             raise BadParameter(
                 f"retrieval_heads.share must be a fraction in (0, 1], got {self.share}."

@@ -24,7 +24,7 @@ from larder.core.plan import Plan
 from larder.core.types import Variant
 from larder.ops.apportion import apportion
 from larder.policy.budgets._selection import top_k_per_layer
-from larder.policy.budgets.base import Budget, check_size
+from larder.policy.budgets.base import Budget
 
 FLOORS = {Variant.LARDER: 0.25, Variant.PAPER: 0.0, Variant.CODE: 0.25}
 
@@ -34,8 +34,6 @@ class Sensitivity(Budget):
     """Layer budgets from the measured sensitivity profile, joint selection within a layer.
 
     Args:
-        tokens: entries per kv head, averaged over layers.
-        kept: the same as a fraction of the context.
         alpha: how sharply sensitive layers are preferred; 0 is uniform. The paper finds 2 to 4
             best with its own formula; the code's scripts use 1.1 to 1.3 with theirs.
         variant: `larder`, `paper` or `code`.
@@ -43,15 +41,13 @@ class Sensitivity(Budget):
             stays in any case. None for that of the variant.
     """
 
-    tokens: int | None = None
-    kept: float | None = None
     alpha: float = 2.0
     variant: Variant = Variant.LARDER
     floor: float | None = None
     calibrations = frozenset({"sensitivity"})
 
     def __post_init__(self) -> None:
-        check_size("sensitivity", self.tokens, self.kept)
+        super().__post_init__()
         if not 0 <= self.alpha < math.inf:
             raise BadParameter(f"sensitivity.alpha must be 0 or more, got {self.alpha}.")
         if self.floor is not None and not 0 <= self.floor <= 1:

@@ -23,7 +23,7 @@ from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
 from larder.policy.budgets._selection import top_k_per_head, with_layer_protection
-from larder.policy.budgets.base import Budget, check_size
+from larder.policy.budgets.base import Budget
 
 GROUPS = 3
 
@@ -33,21 +33,17 @@ class Squeeze(Budget):
     """Layer budgets in two sizes, by how much attention changes.
 
     Args:
-        tokens: entries per kv head, averaged over layers.
-        kept: the same as a fraction of the context.
         p: what a layer of the least important group gets, in averages, in (0, 1]; the paper finds
             0.3 to 0.4 best, as remembered; examples in its released code take 0.38 and 0.63. Less
             is raised to what is protected; a protected share is one of each layer's own entries.
     """
 
-    tokens: int | None = None
-    kept: float | None = None
     p: float = 0.35
     calibrations = frozenset({"squeeze"})
     protects_own_share = True
 
     def __post_init__(self) -> None:
-        check_size("squeeze", self.tokens, self.kept)
+        super().__post_init__()
         if not 0 < self.p <= 1:
             raise BadParameter(f"squeeze.p must be a fraction in (0, 1], got {self.p}.")
 

@@ -20,7 +20,7 @@ from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.ops.topk import top_mask
 from larder.policy.budgets._selection import shift_non_negative
-from larder.policy.budgets.base import Budget, check_size
+from larder.policy.budgets.base import Budget
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,14 @@ class Threshold(Budget):
 
     Args:
         tokens: entries per kv head, at most.
-        kept: the same as a fraction of the context.
         share: of the best score of a head; 0 keeps all that the quota holds. Where a head has
             scores below 0, scores count from its least.
     """
 
-    tokens: int | None = None
-    kept: float | None = None
     share: float = 0.01
 
     def __post_init__(self) -> None:
-        check_size("threshold", self.tokens, self.kept)
+        super().__post_init__()
         if not 0 <= self.share <= 1:
             raise BadParameter(f"threshold.share must be in [0, 1], got {self.share}.")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.policy.budgets._selection import top_k_per_head
-from larder.policy.budgets.base import Budget, check_size
+from larder.policy.budgets.base import Budget
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,7 @@ class Uniform(Budget):
 
     Args:
         tokens: entries per kv head.
-        kept: the same as a fraction of the context.
     """
-
-    tokens: int | None = None
-    kept: float | None = None
-
-    def __post_init__(self) -> None:
-        check_size("uniform", self.tokens, self.kept)
 
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
