@@ -55,6 +55,11 @@ def places(store: CacheLayer) -> list[int]:
     return [tensor.data_ptr() for tensor in store.tensors()[:3]]
 
 
+def attend_held(store: CacheLayer, new: Tokens) -> Tensor:
+    """Attention of tokens to all entries, their own included."""
+    return store.attention(new.queries, new.positions, new.queries.shape[1], 0)[0]
+
+
 def attend(
     store: CacheLayer | RaggedLoop, new: Tokens, sections: tuple[int, ...] | None = None
 ) -> Tensor:

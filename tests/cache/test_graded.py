@@ -12,7 +12,7 @@ from torch import Tensor
 
 import larder.cache.forms._graded_tiers as tiers
 from builders import HEAD_DIM, a_layer, a_plan, draw
-from cache_stores import same_bits
+from cache_stores import attend_held, same_bits
 from larder.cache.forms.graded import GradedLayer
 from larder.core.codec import Codec
 from larder.core.errors import CacheError
@@ -193,7 +193,7 @@ def test_attention_is_that_over_what_is_shown(queries) -> None:
     expected = ragged_attention(
         asked.queries, entries.keys, entries.values, *layout, entries.columns[LOG_COUNT]
     )[0]
-    got = store.attend_cached(asked.queries, asked.positions)
+    got = attend_held(store, asked)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 

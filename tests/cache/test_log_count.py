@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from builders import Tokens, a_plan
-from cache_stores import append, assert_close, attend, extend
+from cache_stores import append, assert_close, attend, attend_held, extend
 from larder.cache.forms.base import CacheLayer
 from larder.core.ledger import LOG_COUNT
 from references.cache.loop import attend_one
@@ -71,7 +71,7 @@ def test_attending_to_what_is_held(remembering, queries) -> None:
     store, loop = remembering.filled()
     weighed(store, loop)
     new = remembering.tokens(queries, 13)
-    assert_close(store.attend_cached(new.queries, new.positions), held_by_loop(loop, new.queries))
+    assert_close(attend_held(store, new), held_by_loop(loop, new.queries))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

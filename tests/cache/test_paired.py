@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from builders import a_layer, a_plan, draw
-from cache_stores import append, assert_close, attend, extend, same, same_bits
+from cache_stores import append, assert_close, attend, attend_held, extend, same, same_bits
 from larder.cache.forms._shared_entries import LOWER, UPPER, slerp
 from larder.cache.forms.paired import PairedLayer, link_pairs
 from larder.core.errors import BadParameter, CacheError
@@ -126,7 +126,7 @@ def assert_is(half: PairedLayer, heads: list[dict[int, Held]]) -> None:
         attention(group, entries.head_keys(head), entries.head_values(head), half.layer.scaling)[0]
         for head, group in enumerate(queries.queries.unflatten(0, (2, -1)))
     ]
-    assert_close(half.attend_cached(queries.queries, queries.positions), torch.cat(outs))
+    assert_close(attend_held(half, queries), torch.cat(outs))
 
 
 def test_bytes_shrink_to_one_direction_for_two_layers() -> None:
@@ -243,7 +243,7 @@ def test_an_entry_that_stands_for_many_weighs_as_many() -> None:
     shared(pair, [[0, 1, 2, 3]] * 2, [[1, 1, 0, 0]] * 2)
     pair[0].note({LOG_COUNT: torch.tensor([3.0, 0, 0, 0, 0, 0, 0, 0]).log1p()})
     query, entries = draw(LAYERS[0], 1, 9), pair[0].entries()
-    out = pair[0].attend_cached(query.queries, query.positions)[:2]
+    out = attend_held(pair[0], query)[:2]
     repeated = torch.tensor([0, 0, 0, 0, 1, 2, 3])
     keys, values = entries.head_keys(0)[repeated], entries.head_values(0)[repeated]
     assert_close(out, attention(query.queries[:2], keys, values, LAYERS[0].scaling)[0])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -40,6 +43,30 @@ def test_probing_records_and_touches_nothing(architecture, adopted) -> None:
     for name in ("queries", "keys", "values"):  # the first layer does not depend on attention
         assert torch.equal(vars(probed[0])[name], vars(appended[0])[name])
     assert torch.equal(cache.entries(1).head_keys(0)[-4:], appended[1].keys[0])
+
+
+@pytest.mark.parametrize("form", ["dense", "ragged"])
+@pytest.mark.parametrize("count, hand_overs", [(1, 5), (4, 6)])
+def test_few_functions_stand_between_the_model_and_the_kernel(
+    three_layers, monkeypatch, form, count, hand_overs
+) -> None:
+    """The walk of docs/structure.md, from the attention function to the kernel."""
+    walks: list[list[str]] = []
+    module = import_module(f"larder.cache.forms.{form}")
+    kernel = module.ragged_attention
+
+    def watch(*args: object) -> object:
+        names = [
+            frame.name for frame in traceback.extract_stack() if "src/larder" in frame.filename
+        ]
+        walks.append(names[names.index("attend") :])
+        return kernel(*args)
+
+    cache = SequenceCache(three_layers.spec, form)
+    read_on(three_layers, cache, some_ids(6), 6)
+    monkeypatch.setattr(module, "ragged_attention", watch)
+    read_on(three_layers, cache, some_ids(count), count)
+    assert {len(walk) for walk in walks} == {hand_overs}  # the kernel comes behind the last
 
 
 def test_scratch_leaves_every_bit(architecture, adopted) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, draw
-from cache_stores import append
+from cache_stores import append, attend_held
 from larder.cache.forms.compact import CompactLayer
 from larder.cache.sequence import SequenceCache
 from larder.core.plan import Plan
@@ -107,7 +107,7 @@ def test_what_a_look_copies_is_counted() -> None:
     store.record_logits()
     new = draw(store.layer, 1, 9)
     store.append(new.keys, new.values, new.positions)
-    store.attend_cached(new.queries, new.positions)
+    attend_held(store, new)
     assert store.nbytes == held + store.entries_copy_bytes
     kept = store.entries()
     assert store.nbytes == held
@@ -122,7 +122,7 @@ def test_kept_keys_are_forgotten_when_anything_changes(change) -> None:
     new, more = draw(store.layer, 1, 9), draw(store.layer, 2, 10)
     store.record_logits()
     store.append(new.keys, new.values, new.positions)
-    store.attend_cached(new.queries, new.positions)
+    attend_held(store, new)
     change_it = {
         "append": lambda: append(store, more),
         "apply": lambda: store.apply(_all_but_first(store)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -75,18 +76,36 @@ class SequenceCache:
         mode: Mode,
         sections: tuple[int, ...],
         shift: int = 0,
+        reread: int = 0,
     ) -> Queries:
         """Attention of one layer, in one of three modes.
 
         Args:
+            reread: number of first tokens that the cache read before, see `CacheLayer.again`.
             shift: offset of a scratch text from `next_position`; negative for earlier positions.
 
         Raises: CacheError: more than one section to append, or the cache is invalid.
         """
         self._check()
+        store = self._stores[layer]
+        if reread:
+            old, new = slice(None, reread), slice(reread, None)
+            answer = partial(
+                self.attend,
+                layer,
+                queries[:, new],
+                keys[:, new],
+                values[:, new],
+                positions[new],
+                mode,
+                sections,
+                shift,
+            )
+            return store.again(
+                queries[:, old], keys[:, old], values[:, old], positions[old], answer
+            )
         if mode is Mode.PROBE:
             return torch.zeros_like(queries)
-        store = self._stores[layer]
         if mode is Mode.SCRATCH:
             return store.attend(queries, keys, values, positions, sections, shift)
         if len(sections) != 1:

@@ -123,15 +123,26 @@ class ForwardBatch:
     ) -> Queries:
         del scaling, sliding_window  # known from the survey at load
         self.called.add(layer)
-        if len(self.segments) == 1:
-            return self._attend_segment(0, layer, queries, keys, values)
         widths = [segment.num_tokens for segment in self.segments]
-        parts = zip(
-            queries.split(widths, 1), keys.split(widths, 1), values.split(widths, 1), strict=True
-        )
-        return torch.cat(
-            [self._attend_segment(i, layer, *part) for i, part in enumerate(parts)], dim=1
-        )
+        sides = (side.split(widths, 1) for side in (queries, keys, values))
+        outs: list[Queries] = []
+        for index, (own, new_keys, new_values) in enumerate(zip(*sides, strict=True)):
+            segment, positions = self.segments[index], self._positions[index]
+            outs.append(
+                segment.cache.attend(
+                    layer,
+                    own,
+                    new_keys,
+                    new_values,
+                    positions,
+                    self._mode,
+                    segment.section_lengths,
+                    segment.shift,
+                    len(segment.reread_ids),
+                )
+            )
+            self._observe(index, layer, own, new_keys, new_values)
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
     def finish(self) -> None:
         """Advance the caches by the appended tokens.
@@ -157,29 +168,20 @@ class ForwardBatch:
             elif self._mode is Mode.APPEND:
                 segment.cache.truncate(segment.cache.next_position)
 
-    def _attend_segment(
+    def _observe(
         self, index: int, layer: int, queries: Queries, keys: Keys, values: Values
-    ) -> Queries:
-        segment, count = self.segments[index], len(self.segments[index].reread_ids)
-        places = self._positions[index]
-        new = queries[:, count:], keys[:, count:], values[:, count:], places[count:]
-
-        def answer() -> Queries:
-            return segment.cache.attend(
-                layer, *new, self._mode, segment.section_lengths, segment.shift
-            )
-
-        if count:
-            old = queries[:, :count], keys[:, :count], values[:, :count], places[:count]
-            out = segment.cache.stores[layer].again(*old, answer)
-        else:
-            out = answer()
-        inputs = self._inputs(index)
+    ) -> None:
+        """Record what was captured of a segment's new tokens, and call the observer."""
+        segment, inputs = self.segments[index], self._inputs(index)
         if inputs and self._mode is Mode.APPEND:
             segment.cache.note_tokens(layer, inputs, segment.cache.next_position)
         if self._observer is not None:
-            self._observer(index, layer, LayerActivations(*new, inputs))
-        return out
+            new = slice(len(segment.reread_ids), None)
+            positions = self._positions[index][new]
+            seen = LayerActivations(
+                queries[:, new], keys[:, new], values[:, new], positions, inputs
+            )
+            self._observer(index, layer, seen)
 
     def _inputs(self, index: int) -> dict[str, Tensor]:
         """What was captured of the new tokens of one segment."""

@@ -69,13 +69,13 @@ class CompositeLayer(CacheLayer):
         names = self._finest.ledger.columns
         return names.index(LOG_COUNT) if LOG_COUNT in names else None
 
-    def _attention(
+    def attention(
         self, queries: Queries, positions: Positions, own: int, shift: int
     ) -> AttentionState:
-        del positions, own, shift
+        del own
         parts = list(self._attended(queries))
         if any(self._finest.lengths) or not parts:
-            parts.insert(0, self._finest.cached(queries))
+            parts.insert(0, self._finest.attention(queries, positions, 0, shift))
         return merge_attention([out for out, _ in parts], [lse for _, lse in parts])
 
 

@@ -89,7 +89,7 @@ class CacheLayer(TensorOwner):
         among = causal_attention(queries, keys, values, self.layer.scaling, sections, window)
         if self._is_empty:
             return among[0].to(queries.dtype)
-        cached = self._attention(queries, positions, 0, shift)
+        cached = self.attention(queries, positions, 0, shift)
         return merge_attention((cached[0], among[0]), (cached[1], among[1]))[0].to(queries.dtype)
 
     @abstractmethod
@@ -104,7 +104,7 @@ class CacheLayer(TensorOwner):
         """
         if queries.shape[1] == 1:
             self.append(keys, values, positions)
-            return self.attend_cached(queries, positions).to(queries.dtype)
+            return self.attention(queries, positions, 1, 0)[0].to(queries.dtype)
         out = self.attend(queries, keys, values, positions, (queries.shape[1],))
         self.append(keys, values, positions)
         return out
@@ -128,22 +128,19 @@ class CacheLayer(TensorOwner):
         before = causal_attention(queries, keys, values, *told)[0].to(queries.dtype)
         return torch.cat([before, answer()], 1)
 
-    def attend_cached(self, queries: Queries, positions: Positions) -> Queries:
-        """Float32 attention of queries to all entries, their own included."""
-        return self._attention(queries, positions, queries.shape[1], 0)[0]
-
     @property
     def _is_empty(self) -> bool:
         """True if there is no entry to attend to."""
         return not any(self.lengths)
 
     @abstractmethod
-    def _attention(
+    def attention(
         self, queries: Queries, positions: Positions, own: int, shift: int
     ) -> AttentionState:
-        """Attention of queries to all entries, with its log-sum-exp.
+        """Attention of queries to all entries in float32, with its log-sum-exp.
 
         Args:
+            positions: true positions of the queries.
             own: number of last entries of each head that are the queries' own tokens.
             shift: see `attend`.
         """

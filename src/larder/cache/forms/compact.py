@@ -74,14 +74,6 @@ class CompactLayer(CacheLayer):
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CompactLayer:
         return cls(layer, model.dtype, model.device, spec.ledger)
 
-    def attend_cached(self, queries: Queries, positions: Positions) -> Queries:
-        self._keep()
-        held, count = self.entries(), queries.shape[1]
-        if self._listens and count == 1:
-            self._listens = False
-            self._keep(held.keys, held.rope_positions)
-        return self._attended(held, queries, positions, count, 0)[0]
-
     def record_logits(self) -> None:
         self._listens = True
 
@@ -165,15 +157,15 @@ class CompactLayer(CacheLayer):
             into.copy_(rotate(keys[None], at, radians)[0])
         return turned, places
 
-    def _attention(
+    def attention(
         self, queries: Queries, positions: Positions, own: int, shift: int
     ) -> AttentionState:
-        return self._attended(self.entries(), queries, positions, own, shift)
-
-    def _attended(
-        self, held: Entries, queries: Queries, positions: Positions, own: int, shift: int
-    ) -> AttentionState:
-        """Attention to `held`, whose last `own` entries are the queries' tokens."""
+        if own:
+            self._keep()
+        held = self.entries()
+        if own and self._listens and queries.shape[1] == 1:
+            self._listens = False
+            self._keep(held.keys, held.rope_positions)
         lengths = torch.tensor(held.lengths)
         layout = (torch.tensor(held.starts), lengths, self.layer.scaling)
         first = (lengths - own + shift).clamp(min=0).to(positions.device)

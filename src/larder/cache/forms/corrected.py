@@ -172,11 +172,11 @@ class CorrectedLayer(TieredLayer):
         own = [part for past in self._past for part in (past.out, past.lse, past.seen, past.parked)]
         return (*super().own_tensors(), *own, self._ids)
 
-    def _attention(
+    def attention(
         self, queries: Queries, positions: Positions, own: int, shift: int
     ) -> AttentionState:
         self._used = None
-        out, lse = super()._attention(queries, positions, own, shift)
+        out, lse = super().attention(queries, positions, own, shift)
         is_step = own == queries.shape[1] == 1 and self._coming is AppendKind.STEP
         if self._appends and is_step:
             used = NO_ENTRIES if self._used is None else _selected_entries(self._used)

@@ -134,7 +134,7 @@ class DenseLayer(CacheLayer):
             )
         return chosen[0]
 
-    def _attention(
+    def attention(
         self, queries: Queries, positions: Positions, own: int, shift: int
     ) -> AttentionState:
         del positions, own, shift

@@ -216,25 +216,17 @@ class RaggedLayer(CacheLayer):
     def lengths(self) -> tuple[int, ...]:
         return tuple(self._lengths.tolist())
 
-    def _attention(
+    def attention(
         self, queries: Queries, positions: Positions, own: int, shift: int
     ) -> AttentionState:
-        del positions, shift
-        return self.attention(queries, own)
-
-    def attention(self, queries: Queries, own: int) -> AttentionState:
         """Attention with log-sum-exp; records logits of a decode step after `record_logits`."""
-        if not own:
-            return self.cached(queries)
+        del positions, shift
         logits = None
-        if self._listens and queries.shape[1] == 1:
+        if own and self._listens and queries.shape[1] == 1:
             self._listens, group_len = False, queries.shape[0] // self.layer.kv_heads
             logits = torch.empty(group_len, len(self._keys), device=queries.device)
-        self._hold_logits(logits)
-        return self.cached(queries, logits)
-
-    def cached(self, queries: Queries, logits: Tensor | None = None) -> AttentionState:
-        """Attention of queries to all entries, with its log-sum-exp."""
+        if own:
+            self._hold_logits(logits)
         bias = self._columns.by_name().get(LOG_COUNT)
         layout = (self._starts, self._lengths, self.layer.scaling)
         return ragged_attention(queries, self._keys, self._values, *layout, bias, logits)

@@ -178,11 +178,10 @@ class RecomputedLayer(RecoverableLayer):
     def _is_empty(self) -> bool:
         return not any(self.lengths) and not any(map(len, self._gone))
 
-    def _attention(
+    def attention(
         self, queries: Queries, positions: Positions, own: int, shift: int
     ) -> AttentionState:
-        del positions, shift
-        parts = [self._fast.attention(queries, own)]
+        parts = [self._fast.attention(queries, positions, own, shift)]
         for places, keys, values in self._blocks():
             parts.append(self._attended(queries, places, keys, values))
         return merge_attention([out for out, _ in parts], [lse for _, lse in parts])

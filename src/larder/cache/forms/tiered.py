@@ -259,11 +259,10 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         """True for the first layers, which offload nothing."""
         return self.layer.index < self.parking.recall.dense
 
-    def _attention(
+    def attention(
         self, queries: Queries, positions: Positions, own: int, shift: int
     ) -> AttentionState:
-        del positions, shift
-        parts = [self._fast.attention(queries, own)]
+        parts = [self._fast.attention(queries, positions, own, shift)]
         if len(self._slow):
             parts += self._attend_offloaded(queries, own)
         return merge_attention([out for out, _ in parts], [lse for _, lse in parts])

@@ -114,7 +114,7 @@ class SlidingWindowLayer(CacheLayer):
     def lengths(self) -> tuple[int, ...]:
         return (len(self._positions),) * self.layer.kv_heads
 
-    def _attention(
+    def attention(
         self, queries: Queries, positions: Positions, own: int, shift: int
     ) -> AttentionState:
         del own, shift
