@@ -38,24 +38,24 @@ ALPHAS = (0.0, 0.01, 0.1, 0.5, 2.0)
 class EvictionCase:
     """A trace, and all that is known of it at once."""
 
-    crowd: Workload
+    workload: Workload
     seed: int
     trace: Trace
     held: ReuseIntervals
     foresight: FutureReads
 
     @staticmethod
-    def of(crowd: Workload, seed: int, events: int) -> EvictionCase:
-        trace = crowd.make(seed, events)
-        return EvictionCase(crowd, seed, trace, ReuseIntervals.of(trace), FutureReads.of(trace))
+    def of(workload: Workload, seed: int, events: int) -> EvictionCase:
+        trace = workload.make(seed, events)
+        return EvictionCase(workload, seed, trace, ReuseIntervals.of(trace), FutureReads.of(trace))
 
     def row(self, policy: str, spelling: str, budget: Fraction, told: Row) -> Row:
         head: Row = {"schema": 1, "row": "eviction", "study": "store eviction"}
         return {
             **head,
-            "model": self.crowd.model.value,
-            "task": f"{spell(self.crowd).partition('(')[0]}, {self.crowd.form.value}",
-            "trace": spell(self.crowd),
+            "model": self.workload.model.value,
+            "task": f"{spell(self.workload).partition('(')[0]}, {self.workload.form.value}",
+            "trace": spell(self.workload),
             "tokens": len(self.trace.events),
             "seed": self.seed,
             "policy": policy,

@@ -141,7 +141,8 @@ class ComparisonSetup:
             LarderError: the side could not do it, which is a result, too.
         """
         conversation = self.conversation(job.task, job.seed, job.tokens)
-        questions = [one for sitting in number_questions(job.task, conversation) for one in sitting]
+        sequences = number_questions(job.task, conversation)
+        questions = [one for sequence in sequences for one in sequence]
         questions = questions[: self.num_questions]
         asked = self._asked(job, conversation, [one.question.question for one in questions])
         if job.written:

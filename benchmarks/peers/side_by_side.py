@@ -75,7 +75,7 @@ def _go(options: argparse.Namespace, setting: ComparisonSetup) -> None:
     append_rows(
         options.out, [row for row in setting.environments.values() if row["id"] not in known]
     )
-    run.go(_tell)
+    run.run(_tell)
     wanted = {cell_key(setting.head(job)) for job in jobs}
     rows = [row for row in read_results([options.out]).cells if cell_key(row) in wanted]
     print("\n".join(tables(pairs, rows)))

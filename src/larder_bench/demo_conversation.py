@@ -1,7 +1,8 @@
-"""Write the conversation of `larder demo`: `python -m larder_bench.demo_conversation [FILE]`.
+"""Generator of the conversation of `larder demo`: `python -m larder_bench.demo_conversation
+[FILE]`.
 
-A life-log of some 6,000 tokens, within what the seed model was trained to read, with questions for
-single facts of many sessions, the kind it answers best with the full cache.
+A life-log of about 6,000 tokens, within the context that the seed model was trained on, with
+questions about single facts of many sessions, the kind it answers best with the full cache.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BUNDLED = Path(str(resources.files("larder.cli"))) / "demo" / "conversation.json
 
 
 def demo_conversation() -> Conversation:
-    """The conversation, made anew."""
+    """Conversation of `larder demo`, generated from its seed."""
     tokenizer = Tokenizer.from_str(
         resources.files("larder.models").joinpath("seed", "tokenizer.json").read_text("utf-8")
     )
@@ -33,7 +34,7 @@ def demo_conversation() -> Conversation:
 
 
 def main() -> None:
-    """Write the file, at its place in the package unless another is named."""
+    """Write the file; into the package unless another path is given."""
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else BUNDLED
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(conversation_json(demo_conversation()), encoding="utf-8")

@@ -1,16 +1,16 @@
 """Offline eviction with knowledge of future reads: two rules, and an upper bound for any rule.
 
-Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer" (1966), lets go what is
-needed last; where sizes differ that is no longer the best, and the best is hard to find. The bound
-is a relaxation in the manner of Berger, Beckmann and Harchol-Balter, "Practical Bounds on Optimal
-Caching with Variable Object Sizes" (2017), arXiv:1711.03709: whatever is held from one use to the
-next read takes its bytes for that time and saves what it saves, in fractions if need be. Theirs
-lets a tier spend the bytes of quiet hours in busy ones; here the time is cut into windows, each
-with a price for its bytes, and whatever prices there are, the sum of
+Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer" (1966), evicts what is
+needed last; with different sizes that is no longer optimal, and the optimum is hard to compute. The
+bound is a relaxation like that of Berger, Beckmann and Harchol-Balter, "Practical Bounds on Optimal
+Caching with Variable Object Sizes" (2017), arXiv:1711.03709: each object cached from one use to the
+next read takes its bytes for that time and has its savings, in fractions if necessary. Theirs lets
+a tier use the bytes of idle hours in busy ones; here the time is cut into windows, each with a
+price per byte, and for any prices the sum of
 
-    bytes of the tier * prices + what is saved beyond its price, where that is more than 0
+    bytes of the tier * prices + savings beyond their price, where positive
 
-is never less than what can be saved. Prices follow the demand until the sum is as low as it gets.
+is an upper bound of the savings. Prices are adjusted to the demand until the sum is minimal.
 """
 
 from __future__ import annotations
@@ -29,34 +29,36 @@ WINDOWS, ROUNDS = 256, 150  # of the bound
 
 @dataclass(frozen=True)
 class FutureReads:
-    """When each piece is read in a trace.
+    """Times of the reads of each object in a trace.
 
     Args:
-        times: of the reads that want it, by piece. A system prompt is wanted by every read, as it
-            is what remains of a state that is not held.
+        times: times of the reads that need an object, by its id. Every read needs its system
+            prompt, which remains if a state is not cached.
     """
 
     times: tuple[tuple[float, ...], ...]
 
     @staticmethod
     def of(trace: Trace) -> FutureReads:
-        times: list[list[float]] = [[] for _ in trace.pieces]
+        times: list[list[float]] = [[] for _ in trace.objects]
         for read in trace.reads:
-            for piece in {
-                *ancestor_chain(trace.pieces, read.piece),
-                system_prompt_of(trace.pieces, read.piece),
+            for object_id in {
+                *ancestor_chain(trace.objects, read.object_id),
+                system_prompt_of(trace.objects, read.object_id),
             }:
-                times[piece].append(read.time)
+                times[object_id].append(read.time)
         return FutureReads(tuple(map(tuple, times)))
 
-    def after(self, piece: int, now: float) -> float:
-        """When it is read next; infinite if never."""
-        place = bisect_right(self.times[piece], now)
-        return self.times[piece][place] if place < len(self.times[piece]) else np.inf
+    def after(self, object_id: int, now: float) -> float:
+        """Time of the next read; infinite if there is none."""
+        place = bisect_right(self.times[object_id], now)
+        return self.times[object_id][place] if place < len(self.times[object_id]) else np.inf
 
 
 class Belady(EvictionPolicy):
-    """Belady's rule: evict the latest next read. `steps` are the times of the next reads."""
+    """Belady's rule: evict the object with the latest next read. `steps` are the times of the next
+    reads.
+    """
 
     def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
         del now
@@ -64,24 +66,27 @@ class Belady(EvictionPolicy):
 
 
 class Clairvoyant(EvictionPolicy):
-    """What saves least per byte and second until its next read goes first."""
+    """Rule that evicts the object with the least savings per byte and second until its next
+    read.
+    """
 
     def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
-        return held.seconds / (held.bytes * np.maximum(held.steps - now, 1e-3))
+        savings_rate = held.seconds / held.bytes
+        return savings_rate / np.maximum(held.steps - now, 1e-3)
 
 
 @dataclass(frozen=True)
 class ReuseIntervals:
-    """All times for which something could be held, from one use to the next read; [N] each.
+    """Intervals from a use of an object to its next read, during which it can be cached; [N] each.
 
-    System prompts are small and taken to be there always.
+    System prompts are small and assumed to be always cached.
 
     Args:
-        begins, ends: seconds.
-        bytes: that are held.
-        tokens, seconds: that the read is spared, beyond its system prompt.
-        prompt_bytes: of all system prompts.
-        prompt_tokens, prompt_seconds: that reads are spared by them.
+        begins, ends: start and end times in seconds.
+        bytes: cached bytes.
+        tokens, seconds: savings of the read, beyond its system prompt.
+        prompt_bytes: bytes of all system prompts.
+        prompt_tokens, prompt_seconds: savings by system prompts.
     """
 
     begins: FloatColumn
@@ -95,31 +100,31 @@ class ReuseIntervals:
 
     @staticmethod
     def of(trace: Trace) -> ReuseIntervals:
-        pieces, rows = trace.pieces, list(_reuse_intervals(trace))
+        objects, rows = trace.objects, list(_reuse_intervals(trace))
         begins, ends, sizes, spared, saved = np.array(rows, np.float64).reshape(-1, 5).T
-        size = sum(piece.bytes for piece in pieces if piece.session == NONE)
+        size = sum(cached.bytes for cached in objects if cached.session == NONE)
         known = set[int]()
         tokens, seconds = 0, 0.0
         for read in trace.reads:
-            if (prompt := system_prompt_of(pieces, read.piece)) in known:
-                tokens += pieces[prompt].tokens
-                seconds += pieces[prompt].seconds
+            if (prompt := system_prompt_of(objects, read.object_id)) in known:
+                tokens += objects[prompt].tokens
+                seconds += objects[prompt].seconds
             known.add(prompt)
         return ReuseIntervals(begins, ends, sizes, spared, saved, size, tokens, seconds)
 
     def needed_bytes(self) -> int:
-        """The most at any time: a tier that large never computes again what it could know."""
+        """Peak of the bytes of all intervals: a tier of this capacity never recomputes anything."""
         times = np.concatenate([self.begins, self.ends])
         changes = np.concatenate([self.bytes, -self.bytes])
         most = changes[np.lexsort((changes, times))].cumsum().max(initial=0.0)
         return int(most) + self.prompt_bytes
 
     def most_tokens(self, budget_bytes: int) -> float:
-        """The most tokens of prompts that a tier of so many bytes can spare."""
+        """Upper bound of the prompt tokens that a tier of this capacity can save."""
         return self.prompt_tokens + self._most(self.tokens, budget_bytes)
 
     def most_seconds(self, budget_bytes: int) -> float:
-        """The most seconds."""
+        """Upper bound of the seconds that a tier of this capacity can save."""
         return self.prompt_seconds + self._most(self.seconds, budget_bytes)
 
     def _most(self, saved: FloatColumn, budget_bytes: int) -> float:
@@ -135,60 +140,67 @@ class ReuseIntervals:
             span = np.interp(self.ends, edges, paid) - np.interp(self.begins, edges, paid)
             gains = saved - self.bytes * span
             least = min(least, float(gains[gains > 0].sum() + budget_bytes * paid[-1]))
-            demand = self._taken(gains > 0, edges) / (budget_bytes * lengths)
+            demand = self._demand(gains > 0, edges) / (budget_bytes * lengths)
             prices *= np.clip(demand, 0.2, 5.0) ** (0.5 / (1 + number / 15))
         return least
 
-    def _one_price(self, saved: FloatColumn, room: float) -> float:
-        """Of a byte and second, if all times have the same: what the last that fits saves."""
-        taken = self.bytes * np.maximum(self.ends - self.begins, 1e-9)
-        order = np.argsort(taken / saved, kind="stable")
-        last = min(int(np.searchsorted(taken[order].cumsum(), room)), len(order) - 1)
-        return float(saved[order[last]] / taken[order[last]])
+    def _one_price(self, saved: FloatColumn, capacity: float) -> float:
+        """Price per byte and second if it is the same at all times: the savings rate of the last
+        interval that fits.
+        """
+        costs = self.bytes * np.maximum(self.ends - self.begins, 1e-9)
+        order = np.argsort(costs / saved, kind="stable")
+        last = min(int(np.searchsorted(costs[order].cumsum(), capacity)), len(order) - 1)
+        return float(saved[order[last]] / costs[order[last]])
 
-    def _taken(self, chosen: BoolColumn, edges: FloatColumn) -> FloatColumn:
-        """Bytes times seconds that some of them take in each window."""
+    def _demand(self, chosen: BoolColumn, edges: FloatColumn) -> FloatColumn:
+        """Byte-seconds of the chosen intervals in each window."""
         total = np.zeros(len(edges))
         for times, sign in ((self.begins, 1.0), (self.ends, -1.0)):
-            own, sizes = times[chosen], self.bytes[chosen]
-            order = np.argsort(own, kind="stable")
-            count = np.searchsorted(own[order], edges)
+            moments, sizes = times[chosen], self.bytes[chosen]
+            order = np.argsort(moments, kind="stable")
+            count = np.searchsorted(moments[order], edges)
             size = np.concatenate([[0.0], sizes[order].cumsum()])[count]
-            moment = np.concatenate([[0.0], (sizes * own)[order].cumsum()])[count]
-            total += sign * (edges * size - moment)
+            weighted = np.concatenate([[0.0], (sizes * moments)[order].cumsum()])[count]
+            total += sign * (edges * size - weighted)
         return np.diff(total)
 
 
-def ancestor_chain(pieces: Sequence[CachedObject], piece: int) -> Iterator[int]:
-    """What a read of a piece needs: it and all that it continues."""
-    while piece != NONE:
-        yield piece
-        piece = pieces[piece].parent
+def ancestor_chain(objects: Sequence[CachedObject], object_id: int) -> Iterator[int]:
+    """Ids of the objects that a read of an object needs: itself and all its parents."""
+    while object_id != NONE:
+        yield object_id
+        object_id = objects[object_id].parent
 
 
 def _reuse_intervals(trace: Trace) -> Iterator[tuple[float, float, int, int, float]]:
-    """From each use of a session's own to the next read."""
-    pieces, used = trace.pieces, dict[int, float]()
+    """Intervals of sessions' own objects: start, end, bytes, saved tokens, saved seconds."""
+    objects, used = trace.objects, dict[int, float]()
     for event in trace.events:
         if isinstance(event, WriteEvent):
-            for piece in ancestor_chain(pieces, event.piece):
-                used.setdefault(piece, event.time)
+            for object_id in ancestor_chain(objects, event.object_id):
+                used.setdefault(object_id, event.time)
         elif isinstance(event, ReadEvent):
-            for piece in ancestor_chain(pieces, event.piece):
-                if piece in used and pieces[piece].session != NONE:
-                    yield used[piece], event.time, pieces[piece].bytes, *_savings(pieces, piece)
-                    used[piece] = event.time
+            for object_id in ancestor_chain(objects, event.object_id):
+                if object_id in used and objects[object_id].session != NONE:
+                    yield (
+                        used[object_id],
+                        event.time,
+                        objects[object_id].bytes,
+                        *_savings(objects, object_id),
+                    )
+                    used[object_id] = event.time
 
 
-def _savings(pieces: Sequence[CachedObject], number: int) -> tuple[int, float]:
-    piece = pieces[number]
-    if piece.parent != NONE:
-        return piece.tokens - pieces[piece.parent].tokens, piece.seconds
-    prompt = pieces[system_prompt_of(pieces, number)]
-    return piece.tokens - prompt.tokens, piece.seconds - prompt.seconds
+def _savings(objects: Sequence[CachedObject], number: int) -> tuple[int, float]:
+    cached = objects[number]
+    if cached.parent != NONE:
+        return cached.tokens - objects[cached.parent].tokens, cached.seconds
+    prompt = objects[system_prompt_of(objects, number)]
+    return cached.tokens - prompt.tokens, cached.seconds - prompt.seconds
 
 
-def system_prompt_of(pieces: Sequence[CachedObject], piece: int) -> int:
-    while pieces[piece].before != NONE:
-        piece = pieces[piece].before
-    return piece
+def system_prompt_of(objects: Sequence[CachedObject], object_id: int) -> int:
+    while objects[object_id].before != NONE:
+        object_id = objects[object_id].before
+    return object_id

@@ -1,7 +1,7 @@
-"""Models by name, and true shapes with random weights, which cost what the real ones do.
+"""Models by name, and real model shapes with random weights, for measurements of cost.
 
-`random:qwen3-0.6b` has the shape of Qwen3-0.6B and the tokenizer of the bundled model: what it says
-means nothing, what it takes in bytes and seconds is real.
+`random:qwen3-0.6b` has the shape of Qwen3-0.6B and the tokenizer of the bundled model: its output
+is meaningless, its cost in bytes and seconds is real.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _SHAPES: Mapping[str, Mapping[str, int]] = {
 
 
 def open_model(name: str, device: str = "cpu", dtype: str | None = None) -> LoadedModel:
-    """A model as `models.loading.load` takes it, or a shape with random weights.
+    """Model of a name as `models.loading.load` takes it, or a model shape with random weights.
 
     Raises:
-        UnknownName: no such shape.
-        ModelError: it cannot be loaded or honored.
+        UnknownName: the shape does not exist.
+        ModelError: the model cannot be loaded, or its device or dtype cannot be used.
     """
     if not name.startswith(RANDOM):
         return load(name, device, dtype)
@@ -58,10 +58,10 @@ def open_model(name: str, device: str = "cpu", dtype: str | None = None) -> Load
 
 
 def random_config(shape: str) -> Any:
-    """The configuration of a true shape.
+    """Configuration of a real model's shape.
 
     Raises:
-        UnknownName: none of that name.
+        UnknownName: the shape does not exist.
     """
     from transformers import Qwen3Config
 

@@ -38,9 +38,9 @@ def test_near_the_best_of_all(per_token: float, fixed: int, wanted: int, first: 
             search_budget(make, int, wanted, first, MOST)
         return
     found = search_budget(make, int, wanted, first, MOST)
-    assert found.made == make(found.tokens) <= wanted
+    assert found.result == make(found.tokens) <= wanted
     assert found.tries == len(tried) - 1 <= TRIES
-    assert found.tokens == best or found.made >= (1 - TOLERANCE) * wanted
+    assert found.tokens == best or found.result >= (1 - TOLERANCE) * wanted
 
 
 def test_a_refused_budget_is_too_small() -> None:

@@ -109,7 +109,7 @@ def test_sessions_are_numbered_and_within_the_bound(dialogues: tuple[Dialogue, .
     [
         (400, 4, 0.0, "share must be in"),
         (5, 4, 1.0, "must hold sessions"),
-        (60, 500, 1.0, "can be told apart"),
+        (60, 500, 1.0, "can be distinguished"),
     ],
 )
 def test_bad_parameters(

@@ -36,7 +36,7 @@ def run(bench: ModelContext, out: Path, policies: tuple[str, ...], measure: str)
     told = {"models": ("random:qwen3-tiny",), "policies": policies, "measure": (measure,)}
     study = Study("tiny", (LIFELOG,), **changes, **told)  # pyright: ignore
     running = StudyRunner(study, out, lambda model: bench, 1)
-    running.go()
+    running.run()
     return running.rows()
 
 
@@ -107,5 +107,5 @@ def test_turns_have_no_one_truth(bench: ModelContext, tmp_path: Path) -> None:
         "tiny", (StudyTask("turns()", (260,)),), measure=("answer_kl",), files=1, **changes
     )  # pyright: ignore
     running = StudyRunner(study, tmp_path / "rows.jsonl", lambda model: bench, 1)
-    running.go()
-    assert all("asks each by itself" in row["refused"] for row in running.rows())
+    running.run()
+    assert all("asks each on its own" in row["refused"] for row in running.rows())

@@ -160,7 +160,7 @@ def test_values_of_every_kind() -> None:
     ("tokens", "questions", "kinds", "said"),
     [
         (10, 1, ("single",), "lifelog.tokens must hold a session, got 10"),
-        (10**6, 1, ("single",), "all there is to tell is"),
+        (10**6, 1, ("single",), "all facts together take"),
         (400, 10**4, ("single",), "the log holds only"),
         (400, 1, (), "lifelog.kinds must name one or more of single"),
     ],

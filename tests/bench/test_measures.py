@@ -48,14 +48,14 @@ def run(bench: ModelContext, out: Path, policies: tuple[str, ...], **changes: ob
         "controls": (),
     }
     running = StudyRunner(Study(**(values | changes)), out, lambda model: bench, 1)  # pyright: ignore
-    running.go()
+    running.run()
     return running.rows()
 
 
 def test_prompts_stand_in_the_place_of_the_question(bench: ModelContext, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     asked, read = run(bench, out, ("exact_question",), measure=(PROMPTS, "forced"))
-    near, far, exact = read_results([out]).shown("prompt")
+    near, far, exact = read_results([out]).exhibits_of("prompt")
     assert [row["percentile"] for row in (near, far, exact)] == [25.0, 75.0, None]
     assert exact["items"] == asked["items"] and len(asked["items"]) == 2
     bare = [{n: v for n, v in item.items() if n != "similarity"} for item in asked["items"]]
@@ -73,7 +73,7 @@ def test_what_has_no_prompt_to_replace_is_refused(bench: ModelContext, tmp_path:
             ("exact_question", 'prompts(utterances=900, embedder="tokens")'),
         )
     )
-    assert "keydiff does not judge by the question" in keydiff
+    assert "keydiff does not score by the question" in keydiff
     assert "fewer than the 900 of a prompt" in many
     with pytest.raises(BadParameter, match="step must be from 1 to 50"):
         parse_measure("prompts(step=60)")
@@ -98,7 +98,7 @@ def test_made_up_entries_take_what_those_of_a_text_take(
         return
     parked = (read["context_tokens"] - 64) / read["context_tokens"] * read["full_kv_bytes"]
     assert parked < row["slow_kv_bytes"] < 1.5 * parked
-    quiet, due = read_results([tmp_path / "rows.jsonl"]).shown("breakdown")
+    quiet, due = read_results([tmp_path / "rows.jsonl"]).exhibits_of("breakdown")
     assert [row["step"] for row in (quiet, due)] == ["step", "step in which entries go"]
     names = [[part["name"] for part in row["parts"]] for row in (quiet, due)]
     assert set(names[0]) == {"attention", "search", "gather", "insert", "policy", "model"}
@@ -109,8 +109,8 @@ def test_made_up_entries_take_what_those_of_a_text_take(
 def test_time_counts_once_and_clocks_are_taken_away() -> None:
     times = iter([0.0, 1.0, 2.0, 5.0, 7.0, 10.0])
     spent = StepProfiler(lambda: next(times))
-    inner = spent.timed(lambda: None, "search")
-    outer = spent.timed(inner, "attention")
+    inner = spent.wrap(lambda: None, "search")
+    outer = spent.wrap(inner, "attention")
     assert spent.step(outer) == {"search": 3.0, "attention": 6.0 - 3.0, "model": 10.0 - 6.0}
     before = CacheLayer.extend
     with profile_steps(lambda: 0.0):
@@ -124,7 +124,7 @@ def test_reading_is_told_apart_by_what_it_is_for(bench: ModelContext, tmp_path: 
     assert keydiff["active_kv_bytes"] < full["active_kv_bytes"] <= full["peak_kv_bytes"]
     parts = {
         row["policy"]: {part["name"]: part["p50"] for part in row["parts"]}
-        for row in read_results([out]).shown("breakdown")
+        for row in read_results([out]).exhibits_of("breakdown")
     }
     assert parts["keydiff"]["prompts"] == 0 < parts["epicache"]["prompts"]
     assert 0 < keydiff["policy_share"] < 1 and epicache["prefill_seconds"] > 0
@@ -147,11 +147,11 @@ def test_exact_search_over_single_entries_recalls_what_is_largest(
         assert item["mass"] < item["possible"] < 1  # two query heads share what is fetched
     assert min(item["recall_5"] for item in pages["items"]) < 1
     assert pages["page_fill"] > 0.8 and pages["index_bytes_per_key"] > 0
-    shown = read_results([tmp_path / "0.jsonl"]).shown("recall")
+    shown = read_results([tmp_path / "0.jsonl"]).exhibits_of("recall")
     places = {(row["layer"], row["step"]) for row in shown}
     assert places == {(None, None), *((layer, step) for layer in (0, 1) for step in (1, 2, 3))}
     [refused] = run(bench, tmp_path / "2.jsonl", ("h2o",), **asked)
-    assert "h2o parks nothing" in refused["refused"]
+    assert "h2o offloads nothing" in refused["refused"]
 
 
 def test_recall_is_compared_over_the_same_layers_by_the_same_rule_of_sharing(

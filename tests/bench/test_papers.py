@@ -140,14 +140,20 @@ def test_ours_is_of_the_cells_that_are_named() -> None:
     twice, of_full, ratio, seconds, one_kind, absent, more, none = compare_with_paper(
         ROW_OF_SMALL, CELLS
     )
-    assert twice.ours["seed"].mean == 0.5 and twice.measured_text("seed", {}) == "0.50"
-    assert twice.told() == "41.5 % F1 (MF-en)" and twice.over({}) == "Exact match; all tasks"
-    assert of_full.ours["seed"].mean == 1.0 and of_full.over({}) == "Exact match; 1000 tokens"
+    assert twice.measured["seed"].mean == 0.5 and twice.measured_text("seed", {}) == "0.50"
+    assert (
+        twice.reported_text() == "41.5 % F1 (MF-en)"
+        and twice.scale_text({}) == "Exact match; all tasks"
+    )
+    assert (
+        of_full.measured["seed"].mean == 1.0
+        and of_full.scale_text({}) == "Exact match; 1000 tokens"
+    )
     assert ratio.measured_text("seed", {}) == "0.25×"
-    assert seconds.ours["seed"].mean == 0.25
-    assert one_kind.ours["seed"].mean == 0.25
-    assert absent.ours == {} and absent.measured_text("seed", {}) == "not measured"
-    assert more.measured_text("seed", {}) == "+0.25" and more.over({}).startswith(
+    assert seconds.measured["seed"].mean == 0.25
+    assert one_kind.measured["seed"].mean == 0.25
+    assert absent.measured == {} and absent.measured_text("seed", {}) == "not measured"
+    assert more.measured_text("seed", {}) == "+0.25" and more.scale_text({}).startswith(
         "Exact match, less that of h2o"
     )
     assert none.measured_text("seed", {}) == "no ratio: random has none or 0"
@@ -160,14 +166,14 @@ def test_a_file_that_was_refused_or_measured_otherwise_is_left_out() -> None:
     value = ReportedValue("h2o", "1/4", "exact", 1.0, measure="forced", matched="bytes")
     prefill = ReportedValue("h2o", "1/4", "prefill_seconds", 1.0, measure="forced", matched="bytes")
     exact, seconds = compare_with_paper(Paper("", "", (), (value, prefill)), ours)
-    assert exact.ours["seed"].mean == 0.25 and list(exact.ours) == ["seed"]
+    assert exact.measured["seed"].mean == 0.25 and list(exact.measured) == ["seed"]
     assert exact.measured_text("other", {}) == "not measured"
     [refused] = compare_with_paper(
         Paper("", "", (), (value,)), [cell("h2o", refused="no room", items=[])]
     )
     assert refused.measured_text("seed", {}) == "refused"
     assert (
-        seconds.ours["seed"].mean == 1.5
+        seconds.measured["seed"].mean == 1.5
         and seconds.measured_text("seed", {}) == "1.5000 [1.0000, 2.0000]"
     )
 
@@ -224,7 +230,7 @@ def test_it_is_written_once_and_again_when_it_changed(tmp_path: Path) -> None:
         study = Study(
             "s", (task,), matched=("bytes",), policies=("full",), controls=(), paper=paper
         )
-        StudyRunner(study, out, lambda model: None, 1)._tell_paper()  # pyright: ignore
+        StudyRunner(study, out, lambda model: None, 1)._append_paper()  # pyright: ignore
 
     for paper in (Paper("one", "x", (), (value,)), Paper("one", "x", (), (value,))):
         tell(paper)

@@ -76,7 +76,7 @@ def test_where_nothing_of_that_sort_is_asked(
     material: TaskSources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base, "MAX_RETRIES", 2)
-    with pytest.raises(TooLittle, match="asks nothing of that sort at 900 tokens"):
+    with pytest.raises(TooLittle, match="has no such questions at 900 tokens"):
         made('only(kinds="riddle")', material)
 
 
@@ -85,7 +85,7 @@ def test_where_nothing_of_that_sort_is_asked(
     [
         ("only(sources=4)", "only.sources must be 1 to 3, got 4"),
         ("only(count=1)", "only.count must be 2 or more"),
-        ('only(of="turns()")', "only.of must be a task whose questions stand alone"),
+        ('only(of="turns()")', "only.of must be a task with independent questions"),
         ('only(episodes="many")', "only.episodes must be one of 'any'"),
         ('only(embedder="tokens")', "take minilm"),
     ],

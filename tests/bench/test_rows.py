@@ -75,7 +75,7 @@ def test_what_only_a_figure_shows_is_no_job(tmp_path: Path) -> None:
     run = ResumableRun(
         [3, 4], lambda seed: CELL | {"seed": seed}, cell_key, lambda seed: {}, path, {}
     )
-    assert run.left() == [4]
+    assert run.remaining() == [4]
 
 
 def test_exhibits_tell_how_they_were_measured(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_exhibits_tell_how_they_were_measured(tmp_path: Path) -> None:
         append_rows(path, split_exhibits(CELL | {"matched": matched, EXHIBITS_KEY: [part]}))
     old = {n: v for n, v in read_rows(path)[0].items() if n not in CONDITION_KEYS}
     append_rows(path, [old, read_rows(path)[0]])
-    found = read_results([path]).shown("breakdown")
+    found = read_results([path]).exhibits_of("breakdown")
     assert [row.get("matched") for row in found] == ["bytes", "tokens", None]
     assert all(row["device"] == "cpu" and row["measure"] == "forced" for row in found[:2])
 
@@ -139,7 +139,7 @@ def test_rows_from_before_the_device_was_told_are_known(tmp_path: Path) -> None:
     append_rows(path, [old])
     assert cell_key(old) == cell_key(CELL) and read_results([path]).cells == (CELL,)
     run = ResumableRun([CELL, CELL | {"device": "cuda"}], dict, cell_key, lambda row: {}, path, {})
-    assert run.left() == [CELL | {"device": "cuda"}]
+    assert run.remaining() == [CELL | {"device": "cuda"}]
 
 
 def test_equal_surroundings_have_equal_ids() -> None:

@@ -39,7 +39,7 @@ def test_stages(tmp_path: Path) -> None:
     )
     out = tmp_path / "rows.jsonl"
     running = StudyRunner(study, out, lambda model: bench, 1)
-    running.go()
+    running.run()
     episodes, keydiff, asked, full = running.rows()
     for row in (episodes, keydiff, full):
         once = [row[f"{name}_seconds"] for name in ("embed", "cluster", "prefill")]
@@ -50,8 +50,8 @@ def test_stages(tmp_path: Path) -> None:
         assert row["decode_seconds"] > 0 and row["kv_bytes"] > 0
         is_episodic = row is episodes
         assert (row["embed_seconds"] > 0) == (row["retrieve_seconds"] > 0) == is_episodic
-    assert "reads anew for each question" in asked["refused"]
-    shown = read_results([out]).shown("breakdown")
+    assert "needs a prefill for each question" in asked["refused"]
+    shown = read_results([out]).exhibits_of("breakdown")
     names = [part["name"] for part in shown[0]["parts"]]
     assert names == ["embed", "cluster", "prefill", "match", "retrieve", "decode"]
     assert "| a turn, all shared out |" in markdown_report(

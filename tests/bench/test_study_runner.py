@@ -55,7 +55,7 @@ def run(bench: ModelContext, wanted: Study, out: Path, stop_after: int = -1) -> 
 
     running = StudyRunner(wanted, out, lambda model: bench, 1)
     try:
-        running.go(tell)
+        running.run(tell)
     except KeyboardInterrupt:
         assert stop_after > 0
     return running.rows()
@@ -138,10 +138,10 @@ def test_only_what_was_asked_for_counts(bench: ModelContext, tmp_path: Path) -> 
     path.write_text("".join(f"{json.dumps(row)}\n" for row in lines))
     wanted = study(("keydiff",), first_seed=1)
     running = StudyRunner(wanted, path, lambda model: bench, 1)
-    running.go()
+    running.run()
     fresh = run(bench, wanted, tmp_path / "fresh.jsonl")
     assert [row["seed"] for row in running.rows() if row["policy"] == "keydiff"] == [1, 2]
-    assert len(first) == 6 and (len(running.rows()), running.others()) == (4, 4)
+    assert len(first) == 6 and (len(running.rows()), running.num_other_cells()) == (4, 4)
     late = [without_timings(row) for row in running.rows() if row["seed"] == 2]
     assert late == [without_timings(row) for row in fresh if row["seed"] == 2]
     assert {(row["device"], row["dtype"]) for row in first} == {("cpu", "float32")}
@@ -200,7 +200,7 @@ def test_decoding_over_filled_caches(bench: ModelContext, tmp_path: Path) -> Non
     tasks, measure = (StudyTask("passkey()", (256,)),), ("decode(steps=2, memory_mib=1)",)
     wanted = study(("h2o", "kv_direct"), tasks=tasks, measure=measure, files=1)
     h2o, anew, full = run(bench, wanted, tmp_path / "rows.jsonl")
-    assert "makes entries anew" in anew["refused"]
+    assert "recomputes entries from their text" in anew["refused"]
     assert h2o["batch"] > full["batch"] > 1
     assert h2o["kv_bytes"] < 0.51 * full["kv_bytes"] and h2o["budget_tokens"] < 128
     assert h2o["tokens_per_second"] > 0 and h2o["latency"]["token"]["p95"] > 0
@@ -235,6 +235,6 @@ def test_rows_tell_their_text_and_are_not_mixed_with_those_of_another(
         for row in read_rows(path)
     ]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in lines))
-    with pytest.raises(InputError, match="--corpus and --data of then, or another --out"):
+    with pytest.raises(InputError, match="same --corpus and --data as then, or another --out"):
         run(bench, study(("random", "keydiff"), controls=()), path)
     assert len(read_rows(path)) == len(lines)

@@ -29,7 +29,7 @@ ENTRIES = [
 def test_means_and_differences() -> None:
     table = ScoreTable(ENTRIES)
     assert table.budgets == ["1/1", "1/4", "1/8"]
-    [exact] = table.held(SCALES)
+    [exact] = table.scales_with_data(SCALES)
     found = table.interval(exact, "h2o", "1/4")
     assert found is not None and found.mean == 0.25
     assert table.bytes_share("h2o", "1/4") == pytest.approx(0.24)
@@ -50,7 +50,7 @@ def test_the_share_of_dense_layers_is_told() -> None:
 
 def test_items_that_one_has_no_number_for_are_in_no_difference() -> None:
     blank: dict[str, Any] = {"exact": None, "counts": True}
-    [exact] = ScoreTable(ENTRIES).held(SCALES)
+    [exact] = ScoreTable(ENTRIES).scales_with_data(SCALES)
     one = CellScores("h2o", "1/4", "a", (*items(True, True), blank))
     other = CellScores("random", "1/4", "a", (*items(False), blank, *items(True)))
     pair = ScoreTable([one, other]).difference(exact, "h2o", "random", "1/4")

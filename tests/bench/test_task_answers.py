@@ -214,25 +214,25 @@ def test_one_dialogue_says_what_was_booked(share: str, material: TaskSources) ->
 @pytest.mark.parametrize(
     ("name", "inner"), [("turns", "lookup(questions=7)"), ("requests", "mixed")]
 )
-def test_sittings_share_what_another_task_makes(
+def test_sequences_share_what_another_task_makes(
     name: str, inner: str, material: TaskSources
 ) -> None:
     task = parse_task(f"{name}(of={inner!r})")
     made, alone = task.make(2, 900, material), parse_task(inner).make(2, 900, material)
     assert (made.messages, made.questions) == (alone.messages, alone.questions)
-    lengths = [len(sitting) for sitting in task.sittings(made.questions)]
+    lengths = [len(sequence) for sequence in task.question_sequences(made.questions)]
     assert lengths == ([7] if task.style is QuestionStyle.TURNS else [3] * 8)
 
 
-def test_the_last_sitting_may_be_shorter() -> None:
+def test_the_last_sequence_may_be_shorter() -> None:
     questions = tuple(Question(str(number)) for number in range(5))
-    sittings = parse_task("requests(turns=2)").sittings(questions)
-    assert [[q.question for q in one] for one in sittings] == [["0", "1"], ["2", "3"], ["4"]]
+    sequences = parse_task("requests(turns=2)").question_sequences(questions)
+    assert [[q.question for q in one] for one in sequences] == [["0", "1"], ["2", "3"], ["4"]]
 
 
 @pytest.mark.parametrize("name", ["turns", "requests"])
-def test_sittings_do_not_hold_sittings(name: str) -> None:
-    with pytest.raises(BadParameter, match=rf"{name}\.of must be .* itself one of turns"):
+def test_sequences_do_not_hold_sequences(name: str) -> None:
+    with pytest.raises(BadParameter, match=rf"{name}\.of must be .* whose style is turns"):
         parse_task(f'{name}(of="turns()")')
 
 

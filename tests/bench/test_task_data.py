@@ -68,7 +68,9 @@ def test_so_many_questions_at_most(material: TaskSources) -> None:
 
 
 def test_no_run_answers_anything(material: TaskSources) -> None:
-    with pytest.raises(TooLittle, match="locomo.tokens must hold what answers a question, got 42"):
+    with pytest.raises(
+        TooLittle, match="locomo.tokens must hold the evidence of a question, got 42"
+    ):
         parse_task("locomo").make(0, 42, material)
 
 
@@ -187,7 +189,7 @@ WRONG = [
         "locomo/a.json",
         '{"messages": [{"role": "user", "content": "."}]}',
         "locomo",
-        "no transcript",
+        "not a transcript",
     ),
     ("text/a.pdf", "", 'text(of="files")', "must hold texts as .txt or .md"),
 ]

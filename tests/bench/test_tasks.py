@@ -79,14 +79,14 @@ def test_every_task_is_written_as_it_reads_and_names_its_source(name: str) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sittings_hold_every_question(name: str, made: dict[str, Conversation]) -> None:
+def test_sequences_hold_every_question(name: str, made: dict[str, Conversation]) -> None:
     task, questions = parse_task(name), made[name].questions
-    sittings = task.sittings(questions)
-    assert sum(sittings, ()) == questions
+    sequences = task.question_sequences(questions)
+    assert sum(sequences, ()) == questions
     if task.style in (QuestionStyle.INDEPENDENT, QuestionStyle.RECITAL):
-        assert all(len(sitting) == 1 for sitting in sittings)
+        assert all(len(sequence) == 1 for sequence in sequences)
     if task.style is QuestionStyle.TURNS:
-        assert len(sittings) == 1
+        assert len(sequences) == 1
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -115,7 +115,7 @@ def test_what_was_not_named_is_asked_for(material: TaskSources) -> None:
         parse_task('needles(hay="prose")').make(0, TOKENS, bare)
     with pytest.raises(UsageError, match="--data FOLDER"):
         bare.folder("locomo")
-    with pytest.raises(UsageError, match="must hold a folder 'locomo'"):
+    with pytest.raises(UsageError, match="must contain a folder 'locomo'"):
         TaskSources(material.count_tokens, data=Path("nowhere")).folder("locomo")
 
 

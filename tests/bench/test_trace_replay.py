@@ -36,7 +36,7 @@ def rule(name: str, **told: object) -> EvictionPolicy:
 @FORMS
 def test_a_tier_without_end_finds_all_that_is_known(name: str, form: StateForm) -> None:
     trace = trace_of(name, form)
-    counts = replay_trace(trace, rule("lru"), sum(piece.bytes for piece in trace.pieces))
+    counts = replay_trace(trace, rule("lru"), sum(cached.bytes for cached in trace.objects))
     assert counts.hit_tokens == counts.known_tokens > 0 and counts.evictions == 0
     assert counts.hit_seconds == pytest.approx(counts.known_seconds)
 
@@ -48,16 +48,16 @@ def test_the_budget_holds_and_so_do_chains(
     name: str, form: StateForm, fate: SupersededOrder
 ) -> None:
     trace, budget = trace_of(name, form), held_of(name, form).needed_bytes() // 4
-    shelf = SimulatedTier(trace, rule("gdsf", superseded=fate), budget)
+    tier = SimulatedTier(trace, rule("gdsf", superseded=fate), budget)
     for event in trace.events:
-        event.play(shelf)
-        held = shelf._rows
-        sizes = [trace.pieces[piece].bytes for piece in held]
-        assert shelf._used == sum(sizes) <= budget
-        for piece, row in held.items():
-            parent = trace.pieces[piece].parent
-            assert shelf._columns.codes[row] == piece and (parent == NONE or parent in held)
-    assert shelf.counts.evictions > 0 and shelf.counts.peak_bytes <= budget
+        event.play(tier)
+        held = tier._rows
+        sizes = [trace.objects[object_id].bytes for object_id in held]
+        assert tier._used == sum(sizes) <= budget
+        for object_id, row in held.items():
+            parent = trace.objects[object_id].parent
+            assert tier._columns.codes[row] == object_id and (parent == NONE or parent in held)
+    assert tier.counts.evictions > 0 and tier.counts.peak_bytes <= budget
 
 
 @pytest.mark.parametrize("name", ["chat", "workflows"])
@@ -111,12 +111,12 @@ def test_hints_serve_who_hears_them() -> None:
 def test_pauses_are_guessed_until_enough_are_seen() -> None:
     pauses = ToolPauses()
     assert np.isinf(pauses.after("test")).all()
-    pauses.saw("test", 10.0)
+    pauses.record("test", 10.0)
     guessed = pauses.after("test")
     assert guessed.shape == (NUM_QUANTILES,) and (np.diff(guessed) > 0).all()
     assert guessed[3] < 10 * np.log(2) < guessed[4]  # the median of an exponential draw
     for _ in range(MIN_PAUSES):
-        pauses.saw("test", 10.0)
+        pauses.record("test", 10.0)
     assert pauses.after("test").tolist() == [10.0] * NUM_QUANTILES
 
 

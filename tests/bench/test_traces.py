@@ -29,8 +29,8 @@ def made(name: str, form: StateForm = StateForm.WHOLE, seed: int = 0, events: in
     return TRACES.load(name)(form=form).make(seed, events)
 
 
-def start(trace: Trace, piece: CachedObject) -> int:
-    return trace.pieces[piece.before].tokens if piece.before != NONE else 0
+def start(trace: Trace, cached: CachedObject) -> int:
+    return trace.objects[cached.before].tokens if cached.before != NONE else 0
 
 
 @CROWDS
@@ -50,58 +50,58 @@ def test_events_come_in_order_and_every_turn_is_read_and_written(
     written = dict[int, float]()
     for event in trace.events:
         if isinstance(event, WriteEvent):
-            written[event.piece] = event.time
+            written[event.object_id] = event.time
         elif isinstance(event, ReadEvent):
-            piece = trace.pieces[event.piece]
-            assert piece.session in (NONE, event.session) and event.tokens > piece.tokens
-            assert piece.session == NONE or written[event.piece] <= event.time
+            cached = trace.objects[event.object_id]
+            assert cached.session in (NONE, event.session) and event.tokens > cached.tokens
+            assert cached.session == NONE or written[event.object_id] <= event.time
 
 
 @CROWDS
 def test_a_state_has_its_share_of_the_bytes_and_replaces_one_of_its_session(name: str) -> None:
     trace = made(name)
-    for number, piece in enumerate(trace.pieces):
-        share = 1.0 if piece.session == NONE else 0.25
-        assert piece.bytes == int(share * EACH * piece.tokens) and piece.parent == NONE
-        assert piece.seconds == pytest.approx(trace.seconds_of(piece.tokens))
-        assert piece.before < number
-        if piece.replaces != NONE:
-            assert trace.pieces[piece.replaces].session == piece.session
+    for number, cached in enumerate(trace.objects):
+        share = 1.0 if cached.session == NONE else 0.25
+        assert cached.bytes == int(share * EACH * cached.tokens) and cached.parent == NONE
+        assert cached.seconds == pytest.approx(trace.seconds_of(cached.tokens))
+        assert cached.before < number
+        if cached.replaces != NONE:
+            assert trace.objects[cached.replaces].session == cached.session
 
 
 @CROWDS
 def test_parts_add_up_to_the_text(name: str) -> None:
     trace = made(name, StateForm.PARTS)
-    for piece in trace.pieces:
-        assert piece.parent == piece.before
-        assert piece.bytes == EACH * (piece.tokens - start(trace, piece))
-        spared = trace.seconds_of(piece.tokens) - trace.seconds_of(start(trace, piece))
-        assert piece.seconds == pytest.approx(spared)
+    for cached in trace.objects:
+        assert cached.parent == cached.before
+        assert cached.bytes == EACH * (cached.tokens - start(trace, cached))
+        spared = trace.seconds_of(cached.tokens) - trace.seconds_of(start(trace, cached))
+        assert cached.seconds == pytest.approx(spared)
 
 
 def test_shapes_are_those_of_models() -> None:
-    sizes = {ChatWorkload(model=model).make(0, 50).pieces[0].bytes for model in TraceModel}
+    sizes = {ChatWorkload(model=model).make(0, 50).objects[0].bytes for model in TraceModel}
     assert len(sizes) == 3 and 400 * EACH in sizes
 
 
 def test_a_second_answer_goes_from_the_state_before_and_replaces_the_first() -> None:
-    diary = TraceBuilder(ChatWorkload())
-    session = diary.begin(diary.prompt(100))
-    time = diary.turn(session, 0.0, 10, 20, "person")
-    time = diary.turn(session, time + 5, 10, 20, "person")
-    diary.again(session, time + 5, 10, 30, "person")
-    first, refused, newest = diary.pieces[1:]
+    builder = TraceBuilder(ChatWorkload())
+    session = builder.begin_session(builder.prompt(100))
+    time = builder.turn(session, 0.0, 10, 20, "person")
+    time = builder.turn(session, time + 5, 10, 20, "person")
+    builder.regenerate(session, time + 5, 10, 30, "person")
+    first, refused, newest = builder.objects[1:]
     assert newest.before == 1 and newest.replaces == 2 and newest.tokens == refused.tokens + 10
     assert refused.replaces == 1 and first.replaces == NONE
-    reads = diary.trace(100).reads
-    assert [read.piece for read in reads] == [0, 1, 1]
+    reads = builder.trace(100).reads
+    assert [read.object_id for read in reads] == [0, 1, 1]
 
 
 def test_everything_is_what_nothing_replaces() -> None:
-    diary = TraceBuilder(ChatWorkload(kept=1.0))
-    session = diary.begin(diary.prompt(100))
-    diary.turn(session, diary.turn(session, 0.0, 10, 20, "person"), 10, 20, "person")
-    assert diary.trace(9).total_bytes == (100 + 160) * EACH
+    builder = TraceBuilder(ChatWorkload(kept=1.0))
+    session = builder.begin_session(builder.prompt(100))
+    builder.turn(session, builder.turn(session, 0.0, 10, 20, "person"), 10, 20, "person")
+    assert builder.trace(9).total_bytes == (100 + 160) * EACH
 
 
 @pytest.mark.parametrize(

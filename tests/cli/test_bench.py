@@ -86,20 +86,21 @@ def test_errors(run: Run, tmp_path: Path, words: tuple[str, ...], code: int, sai
 
 
 def test_interrupted(run: Run, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go = Running.go
+    run_all = Running.run
 
-    def stopped(self: Running, tell: object) -> None:
-        def then_stop(row: object, pace: object) -> None:
+    def stopped(self: Running, on_row: object) -> None:
+        def then_stop(row: object, progress: object) -> None:
             raise KeyboardInterrupt
 
-        go(self, then_stop)
+        run_all(self, then_stop)
 
-    monkeypatch.setattr(Running, "go", stopped)
+    monkeypatch.setattr(Running, "run", stopped)
     result = run(*ONE, "--out", out, "--json")
     assert (result.exit_code, document(result)["cells"]) == (130, 1)
     assert "Stopped at 1 of 2 cells: the same command goes on" in result.stderr
     assert [row["row"] for row in read_rows(out)][1:] == ["budgets", "cell"]
-    monkeypatch.setattr(Running, "go", lambda self, tell: (_ for _ in ()).throw(KeyboardInterrupt))
+    interrupt = lambda self, on_row: (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731
+    monkeypatch.setattr(Running, "run", interrupt)
     assert run(*ONE, "--out", out.with_name("other.jsonl")).exit_code == 130
 
 

@@ -93,7 +93,7 @@ def test_what_is_wrong_with_rows_is_found(tmp_path: Path) -> None:
     told = " ".join(faults(path))
     assert "1 cells that the study has not" in told and "are missing, and 0 are told to be" in told
     path.write_text('{"schema": 0}\n')
-    assert "no row of schema 1" in next(faults(path))
+    assert "not a row of schema 1" in next(faults(path))
     lost = write_rows(tmp_path, [cell("h2o", study="recital", environment="x")])
     assert "cells whose environment is not told" in list(faults(lost.rename(path)))
 

@@ -166,7 +166,7 @@ def test_the_grid_has_a_cell_for_each_depth_and_length(results: Path) -> None:
     assert by_policy["snapkv"] == ((1.0, 1.0), (1.0, 1.0), (0.0, 0.0), (0.0, 0.0))
     assert list(by_policy)[0] == "full"
     [one] = drawn("grid(depths=8)", results)
-    assert "4 items" not in one.caption and "2 items behind a cell" in one.caption
+    assert "4 items" not in one.caption and "2 items per cell" in one.caption
 
 
 def test_memory_runs_over_lengths_beside_the_full_cache(results: Path) -> None:
@@ -251,13 +251,13 @@ def test_the_systems_at_the_core_come_first_and_in_one_order(tmp_path: Path) -> 
 
 
 def test_rows_that_are_none_and_policies_that_are_missing_are_told(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no row of schema 1"):
+    with pytest.raises(InputError, match="not a row of schema 1"):
         load_results([write_rows(tmp_path, [{"file": "old"}])])
     with pytest.raises(InputError, match="results.jsonl has a row 'recall' without"):
         load_results([write_rows(tmp_path, [{"schema": 1, "row": "recall"}])])
-    with pytest.raises(InputError, match="nothing measured"):
+    with pytest.raises(InputError, match="no measurements"):
         load_results([write_rows(tmp_path, [])])
-    with pytest.raises(UnknownName, match="No policy in the result files named 'h20'"):
+    with pytest.raises(UnknownName, match="No policy in the results files named 'h20'"):
         load_results([write_rows(tmp_path, CELLS)], ["h20"])
 
 

@@ -71,5 +71,5 @@ def test_sentences_have_short_names_by_study(tmp_path: Path) -> None:
         "whole, snapkv, pooled",
         "full",
     }
-    with pytest.raises(LarderError, match="No policy in the result files named 'keydif'"):
+    with pytest.raises(LarderError, match="No policy in the results files named 'keydif'"):
         render_report([path], against=["keydif"])

@@ -129,7 +129,7 @@ def test_a_refusal_is_told(tmp_path: Path) -> None:
 
 
 def test_an_unknown_baseline_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UnknownName, match="No policy in the result files named 'x'"):
+    with pytest.raises(UnknownName, match="No policy in the results files named 'x'"):
         render_report([write_rows(tmp_path, CELLS)], against=["x"])
 
 

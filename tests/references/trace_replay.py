@@ -34,68 +34,68 @@ class Loop(ReplayTier):
         for event in self.trace.events:
             event.play(self)
 
-    def chain(self, piece: int, link: str) -> list[CachedObject]:
+    def chain(self, object_id: int, link: str) -> list[CachedObject]:
         out = []
-        while piece != NONE:
-            out.append(piece)
-            piece = getattr(self.trace.pieces[piece], link)
+        while object_id != NONE:
+            out.append(object_id)
+            object_id = getattr(self.trace.objects[object_id], link)
         return out
 
     def read(self, event: ReadEvent) -> None:
-        there = [piece for piece in self.chain(event.piece, "before") if piece in self.held]
-        self.found[event.session] = self.trace.pieces[there[0]].tokens if there else 0
+        there = [object_id for object_id in self.chain(event.object_id, "before") if object_id in self.held]
+        self.found[event.session] = self.trace.objects[there[0]].tokens if there else 0
         self.hit_tokens += self.found[event.session]
-        for piece in self.chain(there[0], "parent") if there else []:
-            one = self.held[piece]
-            self.held[piece] = replace(one, last_used=event.time, uses=one.uses + 1)
+        for object_id in self.chain(there[0], "parent") if there else []:
+            one = self.held[object_id]
+            self.held[object_id] = replace(one, last_used=event.time, uses=one.uses + 1)
 
     def write(self, event: WriteEvent) -> None:
-        self.newest[event.session] = event.piece
-        pieces = self.trace.pieces
-        for piece in reversed(self.chain(event.piece, "before")):
-            told = pieces[piece]
-            shared = told.session == NONE or told.parent != NONE or piece == event.piece
-            if piece in self.held or not shared or told.tokens <= self.found[event.session]:
+        self.newest[event.session] = event.object_id
+        objects = self.trace.objects
+        for object_id in reversed(self.chain(event.object_id, "before")):
+            cached = objects[object_id]
+            shared = cached.session == NONE or cached.parent != NONE or object_id == event.object_id
+            if object_id in self.held or not shared or cached.tokens <= self.found[event.session]:
                 continue
-            if not self.put(piece, event.time):
+            if not self.put(object_id, event.time):
                 return
-        old = pieces[event.piece].replaces
+        old = objects[event.object_id].replaces
         if old in self.held:
             self.held[old] = replace(self.held[old], superseded=True)
 
-    def put(self, piece: int, now: float) -> bool:
-        told = self.trace.pieces[piece]
-        if told.bytes > self.budget_bytes or (told.parent != NONE and told.parent not in self.held):
+    def put(self, object_id: int, now: float) -> bool:
+        cached = self.trace.objects[object_id]
+        if cached.bytes > self.budget_bytes or (cached.parent != NONE and cached.parent not in self.held):
             return False
         coming = Candidate(
-            str(piece), told.bytes, told.seconds, now, session=str(told.session), parent=""
+            str(object_id), cached.bytes, cached.seconds, now, session=str(cached.session), parent=""
         )
-        if told.parent != NONE:
-            coming = replace(coming, parent=str(told.parent))
+        if cached.parent != NONE:
+            coming = replace(coming, parent=str(cached.parent))
         # What comes stands in the line, so that what it continues stays, and is passed over.
         line = [one for one in self.rule.order([*self.held.values(), coming], now)]
         for one in line:
-            if sum(o.bytes for o in self.held.values()) + told.bytes <= self.budget_bytes:
+            if sum(o.bytes for o in self.held.values()) + cached.bytes <= self.budget_bytes:
                 break
-            above = [str(p) for p in self.chain(piece, "parent")]
+            above = [str(p) for p in self.chain(object_id, "parent")]
             if one.name not in above:
                 del self.held[int(one.name)]
                 self.evictions += 1
-                old = self.trace.pieces[int(one.name)].replaces
+                old = self.trace.objects[int(one.name)].replaces
                 if old in self.held:
                     self.held[old] = replace(self.held[old], superseded=False)
-        if sum(o.bytes for o in self.held.values()) + told.bytes > self.budget_bytes:
+        if sum(o.bytes for o in self.held.values()) + cached.bytes > self.budget_bytes:
             return False
-        self.held[piece] = coming
+        self.held[object_id] = coming
         return True
 
     def hint(self, event: HintEvent) -> None:
-        for piece in self.chain(self.newest.get(event.session, NONE), "before"):
-            if piece in self.held:
-                steps = 1.0 if self.trace.pieces[piece].session == NONE else event.steps
-                self.held[piece] = replace(self.held[piece], steps=steps)
+        for object_id in self.chain(self.newest.get(event.session, NONE), "before"):
+            if object_id in self.held:
+                steps = 1.0 if self.trace.objects[object_id].session == NONE else event.steps
+                self.held[object_id] = replace(self.held[object_id], steps=steps)
 
     def pin(self, event: PinEvent) -> None:
-        for piece in self.chain(self.newest.get(event.session, NONE), "parent"):
-            if piece in self.held:
-                self.held[piece] = replace(self.held[piece], pinned_until=event.until)
+        for object_id in self.chain(self.newest.get(event.session, NONE), "parent"):
+            if object_id in self.held:
+                self.held[object_id] = replace(self.held[object_id], pinned_until=event.until)

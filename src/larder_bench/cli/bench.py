@@ -1,4 +1,4 @@
-"""`larder bench`: run a study, said on the command line or described by a file."""
+"""`larder bench`: run a study given by command line options or by a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Names = list[str]
 RESULTS = Path("results")
 NO_CONTROLS = "none"
 DEFAULT_LENGTHS = (1500,)  # tokens
-# What a study's file says, and the options that may say otherwise.
+# Fields of a study's file that options may override.
 OVERRIDABLE_FIELDS = {
     "model": "models",
     "files": "files",
@@ -39,7 +39,7 @@ class BenchOptions(OutputOptions):
     """Overrides of a study on the command line; None keeps the study's value."""
 
     study: Annotated[
-        str | None, typer.Option(metavar="FILE|NAME", help="A study in TOML, or one of studies/.")
+        str | None, typer.Option(metavar="FILE|NAME", help="Study in TOML, or one of studies/.")
     ] = None
     tokens: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="Lengths.  Default: 1500.")
@@ -47,7 +47,7 @@ class BenchOptions(OutputOptions):
     files: Annotated[
         int | None, typer.Option(help="Conversations per task and length.  Default: 9.")
     ] = None
-    first_seed: Annotated[int | None, typer.Option(help="Of the first of them.")] = None
+    first_seed: Annotated[int | None, typer.Option(help="Seed of the first conversation.")] = None
     policy: Annotated[
         Names | None, typer.Option(metavar="SPELLING", help="May be given many times.")
     ] = None
@@ -66,8 +66,8 @@ class BenchOptions(OutputOptions):
         Names | None,
         typer.Option(
             metavar="WHAT",
-            help="Held equal: bytes, tokens, or total (of all caches).  Default: bytes and tokens, "
-            "each by itself.",
+            help="Quantity held equal: bytes, tokens, or total (of all caches).  Default: bytes "
+            "and tokens, separately.",
         ),
     ] = None
     measure: Annotated[
@@ -78,7 +78,7 @@ class BenchOptions(OutputOptions):
             "reading, stages.",
         ),
     ] = None
-    name: Annotated[str | None, typer.Option(help="Of the study.  Default: bench.")] = None
+    name: Annotated[str | None, typer.Option(help="Name of the study.  Default: bench.")] = None
     model: Annotated[
         Names | None,
         typer.Option(metavar="NAME_OR_PATH", help="Also random:qwen3-0.6b.  Default: seed."),
@@ -90,10 +90,11 @@ class BenchOptions(OutputOptions):
         str | None, typer.Option(help="float32, bfloat16 or float16.  Default: float32 on a CPU.")
     ] = None
     corpus: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Prose and dialogues to make tasks of.")
+        Path | None, typer.Option(metavar="FOLDER", help="Prose and dialogues to build tasks from.")
     ] = None
     data: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A folder per public data set.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Folder with one folder per public data set."),
     ] = None
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Default: results/STUDY.jsonl.")
@@ -101,12 +102,12 @@ class BenchOptions(OutputOptions):
     ray: Annotated[
         bool,
         typer.Option(
-            "--ray", help="Measure on all machines of a Ray cluster; each takes as many threads."
+            "--ray", help="Measure on all machines of a Ray cluster; workers use as many threads."
         ),
     ] = False
-    estimate: Annotated[bool, typer.Option("--estimate", help="Only say how long it takes.")] = (
-        False
-    )
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Only print the estimated duration.")
+    ] = False
 
 
 @command
@@ -119,26 +120,26 @@ def bench(
 ) -> None:
     """Measure policies on TASK at equal bytes and equal tokens, or run a whole study.
 
-    Rows go to a file of JSON lines; a run that was stopped goes on where it was.
+    Rows go to a file of JSON lines; an interrupted run resumes where it stopped.
     """
     from larder_bench.execution.runner import validate_study
 
     study = requested_study(task or [], options)
     cells = validate_study(study)
-    running = _study_run(study, options)
+    runner = _study_run(study, options)
     if options.estimate:
-        _print_estimate(running, len(cells), options)
+        _print_estimate(runner, len(cells), options)
         return
-    is_whole = _run(running)
-    rows = running.rows()
+    is_whole = _run(runner)
+    rows = runner.rows()
     if not rows and not is_whole:
         raise KeyboardInterrupt
     if options.json:
         from larder_bench.cli.study_document import study_document
 
-        print_document(study_document(running, rows))
+        print_document(study_document(runner, rows))
     else:
-        _print_tables(running, rows)
+        _print_tables(runner, rows)
     if not is_whole:
         have = f"{len(rows)} of {len(cells)} cells"
         print(f"Stopped at {have}: the same command goes on from there.", file=sys.stderr)
@@ -146,68 +147,68 @@ def bench(
 
 
 def requested_study(tasks: list[str], options: BenchOptions) -> Study:
-    """The study that is asked for.
+    """Study selected by the arguments.
 
     Raises:
-        UsageError: none is, or both a file and words say what it is.
+        UsageError: nothing is selected, or both a file and options define it.
     """
     from larder_bench.studies.study import Study, StudyTask, read_study, replace_fields
 
-    said = _given_fields(options)
+    overrides = _given_fields(options)
     if options.study is not None:
-        if wrong := [name for name in said if name not in OVERRIDABLE_FIELDS.values()]:
+        if unsupported := [name for name in overrides if name not in OVERRIDABLE_FIELDS.values()]:
             raise UsageError(
-                f"--study {options.study} says what is compared, so {_option_name(wrong[0])} "
-                "contradicts it: give one of the two."
+                f"--study {options.study} defines what is compared, so "
+                f"{_option_name(unsupported[0])} contradicts it: give one of the two."
             )
         written = read_study(options.study)
-        return replace_fields(written, said | _other_tasks(written, tasks, options.tokens))
+        return replace_fields(written, overrides | _other_tasks(written, tasks, options.tokens))
     if not tasks:
         raise UsageError(f"Nothing to run: name a task or --study. {_known_names()}")
     lengths = _lengths(options.tokens)
-    wanted = tuple(StudyTask(task, lengths) for task in tasks)
-    values: dict[str, Any] = {"name": "bench", "tasks": wanted} | said
+    study_tasks = tuple(StudyTask(task, lengths) for task in tasks)
+    values: dict[str, Any] = {"name": "bench", "tasks": study_tasks} | overrides
     return Study(**values)
 
 
 def _other_tasks(study: Study, tasks: list[str], tokens: str | None) -> dict[str, Any]:
-    """Tasks that replace a study's, or its own at other lengths."""
+    """Tasks that replace those of a study, or its own tasks at other lengths."""
     from larder_bench.studies.study import StudyTask
 
     if not tasks and tokens is None:
         return {}
     lengths = _lengths(tokens)
-    own = tasks or [task.spelling for task in study.tasks]
-    return {"tasks": tuple(StudyTask(task, lengths) for task in own)}
+    spellings = tasks or [task.spelling for task in study.tasks]
+    return {"tasks": tuple(StudyTask(task, lengths) for task in spellings)}
 
 
 def _option_name(field: str) -> str:
-    """The option that says a field of a study."""
+    """Option that sets a field of a study."""
     options = {of: option for option, of in FIELD_OF_OPTION.items()}
     return "--" + options.get(field, field).replace("_", "-")
 
 
 def _given_fields(options: BenchOptions) -> dict[str, Any]:
-    """The fields of a study that options give."""
-    told: dict[str, Any] = {}
+    """Fields of a study that are set by options."""
+    fields: dict[str, Any] = {}
     for option in ("name", "first_seed", "matched", *FIELD_OF_OPTION):
         value = getattr(options, option)
         if value is not None:
-            told[FIELD_OF_OPTION.get(option, option)] = (
+            fields[FIELD_OF_OPTION.get(option, option)] = (
                 tuple(value) if isinstance(value, list) else value
             )
-    if told.get("controls") == (NO_CONTROLS,):
-        told["controls"] = ()
-    return told
+    if fields.get("controls") == (NO_CONTROLS,):
+        fields["controls"] = ()
+    return fields
 
 
 def _lengths(text: str | None) -> tuple[int, ...]:
-    """Lengths, or the usual one where nothing is said."""
+    """Parsed lengths; the default if no text is given."""
     try:
         return DEFAULT_LENGTHS if text is None else tuple(int(part) for part in text.split(","))
     except ValueError:
         raise UsageError(
-            f"--tokens {text!r} is no list of lengths: write --tokens 1500,4000."
+            f"--tokens {text!r} is not a list of lengths: write --tokens 1500,4000."
         ) from None
 
 
@@ -228,7 +229,7 @@ def _study_run(study: Study, options: BenchOptions) -> StudyRunner:
     from larder_bench.execution.runner import StudyRunner
     from larder_bench.studies.model_context import ModelContext
 
-    def opened(model: str) -> ModelContext:
+    def load_context(model: str) -> ModelContext:
         from larder_bench.random_models import open_model
 
         with progress_bar(f"Loading {model}"):
@@ -240,43 +241,47 @@ def _study_run(study: Study, options: BenchOptions) -> StudyRunner:
     out = options.out or RESULTS / f"{study.name}.jsonl"
     threads = get_num_threads()
     if not options.ray:
-        return StudyRunner(study, out, opened, threads)
+        return StudyRunner(study, out, load_context, threads)
     from larder.core.ray_cluster import connect, require_ray
     from larder_bench.execution.ray_executor import ray_execution
 
     require_ray("'larder bench --ray'")
     connect()
-    return StudyRunner(study, out, opened, threads, ray_execution(opened, threads))
+    return StudyRunner(study, out, load_context, threads, ray_execution(load_context, threads))
 
 
-def _run(running: StudyRunner) -> bool:
-    """False if Ctrl-C came before all cells were measured."""
+def _run(runner: StudyRunner) -> bool:
+    """Run the study; return False if Ctrl-C came before all cells were measured."""
     from larder.cli.console import progress_bar
 
-    with progress_bar(f"Running {running.study.name}", "cells") as watch:
+    with progress_bar(f"Running {runner.study.name}", "cells") as update:
 
-        def tell(row: Row, pace: RunProgress) -> None:
-            watch(pace.done, pace.total)
+        def print_row(row: Row, progress: RunProgress) -> None:
+            update(progress.done, progress.total)
             if not sys.stderr.isatty():
-                _print_progress(row, pace)
+                _print_progress(row, progress)
 
         try:
-            running.go(tell)
+            runner.run(print_row)
         except KeyboardInterrupt:
             return False
     return True
 
 
-def _print_progress(row: Row, pace: RunProgress) -> None:
-    """A line for who reads a log."""
-    what = " ".join(str(row[n]) for n in ("task", "tokens", "seed", "measure", "policy", "budget"))
-    came = f"refused: {row['refused']}" if "refused" in row else f"{row['seconds']:.1f} s"
-    left = f"{pace.left_seconds / 60:.0f} min left"
-    print(f"{pace.done}/{pace.total} {what}: {came}; {left}", file=sys.stderr, flush=True)
+def _print_progress(row: Row, progress: RunProgress) -> None:
+    """Print one line per row, for a log."""
+    cell = " ".join(str(row[n]) for n in ("task", "tokens", "seed", "measure", "policy", "budget"))
+    outcome = f"refused: {row['refused']}" if "refused" in row else f"{row['seconds']:.1f} s"
+    remaining = f"{progress.left_seconds / 60:.0f} min left"
+    print(
+        f"{progress.done}/{progress.total} {cell}: {outcome}; {remaining}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
-def _print_estimate(running: StudyRunner, cells: int, options: BenchOptions) -> None:
-    seconds = running.estimate()
+def _print_estimate(runner: StudyRunner, cells: int, options: BenchOptions) -> None:
+    seconds = runner.estimate()
     total = sum(seconds.values())
     if options.json:
         parts = [
@@ -293,7 +298,7 @@ def _print_estimate(running: StudyRunner, cells: int, options: BenchOptions) -> 
     print(f"{f'{cells} cells':72} {total / 60:8.1f} min")
 
 
-def _print_tables(running: StudyRunner, rows: list[Row]) -> None:
+def _print_tables(runner: StudyRunner, rows: list[Row]) -> None:
     from larder_bench.cli.study_document import comparable_groups
     from larder_bench.reports.paper_comparison import comparison_markdown
     from larder_bench.results.policy_labels import label_legend, policy_labels, relabel_rows
@@ -302,12 +307,12 @@ def _print_tables(running: StudyRunner, rows: list[Row]) -> None:
     names = policy_labels(row["policy"] for row in rows)
     print(
         markdown_report(
-            {title: own for title, _, own in comparable_groups(relabel_rows(rows, names))}
+            {title: entries for title, _, entries in comparable_groups(relabel_rows(rows, names))}
         )
     )
-    if (paper := running.paper()) is not None:
+    if (paper := runner.paper()) is not None:
         print(comparison_markdown(paper, rows, names))
     print("\n".join(label_legend(names)), end="")
-    if others := running.others():
+    if others := runner.num_other_cells():
         more = "1 cell" if others == 1 else f"{others} cells"
-        print(f"{running.out} holds {more} of other runs: 'larder report {running.out}' shows all.")
+        print(f"{runner.out} holds {more} of other runs: 'larder report {runner.out}' shows all.")

@@ -40,10 +40,10 @@ def plot(
     ] = None,
     policy: Policies = None,
     out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where figures go, made if there is none.")
+        Path, typer.Option(metavar="FOLDER", help="Folder of the figures, created if missing.")
     ] = Path("figures"),
     format: Annotated[
-        str, typer.Option(metavar="FORMATS", help="svg, png, or both with a comma between.")
+        str, typer.Option(metavar="FORMATS", help="svg, png, or both separated by a comma.")
     ] = "svg,png",
 ) -> None:
     """Draw figures from RESULTS; no model is loaded, and equal results give equal SVG files."""
@@ -56,20 +56,22 @@ def plot(
     )
 
     formats = _formats(format)
-    wanted = [parse_figure(spelling) for spelling in figure or ()]
-    found, looks = load_results(results, policy or ())
-    drawings = draw_figures(wanted, found, looks) if wanted else draw_all(found, looks)
+    figures = [parse_figure(spelling) for spelling in figure or ()]
+    loaded, styles = load_results(results, policy or ())
+    drawings = draw_figures(figures, loaded, styles) if figures else draw_all(loaded, styles)
     if not drawings:
-        raise InputError("The results suffice for no figure: 'larder report' says what is in them.")
+        raise InputError(
+            "The results suffice for no figure: 'larder report' shows what is in them."
+        )
     written = [
         (one, _save_drawing(drawings, number, out, formats)) for number, one in enumerate(drawings)
     ]
     if options.json:
-        told = [
+        documents = [
             {"figure": one.name, "title": one.title, "caption": one.caption, "files": files}
             for one, files in written
         ]
-        print_document({"schema": SCHEMA, "figures": told})
+        print_document({"schema": SCHEMA, "figures": documents})
         return
     console = results_console()
     for _, files in written:
@@ -78,7 +80,7 @@ def plot(
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file, in a folder that is made if there is none.
+    """Write a file, creating its folder if missing.
 
     Raises:
         InputError: it cannot be written.
@@ -97,7 +99,7 @@ def write_file(path: Path, content: bytes) -> None:
 def _save_drawing(
     drawings: list[Drawing], number: int, out: Path, formats: list[ImageFormat]
 ) -> list[str]:
-    """The files of one drawing; of two with one name the second has a number."""
+    """Save one drawing and return its files; a repeated name gets a number."""
     name = drawings[number].name
     before = sum(other.name == name for other in drawings[:number])
     stem = f"{name}-{before + 1}" if before else name
@@ -124,9 +126,12 @@ def _formats(text: str) -> list[ImageFormat]:
 def report(
     results: Files,
     options: OutputOptions,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The page.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="HTML file to write.")] = Path(
+        "report.html"
+    ),
     title: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Of the page.  Default: the studies' names.")
+        str | None,
+        typer.Option(metavar="TEXT", help="Title of the page.  Default: the studies' names."),
     ] = None,
     policy: Policies = None,
     against: Annotated[
@@ -138,7 +143,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write one page about RESULTS that opens anywhere: nothing is loaded from elsewhere."""
+    """Write one self-contained HTML page about RESULTS."""
     from larder_bench.plots.report import render_report
 
     page = render_report(results, policy or (), title or "", against)

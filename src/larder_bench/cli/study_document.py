@@ -17,35 +17,35 @@ COST_FIELDS = ("budget_tokens", "kv_bytes", "active_kv_bytes", "peak_kv_bytes", 
 
 
 def comparable_groups(rows: Sequence[Row]) -> Iterator[tuple[str, Row, list[CellScores]]]:
-    """Cells that a table can compare: a title, what they have in common, and them."""
+    """Groups of comparable cells: title, common fields and scores."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(tuple(row[name] for name in GROUP_FIELDS), []).append(row)
     places = {key[1:3] for key in found}
-    for key, mine in found.items():
+    for key, group in found.items():
         common: Row = dict(zip(GROUP_FIELDS, key, strict=True))
         title = "{model}: {task}, {tokens} tokens, {measure}, equal {matched}".format(**common)
         title += " ({device}, {dtype})".format(**common) if len(places) > 1 else ""
-        yield title, common, [cell_scores(row) for row in mine]
+        yield title, common, [cell_scores(row) for row in group]
 
 
-def study_document(running: StudyRunner, rows: Sequence[Row]) -> dict[str, Any]:
-    """A study as far as it has come."""
-    paper = running.paper()
-    told = {"paper": comparison_document(paper, rows)} if paper is not None else {}
+def study_document(runner: StudyRunner, rows: Sequence[Row]) -> dict[str, Any]:
+    """Document of a study with the results measured so far."""
+    paper = runner.paper()
+    comparison = {"paper": comparison_document(paper, rows)} if paper is not None else {}
     return {
         "schema": SCHEMA,
-        "study": running.study.name,
-        "claim": running.study.claim,
-        "out": str(running.out),
+        "study": runner.study.name,
+        "claim": runner.study.claim,
+        "out": str(runner.out),
         "cells": len(rows),
-        "other_cells": running.others(),
+        "other_cells": runner.num_other_cells(),
         "refused": sum("refused" in row for row in rows),
         "groups": [
             common | {"results": _results(entries, [r for r in rows if _belongs_to(r, common)])}
             for _, common, entries in comparable_groups(rows)
         ],
-    } | told
+    } | comparison
 
 
 def _belongs_to(row: Row, common: Row) -> bool:
@@ -53,30 +53,32 @@ def _belongs_to(row: Row, common: Row) -> bool:
 
 
 def _results(entries: Sequence[CellScores], rows: Sequence[Row]) -> list[Row]:
-    """One per policy and budget."""
-    table, told = ScoreTable(entries), list[Row]()
+    """Results, one per policy and budget."""
+    table, results = ScoreTable(entries), list[Row]()
     for place in dict.fromkeys((one.policy, one.budget) for one in entries):
-        mine = [row for row in rows if (row["policy"], row["budget"]) == place]
-        scales = {scale.key: table.interval(scale, *place) for scale in table.held(SCALES)}
-        told.append(
+        group_rows = [row for row in rows if (row["policy"], row["budget"]) == place]
+        scales = {
+            scale.key: table.interval(scale, *place) for scale in table.scales_with_data(SCALES)
+        }
+        results.append(
             {
                 "policy": place[0],
-                "spelling": mine[0]["spelling"],
+                "spelling": group_rows[0]["spelling"],
                 "budget": place[1],
                 "bytes_share": round(table.bytes_share(*place), 5),
                 "dense_bytes_share": round(table.dense_share(*place), 5),
-                "files": len(mine),
-                "refused": [row["refused"] for row in mine if "refused" in row],
+                "files": len(group_rows),
+                "refused": [row["refused"] for row in group_rows if "refused" in row],
             }
             | {name: asdict(one) for name, one in scales.items() if one is not None}
-            | _costs(mine)
+            | _costs(group_rows)
             | {name: round(each, 6) for name, each in table.seconds(*place).items()}
         )
-    return told
+    return results
 
 
 def _costs(rows: Sequence[Row]) -> Row:
-    """Means of what was really held and spent."""
-    held = [row for row in rows if "refused" not in row]
-    named = [name for name in COST_FIELDS if held and all(name in row for row in held)]
-    return {name: round(sum(row[name] for row in held) / len(held), 4) for name in named}
+    """Mean costs of the cells that were not refused."""
+    measured = [row for row in rows if "refused" not in row]
+    names = [name for name in COST_FIELDS if measured and all(name in row for row in measured)]
+    return {name: round(sum(row[name] for row in measured) / len(measured), 4) for name in names}

@@ -1,4 +1,4 @@
-"""A conversation as a file that `read_conversation` gives back, and by a digest of it."""
+"""Conversation files that `read_conversation` reads, and digests of conversations."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ DIGEST_LENGTH = 12
 
 
 def conversation_json(conversation: Conversation) -> str:
-    """The conversation as a file with messages and questions.
+    """Conversation as a JSON document with messages and questions.
 
-    A document or a transcript is written as the chat that a model sees of it: one message, its
+    A document or a transcript is written as the chat that a model sees: one message, its
     acknowledgment, and questions in their prompt.
     """
     conversation = _as_chat(conversation)
@@ -29,7 +29,7 @@ def conversation_json(conversation: Conversation) -> str:
 
 
 def conversation_digest(conversation: Conversation) -> str:
-    """Twelve hexadecimal digits that tell what is read and asked from anything else."""
+    """Twelve hexadecimal digits that identify the messages and questions of a conversation."""
     return blake3(conversation_json(conversation).encode()).hexdigest(length=DIGEST_LENGTH // 2)
 
 
@@ -39,7 +39,7 @@ def _as_chat(conversation: Conversation) -> Conversation:
     text = conversation.opening + "".join(message.content for message in conversation.messages)
     messages = (Message("user", text), Message("assistant", ACKNOWLEDGEMENT))
     questions = tuple(
-        replace(asked, question=conversation.question_prompt.format(question=asked.question))
-        for asked in conversation.questions
+        replace(each, question=conversation.question_prompt.format(question=each.question))
+        for each in conversation.questions
     )
     return replace(conversation, messages=messages, questions=questions, form=PromptLayout.CHAT)

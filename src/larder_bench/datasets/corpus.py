@@ -1,7 +1,7 @@
-"""Text that nobody has to remember, for needles to lie in, and dialogues to ask about.
+"""Corpora: filler text for haystacks, and dialogues to ask about.
 
-Corpora are folders of JSON lines packed with xz: `prose*.jsonl.xz` holds a text per line, other
-files a dialogue per line with the facts that its last state names.
+Corpora are folders of JSON lines compressed with xz: `prose*.jsonl.xz` holds a text per line, other
+files a dialogue per line with the facts of its last state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PASSAGE_CHARACTERS = 1500
 
 @dataclass(frozen=True)
 class Booking:
-    """One fact of a dialogue: what was booked, one slot of it, and the slots that identify it."""
+    """Fact of a dialogue: the booked thing, one slot of it, and the slots that identify it."""
 
     noun: str
     slot: str
@@ -33,14 +33,14 @@ class Booking:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """A short dialogue of the corpus and what can be asked about it."""
+    """Short dialogue of the corpus and the facts to ask about."""
 
     messages: tuple[Message, ...]
     bookings: tuple[Booking, ...]
 
 
 def read_prose(path: Path) -> tuple[str, ...]:
-    """All texts of a packed file.
+    """All texts of a compressed file.
 
     Raises:
         InputError: it cannot be read.
@@ -49,7 +49,7 @@ def read_prose(path: Path) -> tuple[str, ...]:
 
 
 def read_dialogues(path: Path) -> tuple[Dialogue, ...]:
-    """All dialogues of a packed file that anything can be asked about.
+    """Dialogues of a compressed file with at least one booking.
 
     Raises:
         InputError: it cannot be read.
@@ -59,7 +59,7 @@ def read_dialogues(path: Path) -> tuple[Dialogue, ...]:
 
 
 def sentences_of_prose(texts: Sequence[str], random: Random) -> Iterator[str]:
-    """Sentences of passages drawn at random, without end; those cut off at the ends left out."""
+    """Endless sentences of randomly drawn passages, without the cut ones at both ends."""
     while True:
         text = random.choice(texts)
         start = random.randrange(max(1, len(text) - PASSAGE_CHARACTERS))

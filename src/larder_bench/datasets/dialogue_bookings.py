@@ -1,8 +1,8 @@
-"""Conversations of a dialogue corpus, alone or among sessions of a life-log, and what was booked.
+"""Conversations of a dialogue corpus, alone or mixed with life-log sessions, and their bookings.
 
-The wording and the layout are those that the bundled seed model was trained on; the dialogues come
-from a corpus, such as that of Abhinav Rastogi et al., "Towards Scalable Multi-domain Conversational
-Agents: The Schema-Guided Dialogue Dataset" (2020), arXiv:1909.05855.
+The wording and the layout are the ones that the bundled seed model was trained on; the dialogues
+come from a corpus, such as that of Abhinav Rastogi et al., "Towards Scalable Multi-domain
+Conversational Agents: The Schema-Guided Dialogue Dataset" (2020), arXiv:1909.05855.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from larder_bench.datasets.lifelog_questions import draw_questions
 from larder_bench.datasets.lifelog_sessions import LifeLog, LifeLogSession, count_message_tokens
 
 DIALOGUES_PER_SESSION = (1, 1, 2)
-SESSION_CHANCE = 0.15  # of asking when, not what
+SESSION_CHANCE = 0.15  # of asking for the session instead of a slot
 TRIES = 2000
-MISFITS = 10  # dialogues differ much in length: a shorter one may still fit
+MISFITS = 10  # dialogues that do not fit before giving up: a shorter one may still fit
 QUESTION_TEMPLATES = (
     "For the {noun} whose {slot} was {value}, what was the {wanted}?",
     "What was the {wanted} of the {noun} with {slot} {value}?",
@@ -31,7 +31,7 @@ QUESTION_TEMPLATES = (
 
 @dataclass(frozen=True)
 class StatedBooking:
-    """A fact, its session, the number of its dialogue, and the message that states it last."""
+    """Booking with its session, its dialogue's number, and the message that states it last."""
 
     booking: Booking
     session: int
@@ -41,35 +41,35 @@ class StatedBooking:
 
 @dataclass
 class BookingLog:
-    """What was booked so far."""
+    """Bookings of the sessions so far."""
 
     dialogues: Sequence[Dialogue]
     random: Random
-    told: list[StatedBooking] = field(default_factory=list)
+    stated: list[StatedBooking] = field(default_factory=list)
     drawn: int = 0
 
     def next_session(self, log: LifeLog) -> tuple[LifeLogSession, tuple[Dialogue, ...]]:
-        """A session that could come next in a log, and the dialogues in it."""
+        """Candidate for the next session of a log, and its dialogues."""
         count = self.random.choice(DIALOGUES_PER_SESSION)
         chosen = tuple(self.random.choice(self.dialogues) for _ in range(count))
         messages = [message for dialogue in chosen for message in dialogue.messages]
         return LifeLogSession((log.header(), *messages), ()), chosen
 
     def keep(self, dialogues: Sequence[Dialogue], log: LifeLog) -> None:
-        """Remember what was booked in the session that a log kept last."""
+        """Record the bookings of the session that a log kept last."""
         place = len(log.messages) - sum(len(dialogue.messages) for dialogue in dialogues)
         for dialogue in dialogues:
             self.drawn += 1
             for booking in dialogue.bookings:
-                stated = place + _stating_message(dialogue, booking.value)
-                self.told.append(StatedBooking(booking, log.sessions, self.drawn, stated))
+                message = place + _stating_message(dialogue, booking.value)
+                self.stated.append(StatedBooking(booking, log.sessions, self.drawn, message))
             place += len(dialogue.messages)
 
     def questions(self, count: int, log: LifeLog) -> tuple[Question, ...]:
-        """Different questions, each about one dialogue that its key tells from all others.
+        """Different questions, each about a dialogue that its key identifies.
 
         Raises:
-            TooLittle: there are not so many.
+            TooLittle: the dialogues do not yield that many.
         """
         found: dict[str, Question] = {}
         for _ in range(TRIES):
@@ -79,14 +79,14 @@ class BookingLog:
             if question is not None:
                 found.setdefault(question.question, question)
         raise TooLittle(
-            f"bookings.questions is {count}, but only {len(found)} can be told apart: ask fewer, "
-            "or write more tokens."
+            f"bookings.questions is {count}, but only {len(found)} can be distinguished: ask "
+            "fewer, or take more tokens."
         )
 
     def _question(self, log: LifeLog) -> Question | None:
-        told = self.random.choice(self.told)
-        booking, depth = told.booking, log.depth(told.place)
-        keys = [key for key in booking.keys if self._numbers(booking.noun, key) == {told.number}]
+        stated = self.random.choice(self.stated)
+        booking, depth = stated.booking, log.depth(stated.place)
+        keys = [key for key in booking.keys if self._numbers(booking.noun, key) == {stated.number}]
         if not keys:
             return None
         slot, value = self.random.choice(keys)
@@ -94,19 +94,19 @@ class BookingLog:
             asked = (
                 f"In which session did we talk about the {booking.noun} whose {slot} was {value}?"
             )
-            return Question(asked, f"session {told.session}", "bksession", depth)
+            return Question(asked, f"session {stated.session}", "bksession", depth)
         asked = self.random.choice(QUESTION_TEMPLATES).format(
             noun=booking.noun, slot=slot, value=value, wanted=booking.slot
         )
         return Question(asked, booking.value, "booking", depth)
 
     def _numbers(self, noun: str, key: tuple[str, str]) -> set[int]:
-        """The dialogues in which something of that name has that slot and value."""
+        """Numbers of the dialogues that have something of that name with that slot and value."""
         return {
-            told.number
-            for told in self.told
-            if told.booking.noun == noun
-            and key in ((told.booking.slot, told.booking.value), *told.booking.keys)
+            one.number
+            for one in self.stated
+            if one.booking.noun == noun
+            and key in ((one.booking.slot, one.booking.value), *one.booking.keys)
         }
 
 
@@ -118,32 +118,33 @@ def bookings_conversation(
     questions: int,
     share: float = 1.0,
 ) -> Conversation:
-    """Sessions of at most `tokens` tokens in all, and questions; equal seeds, equal sessions.
+    """Sessions of at most `tokens` tokens in total, with questions; equal seeds give equal
+    sessions.
 
     Args:
-        seed: of everything random.
-        tokens: the most that the messages may take, marks between them included.
-        count_tokens: how many tokens a text is.
-        dialogues: those to draw from.
-        questions: how many to ask, all different; about life-log sessions in their share.
-        share: of the sessions that are dialogues, in (0, 1]; the others are those of a life-log.
+        seed: seed of all random choices.
+        tokens: maximum number of tokens of the messages, markers between them included.
+        count_tokens: returns the number of tokens of a text.
+        dialogues: dialogues to draw from.
+        questions: number of questions, all different; life-log sessions get their share of them.
+        share: share of sessions with dialogues, in (0, 1]; the others are life-log sessions.
 
     Raises:
         BadParameter: the share is out of range.
-        TooLittle: no session of a kind fits, or there is not enough to ask.
+        TooLittle: no session of a kind fits, or there are too few questions.
     """
     if not 0 < share <= 1:
         raise BadParameter(f"bookings.share must be in (0, 1], got {share}.")
     random = Random(seed)
     log, booked = LifeLog(load_grammar(), random), BookingLog(dialogues, random)
     _add_sessions(log, booked, tokens, count_tokens, share)
-    if not booked.told or (share < 1 and not log.latest):
+    if not booked.stated or (share < 1 and not log.latest):
         raise TooLittle(f"bookings.tokens must hold sessions of all kinds, got {tokens}.")
     of_life = round(questions * (1 - share))
-    asked = booked.questions(questions - of_life, log)
-    asked += draw_questions(log, of_life) if of_life else ()
+    selected = booked.questions(questions - of_life, log)
+    selected += draw_questions(log, of_life) if of_life else ()
     name = "bookings" if share == 1 else "mixed"
-    shuffled = tuple(random.sample(asked, len(asked)))
+    shuffled = tuple(random.sample(selected, len(selected)))
     return Conversation(f"{name}-{tokens}-{seed}", tuple(log.messages), shuffled)
 
 
@@ -154,7 +155,7 @@ def _add_sessions(
     count_tokens: Callable[[str], int],
     share: float,
 ) -> None:
-    """Keep sessions, of the two kinds by chance, until several in a row do not fit."""
+    """Add random sessions of the two kinds until several in a row do not fit."""
     misfits = 0
     while misfits < MISFITS:
         dialogues: tuple[Dialogue, ...] = ()
@@ -174,6 +175,6 @@ def _add_sessions(
 
 
 def _stating_message(dialogue: Dialogue, value: str) -> int:
-    """The last message that holds a value; the first where the value goes over two."""
+    """Index of the last message that contains a value; 0 if the value spans two messages."""
     holding = (n for n, message in enumerate(dialogue.messages) if value in message.content)
     return max(holding, default=0)

@@ -22,13 +22,13 @@ def document_conversation(
     opening: str = "",
     question_prompt: str = "{question}",
 ) -> Conversation:
-    """A document of at most `tokens` tokens, its middle left out where it is longer.
+    """Conversation about a document of at most `tokens` tokens; a longer text loses its middle.
 
     Args:
-        name: of the conversation; its first part is that of the task.
+        name: name of the conversation; its first part is the task's name.
 
     Raises:
-        BadParameter: there is no room for anything.
+        BadParameter: no text fits.
     """
     count = sources.count_tokens
     room = tokens - count(opening) - count(ACKNOWLEDGEMENT) - 2 * MESSAGE_MARKER_TOKENS
@@ -41,32 +41,32 @@ def document_conversation(
     )
 
 
-# Languages without spaces have no words that could be told apart.
+# Languages without spaces have no separate words.
 WORDS = re.compile(r"\s*\S{1,16}")
 LETTERS_PER_TOKEN = 16
 BLOCK = 256  # words counted at once
 
 
 def head_tokens(text: str, tokens: int, count_tokens: Callable[[str], int]) -> str:
-    """The longest beginning of at most `tokens` tokens, or nearly so."""
-    pieces = WORDS.findall(text[: max(0, tokens) * LETTERS_PER_TOKEN])
-    fitting = _count_fitting(lambda n, m: "".join(pieces[n:m]), len(pieces), tokens, count_tokens)
-    return "".join(pieces[:fitting])
+    """Longest beginning of at most `tokens` tokens, approximately."""
+    words = WORDS.findall(text[: max(0, tokens) * LETTERS_PER_TOKEN])
+    fitting = _count_fitting(lambda n, m: "".join(words[n:m]), len(words), tokens, count_tokens)
+    return "".join(words[:fitting])
 
 
 def tail_tokens(text: str, tokens: int, count_tokens: Callable[[str], int]) -> str:
-    """The longest end of at most `tokens` tokens, or nearly so."""
+    """Longest end of at most `tokens` tokens, approximately."""
     start = max(0, len(text) - max(0, tokens) * LETTERS_PER_TOKEN)
-    pieces = WORDS.findall(text[start:])
-    last = len(pieces)
+    words = WORDS.findall(text[start:])
+    last = len(words)
     fitting = _count_fitting(
-        lambda n, m: "".join(pieces[last - m : last - n]), last, tokens, count_tokens
+        lambda n, m: "".join(words[last - m : last - n]), last, tokens, count_tokens
     )
-    return "".join(pieces[last - fitting :]).lstrip()
+    return "".join(words[last - fitting :]).lstrip()
 
 
 def truncate_middle(text: str, tokens: int, count_tokens: Callable[[str], int]) -> str:
-    """The text, or if it is too long its beginning and its end, half of the tokens each."""
+    """Text, or if it is too long its beginning and its end, half of the tokens each."""
     if len(text) <= tokens * LETTERS_PER_TOKEN and count_tokens(text) <= tokens:
         return text
     half = (tokens - 1) // 2
@@ -74,17 +74,17 @@ def truncate_middle(text: str, tokens: int, count_tokens: Callable[[str], int]) 
 
 
 def _count_fitting(
-    joined: Callable[[int, int], str], pieces: int, tokens: int, count_tokens: Callable[[str], int]
+    join: Callable[[int, int], str], words: int, tokens: int, count_tokens: Callable[[str], int]
 ) -> int:
-    """How many pieces fit, found in steps that halve where one is too long.
+    """Number of words that fit, found in blocks whose size is halved if one is too long.
 
-    Steps are counted apart, which may come to more than the whole, and in no known tokenizer to
-    less.
+    Blocks are counted separately, which may give more tokens than the whole text, but with no known
+    tokenizer fewer.
     """
     fitting, step = 0, BLOCK
-    while step and fitting < pieces:
-        stop = min(pieces, fitting + step)
-        taken = count_tokens(joined(fitting, stop))
+    while step and fitting < words:
+        stop = min(words, fitting + step)
+        taken = count_tokens(join(fitting, stop))
         if taken <= tokens:
             tokens -= taken
             fitting = stop

@@ -24,13 +24,13 @@ class Attribute:
     questions: tuple[str, ...]
 
     def __hash__(self) -> int:
-        # Facts are looked up by what they are about, far more often than anything is said of them.
+        # Facts are looked up by their subject very often, so the hash must be cheap.
         return hash(self.name)
 
 
 @dataclass(frozen=True)
 class Topic:
-    """A part of life: entities that share attributes, and small talk that carries no facts."""
+    """Topic of life: entities that share attributes, and small talk without facts."""
 
     name: str
     entities: tuple[str, ...]
@@ -43,7 +43,7 @@ class Topic:
 
 @dataclass(frozen=True)
 class Grammar:
-    """All topics, how facts are led in, corrected and acknowledged, and the words of values."""
+    """Topics, phrases that introduce, correct and acknowledge facts, and the words of values."""
 
     topics: tuple[Topic, ...]
     openers: tuple[str, ...]
@@ -54,7 +54,7 @@ class Grammar:
 
 @cache
 def load_grammar() -> Grammar:
-    """The grammar that comes with the package, in `topics.json` beside this file."""
+    """Grammar of the package, from `topics.json` next to this file."""
     data = json.loads(
         resources.files("larder_bench.datasets").joinpath("topics.json").read_text("utf-8")
     )
@@ -68,7 +68,7 @@ def load_grammar() -> Grammar:
 
 
 def draw_value(kind: str, words: Words, random: Random) -> str:
-    """A random value of a kind that attributes name, such as `person` or `money`."""
+    """Random value of a kind that attributes use, such as `person` or `money`."""
     return VALUES[kind](words, random)
 
 
@@ -96,7 +96,9 @@ def _counted(low: int, high: int, unit: str) -> Draw:
 
 
 def _invented(lengths: tuple[int, ...]) -> Draw:
-    """A name that no model has met, of so many syllables: it can only be looked up."""
+    """Invented name with one of these numbers of syllables, unknown to any model, so it can only be
+    looked up.
+    """
 
     def draw(words: Words, random: Random) -> str:
         syllables = range(random.choice(lengths))

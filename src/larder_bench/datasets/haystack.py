@@ -1,6 +1,6 @@
-"""Needles in a haystack: facts that stand once in a long text that has nothing to do with them.
+"""Needles in a haystack: facts that appear once in a long, unrelated text.
 
-The wording is that which the bundled seed model was trained on, after Cheng-Ping Hsieh et al.,
+The wording is the one that the bundled seed model was trained on, after Cheng-Ping Hsieh et al.,
 "RULER: What's the Real Context Size of Your Long-Context Language Models?" (2024),
 arXiv:2404.06654.
 """
@@ -25,8 +25,8 @@ NAMES_PER_CHAIN = (2, 4)
 
 @dataclass(frozen=True)
 class Needle:
-    """Lines to hide, in their order, the names in them, and the question that they answer, if they
-    are not there to mislead.
+    """Lines to hide, in order, their names, and the question that they answer; distractors have
+    none.
     """
 
     lines: tuple[str, ...]
@@ -42,20 +42,20 @@ def needles_conversation(
     kind: str,
     needles: int,
 ) -> Conversation:
-    """A text of at most `tokens` tokens with needles in it; equal seeds, equal texts.
+    """Text of at most `tokens` tokens with needles in it; equal seeds give equal texts.
 
     Args:
-        seed: of everything random.
-        tokens: the most that the text and its acknowledgment may take, marks included.
-        count_tokens: how many tokens a text is.
-        sentences: an endless haystack.
-        kind: `draw_magic_number` numbers of invented things, `kv` lines of a name and a code, one
-            `passkey`, or `vars`, chains of variables that stand for each other.
-        needles: how many to hide; there is only one pass key.
+        seed: seed of all random choices.
+        tokens: maximum number of tokens of the text and its acknowledgment, markers included.
+        count_tokens: returns the number of tokens of a text.
+        sentences: endless haystack.
+        kind: `magic` numbers of invented things, `kv` lines of a name and a code, one `passkey`,
+            or `vars`, chains of variables that refer to each other.
+        needles: number of needles; there is only one pass key.
 
     Raises:
         BadParameter: the needles do not fit.
-        UnknownName: no such kind.
+        UnknownName: the kind does not exist.
     """
     if kind not in KINDS:
         raise UnknownName(f"no kind of needle {kind!r}: there are {', '.join(KINDS)}.")
@@ -76,11 +76,11 @@ def place_needles(
     count_tokens: Callable[[str], int],
     tokens: int,
 ) -> Conversation:
-    """A text of at most `tokens` tokens, acknowledged, with needles in it and what they answer.
+    """Text of at most `tokens` tokens with needles, its acknowledgment, and the needles' questions.
 
     Args:
-        sentences: an endless haystack.
-        random: chooses where needles lie, and in what order is asked.
+        sentences: endless haystack.
+        random: source of the positions of needles and the order of questions.
 
     Raises:
         BadParameter: the needles do not fit.
@@ -88,12 +88,12 @@ def place_needles(
     room = tokens - count_tokens(ACKNOWLEDGEMENT) - 2 * MESSAGE_MARKER_TOKENS
     text = _haystack_text(needles, sentences, random, count_tokens, room)
     messages = (Message("user", text), Message("assistant", ACKNOWLEDGEMENT))
-    asked = [_with_depth(needle, messages) for needle in random.sample(needles, len(needles))]
-    return Conversation(name, messages, tuple(question for question in asked if question))
+    questions = [_with_depth(needle, messages) for needle in random.sample(needles, len(needles))]
+    return Conversation(name, messages, tuple(question for question in questions if question))
 
 
 def _with_depth(needle: Needle, messages: Sequence[Message]) -> Question | None:
-    """The question, with the depth of the line that answers it, if it is one alone."""
+    """Question with the depth of the line that answers it, if it is a single line."""
     line, *others = needle.lines
     if needle.question is None or others:
         return needle.question
@@ -104,7 +104,7 @@ def _with_depth(needle: Needle, messages: Sequence[Message]) -> Question | None:
 def draw_distinct(
     draw: Callable[[Grammar, Random], Needle], grammar: Grammar, random: Random, count: int
 ) -> list[Needle]:
-    """As many needles, no two of which share a name."""
+    """Number of needles `count`, no two of which share a name."""
     found: list[Needle] = []
     while len(found) < count:
         needle = draw(grammar, random)
@@ -120,58 +120,59 @@ def _haystack_text(
     count_tokens: Callable[[str], int],
     room: int,
 ) -> str:
-    # Sentences are counted one by one, each with the space before it: the whole is no more.
+    # Sentences are counted separately, each with the space before it: an upper bound of the whole.
     left = room - sum(count_tokens(f" {line}") for needle in needles for line in needle.lines)
     if left < 0:
         raise BadParameter(
             f"needles.tokens must hold {len(needles)} needles, got {room} tokens for them: take "
             "fewer needles or more tokens."
         )
-    hay: list[str] = []
+    filler: list[str] = []
     for sentence in sentences:
         left -= count_tokens(f" {sentence}")
         if left < 0:
             break
-        hay.append(sentence)
-    return " ".join(_scatter(hay, needles, random))
+        filler.append(sentence)
+    return " ".join(_scatter(filler, needles, random))
 
 
-def _scatter(hay: list[str], needles: Sequence[Needle], random: Random) -> Iterator[str]:
-    """The hay with every line at a place of its own choice, the lines of a needle in order."""
+def _scatter(filler: list[str], needles: Sequence[Needle], random: Random) -> Iterator[str]:
+    """Filler sentences with every line at a random position, the lines of a needle in order."""
     placed: list[tuple[int, str]] = []
     for needle in needles:
-        spots = sorted(random.randint(0, len(hay)) for _ in needle.lines)
-        placed += zip(spots, needle.lines, strict=True)
+        positions = sorted(random.randint(0, len(filler)) for _ in needle.lines)
+        placed += zip(positions, needle.lines, strict=True)
     placed.sort(key=lambda place: place[0])
     start = 0
-    for spot, line in placed:
-        yield from hay[start:spot]
+    for position, line in placed:
+        yield from filler[start:position]
         yield line
-        start = spot
-    yield from hay[start:]
+        start = position
+    yield from filler[start:]
 
 
 def draw_key(grammar: Grammar, random: Random) -> str:
-    """What a magic number may belong to."""
+    """Random name of a thing that a magic number belongs to."""
     color, brand = (draw_value(kind, grammar.words, random) for kind in ("color", "brand"))
     return f"{color} {brand.lower()}"
 
 
 def draw_number(random: Random) -> str:
-    """A magic number."""
+    """Random magic number."""
     return str(random.randint(10**6, 10**7 - 1))
 
 
 def magic_line(key: str, number: str) -> str:
-    """What a text says of a magic number."""
+    """Line that states a magic number."""
     return f"One of the special magic numbers for {key} is: {number}."
 
 
 def draw_magic_number(grammar: Grammar, random: Random) -> Needle:
-    """One number of one thing."""
+    """Needle with one number of one thing."""
     key, number = draw_key(grammar, random), draw_number(random)
-    asked = f"What is the special magic number for {key} mentioned in the text?"
-    question = Question(asked, number, "niah_magic")
+
+    text = f"What is the special magic number for {key} mentioned in the text?"
+    question = Question(text, number, "niah_magic")
     return Needle((magic_line(key, number),), frozenset({key}), question)
 
 
@@ -185,21 +186,21 @@ def _pass_key(grammar: Grammar, random: Random) -> Needle:
 def _key_value(grammar: Grammar, random: Random) -> Needle:
     key, code = (draw_value(kind, grammar.words, random) for kind in ("brand", "code"))
     value = f"{code}{random.randint(10, 99)}"
-    asked = f"What is the value of {key}?"
+    question = f"What is the value of {key}?"
     line = f"{key}: {value}."
-    return Needle((line,), frozenset({key}), Question(asked, value, "niah_kv"))
+    return Needle((line,), frozenset({key}), Question(question, value, "niah_kv"))
 
 
 def variable_chain(random: Random, length: int) -> Needle:
-    """So many variables, each but the first standing for the one before it."""
+    """Chain of `length` variables, each but the first referring to the one before it."""
     value, names = str(random.randint(10**4, 10**5 - 1)), list[str]()
     while len(names) < length:
         name = "".join(random.choice(ascii_uppercase) for _ in range(3))
         names += [] if name in names else [name]
     follow = (f"VAR {new} = VAR {old}." for old, new in zip(names, names[1:], strict=False))
-    asked = f"What is the value of the variable {names[-1]}?"
+    question = f"What is the value of the variable {names[-1]}?"
     lines = (f"VAR {names[0]} = {value}.", *follow)
-    return Needle(lines, frozenset(names), Question(asked, value, "niah_vars"))
+    return Needle(lines, frozenset(names), Question(question, value, "niah_vars"))
 
 
 def _chain(grammar: Grammar, random: Random) -> Needle:
@@ -225,8 +226,11 @@ NOISE = (
 
 
 class Haystack(Enum):
-    """TALK: small talk. PROSE: passages of a corpus, `--corpus FOLDER`. NOISE: the same five short
-    sentences again and again, as pass keys were first hidden in.
+    """Filler text of a haystack.
+
+    TALK: small talk.
+    PROSE: passages of a corpus, `--corpus FOLDER`.
+    NOISE: the same five short sentences over and over, as in the original pass key task.
     """
 
     TALK = "talk"
@@ -234,10 +238,10 @@ class Haystack(Enum):
     NOISE = "noise"
 
     def sentences(self, sources: TaskSources, random: Random) -> Iterator[str]:
-        """Sentences without end.
+        """Endless sentences.
 
         Raises:
-            UsageError: there must be a corpus, and none was named.
+            UsageError: a corpus is needed and none was given.
         """
         if self is Haystack.PROSE:
             return sources.sentences_of_prose(random)

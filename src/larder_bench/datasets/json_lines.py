@@ -1,4 +1,4 @@
-"""Public data sets in folders: a JSON object per line, or a list of them."""
+"""Readers of public data sets in folders: a JSON object per line, or a list of objects."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ Fields = dict[str, Any]
 
 
 def load_sample(folder: str, name: str, seed: int, sources: TaskSources) -> Fields:
-    """The sample of `FOLDER/NAME.jsonl`, or of the folder `data` in it, that a seed stands for, by
-    turns.
+    """Sample of `FOLDER/NAME.jsonl`, or of `FOLDER/data/NAME.jsonl`; seeds select samples in
+    turn.$$
+
+    Raises:
+        UsageError: the folder was not given.
+        InputError: the file does not exist, or cannot be read.
 
     Raises:
         UsageError: no such folder was named.
@@ -24,17 +28,17 @@ def load_sample(folder: str, name: str, seed: int, sources: TaskSources) -> Fiel
     paths = sorted([*place.glob("*.jsonl"), *place.glob("data/*.jsonl")])
     known = {path.stem: path for path in paths}
     if name not in known:
-        there = ", ".join(sorted(known)) or "no .jsonl file at all"
-        raise InputError(f"{place} holds no {name}.jsonl: it holds {there}.")
+        names = ", ".join(sorted(known)) or "no .jsonl file at all"
+        raise InputError(f"{place} holds no {name}.jsonl: it holds {names}.")
     samples = sources.once(known[name], read_lines)
     return samples[seed % len(samples)]
 
 
 def read_lines(path: Path) -> list[Fields]:
-    """All objects of a file, one per line.
+    """All objects of a file with one per line.
 
     Raises:
-        InputError: it cannot be read, is empty, or a line is no object.
+        InputError: the file cannot be read, is empty, or a line is not an object.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -45,10 +49,10 @@ def read_lines(path: Path) -> list[Fields]:
 
 
 def read_list(path: Path) -> list[Fields]:
-    """All objects of a file that is a list of them.
+    """All objects of a file that contains a list of them.
 
     Raises:
-        InputError: it cannot be read, is empty, or is no such list.
+        InputError: the file cannot be read, is empty, or is not such a list.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8-sig"))
@@ -61,7 +65,7 @@ def required_field(fields: Fields, name: str, place: str) -> Any:
     """Value of a sample's field.
 
     Raises:
-        InputError: it holds nothing under it.
+        InputError: the sample does not have the field.
     """
     if name not in fields:
         raise InputError(f"a sample of {place} has no {name!r}: is it of another release?")

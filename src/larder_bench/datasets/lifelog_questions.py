@@ -1,4 +1,4 @@
-"""Questions about a life-log, each with the one answer that the conversation gives."""
+"""Questions about a life-log, each with exactly one answer in the conversation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from larder_bench.datasets.lifelog_sessions import (
     write_lifelog,
 )
 
-# How often each fact may be tried before there is nothing left to ask.
+# Rounds over all facts before the search for questions ends.
 ROUNDS = 20
 
 
@@ -28,24 +28,25 @@ def lifelog_conversation(
     kinds: Sequence[str] = ("single", "session", "twohop", "list"),
     facts: tuple[int, int] = FACTS_PER_SESSION,
 ) -> Conversation:
-    """A life-log of at most `tokens` tokens with `questions` questions; equal seeds, equal logs.
+    """Life-log of at most `tokens` tokens with `questions` questions; equal seeds give equal logs.
 
-    Questions ask for facts of all sessions by turns. Their kinds come as often as in the training
-    of the seed model: `single` asks for a fact as it stands last, `session` in which session
-    something first came up, `twohop` for one attribute of what another attribute identifies, `list`
-    for all that was told of something, and `update`, if it is named, for facts that have changed.
+    Questions ask for facts of all sessions in turn. The frequencies of their kinds are those of the
+    seed model's training: `single` asks for the latest value of a fact, `session` for the session
+    in which something first came up, `twohop` for one attribute of something that another attribute
+    identifies, `list` for all facts about something, and `update`, if selected, for facts that have
+    changed.
 
     Args:
-        seed: of everything random.
-        tokens: the most that the messages may take, marks between them included.
-        count_tokens: how many tokens a text is.
-        questions: how many to ask, all different.
-        kinds: those that may be asked.
-        facts: the fewest and the most that a session tells.
+        seed: seed of all random choices.
+        tokens: maximum number of tokens of the messages, markers between them included.
+        count_tokens: returns the number of tokens of a text.
+        questions: number of questions, all different.
+        kinds: allowed kinds of questions.
+        facts: minimum and maximum number of facts per session.
 
     Raises:
-        TooLittle: `tokens` is too small for a session, or the log does not hold enough to ask.
-        BadParameter: `tokens` is more than there is to tell.
+        TooLittle: `tokens` is too small for a session, or the log yields too few questions.
+        BadParameter: `tokens` is more than all facts of the grammar fill.
         UnknownName: a kind that does not exist.
     """
     if not kinds:
@@ -64,10 +65,10 @@ def lifelog_conversation(
 def draw_questions(
     log: LifeLog, count: int, kinds: Sequence[str] = ("single", "session", "twohop", "list")
 ) -> tuple[Question, ...]:
-    """Different questions of the kinds named, their answers read off the log.
+    """Different questions of the given kinds, their answers taken from the log.
 
     Raises:
-        TooLittle: the log does not hold enough to ask.
+        TooLittle: the log yields too few questions.
     """
     found: dict[str, Question] = {}
     weights = [KINDS[kind][0] for kind in kinds]
@@ -81,13 +82,13 @@ def draw_questions(
     if len(found) < count:
         raise TooLittle(
             f"lifelog.questions is {count}, but the log holds only {len(found)} of the kinds "
-            f"{', '.join(kinds)}: ask fewer, or write more tokens."
+            f"{', '.join(kinds)}: ask fewer, or take more tokens."
         )
     return tuple(found.values())
 
 
 def _round_robin(log: LifeLog) -> Iterator[LifeLogFact]:
-    """The facts as they stand, one of each session, then the next of each, several times over."""
+    """Latest facts, one of each session, then the next of each, over several rounds."""
     sessions: dict[int, list[LifeLogFact]] = {}
     for fact in log.latest.values():
         sessions.setdefault(fact.session, []).append(fact)
@@ -102,13 +103,13 @@ def _shuffled(facts: Sequence[LifeLogFact], random: Random) -> list[LifeLogFact]
 
 
 def _single(fact: LifeLogFact, log: LifeLog) -> Question:
-    asked = log.random.choice(fact.subject.attribute.questions)
-    asked = asked.replace("{E}", fact.subject.entity)
-    return Question(asked, fact.value, "single", log.depth(fact.place), sources=1)
+    template = log.random.choice(fact.subject.attribute.questions)
+    question = template.replace("{E}", fact.subject.entity)
+    return Question(question, fact.value, "single", log.depth(fact.place), sources=1)
 
 
 def _update(fact: LifeLogFact, log: LifeLog) -> Question | None:
-    """None where the value has never changed."""
+    """Question for a changed value; None if the value has never changed."""
     if log.first[fact.subject].value == fact.value:
         return None
     return replace(_single(fact, log), kind="update")
@@ -116,14 +117,16 @@ def _update(fact: LifeLogFact, log: LifeLog) -> Question | None:
 
 def _session(fact: LifeLogFact, log: LifeLog) -> Question:
     entity = fact.subject.entity
-    told = [log.first[subject] for subject in _subjects_of_entity(fact.subject, log)]
-    first = min(told, key=lambda fact: fact.place)
-    asked, depth = f"In which session did I first talk about {entity}?", log.depth(first.place)
-    return Question(asked, f"session {first.session}", "session", depth, sources=1)
+    facts = [log.first[subject] for subject in _subjects_of_entity(fact.subject, log)]
+    first = min(facts, key=lambda fact: fact.place)
+    question, depth = f"In which session did I first talk about {entity}?", log.depth(first.place)
+    return Question(question, f"session {first.session}", "session", depth, sources=1)
 
 
 def _two_hop(fact: LifeLogFact, log: LifeLog) -> Question | None:
-    """None where the entity has no second attribute or the value does not identify it."""
+    """Question for another attribute of an entity; None if it has no second attribute or the value
+    does not identify it.
+    """
     name = fact.subject.attribute.name
     others = [
         subject for subject in _subjects_of_entity(fact.subject, log) if subject != fact.subject
@@ -135,21 +138,23 @@ def _two_hop(fact: LifeLogFact, log: LifeLog) -> Question | None:
     ]
     if not others or len(alike) > 1:
         return None
-    wanted = log.latest[log.random.choice(others)]
-    asked = f"What is the {wanted.subject.attribute.name} of the one whose {name} is {fact.value}?"
-    return Question(asked, wanted.value, "twohop", sources=len({fact.place, wanted.place}))
+    target = log.latest[log.random.choice(others)]
+    question = (
+        f"What is the {target.subject.attribute.name} of the one whose {name} is {fact.value}?"
+    )
+    return Question(question, target.value, "twohop", sources=len({fact.place, target.place}))
 
 
 def _list(fact: LifeLogFact, log: LifeLog) -> Question:
     subjects = _subjects_of_entity(fact.subject, log)
-    told = [f"{subject.attribute.name}: {log.latest[subject].value}" for subject in subjects]
-    asked = f"List everything I told you about {fact.subject.entity}."
+    values = [f"{subject.attribute.name}: {log.latest[subject].value}" for subject in subjects]
+    question = f"List everything I told you about {fact.subject.entity}."
     places = {log.latest[subject].place for subject in subjects}
-    return Question(asked, "; ".join(told), "list", sources=len(places))
+    return Question(question, "; ".join(values), "list", sources=len(places))
 
 
 def _subjects_of_entity(subject: FactSubject, log: LifeLog) -> list[FactSubject]:
-    """The subjects told of the same entity, in the order they first came up."""
+    """Subjects with facts about the same entity, in order of first appearance."""
     same = (subject.topic, subject.entity)
     return [other for other in log.first if (other.topic, other.entity) == same]
 

@@ -1,8 +1,8 @@
-"""Life-logs: a person tells an assistant about their life, session by session, then asks.
+"""Life-logs: a user tells an assistant about their life, session by session, then asks questions.
 
-The wording and the layout are those that the bundled seed model was trained on: a system message
-heads each session, the user tells facts among small talk, the assistant acknowledges, and now and
-then an old fact changes. Only facts that stand in the conversation are asked for.
+The wording and the layout are the ones that the bundled seed model was trained on: a system message
+starts each session, the user states facts among small talk, the assistant acknowledges, and
+sometimes an old fact changes. Questions ask only for facts of the conversation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from larder.core.conversation import Message
 from larder.core.errors import BadParameter, TooLittle
 from larder_bench.datasets.grammar import Attribute, Grammar, Topic, draw_value, load_grammar
 
-# Each message stands between a mark of its role and one of its end.
+# Each message has a role marker before it and an end marker after it.
 MESSAGE_MARKER_TOKENS = 2
 TOPICS_PER_SESSION = (1, 1, 2, 2, 3)
 FACTS_PER_SESSION = (3, 9)
@@ -26,7 +26,7 @@ CHAT_CHANCE = 0.3
 
 @dataclass(frozen=True)
 class FactSubject:
-    """What a fact is about: one attribute of one entity."""
+    """Subject of a fact: one attribute of one entity."""
 
     topic: Topic
     entity: str
@@ -35,7 +35,7 @@ class FactSubject:
 
 @dataclass(frozen=True)
 class LifeLogFact:
-    """A value told of a subject in a session, counted from 1, by a message, counted from 0."""
+    """Value of a subject, stated in a session, counted from 1, by a message, counted from 0."""
 
     subject: FactSubject
     value: str
@@ -45,7 +45,7 @@ class LifeLogFact:
 
 @dataclass(frozen=True)
 class LifeLogSession:
-    """The messages of one sitting and the facts told in it."""
+    """Messages of a session and the facts in them."""
 
     messages: tuple[Message, ...]
     facts: tuple[LifeLogFact, ...]
@@ -53,10 +53,10 @@ class LifeLogSession:
 
 @dataclass
 class LifeLog:
-    """The sessions so far; `first` and `latest` hold each subject as it was told first and last.
+    """Sessions so far; `first` and `latest` hold the first and the latest fact of each subject.
 
     Args:
-        facts: the fewest and the most of a session.
+        facts: minimum and maximum number of facts per session.
     """
 
     grammar: Grammar
@@ -78,7 +78,7 @@ class LifeLog:
         self.random.shuffle(self.remaining_subjects)
 
     def next_session(self) -> LifeLogSession | None:
-        """A session that could come next, or None if everything is told. `keep` makes it so."""
+        """Candidate for the next session; None if all facts have been stated. `keep` adds it."""
         topics = [
             t for t in self.grammar.topics if any(s.topic == t for s in self.remaining_subjects)
         ]
@@ -93,13 +93,13 @@ class LifeLog:
             value = draw_value(subject.attribute.value_kind, self.grammar.words, random)
             place = len(self.messages) + len(messages)
             facts.append(LifeLogFact(subject, value, self.sessions + 1, place))
-            messages += self._told(facts[-1])
+            messages += self._fact_messages(facts[-1])
             if random.random() < CHAT_CHANCE:
                 messages += self._answered(random.choice(subject.topic.chat))
         return LifeLogSession(tuple(messages), tuple(facts))
 
     def keep(self, session: LifeLogSession) -> None:
-        """Add a session and remember what was told in it."""
+        """Add a session and record its facts."""
         self.sessions += 1
         self.messages += session.messages
         for fact in session.facts:
@@ -110,11 +110,11 @@ class LifeLog:
         ]
 
     def depth(self, place: int) -> float:
-        """Where a message starts: the share of all letters that stand before it."""
+        """Relative position of a message's start: the share of all characters before it."""
         return relative_depth(self.messages, place)
 
     def header(self) -> Message:
-        """What heads the next session, on a day of its own."""
+        """System message that starts the next session, with a random date."""
         words, random = self.grammar.words, self.random
         day = f"{random.choice(words['month'])} {random.randint(1, 28)}"
         weekday = random.choice(words["weekday"])
@@ -125,18 +125,18 @@ class LifeLog:
         subjects = [subject for subject in self.remaining_subjects if subject.topic == topic][
             :count
         ]
-        told = [subject for subject in self.latest if subject.topic == topic]
-        if told and self.random.random() < UPDATE_CHANCE:
-            subjects.append(self.random.choice(told))
+        known = [subject for subject in self.latest if subject.topic == topic]
+        if known and self.random.random() < UPDATE_CHANCE:
+            subjects.append(self.random.choice(known))
         return subjects
 
-    def _told(self, fact: LifeLogFact) -> list[Message]:
+    def _fact_messages(self, fact: LifeLogFact) -> list[Message]:
         subject, random = fact.subject, self.random
         leads = self.grammar.updates if subject in self.latest else self.grammar.openers
         lead = random.choice(leads)
-        said = random.choice(subject.attribute.statements)
-        said = said.replace("{E}", subject.entity).replace("{V}", fact.value)
-        sentences = [f"{lead} {said}." if lead else f"{said[0].upper()}{said[1:]}."]
+        template = random.choice(subject.attribute.statements)
+        statement = template.replace("{E}", subject.entity).replace("{V}", fact.value)
+        sentences = [f"{lead} {statement}." if lead else f"{statement[0].upper()}{statement[1:]}."]
         for _ in range(random.choice(CHAT_PER_FACT)):
             place = random.randint(0, len(sentences))
             sentences.insert(place, random.choice(subject.topic.chat))
@@ -153,11 +153,11 @@ def write_lifelog(
     count_tokens: Callable[[str], int],
     facts: tuple[int, int] = FACTS_PER_SESSION,
 ) -> LifeLog:
-    """Sessions one after the other, as many whole ones as fit into `tokens`.
+    """Life-log of as many whole sessions as fit into `tokens`.
 
     Raises:
-        TooLittle: not one session fits.
-        BadParameter: all there is to tell does not fill `tokens`.
+        TooLittle: no session fits.
+        BadParameter: all facts of the grammar do not fill `tokens`.
     """
     log = LifeLog(load_grammar(), Random(seed), facts=facts)
     left = tokens
@@ -170,17 +170,19 @@ def write_lifelog(
         raise TooLittle(f"lifelog.tokens must hold a session, got {tokens}: take 400 or more.")
     if left > 0 and not log.remaining_subjects:
         raise BadParameter(
-            f"lifelog.tokens is {tokens}, but all there is to tell is {tokens - left}: take less."
+            f"lifelog.tokens is {tokens}, but all facts together take {tokens - left}: take less."
         )
     return log
 
 
 def relative_depth(messages: Sequence[Message], place: int, start: int = 0) -> float:
-    """Where a message, or a letter of it, stands: the share of all letters that come before it."""
+    """Relative position of a message, or of a character in it: the share of all characters before
+    it.
+    """
     lengths = [len(message.content) for message in messages]
     return (sum(lengths[:place]) + start) / sum(lengths)
 
 
 def count_message_tokens(messages: Sequence[Message], count_tokens: Callable[[str], int]) -> int:
-    """What the messages take, the marks around each included."""
+    """Number of tokens of messages, including the markers around each."""
     return sum(count_tokens(message.content) + MESSAGE_MARKER_TOKENS for message in messages)

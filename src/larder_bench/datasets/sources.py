@@ -32,10 +32,10 @@ class TaskSources:
     """Sources that tasks draw from.
 
     Args:
-        count_tokens: how many tokens of the model a text is.
-        corpus: the folder of `--corpus`, with prose and dialogues packed as `bench/corpus` reads.
-        split: which dialogues of the corpus: `dev`, or `train`, which models are trained on.
-        data: the folder of `--data`, with a folder for each public data set, such as `locomo`.
+        count_tokens: returns the number of the model's tokens of a text.
+        corpus: folder of `--corpus`, with prose and dialogues as `datasets/corpus.py` reads them.
+        split: dialogues of the corpus: `dev`, or `train`, which models are trained on.
+        data: folder of `--data`, with a folder for each public data set, such as `locomo`.
     """
 
     count_tokens: Callable[[str], int]
@@ -54,29 +54,29 @@ class TaskSources:
         """Texts of the corpus.
 
         Raises:
-            UsageError: no corpus was named.
+            UsageError: no corpus was given.
         """
         return read_prose(self._in_corpus(PROSE))
 
     @cached_property
     def dialogues(self) -> tuple[Dialogue, ...]:
-        """Dialogues of the corpus that anything can be asked about.
+        """Dialogues of the corpus with at least one booking.
 
         Raises:
-            UsageError: no corpus was named.
+            UsageError: no corpus was given.
         """
         return read_dialogues(self._in_corpus(DIALOGUES.format(split=self.split)))
 
     def sentences_of_prose(self, random: Random) -> Iterator[str]:
-        """Sentences of the corpus without end.
+        """Endless sentences of the corpus.
 
         Raises:
-            UsageError: no corpus was named.
+            UsageError: no corpus was given.
         """
         return sentences_of_prose(self.prose, random)
 
     def sentences_of_small_talk(self, random: Random) -> Iterator[str]:
-        """Small talk without end, which needs no corpus."""
+        """Endless small talk, which needs no corpus."""
         return sentences_of_small_talk(self.grammar, random)
 
     def embedder(self, name: str) -> Embedder:
@@ -86,15 +86,15 @@ class TaskSources:
         return self.once(Path(name), lambda path: load_embedder(name))
 
     def folder(self, name: str) -> Path:
-        """The folder of a public data set.
+        """Folder of a public data set.
 
         Raises:
-            UsageError: no data folder was named, or it holds no such folder.
+            UsageError: no data folder was given, or it does not contain that folder.
         """
         if self.data is None:
-            raise UsageError(f"{name} is not part of the package: name its place, --data FOLDER.")
+            raise UsageError(f"{name} is not part of the package: give its folder, --data FOLDER.")
         if not (self.data / name).is_dir():
-            raise UsageError(f"--data {self.data} must hold a folder {name!r}, and does not.")
+            raise UsageError(f"--data {self.data} must contain a folder {name!r}, but does not.")
         return self.data / name
 
     def once(self, path: Path, read: Callable[[Path], T]) -> T:
@@ -105,5 +105,7 @@ class TaskSources:
 
     def _in_corpus(self, name: str) -> Path:
         if self.corpus is None:
-            raise UsageError(f"{name} is not part of the package: name its place, --corpus FOLDER.")
+            raise UsageError(
+                f"{name} is not part of the package: give its folder, --corpus FOLDER."
+            )
         return self.corpus / name

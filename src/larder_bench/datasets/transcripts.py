@@ -1,7 +1,7 @@
-"""Runs of real transcripts, and the questions whose evidence lies in them.
+"""Excerpts of real transcripts, and the questions whose evidence they contain.
 
-LoCoMo and RealTalk say for each question which utterances answer it. A run starts with a session
-and goes on for as many utterances as there is room for; what it does not answer is left out.
+LoCoMo and RealTalk list the utterances that answer each question. An excerpt starts with a session
+and has as many utterances as fit; questions that it does not answer are left out.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS, relati
 from larder_bench.datasets.sources import TaskSources
 
 UTTERANCE_ID = re.compile(r"D(\d+):(\d+)")
-UTTERANCE_RANGE = re.compile(r"D\d+:\d+(?:\s*-\s*D\d+:\d+)?")  # a range is one place
+UTTERANCE_RANGE = re.compile(r"D\d+:\d+(?:\s*-\s*D\d+:\d+)?")  # a range counts once
 HEADER = "DATE: "
 UNANSWERABLE = 5  # LoCoMo's category of questions that `read_conversation` leaves out
 
 
 @dataclass(frozen=True)
 class AnnotatedTranscript:
-    """A transcript as it is read, and where its evidence lies.
+    """Transcript with the evidence of its questions.
 
     Args:
-        numbers: of each message, its session and its place there, both counted from 1.
-        evidence: of each question, the numbers that it names; empty if it names none.
-        costs: tokens of each message.
+        numbers: session of each message and its number there, both counted from 1.
+        evidence: numbers that each question refers to; empty if it names none.
+        costs: number of tokens of each message.
     """
 
     conversation: Conversation
@@ -46,37 +46,37 @@ class AnnotatedTranscript:
 
     @property
     def starts(self) -> list[int]:
-        """The first message of each session."""
+        """First message of each session."""
         messages = enumerate(self.conversation.messages)
         return [n for n, message in messages if message.content.lstrip().startswith(HEADER)]
 
 
 @dataclass(frozen=True)
 class TranscriptExcerpt:
-    """The messages [start, stop) of a transcript, in place of which stands a conversation."""
+    """Messages [start, stop) of a transcript."""
 
-    real: AnnotatedTranscript
+    transcript: AnnotatedTranscript
     start: int
     stop: int
 
     def conversation(self, questions: int | None, random: Random) -> Conversation:
-        """The run with the questions that it answers, so many of them at most."""
-        whole = self.real.conversation
+        """Excerpt with at most `questions` of the questions that it answers."""
+        whole = self.transcript.conversation
         messages = _trimmed(whole.messages[self.start : self.stop])
-        asked = [
+        answered = [
             replace(question, depth=self._depth(evidence, messages))
-            for question, evidence in zip(whole.questions, self.real.evidence, strict=True)
+            for question, evidence in zip(whole.questions, self.transcript.evidence, strict=True)
             if self._answers(evidence)
         ]
-        if questions is not None and len(asked) > questions:
-            asked = random.sample(asked, questions)
-        return replace(whole, messages=messages, questions=tuple(asked))
+        if questions is not None and len(answered) > questions:
+            answered = random.sample(answered, questions)
+        return replace(whole, messages=messages, questions=tuple(answered))
 
     def _answers(self, evidence: Sequence[tuple[int, int]]) -> bool:
-        """Whether all of it lies within; evidence that is not named may lie anywhere."""
+        """Test if the excerpt contains all evidence; evidence that is not named may be anywhere."""
         if not evidence:
-            return self.stop - self.start == len(self.real.numbers)
-        within = set(self.real.numbers[self.start : self.stop])
+            return self.stop - self.start == len(self.transcript.numbers)
+        within = set(self.transcript.numbers[self.start : self.stop])
         return within.issuperset(evidence)
 
     def _depth(
@@ -84,56 +84,56 @@ class TranscriptExcerpt:
     ) -> float | None:
         if len(set(evidence)) != 1:
             return None
-        return relative_depth(messages, self.real.numbers.index(evidence[0]) - self.start)
+        return relative_depth(messages, self.transcript.numbers.index(evidence[0]) - self.start)
 
 
 def excerpt_conversation(
     name: str, seed: int, tokens: int, questions: int | None, sources: TaskSources
 ) -> Conversation:
-    """A run of a file of the folder `name`, and questions that it answers.
+    """Excerpt of a file of the folder `name`, with questions that it answers.
 
     Raises:
-        TooLittle: no run answers anything.
+        TooLittle: no excerpt answers a question.
     """
-    random, real = Random(seed), load_transcript(name, seed, sources)
-    opening = sources.count_tokens(real.conversation.opening)
+    random, transcript = Random(seed), load_transcript(name, seed, sources)
+    opening = sources.count_tokens(transcript.conversation.opening)
     left = tokens - opening - sources.count_tokens(ACKNOWLEDGEMENT) - 2 * MESSAGE_MARKER_TOKENS
-    starts = real.starts
+    starts = transcript.starts
     for start in random.sample(starts, len(starts)):
-        made = cut_excerpt(real, start, left).conversation(questions, random)
-        if made.questions:
-            return replace(made, name=f"{name}-{tokens}-{seed}")
+        conversation = cut_excerpt(transcript, start, left).conversation(questions, random)
+        if conversation.questions:
+            return replace(conversation, name=f"{name}-{tokens}-{seed}")
     raise TooLittle(
-        f"{name}.tokens must hold what answers a question, got {tokens}: write more tokens."
+        f"{name}.tokens must hold the evidence of a question, got {tokens}: take more tokens."
     )
 
 
-def cut_excerpt(real: AnnotatedTranscript, start: int, tokens: int) -> TranscriptExcerpt:
-    """As many messages from `start` on as `tokens` hold; where all do, sessions before it, too."""
-    costs = real.costs
+def cut_excerpt(transcript: AnnotatedTranscript, start: int, tokens: int) -> TranscriptExcerpt:
+    """Excerpt of as many messages from `start` on as fit; if all do, earlier sessions are added."""
+    costs = transcript.costs
     fits = sum(total <= tokens for total in accumulate(costs[start:]))
     stop = start + fits
     if stop == len(costs):
         left = tokens - sum(costs[start:])
-        for earlier in reversed([first for first in real.starts if first < start]):
+        for earlier in reversed([first for first in transcript.starts if first < start]):
             if sum(costs[earlier:start]) > left:
                 break
             left -= sum(costs[earlier:start])
             start = earlier
-    return TranscriptExcerpt(real, start, stop)
+    return TranscriptExcerpt(transcript, start, stop)
 
 
 def load_transcript(name: str, seed: int, sources: TaskSources) -> AnnotatedTranscript:
-    """The file of the folder `name` that a seed stands for, by turns.
+    """Transcript of the folder `name`; seeds select its files in turn.
 
     Raises:
-        UsageError: no folder of that name was named.
-        InputError: it holds no file, or one that is no such transcript.
+        UsageError: the folder was not given.
+        InputError: it contains no file, or one that is not such a transcript.
     """
     folder = sources.folder(name)
     paths = sorted(folder.glob("*.json"))
     if not paths:
-        raise InputError(f"{folder} must hold transcripts as .json files, and holds none.")
+        raise InputError(f"{folder} must hold transcripts as .json files, but holds none.")
     return sources.once(paths[seed % len(paths)], lambda path: _read(path, sources.count_tokens))
 
 
@@ -146,11 +146,11 @@ def _read(path: Path, count_tokens: Callable[[str], int]) -> AnnotatedTranscript
         for session in session_numbers(talk)
         for number, _ in enumerate(talk[f"session_{session}"], start=1)
     )
-    asked = [entry for entry in data.get("qa", []) if _answerable(entry, data)]
-    if len(numbers) != len(conversation.messages) or len(asked) != len(conversation.questions):
-        raise InputError(f"{path} is no transcript of LoCoMo or RealTalk: name another folder.")
-    evidence = tuple(tuple(_evidence_ids(entry)) for entry in asked)
-    counted = zip(conversation.questions, map(_sources, asked), strict=True)
+    entries = [entry for entry in data.get("qa", []) if _answerable(entry, data)]
+    if len(numbers) != len(conversation.messages) or len(entries) != len(conversation.questions):
+        raise InputError(f"{path} is not a transcript of LoCoMo or RealTalk: name another folder.")
+    evidence = tuple(tuple(_evidence_ids(entry)) for entry in entries)
+    counted = zip(conversation.questions, map(_sources, entries), strict=True)
     conversation = replace(
         conversation,
         questions=tuple(replace(question, sources=count) for question, count in counted),
@@ -164,14 +164,14 @@ def _answerable(entry: dict[str, Any], data: dict[str, Any]) -> bool:
 
 
 def _evidence_ids(entry: dict[str, Any]) -> Iterator[tuple[int, int]]:
-    """Ends of a range stand for it: what lies in a run with both lies in it, too."""
+    """Numbers of the evidence; the two ends of a range stand for the whole range."""
     for text in entry.get("evidence") or ():
         for session, number in UTTERANCE_ID.findall(str(text)):
             yield int(session), int(number)
 
 
 def _sources(entry: dict[str, Any]) -> int | None:
-    """How many places it names."""
+    """Number of passages of the evidence; None if it names none."""
     places = {
         place
         for text in entry.get("evidence") or ()
@@ -181,7 +181,7 @@ def _sources(entry: dict[str, Any]) -> int | None:
 
 
 def _trimmed(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The header of the first session stands at the start, without the blank line before it."""
+    """Messages without the blank line before the first session header."""
     if not messages:
         return ()
     first = replace(messages[0], content=messages[0].content.lstrip("\n"))

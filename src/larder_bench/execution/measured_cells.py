@@ -12,11 +12,12 @@ _HEAD = ("task", "tokens", "spelling", "budget", "matched")
 
 
 class MeasuredCells:
-    """First guesses at budgets in bytes, and cells that come to the same as another one.
+    """Measured cells of a run: first guesses of budgets in bytes, and results that other cells
+    share.
 
     Args:
-        rows: of the cells of this run and model that the file holds. Others do not count, so that
-            what a file held before changes nothing.
+        rows: cells of this run and model in the file. Rows of other runs must be left out, so
+            that the former contents of a file change nothing.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
@@ -27,29 +28,29 @@ class MeasuredCells:
             self._keep(place, row["seed"], row["measure"], row)
 
     def learn(self, cell: Cell, measured: Row) -> None:
-        """Remember what a cell came to."""
+        """Store the result of a cell."""
         self._keep(cell.place, cell.seed, cell.measure, measured | {"matched": cell.matched.value})
 
     def guess(self, cell: Cell) -> float | None:
-        """Tokens per byte that the first seed came to; nothing for the first itself, or where that
-        was refused.
+        """Tokens per byte measured with the first seed; None for the first seed itself, or if that
+        cell was refused.
         """
         seed, guess = self._guesses.get(cell.place, (cell.seed, None))
         return guess if seed < cell.seed else None
 
     def source(self, cell: Cell) -> int | None:
-        """The seed that a cell's first guess comes from; None where there is none."""
+        """Seed that the first guess of a cell comes from; None if there is none."""
         return self._guesses[cell.place][0] if cell.place in self._guesses else None
 
     def shared_row(self, cell: Cell) -> Row | None:
-        """What the cell comes to, where one that differs in what is held equal has told."""
+        """Result of an equivalent cell that differs only in the matched quantity, or None."""
         if not cell.is_alike:
             return None
         found = self._alike.get(_unmatched_place(cell.place, cell.seed, cell.measure))
         if found is None or found["matched"] == cell.matched.value:
             return None
-        told = {n: value for n, value in found.items() if n not in (*cell.head({}), EXHIBITS_KEY)}
-        return told | {"shared_with": found["matched"]}
+        fields = {n: value for n, value in found.items() if n not in (*cell.head({}), EXHIBITS_KEY)}
+        return fields | {"shared_with": found["matched"]}
 
     def _keep(self, place: CellPlace, seed: int, measure: str, row: Row) -> None:
         self._alike.setdefault(_unmatched_place(place, seed, measure), row)
@@ -59,5 +60,5 @@ class MeasuredCells:
 
 
 def _unmatched_place(place: CellPlace, seed: int, measure: str) -> CellPlace:
-    """The cell's place whatever is held equal."""
+    """Key of a cell without its matched quantity."""
     return (*place[:-1], str(seed), measure)

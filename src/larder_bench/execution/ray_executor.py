@@ -1,9 +1,8 @@
 """Cells of a study measured on all machines of a Ray cluster at the same time.
 
-Plain actors and not Ray Data: a worker keeps its model and what it has read of a conversation, each
-row comes as soon as it is there, and some cells wait for others
-(see `CellGroup`). A data set that is mapped in batches has an order for none
-of that. Only this process writes the file.
+Plain actors instead of Ray Data: a worker keeps its model and the caches of a conversation, each
+row is returned as soon as it is ready, and some cells wait for others (see `CellGroup`). Ray Data's
+batched map supports none of that. Only this process writes the file.
 """
 
 from __future__ import annotations
@@ -22,29 +21,31 @@ from larder_bench.results.environment import environment_row
 from larder_bench.results.rows import Row
 from larder_bench.studies.cells import Cell
 
-MAX_LOST_WORKERS = 3  # workers in a row that may be lost before the study stops
+MAX_LOST_WORKERS = 3  # consecutive lost workers after which the study stops
 MeasuredCellRow = tuple[int, Row, float]  # number of a cell, its row, seconds
 
 
 def ray_execution(open: ContextLoader, threads: int) -> ExecutionStrategy:
-    """Go through cells on all machines of the cluster that this process has joined.
+    """Execution strategy that measures cells on all machines of the joined Ray cluster.
 
     Args:
-        open: loads the model of that name, there as well as here.
-        threads: that each worker computes with.
+        open: loads a model by name, on workers as well as in this process.
+        threads: torch threads of each worker.
     """
 
-    def through(model: str, rows: Sequence[Row], tell: Callable[[Row], None]) -> RayExecutor:
-        return RayExecutor(open, model, threads, rows, tell)
+    def executor(
+        model: str, rows: Sequence[Row], on_environment: Callable[[Row], None]
+    ) -> RayExecutor:
+        return RayExecutor(open, model, threads, rows, on_environment)
 
-    return through
+    return executor
 
 
 class CellWorker:
     """Worker that holds a model and measures its cells.
 
     Args:
-        threads: that torch computes with.
+        threads: torch threads.
     """
 
     def __init__(self, open: ContextLoader, model: str, threads: int) -> None:
@@ -52,17 +53,17 @@ class CellWorker:
 
         torch.set_num_threads(threads)
         self._threads = threads
-        self._opened = lru_cache(maxsize=1)(lambda: open(model))
+        self._context = lru_cache(maxsize=1)(lambda: open(model))
 
     def measure(
         self, cells: Sequence[tuple[int, Cell]], rows: Sequence[Row]
     ) -> Iterator[Row | MeasuredCellRow]:
-        """Tell what rows depend on here, then measure cells in order.
+        """Yield the environment row of this worker, then the result of each cell in order.
 
         Args:
-            rows: of others, which these may go by.
+            rows: results of other cells that these may depend on.
         """
-        bench, known = self._opened(), MeasuredCells(rows)
+        bench, known = self._context(), MeasuredCells(rows)
         yield environment_row(self._threads, bench.accelerator())
         for number, cell in cells:
             yield number, *measure_timed(lambda cell: measure_cell(bench, known, cell), cell)
@@ -70,26 +71,27 @@ class CellWorker:
 
 @dataclass
 class _RunningGroup:
-    """Cells on their way.
+    """Group of cells that a worker measures.
 
     Args:
-        left: those that no row has come of.
-        environment: of their rows.
+        stream: results of the worker, a Ray generator.
+        remaining: numbers of the cells without a row yet.
+        environment: id of the worker's environment row.
     """
 
     worker: Any
     group: CellGroup
-    told: Any
-    left: list[int]
+    stream: Any
+    remaining: list[int]
     environment: str = ""
 
 
 class RayExecutor:
-    """Measures the cells of one model elsewhere, as `running.in_order` does here.
+    """Executor of one model's cells on Ray workers, as `run_in_order` is in this process.
 
     Args:
-        rows: of these cells, as far as they are known.
-        tell: called with the surroundings of each worker.
+        rows: results of these cells that are already in the file.
+        on_environment: called with the environment row of each worker.
     """
 
     def __init__(
@@ -98,17 +100,17 @@ class RayExecutor:
         model: str,
         threads: int,
         rows: Sequence[Row],
-        tell: Callable[[Row], None],
+        on_environment: Callable[[Row], None],
     ) -> None:
         import ray  # pyright: ignore
 
-        self._ray, self._tell = ray, tell
+        self._ray, self._on_environment = ray, on_environment
         self._known, self._rows = MeasuredCells(rows), dict[TaskLength, list[Row]]()
         for row in rows:
             self._keep(row)
         kind = ray.remote(CellWorker).options(num_cpus=threads)
-        self._made = lambda: kind.remote(open, model, threads)
-        self._places = max(1, sum(int(count // threads) for count in cpu_counts()))
+        self._create_worker = lambda: kind.remote(open, model, threads)
+        self._num_workers = max(1, sum(int(count // threads) for count in cpu_counts()))
         self._idle: list[Any] = []
         self._running: list[_RunningGroup] = []
         self._lost = 0
@@ -116,19 +118,19 @@ class RayExecutor:
     def __call__(
         self, cells: Sequence[Cell], measure: Callable[[Cell], Row]
     ) -> Generator[tuple[Cell, Row, float], None, None]:
-        """Results of cells, as they become ready.
+        """Yield results of cells as they become ready.
 
         Raises:
-            LarderError: a worker cannot have the model.
-            ModelError: workers are lost again and again.
+            LarderError: a worker cannot load the model.
+            ModelError: several workers in a row are lost.
         """
         del measure
         groups = group_by_conversation(cells)
         try:
             while groups or self._running:
                 self._start(groups, cells)
-                task = self._ready()
-                for number, row, seconds in self._news(task, groups):
+                task = self._wait_for_result()
+                for number, row, seconds in self._next_result(task, groups):
                     row["environment"] = task.environment
                     self._known.learn(cells[number], row)
                     self._keep(cells[number].head({}) | row)
@@ -138,28 +140,32 @@ class RayExecutor:
                 self._ray.kill(worker)
 
     def _start(self, groups: list[CellGroup], cells: Sequence[Cell]) -> None:
-        """Give every worker something to do, if there is something that need not wait."""
-        while len(self._running) < self._places:
+        """Give each free worker a group of cells that does not have to wait."""
+        while len(self._running) < self._num_workers:
             running = [task.group for task in self._running]
             group = next_ready_group(groups, running, cells, self._known)
             if group is None:
                 return
             groups.remove(group)
-            worker = self._idle.pop() if self._idle else self._made()
-            wanted = [(number, cells[number]) for number in group.numbers]
+            worker = self._idle.pop() if self._idle else self._create_worker()
+            numbered = [(number, cells[number]) for number in group.numbers]
             stream = worker.measure.options(num_returns="streaming")
-            told = stream.remote(wanted, rows_for_group(group, self._rows))
-            self._running.append(_RunningGroup(worker, group, told, list(group.numbers)))
+            results = stream.remote(numbered, rows_for_group(group, self._rows))
+            self._running.append(_RunningGroup(worker, group, results, list(group.numbers)))
 
-    def _ready(self) -> _RunningGroup:
-        """One that has news."""
-        [told], _ = self._ray.wait([task.told for task in self._running], num_returns=1)
-        return next(task for task in self._running if task.told is told)
+    def _wait_for_result(self) -> _RunningGroup:
+        """Wait for a running group that has a result."""
+        [ready], _ = self._ray.wait([task.stream for task in self._running], num_returns=1)
+        return next(task for task in self._running if task.stream is ready)
 
-    def _news(self, task: _RunningGroup, groups: list[CellGroup]) -> Iterator[MeasuredCellRow]:
-        """What a task tells; if it is over, its worker is idle, and what is left goes back."""
+    def _next_result(
+        self, task: _RunningGroup, groups: list[CellGroup]
+    ) -> Iterator[MeasuredCellRow]:
+        """Next result of a task. A finished task frees its worker; the cells of a lost worker are
+        queued again.
+        """
         try:
-            news = self._ray.get(next(task.told))
+            result = self._ray.get(next(task.stream))
         except StopIteration:
             self._running.remove(task)
             self._idle.append(task.worker)
@@ -168,22 +174,22 @@ class RayExecutor:
             raise (cause if isinstance(cause, LarderError) else error) from None
         except self._ray.exceptions.RayError as error:
             self._running.remove(task)
-            groups.insert(0, replace(task.group, numbers=tuple(task.left)))
+            groups.insert(0, replace(task.group, numbers=tuple(task.remaining)))
             self._lost += 1
             if self._lost >= MAX_LOST_WORKERS:
                 raise ModelError(
                     f"{MAX_LOST_WORKERS} workers in a row were lost ({type(error).__name__}): "
-                    "see whether the "
-                    "machines have memory for the model; the same command goes on from here."
+                    "check that the machines have enough memory for the model, then run the same "
+                    "command again to resume."
                 ) from error
         else:
-            if isinstance(news, dict):
-                task.environment = news["id"]
-                self._tell(news)
+            if isinstance(result, dict):
+                task.environment = result["id"]
+                self._on_environment(result)
                 return
             self._lost = 0
-            task.left.remove(news[0])
-            yield news
+            task.remaining.remove(result[0])
+            yield result
 
     def _keep(self, row: Row) -> None:
         self._rows.setdefault((str(row["task"]), str(row["tokens"])), []).append(row)
@@ -197,7 +203,8 @@ class CellGroup:
     """Cells of one conversation, in order.
 
     Args:
-        numbers: their places among all that are to be measured.
+        where: task and length.
+        numbers: indices among all cells to measure.
     """
 
     where: TaskLength
@@ -206,7 +213,7 @@ class CellGroup:
 
 
 def group_by_conversation(cells: Sequence[Cell]) -> list[CellGroup]:
-    """Cells by conversation, in the order in which these come first."""
+    """Cells grouped by conversation, in order of first appearance."""
     found: dict[tuple[TaskLength, int], list[int]] = {}
     for number, cell in enumerate(cells):
         found.setdefault((cell.place[:2], cell.seed), []).append(number)
@@ -219,7 +226,7 @@ def next_ready_group(
     cells: Sequence[Cell],
     known: MeasuredCells,
 ) -> CellGroup | None:
-    """The first of those left that need not wait; None where all have to."""
+    """First group that does not have to wait for another seed; None if all have to."""
     for group in groups:
         others = (*groups, *running)
         before = [each.seed for each in others if each.where == group.where]
@@ -230,11 +237,11 @@ def next_ready_group(
 
 
 def rows_for_group(group: CellGroup, rows: Mapping[TaskLength, Sequence[Row]]) -> list[Row]:
-    """What is known of other cells, and can matter to these."""
+    """Rows of other cells that the results of this group can depend on."""
     return [row for row in rows.get(group.where, ()) if row["seed"] <= group.seed]
 
 
 def _is_settled(cells: Sequence[Cell], first: int, known: MeasuredCells) -> bool:
-    """Whether all guesses come from seeds before the first that is not measured yet."""
+    """Test if all guesses come from seeds before the first that is not measured yet."""
     sources = (known.source(cell) for cell in cells if cell.amount is not None)
     return all(seed is not None and seed < first for seed in sources)

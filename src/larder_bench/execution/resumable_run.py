@@ -1,7 +1,8 @@
-"""Measure what no line of a file holds yet, one thing after the other, and keep each at once.
+"""Resumable runs: measure the jobs that a file of rows does not hold yet, and write each row at
+once.
 
-Stopped at any moment, a file holds every row that was finished; run again, only the rest is
-measured. That a policy refuses is a result, too.
+An interrupted run leaves every finished row in the file; the next run measures only the rest. A
+refusal by a policy is a result, too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from larder_bench.results.rows import (
 )
 
 Job = TypeVar("Job")
-Kind = TypeVar("Kind", bound=Hashable)  # of jobs that take about as long
+Kind = TypeVar("Kind", bound=Hashable)  # of jobs with about the same duration
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class RunProgress:
     """Progress of a run.
 
     Args:
-        done, total: jobs of this run, those already in the file left out.
-        seconds: since the run began.
+        done, total: jobs of this run without those already in the file.
+        seconds: elapsed time of the run.
     """
 
     done: int
@@ -50,34 +51,34 @@ class RunProgress:
 ProgressCallback = Callable[[Row, RunProgress], None]  # called with each new row
 
 
-def ignore_progress(row: Row, pace: RunProgress) -> None:
-    """For who does not watch."""
-    del row, pace
+def ignore_progress(row: Row, progress: RunProgress) -> None:
+    """Ignore progress: the default callback."""
+    del row, progress
 
 
-# What jobs came to and the seconds that it took, as they become ready.
+# Jobs, their results and durations in seconds, as they become ready.
 MeasuredJobs = Generator[tuple[Job, Row, float], None, None]
 JobExecutor = Callable[[Sequence[Job], Callable[[Job], Row]], MeasuredJobs[Job]]
 
 
 def run_in_order(jobs: Sequence[Job], measure: Callable[[Job], Row]) -> MeasuredJobs[Job]:
-    """One job after the other, here."""
+    """Measure one job after the other in this process."""
     for job in jobs:
         yield job, *measure_timed(measure, job)
 
 
 @dataclass(frozen=True)
 class ResumableRun(Generic[Job]):
-    """Jobs and the file that their rows go to.
+    """Jobs and the file that their rows are written to.
 
     Args:
-        jobs: in the order in which they are measured.
-        head: what the row of a job starts with, known before it is measured.
-        key: by which a row is found again; of a head as of a whole row.
-        measure: the rest of the row.
-        out: lines of JSON.
-        common: what every row ends with.
-        each: measures jobs one after the other, or several at a time.
+        jobs: jobs in the order in which they are measured.
+        head: first fields of a job's row, known before it is measured.
+        key: unique key of a row, computed from a head or a whole row.
+        measure: remaining fields of the row.
+        out: file of JSON lines.
+        common: last fields of every row.
+        executor: measures jobs one after the other, or several at a time.
     """
 
     jobs: Sequence[Job]
@@ -86,28 +87,32 @@ class ResumableRun(Generic[Job]):
     measure: Callable[[Job], Row]
     out: Path
     common: Row
-    each: JobExecutor[Job] = run_in_order
+    executor: JobExecutor[Job] = run_in_order
 
-    def left(self) -> list[Job]:
-        """The jobs that the file has no row of."""
+    def remaining(self) -> list[Job]:
+        """Jobs without a row in the file."""
         known = {self.key(row) for row in existing_rows(self.out) if _is_job_row(row)}
         return [job for job in self.jobs if self.key(self.head(job)) not in known]
 
-    def go(self, tell: ProgressCallback = ignore_progress) -> None:
-        """Measure them; each row is in the file before the next job begins, behind its exhibits."""
-        left, begun = self.left(), time.perf_counter()
-        with closing(self.each(left, self.measure)) as all_measured:
-            for number, (job, measured, seconds) in enumerate(all_measured, start=1):
+    def run(self, on_row: ProgressCallback = ignore_progress) -> None:
+        """Measure the remaining jobs. Each row is in the file, after its exhibits, before the next
+        job starts.
+        """
+        remaining, started = self.remaining(), time.perf_counter()
+        with closing(self.executor(remaining, self.measure)) as results:
+            for number, (job, measured, seconds) in enumerate(results, start=1):
                 rows = split_exhibits(self._row(job, measured, seconds))
                 append_rows(self.out, rows)
-                tell(rows[-1], RunProgress(number, len(left), time.perf_counter() - begun))
+                on_row(rows[-1], RunProgress(number, len(remaining), time.perf_counter() - started))
 
     def _row(self, job: Job, measured: Row, seconds: float) -> Row:
         return self.head(job) | measured | {"seconds": round(seconds, 3)} | self.common
 
 
 def measure_timed(measure: Callable[[Job], Row], job: Job) -> tuple[Row, float]:
-    """What was measured, or why nothing was, and how many seconds that took."""
+    """Measure a job: the measured fields, or the reason of a refusal, and the duration in
+    seconds.
+    """
     started = time.perf_counter()
     try:
         measured = measure(job)
@@ -119,16 +124,16 @@ def measure_timed(measure: Callable[[Job], Row], job: Job) -> tuple[Row, float]:
 def estimate_seconds(
     jobs: Sequence[Job], group: Callable[[Job], Kind], measure: Callable[[Job], Row]
 ) -> dict[Kind, float]:
-    """Seconds that all jobs of each group would take, from the one in the middle of it."""
+    """Estimated seconds of all jobs by group, extrapolated from the middle job of each group."""
     groups: dict[Kind, list[Job]] = {}
     for job in jobs:
         groups.setdefault(group(job), []).append(job)
     return {
-        name: measure_timed(measure, mine[len(mine) // 2])[1] * len(mine)
-        for name, mine in groups.items()
+        name: measure_timed(measure, group_jobs[len(group_jobs) // 2])[1] * len(group_jobs)
+        for name, group_jobs in groups.items()
     }
 
 
 def _is_job_row(row: Row) -> bool:
-    """Whether it tells of a job, and not of surroundings or a paper, nor for a figure alone."""
+    """Test if a row belongs to a job: not an environment, a paper or an exhibit."""
     return row.get("row") not in (ENVIRONMENT, PAPER, *EXHIBITS)

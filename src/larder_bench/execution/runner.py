@@ -1,9 +1,9 @@
-"""Run a study: every cell that its file does not hold yet, a model after the other.
+"""Runner of a study: measures every cell that the results file does not hold yet, model by model.
 
-What a cell comes to depends on nothing that happened before it in this process, so that a study
-that was stopped and taken up again has the rows of one that was not. The first guess at a budget in
-bytes is what the first seed came to, which is always in the file by then. What comes to the same at
-equal bytes and equal tokens, such as the full cache, is measured once and has a row of each.
+The result of a cell depends on nothing that this process did before, so that a resumed study has
+the same rows as an uninterrupted one. The first guess of a budget in bytes comes from the first
+seed, which is always in the file by then. A cell with the same result at equal bytes and equal
+tokens, such as the full cache, is measured once and gets a row for each.
 """
 
 from __future__ import annotations
@@ -45,22 +45,24 @@ from larder_bench.tasks.base import parse_task
 MEASURES = Family("measure", "larder_bench.measures")
 CostGroup = tuple[str, str, str, str, str]  # model, task, length, measure, policy
 ContextLoader = Callable[[str], ModelContext]  # loads the model of that name
-# How the cells of a model are gone through, given its name, the rows that are known of them, and
-# whom to tell of other surroundings.
+# Executor for the cells of a model, given its name, the rows already measured, and a callback for
+# environment rows of other machines.
 ExecutionStrategy = Callable[[str, Sequence[Row], Callable[[Row], None]], JobExecutor[Cell]]
 
 
-def run_locally(model: str, rows: Sequence[Row], tell: Callable[[Row], None]) -> JobExecutor[Cell]:
-    """One after the other, in this process."""
-    del model, rows, tell
+def run_locally(
+    model: str, rows: Sequence[Row], on_environment: Callable[[Row], None]
+) -> JobExecutor[Cell]:
+    """Execution strategy that measures one cell after the other in this process."""
+    del model, rows, on_environment
     return run_in_order
 
 
 def parse_measure(sentence: str) -> Measure:
-    """A measure as it is written.
+    """Measure of a spelling.
 
     Raises:
-        LarderError: there is none, or it has no such parameter.
+        LarderError: the measure or a parameter does not exist.
     """
     calls = parse(sentence, "measure")
     if len(calls) != 1:
@@ -69,7 +71,7 @@ def parse_measure(sentence: str) -> Measure:
 
 
 def validate_study(study: Study) -> list[Cell]:
-    """All cells, before any work starts, so that a name that nobody knows is told at once.
+    """All cells of a study, resolved before any work starts so that unknown names fail at once.
 
     Raises:
         LarderError: something in the study does not exist.
@@ -83,13 +85,13 @@ def validate_study(study: Study) -> list[Cell]:
 
 @dataclass(frozen=True)
 class StudyRunner:
-    """A study on its way.
+    """Run of a study that writes its rows to a results file.
 
     Args:
-        out: the file of its results.
-        open: gives the workbench of a model.
-        threads: that torch computes with.
-        execution: how cells are gone through.
+        out: results file.
+        open: loads a model by name.
+        threads: torch threads.
+        execution: strategy that executes the cells of a model.
     """
 
     study: Study
@@ -97,78 +99,79 @@ class StudyRunner:
     open: ContextLoader
     threads: int
     execution: ExecutionStrategy = run_locally
-    _told: dict[str, Row] = field(default_factory=dict[str, Row], init=False, compare=False)
+    _model_fields: dict[str, Row] = field(default_factory=dict[str, Row], init=False, compare=False)
 
-    def go(self, tell: ProgressCallback = ignore_progress) -> None:
-        """Measure what is missing.
+    def run(self, on_row: ProgressCallback = ignore_progress) -> None:
+        """Measure the missing cells.
 
         Raises:
             LarderError: a model cannot be loaded, or something in the study does not exist.
         """
-        for bench, surroundings, run in self._runs():
-            left = run.left()
-            _build_conversations(bench, left)
-            _check_texts(bench, left, self._of(run.jobs[0].model, self._known()), self.out)
-            if left:
-                self._tell_surroundings(surroundings)
-            self._tell_paper()
-            run.go(tell)
+        for bench, environment, run in self._runs():
+            remaining = run.remaining()
+            _build_conversations(bench, remaining)
+            rows = self._selected_rows(run.jobs[0].model, self._stored_cells())
+            _check_texts(bench, remaining, rows, self.out)
+            if remaining:
+                self._append_environment(environment)
+            self._append_paper()
+            run.run(on_row)
 
     def estimate(self) -> dict[CostGroup, float]:
-        """Seconds by model, task, length, measure and policy, from one cell of each.
+        """Estimated seconds by model, task, length, measure and policy, from one cell of each.
 
         Raises:
-            LarderError: as `go`.
+            LarderError: see `run`.
         """
-        found: dict[CostGroup, float] = {}
+        seconds: dict[CostGroup, float] = {}
         for model in self.study.models:
             bench = self.open(model)
             cells = distinct_cells(self._cells[model])
             _build_conversations(bench, cells)
-            found |= estimate_seconds(
+            seconds |= estimate_seconds(
                 cells, _cost_group, lambda cell, bench=bench: _measure_uncached(bench, cell, None)
             )
-        return found
+        return seconds
 
     def rows(self) -> list[Row]:
-        """The cells that were asked for and that the file holds, of the models opened so far."""
-        known = self._known()
-        return [row for model in self._told for row in self._of(model, known)]
+        """Requested cells that the file holds, of the models opened so far."""
+        stored = self._stored_cells()
+        return [row for model in self._model_fields for row in self._selected_rows(model, stored)]
 
-    def others(self) -> int:
-        """Number of other cells in the file, of other runs and studies."""
-        return len(self._known()) - len(self.rows())
+    def num_other_cells(self) -> int:
+        """Number of cells in the file that belong to other runs and studies."""
+        return len(self._stored_cells()) - len(self.rows())
 
     @cached_property
     def _cells(self) -> dict[str, list[Cell]]:
         return {model: _cells_of_model(self.study, model) for model in self.study.models}
 
-    def _of(self, model: str, rows: Sequence[Row]) -> list[Row]:
-        """Selected cells of a model."""
-        asked = {cell_key(cell.head(self._told[model])) for cell in self._cells[model]}
-        return [row for row in rows if cell_key(row) in asked]
+    def _selected_rows(self, model: str, rows: Sequence[Row]) -> list[Row]:
+        """Rows of the requested cells of a model."""
+        keys = {cell_key(cell.head(self._model_fields[model])) for cell in self._cells[model]}
+        return [row for row in rows if cell_key(row) in keys]
 
     def paper(self) -> Paper | None:
-        """What a paper reports, tasks and measures spelled as rows have them."""
+        """Paper of the study, its tasks and measures in their canonical spelling."""
         return None if self.study.paper is None else _canonical_paper(self.study.paper)
 
-    def _tell_paper(self) -> None:
-        """Have the file hold what a paper reports, as it is written now."""
+    def _append_paper(self) -> None:
+        """Append the paper's row to the file unless it is already there."""
         if (paper := self.paper()) is not None:
             row = paper.row(self.study.name)
-            known = read_results([self.out]).papers if self.out.exists() else ()
-            if row not in known:
+            stored = read_results([self.out]).papers if self.out.exists() else ()
+            if row not in stored:
                 append_rows(self.out, [row])
 
-    def _known(self) -> list[Row]:
+    def _stored_cells(self) -> list[Row]:
         return list(read_results([self.out]).cells) if existing_rows(self.out) else []
 
     def _runs(self) -> Iterator[tuple[ModelContext, Row, ResumableRun[Cell]]]:
         for model in self.study.models:
             bench = self.open(model)
-            self._told[model] = told = bench.told()
-            surroundings = environment_row(self.threads, bench.accelerator())
-            rows = self._of(model, self._known())
+            self._model_fields[model] = model_fields = bench.row_fields()
+            environment = environment_row(self.threads, bench.accelerator())
+            rows = self._selected_rows(model, self._stored_cells())
             known = MeasuredCells(rows)
 
             def measure(
@@ -176,17 +179,26 @@ class StudyRunner:
             ) -> Row:
                 return measure_cell(bench, known, cell)
 
-            def head(cell: Cell, told: Row = told | {"environment": surroundings["id"]}) -> Row:
-                return cell.head(told)
+            def head(
+                cell: Cell, fields: Row = model_fields | {"environment": environment["id"]}
+            ) -> Row:
+                return cell.head(fields)
 
-            each = self.execution(model, rows, self._tell_surroundings)
-            told_of = self._cells[model], head, cell_key, measure, self.out, {}, each
-            yield bench, surroundings, ResumableRun(*told_of)
+            run = ResumableRun(
+                jobs=self._cells[model],
+                head=head,
+                key=cell_key,
+                measure=measure,
+                out=self.out,
+                common={},
+                executor=self.execution(model, rows, self._append_environment),
+            )
+            yield bench, environment, run
 
-    def _tell_surroundings(self, surroundings: Row) -> None:
-        """Have the file hold them."""
-        if not any(row.get("id") == surroundings["id"] for row in existing_rows(self.out)):
-            append_rows(self.out, [surroundings])
+    def _append_environment(self, environment: Row) -> None:
+        """Append an environment row to the file unless it is already there."""
+        if not any(row.get("id") == environment["id"] for row in existing_rows(self.out)):
+            append_rows(self.out, [environment])
 
 
 def _cost_group(cell: Cell) -> CostGroup:
@@ -196,32 +208,36 @@ def _cost_group(cell: Cell) -> CostGroup:
 
 
 def _build_conversations(bench: ModelContext, cells: Sequence[Cell]) -> None:
-    """Make one conversation of each kind: that a source is missing is no policy's refusal.
+    """Build one conversation of each kind, so that a missing source is not reported as a policy's
+    refusal.
 
     Raises:
-        LarderError: a task cannot be made.
+        LarderError: a task cannot be built.
     """
     for cell in {cell.place[:2]: cell for cell in reversed(cells)}.values():
         bench.conversation(cell.task, cell.seed, cell.tokens)
 
 
-def _check_texts(bench: ModelContext, left: Sequence[Cell], rows: Sequence[Row], out: Path) -> None:
-    """Make one conversation of each kind again, so that a file holds rows of one text alone.
+def _check_texts(
+    bench: ModelContext, remaining: Sequence[Cell], rows: Sequence[Row], out: Path
+) -> None:
+    """Rebuild one stored conversation of each kind and compare digests: a file holds rows of one
+    text only.
 
     Raises:
-        InputError: rows are of other texts than those that are left to measure.
+        InputError: stored rows were measured on other texts than the remaining cells would be.
     """
-    cells = {(spell(cell.task), cell.tokens): cell for cell in left}
-    told = {(row["task"], row["tokens"]): row for row in rows if TEXT_DIGEST_KEY in row}
-    for kind in cells.keys() & told.keys():
-        cell, row = cells[kind], told[kind]
+    cells = {(spell(cell.task), cell.tokens): cell for cell in remaining}
+    stored = {(row["task"], row["tokens"]): row for row in rows if TEXT_DIGEST_KEY in row}
+    for kind in cells.keys() & stored.keys():
+        cell, row = cells[kind], stored[kind]
         if (
             conversation_digest(bench.conversation(cell.task, row["seed"], cell.tokens))
             != row[TEXT_DIGEST_KEY]
         ):
             raise InputError(
-                f"{out} holds rows of {row['task']} that were measured on other texts: name the "
-                "--corpus and --data of then, or another --out."
+                f"{out} holds rows of {row['task']} that were measured on other texts: give the "
+                "same --corpus and --data as then, or another --out."
             )
 
 
@@ -240,20 +256,24 @@ def _measure_uncached(bench: ModelContext, cell: Cell, guess: float | None) -> R
 
 
 def _check_paper(study: Study, cells: Sequence[Cell]) -> None:
-    """Raises: UsageError: a value is of a policy at a budget that it is not run at."""
+    """Check that every value of the paper belongs to a policy and a budget of the study.
+
+    Raises:
+        UsageError: a value is of a policy at a budget that it is not run at.
+    """
     run = {(cell.subject.name, cell.budget) for cell in cells}
     for value in study.paper.values if study.paper is not None else ():
         if (value.policy, value.budget) not in run:
             known = [paper_budget(budget) for name, budget in run if name == value.policy]
             raise UsageError(
-                f"The study {study.name!r}: a value of its paper is of {value.policy} at the "
+                f"The study {study.name!r}: its paper has a value of {value.policy} at the "
                 f"budget {paper_budget(value.budget)}, which is not run: take "
                 f"{' or '.join(sorted(known))}."
             )
 
 
 def _canonical_paper(paper: Paper) -> Paper:
-    """With tasks and measures in the one way that rows have them."""
+    """Paper with tasks and measures in their canonical spelling."""
     values = [
         replace(
             value,
@@ -266,12 +286,12 @@ def _canonical_paper(paper: Paper) -> Paper:
 
 
 def _cells_of_model(study: Study, model: str) -> list[Cell]:
-    """All cells of a model, each once however often it is named; measures spelled in one way."""
+    """Distinct cells of a model, measures in their canonical spelling."""
     measures = {one: parse_measure(one) for one in study.measure}
     found: dict[tuple[object, ...], Cell] = {}
     for cell in cells_of(study, model):
-        own, amount = measures[cell.measure], cell.amount
-        is_alike = amount is not None and own.is_alike(amount)
-        one = replace(cell, measure=short_spelling(own), ignores_matching=is_alike)
+        measure, amount = measures[cell.measure], cell.amount
+        is_alike = amount is not None and measure.is_alike(amount)
+        one = replace(cell, measure=short_spelling(measure), ignores_matching=is_alike)
         found.setdefault((*one.place, one.seed, one.measure), one)
     return list(found.values())

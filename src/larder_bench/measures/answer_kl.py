@@ -1,9 +1,9 @@
 """KL divergence from the full cache at each token of the right answers.
 
-KL(full || policy) in nats per token, end of turn included, beside exact match and log-likelihood.
+KL(full || policy) in nats per token, end of turn included, besides exact match and log-likelihood.
 M. Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
-Resource-Constrained Environments" (2025), arXiv:2509.17396, figure 4b, compares ways to divide a
-budget among layers by it.
+Resource-Constrained Environments" (2025), arXiv:2509.17396, figure 4b, compares layer budgets by
+it.
 """
 
 from __future__ import annotations
@@ -31,49 +31,49 @@ from larder_bench.tasks.base import QuestionStyle
 
 @dataclass(frozen=True)
 class AnswerKl(Measure):
-    """The full cache's expectations at the answers, and how many nats a policy is from them."""
+    """KL divergence from the full cache at the expected answers."""
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
         if cell.task.style not in (QuestionStyle.INDEPENDENT, QuestionStyle.RECITAL):
             raise UsageError(
-                f"Questions of {name_of(type(cell.task))} stand behind each other, and answer_kl "
-                "asks each by itself: take a task whose questions stand alone, or forced."
+                f"Questions of {name_of(type(cell.task))} build on each other, but answer_kl asks "
+                "each on its own: take a task with independent questions, or the measure forced."
             )
-        readings = ContextReader.of(bench, cell, guess)
-        items = ask_all(readings, cell.task, _KlScorer(bench.expected(readings.conversation)))
-        return readings.figures() | {"items": items}
+        reader = ContextReader.of(bench, cell, guess)
+        items = ask_all(reader, cell.task, _KlScorer(bench.expected(reader.conversation)))
+        return reader.figures() | {"items": items}
 
 
 @dataclass(frozen=True)
 class _KlScorer:
-    """Asks, and compares with what the full cache expected.
+    """Scorer of answers by their divergence from the full cache's logits.
 
     Args:
-        true: by number of the question, the full cache's logits at each token of its answer.
+        true: the full cache's logits at each token of the answer, by number of the question.
     """
 
     true: Mapping[int, Float[Tensor, "N V"]]
 
     def ask(
-        self, engine: Engine, memory: ConversationMemory, posed: Sequence[NumberedQuestion]
+        self, engine: Engine, memory: ConversationMemory, numbered: Sequence[NumberedQuestion]
     ) -> list[Row]:
-        """One item per question."""
+        """Items of these questions."""
         recalls = memory.policy.recall is not None
-        asked = (answer_logits_stepwise if recalls else answer_logits)(
-            engine, memory, [one.question for one in posed]
+        answers = (answer_logits_stepwise if recalls else answer_logits)(
+            engine, memory, [one.question for one in numbered]
         )
-        items = {one.place: self._item(posed[one.place], one) for one in asked}
-        return [items[place] for place in range(len(posed))]
+        items = {one.place: self._item(numbered[one.place], one) for one in answers}
+        return [items[place] for place in range(len(numbered))]
 
-    def _item(self, posed: NumberedQuestion, found: AnswerLogits) -> Row:
-        true, forced = self.true[posed.number], found.likelihood(posed.question)
-        same = true.argmax(-1) == found.logits.argmax(-1)
-        return posed.item() | {
+    def _item(self, numbered: NumberedQuestion, answer: AnswerLogits) -> Row:
+        true, forced = self.true[numbered.number], answer.likelihood(numbered.question)
+        same = true.argmax(-1) == answer.logits.argmax(-1)
+        return numbered.item() | {
             "exact": forced.exact,
             "log_likelihood": round(forced.log_likelihood, 4),
-            "kl": round(float(kl_divergence(true, found.logits).mean()), 5),
+            "kl": round(float(kl_divergence(true, answer.logits).mean()), 5),
             "same": round(float(same.float().mean()), 4),
-            "counts": bool(posed.question.answer),
+            "counts": bool(numbered.question.answer),
         }
 
 

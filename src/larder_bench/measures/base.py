@@ -20,11 +20,11 @@ class Measure(ABC):
 
     @abstractmethod
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
-        """The figures of the caches, and the items.
+        """Figures of the caches and items of a cell.
 
         Args:
-            guess: tokens per byte that an earlier cell under the same policy came to.
+            guess: tokens per byte of an earlier cell with the same policy.
 
         Raises:
-            LarderError: the policy refuses, which is a result, too.
+            LarderError: the policy refuses; a refusal is a result, too.
         """

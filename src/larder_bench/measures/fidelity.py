@@ -1,10 +1,11 @@
-"""Fidelity of a policy to the full cache on any text: KL, likeliest token, attention kept.
+"""Fidelity of a policy to the full cache on any text: KL divergence, likeliest token, attention
+kept.
 
-No answer is needed: after each token that really follows, KL(full || policy) in nats, whether the
-likeliest token is the same, how likely the real one is, and the share of the full cache's attention
-that goes to entries which are still there. Policies with a cache per episode answer from the one
-that the last message leads to. What is parked counts as lost to attention until it is recalled, but
-is read for the distributions.
+No answers are needed: after each token of the real continuation it measures KL(full || policy) in
+nats, whether the likeliest token is the same, the likelihood of the real one, and the share of the
+full cache's attention on entries that were kept. Policies with a cache per episode use the one that
+the last message is routed to. Offloaded entries count as lost attention until they are recalled,
+but the distributions attend to them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Fidelity(Measure):
     """Next-token distributions compared with those of the full cache.
 
     Args:
-        following: tokens that are compared at.
+        following: number of compared tokens.
     """
 
     following: int = 128
@@ -50,40 +51,44 @@ class Fidelity(Measure):
         spec, context = bench.engine.loaded.decoder.spec, len(truth.passage.source.ids)
 
         def read(tokens: int | None) -> ConversationMemory:
-            asked = None if tokens is None else str(tokens)
-            filled = policy.with_sizes(resolve_budget(policy, asked, context, spec), None)
-            return prefill_memory(bench.engine.runtime, truth.passage.source, filled, {})
+            size = None if tokens is None else str(tokens)
+            sized = policy.with_sizes(resolve_budget(policy, size, context, spec), None)
+            return prefill_memory(bench.engine.runtime, truth.passage.source, sized, {})
 
         if cell.amount is None:
             memory, tries = read(None), 1
         else:
-            found = TargetSize(cell.amount, cell.matched, context, spec).read(read, guess)
-            memory, tries = found.made, found.tries
-        told = row_figures(memory.figures) | (
-            {EXHIBITS_KEY: exhibit_rows(memory)} if cell.is_shown else {}
+            fit = TargetSize(cell.amount, cell.matched, context, spec).read(read, guess)
+            memory, tries = fit.result, fit.tries
+        figures = row_figures(memory.figures) | (
+            {EXHIBITS_KEY: exhibit_rows(memory)} if cell.has_exhibits else {}
         )
-        return told | {"reads": tries, "items": fidelity_items(truth, memory)}
+        return figures | {"reads": tries, "items": fidelity_items(truth, memory)}
 
 
 def _policy(cell: Cell) -> Policy:
-    """Raises: UsageError: what the cell is about needs a question."""
+    """Policy of a cell.
+
+    Raises:
+        UsageError: the cell's method needs a question.
+    """
     if (
         not isinstance(cell.subject, PolicyMethod)
         or cell.subject.scope is not QuestionScope.CONTEXT
     ):
         raise UsageError(
-            f"{cell.subject.name} needs a question, and fidelity asks none: leave it out."
+            f"{cell.subject.name} needs a question, but fidelity asks none: leave it out."
         )
     return cell.subject.variant.policy
 
 
 def fidelity_items(truth: FullCacheReference, memory: ConversationMemory) -> list[Row]:
-    """One per token that follows but the first."""
+    """Items, one per token of the continuation except the first."""
     logits, cache = truth.expected(memory)
     real = torch.tensor(truth.passage.following[1:], device=logits.device)[:, None]
     likelihoods = logits[:-1].log_softmax(-1).gather(1, real)[:, 0]
     same = (truth.logits.argmax(-1) == logits.argmax(-1))[:-1]
-    told = zip(
+    scores = zip(
         kl_divergence(truth.logits, logits)[:-1].tolist(),
         same.tolist(),
         likelihoods.tolist(),
@@ -102,7 +107,7 @@ def fidelity_items(truth: FullCacheReference, memory: ConversationMemory) -> lis
             "mass": round(mass, 5),
             "counts": True,
         }
-        for number, (kl, is_same, likelihood, mass) in enumerate(told)
+        for number, (kl, is_same, likelihood, mass) in enumerate(scores)
     ]
 
 

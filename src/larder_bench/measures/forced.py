@@ -1,8 +1,8 @@
-"""Expected answers read as if they had been said: exact match of greedy decoding, log-likelihood.
+"""Expected answers under teacher forcing: exact match of greedy decoding, log-likelihood.
 
-All questions are read side by side in scratch mode. What is read so attends to everything that was
-parked, so under a policy that recalls answers are read token by token on a fork instead; entries
-that a policy would drop while it generates stay, or its answers could not be compared.
+All questions are read side by side in scratch mode. Scratch mode attends to every offloaded entry,
+so with a policy that recalls, answers are read token by token on a fork instead. Entries that a
+policy would evict during generation are kept, otherwise answers could not be compared.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class ForcedAnswers(Measure):
     """Likelihood of the expected answers under teacher forcing."""
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
-        readings = ContextReader.of(bench, cell, guess)
-        items = ask_all(readings, cell.task, self)
-        return readings.figures() | {"items": items}
+        reader = ContextReader.of(bench, cell, guess)
+        items = ask_all(reader, cell.task, self)
+        return reader.figures() | {"items": items}
 
     def ask(
-        self, engine: Engine, memory: ConversationMemory, posed: Sequence[NumberedQuestion]
+        self, engine: Engine, memory: ConversationMemory, numbered: Sequence[NumberedQuestion]
     ) -> list[Row]:
-        """The items of all these questions."""
-        questions = [one.question for one in posed]
+        """Items of these questions."""
+        questions = [one.question for one in numbered]
         recalls = memory.policy.recall is not None
         results = (score_answers_stepwise if recalls else score_answers)(engine, memory, questions)
-        pairs = zip(posed, results, strict=True)
+        pairs = zip(numbered, results, strict=True)
         return [
             item
             for one, result in pairs

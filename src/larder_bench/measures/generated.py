@@ -1,4 +1,4 @@
-"""Answers that are really given, token by token, under the policy: exact match, F1, latency."""
+"""Generated answers under a policy: exact match, F1 and latency."""
 
 from __future__ import annotations
 
@@ -25,58 +25,61 @@ from larder_bench.studies.question_sequences import ContextReader, ask_all
 
 @dataclass(frozen=True)
 class GeneratedAnswers(Measure):
-    """Agreement of generated answers with the expected ones, and their speed."""
+    """Agreement of generated answers with the expected ones, and their latency."""
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
-        readings = ContextReader.of(bench, cell, guess)
-        speaker = GeneratedAnswerScorer()
-        items = ask_all(readings, cell.task, speaker)
-        figures = readings.figures()
-        peak = max(figures["peak_kv_bytes"], *(said.held_bytes for said in speaker.said))
-        told = {"peak_kv_bytes": peak, "latency": speaker.latency()}
-        return figures | told | {"items": items}
+        reader = ContextReader.of(bench, cell, guess)
+        scorer = GeneratedAnswerScorer()
+        items = ask_all(reader, cell.task, scorer)
+        figures = reader.figures()
+        peak = max(figures["peak_kv_bytes"], *(answer.held_bytes for answer in scorer.answers))
+        return figures | {
+            "peak_kv_bytes": peak,
+            "latency": scorer.latency(),
+            "items": items,
+        }
 
 
 @dataclass
 class GeneratedAnswerScorer:
-    """Asks aloud, and remembers how long answers took."""
+    """Scorer of generated answers that records their latency."""
 
-    said: list[TimedAnswer] = field(default_factory=list)
+    answers: list[TimedAnswer] = field(default_factory=list)
 
     def ask(
-        self, engine: Engine, memory: ConversationMemory, posed: Sequence[NumberedQuestion]
+        self, engine: Engine, memory: ConversationMemory, numbered: Sequence[NumberedQuestion]
     ) -> list[Row]:
-        """The items of all these questions."""
+        """Items of these questions."""
         items: list[Row] = []
-        for one in posed:
-            said = generate_timed(engine, memory, one.question)
-            self.said.append(said)
-            items += generated_items(one, said.text)
+        for one in numbered:
+            answer = generate_timed(engine, memory, one.question)
+            self.answers.append(answer)
+            items += generated_items(one, answer.text)
         return items
 
     def latency(self) -> Row:
-        """Seconds to the first token of an answer, and from one to the next."""
-        first = [one.first_seconds for one in self.said if one.first_seconds is not None]
-        later = [seconds for one in self.said for seconds in one.token_seconds]
-        told = {"first_token": first, "token": later}
-        return {name: percentiles(seconds) for name, seconds in told.items() if seconds}
+        """Percentiles of the seconds to the first token of an answer and between tokens."""
+        first = [one.first_seconds for one in self.answers if one.first_seconds is not None]
+        later = [seconds for one in self.answers for seconds in one.token_seconds]
+        timings = {"first_token": first, "token": later}
+        return {name: percentiles(seconds) for name, seconds in timings.items() if seconds}
 
 
 Part = GeneratedAnswers
 
 
-SPARE_ANSWER_TOKENS = 32  # that an answer may have beyond twice the expected one
+SPARE_ANSWER_TOKENS = 32  # that an answer may have beyond twice the expected length
 
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """An answer and its pace.
+    """Generated answer with its timings.
 
     Args:
-        first_seconds: from the question's first token read to the first token chosen; None where
-            the answer is empty.
+        first_seconds: from the start of the question's prefill to the first token; None if the
+            answer is empty.
         token_seconds: between two tokens.
-        held_bytes: of all caches while it was given, as `Engine.ask` would hold them.
+        held_bytes: bytes of all caches during generation, as `Engine.ask` would hold them.
     """
 
     text: str
@@ -86,7 +89,7 @@ class TimedAnswer:
 
 
 def generate_timed(engine: Engine, memory: ConversationMemory, question: Question) -> TimedAnswer:
-    """Answer greedily on a fork of the cache, which stays as it was.
+    """Answer greedily on a fork of the cache, which stays unchanged.
 
     Raises:
         InputError: the question is longer than the budget.
@@ -100,21 +103,21 @@ def generate_timed(engine: Engine, memory: ConversationMemory, question: Questio
     )
     limits = StoppingCriteria(SPARE_ANSWER_TOKENS + 2 * longest, engine.stop_ids)
     fork, stamps = cache.fork(), list[float]()
-    tending = decode_planner(engine.runtime, memory.policy, [fork])
-    fork.reserve(len(prompt) + (limits.max_new_tokens if tending is None else 1))
+    planner = decode_planner(engine.runtime, memory.policy, [fork])
+    fork.reserve(len(prompt) + (limits.max_new_tokens if planner is None else 1))
 
-    def note(row: int, token: int) -> bool:
+    def record_time(row: int, token: int) -> bool:
         del row, token
         stamps.append(time.perf_counter())
         return True
 
     started = time.perf_counter()
-    observe = no_observer if tending is None else tending.observer
+    observe = no_observer if planner is None else planner.observer
     decoder = engine.loaded.decoder
-    [ids] = generate(decoder, [fork], [prompt], SamplingParams(), limits, note, observe)
+    [ids] = generate(decoder, [fork], [prompt], SamplingParams(), limits, record_time, observe)
     text = engine.tokenizer.decode(ids).strip()
-    between = tuple(later - sooner for sooner, later in zip(stamps, stamps[1:], strict=False))
-    # Without a policy at work `Engine.ask` needs no copy: the fork stands for the cache itself.
-    spared = cache.nbytes if tending is None else fork.shared_nbytes
-    held = memory.caches.nbytes + fork.nbytes - spared
-    return TimedAnswer(text, stamps[0] - started if stamps else None, between, held)
+    token_seconds = tuple(later - sooner for sooner, later in zip(stamps, stamps[1:], strict=False))
+    # Without a decode policy `Engine.ask` needs no fork, so the fork replaces the cache.
+    not_held = cache.nbytes if planner is None else fork.shared_nbytes
+    held = memory.caches.nbytes + fork.nbytes - not_held
+    return TimedAnswer(text, stamps[0] - started if stamps else None, token_seconds, held)

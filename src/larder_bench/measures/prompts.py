@@ -1,8 +1,8 @@
-"""The nearer the prompt that entries are judged by is to the question, the better the answer?
+"""Scores of answers by the similarity between the question and the prompt that scores entries.
 
-A policy that judges by the question is given other prompts in its place: utterances of the
-conversation, taken around one percentile of their nearness to the question, and then the question
-itself, whose items are the cell's. Every question and prompt has a reading of its own. Kim et al.,
+A policy that scores entries by the question gets other prompts instead: utterances of the
+conversation around one percentile of their similarity to the question, and then the question
+itself, whose items are the cell's. Every question and prompt has a prefill of its own. Kim et al.,
 "EpiCache: Episodic KV Cache Management for Long Conversational Question Answering" (2025),
 arXiv:2509.17396, section 2.3, figure 2.
 """
@@ -37,12 +37,12 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PromptsMeasure(Measure):
-    """Answers by how near the prompt is to the question.
+    """Answers by the similarity of the prompt to the question.
 
     Args:
-        utterances: of one prompt.
-        step: percentiles from one prompt to the next; the first lies at half a step.
-        embedder: by which nearness is told.
+        utterances: number of utterances of a prompt.
+        step: percentiles from one prompt to the next; the first is at half a step.
+        embedder: embedder that similarities are computed with.
     """
 
     utterances: int = 8
@@ -58,48 +58,56 @@ class PromptsMeasure(Measure):
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
         policy = _policy(cell)
         conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
-        asked = [one for sitting in number_questions(cell.task, conversation) for one in sitting]
-        scribe = bench.engine.tokenizer
-        exact = [scribe.encode_question(one.question.question) for one in asked]
-        found = _PromptReader(bench, conversation, policy)
-        told, filled = found.first(cell, exact[0], guess)
+        sequences = number_questions(cell.task, conversation)
+        questions = [one for sequence in sequences for one in sequence]
+        tokenizer = bench.engine.tokenizer
+        exact = [tokenizer.encode_question(one.question.question) for one in questions]
+        reader = _PromptReader(bench, conversation, policy)
+        figures, sized = reader.first(cell, exact[0], guess)
         rows: list[Row] = []
-        for percentile, (nearness, prompts) in self._prompts(bench, conversation, asked).items():
-            items = found.items(asked, prompts, nearness, filled)
+        prompts_by_percentile = self._prompts(bench, conversation, questions)
+        for percentile, (similarities, prompts) in prompts_by_percentile.items():
+            items = reader.items(questions, prompts, similarities, sized)
             rows.append({"row": "prompt", "percentile": percentile, "items": items})
-        items = found.items(asked, exact, [1.0] * len(asked), filled)
+        items = reader.items(questions, exact, [1.0] * len(questions), sized)
         rows.append({"row": "prompt", "percentile": None, "items": items})
-        return told | {"items": items, EXHIBITS_KEY: rows}
+        return figures | {"items": items, EXHIBITS_KEY: rows}
 
     def _prompts(
-        self, bench: ModelContext, conversation: Conversation, asked: Sequence[NumberedQuestion]
+        self, bench: ModelContext, conversation: Conversation, numbered: Sequence[NumberedQuestion]
     ) -> Mapping[float, tuple[list[float], list[Ids]]]:
-        """By percentile, one prompt per question, and how near it is.
+        """Similarities and prompts, one per question, by percentile.
 
         Raises:
             InputError: the conversation has fewer utterances than a prompt.
         """
-        said = [message.content for message in conversation.messages if message.role == "user"]
-        if len(said) < self.utterances:
+        utterances = [
+            message.content for message in conversation.messages if message.role == "user"
+        ]
+        if len(utterances) < self.utterances:
             raise InputError(
-                f"{conversation.name} has {len(said)} utterances, fewer than the {self.utterances} "
-                "of a prompt: take prompts(utterances=...) with less, or a longer conversation."
+                f"{conversation.name} has {len(utterances)} utterances, fewer than "
+                f"the {self.utterances} of a prompt: take prompts(utterances=...) with less, or a "
+                "longer conversation."
             )
         embedder = bench.engine.runtime.embedder(self.embedder)
-        questions = embedder.embed_questions([one.question.question for one in asked])
-        likeness = questions @ embedder.embed_segments(said).T
-        order = np.argsort(-likeness, axis=1, kind="stable")
-        found: dict[float, tuple[list[float], list[Ids]]] = {}
+        questions = embedder.embed_questions([one.question.question for one in numbered])
+        similarities = questions @ embedder.embed_segments(utterances).T
+        order = np.argsort(-similarities, axis=1, kind="stable")
+        prompts: dict[float, tuple[list[float], list[Ids]]] = {}
         for percentile in np.arange(self.step / 2, 100, self.step).tolist():
             chosen = self._around(percentile, order)
-            near = np.take_along_axis(likeness, chosen, axis=1).mean(axis=1)
-            texts = [[said[place] for place in row] for row in chosen.tolist()]
-            scribe = bench.engine.tokenizer
-            found[percentile] = near.tolist(), [episode_prompt(scribe, own) for own in texts]
-        return found
+            means = np.take_along_axis(similarities, chosen, axis=1).mean(axis=1)
+            texts = [[utterances[index] for index in row] for row in chosen.tolist()]
+            tokenizer = bench.engine.tokenizer
+            prompts[percentile] = (
+                means.tolist(),
+                [episode_prompt(tokenizer, each) for each in texts],
+            )
+        return prompts
 
     def _around(self, percentile: float, order: Int[np.ndarray, "Q N"]) -> Int[np.ndarray, "Q U"]:
-        """The places of utterances around a percentile of their order, as they were said."""
+        """Indices of the utterances around a percentile of their order, in conversation order."""
         count = order.shape[1]
         middle = round(count * percentile / 100)
         first = min(max(0, middle - self.utterances // 2), count - self.utterances)
@@ -108,59 +116,63 @@ class PromptsMeasure(Measure):
 
 @dataclass(frozen=True)
 class _PromptReader:
-    """A conversation that is read anew for every question and prompt."""
+    """Conversation that is prefilled again for every question and prompt."""
 
     bench: ModelContext
     conversation: Conversation
     policy: Policy
 
     def first(self, cell: Cell, prompt: Ids, guess: float | None) -> tuple[Row, Policy]:
-        """What a reading takes, and the policy with the size that all readings have."""
+        """Figures of the first prefill, and the policy with the size of all prefills."""
         if cell.amount is None:
             memory, tries = self._read(None, prompt), 1
         else:
             engine = self.bench.engine
             context = len(engine.tokenizer.encode_conversation(self.conversation).ids)
-            wanted = TargetSize(cell.amount, cell.matched, context, engine.loaded.decoder.spec)
-            found = wanted.read(lambda tokens: self._read(tokens, prompt), guess)
-            memory, tries = found.made, found.tries
+            target = TargetSize(cell.amount, cell.matched, context, engine.loaded.decoder.spec)
+            fit = target.read(lambda tokens: self._read(tokens, prompt), guess)
+            memory, tries = fit.result, fit.tries
         return row_figures(memory.figures) | {"reads": tries}, memory.policy
 
     def items(
         self,
-        asked: Sequence[NumberedQuestion],
+        questions: Sequence[NumberedQuestion],
         prompts: Sequence[Ids],
-        nearness: Sequence[float],
-        own: Policy,
+        similarities: Sequence[float],
+        sized: Policy,
     ) -> list[Row]:
-        """The items of all questions, each asked of what was read by its prompt."""
-        again, items = replace(self, policy=own), list[Row]()
-        for one, prompt, near in zip(asked, prompts, nearness, strict=True):
-            memory = again._read(None, prompt)
-            told = ForcedAnswers().ask(self.bench.engine, memory, [one])
-            items += [item | {"similarity": round(near, 4)} for item in told]
+        """Items of all questions, each asked of the memory prefilled with its prompt."""
+        reader, items = replace(self, policy=sized), list[Row]()
+        for one, prompt, similarity in zip(questions, prompts, similarities, strict=True):
+            memory = reader._read(None, prompt)
+            scored = ForcedAnswers().ask(self.bench.engine, memory, [one])
+            items += [item | {"similarity": round(similarity, 4)} for item in scored]
         return items
 
     def _read(self, tokens: int | None, prompt: Ids) -> ConversationMemory:
         sizes = SizeOptions(tokens)
-        book = {"question": prompt}
+        prompts = {"question": prompt}
         return prefill_conversation(
-            self.bench.engine.runtime, self.conversation, self.policy, sizes, book
+            self.bench.engine.runtime, self.conversation, self.policy, sizes, prompts
         )
 
 
 def _policy(cell: Cell) -> Policy:
-    """Raises: UsageError: it has no prompt to replace, or questions stand behind each other."""
+    """Policy of a cell whose prompt can be replaced.
+
+    Raises:
+        UsageError: the policy has no prompt to replace, or questions build on each other.
+    """
     subject = cell.subject
     if not isinstance(subject, PolicyMethod) or not subject.variant.needs_question:
         raise UsageError(
-            f"{subject.name} does not judge by the question, so no other prompt can stand in its "
-            'place: take one with patched(prompt="question"), and --control none.'
+            f"{subject.name} does not score by the question, so no other prompt can replace it: "
+            'take a policy with patched(prompt="question"), and --control none.'
         )
     if cell.task.style not in (QuestionStyle.INDEPENDENT, QuestionStyle.RECITAL):
         raise UsageError(
-            f"Questions of {name_of(type(cell.task))} stand behind each other, and prompts has a "
-            "reading for each: take a task whose questions stand alone."
+            f"Questions of {name_of(type(cell.task))} build on each other, but prompts has a "
+            "prefill for each: take a task with independent questions."
         )
     return subject.variant.policy
 

@@ -1,9 +1,9 @@
 """Cost of prefill, and the policy's share of it.
 
-Random tokens are read as a session reads a text, into one cache or several, judged by prompts of
-random tokens. A reading consists of the passes that append (`model`), of those read behind the
-cache to judge it by (`prompts`), and of what watches them: scores, plans, eviction (`policy`). Set
-it beside `random`, which reads by the same blocks and judges by nothing.
+Random tokens are prefilled as a session's text is, into one cache or several, and scored by prompts
+of random tokens. The parts are the forward passes that append (`model`), those of the prompts that
+entries are scored by (`prompts`), and scores, plans and eviction (`policy`). Compare with `random`,
+which reads the same blocks without scoring.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ PROMPTS = "prompts"
 
 @dataclass(frozen=True)
 class Reading(Measure):
-    """One reading of random tokens.
+    """Prefill of random tokens.
 
     Args:
-        caches: that are read into, as by a policy with so many episodes.
+        caches: number of caches, as of a policy with that many episodes.
     """
 
     caches: int = 1
@@ -42,28 +42,28 @@ class Reading(Measure):
             raise BadParameter(f"reading.caches must be 1 or more, got {self.caches}.")
 
     def is_alike(self, amount: MemoryBudget) -> bool:
-        """A number of tokens is taken as it is; shares and bytes are of one or the other."""
+        """A number of tokens has one meaning; shares and bytes depend on the matched quantity."""
         return amount.unit is BudgetUnit.TOKENS
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
         policy, decoder = sized_policy(bench, cell), bench.engine.loaded.decoder
         clocked, meter = TimedDecoder(decoder, time.perf_counter), PeakMemoryMeter()
-        ids, book = random_ids(decoder, cell.tokens), random_prompts(decoder, policy)
+        ids, prompts = random_ids(decoder, cell.tokens), random_prompts(decoder, policy)
         runtime = replace_decoder(bench.engine.runtime, clocked)
         started = time.perf_counter()
-        shelf = build_caches(runtime, policy, ids, [book] * self.caches, meter)
+        caches = build_caches(runtime, policy, ids, [prompts] * self.caches, meter)
         seconds = time.perf_counter() - started
-        active = max(holding.fast_tier_bytes for holding in shelf.usage())
+        active = max(usage.fast_tier_bytes for usage in caches.usage())
         full = decoder.spec.full_bytes(cell.tokens)
         parts = {MODEL: seconds - clocked.observer_seconds - clocked.scratch}
         parts |= {PROMPTS: clocked.scratch, POLICY: clocked.observer_seconds}
-        assert policy.budget.tokens is not None  # filled in
+        assert policy.budget.tokens is not None  # set by sized_policy
         return {
             "context_tokens": cell.tokens,
             "budget_tokens": min(policy.budget.tokens, cell.tokens),
             "bytes_share": round(active / full, 5),
             "active_kv_bytes": active,
-            "kv_bytes": shelf.nbytes,
+            "kv_bytes": caches.nbytes,
             "peak_kv_bytes": meter.peak_bytes,
             "full_kv_bytes": full,
             "prefill_seconds": round(seconds, 4),
@@ -74,7 +74,7 @@ class Reading(Measure):
                     "row": "breakdown",
                     "step": "reading",
                     "parts": [
-                        {"name": name, "p50": took, "p95": took} for name, took in parts.items()
+                        {"name": name, "p50": part, "p95": part} for name, part in parts.items()
                     ],
                 }
             ],

@@ -1,16 +1,16 @@
 """Recall measure: share of an answer's attention that the recalled pages hold.
 
-A conversation is read under a policy that parks, and the expected answers are given token by token.
-At every step and layer, what was fetched is held against the keys with the largest products of all
-that are parked, query head by query head. Mao et al., "IceCache: Memory-efficient KV-cache
-Management for Long-Sequence LLMs" (2026), arXiv:2604.10539, section 3.2 and figure 3. There the
-largest are looked for among what their index says are the k largest; here, among all entries of the
-pages that it fetches, as only these are attended to. Queries are those of the policy's own pass,
-which has attended to recalled pages at the steps before.
+A conversation is read under a policy that offloads, and the expected answers are decoded token by
+token. At every step and layer, the fetched pages are compared with the offloaded keys with the
+largest products, query head by query head. Mao et al., "IceCache: Memory-efficient KV-cache
+Management for Long-Sequence LLMs" (2026), arXiv:2604.10539, section 3.2 and figure 3. They look for
+the largest among the k largest of their index; here it is all entries of the fetched pages, as only
+these are attended to. Queries are those of the policy's own pass, which attended to recalled pages
+at the previous steps.
 
-Policies are compared over the same layers, those from `first` on, and by one rule of sharing: a kv
-head has as many pages as the policy fetches, which its query heads name in turn, the best of each
-first. Where a policy lets query heads choose for themselves, this is not what they attended to.
+Policies are compared over the same layers, from `first` on, and with the same sharing: a kv head
+has as many pages as the policy fetches, chosen by its query heads in turn, best first. If a policy
+lets query heads choose separately, they attended to other pages than these.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class RecallMeasure(Measure):
     """Recall of the largest products.
 
     Args:
-        questions: that are asked, the first of a conversation.
-        steps: tokens of each answer, at most.
-        first: the first layer that counts. Policies leave different numbers of layers dense.
+        questions: number of questions, the first ones of a conversation.
+        steps: maximum number of tokens of each answer.
+        first: first layer that counts. Policies leave different numbers of layers dense.
     """
 
     questions: int = 12
@@ -69,89 +69,91 @@ class RecallMeasure(Measure):
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
         _check(cell, self.first)
-        readings = ContextReader.of(bench, replace(cell, is_shown=False), guess)
-        heard = _RecallTally(self.first)
-        sittings = number_questions(cell.task, readings.conversation)
-        asked = [one for sitting in sittings for one in sitting]
-        memory = readings.read(asked[0].question)
-        for one in asked[: self.questions]:
-            heard.question = one.number
-            cache = self._answer(bench.engine, memory, one, heard)
+        reader = ContextReader.of(bench, replace(cell, has_exhibits=False), guess)
+        tally = _RecallTally(self.first)
+        sequences = number_questions(cell.task, reader.conversation)
+        questions = [one for sequence in sequences for one in sequence]
+        memory = reader.read(questions[0].question)
+        for one in questions[: self.questions]:
+            tally.question = one.number
+            cache = self._answer(bench.engine, memory, one, tally)
         recall = memory.policy.recall
-        assert recall is not None  # looked at
-        shown = heard.exhibits(recall.tokens or 0)
+        assert recall is not None  # checked by _check
+        exhibits = tally.exhibits(recall.tokens or 0)
         index = _index_figures(cache.tiers)
-        return readings.figures() | index | {"items": heard.items(), EXHIBITS_KEY: shown}
+        return reader.figures() | index | {"items": tally.items(), EXHIBITS_KEY: exhibits}
 
     def _answer(
-        self, engine: Engine, memory: ConversationMemory, one: NumberedQuestion, heard: _RecallTally
+        self, engine: Engine, memory: ConversationMemory, one: NumberedQuestion, tally: _RecallTally
     ) -> SequenceCache:
-        """Give the expected answer over a fork of the cache, heard step by step."""
+        """Decode the expected answer on a fork of the cache and record the recall of each step."""
         cache = memory.activate_for(one.question.question)[0].fork()
         wrapped = memory.conversation.question_prompt.format(question=one.question.question)
-        decoder, scribe = engine.loaded.decoder, engine.tokenizer
-        decoder.read([Tokens(cache, scribe.encode_question(wrapped))], Mode.APPEND)
-        answer = scribe.encode(one.question.answer)[: self.steps]
+        decoder, tokenizer = engine.loaded.decoder, engine.tokenizer
+        decoder.read([Tokens(cache, tokenizer.encode_question(wrapped))], Mode.APPEND)
+        answer = tokenizer.encode(one.question.answer)[: self.steps]
         for step, token in enumerate(answer):
 
-            def hear(_: int, layer: int, made: LayerActivations, step: int = step) -> None:
-                heard.hear(cache, layer, step, made.queries[:, -1])
+            def observe(
+                _: int, layer: int, activations: LayerActivations, step: int = step
+            ) -> None:
+                tally.observe(cache, layer, step, activations.queries[:, -1])
 
-            decoder.read([Tokens(cache, (token,))], Mode.APPEND, hear)
+            decoder.read([Tokens(cache, (token,))], Mode.APPEND, observe)
         return cache
 
 
 @dataclass
 class _RecallTally:
-    """What was found from a first layer on, by question, layer and step; means over query heads."""
+    """Recall from a first layer on, by question, layer and step; means over query heads."""
 
     first: int
     question: int = 0
-    found: dict[RecallPlace, Mapping[str, float]] = field(default_factory=dict)
+    values: dict[RecallPlace, Mapping[str, float]] = field(default_factory=dict)
 
-    def hear(
+    def observe(
         self, cache: SequenceCache, layer: int, step: int, queries: Float[Tensor, "H D"]
     ) -> None:
-        """Look at what a layer has just fetched, if it has."""
+        """Record the recall of the pages that a layer has just fetched, if any."""
         tier = cache.stores[layer]
         if layer < self.first or not isinstance(tier, TieredLayer) or not tier.has_offloaded:
             return
         choice = tier.finder.choice or (tier.leader and tier.leader.finder.choice)
         if choice:
             numbers = _of_kv_heads(tier, queries, choice)
-            self.found[self.question, layer, step] = _layer_recall(tier, queries, numbers)
+            self.values[self.question, layer, step] = _layer_recall(tier, queries, numbers)
 
     def items(self) -> list[Row]:
-        """One per question and layer, over the steps of its answer."""
-        pairs = dict.fromkeys((question, layer) for question, layer, _ in self.found)
+        """Items, one per question and layer, over the steps of its answer."""
+        pairs = dict.fromkeys((question, layer) for question, layer, _ in self.values)
         return [
             {"kind": f"layer {layer}", "question": question, "turn": 0, "depth": None}
-            | _means(own for (q, at, _), own in self.found.items() if (q, at) == (question, layer))
+            | _means(row for (q, at, _), row in self.values.items() if (q, at) == (question, layer))
             | {"counts": True}
             for question, layer in pairs
         ]
 
     def exhibits(self, fetched: int) -> list[Row]:
-        """One for each layer and step, over all questions, and one over everything."""
-        pairs = dict.fromkeys((layer, step) for _, layer, step in self.found)
+        """Exhibits, one per layer and step over all questions, and one over everything."""
+        pairs = dict.fromkeys((layer, step) for _, layer, step in self.values)
         rows = [
-            _exhibit(fetched, *pair, (o for (_, *at), o in self.found.items() if (*at,) == pair))
+            _exhibit(fetched, *pair, (o for (_, *at), o in self.values.items() if (*at,) == pair))
             for pair in pairs
         ]
-        return [*rows, _exhibit(fetched, None, None, self.found.values())] if rows else []
+        return [*rows, _exhibit(fetched, None, None, self.values.values())] if rows else []
 
 
 def _of_kv_heads(
     tier: TieredLayer, queries: Float[Tensor, "H D"], choice: PageSelection
 ) -> Int64[Tensor, "K P S"]:
-    """The entries of the pages found, a set for all query heads of a kv head."""
+    """Entries of the fetched pages, one set for all query heads of a kv head."""
     heads, recall = tier.layer.kv_heads, tier.parking.recall
     if len(choice.pages) == heads:
         return choice.numbers
     finder, pages = tier.finder, choice.pages
     if tier.leader is not None and tier.finder.choice is None:
         finder = tier.leader.finder
-    else:  # the choice is cut to what query heads share
+    else:  # the selection is limited to pages that query heads share
         pages = finder.look(queries[:, None], tier.parked()).pages
     return finder.shared_index.index.contents(interleaved(pages, heads, recall.pages))
 
@@ -159,38 +161,39 @@ def _of_kv_heads(
 def _layer_recall(
     tier: TieredLayer, queries: Float[Tensor, "H D"], numbers: Int64[Tensor, "K P S"]
 ) -> Mapping[str, float]:
-    """Of the parked entries of one layer: which of the largest products were fetched, and how much
-    attention is paid to what was, and to what always stays.
+    """Recall and attention of one layer's offloaded entries: which of the largest products were
+    fetched, and the attention on fetched and resident entries.
     """
-    parked, stays, layer = tier.parked(), tier.entries(), tier.layer
+    parked, resident, layer = tier.parked(), tier.entries(), tier.layer
     each: list[Mapping[str, float]] = []
     for head, query in enumerate(queries.float().cpu()):
-        own, row = head // layer.group, head * len(numbers) // layer.query_heads
-        products = parked.head_keys(own).float().cpu() @ query
-        beside = stays.head_keys(own).float().cpu() @ query
-        is_found = torch.zeros(len(products), dtype=torch.bool)
-        held = numbers[row]
-        is_found[held[held >= 0]] = True
+        kv_head, row = head // layer.group, head * len(numbers) // layer.query_heads
+        products = parked.head_keys(kv_head).float().cpu() @ query
+        resident_products = resident.head_keys(kv_head).float().cpu() @ query
+        is_fetched = torch.zeros(len(products), dtype=torch.bool)
+        fetched = numbers[row]
+        is_fetched[fetched[fetched >= 0]] = True
         order = products.argsort(descending=True)
-        weights = (torch.cat([products, beside]) * layer.scaling).softmax(-1)[: len(products)]
-        near = 1 - float(weights.sum())
-        told = {NAMES[rank]: float(is_found[order[:rank]].float().mean()) for rank in RANKS}
-        told["mass"] = near + float(weights[is_found].sum())
-        told["possible"] = near + float(weights[order[: int(is_found.sum())]].sum())
-        each.append(told)
+        logits = torch.cat([products, resident_products]) * layer.scaling
+        weights = logits.softmax(-1)[: len(products)]
+        resident_mass = 1 - float(weights.sum())
+        values = {NAMES[rank]: float(is_fetched[order[:rank]].float().mean()) for rank in RANKS}
+        values["mass"] = resident_mass + float(weights[is_fetched].sum())
+        values["possible"] = resident_mass + float(weights[order[: int(is_fetched.sum())]].sum())
+        each.append(values)
     return _means(each)
 
 
-def _means(told: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def _means(values: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Mean of each number."""
-    rows = list(told)
+    rows = list(values)
     return {name: round(fmean(row[name] for row in rows), 5) for name in rows[0]}
 
 
 def _exhibit(
-    fetched: int, layer: int | None, step: int | None, told: Iterable[Mapping[str, float]]
+    fetched: int, layer: int | None, step: int | None, values: Iterable[Mapping[str, float]]
 ) -> Row:
-    means = _means(told)
+    means = _means(values)
     recalled = {str(rank): means[name] for rank, name in NAMES.items()}
     place = {"layer": layer, "step": None if step is None else step + 1}
     return {"row": "recall", "fetched_tokens": fetched, **place, "recall": recalled}
@@ -203,16 +206,20 @@ def _index_figures(tiers: Sequence[TieredLayer]) -> Row:
     if not keys:
         return {}
     indexes = [tier.finder.shared_index.index for tier in used]
-    room = sum(sum(index.counts) * index.page for index in indexes)
+    capacity = sum(sum(index.counts) * index.page for index in indexes)
     nbytes = sum(tensor.nbytes for index in indexes for tensor in index.tensors())
-    return {"index_bytes_per_key": round(nbytes / keys, 2), "page_fill": round(keys / room, 4)}
+    return {"index_bytes_per_key": round(nbytes / keys, 2), "page_fill": round(keys / capacity, 4)}
 
 
 def _check(cell: Cell, first: int) -> None:
-    """Raises: UsageError: nothing is parked, or not in all the layers that count."""
+    """Check that a cell's policy offloads entries of all layers that count.
+
+    Raises:
+        UsageError: it offloads nothing, or not in all of these layers.
+    """
     if not isinstance(cell.subject, PolicyMethod) or cell.subject.variant.policy.recall is None:
         raise UsageError(
-            f"{cell.subject.name} parks nothing, so nothing is recalled: take a policy with "
+            f"{cell.subject.name} offloads nothing, so nothing is recalled: take a policy with "
             "park(), such as icecache, and --control none."
         )
     dense = cell.subject.variant.policy.recall.dense

@@ -2,9 +2,9 @@
 
 M. Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv:2509.17396, section 3.2, eq. 8 and 9, figures 4a
-and 9. The text of the task is read twice, with everything before a token and with what block-wise
-eviction would leave, and keys are compared (`larder.models.measurements.sensitivity`). No policy
-changes it, so it is measured under the full cache alone.
+and 9. The text of the task is read twice, once with the full context and once with the context that
+block-wise eviction would leave, and keys are compared (`larder.models.measurements.sensitivity`).
+It does not depend on the policy, so it is measured with the full cache only.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class SimilarityMeasure(Measure):
     """Cosines of keys, an item per layer.
 
     Args:
-        blocks: that the text is cut into; a token sees its own up to itself.
-        overlap: share of the block before that it sees as well.
-        sinks: first tokens that every token sees.
+        blocks: number of blocks of the text; a token sees its own block up to itself.
+        overlap: share of the previous block that it sees as well.
+        sinks: number of first tokens that every token sees.
     """
 
     blocks: int = 4
@@ -53,16 +53,16 @@ class SimilarityMeasure(Measure):
             bench.conversation(cell.task, cell.seed, cell.tokens)
         ).ids
         block = -(-len(ids) // self.blocks)
-        found = layer_similarities(
+        similarities = layer_similarities(
             decoder, ids, SensitivityProfile(len(ids), self.sinks, block, self.overlap)
         )
-        held = decoder.spec.full_bytes(len(ids))
+        nbytes = decoder.spec.full_bytes(len(ids))
         names = "full_kv_bytes", "kv_bytes", "active_kv_bytes", "peak_kv_bytes"
-        layers = zip(decoder.spec.managed, found, strict=True)
+        layers = zip(decoder.spec.managed, similarities, strict=True)
         return {
             "context_tokens": len(ids),
             "bytes_share": 1.0,
-            **dict.fromkeys(names, held),
+            **dict.fromkeys(names, nbytes),
             "items": [
                 {
                     "kind": f"layer {layer.index}",

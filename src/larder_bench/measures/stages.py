@@ -2,10 +2,10 @@
 
 M. Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv:2509.17396, section 4.3, table 3: embedding and
-clustering once, one reading per episode, and at every turn finding the episode, fetching its cache
-where the topic has changed, and decoding. Some turns are timed, and the cost of one is told for as
-many as stated: what is done once is divided among them, a fetch among those of one topic. Beside
-it stands a turn that reads everything anew, as where no prefix is kept.
+clustering once, one prefill per episode, and at every turn matching the episode, fetching its cache
+if the topic has changed, and decoding. Some turns are timed, and the cost of a turn is given for a
+stated number of turns: one-time costs are divided among all turns, a fetch among those of one
+topic. For comparison, a turn without prefix caching repeats the whole prefill.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Stages(Measure):
     """Seconds by stage.
 
     Args:
-        turns: that what is done once is divided among; the paper has 300.
-        stays: turns of one topic, until another cache is fetched; the paper has 300 in 90.
-        timed: turns that are really taken.
-        answer: tokens that are generated in each.
+        turns: number of turns that one-time costs are divided among; the paper has 300.
+        stays: turns of one topic until another cache is fetched; the paper has 300 in 90.
+        timed: number of timed turns.
+        answer: number of generated tokens in each.
     """
 
     turns: int = 300
@@ -67,48 +67,48 @@ class Stages(Measure):
             or cell.subject.scope is not QuestionScope.CONTEXT
         ):
             raise UsageError(
-                f"{cell.subject.name} reads anew for each question, and stages has one reading for "
-                "many turns: leave it out."
+                f"{cell.subject.name} needs a prefill for each question, but stages has one "
+                "prefill for many turns: leave it out."
             )
-        readings = ContextReader.of(bench, replace(cell, is_shown=False), guess)
-        asked = readings.conversation.questions
-        if not asked:
-            name = readings.conversation.name
+        reader = ContextReader.of(bench, replace(cell, has_exhibits=False), guess)
+        questions = reader.conversation.questions
+        if not questions:
+            name = reader.conversation.name
             raise UsageError(f"{name} has no questions to time turns with: take a task that asks.")
-        memory = readings.read(asked[0])
+        memory = reader.read(questions[0])
         once = _time_clustering(bench.engine, memory)
         turns = [
-            _time_turn(bench.engine, memory, asked[number % len(asked)], self.answer)
+            _time_turn(bench.engine, memory, questions[number % len(questions)], self.answer)
             for number in range(self.timed)
         ]
         each = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
         each["retrieve"] = _time_cache_fetch(memory)
-        return row_figures(memory.figures) | self._told(memory, once, each)
+        return row_figures(memory.figures) | self._stage_fields(memory, once, each)
 
-    def _told(self, memory: ConversationMemory, once: Row, each: Row) -> Row:
-        """The stages, and what they come to for a turn."""
+    def _stage_fields(self, memory: ConversationMemory, once: Row, each: Row) -> Row:
+        """Fields of the stages and of the cost of a turn."""
         prefill = max(0.0, memory.figures.prefill_seconds - sum(once.values()))
-        at_first = once | {"prefill": prefill}
-        parts = {name: seconds / self.turns for name, seconds in at_first.items()}
+        setup = once | {"prefill": prefill}
+        parts = {name: seconds / self.turns for name, seconds in setup.items()}
         parts |= {
             "match": each["match"],
             "retrieve": each["retrieve"] / self.stays,
             "decode": each["decode"],
         }
-        shown = [{"name": name, "p50": took, "p95": took} for name, took in parts.items()]
-        every = at_first | each
+        breakdown = [{"name": name, "p50": part, "p95": part} for name, part in parts.items()]
+        every = setup | each
         return {
-            **{f"{name}_seconds": round(took, 6) for name, took in every.items()},
+            **{f"{name}_seconds": round(stage, 6) for name, stage in every.items()},
             "turn_seconds": round(sum(parts.values()), 6),
             "uncached_turn_seconds": round(prefill + each["decode"], 6),
             "items": [],
-            EXHIBITS_KEY: [{"row": "breakdown", "step": "turn", "parts": shown}],
+            EXHIBITS_KEY: [{"row": "breakdown", "step": "turn", "parts": breakdown}],
         }
 
 
 @dataclass
 class _TimedEmbedder(Embedder):
-    """An embedder whose time is added up."""
+    """Embedder that records its time."""
 
     inner: Embedder
     seconds: list[float] = field(default_factory=list[float])
@@ -127,11 +127,11 @@ class _TimedEmbedder(Embedder):
 
 
 def _time_clustering(engine: Engine, memory: ConversationMemory) -> Row:
-    """Seconds of stage 1, taken once more by itself: embedding, and clustering."""
-    found: dict[str, _TimedEmbedder] = {}
+    """Seconds of embedding and clustering, repeated on their own."""
+    embedders: dict[str, _TimedEmbedder] = {}
 
     def clocked(name: str) -> Embedder:
-        return found.setdefault(name, _TimedEmbedder(engine.runtime.embedder(name)))
+        return embedders.setdefault(name, _TimedEmbedder(engine.runtime.embedder(name)))
 
     runtime = replace(engine.runtime, embedder=clocked)
     _, seconds = _time_call(
@@ -139,12 +139,12 @@ def _time_clustering(engine: Engine, memory: ConversationMemory) -> Row:
             memory.conversation, runtime.embedder, runtime.tokenizer.count_tokens
         )
     )
-    embedded = float(sum(sum(one.seconds) for one in found.values()))
-    return {"embed": embedded, "cluster": seconds - embedded if found else 0.0}
+    embedded = float(sum(sum(one.seconds) for one in embedders.values()))
+    return {"embed": embedded, "cluster": seconds - embedded if embedders else 0.0}
 
 
 def _time_turn(engine: Engine, memory: ConversationMemory, question: Question, answer: int) -> Row:
-    """Seconds of finding the cache, and of reading the question and answering."""
+    """Seconds of matching the cache, and of reading the question and answering."""
     _, match = _time_call(lambda: memory.router.route(question.question))
     cache, _ = memory.activate_for(question.question)
     prompt = engine.tokenizer.encode_question(
@@ -152,34 +152,34 @@ def _time_turn(engine: Engine, memory: ConversationMemory, question: Question, a
     )
     fork, decoder = cache.fork(), engine.loaded.decoder
     fork.reserve(len(prompt) + answer)
-    tending = decode_planner(engine.runtime, memory.policy, [fork])
+    planner = decode_planner(engine.runtime, memory.policy, [fork])
 
     def decode() -> None:
-        given = prompt
-        for said in range(answer):
-            row = Tokens(fork, given)
-            observer = None if tending is None else tending.observer([0], [row], [said])
-            logits = decoder.forward_logits([row], Mode.APPEND, [len(given) - 1], observer)
-            given = (int(logits.argmax()),)
+        ids = prompt
+        for generated in range(answer):
+            segment = Tokens(fork, ids)
+            observer = None if planner is None else planner.observer([0], [segment], [generated])
+            logits = decoder.forward_logits([segment], Mode.APPEND, [len(ids) - 1], observer)
+            ids = (int(logits.argmax()),)
 
     return {"match": match, "decode": _time_call(decode)[1]}
 
 
 def _time_cache_fetch(memory: ConversationMemory) -> float:
-    """Seconds of writing one cache back and making another active; 0 of the only one."""
-    shelf = memory.caches
-    if len(shelf) < 2:
+    """Median seconds of writing one cache back and activating another; 0 with a single cache."""
+    caches = memory.caches
+    if len(caches) < 2:
         return 0.0
-    shelf.activate(0)
+    caches.activate(0)
     return statistics.median(
-        _time_call(lambda number=number: shelf.activate(number))[1] for number in (1, 0, 1)
+        _time_call(lambda number=number: caches.activate(number))[1] for number in (1, 0, 1)
     )
 
 
 def _time_call(work: Callable[[], T]) -> tuple[T, float]:
     started = time.perf_counter()
-    made = work()
-    return made, time.perf_counter() - started
+    result = work()
+    return result, time.perf_counter() - started
 
 
 Part = Stages

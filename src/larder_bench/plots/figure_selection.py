@@ -1,4 +1,4 @@
-"""From result files to drawings: which policies, how each looks, which figures."""
+"""Selection of policies and figures for drawings of results files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from larder_bench.plots.style import Drawing
 from larder_bench.results.policy_labels import policy_labels
 from larder_bench.results.rows import Results, Row, read_results
 
-# They get the first colors, in this order, and so one each among any number of policies.
+# These get the first colors, in this order, so that each has one among any number of policies.
 MAIN_POLICIES = ("epicache", "d2o", "icecache")
 REQUIRED_BYTES = ("context_tokens", "full_kv_bytes", "kv_bytes", "active_kv_bytes", "peak_kv_bytes")
 PolicyLabels = Mapping[tuple[str, str], str]  # by study and policy
@@ -24,55 +24,55 @@ PolicyLabels = Mapping[tuple[str, str], str]  # by study and policy
 def load_results(
     paths: Sequence[Path], policies: Sequence[str] = ()
 ) -> tuple[Results, PolicyStyles]:
-    """Results of selected policies by short names, with the style of each.
+    """Results of selected policies by label, with the style of each.
 
-    As `select_policies`.
+    See `select_policies`.
     """
-    found, names = select_policies(paths, policies)
-    return relabel_results(found, names), assign_styles(names.values())
+    selected, names = select_policies(paths, policies)
+    return relabel_results(selected, names), assign_styles(names.values())
 
 
 def select_policies(
     paths: Sequence[Path], policies: Sequence[str] = ()
 ) -> tuple[Results, PolicyLabels]:
-    """Results of selected policies, with the short name of each in each study.
+    """Results of selected policies, with the label of each in each study.
 
     Args:
-        policies: names, long or short, in the order wanted; unless given all, the three systems at
-            the core first. The full cache stays as what the others are compared with.
+        policies: names or labels in drawing order; by default all, the three main systems first.
+            The full cache is always kept for comparison.
 
     Raises:
-        InputError: a file cannot be read, or nothing was measured, or a cell takes no bytes.
-        UnknownName: no row is of a policy that was named.
+        InputError: a file cannot be read, nothing was measured, or a cell has no bytes.
+        UnknownName: a policy has no row.
     """
-    found = read_results(paths)
-    rows = (*found.cells, *found.exhibits)
+    results = read_results(paths)
+    rows = (*results.cells, *results.exhibits)
     if not rows:
-        raise InputError("The result files hold nothing measured: run larder bench first.")
-    for row in found.measured:
+        raise InputError("The results files hold no measurements: run larder bench first.")
+    for row in results.measured:
         _check(row)
     names = _names(rows)
     for policy in policies:
         if not any(policy in (name, short) for (_, name), short in names.items()):
             known = list(dict.fromkeys(names.values()))
-            raise UnknownName(unknown_name_message("policy in the result files", policy, known))
+            raise UnknownName(unknown_name_message("policy in the results files", policy, known))
     ranks = {place: _rank(place[1], short, policies) for place, short in names.items()}
-    wanted = sorted((place for place in names if ranks[place] >= 0), key=ranks.__getitem__)
+    selected = sorted((place for place in names if ranks[place] >= 0), key=ranks.__getitem__)
     kept = replace(
-        found,
-        cells=tuple(row for row in found.cells if _place(row) in wanted),
-        exhibits=tuple(row for row in found.exhibits if _place(row) in wanted),
+        results,
+        cells=tuple(row for row in results.cells if _place(row) in selected),
+        exhibits=tuple(row for row in results.exhibits if _place(row) in selected),
     )
-    return kept, {place: names[place] for place in wanted}
+    return kept, {place: names[place] for place in selected}
 
 
-def relabel_results(found: Results, names: PolicyLabels) -> Results:
+def relabel_results(results: Results, names: PolicyLabels) -> Results:
     """Results with policies renamed to their labels in tables and figures."""
 
-    def again(rows: Sequence[Row]) -> tuple[Row, ...]:
+    def relabel(rows: Sequence[Row]) -> tuple[Row, ...]:
         return tuple(row | {"policy": names[_place(row)]} for row in rows)
 
-    return replace(found, cells=again(found.cells), exhibits=again(found.exhibits))
+    return replace(results, cells=relabel(results.cells), exhibits=relabel(results.exhibits))
 
 
 def _names(rows: Sequence[Row]) -> PolicyLabels:
@@ -81,13 +81,13 @@ def _names(rows: Sequence[Row]) -> PolicyLabels:
         studies.setdefault(row["study"], []).append(row["policy"])
     return {
         (study, name): short
-        for study, own in studies.items()
-        for name, short in policy_labels(own).items()
+        for study, policies in studies.items()
+        for name, short in policy_labels(policies).items()
     }
 
 
 def _rank(name: str, short: str, policies: Sequence[str]) -> int:
-    """Index of a policy in the order; -1 if it is not selected."""
+    """Rank of a policy in the order; -1 if it is not selected."""
     if not policies:
         return MAIN_POLICIES.index(name) if name in MAIN_POLICIES else len(MAIN_POLICIES)
     places = [place for place, one in enumerate(policies) if one in (name, short)]
@@ -99,7 +99,11 @@ def _place(row: Row) -> tuple[str, str]:
 
 
 def _check(row: Row) -> None:
-    """Raises: InputError: figures cannot be drawn of such a cell."""
+    """Check that figures can be drawn of a cell.
+
+    Raises:
+        InputError: a number of bytes is missing or 0.
+    """
     for name in REQUIRED_BYTES:
         if not (row.get(name) or 0) > 0:
             raise InputError(
@@ -109,12 +113,12 @@ def _check(row: Row) -> None:
 
 
 def parse_figure(spelling: str) -> Figure:
-    """A figure as it is written: `quality`, or `quality(score="f1")`.
+    """Figure of a spelling: `quality`, or `quality(score="f1")`.
 
     Raises:
-        UsageError: it is not one figure.
-        UnknownName: there is no such figure, or it has no such parameter.
-        BadParameter: a value out of range.
+        UsageError: the spelling is not one figure.
+        UnknownName: the figure or a parameter does not exist.
+        BadParameter: a value is out of range.
     """
     calls = parse(spelling, "figure")
     if len(calls) != 1:
@@ -122,21 +126,23 @@ def parse_figure(spelling: str) -> Figure:
     return build(FIGURES.load(calls[0].name), calls[0].parameters)
 
 
-def draw_figures(figures: Sequence[Figure], found: Results, seen: PolicyStyles) -> list[Drawing]:
-    """All drawings of the figures that were asked for.
+def draw_figures(
+    figures: Sequence[Figure], results: Results, styles: PolicyStyles
+) -> list[Drawing]:
+    """Drawings of the selected figures.
 
     Raises:
-        NothingToDraw: the results do not suffice for one of them.
+        NothingToDraw: the results do not suffice for one of the figures.
     """
-    return [drawing for figure in figures for drawing in figure.draw(found, seen)]
+    return [drawing for figure in figures for drawing in figure.draw(results, styles)]
 
 
-def draw_all(found: Results, seen: PolicyStyles) -> list[Drawing]:
-    """Every figure that the results suffice for, as it is without parameters."""
+def draw_all(results: Results, styles: PolicyStyles) -> list[Drawing]:
+    """Drawings of every figure that the results suffice for, with default parameters."""
     drawings: list[Drawing] = []
     for name in FIGURE_ORDER:
         try:
-            drawings += FIGURES.load(name)().draw(found, seen)
+            drawings += FIGURES.load(name)().draw(results, styles)
         except NothingToDraw:
             continue
     return drawings

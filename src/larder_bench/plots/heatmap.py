@@ -1,4 +1,4 @@
-"""Tables of numbers as colored cells: one hue, pale for little and deep for much."""
+"""Heatmaps: tables of numbers as colored cells, pale for low and deep for high values."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any
 from larder_bench.plots.layout import overlay_axes, text_width
 from larder_bench.plots.style import LINE, SMALL, SOFT
 
-# From pale to deep; lightness falls evenly, so that it reads in gray and by any color vision.
+# From pale to deep; lightness decreases evenly, so that it is readable in gray and with any color
+# vision.
 RAMP = ("#f1f5f9", "#c9dcec", "#94bfdd", "#5499c7", "#2471a3", "#154872")
-# On colored cells, which are the same in a dark page: not the ink that such a page turns light.
+# Text on colored cells, which look the same on a dark page, unlike the page's text color.
 ON_PALE, ON_DEEP = "#20242b", "#fbfcfd"
 GAP = 0.04  # of a cell, between cells
-_HALF = 0.55  # of the ramp, from where words on it are light
+_HALF = 0.55  # of the ramp, from which text on it is light
 
 
 @dataclass(frozen=True)
 class ColorScale:
-    """Which number has which color.
+    """Color scale of a heatmap.
 
     Args:
-        low: of the palest.
-        high: of the deepest.
+        low: value of the palest color.
+        high: value of the deepest color.
     """
 
     low: float
@@ -34,7 +35,7 @@ class ColorScale:
         return min(1.0, max(0.0, (value - self.low) / ((self.high - self.low) or 1.0)))
 
     def color(self, value: float) -> str:
-        """A color of the ramp, between two of its stops."""
+        """Color of a number, interpolated between two stops of the ramp."""
         position = self.place(value) * (len(RAMP) - 1)
         first = min(int(position), len(RAMP) - 2)
         parts = zip(_parts(RAMP[first]), _parts(RAMP[first + 1]), strict=True)
@@ -49,10 +50,10 @@ def draw_heatmap(
     texts: Sequence[Sequence[str]] | None = None,
     size: float = SMALL,
 ) -> None:
-    """Cells row by row from above; where there is no number, an empty frame.
+    """Draw cells row by row from the top; an empty frame where there is no number.
 
     Args:
-        texts: what stands in the cells; nothing unless given.
+        texts: text of each cell; none by default.
     """
     from matplotlib.patches import Rectangle
 
@@ -76,26 +77,26 @@ def draw_heatmap(
 def draw_color_key(
     figure: Any, scale: ColorScale, ends: tuple[str, str], title: str, left: float, top: float
 ) -> None:
-    """Color legend: a title, and the ramp between the names of its ends."""
+    """Draw a color legend: a title, and the ramp between the labels of its ends."""
     from matplotlib.patches import Rectangle
 
-    sheet = overlay_axes(figure)
+    overlay = overlay_axes(figure)
     y = figure.get_size_inches()[1] - top
     x = left + text_width(title, SMALL) + 0.12
-    sheet.text(left, y, title, color=SOFT, size=SMALL, va="center")
-    sheet.text(x, y, ends[0], color=SOFT, size=SMALL, va="center")
+    overlay.text(left, y, title, color=SOFT, size=SMALL, va="center")
+    overlay.text(x, y, ends[0], color=SOFT, size=SMALL, va="center")
     x += text_width(ends[0], SMALL) + 0.06
     steps, width = 60, 0.9
     for step in range(steps):
         value = scale.low + (scale.high - scale.low) * step / (steps - 1)
-        sheet.add_patch(
-            # A hair wider than its step, or renderers would leave seams.
+        overlay.add_patch(
+            # Slightly wider than its step, otherwise renderers would leave seams.
             Rectangle(
                 (x + step * width / steps, y - 0.04), width / steps + 0.004, 0.08,
                 facecolor=scale.color(value), lw=0,
             )
         )  # fmt: skip
-    sheet.text(x + width + 0.06, y, ends[1], color=SOFT, size=SMALL, va="center")
+    overlay.text(x + width + 0.06, y, ends[1], color=SOFT, size=SMALL, va="center")
 
 
 def _parts(color: str) -> tuple[int, int, int]:

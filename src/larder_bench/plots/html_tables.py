@@ -1,4 +1,4 @@
-"""Tables of a group of cells as HTML: means with intervals, and paired differences to baselines.
+"""HTML tables of a group of cells: means with intervals, and paired differences to baselines.
 
 The numbers are those of the tables that `larder bench` prints (`larder_bench.results.tables`).
 """
@@ -20,10 +20,11 @@ from larder_bench.results.tables import SCALES, TIMES, ScoreScale, ScoreTable, c
 def group_tables(title: str, rows: Sequence[Row], bases: Sequence[str]) -> Iterator[str]:
     """Tables of every score that the cells have, under one heading."""
     table = ScoreTable([cell_scores(row) for row in rows])
-    yield f"<section><h3>{escape_html(title)}</h3><p class=aside>{escape_html(table.counted())}</p>"
+    counts = escape_html(table.count_label())
+    yield f"<section><h3>{escape_html(title)}</h3><p class=aside>{counts}</p>"
     if why := [line.removeprefix("- ") for line in table.refusals() if line]:
         yield f"<ul class=aside>{''.join(f'<li>{escape_html(line)}</li>' for line in why)}</ul>"
-    for scale in table.held(SCALES):
+    for scale in table.scales_with_data(SCALES):
         yield _means(table, scale)
         for base in bases:
             if base in table.names:
@@ -33,32 +34,37 @@ def group_tables(title: str, rows: Sequence[Row], bases: Sequence[str]) -> Itera
 
 
 def escape_html(text: str) -> str:
-    """Text that stays text wherever it stands on the page, in ASCII."""
+    """Escaped text in ASCII, safe anywhere on the page."""
     return escape(text).encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 
 def _time_table(table: ScoreTable) -> Iterator[str]:
     """Table of timings, one line per policy and budget."""
-    if not (timed := table.timed()):
+    if not (fields := table.timed_fields()):
         return
-    head = "".join(f"<th scope=col>{TIMES[name]}</th>" for name in timed)
+    head = "".join(f"<th scope=col>{TIMES[name]}</th>" for name in fields)
     lines: list[str] = []
     for name in table.names:
         for budget in table.budgets:
-            if took := table.seconds(name, budget):
-                cells = "".join(f"<td>{took[t]:.4f}</td>" if t in took else "<td>" for t in timed)
+            if seconds := table.seconds(name, budget):
+                cells = "".join(
+                    f"<td>{seconds[t]:.4f}</td>" if t in seconds else "<td>" for t in fields
+                )
                 label = escape_html(short_label(name))
                 place = f"<th scope=row>{label}</th><td>{escape_html(budget)}</td>"
                 lines.append(f"<tr>{place}{cells}</tr>")
-    shown = html_table("", f"<th scope=col>policy</th><th scope=col>budget</th>{head}", lines)
-    if table.held(SCALES):
-        shown = f"<details><summary>Seconds</summary>{shown}</details>"
-    yield shown
+    html = html_table("", f"<th scope=col>policy</th><th scope=col>budget</th>{head}", lines)
+    if table.scales_with_data(SCALES):
+        html = f"<details><summary>Seconds</summary>{html}</details>"
+    yield html
 
 
 def _means(table: ScoreTable, scale: ScoreScale) -> str:
-    """A line per policy; below each mean its interval, the bytes it took as a share, and its
-    budget in tokens per kv head.
+    """Table with a line per policy; below each mean are its interval, the share of the bytes, and
+    the budget in tokens per kv head.$$
+
+    Budgets that only the full cache has, or a policy with a size of its own, have no column: their
+    means span all columns.
 
     Budgets that only the full cache has, or a policy with a size of its own, are no column: what
     stands there goes across all.
@@ -90,9 +96,9 @@ def _mean(table: ScoreTable, scale: ScoreScale, name: str, budget: str, across: 
     note = f", {refused} refused" if refused else ""
     tokens = f", {table.budget_tokens(name, budget):,} tokens" if budget != WHOLE else ""
     share = f"bytes {table.shares(name, budget)}{tokens}{note}"
-    shown = _signed(interval.mean, scale.digits)
+    mean = _signed(interval.mean, scale.digits)
     ends = _interval_ends(interval, scale.digits)
-    return f"{start}><b>{shown}</b> <i>{ends}</i><small>{share}</small></td>"
+    return f"{start}><b>{mean}</b> <i>{ends}</i><small>{share}</small></td>"
 
 
 def _differences(table: ScoreTable, scale: ScoreScale, base: str) -> Iterator[str]:
@@ -103,31 +109,33 @@ def _differences(table: ScoreTable, scale: ScoreScale, base: str) -> Iterator[st
     for name in table.names:
         if name in (base, FULL):
             continue
-        found = [table.difference(scale, name, base, budget) for budget in budgets]
-        if any(interval is not None for interval in found):
-            cells = "".join(_difference(interval, scale.digits) for interval in found)
+        differences = [table.difference(scale, name, base, budget) for budget in budgets]
+        if any(interval is not None for interval in differences):
+            cells = "".join(_difference(interval, scale.digits) for interval in differences)
             lines.append(f"<tr><th scope=row>{escape_html(short_label(name))}</th>{cells}</tr>")
     if lines:
         head = "".join(f"<th scope=col>{escape_html(budget)}</th>" for budget in budgets)
         title = f"{scale.title}: difference to {short_label(base)}, pair by pair"
-        shown = html_table("", f"<th scope=col>policy</th>{head}", lines)
-        yield f"<details><summary>{escape_html(title)}</summary>{shown}</details>"
+        html = html_table("", f"<th scope=col>policy</th>{head}", lines)
+        yield f"<details><summary>{escape_html(title)}</summary>{html}</details>"
 
 
 def _difference(interval: Interval | None, digits: int) -> str:
     if interval is None:
         return "<td class=none></td>"
-    shown = f"{_signed(interval.mean, digits, '+')}"
+    mean = f"{_signed(interval.mean, digits, '+')}"
     ends = f"<i>{_interval_ends(interval, digits, '+')}</i>"
-    is_told = interval.low > 0 or interval.high < 0
-    return f"<td><b>{shown}</b> {ends}</td>" if is_told else f"<td class=open>{shown} {ends}</td>"
+    is_significant = interval.low > 0 or interval.high < 0
+    if is_significant:
+        return f"<td><b>{mean}</b> {ends}</td>"
+    return f"<td class=open>{mean} {ends}</td>"
 
 
 def html_table(caption: str, head: str, lines: Sequence[str]) -> str:
-    """A table that can be moved sideways where it is too wide."""
-    told = f"<caption>{escape_html(caption)}</caption>" if caption else ""
+    """Table that scrolls horizontally if it is too wide."""
+    caption_html = f"<caption>{escape_html(caption)}</caption>" if caption else ""
     return (
-        f'<div class="wide"><table>{told}<thead><tr>{head}</tr></thead>'
+        f'<div class="wide"><table>{caption_html}<thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
 
@@ -138,16 +146,17 @@ def _interval_ends(interval: Interval, digits: int, sign: str = "") -> str:
 
 
 def _signed(value: float, digits: int, sign: str = "") -> str:
-    """A number with a minus sign that is as wide as a plus sign."""
+    """Number with a minus sign as wide as a plus sign."""
     return f"{value:{sign}.{digits}f}".replace("-", "&minus;")
 
 
 def paper_table(paper: Paper, rows: Sequence[Row], names: Mapping[str, str]) -> Iterator[str]:
-    """A table under one heading, and what differs. Values of policies without a row are left out.
+    """Comparison with a paper under one heading, and the differences. Values of policies without a
+    row are left out.
 
     Args:
         rows: cells of the paper's study.
-        names: that policies have on the page.
+        names: labels of policies on the page.
     """
     models, policies = (dict.fromkeys(row[name] for row in rows) for name in ("model", "policy"))
     lines = [one for one in compare_with_paper(paper, rows) if one.reported.policy in policies]
@@ -165,5 +174,5 @@ def paper_table(paper: Paper, rows: Sequence[Row], names: Mapping[str, str]) -> 
 
 def _line(cells: Sequence[str]) -> str:
     policy, *others = cells
-    told = "".join(f"<td>{escape_html(cell)}</td>" for cell in others)
-    return f"<tr><th scope=row>{escape_html(policy)}</th>{told}</tr>"
+    cells_html = "".join(f"<td>{escape_html(cell)}</td>" for cell in others)
+    return f"<tr><th scope=row>{escape_html(policy)}</th>{cells_html}</tr>"

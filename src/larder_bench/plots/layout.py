@@ -1,4 +1,4 @@
-"""Panels on a sheet, measured in inches, so that what stands where is known before it is drawn."""
+"""Layout of panels and legends in inches, so that positions are known before drawing."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Margins:
 
 @dataclass(frozen=True)
 class PanelGrid:
-    """A grid of equal panels.
+    """Grid of equal panels.
 
     Args:
-        width: of everything.
-        rows: of panels.
-        columns: of panels.
-        panel_height: of each.
-        gap_x: between panels that stand side by side.
-        gap_y: between panels that stand one over the other.
+        width: width of the figure.
+        rows: number of rows of panels.
+        columns: number of columns of panels.
+        panel_height: height of each panel.
+        gap_x: horizontal gap between panels.
+        gap_y: vertical gap between panels.
     """
 
     width: float
@@ -57,7 +57,7 @@ class PanelGrid:
         return (free - (self.columns - 1) * self.gap_x) / self.columns
 
     def figure(self) -> Any:
-        """An empty figure of this size."""
+        """Empty figure of this size."""
         from matplotlib.figure import Figure
 
         return Figure(figsize=(self.width, self.height))
@@ -76,7 +76,7 @@ class PanelGrid:
 
 
 def axes_at(figure: Any, left: float, bottom: float, width: float, height: float) -> Any:
-    """Axes at a place in inches."""
+    """Axes at a position in inches."""
     whole_width, whole_height = figure.get_size_inches()
     return figure.add_axes(
         (left / whole_width, bottom / whole_height, width / whole_width, height / whole_height)
@@ -84,7 +84,7 @@ def axes_at(figure: Any, left: float, bottom: float, width: float, height: float
 
 
 def overlay_axes(figure: Any) -> Any:
-    """Bare axes over all of a figure, whose units are inches from its lower left corner."""
+    """Axes without decoration over the whole figure, in inches from its lower left corner."""
     width, height = figure.get_size_inches()
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, width)
@@ -96,7 +96,7 @@ def overlay_axes(figure: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def text_width(text: str, size: float) -> float:
-    """Inches that a line of text takes."""
+    """Width of a line of text in inches."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextToPath
 
@@ -107,7 +107,7 @@ def text_width(text: str, size: float) -> float:
 
 
 def wrap_text(text: str, width: float, size: float, most: int) -> list[str]:
-    """Text in lines of at most so many inches; what does not fit into `most` lines is cut off."""
+    """Text wrapped at `width` inches; text beyond `most` lines is cut off."""
     lines: list[str] = []
     line = ""
     for word in text.split():
@@ -127,59 +127,61 @@ def wrap_text(text: str, width: float, size: float, most: int) -> list[str]:
 
 
 def spread_labels(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places as near as can be to those wanted, at least a gap apart, in the same order.
+    """Positions as near as possible to the wanted ones, at least a gap apart, in the same order.
 
-    Neighbors that are too near become a block around the mean of what they want; where there is no
-    room for all, the gap shrinks.
+    Neighbors that are too near form a block around the mean of their wanted positions; if there is
+    not enough space for all, the gap shrinks.
     """
     if not wanted:
         return []
     gap = min(gap, (high - low) / max(1, len(wanted) - 1))
     order = sorted(range(len(wanted)), key=lambda index: (wanted[index], index))
-    blocks: list[tuple[float, int]] = []  # where the first of a block stands, and how many it has
+    blocks: list[tuple[float, int]] = []  # position of a block's first label, and number of labels
     for index in order:
         blocks.append((_clamp(wanted[index], 1, gap, low, high), 1))
         while len(blocks) > 1 and blocks[-2][0] + blocks[-2][1] * gap > blocks[-1][0] + 1e-9:
             (first, many), (second, few) = blocks[-2:]
             total = many + few
-            # Each wants its own place less its offset in the block.
+            # Each label contributes its wanted position minus its offset in the block.
             start = (first * many + (second - many * gap) * few) / total
             blocks[-2:] = [(_clamp(start, total, gap, low, high), total)]
-    places = [start + step * gap for start, many in blocks for step in range(many)]
-    found = [0.0] * len(wanted)
-    for index, place in zip(order, places, strict=True):
-        found[index] = place
-    return found
+    positions = [start + step * gap for start, many in blocks for step in range(many)]
+    spread = [0.0] * len(wanted)
+    for index, position in zip(order, positions, strict=True):
+        spread[index] = position
+    return spread
 
 
 def label_ends(
     figure: Any, axes: Any, ends: Sequence[tuple[float, PolicyStyle]], gap: float = 0.108
 ) -> None:
-    """Name lines where they end, to the right of a panel, with a hair to those that were moved."""
+    """Label lines at their ends, to the right of a panel, with thin connectors to shifted
+    labels.
+    """
     width, height = figure.get_size_inches()
     box = axes.get_position()
     low, high = box.y0 * height, box.y1 * height
     transform = axes.transData + figure.dpi_scale_trans.inverted()
     heights = [float(transform.transform((axes.get_xlim()[1], end))[1]) for end, _ in ends]
-    sheet = overlay_axes(figure)
+    overlay = overlay_axes(figure)
     left = box.x1 * width
-    for (_, look), own, place in zip(
+    for (_, style), end, position in zip(
         ends, heights, spread_labels(heights, gap, low - 0.02, high + 0.02), strict=True
     ):
-        sheet.plot([left + 0.02, left + 0.1], [own, place], color=look.color, linewidth=0.5)
-        sheet.text(left + 0.13, place, look.name, color=look.dark, size=SMALL, va="center")
+        overlay.plot([left + 0.02, left + 0.1], [end, position], color=style.color, linewidth=0.5)
+        overlay.text(left + 0.13, position, style.name, color=style.dark, size=SMALL, va="center")
 
 
-def legend_lines(looks: Sequence[PolicyStyle], width: float) -> list[list[PolicyStyle]]:
-    """The entries of a legend in lines of at most so many inches."""
+def legend_lines(styles: Sequence[PolicyStyle], width: float) -> list[list[PolicyStyle]]:
+    """Entries of a legend in lines of at most `width` inches."""
     lines: list[list[PolicyStyle]] = [[]]
     used = 0.0
-    for look in looks:
-        needed = _SWATCH + _NEAR + text_width(look.name, SMALL) + _APART
+    for style in styles:
+        needed = _SWATCH + _NEAR + text_width(style.name, SMALL) + _APART
         if lines[-1] and used + needed > width:
             lines.append([])
             used = 0.0
-        lines[-1].append(look)
+        lines[-1].append(style)
         used += needed
     return lines
 
@@ -187,36 +189,41 @@ def legend_lines(looks: Sequence[PolicyStyle], width: float) -> list[list[Policy
 def draw_legend(
     figure: Any, lines: Sequence[Sequence[PolicyStyle]], left: float, top: float
 ) -> None:
-    """A legend whose first line stands so many inches from the left, below the top."""
-    sheet = overlay_axes(figure)
+    """Draw a legend whose first line starts `left` inches from the left and `top` below the top."""
+    overlay = overlay_axes(figure)
     height = figure.get_size_inches()[1]
     for number, line in enumerate(lines):
         x, y = left, height - top - (number + 0.5) * LINE_HEIGHT
-        for look in line:
+        for style in line:
             marks = [x, x + _SWATCH / 2, x + _SWATCH]
-            sheet.plot(
+            overlay.plot(
                 marks,
                 [y] * 3,
-                color=look.color,
-                linestyle=look.dashes,
-                marker=look.marker or None,
+                color=style.color,
+                linestyle=style.dashes,
+                marker=style.marker or None,
                 markevery=[1],
                 markersize=3.2,
             )
-            sheet.text(
-                x + _SWATCH + _NEAR, y - 0.005, look.name, color=look.dark, size=SMALL, va="center"
+            overlay.text(
+                x + _SWATCH + _NEAR,
+                y - 0.005,
+                style.name,
+                color=style.dark,
+                size=SMALL,
+                va="center",
             )
-            x += _SWATCH + _NEAR + text_width(look.name, SMALL) + _APART
+            x += _SWATCH + _NEAR + text_width(style.name, SMALL) + _APART
 
 
 def draw_heading(figure: Any, text: str, left: float, top: float, color: str = INK) -> None:
-    """A line of text so many inches from the left, below the top."""
+    """Draw a line of text `left` inches from the left and `top` below the top."""
     height = figure.get_size_inches()[1]
     overlay_axes(figure).text(left, height - top, text, color=color, size=SMALL, va="center")
 
 
 def plain_axes(axes: Any) -> None:
-    """Axes without a frame or ticks: what is drawn speaks for itself."""
+    """Remove the frame and the ticks of axes."""
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.tick_params(length=0, labelcolor=SOFT, color=FAINT)

@@ -1,4 +1,6 @@
-"""Panels of lines: one in a column with names where lines end, several on a page under a legend."""
+"""Panels of lines: a single one with labels at the ends of lines, several on a page with a
+legend.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,20 @@ from larder_bench.plots.layout import (
 from larder_bench.plots.policy_styles import SOLID, PolicyStyle, styles_for
 from larder_bench.plots.style import COLUMN, PAGE, SMALL, TITLE
 
-PANELS_PER_ROW = 3  # panels that stand side by side on a page
-BOTTOM, TITLED = 0.38, 0.24  # inches for what stands below and above panels
+PANELS_PER_ROW = 3  # panels side by side on a page
+BOTTOM, TITLED = 0.38, 0.24  # inches below panels for axis labels, above them for titles
 LEAD = 0.12  # inches from line to line of a title
 _TICK, _LABEL = 0.07, 0.15  # inches beside tick labels, and for an axis label
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a panel.
+    """Line of a panel.
 
     Args:
-        name: what its look is found by.
-        lows: where its bars begin; empty for a line without bars.
-        highs: where they end.
+        name: name of its style.
+        lows: lower ends of its bars; empty for a line without bars.
+        highs: upper ends of its bars.
     """
 
     name: str
@@ -48,7 +50,7 @@ class LinePanel:
     """Lines that share their axes.
 
     Args:
-        levels: levels that do not depend on x, as lines from side to side.
+        levels: values that do not depend on x, drawn as horizontal lines.
     """
 
     title: str
@@ -58,13 +60,13 @@ class LinePanel:
 
 @dataclass(frozen=True)
 class Axis:
-    """A scale that all panels share.
+    """Scale shared by all panels.
 
     Args:
-        ticks: where it has ticks, ascending, and what stands there.
-        low: where it begins.
-        high: where it ends.
-        base: of the logarithm; 0 for an even scale.
+        ticks: positions of ticks, ascending, and their labels.
+        low: lower end.
+        high: upper end.
+        base: base of the logarithm; 0 for a linear scale.
     """
 
     label: str
@@ -75,10 +77,10 @@ class Axis:
 
 
 def log2_axis(label: str, values: Sequence[float], names: Any, room: float = 0.2) -> Axis:
-    """A scale by doublings around all values, which are above 0.
+    """Logarithmic scale of base 2 around all values, which are above 0.
 
     Args:
-        names: what a tick is called, by its exponent of 2.
+        names: returns the label of a tick for its exponent of 2.
         room: doublings beyond the outermost values and ticks.
     """
     first, last = round(log2(min(values))), round(log2(max(values)))
@@ -89,7 +91,7 @@ def log2_axis(label: str, values: Sequence[float], names: Any, room: float = 0.2
 
 
 def linear_axis(label: str, low: float, high: float, form: str = "{:g}") -> Axis:
-    """An even scale whose ticks are round numbers within its ends."""
+    """Linear scale whose ticks are round numbers within its ends."""
     from matplotlib.ticker import MaxNLocator
 
     ticks = MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
@@ -102,38 +104,40 @@ def linear_axis(label: str, low: float, high: float, form: str = "{:g}") -> Axis
 
 def draw_panels(
     panels: Sequence[LinePanel],
-    looks: dict[str, PolicyStyle],
+    styles: dict[str, PolicyStyle],
     x: Axis,
     y: Axis,
     height: float = 1.75,
 ) -> Any:
-    """A figure of the panels.
+    """Figure of panels.
 
     Args:
-        looks: of every line, in the order in which a legend tells them.
-        height: inches of a single panel; those that stand side by side have three quarters of it.
+        styles: style of every line, in the order of the legend.
+        height: height of a single panel in inches; panels side by side have three quarters of it.
     """
     left = _LABEL + max(text_width(name, SMALL) for _, name in y.ticks) + _TICK
-    looks = styles_for(looks, {name for panel in panels for name in _names(panel)})
+    styles = styles_for(styles, {name for panel in panels for name in _names(panel)})
     if len(panels) == 1:
-        return _single_panel(panels[0], looks, x, y, left, height)
-    return _panel_row(panels, looks, x, y, left, 0.75 * height)
+        return _single_panel(panels[0], styles, x, y, left, height)
+    return _panel_row(panels, styles, x, y, left, 0.75 * height)
 
 
 def _single_panel(
-    panel: LinePanel, looks: dict[str, PolicyStyle], x: Axis, y: Axis, left: float, height: float
+    panel: LinePanel, styles: dict[str, PolicyStyle], x: Axis, y: Axis, left: float, height: float
 ) -> Any:
-    ends = [(line.ys[-1], looks[line.name]) for line in panel.lines if looks[line.name].is_labeled]
-    ends += [(level, looks[name]) for name, level in panel.levels]
-    names = max((text_width(look.name, SMALL) for _, look in ends), default=0.0)
-    # A title may run on above the names.
+    ends = [
+        (line.ys[-1], styles[line.name]) for line in panel.lines if styles[line.name].is_labeled
+    ]
+    ends += [(level, styles[name]) for name, level in panel.levels]
+    names = max((text_width(style.name, SMALL) for _, style in ends), default=0.0)
+    # A title may extend above the labels.
     title = wrap_text(panel.title, COLUMN - left - 0.05, TITLE, 2)
     top = TITLED + LEAD * (len(title) - 1)
-    sheet = PanelGrid(COLUMN, 1, 1, height, Margins(left, names + 0.22, top, BOTTOM))
-    figure = sheet.figure()
-    axes = sheet.panel(figure, 0)
-    _draw(axes, panel, looks)
-    _scale(axes, x, y, sheet.panel_width)
+    grid = PanelGrid(COLUMN, 1, 1, height, Margins(left, names + 0.22, top, BOTTOM))
+    figure = grid.figure()
+    axes = grid.panel(figure, 0)
+    _draw(axes, panel, styles)
+    _scale(axes, x, y, grid.panel_width)
     axes.set_title("\n".join(title), linespacing=1.1)
     axes.set_xlabel(x.label)
     axes.set_ylabel(y.label)
@@ -143,74 +147,76 @@ def _single_panel(
 
 def _panel_row(
     panels: Sequence[LinePanel],
-    looks: dict[str, PolicyStyle],
+    styles: dict[str, PolicyStyle],
     x: Axis,
     y: Axis,
     left: float,
     height: float,
 ) -> Any:
-    levels = _named_levels(panels, looks)
+    levels = _named_levels(panels, styles)
     drawn = {line.name for panel in panels for line in panel.lines}
-    told = [
-        look for name, look in looks.items() if look.is_labeled and (name in drawn or not levels)
+    labeled = [
+        style
+        for name, style in styles.items()
+        if style.is_labeled and (name in drawn or not levels)
     ]
-    legend = legend_lines(told, PAGE - left)
+    legend = legend_lines(labeled, PAGE - left)
     columns = min(PANELS_PER_ROW, len(panels))
     rows = -(-len(panels) // columns)
     margins = Margins(left, 0.08 + levels, 0.06 + len(legend) * LINE_HEIGHT + TITLED, BOTTOM)
-    sheet = PanelGrid(PAGE, rows, columns, height, margins, gap_x=0.18 + levels, gap_y=0.46)
-    titles = [wrap_text(panel.title, sheet.panel_width, TITLE, 2) for panel in panels]
+    grid = PanelGrid(PAGE, rows, columns, height, margins, gap_x=0.18 + levels, gap_y=0.46)
+    titles = [wrap_text(panel.title, grid.panel_width, TITLE, 2) for panel in panels]
     if more := LEAD * (max(map(len, titles)) - 1):
         margins = replace(margins, top=margins.top + more)
-        sheet = replace(sheet, margins=margins, gap_y=sheet.gap_y + more)
-    figure = sheet.figure()
+        grid = replace(grid, margins=margins, gap_y=grid.gap_y + more)
+    figure = grid.figure()
     draw_legend(figure, legend, left, 0.05)
     for number, panel in enumerate(panels):
-        axes = sheet.panel(figure, number)
-        _draw(axes, panel, looks)
-        _scale(axes, x, y, sheet.panel_width)
+        axes = grid.panel(figure, number)
+        _draw(axes, panel, styles)
+        _scale(axes, x, y, grid.panel_width)
         axes.set_title("\n".join(titles[number]), linespacing=1.1)
         if number % columns:
             axes.set_yticklabels([])
         else:
             axes.set_ylabel(y.label)
-        if sheet.is_bottom(number, len(panels)):
+        if grid.is_bottom(number, len(panels)):
             axes.set_xlabel(x.label)
         if levels:
-            label_ends(figure, axes, [(level, looks[name]) for name, level in panel.levels])
+            label_ends(figure, axes, [(level, styles[name]) for name, level in panel.levels])
     return figure
 
 
-def _named_levels(panels: Sequence[LinePanel], looks: dict[str, PolicyStyle]) -> float:
-    """Inches beside each panel for the names of its levels; none where a legend tells them apart.
+def _named_levels(panels: Sequence[LinePanel], styles: dict[str, PolicyStyle]) -> float:
+    """Inches next to each panel for the labels of its levels; 0 if a legend distinguishes them.
 
-    Dashes alone do not, where there are more than two.
+    Dashes do not suffice for more than two levels.
     """
     if max(len(panel.levels) for panel in panels) < 3:
         return 0.0
-    names = {looks[name].name for panel in panels for name, _ in panel.levels}
+    names = {styles[name].name for panel in panels for name, _ in panel.levels}
     return 0.13 + max(text_width(name, SMALL) for name in names)
 
 
-def _draw(axes: Any, panel: LinePanel, looks: dict[str, PolicyStyle]) -> None:
+def _draw(axes: Any, panel: LinePanel, styles: dict[str, PolicyStyle]) -> None:
     for name, level in panel.levels:
-        look = looks[name]
-        axes.axhline(level, color=look.color, linestyle=look.dashes, linewidth=0.9, label=name)
-    # Pale lines first, controls next: what is compared lies on top.
-    for line in sorted(panel.lines, key=lambda line: _rank(looks[line.name])):
-        look, rank = looks[line.name], 2 + _rank(looks[line.name])
-        if line.lows and look.is_labeled and not look.is_control:
+        style = styles[name]
+        axes.axhline(level, color=style.color, linestyle=style.dashes, linewidth=0.9, label=name)
+    # Pale lines first, then controls, then compared policies on top.
+    for line in sorted(panel.lines, key=lambda line: _rank(styles[line.name])):
+        style, rank = styles[line.name], 2 + _rank(styles[line.name])
+        if line.lows and style.is_labeled and not style.is_control:
             axes.vlines(
-                line.xs, line.lows, line.highs, color=look.color, linewidth=0.7, zorder=rank
+                line.xs, line.lows, line.highs, color=style.color, linewidth=0.7, zorder=rank
             )
         axes.plot(
             line.xs,
             line.ys,
-            color=look.color,
-            linestyle=look.dashes,
-            linewidth=1.3 if look.dashes == SOLID and look.is_labeled else 0.9,
-            # A control at one place is a dash.
-            marker=look.marker or ("_" if len(line.xs) == 1 else None),
+            color=style.color,
+            linestyle=style.dashes,
+            linewidth=1.3 if style.dashes == SOLID and style.is_labeled else 0.9,
+            # A control with a single point is a dash.
+            marker=style.marker or ("_" if len(line.xs) == 1 else None),
             zorder=rank,
             clip_on=False,
             label=line.name,
@@ -224,8 +230,8 @@ def _scale(axes: Any, x: Axis, y: Axis, width: float) -> None:
         axes.set_yscale("log", base=y.base)
     axes.set_xlim(x.low, x.high)
     axes.set_ylim(y.low, y.high)
-    shown = _fitting(x.ticks, width)
-    axes.set_xticks([tick for tick, _ in shown], [name for _, name in shown])
+    ticks = _fitting(x.ticks, width)
+    axes.set_xticks([tick for tick, _ in ticks], [name for _, name in ticks])
     axes.set_yticks([tick for tick, _ in y.ticks], [name for _, name in y.ticks])
     axes.minorticks_off()
     axes.grid(axis="y")
@@ -234,7 +240,7 @@ def _scale(axes: Any, x: Axis, y: Axis, width: float) -> None:
 
 
 def _fitting(ticks: Sequence[tuple[float, str]], width: float) -> Sequence[tuple[float, str]]:
-    """The ticks whose names stand clear of each other: all, or every second, every third, ..."""
+    """Ticks whose labels do not overlap: all, or every second, every third, ..."""
     step = 1
     while sum(text_width(name, SMALL) + 0.08 for _, name in ticks[::step]) > width and step < len(
         ticks
@@ -243,8 +249,8 @@ def _fitting(ticks: Sequence[tuple[float, str]], width: float) -> Sequence[tuple
     return ticks[::step]
 
 
-def _rank(look: PolicyStyle) -> int:
-    return 0 if not look.is_labeled else 1 if look.is_control else 2
+def _rank(style: PolicyStyle) -> int:
+    return 0 if not style.is_labeled else 1 if style.is_control else 2
 
 
 def _names(panel: LinePanel) -> list[str]:

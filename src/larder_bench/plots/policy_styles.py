@@ -1,8 +1,8 @@
-"""Which color, marker and dashes each policy has: the same in every figure of one set of results.
+"""Colors, markers and dashes of policies: the same in every figure of one set of results.
 
-Colors are those of M. Okabe and K. Ito, "Color Universal Design" (2008), which people with any
-color vision tell apart, and two of P. Tol's; markers say the same again. Controls are gray, with
-dashes of their own.
+Colors are those of M. Okabe and K. Ito, "Color Universal Design" (2008), which are distinguishable
+with any color vision, and two of P. Tol's; markers are redundant to them. Controls are gray, each
+with its own dashes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from larder_bench.plots.style import FAINT, SOFT
 
-# Each with a darker one, for words.
+# Each with a darker one for text.
 COLORS = (
     ("#0072b2", "#005c90"),
     ("#d55e00", "#ad4c00"),
@@ -40,7 +40,7 @@ CONTROLS: dict[str, Dashes] = {
 }
 PALE = "#d3d6da"
 _NAMES = {FULL: "full cache"}
-_LONGEST = 36  # letters of a policy's name
+_LONGEST = 36  # characters of a policy's label
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class PolicyStyle:
     """Drawing style of a policy.
 
     Args:
-        name: as labels give it.
-        color: of lines and marks.
-        dark: of words.
-        marker: empty for a control, which has dashes instead.
-        dashes: off and on, as matplotlib takes them.
-        is_labeled: whether it has a label; there are more policies than colors otherwise.
+        name: label of the policy.
+        color: color of lines and markers.
+        dark: color of text.
+        marker: marker; empty for a control, which has dashes instead.
+        dashes: dash pattern, as matplotlib takes it.
+        is_labeled: whether it has a label; False if there are more policies than colors.
     """
 
     name: str
@@ -69,47 +69,47 @@ class PolicyStyle:
 
 
 def assign_styles(policies: Iterable[str]) -> dict[str, PolicyStyle]:
-    """A look for each policy, in the order given; those that find no color left are pale."""
-    found: dict[str, PolicyStyle] = {}
+    """Style of each policy, in the given order; policies without a free color are pale."""
+    styles: dict[str, PolicyStyle] = {}
     colored = 0
     for policy in dict.fromkeys(policies):
         if policy in CONTROLS:
-            found[policy] = PolicyStyle(short_label(policy), FAINT, SOFT, "", CONTROLS[policy])
+            styles[policy] = PolicyStyle(short_label(policy), FAINT, SOFT, "", CONTROLS[policy])
         elif colored < len(COLORS):
             color, dark = COLORS[colored]
-            found[policy] = PolicyStyle(short_label(policy), color, dark, MARKERS[colored], SOLID)
+            styles[policy] = PolicyStyle(short_label(policy), color, dark, MARKERS[colored], SOLID)
             colored += 1
         else:
-            found[policy] = PolicyStyle(
+            styles[policy] = PolicyStyle(
                 short_label(policy), PALE, SOFT, "", SOLID, is_labeled=False
             )
-    return found
+    return styles
 
 
 def styles_for(
-    all_looks: Mapping[str, PolicyStyle], policies: Collection[str]
+    all_styles: Mapping[str, PolicyStyle], policies: Collection[str]
 ) -> dict[str, PolicyStyle]:
-    """The looks of those policies that one drawing shows, in their order.
+    """Styles of the policies that a drawing shows, in their order.
 
-    Pale ones take the colors that none of the others has, as far as these go.
+    Pale ones get colors that no other one has, as long as there are any.
     """
-    found = {name: look for name, look in all_looks.items() if name in policies}
-    used = {look.color for look in found.values()}
+    styles = {name: style for name, style in all_styles.items() if name in policies}
+    used = {style.color for style in styles.values()}
     free = [
         (*colors, m) for colors, m in zip(COLORS, MARKERS, strict=True) if colors[0] not in used
     ]
-    pale = [name for name, look in found.items() if not look.is_labeled]
+    pale = [name for name, style in styles.items() if not style.is_labeled]
     for name, (color, dark, marker) in zip(pale, free, strict=False):
-        found[name] = PolicyStyle(short_label(name), color, dark, marker, SOLID)
-    return found
+        styles[name] = PolicyStyle(short_label(name), color, dark, marker, SOLID)
+    return styles
 
 
 def controls_last(policies: Sequence[str]) -> list[str]:
-    """The policies in their order, controls behind them."""
+    """Policies in their order, controls last."""
     return sorted(policies, key=lambda policy: policy in CONTROLS)
 
 
 def short_label(policy: str) -> str:
-    """A policy's name as long as a label can be."""
+    """Label of a policy, truncated to the maximum length."""
     name = _NAMES.get(policy, policy)
     return name if len(name) <= _LONGEST else name[: _LONGEST - 1] + "…"

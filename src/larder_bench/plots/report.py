@@ -1,7 +1,7 @@
-"""One page about results that opens anywhere: tables, figures, commands and the environment.
+"""Self-contained HTML page about results: tables, figures, commands and the environment.
 
-Everything is inside: no script, no font and no picture from elsewhere. Figures are SVG whose colors
-follow the page, so that it reads in a dark scheme, too. Equal results give equal pages.
+The page loads no script, font or image from elsewhere. Figures are SVG whose colors follow the
+page, so that a dark color scheme works, too. Equal results give equal pages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from larder_bench.results.tables import SPEED, cell_seconds
 from larder_bench.studies.study import read_study, study_names
 
 BASELINES = ("random", "h2o", "h2o_blockwise")
-# What stands in for each color of a figure on the page.
+# CSS variable of each color of a figure on the page.
 _PAGE = {
     INK: "--ink",
     SOFT: "--soft",
@@ -49,7 +49,7 @@ _PAGE = {
     PAPER: "--paper",
     PALE: "--pale",
     **{color: f"--c{number}" for number, (color, _) in enumerate(COLORS)},
-    # A word as dark as its line is the same color on the page.
+    # Text as dark as its line has the same color on the page.
     **{dark: f"--d{number}" for number, (color, dark) in enumerate(COLORS) if dark != color},
 }
 _ENVIRONMENT_KEYS = (
@@ -75,62 +75,65 @@ def render_report(
     title: str = "",
     against: Sequence[str] | None = None,
 ) -> str:
-    """The page as HTML.
+    """HTML page about results.
 
     Args:
-        policies: names; all unless given.
-        title: of the page; the studies' names unless given.
-        against: policies that all others are compared with; those of `BASELINES` that there are
-            unless given.
+        policies: names of policies; all by default.
+        title: title of the page; the studies' names by default.
+        against: policies that all others are compared with; by default those of `BASELINES` that
+            the results have.
 
     Raises:
         InputError: a file cannot be read.
-        UnknownName: no row is of a policy that was named.
+        UnknownName: a policy has no row.
     """
-    found, names = select_policies(paths, policies)
-    bases = _baseline_labels(found, names, against)
-    shown = relabel_results(found, names)
-    drawings = draw_all(shown, assign_styles(names.values()))
+    results, names = select_policies(paths, policies)
+    bases = _baseline_labels(results, names, against)
+    relabeled = relabel_results(results, names)
+    drawings = draw_all(relabeled, assign_styles(names.values()))
     return Template(_asset("report.html")).substitute(
-        title=escape_html(title or _title(found)),
+        title=escape_html(title or _title(results)),
         style=_asset("report.css"),
-        counted=escape_html(_counted(found)),
-        tables="\n".join(_tables(found, shown, names, bases)),
+        summary=escape_html(_summary(results)),
+        tables="\n".join(_tables(results, relabeled, names, bases)),
         figures="\n".join(_figure(number, one) for number, one in enumerate(drawings)),
-        policies=_policies(found, names),
-        environments="\n".join(_environments(found)),
-        commands=escape_html("\n".join(rerun_commands(found, paths, policies))),
+        policies=_policies(results, names),
+        environments="\n".join(_environments(results)),
+        commands=escape_html("\n".join(rerun_commands(results, paths, policies))),
     )
 
 
 def _baseline_labels(
-    found: Results, names: PolicyLabels, against: Sequence[str] | None
+    results: Results, names: PolicyLabels, against: Sequence[str] | None
 ) -> list[str]:
-    """The short names of what all others are compared with.
+    """Labels of the policies that all others are compared with.
 
     Raises:
-        UnknownName: no cell is of a policy that was named.
+        UnknownName: a policy has no cell.
     """
-    places = dict.fromkeys((row["study"], row["policy"]) for row in found.cells)
+    places = dict.fromkeys((row["study"], row["policy"]) for row in results.cells)
     known = {place: names[place] for place in places}
     for name in against or ():
         if not any(name in (long, short) for (_, long), short in known.items()):
             shorts = list(dict.fromkeys(known.values()))
-            raise UnknownName(unknown_name_message("policy in the result files", name, shorts))
-    wanted = BASELINES if against is None else against
+            raise UnknownName(unknown_name_message("policy in the results files", name, shorts))
+    baselines = BASELINES if against is None else against
     return list(
         dict.fromkeys(
-            short for name in wanted for (_, long), short in known.items() if name in (long, short)
+            short
+            for name in baselines
+            for (_, long), short in known.items()
+            if name in (long, short)
         )
     )
 
 
 def _of_study(study: str, names: PolicyLabels) -> dict[str, str]:
-    return {policy: short for (own, policy), short in names.items() if own == study}
+    return {policy: short for (name, policy), short in names.items() if name == study}
 
 
 def inline_svg(svg: str, number: int) -> str:
-    """An SVG file as a part of the page: colors of the page, ids that no other figure has."""
+    """SVG file as a part of the page: with the page's colors and unique ids."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\bid="', f'id="f{number}-', svg)
@@ -143,11 +146,11 @@ def inline_svg(svg: str, number: int) -> str:
     return svg
 
 
-def _sized(found: re.Match[str]) -> str:
-    """A figure across the page fills it; on a narrow screen it keeps its size in print."""
-    inches = float(found[2]) / 72
+def _sized(match: re.Match[str]) -> str:
+    """Size attributes of a figure: a share of the page's width, and at least its size in print."""
+    inches = float(match[2]) / 72
     share = min(1.0, inches / FigureWidth.PAGE.inches)
-    return f'{found[1]} style="width: {share:.1%}; min-width: {inches:.2f}in" role="img"'
+    return f'{match[1]} style="width: {share:.1%}; min-width: {inches:.2f}in" role="img"'
 
 
 def _figure(number: int, drawing: Drawing) -> str:
@@ -160,9 +163,9 @@ def _figure(number: int, drawing: Drawing) -> str:
 
 
 def _tables(
-    found: Results, shown: Results, names: PolicyLabels, bases: Sequence[str]
+    results: Results, relabeled: Results, names: PolicyLabels, bases: Sequence[str]
 ) -> Iterator[str]:
-    groups = score_groups.group_cells(shown.cells)
+    groups = score_groups.group_cells(relabeled.cells)
     titles = score_groups.group_titles(list(groups), "matched")
     studies = list(dict.fromkeys(group.study for group in groups))
     for study in studies:
@@ -173,57 +176,59 @@ def _tables(
         for group, rows in groups.items():
             if group.study == study and any(map(_has_table, rows)):
                 yield from group_tables(titles[group], rows, bases)
-        for row in found.papers:
+        for row in results.papers:
             if row["study"] == study:
-                own = [cell for cell in found.cells if cell["study"] == study]
-                yield from paper_table(Paper.of(row), own, _of_study(study, names))
+                cells = [cell for cell in results.cells if cell["study"] == study]
+                yield from paper_table(Paper.of(row), cells, _of_study(study, names))
 
 
 def _has_table(row: Row) -> bool:
-    """Test if any table has rows of it."""
+    """Test if any table shows a row."""
     has_scores = bool(row.get("items")) or SPEED.key in row
     return has_scores or bool(cell_seconds(row)) or "refused" in row
 
 
 def _claim(study: str) -> str:
-    """Purpose of a study, if its file is available."""
+    """Claim of a study, if its file is available."""
     return read_study(study).claim if study in study_names() else ""
 
 
-def _policies(found: Results, names: PolicyLabels) -> str:
-    spelled = dict.fromkeys(
-        (names[row["study"], row["policy"]], row["spelling"]) for row in found.cells
+def _policies(results: Results, names: PolicyLabels) -> str:
+    spellings = dict.fromkeys(
+        (names[row["study"], row["policy"]], row["spelling"]) for row in results.cells
     )
     lines = (
         "<tr><th "
         f"scope=row>{escape_html(name)}</th><td><code>{escape_html(spelling)}</code></td></tr>"
-        for name, spelling in spelled
+        for name, spelling in spellings
     )
     return "\n".join(lines)
 
 
-def _environments(found: Results) -> Iterator[str]:
-    for environment in found.environments.values():
-        told = [(name, environment[name]) for name in _ENVIRONMENT_KEYS if environment.get(name)]
-        told.append(("cells", sum(r.get("environment") == environment["id"] for r in found.cells)))
-        lines = (f"<dt>{name}</dt><dd>{escape_html(str(value))}</dd>" for name, value in told)
+def _environments(results: Results) -> Iterator[str]:
+    for environment in results.environments.values():
+        fields = [(name, environment[name]) for name in _ENVIRONMENT_KEYS if environment.get(name)]
+        fields.append(
+            ("cells", sum(r.get("environment") == environment["id"] for r in results.cells))
+        )
+        lines = (f"<dt>{name}</dt><dd>{escape_html(str(value))}</dd>" for name, value in fields)
         yield f"<dl>{''.join(lines)}</dl>"
 
 
-def _title(found: Results) -> str:
-    rows = (*found.cells, *found.exhibits)
+def _title(results: Results) -> str:
+    rows = (*results.cells, *results.exhibits)
     studies = dict.fromkeys(row["study"] for row in rows if row["study"])
     return ", ".join(studies) or "Results"
 
 
-def _counted(found: Results) -> str:
-    """One-line summary of the page: numbers of studies, cells and models."""
-    policies = len({row["policy"] for row in found.cells})
-    models = ", ".join(dict.fromkeys(row["model"] for row in (*found.cells, *found.exhibits)))
-    items = sum(len(score_groups.counted_items(row)) for row in found.measured)
-    refused = len(found.cells) - len(found.measured)
+def _summary(results: Results) -> str:
+    """One-line summary of the page: models, cells, policies and items."""
+    policies = len({row["policy"] for row in results.cells})
+    models = ", ".join(dict.fromkeys(row["model"] for row in (*results.cells, *results.exhibits)))
+    items = sum(len(score_groups.counted_items(row)) for row in results.measured)
+    refused = len(results.cells) - len(results.measured)
     return (
-        f"Model {models}. {len(found.cells):,} cells, {policies} policies, {items:,} scored items"
+        f"Model {models}. {len(results.cells):,} cells, {policies} policies, {items:,} scored items"
         + (f"; {refused:,} cells were refused." if refused else ".")
     )
 

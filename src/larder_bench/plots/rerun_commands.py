@@ -1,6 +1,6 @@
-"""The commands that give the same results and figures again.
+"""Commands that reproduce results and figures.
 
-What lies in a folder of one's own stands as a word in capitals, which rows do not tell.
+Rows do not contain paths of local folders; commands have placeholders in capitals for them.
 """
 
 from __future__ import annotations
@@ -16,42 +16,48 @@ from larder_bench.studies.study import CONTROLS, Study, read_study, study_names
 
 
 def rerun_commands(
-    found: Results, paths: Sequence[Path], policies: Sequence[str] = ()
+    results: Results, paths: Sequence[Path], policies: Sequence[str] = ()
 ) -> list[str]:
-    """Commands that measure each study, then those that plot; of selected policies if given."""
-    named = " ".join(shlex.quote(str(path)) for path in paths)
-    named += "".join(f" --policy {shlex.quote(policy)}" for policy in policies)
-    lines = list(_bench_commands(found, paths))
-    return [*lines, f"larder plot {named}", f"larder report {named}"]
+    """Commands that measure each study, then those that plot; only of selected policies if
+    given.
+    """
+    arguments = " ".join(shlex.quote(str(path)) for path in paths)
+    arguments += "".join(f" --policy {shlex.quote(policy)}" for policy in policies)
+    lines = list(_bench_commands(results, paths))
+    return [*lines, f"larder plot {arguments}", f"larder report {arguments}"]
 
 
-def _bench_commands(found: Results, paths: Sequence[Path]) -> Iterator[str]:
-    places = _places(found, paths)
+def _bench_commands(results: Results, paths: Sequence[Path]) -> Iterator[str]:
+    places = _places(results, paths)
     known = study_names()
-    for study in dict.fromkeys(row["study"] for row in found.cells):
-        own = [row for row in found.cells if row["study"] == study]
-        if "command" in own[-1]:  # measured by something else than larder bench
-            yield from dict.fromkeys(row["command"] for row in own if "command" in row)
+    for study in dict.fromkeys(row["study"] for row in results.cells):
+        rows = [row for row in results.cells if row["study"] == study]
+        if "command" in rows[-1]:  # not measured by larder bench
+            yield from dict.fromkeys(row["command"] for row in rows if "command" in row)
             continue
-        written = read_study(study) if study in known else None
-        if written is not None and _is_of(written, own):
-            spelled = list(_by_name(written, own))
+        definition = read_study(study) if study in known else None
+        if definition is not None and _is_of(definition, rows):
+            options = list(_by_name(definition, rows))
         else:
-            spelled = [_block_options(study, block) for block in cell_blocks(own)]
+            options = [_block_options(study, block) for block in cell_blocks(rows)]
         out = f" --out {shlex.quote(str(places[study]))}" if study in places else ""
-        yield from (f"larder bench {words}{out}" for words in spelled)
+        yield from (f"larder bench {words}{out}" for words in options)
 
 
-def _places(found: Results, paths: Sequence[Path]) -> dict[str, Path]:
-    """The file of each study, where it stands in one alone."""
-    studies = {row["study"] for row in found.cells}
+def _places(results: Results, paths: Sequence[Path]) -> dict[str, Path]:
+    """Results file of each study that has exactly one."""
+    studies = {row["study"] for row in results.cells}
     if len(paths) == 1 and not paths[0].is_dir():
         return dict.fromkeys(studies, paths[0])
-    held = {
+
+    studies_by_file = {
         path: {row["study"] for row in read_results([path]).cells} for path in result_files(paths)
     }
-    homes = {study: [path for path, own in held.items() if study in own] for study in studies}
-    return {study: home[0] for study, home in homes.items() if len(home) == 1}
+    files = {
+        study: [path for path, names in studies_by_file.items() if study in names]
+        for study in studies
+    }
+    return {study: paths[0] for study, paths in files.items() if len(paths) == 1}
 
 
 def _is_of(study: Study, rows: Sequence[Row]) -> bool:
@@ -74,15 +80,17 @@ def _base(spelling: str) -> str:
 
 
 def _by_name(study: Study, rows: Sequence[Row]) -> Iterator[str]:
-    """A study by its name with what its file says otherwise, once for each kind of device."""
+    """Options of a study by its name with its overrides, once for each device and dtype."""
     for place in dict.fromkeys((row["device"], row["dtype"]) for row in rows):
-        own = [row for row in rows if (row["device"], row["dtype"]) == place]
+        on_device = [row for row in rows if (row["device"], row["dtype"]) == place]
         words = [f"--study {shlex.quote(study.name)}"]
-        models = list(dict.fromkeys(row["model"] for row in own))
+        models = list(dict.fromkeys(row["model"] for row in on_device))
         words += map(_model, models if tuple(models) != study.models else ())
-        files = 1 + max(row["seed"] for row in own) - study.first_seed
+        files = 1 + max(row["seed"] for row in on_device) - study.first_seed
         words += [f"--files {files}"] if files != study.files else []
-        yield " ".join([*words, *_device(*place), *folder_options({row["task"] for row in own})])
+        yield " ".join(
+            [*words, *_device(*place), *folder_options({row["task"] for row in on_device})]
+        )
 
 
 def _device(device: str, dtype: str) -> Iterator[str]:
@@ -99,7 +107,7 @@ def _model(name: str) -> str:
 
 
 def _block_options(study: str, block: Block) -> str:
-    """A block of cells as options."""
+    """Options of a block of cells."""
     seeds = [int(seed) for seed in block["seed"]]
     policies = [policy for policy in block["policy"] if policy not in CONTROLS]
     controls = [policy for policy in block["policy"] if policy in CONTROLS]
@@ -119,7 +127,7 @@ def _block_options(study: str, block: Block) -> str:
     return " ".join([*words, f"--name {shlex.quote(study)}", *folder_options(tasks)])
 
 
-# What two blocks may differ in to become one, the first of it first.
+# Fields in which two merged blocks may differ, in order of merging.
 DIMENSIONS = (
     "seed",
     "budget",
@@ -130,51 +138,58 @@ DIMENSIONS = (
     "task",
     "model",
 )
-APART = ("device", "dtype")  # one each in a command
-Block = dict[str, tuple[str | int, ...]]  # by dimension; budgets are empty where none is chosen
+SINGLE = ("device", "dtype")  # one value each per command
+Block = dict[str, tuple[str | int, ...]]  # by dimension; budgets are empty for policies without one
 
 
 def cell_blocks(rows: Sequence[Row]) -> list[Block]:
-    """Blocks that hold every cell once: each value of a dimension with each of all others."""
-    found: list[Block] = [{name: (row[name],) for name in (*DIMENSIONS, *APART)} for row in rows]
-    found = _merged(found, "seed")
-    found = [part for block in found for part in _consecutive_seeds(block)]
-    found = _with_shared_budgets(_merged(found, "budget"))
+    """Blocks that contain every cell once: each value of a dimension with each of all others."""
+    blocks: list[Block] = [{name: (row[name],) for name in (*DIMENSIONS, *SINGLE)} for row in rows]
+    blocks = _merged(blocks, "seed")
+    blocks = [part for block in blocks for part in _consecutive_seeds(block)]
+    blocks = _with_shared_budgets(_merged(blocks, "budget"))
     for name in DIMENSIONS[2:]:
-        found = _merged(found, name)
-    return found
+        blocks = _merged(blocks, name)
+    return blocks
 
 
-def _merged(found: Sequence[Block], name: str) -> list[Block]:
-    """Commands that differ only in these options, joined."""
+def _merged(blocks: Sequence[Block], name: str) -> list[Block]:
+    """Blocks that differ only in one dimension, joined."""
     groups: dict[tuple[object, ...], Block] = {}
-    for block in found:
+    for block in blocks:
         rest = tuple(values for key, values in block.items() if key != name)
-        own = groups.setdefault(rest, block | {name: ()})
-        own[name] = tuple(dict.fromkeys((*own[name], *block[name])))
+        merged = groups.setdefault(rest, block | {name: ()})
+        merged[name] = tuple(dict.fromkeys((*merged[name], *block[name])))
     return list(groups.values())
 
 
 def _consecutive_seeds(block: Block) -> Iterator[Block]:
-    """Seeds that follow each other: a command names the first of them and how many."""
+    """Blocks of consecutive seeds: a command has the first one and their number."""
     seeds = sorted(int(seed) for seed in block["seed"])
     starts = [seed for seed in seeds if seed - 1 not in seeds]
     for start, end in zip(starts, [*starts[1:], seeds[-1] + 1], strict=True):
         yield block | {"seed": tuple(seed for seed in seeds if start <= seed < end)}
 
 
-def _with_shared_budgets(found: Sequence[Block]) -> list[Block]:
-    """Policies without a budget join the commands of others: any budget runs them."""
-    told: dict[tuple[object, ...], Block] = {}
-    for block in found:
+def _with_shared_budgets(blocks: Sequence[Block]) -> list[Block]:
+    """Blocks in which policies without a budget join the commands of others: they run at any
+    budget.
+    """
+    with_budget: dict[tuple[object, ...], Block] = {}
+
+    for block in blocks:
         if not set(block["budget"]) <= {WHOLE, OWN}:
-            told.setdefault(_rest_of_block(block), block)
+            with_budget.setdefault(_rest_of_block(block), block)
     return [
         block
-        | {"budget": told[_rest_of_block(block)]["budget"] if _rest_of_block(block) in told else ()}
+        | {
+            "budget": with_budget[_rest_of_block(block)]["budget"]
+            if _rest_of_block(block) in with_budget
+            else ()
+        }
         if set(block["budget"]) <= {WHOLE, OWN}
         else block
-        for block in found
+        for block in blocks
     ]
 
 

@@ -1,4 +1,4 @@
-"""Groups of cells that answer the same questions, and their mean scores."""
+"""Groups of comparable cells, and their mean scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from larder_bench.results.budget_labels import OWN, WHOLE
 from larder_bench.results.rows import Row, exhibit_key
 from larder_bench.results.tables import resampling_units
 
-ScoresBySeed = Mapping[int, Sequence[float]]  # by seed, the scores of a file's items
+ScoresBySeed = Mapping[int, Sequence[float]]  # scores of a file's items, by seed
 SCORES = {
     "exact": "exact match",
     "f1": "F1",
@@ -23,13 +23,13 @@ SCORES = {
     "same": "top-1 agreement with the full cache",
     "mass": "attention kept",
 }
-# Those that are drawn where none is named, as far as items have them.
+# Scores that are drawn by default if items have them.
 MAIN = ("exact", "own", "kl", "same", "mass")
-BOUNDED = frozenset({"exact", "f1", "f1_stemmed", "own", "same", "mass"})  # to [0, 1]
+BOUNDED = frozenset({"exact", "f1", "f1_stemmed", "own", "same", "mass"})  # in [0, 1]
 
 
 class ComparisonGroup(NamedTuple):
-    """Cells that differ in policy, budget and seed alone."""
+    """Key of cells that differ only in policy, budget and seed."""
 
     study: str
     model: str
@@ -47,24 +47,24 @@ _BLANK: dict[str, Any] = dict.fromkeys(ComparisonGroup._fields, "") | {"tokens":
 
 
 def group_cells(cells: Sequence[Row], *alike: str) -> dict[ComparisonGroup, list[Row]]:
-    """The cells of each group, in the order in which they came.
+    """Cells of each group, in order of appearance.
 
     Args:
-        alike: fields that may differ inside a group; they are empty in its name.
+        alike: fields that may differ inside a group; they are empty in its key.
     """
-    found: dict[ComparisonGroup, list[Row]] = {}
+    groups: dict[ComparisonGroup, list[Row]] = {}
     for row in cells:
-        own = {name: row.get(name, "") for name in ComparisonGroup._fields if name not in alike}
-        group = ComparisonGroup(**(_BLANK | own))
-        found.setdefault(group, []).append(row)
-    return found
+        fields = {name: row.get(name, "") for name in ComparisonGroup._fields if name not in alike}
+        group = ComparisonGroup(**(_BLANK | fields))
+        groups.setdefault(group, []).append(row)
+    return groups
 
 
 def group_titles(groups: Sequence[ComparisonGroup], *always: str) -> dict[ComparisonGroup, str]:
-    """A few words for each group: its task, and whatever else tells it from the others.
+    """Title of each group: its task, and the fields that differ between groups.
 
     Args:
-        always: fields that are told even where they tell none from another.
+        always: fields that are included even if they are equal.
     """
     varied = {
         name for name in ComparisonGroup._fields if len({getattr(g, name) for g in groups}) > 1
@@ -76,35 +76,37 @@ def group_titles(groups: Sequence[ComparisonGroup], *always: str) -> dict[Compar
 
 
 def comparable_sheets(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows that one sheet can show: of one study and model, measured in one way.
+    """Rows that one figure can show, of one study, model and measure, by a distinguishing title.
 
-    By a few words that tell them apart; by nothing where there is one family only.
+    The title is empty if there is only one family.
     """
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(tuple(row.get(name, "") for name in _FAMILY), []).append(row)
     varied = [len({key[place] for key in found}) > 1 for place in range(len(_FAMILY))]
-    return {_label(key, varied): own for key, own in found.items()}
+    return {_label(key, varied): group for key, group in found.items()}
 
 
 def repeat_unmatched(rows: Sequence[Row]) -> list[Row]:
-    """Exhibits, and those of what chooses no budget once more beside whatever is held equal.
+    """Exhibits, with those of policies without a budget repeated for every matched quantity.
 
-    They are the same there, and were measured once.
+    They are equal there and were measured once.
     """
     found = {exhibit_key(row): row for row in rows}
-    held: dict[tuple[Any, ...], dict[str, None]] = {}
+    matched_quantities: dict[tuple[Any, ...], dict[str, None]] = {}
     for row in rows:
-        held.setdefault(_conditions(row), {})[row.get("matched", "")] = None
+        matched_quantities.setdefault(_conditions(row), {})[row.get("matched", "")] = None
     for row in rows:
-        for matched in held[_conditions(row)] if row["budget"] in (WHOLE, OWN) else ():
-            again = row | {"matched": matched}
-            found.setdefault(exhibit_key(again), again)
+        if row["budget"] not in (WHOLE, OWN):
+            continue
+        for matched in matched_quantities[_conditions(row)]:
+            repeated = row | {"matched": matched}
+            found.setdefault(exhibit_key(repeated), repeated)
     return list(found.values())
 
 
 def by_policy_and_budget(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, Row]]:
-    """The rows of each policy and budget, by seed; of rows for the same the last counts."""
+    """Rows of each policy and budget, by seed; of several rows the last one counts."""
     found: dict[tuple[str, str], dict[int, Row]] = {}
     for row in rows:
         found.setdefault((row["policy"], row["budget"]), {})[row["seed"]] = row
@@ -112,33 +114,33 @@ def by_policy_and_budget(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int,
 
 
 def scores_by_seed(rows: Mapping[int, Row], score: str, kind: str = "") -> ScoresBySeed:
-    """By seed, the scores of all items that count and have one; files without any are left out.
+    """Scores of all scored items by seed; files without any are left out.
 
     Args:
-        score: its name in the items.
-        kind: of the items; empty for all.
+        score: field of the items.
+        kind: kind of the items; empty for all.
     """
     found: dict[int, Sequence[float]] = {}
     for seed, row in rows.items():
         items = [item for item in counted_items(row) if not kind or item.get("kind") == kind]
-        if own := [float(item[score]) for item in items if _is_number(item.get(score))]:
-            found[seed] = own
+        if scores := [float(item[score]) for item in items if _is_number(item.get(score))]:
+            found[seed] = scores
     return found
 
 
 def counted_items(row: Row) -> list[Row]:
-    """The items of a row that count."""
+    """Scored items of a row."""
     return [item for item in row.get("items", ()) if item.get("counts", True)]
 
 
 def main_scores(rows: Sequence[Row]) -> list[str]:
-    """The scores that tell most of what was measured."""
+    """Main scores that the rows have."""
     known = _known(rows)
     return [name for name in MAIN if name in known] or known[:1]
 
 
 def missing_score_error(figure: str, score: str, rows: Sequence[Row]) -> InputError | None:
-    """The error for a score that no item has, where there are items; None where there are none."""
+    """Error for a score that no item has; None if the score exists or there are no items."""
     known = _known(rows)
     if not any(counted_items(row) for row in rows) or score in known:
         return None
@@ -149,8 +151,8 @@ def missing_score_error(figure: str, score: str, rows: Sequence[Row]) -> InputEr
 
 
 def mean_interval(files: ScoresBySeed) -> Interval:
-    """The mean over items with its interval over files, or over the items of the only file."""
-    return Bootstrap().mean(resampling_units([list(own) for own in files.values()]))
+    """Mean over items with its interval over files, or over the items of a single file."""
+    return Bootstrap().mean(resampling_units([list(scores) for scores in files.values()]))
 
 
 def score_title(score: str) -> str:
@@ -159,17 +161,17 @@ def score_title(score: str) -> str:
 
 
 def capitalize(text: str) -> str:
-    """The text with a capital letter at its start; names in it keep theirs."""
+    """Text with its first letter capitalized; the rest is unchanged."""
     return text[:1].upper() + text[1:]
 
 
 def _conditions(row: Row) -> tuple[Any, ...]:
-    """Name of the measure, independent of the matched quantity."""
+    """Key of a measurement without the matched quantity."""
     return tuple(row.get(name, "") for name in _FAMILY if name != "matched")
 
 
 def _known(rows: Sequence[Row]) -> list[str]:
-    """The scores that items have, by the first of each row."""
+    """Scores that items have, by the first item of each row."""
     items = [item for row in rows for item in counted_items(row)[:1]]
     return [name for name in SCORES if any(_is_number(item.get(name)) for item in items)]
 
@@ -179,22 +181,23 @@ def _is_number(value: object) -> bool:
 
 
 def _title(group: ComparisonGroup, varied: Collection[str], is_alone: bool) -> str:
-    """A task goes by its name where no other has it, else by its parameters, too."""
+    """Title of a group; its task is named without parameters if the name is unique."""
     parts = [_name(group.task) if is_alone else group.task.replace('"', "")]
     if group.tokens and ("tokens" in varied or not varied):
         parts.append(f"{group.tokens:,} tokens")
     parts += [group.model] if "model" in varied else []
     parts += [group.study] if "study" in varied and group.study else []
     parts += [f"equal {group.matched}"] if "matched" in varied and group.matched else []
-    told = ("measure", "device", "dtype")
-    parts += [getattr(group, name) for name in told if name in varied and getattr(group, name)]
+
+    others = ("measure", "device", "dtype")
+    parts += [getattr(group, name) for name in others if name in varied and getattr(group, name)]
     return ", ".join(parts)
 
 
 def _label(key: Sequence[str], varied: Sequence[bool]) -> str:
-    named = zip(_FAMILY, key, varied, strict=True)
-    told = [(name, word) for name, word, is_told in named if word and is_told]
-    return ", ".join(f"equal {word}" if name == "matched" else word for name, word in told)
+    fields = zip(_FAMILY, key, varied, strict=True)
+    shown = [(name, word) for name, word, is_varied in fields if word and is_varied]
+    return ", ".join(f"equal {word}" if name == "matched" else word for name, word in shown)
 
 
 def matched_title(matched: str) -> str:
@@ -203,12 +206,12 @@ def matched_title(matched: str) -> str:
 
 
 def count_noun(count: int, noun: str) -> str:
-    """A count and what is counted."""
+    """Number with its noun."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def join_words(*words: str) -> str:
-    """Words of a title with commas between; those that are empty left out."""
+    """Nonempty words joined by commas."""
     return ", ".join(word for word in words if word)
 
 

@@ -1,8 +1,8 @@
 """Style of figures: widths of a paper's column and page, small type, no redundant frame.
 
-matplotlib draws them, without its state (pyplot) and without touching what others set. Text stays
-text in an SVG. Equal data gives equal bytes: ids are salted with a word of ours and no date is
-written.
+Figures are drawn by matplotlib without global state (pyplot) and without changing settings of
+others. Text stays text in an SVG. Equal data gives equal bytes: ids have a fixed salt and no date
+is written.
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ class FigureWidth(Enum):
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure that is ready to be saved.
+    """Figure that is ready to be saved.
 
     Args:
-        name: of its files, without an ending.
-        title: a few words.
-        caption: what is drawn, in whole sentences.
-        figure: matplotlib's.
+        name: name of its files, without an extension.
+        title: title.
+        caption: description in whole sentences.
+        figure: matplotlib figure.
     """
 
     name: str
@@ -101,19 +101,21 @@ class Drawing:
     figure: Any
 
     def save(self, form: ImageFormat) -> bytes:
-        """The bytes of a file. Equal drawings give equal bytes with one version of matplotlib."""
+        """Bytes of an image file. Equal drawings give equal bytes with one version of
+        matplotlib.
+        """
         buffer = BytesIO()
-        told = (
+        metadata = (
             {"Creator": CREATOR, "Date": None} if form is ImageFormat.SVG else {"Software": CREATOR}
         )
         with figure_style():
-            self.figure.savefig(buffer, format=form.value, dpi=DPI, metadata=told)
+            self.figure.savefig(buffer, format=form.value, dpi=DPI, metadata=metadata)
         return buffer.getvalue()
 
 
 @contextmanager
 def figure_style() -> Iterator[None]:
-    """Draw in our style until the end of the block.
+    """Draw in this style until the end of the block.
 
     Raises:
         DependencyError: matplotlib is not installed.
@@ -131,5 +133,5 @@ def figure_style() -> Iterator[None]:
         yield
 
 
-# What is about the program and not the look, or may not be set while it runs.
+# Settings of the program instead of the style, or that may not be set while it runs.
 _UNTOUCHED_RULES = frozenset({"backend", "backend_fallback", "interactive", "toolbar", "timezone"})

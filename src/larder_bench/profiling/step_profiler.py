@@ -1,16 +1,16 @@
 """Profiler of decode steps, with clocks around the methods that do the work.
 
-attention   appending a token and attending, over fast entries and recalled pages, and joining these
-search      looking for pages in an index
-gather      moving those of them that are not there yet
-insert      having an index take in what was parked
-park        taking entries into the slow tier
-evict       carrying out plans
-policy      all else that watches: tallies, scores, plans
+attention   appending a token, attention over fast entries and recalled pages, and merging these
+search      searching pages in an index
+gather      moving pages that are not in the fast tier yet
+insert      inserting offloaded entries into an index
+park        moving entries to the slow tier
+evict       applying plans
+policy      all other observers: tallies, scores, plans
 model       the rest: the weights
 
-Time counts once, for the innermost of them. Clocks are taken away again at the end. What other
-threads do is not seen.
+Time counts once, for the innermost part. The clocks are removed at the end. Other threads are not
+measured.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ PARTS = ("attention", "search", "gather", "insert", "park", "evict", POLICY, MOD
 
 @dataclass
 class StepProfiler:
-    """Seconds by part since `laid_out` was last called."""
+    """Seconds by part of the latest step."""
 
     clock: Clock
     parts: dict[str, float] = field(default_factory=dict)
     _inner: list[float] = field(default_factory=list)
     _thread: int = field(default_factory=get_ident)
 
-    def timed(self, inner: Callable[..., Any], part: str) -> Callable[..., Any]:
+    def wrap(self, inner: Callable[..., Any], part: str) -> Callable[..., Any]:
         """Wrapper of a method that adds its own time to a part."""
 
-        def run(*args: Any, **named: Any) -> Any:
+        def timed(*args: Any, **named: Any) -> Any:
             if get_ident() != self._thread:
                 return inner(*args, **named)
             started = self.clock()
@@ -57,46 +57,46 @@ class StepProfiler:
             try:
                 return inner(*args, **named)
             finally:
-                took, own = self.clock() - started, self._inner.pop()
-                self.parts[part] = self.parts.get(part, 0.0) + took - own
+                seconds, inner_seconds = self.clock() - started, self._inner.pop()
+                self.parts[part] = self.parts.get(part, 0.0) + seconds - inner_seconds
                 if self._inner:
-                    self._inner[-1] += took
+                    self._inner[-1] += seconds
 
-        return run
+        return timed
 
     def wrap_observer(self, observer: Observer | None) -> Observer | None:
-        """An observer whose time is the policy's."""
-        return None if observer is None else self.timed(observer, POLICY)
+        """Observer whose time counts as the policy's."""
+        return None if observer is None else self.wrap(observer, POLICY)
 
-    def step(self, go: Callable[[], object]) -> dict[str, float]:
+    def step(self, run: Callable[[], object]) -> dict[str, float]:
         """Seconds by part of one step."""
         self.parts = {}
-        self.timed(go, MODEL)()
+        self.wrap(run, MODEL)()
         return self.parts
 
 
 @contextmanager
 def profile_steps(clock: Clock) -> Iterator[StepProfiler]:
-    """Clocks around everything that a step consists of."""
-    spent, kinds = StepProfiler(clock), list(_profiled_methods())
+    """Profiler with clocks around all parts of a decode step."""
+    profiler, kinds = StepProfiler(clock), list(_profiled_methods())
     former = [vars(owner)[name] for owner, name, _ in kinds]
     for (owner, name, part), inner in zip(kinds, former, strict=True):
-        setattr(owner, name, spent.timed(inner, part))
+        setattr(owner, name, profiler.wrap(inner, part))
     try:
-        yield spent
+        yield profiler
     finally:
         for (owner, name, _), inner in zip(kinds, former, strict=True):
             setattr(owner, name, inner)
 
 
 def part_percentiles(steps: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
-    """Median and 95th percentile of each part that any of the steps has, in their order."""
+    """Median and 95th percentile of each part of the steps, in the order of `PARTS`."""
     found = [part for part in PARTS if any(part in step for step in steps)]
     return [{"name": part} | percentiles([step.get(part, 0.0) for step in steps]) for part in found]
 
 
 def _profiled_methods() -> Iterator[tuple[type, str, str]]:
-    """Classes, their methods, and the parts that these are."""
+    """Classes, their methods, and the parts that these belong to."""
     for owner in (CacheLayer, TieredLayer, CorrectedLayer):
         yield owner, "extend", "attention"
     for owner in _subclasses(RecallIndex):

@@ -1,8 +1,8 @@
-"""Caches as they are behind a long text that nobody has read, and steps of decoding over them.
+"""Synthetic caches of a long text that nobody has read, for measurements of decode steps.
 
-What is held at full precision in one tier is filled with random numbers at once. All other caches
-take made-up keys in block by block, under the eyes of their policy, so that codes, pages and
-indexes are what they would be; queries that look for some of them are fed to those that search.
+Caches at full precision in one tier are filled with random numbers at once. All other caches take
+synthetic keys block by block, observed by their policy, so that codes, pages and indexes are
+realistic; caches with an index get queries that search for some of these keys.
 """
 
 from __future__ import annotations
@@ -29,56 +29,56 @@ from larder.session.prefill import ModelRuntime, build_caches
 from larder_bench.profiling.synthetic_keys import KeyQueryStream, draw_stream
 from larder_bench.profiling.timed_decoder import SyntheticDecoder
 
-STEPS_PER_TARGET = 4  # steps that a query looks for the same
-PROMPT_TOKENS = 64  # of every prompt that a policy judges by
+STEPS_PER_TARGET = 4  # steps with the same search target
+PROMPT_TOKENS = 64  # of each prompt that a policy scores by
 EPISODE_TOKENS = 400
 FIRST_TOKEN_ID, WORDS = 6, 4096
 
 
 @dataclass(frozen=True)
 class SyntheticCache:
-    """A cache, and what its layers are fed with while it is decoded over; nothing for most."""
+    """Cache, and the streams that its layers get during decoding; empty for most."""
 
     cache: SequenceCache
     streams: Sequence[KeyQueryStream] = ()
 
     @property
     def fast_bytes(self) -> int:
-        """In the model's memory, slots for recalled pages included even if none is there yet."""
+        """Bytes in the model's memory, slots for recalled pages included even if still empty."""
         foreseen = sum(tier.foreseen_bytes for tier in self.cache.tiers)
         return self.cache.device_nbytes + foreseen
 
     @property
     def slow_bytes(self) -> int:
-        """In host memory: what was parked, and the index over it."""
+        """Bytes in host memory: offloaded entries and their index."""
         return self.cache.nbytes - self.cache.device_nbytes
 
 
 def build_synthetic_cache(
     runtime: ModelRuntime, policy: Policy, context: int, steps: int
 ) -> SyntheticCache:
-    """The cache of a policy whose sizes are filled in, behind `context` tokens.
+    """Cache of a policy with set sizes, after `context` tokens.
 
     Args:
-        steps: that will be taken over it.
+        steps: number of decode steps that will follow.
 
     Raises:
-        UsageError: what it drops comes back by reading text.
-        LarderError: it refuses its budget.
+        UsageError: the policy restores evicted entries by reading their text again.
+        LarderError: the policy refuses its budget.
     """
     if policy.rebuilding is not None:
         raise UsageError(
-            f"{spell(policy.compensation)} makes entries anew from what was read, and nothing was: "
+            f"{spell(policy.compensation)} recomputes entries from their text, but there is none: "
             "leave it out, or measure answers."
         )
     if policy.storage == Exact() and policy.recall is None:
         return SyntheticCache(_random_cache_of(runtime.decoder, policy, context))
     layers = runtime.decoder.spec.layers
     streams = [draw_stream(layer, context, steps, STEPS_PER_TARGET) for layer in layers]
-    stuffing = SyntheticDecoder(runtime.decoder, streams)
-    ids, book = random_ids(runtime.decoder, context), random_prompts(runtime.decoder, policy)
+    decoder = SyntheticDecoder(runtime.decoder, streams)
+    ids, prompts = random_ids(runtime.decoder, context), random_prompts(runtime.decoder, policy)
     cache = build_caches(
-        replace_decoder(runtime, stuffing), policy, ids, [book], PeakMemoryMeter()
+        replace_decoder(runtime, decoder), policy, ids, [prompts], PeakMemoryMeter()
     ).activate(0)
     if policy.recall is None:
         return SyntheticCache(cache)
@@ -86,7 +86,7 @@ def build_synthetic_cache(
 
 
 def append_random_entries(decoder: Decoder, caches: Sequence[SequenceCache], tokens: int) -> None:
-    """Have caches hold so many more random entries, as if these had been generated."""
+    """Append random entries to caches, as if `tokens` tokens had been generated."""
     spec = decoder.spec
     for cache in caches:
         start = cache.next_position
@@ -100,28 +100,28 @@ def append_random_entries(decoder: Decoder, caches: Sequence[SequenceCache], tok
 
 
 def random_ids(decoder: Decoder, count: int) -> tuple[int, ...]:
-    """Tokens by chance, the same every time, out of those that the bundled tokenizer has, too."""
+    """Random token ids, the same every time, that the bundled tokenizer has, too."""
     source, words = random.Random(0), min(decoder.vocab_size, WORDS)
     return tuple(source.randrange(FIRST_TOKEN_ID, words) for _ in range(count))
 
 
 def replace_decoder(runtime: ModelRuntime, decoder: Decoder) -> ModelRuntime:
-    """A runtime with something in the place of its decoder, and measurements by chance: those of
-    random weights would say no more, and take long.
+    """Runtime with another decoder, and with random measurements: those of random weights would be
+    meaningless and take long.
     """
     layers = runtime.decoder.spec.managed
 
-    def measured(names: frozenset[str]) -> Calibration:
+    def calibrate(names: frozenset[str]) -> Calibration:
         source = random.Random(0)
         grains = {name: MEASUREMENTS.load(name).granularity for name in sorted(names)}
         counts = {name: sum(map(grain.count, layers)) for name, grain in grains.items()}
         return {name: tuple(source.random() for _ in range(n)) for name, n in counts.items()}
 
-    return replace(runtime, decoder=decoder, calibrate=measured)
+    return replace(runtime, decoder=decoder, calibrate=calibrate)
 
 
 def random_prompts(decoder: Decoder, policy: Policy) -> Prompts:
-    """All prompts that a policy judges by, of random tokens: episodes are the longest."""
+    """Prompts of random tokens for everything that a policy scores by; episodes are the longest."""
     sizes = {name: PROMPT_TOKENS for name in policy.scorer.required_prompts()}
     sizes |= {"episode": EPISODE_TOKENS} if "episode" in sizes else {}
     return {name: random_ids(decoder, size) for name, size in sizes.items()}
@@ -145,14 +145,14 @@ def random_cache(
     spread: float = 1.0,
     context: int | None = None,
 ) -> SequenceCache:
-    """A cache with random entries; ragged heads hold half to one and a half of `entries` each.
+    """Cache with random entries; ragged heads hold half to one and a half of `entries` each.
 
-    A spread of 0 gives all heads the same. Columns of the ledger hold random numbers, scalars
-    nothing yet.
+    With a spread of 0 all heads have the same length. Columns of the ledger hold random numbers,
+    scalars are unset.
 
     Args:
-        context: true tokens read. The later half of a head's entries are the latest of them, the
-            others lie evenly before. Left out, twice the entries, and these are the first.
+        context: number of tokens read. The later half of a head's entries are the latest of them,
+            the others are spread evenly before. None for twice the entries, which are the first.
     """
     spec, state = decoder.spec, dict[str, torch.Tensor]()
     for layer in spec.layers:
@@ -180,12 +180,12 @@ def random_cache(
 
 
 def ledger_for(form: str, ledger: Ledger) -> Ledger:
-    """Only a ragged cache remembers anything."""
+    """Ledger of a cache form: only ragged caches have one."""
     return ledger if form == "ragged" else EMPTY_LEDGER
 
 
 def _positions(entries: int, context: int | None) -> torch.Tensor:
-    """True positions of the entries of a head."""
+    """True positions of a head's entries."""
     if context is None:
         return torch.arange(entries, dtype=torch.int32)
     latest = entries // 2

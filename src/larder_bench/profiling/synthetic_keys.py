@@ -1,9 +1,9 @@
-"""Keys and queries that lie as real ones do, drawn at random, and caches that are fed with them.
+"""Random keys and queries distributed like real ones, and their injection into caches.
 
-Independent random numbers have no neighbors, and a search among them says nothing. Here a text goes
-from topic to topic; keys of a topic lie around its center, those of one of its words closer still,
-and all around what is common to a head. A query looks for one held word, for some steps, then for
-another. Norms are those of Qwen3, whose keys are normalised.
+Independent random numbers have no neighbors, so a search among them is meaningless. Here a text
+moves from topic to topic; keys of a topic are near its center, keys of one of its words nearer
+still, and all share a component per head. A query searches for one cached word for some steps, then
+for another. Norms are those of Qwen3, whose keys are normalized.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ TOPICS, WORDS, TOKENS_PER_TOPIC = (
     32,
     96,
 )  # topics of a head, words of a topic, tokens before it changes
-SPREADS = (0.6, 0.6, 0.45, 0.3)  # of what is common, of topics, of words, and around a word
-QUERY_NOISE = 0.5  # of what a query looks for, per step
+SPREADS = (0.6, 0.6, 0.45, 0.3)  # of the shared component, topics, words, and around a word
+QUERY_NOISE = 0.5  # added to the target of a query at each step
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,10 @@ class KeyQueryStream:
     queries: Float[Tensor, "H N D"]
 
 
-def draw_stream(layer: LayerSpec, tokens: int, steps: int, stays: int) -> KeyQueryStream:
-    """A text of `tokens`, and `steps` behind it; a query looks for the same for `stays` steps."""
+def draw_stream(layer: LayerSpec, tokens: int, steps: int, steps_per_target: int) -> KeyQueryStream:
+    """Keys of a text of `tokens` tokens and of `steps` steps after it; queries keep a target for
+    `steps_per_target` steps.
+    """
     source = torch.Generator().manual_seed(layer.index)
     heads, size = layer.kv_heads, layer.head_dim
 
@@ -56,8 +58,10 @@ def draw_stream(layer: LayerSpec, tokens: int, steps: int, stays: int) -> KeyQue
     of, which = of[:count], torch.randint(WORDS, (count,), generator=source)
     keys = whole + topics[:, of] + words[:, of, which] + normal(heads, count) * around
     keys = _scaled(keys, size**0.5)
-    targets = torch.randint(tokens, (layer.query_heads, steps // stays + 1), generator=source)
-    targets = targets.repeat_interleave(stays, 1)[:, :steps]
+    targets = torch.randint(
+        tokens, (layer.query_heads, steps // steps_per_target + 1), generator=source
+    )
+    targets = targets.repeat_interleave(steps_per_target, 1)[:, :steps]
     owners = torch.arange(layer.query_heads)[:, None] // layer.group
     sought = keys[owners, targets] + normal(layer.query_heads, steps) * QUERY_NOISE
     return KeyQueryStream(
@@ -70,31 +74,33 @@ def draw_stream(layer: LayerSpec, tokens: int, steps: int, stays: int) -> KeyQue
 def inject_streams(
     caches: Sequence[SequenceCache], streams: Sequence[KeyQueryStream]
 ) -> Callable[[int], None]:
-    """Have single tokens bring the streams' keys and queries; gives what sets the next step."""
+    """Replace keys and queries of single tokens by those of the streams; return a function that
+    sets the next step.
+    """
     step = [0]
 
-    def feeding(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def with_stream(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def attend(layer: int, queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
-            told, at = streams[layer], step[0]
-            return own(
+            stream, at = streams[layer], step[0]
+            return inner(
                 layer,
-                told.queries[:, at : at + 1].to(queries),
-                told.later[:, at : at + 1].to(keys),
+                stream.queries[:, at : at + 1].to(queries),
+                stream.later[:, at : at + 1].to(keys),
                 *rest,
             )
 
         return attend
 
-    def go_to(number: int) -> None:
+    def set_step(number: int) -> None:
         step[0] = number % streams[0].queries.shape[1]
 
     for cache in caches:
-        cache.attend = feeding(cache.attend)  # type: ignore[method-assign]
-    return go_to
+        cache.attend = with_stream(cache.attend)  # type: ignore[method-assign]
+    return set_step
 
 
 def stop_injection(caches: Sequence[SequenceCache]) -> None:
-    """Feed them no more; a cache that is fed refers to itself."""
+    """Stop the injection; an injected cache refers to itself."""
     for cache in caches:
         vars(cache).pop("attend", None)
 

@@ -1,4 +1,4 @@
-"""Decoders that reading can be told apart by: one that is timed, and one that reads no text."""
+"""Decoders for measurements of prefill: one that is timed, and one that reads no text."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Clock = Callable[[], float]
 
 @dataclass
 class TimedObserver:
-    """An observer whose time is added up.
+    """Observer that sums up its time.
 
     Args:
-        stopped: when it was last done.
+        stopped: time at which its last call ended.
     """
 
     clock: Clock
@@ -41,12 +41,12 @@ class TimedObserver:
 class TimedDecoder(Decoder):
     """Decoder that sums up the time of observers and scratch passes during prefill.
 
-    `observer_seconds` is seconds in observers, `scratch` those of passes read behind a cache, to
-    judge it by, without observers.
+    `observer_seconds` are seconds in observers, `scratch` those of scratch passes, which score a
+    cache, without observers.
     """
 
     def __init__(self, decoder: Decoder, clock: Clock) -> None:
-        vars(self).update(vars(decoder))  # which goes on holding the model
+        vars(self).update(vars(decoder))  # the decoder keeps its reference to the model
         self.clock = clock
         self.observer_seconds = self.scratch = 0.0
 
@@ -69,7 +69,9 @@ class TimedDecoder(Decoder):
         observer: Observer | None = None,
         inputs: Inputs = NO_INPUTS,
     ) -> list[TokenNumbers]:
-        """What follows the last look is for the policy, too, but for the rest of one layer."""
+        """Token numbers of the providers; time after the last observation counts as the policy's,
+        too, except for one layer.
+        """
         watch, started = self._watch(observer), self.clock()
         numbers = super().forward_token_numbers(rows, mode, providers, watch, inputs)
         watch.seconds += self.clock() - watch.stopped
@@ -98,12 +100,12 @@ class TimedDecoder(Decoder):
 
 
 class SyntheticDecoder(TimedDecoder):
-    """Reads no text: made-up keys come in, under the eyes of the policy.
+    """Decoder that reads no text: synthetic keys are appended and observed by the policy.
 
-    It costs a hundredth of reading. What is looked up in keys needs some that lie as real ones do.
+    It costs a hundredth of a prefill. Searches in keys need keys distributed like real ones.
 
     Args:
-        streams: what each layer sees, one per layer; at least as long as what is read.
+        streams: input of each layer, at least as long as the text.
     """
 
     def __init__(self, decoder: Decoder, streams: Sequence[KeyQueryStream]) -> None:
@@ -119,7 +121,7 @@ class SyntheticDecoder(TimedDecoder):
     ) -> None:
         for layer in self.spec.layers:
             for number, row in enumerate(rows):
-                recorded = self._made(layer, row, mode)
+                recorded = self._activations(layer, row, mode)
                 if mode is Mode.APPEND:
                     row.cache.stores[layer.index].append(
                         recorded.keys, recorded.values, recorded.positions
@@ -130,7 +132,7 @@ class SyntheticDecoder(TimedDecoder):
             for row in rows:
                 row.cache.advance(len(row.ids))
 
-    def _made(self, layer: LayerSpec, row: BatchSegment, mode: Mode) -> LayerActivations:
+    def _activations(self, layer: LayerSpec, row: BatchSegment, mode: Mode) -> LayerActivations:
         """Synthetic activations of a layer for one segment."""
         count, size = len(row.ids), layer.head_dim
         queries = torch.randn(layer.query_heads, count, size)
@@ -143,5 +145,5 @@ class SyntheticDecoder(TimedDecoder):
         return LayerActivations(queries.to(*like), keys.to(*like), values.to(*like), positions)
 
 
-def _ignore(*seen: object) -> None:
+def _ignore(*arguments: object) -> None:
     """Observer without effect."""

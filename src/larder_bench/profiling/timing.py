@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 def interleaved(
     cases: Mapping[str, Callable[[], object]], rounds: int, warmups: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of each case, `rounds` times, the cases in turn so that drift hits all alike."""
+    """Seconds of each case, `rounds` times; cases alternate so that drift affects all equally."""
     for _ in range(warmups):
         for run in cases.values():
             run()

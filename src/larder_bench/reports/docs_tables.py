@@ -1,18 +1,18 @@
-"""Tables of pages, written anew from committed rows.
+"""Generator of the tables in documentation pages, from committed rows.
 
     python -m larder_bench.reports.docs_tables README.md docs/results.md
 
-fills what stands between marks of such a page. A mark names the study, and how its rows are shown:
+fills the space between the marks of a page. A mark names the study, and the layout of its rows:
 
     <!-- table: study=quality by=budget matched=tokens -->
     <!-- table: end -->
 
 `by=budget` has a column per budget, over all tasks together, with intervals; `by=task` a column per
-task and length, with the means at all budgets in each cell; `by=paper` has what the paper reports
-beside ours, and what differs. `scale=` is a score of
-`larder_bench.results.tables` (the first that the rows have unless given) or one of its times, in
-milliseconds. `policies=a,b` shows those alone, `tasks=a,b` those tasks, by the start of their
-spellings. Neither torch nor a model is loaded here.
+task and length, with the means at all budgets in each cell; `by=paper` has the values that the
+paper reports next to the measured ones, and the differences. `scale=` is a score of
+`larder_bench.results.tables` (by default the first that the rows have) or one of its times, in
+milliseconds. `policies=a,b` selects policies, `tasks=a,b` tasks, by the start of their spellings.
+Neither torch nor a model is loaded here.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class TableMark:
     """Options of one table mark.
 
     Args:
-        study: its name.
-        by: a key of `TABLES`, or `paper`.
-        scale: a key of `SCALES` or `TIMES`; empty for the first that the rows have.
-        matched: `bytes`, `tokens` or `total`; empty for what the study names first.
-        policies: names; empty for all.
-        tasks: starts of spellings; empty for all.
+        study: name of the study.
+        by: key of `TABLES`, or `paper`.
+        scale: key of `SCALES` or `TIMES`; empty for the first that the rows have.
+        matched: `bytes`, `tokens` or `total`; empty for the first one of the study.
+        policies: names of policies; empty for all.
+        tasks: starts of task spellings; empty for all.
     """
 
     study: str
@@ -66,69 +66,73 @@ class TableMark:
 
     @staticmethod
     def parse(text: str) -> TableMark:
-        """Raises: InputError: an option is not known, or no study is named."""
+        """Options of a mark's text.
+
+        Raises:
+            InputError: an option is unknown, or no study is named.
+        """
         words = [word.partition("=") for word in shlex.split(text)]
-        given = {name: value for name, _, value in words}
-        if unknown := sorted(set(given) - set(OPTIONS)):
+        options = {name: value for name, _, value in words}
+        if unknown := sorted(set(options) - set(OPTIONS)):
             raise InputError(f"A table has no option {unknown[0]!r}: take one of {list(OPTIONS)}.")
-        one = OPTIONS | given
-        if not one["study"] or one["by"] not in (*TABLES, PAPER):
+        options = OPTIONS | options
+        if not options["study"] or options["by"] not in (*TABLES, PAPER):
             raise InputError(
                 f"A table needs study=NAME, and by=budget, task or paper, not {text!r}."
             )
         return TableMark(
-            study=one["study"],
-            by=one["by"],
-            scale=one["scale"],
-            matched=one["matched"],
-            policies=_split_names(one["policies"]),
-            tasks=_split_names(one["tasks"]),
+            study=options["study"],
+            by=options["by"],
+            scale=options["scale"],
+            matched=options["matched"],
+            policies=_split_names(options["policies"]),
+            tasks=_split_names(options["tasks"]),
         )
 
-    def rows(self, found: Results) -> list[Row]:
-        """Those of the cells that it shows.
+    def rows(self, results: Results) -> list[Row]:
+        """Rows of the cells that the table shows.
 
         Raises:
             InputError: there are none.
         """
-        matched = self.matched or next((row["matched"] for row in found.cells), "")
+        matched = self.matched or next((row["matched"] for row in results.cells), "")
         rows = [
             row
-            for row in found.cells
+            for row in results.cells
             if row["policy"] == FULL or row["matched"] == matched
             if not self.policies or row["policy"] in self.policies
             if not self.tasks or row["task"].startswith(self.tasks)
         ]
         if not rows:
-            raise InputError(f"No committed row of {self.study} is what a table asks for: {self}.")
+            raise InputError(f"No committed row of {self.study} matches a table: {self}.")
         return rows
 
 
 def replace_tables(page: str, folder: Path) -> str:
-    """A page with all its tables as the rows of a folder have them."""
+    """Page with all its tables generated from the rows of a folder."""
     return MARKED.sub(lambda mark: f"{mark[1]}{_table(mark[2], folder)}\n{mark[3]}", page)
 
 
 def _table(mark: str, folder: Path) -> str:
-    shown = TableMark.parse(mark)
-    path = rows_file(folder, shown.study)
+    options = TableMark.parse(mark)
+    path = rows_file(folder, options.study)
     if not path.is_file():
         return "\nNot measured yet with the bundled model.\n"
-    found = read_results([path])
-    rows = shown.rows(found)
-    if shown.by == PAPER:
-        lines = by_paper(rows, found.papers)
+    results = read_results([path])
+    rows = options.rows(results)
+    if options.by == PAPER:
+        lines = by_paper(rows, results.papers)
     else:
-        lines = TABLES[shown.by](rows, shown.scale)
-    told = ScoreTable([cell_scores(row) for row in rows]).counted().removesuffix(".")
+        lines = TABLES[options.by](rows, options.scale)
+    counts = ScoreTable([cell_scores(row) for row in rows]).count_label().removesuffix(".")
     minutes = max(1, round(wall_seconds(path) / 60))
-    asked = f"`{study_command(read_study(shown.study))}`"
-    spelled = label_legend(policy_labels(row["policy"] for row in rows))
-    return "\n".join(["", *lines, "", *spelled, f"{told}; {asked}, {minutes} min.", ""])
+    command = f"`{study_command(read_study(options.study))}`"
+    legend = label_legend(policy_labels(row["policy"] for row in rows))
+    return "\n".join(["", *lines, "", *legend, f"{counts}; {command}, {minutes} min.", ""])
 
 
 def by_budget(rows: Sequence[Row], key: str = "") -> list[str]:
-    """A line per policy with a column per budget: means and intervals over all tasks."""
+    """Table with a line per policy and a column per budget: means and intervals over all tasks."""
     table = ScoreTable([cell_scores(row) for row in rows])
     scale = _scale(table, key)
     budgets = _budgets(table)
@@ -143,27 +147,27 @@ def by_budget(rows: Sequence[Row], key: str = "") -> list[str]:
 
 
 def by_task(rows: Sequence[Row], key: str = "") -> list[str]:
-    """A line per policy with a column per task: the means at all budgets, in their order."""
+    """Table with a line per policy and a column per task: the means at all budgets, in order."""
     groups = _by_task(rows)
     whole = ScoreTable([cell_scores(row) for row in rows])
     scale, budgets = _scale(whole, key), _budgets(whole)
     lines = [_line("policy", *groups), _line(*["---"] * (1 + len(groups)))]
-    tables = [ScoreTable([cell_scores(row) for row in own]) for own in groups.values()]
+    tables = [ScoreTable([cell_scores(row) for row in group]) for group in groups.values()]
     names = policy_labels(whole.names) | {FULL: "full cache"}
     for name in _ranked_policies(whole, scale):
         cells = []
         for table in tables:
-            found = [_cell(table, scale, name, budget) for budget in table.budgets]
-            cells.append(" ".join(cell for cell in found if cell))
+            means = [_cell(table, scale, name, budget) for budget in table.budgets]
+            cells.append(" ".join(cell for cell in means if cell))
         lines.append(_line(names[name], *cells))
     return [f"In each cell: {', '.join(budgets)}.", "", *lines] if len(budgets) > 1 else lines
 
 
 def by_paper(rows: Sequence[Row], papers: Sequence[Row]) -> list[str]:
-    """What a paper reports and ours, line by line, and what differs.
+    """Table of a paper's values and the measured ones, line by line, and the differences.
 
     Raises:
-        InputError: the rows are of no paper's study.
+        InputError: the study of the rows has no paper.
     """
     if not papers:
         raise InputError("A table by=paper needs the study of a paper: take by=budget.")
@@ -172,11 +176,11 @@ def by_paper(rows: Sequence[Row], papers: Sequence[Row]) -> list[str]:
     known = [one for one in compare_with_paper(paper, rows) if one.reported.policy in policies]
     head, lines = beside_ours(known, list(models), policy_labels(policies))
     tasks = _task_names({row["task"] for row in rows})
-    told = [[_with_short_names(cell, tasks) for cell in line] for line in lines]
-    shown = [_line(*head), _line(*["---"] * len(head)), *(_line(*line) for line in told)]
+    short_lines = [[_with_short_names(cell, tasks) for cell in line] for line in lines]
+    table = [_line(*head), _line(*["---"] * len(head)), *(_line(*line) for line in short_lines)]
     differs = "; ".join(paper.differs)
-    above = [f"The paper: {paper.setup}", "", f"Here: {differs}." if differs else ""]
-    return [*above, "", *(shown if lines else ())]
+    heading = [f"The paper: {paper.setup}", "", f"Here: {differs}." if differs else ""]
+    return [*heading, "", *(table if lines else ())]
 
 
 def _with_short_names(cell: str, names: Mapping[str, str]) -> str:
@@ -200,42 +204,46 @@ def _by_task(rows: Sequence[Row]) -> Mapping[str, list[Row]]:
 
 
 def _task_names(spellings: Collection[str]) -> dict[str, str]:
-    """Without the parameters that all tasks of a name have alike."""
+    """Names of tasks without the parameters that are equal for all tasks of a name."""
     calls = {spelling: parse(spelling)[0] for spelling in spellings}
     names: dict[str, str] = {}
     for spelling, call in calls.items():
         others = [other.parameters for other in calls.values() if other.name == call.name]
-        own = {
+        differing = {
             key: value
             for key, value in call.parameters.items()
             if any(other.get(key) != value for other in others)
         }
-        told = ", ".join(f"{key}={value}" for key, value in own.items())
-        names[spelling] = f"{call.name}({told})" if own else call.name
+        parameters = ", ".join(f"{key}={value}" for key, value in differing.items())
+        names[spelling] = f"{call.name}({parameters})" if differing else call.name
     return names
 
 
 def _scale(table: ScoreTable, key: str) -> ScoreScale:
-    """Raises: InputError: the rows have no such number."""
-    held = {scale.key: scale for scale in table.held(SCALES)}
-    held |= {name: ScoreScale(name, TIMES[name], digits=1) for name in table.timed()}
-    if key and key not in held:
-        raise InputError(f"No row has {key!r}: take one of {list(held)}.")
-    return held[key] if key else next(iter(held.values()))
+    """Scale of a table.
+
+    Raises:
+        InputError: the rows have no such number.
+    """
+    scales = {scale.key: scale for scale in table.scales_with_data(SCALES)}
+    scales |= {name: ScoreScale(name, TIMES[name], digits=1) for name in table.timed_fields()}
+    if key and key not in scales:
+        raise InputError(f"No row has {key!r}: take one of {list(scales)}.")
+    return scales[key] if key else next(iter(scales.values()))
 
 
 def _budgets(table: ScoreTable) -> list[str]:
-    """Studies with more than the full cache."""
+    """Budgets of a table without that of the full cache, unless it is the only one."""
     return [budget for budget in table.budgets if budget != WHOLE] or list(table.budgets)
 
 
 def _ranked_policies(table: ScoreTable, scale: ScoreScale) -> list[str]:
-    """The full cache, then the best first by the mean over all budgets."""
+    """Policies, the full cache first, then the best by the mean over all budgets."""
     sign = 1 if scale.key in LESS_IS_BETTER else -1
 
     def rank(name: str) -> tuple[bool, float]:
-        found = [_mean(table, scale, name, budget) for budget in table.budgets]
-        known = [value for value in found if value is not None]
+        means = [_mean(table, scale, name, budget) for budget in table.budgets]
+        known = [value for value in means if value is not None]
         return name != FULL, sign * sum(known) / len(known) if known else float("inf")
 
     return sorted(table.names, key=rank)
@@ -255,11 +263,11 @@ def _cell(
     mean = _mean(table, scale, name, budget)
     if mean is None:
         return "refused" if table.refused(name, budget) else ""
-    shown = f"{mean + 0.0:.{scale.digits}f}"
+    text = f"{mean + 0.0:.{scale.digits}f}"
     interval = None if scale.key in TIMES else table.interval(scale, name, budget)
     if with_ends and interval is not None:
-        shown += f" [{interval.low:.{scale.digits}f} {interval.high:.{scale.digits}f}]"
-    return shown
+        text += f" [{interval.low:.{scale.digits}f} {interval.high:.{scale.digits}f}]"
+    return text
 
 
 def _line(*cells: str) -> str:
@@ -270,7 +278,7 @@ TABLES = {"budget": by_budget, "task": by_task}
 
 
 def main(paths: Sequence[Path]) -> None:
-    """Write all tables of pages anew."""
+    """Regenerate all tables of pages."""
     for path in paths:
         path.write_text(replace_tables(path.read_text(encoding="utf-8"), RESULTS), encoding="utf-8")
 

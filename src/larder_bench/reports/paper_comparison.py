@@ -1,8 +1,8 @@
 """Comparison of a paper's reported values with measured ones.
 
-Ours is a mean with its bootstrap interval over what was read, of those cells that a value of the
-paper names. Beside exact match stands the log-likelihood of the same answers, which has no floor.
-Nothing here needs a model.
+A measured value is a mean with its bootstrap interval over conversations, of the cells that a value
+of the paper selects. Next to exact match is the log-likelihood of the same answers, which has no
+floor. Nothing here needs a model.
 """
 
 from __future__ import annotations
@@ -20,129 +20,130 @@ HEAD = ("policy", "budget", "the paper", "ours is")
 HERE = "here ({})"  # of a model
 LIKELY = "log-likelihood per token here ({}), nats"
 EXACT, LIKELIHOOD = "exact", "log_likelihood"
-Scores = Mapping[str, Sequence[float]]  # of all that count, by what was read
+Scores = Mapping[str, Sequence[float]]  # of all scored items, by conversation
 
 
 @dataclass(frozen=True)
 class PaperComparison:
-    """A figure of a paper, and ours by model; none where nothing was measured.
+    """Reported value, and the measured values by model; none if nothing was measured.
 
     Args:
-        refused: models under which the policy refused.
-        log_likelihoods: the log-likelihood of the same answers, where ours is exact match.
+        refused: models with which the policy refused.
+        log_likelihoods: log-likelihoods of the same answers, if the scale is exact match.
     """
 
     reported: ReportedValue
-    ours: Mapping[str, Interval]
+    measured: Mapping[str, Interval]
     refused: Collection[str] = ()
     log_likelihoods: Mapping[str, Interval] = field(default_factory=dict[str, Interval])
 
     def cells(
         self, models: Sequence[str], likely: Sequence[str], names: Mapping[str, str]
     ) -> list[str]:
-        """Of a table, as `heads` names them.
+        """Cells of a table line, in the order of `comparison_table`'s head.
 
         Args:
-            likely: models of which log-likelihoods are told, too.
-            names: that policies have in tables.
+            likely: models with log-likelihoods.
+            names: labels of policies.
         """
         policy = names.get(self.reported.policy, self.reported.policy)
-        place = policy, paper_budget(self.reported.budget), self.told(), self.over(names)
+        reported = policy, paper_budget(self.reported.budget), self.reported_text()
         sign = "+" if self.reported.above else ""
-        beside = [
+        log_likelihoods = [
             _format_interval(self.log_likelihoods[m], 2, sign) if m in self.log_likelihoods else ""
             for m in likely
         ]
-        return [*place, *(self.measured_text(model, names) for model in models), *beside]
+        measured = [self.measured_text(model, names) for model in models]
+        return [*reported, self.scale_text(names), *measured, *log_likelihoods]
 
-    def told(self) -> str:
-        """Value of the paper."""
-        value, said = self.reported.paper, self.reported.says
+    def reported_text(self) -> str:
+        """Value of the paper with its unit and its place there."""
+        value, place = self.reported.paper, self.reported.says
         number = value if isinstance(value, str) else f"{value:g}"
-        shown = f"{number} {self.reported.unit}".strip()
-        return f"{shown} ({said})" if said else shown
+        text = f"{number} {self.reported.unit}".strip()
+        return f"{text} ({place})" if place else text
 
-    def over(self, names: Mapping[str, str]) -> str:
-        """Cells that the measured value is a mean of."""
+    def scale_text(self, names: Mapping[str, str]) -> str:
+        """Scale of the measured value, and the cells that it is a mean of."""
         one = self.reported
         times = f", times that of {names.get(one.against, one.against)}" if one.against else ""
         times += f", less that of {names.get(one.above, one.above)}" if one.above else ""
         length = f"{one.tokens} tokens" if one.tokens else ""
         parts = [part for part in (one.task, length, one.kind) if part]
-        return f"{one.on.title}{times}; {', '.join(parts) or 'all tasks'}"
+        return f"{one.measured_scale.title}{times}; {', '.join(parts) or 'all tasks'}"
 
     def measured_text(self, model: str, names: Mapping[str, str]) -> str:
-        """Ours with its interval, which one number alone has not."""
+        """Measured value with its interval."""
         one = self.reported
-        if model not in self.ours:
+        if model not in self.measured:
             missing = "refused" if model in self.refused else "not measured"
             other = names.get(one.against or "", one.against)
             return f"no ratio: {other} has none or 0" if one.against else missing
-        digits, sign = 2 if one.against else one.on.digits, "+" if one.above else ""
-        return _format_interval(self.ours[model], digits, sign, "×" if one.against else "")
+        digits, sign = 2 if one.against else one.measured_scale.digits, "+" if one.above else ""
+        return _format_interval(self.measured[model], digits, sign, "×" if one.against else "")
 
 
 def compare_with_paper(paper: Paper, rows: Sequence[Row]) -> list[PaperComparison]:
-    """All figures of a paper, with those of the cells of its study."""
+    """All values of a paper with the measured ones of its study."""
     models = dict.fromkeys(row["model"] for row in rows)
     lines: list[PaperComparison] = []
     for value in paper.values:
         by_model = {
             m: _measured_interval(value, [r for r in rows if r["model"] == m]) for m in models
         }
-        found = {model: ours for model, ours in by_model.items() if ours is not None}
-        mine = [row for row in rows if _matches_value(row, value, value.policy, value.budget)]
-        refused = {row["model"] for row in mine if "refused" in row}
-        lines.append(PaperComparison(value, found, refused, _likely(value, rows, models)))
+        measured = {model: interval for model, interval in by_model.items() if interval is not None}
+        matching = [row for row in rows if _matches_value(row, value, value.policy, value.budget)]
+        refused = {row["model"] for row in matching if "refused" in row}
+        lines.append(PaperComparison(value, measured, refused, _likely(value, rows, models)))
     return lines
 
 
 def comparison_table(
     lines: Sequence[PaperComparison], models: Sequence[str], names: Mapping[str, str]
 ) -> tuple[list[str], list[list[str]]]:
-    """The head of a table and its cells, line by line."""
+    """Head and lines of a comparison table."""
     likely = [model for model in models if any(model in one.log_likelihoods for one in lines)]
     head = [*HEAD, *map(HERE.format, models), *map(LIKELY.format, likely)]
     return head, [one.cells(models, likely, names) for one in lines]
 
 
 def comparison_markdown(paper: Paper, rows: Sequence[Row], names: Mapping[str, str]) -> str:
-    """A table in Markdown, and what differs.
+    """Comparison as a Markdown table, with the differences.
 
     Args:
-        names: that policies have in tables.
+        names: labels of policies.
     """
     head, lines = comparison_table(
         compare_with_paper(paper, rows), list(dict.fromkeys(r["model"] for r in rows)), names
     )
-    shown = (
+    table = (
         [_markdown_row(head), _markdown_row(["---"] * len(head)), *map(_markdown_row, lines)]
         if lines
         else []
     )
     differs = ["What differs here:", "", *(f"- {one}" for one in paper.differs), ""]
-    told = [f"## {paper.cite}", "", f"The paper: {paper.setup}", "", *shown, ""]
-    return "\n".join([*told, *(differs if paper.differs else ())])
+    heading = [f"## {paper.cite}", "", f"The paper: {paper.setup}", "", *table, ""]
+    return "\n".join([*heading, *(differs if paper.differs else ())])
 
 
 def comparison_document(paper: Paper, rows: Sequence[Row]) -> Row:
-    """Comparison as plain dictionaries."""
+    """Comparison as plain dictionaries, for JSON."""
     values = [
-        {key: own for key, own in asdict(one.reported).items() if own not in (None, "")}
-        | {"here": {model: asdict(ours) for model, ours in one.ours.items()}}
+        {key: field for key, field in asdict(one.reported).items() if field not in (None, "")}
+        | {"here": {model: asdict(interval) for model, interval in one.measured.items()}}
         for one in compare_with_paper(paper, rows)
     ]
-    told = {"cite": paper.cite, "setup": paper.setup, "differs": list(paper.differs)}
-    return told | {"values": values}
+    document = {"cite": paper.cite, "setup": paper.setup, "differs": list(paper.differs)}
+    return document | {"values": values}
 
 
 def _measured_interval(value: ReportedValue, rows: Sequence[Row]) -> Interval | None:
-    own = _scores(value, rows, value.policy, (value.budget,))
-    if not (than := value.against or value.above):
-        return Bootstrap().mean(resampling_units(list(own.values()))) if own else None
-    other = _scores(value, rows, than, (value.budget, WHOLE, OWN))
-    both = [source for source in own if source in other]
-    first, second = [own[source] for source in both], [other[source] for source in both]
+    scores = _scores(value, rows, value.policy, (value.budget,))
+    if not (reference := value.against or value.above):
+        return Bootstrap().mean(resampling_units(list(scores.values()))) if scores else None
+    other = _scores(value, rows, reference, (value.budget, WHOLE, OWN))
+    both = [source for source in scores if source in other]
+    first, second = [scores[source] for source in both], [other[source] for source in both]
     if value.above:
         return (
             Bootstrap().difference(resampling_units(first), resampling_units(second))
@@ -155,57 +156,62 @@ def _measured_interval(value: ReportedValue, rows: Sequence[Row]) -> Interval | 
 def _likely(
     value: ReportedValue, rows: Sequence[Row], models: Iterable[str]
 ) -> dict[str, Interval]:
-    """Log-likelihoods beside exact match, by model; a ratio of them would say nothing."""
+    """Log-likelihoods by model, next to exact match; empty for ratios, where they are
+    meaningless.
+    """
     if value.scale != EXACT or value.against:
         return {}
     other = replace(value, scale=LIKELIHOOD)
-    found = {
+
+    intervals = {
         model: _measured_interval(other, [r for r in rows if r["model"] == model])
         for model in models
     }
-    return {model: ours for model, ours in found.items() if ours is not None}
+    return {model: interval for model, interval in intervals.items() if interval is not None}
 
 
 def _scores(
     value: ReportedValue, rows: Sequence[Row], policy: str, budgets: Sequence[str]
 ) -> dict[str, list[float]]:
-    """The last row of each thing that was read counts; at the first of the budgets that it has."""
-    found: dict[str, list[float]] = {}
+    """Scores by conversation: of its last row, at the first of the budgets that it has."""
+    interval: dict[str, list[float]] = {}
     for budget in reversed(budgets):
         for row in rows:
             if _matches_value(row, value, policy, budget) and (
                 scores := list(_values_of_cell(value, row))
             ):
-                found[cell_scores(row).source] = scores
-    return found
+                interval[cell_scores(row).source] = scores
+    return interval
 
 
 def _matches_value(row: Row, value: ReportedValue, policy: str, budget: str) -> bool:
     """Test if a cell is part of the measured value."""
-    wanted = {"task": value.task, "tokens": value.tokens}
-    wanted |= {"measure": value.measure, "matched": value.matched}
-    told = {name: own for name, own in wanted.items() if own is not None}
-    told |= {"policy": policy, "budget": budget}
-    return all(row[name] == own for name, own in told.items())
+    selection = {"task": value.task, "tokens": value.tokens}
+    selection |= {"measure": value.measure, "matched": value.matched}
+    fields = {name: field for name, field in selection.items() if field is not None}
+    fields |= {"policy": policy, "budget": budget}
+    return all(row[name] == field for name, field in fields.items())
 
 
 def _values_of_cell(value: ReportedValue, row: Row) -> Iterator[float]:
-    """The numbers of a cell on a scale."""
-    scale = value.on
+    """Numbers of a cell on the scale of a value."""
+    scale = value.measured_scale
     if isinstance(scale, CellCost):
-        told = row | cell_seconds(row)
-        if "refused" not in row and scale.key in told:
-            yield told[scale.key] / scale.unit
+        fields = row | cell_seconds(row)
+        if "refused" not in row and scale.key in fields:
+            yield fields[scale.key] / scale.unit
         return
     for item in cell_scores(row).items:
         if item.get(scale.key) is not None and value.kind in (None, item.get("kind")):
             yield float(item[scale.key])
 
 
-def _format_interval(found: Interval, digits: int, sign: str = "", times: str = "") -> str:
-    mean, low, high = (f"{x:{sign}.{digits}f}" for x in (found.mean, found.low, found.high))
+def _format_interval(interval: Interval, digits: int, sign: str = "", times: str = "") -> str:
+    mean, low, high = (
+        f"{x:{sign}.{digits}f}" for x in (interval.mean, interval.low, interval.high)
+    )
     mean += times
-    return mean if found.low == found.high else f"{mean} [{low}, {high}]"
+    return mean if interval.low == interval.high else f"{mean} [{low}, {high}]"
 
 
 def _markdown_row(cells: Sequence[str]) -> str:

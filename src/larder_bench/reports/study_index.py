@@ -1,11 +1,11 @@
-"""All studies at a glance: what each claims, the command that runs it, how long that took.
+"""Index of all studies: the claim of each, the command that runs it, and its duration.
 
     python -m larder_bench.reports.study_index studies/README.md
 
-writes the table into a file in Markdown, between its two marks. Times are those of the committed
-rows in `studies/results`. Where a part changed and its cells were not measured again, their rows
-are removed, and `studies/results/pending.toml` counts the cells that are missing, by study. Neither
-torch nor a model is loaded here.
+writes the table into a Markdown file, between its two marks. Times are those of the committed rows
+in `studies/results`. If a part has changed and its cells were not measured again, their rows are
+removed, and `studies/results/pending.toml` counts the missing cells by study. Neither torch nor a
+model is loaded here.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from larder_bench.results.rows import read_results, rows_file
 from larder_bench.studies.study import CHECKOUT, FOLDER, Study, read_study
 
 RESULTS = CHECKOUT / FOLDER / "results"  # committed rows, `NAME.jsonl.zst` of the study NAME
-PENDING = "pending.toml"  # beside the rows
+PENDING = "pending.toml"  # in the same folder
 BEGIN, END = "<!-- studies: begin -->", "<!-- studies: end -->"
-# What a task that is spelled so reads from.
+# Spellings of tasks that read from a corpus or from data folders.
 FROM_CORPUS = re.compile(r"\b(bookings|mixed)\b|[\"']prose[\"']")
 FROM_DATA = re.compile(
     r"\b(locomo|realtalk|planted|stacked|longbench(_v2)?|infinitebench)\b|[\"']files[\"']"
@@ -31,11 +31,11 @@ FROM_DATA = re.compile(
 
 
 def folder_options(tasks: Collection[str]) -> Iterator[str]:
-    """The options that tasks need, with the folders of one's own in capitals."""
-    told = " ".join(tasks)
-    if FROM_CORPUS.search(told):
+    """Options that tasks need, with placeholders for the user's folders."""
+    spellings = " ".join(tasks)
+    if FROM_CORPUS.search(spellings):
         yield "--corpus FOLDER"
-    if FROM_DATA.search(told):
+    if FROM_DATA.search(spellings):
         yield "--data FOLDER"
 
 
@@ -46,51 +46,51 @@ def study_command(study: Study) -> str:
 
 
 def wall_seconds(path: Path) -> float:
-    """How long the cells of a file took together, reading models and texts left out.
+    """Total seconds of the cells of a file, without loading models and texts.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: the file cannot be read.
     """
     return sum(row.get("seconds", 0.0) for row in read_results([path]).cells)
 
 
 def pending_cells(measured: Path) -> dict[str, int]:
-    """Cells of each study that are to be measured again; studies without any are left out.
+    """Number of cells to measure again, by study; studies without any are left out.
 
-    Args:
-        measured: the folder of committed rows.
+        Args:
+    measured: folder of committed rows.
     """
     path = measured / PENDING
     return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def study_table(folder: Path, measured: Path) -> list[str]:
-    """A line per study of a folder.
+    """Markdown table with a line per study of a folder.
 
-    Args:
-        measured: the folder of committed rows.
+        Args:
+    measured: folder of committed rows.
     """
     missing = pending_cells(measured)
     lines = ["| study | what it is to show | command | minutes |", "|---|---|---|---|"]
     for path in sorted(folder.glob("*.toml")):
         study, rows = read_study(str(path)), rows_file(measured, path.stem)
-        took = f"{max(1, round(wall_seconds(rows) / 60))}" if rows.is_file() else ""
-        took += f" ({missing[path.stem]} cells pending)" if path.stem in missing else ""
-        lines.append(f"| {study.name} | {study.claim} | `{study_command(study)}` | {took} |")
+        minutes = f"{max(1, round(wall_seconds(rows) / 60))}" if rows.is_file() else ""
+        minutes += f" ({missing[path.stem]} cells pending)" if path.stem in missing else ""
+        lines.append(f"| {study.name} | {study.claim} | `{study_command(study)}` | {minutes} |")
     return lines
 
 
 def replace_table(text: str, lines: Collection[str]) -> str:
-    """The text with other lines between its marks.
+    """Text with other lines between its marks.
 
     Raises:
-        InputError: it has no marks.
+        InputError: the text has no marks.
     """
     before, begin, rest = text.partition(BEGIN)
-    _, end, behind = rest.partition(END)
+    _, end, after = rest.partition(END)
     if not begin or not end:
         raise InputError(f"The text has no {BEGIN} before an {END}: write them where a table goes.")
-    return "\n".join([before + BEGIN, *lines, END + behind])
+    return "\n".join([before + BEGIN, *lines, END + after])
 
 
 def main(path: Path) -> None:

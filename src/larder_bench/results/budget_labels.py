@@ -7,15 +7,15 @@ from enum import Enum
 from larder.core.errors import UsageError
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
 
-WHOLE = "1/1"  # how the budget of a policy that keeps everything is written
-OWN = "own"  # that of a policy whose spelling has a size already
+WHOLE = "1/1"  # budget of a policy that keeps everything
+OWN = "own"  # budget of a policy whose spelling contains a size
 
 
 class MatchedQuantity(Enum):
     """Quantity that is equal for all compared policies.
 
-    BYTES: those that one question attends to, positions, columns and scales included.
-    TOTAL: those of all caches together, with slow tiers and all episodes.
+    BYTES: bytes that one question attends to, positions, columns and scales included.
+    TOTAL: bytes of all caches together, with slow tiers and all episodes.
     TOKENS: entries per kv head of each cache.
     """
 
@@ -25,7 +25,9 @@ class MatchedQuantity(Enum):
 
 
 def sort_budgets(budgets: list[str]) -> list[str]:
-    """Largest first within a unit, shares before tokens before bytes, what is no amount last."""
+    """Budgets sorted largest first within a unit: shares, tokens, bytes, then labels that are no
+    amount.
+    """
     return sorted(budgets, key=_budget_rank)
 
 

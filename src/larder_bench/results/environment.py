@@ -17,14 +17,14 @@ ID_LENGTH = 12
 
 
 def environment_row(threads: int, accelerator: str = "") -> Row:
-    """What figures depend on beside what a cell tells. Equal surroundings have equal ids: the date
-    does not count.
+    """Row of the environment that measured figures depend on, besides what cells record. Its id
+    does not depend on the date.
 
     Args:
-        threads: that torch computes with.
-        accelerator: its name; empty where the model runs on the processor.
+        threads: torch threads.
+        accelerator: name of the accelerator; empty if the model runs on the CPU.
     """
-    told: Row = {
+    fields: Row = {
         "larder": _version("larder"),
         "commit": checkout_commit(),
         "python": platform.python_version(),
@@ -35,16 +35,16 @@ def environment_row(threads: int, accelerator: str = "") -> Row:
         "threads": threads,
         **({"accelerator": accelerator} if accelerator else {}),
     }
-    digest = blake3(json.dumps(told).encode()).hexdigest(length=ID_LENGTH // 2)
+    digest = blake3(json.dumps(fields).encode()).hexdigest(length=ID_LENGTH // 2)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     head = {"schema": SCHEMA, "row": ENVIRONMENT, "id": digest}
-    return {**head, **told, "date": date}
+    return {**head, **fields, "date": date}
 
 
 def checkout_commit() -> str:
-    """The commit of the checkout that this file belongs to; empty where there is none.
+    """Commit of the checkout that contains this file; empty without a checkout.
 
-    It ends in `-dirty` where a file that git follows has been changed since.
+    It ends in `-dirty` if a tracked file has been changed since.
     """
     if not (commit := _git("rev-parse", "--short", "HEAD")):
         return ""
@@ -54,12 +54,12 @@ def checkout_commit() -> str:
 
 def _git(*words: str) -> str:
     """Output of git in the checkout of this file; empty without a checkout."""
-    asked = ["git", "-C", str(Path(__file__).parent), *words]
+    command = ["git", "-C", str(Path(__file__).parent), *words]
     try:
-        found = subprocess.run(asked, capture_output=True, text=True, check=False)
+        completed = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:
         return ""
-    return found.stdout.strip()
+    return completed.stdout.strip()
 
 
 def _version(package: str) -> str:
@@ -70,10 +70,10 @@ def _version(package: str) -> str:
 
 
 def _cpu() -> str:
-    """The processor's own name where the system tells it."""
+    """Model name of the CPU if the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -1,4 +1,5 @@
-"""Values reported by a paper, and the measured values to compare them with, in a study's file.
+"""Values reported by a paper and the measured values to compare them with, as a study's file has
+them.
 
     [paper]
     cite = 'Authors, "Title" (year), arXiv:dddd.ddddd, table 1'
@@ -7,15 +8,15 @@
 
     [[paper.values]]
     policy = "d2o"                # of the study
-    budget = "1/5"                # of the study; "full" or "own" where it does not choose
-    scale = "exact"               # ours, see SCALES and COSTS
-    paper = 19.93                 # a number, or words where the paper has no number
+    budget = "1/5"                # of the study; "full" or "own" for policies without a budget
+    scale = "exact"               # of the measured value, see SCALES and COSTS
+    paper = 19.93                 # a number, or a text if the paper has no number
     unit = "F1"
-    says = "MF-en"                # which row or column it is
+    says = "MF-en"                # row or column of the paper
 
-Ours is over all tasks and lengths unless `task`, `tokens` or `kind` (of items) say otherwise. Where
-a study has several measures or ways to match, `measure` and `matched` say which. `against` names a
-policy that ours is a multiple of, as in a speedup; `above` one that it is a difference to.
+The measured value is over all tasks and lengths unless `task`, `tokens` or `kind` (of items) select
+some. `measure` and `matched` are required where a study has several. `against` names a policy that
+the measured value is divided by, as in a speedup; `above` one that it is a difference to.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ from larder_bench.results.toml_tables import convert_table
 
 MIB = float(2**20)
 REFERENCE_KEYS = ("against", "above")  # name another policy
-DISAMBIGUATING_KEYS = ("measure", "matched")  # must be said where a study has several
+DISAMBIGUATING_KEYS = ("measure", "matched")  # required where a study has several
 PAPER_KEYS = ("cite", "setup", "differs", "values")  # of a row
-FULL = "full"  # how the budget of what keeps everything is written here
+FULL = "full"  # budget of a policy that keeps everything, in a study's file
 
 
 @dataclass(frozen=True)
 class CellCost:
-    """A number that each cell has.
+    """Number that each cell has.
 
     Args:
-        key: its name there.
-        title: what tables call it, with its unit.
-        digits: behind the point.
-        unit: that it is divided by.
+        key: field of a cell's row.
+        title: heading in tables, with its unit.
+        digits: decimal places.
+        unit: divisor of the field.
     """
 
     key: str
@@ -70,18 +71,18 @@ COSTS = (
 
 @dataclass(frozen=True)
 class ReportedValue:
-    """A figure of a paper, and where ours is found.
+    """Value reported by a paper, and the measured value that it is compared with.
 
     Args:
-        policy, budget: of ours.
-        scale: that ours is on.
-        paper: the number, or what the paper says where it has none.
+        policy, budget: of the measured value.
+        scale: name of the measured value's scale.
+        paper: the number, or a text if the paper has none.
         unit: of the paper.
-        says: which row or column of the paper it is.
-        task, tokens, kind: that ours is over; all unless given.
-        measure, matched: of ours where the study has several.
-        against: a policy; ours is a multiple of that one's.
-        above: a policy; ours is how far it lies above that one's, question by question.
+        says: row or column of the paper.
+        task, tokens, kind: selection of measured values; all by default.
+        measure, matched: of the measured value, required if the study has several.
+        against: policy whose value the measured value is divided by.
+        above: policy whose value is subtracted, question by question.
     """
 
     policy: str
@@ -107,19 +108,19 @@ class ReportedValue:
             object.__setattr__(self, "budget", WHOLE)
 
     def is_among(self, known: Mapping[str, Sequence[Any]]) -> bool:
-        """Test if a study has everything that the value names, without ambiguity.
+        """Test if a study has everything that the value refers to, without ambiguity.
 
         Args:
-            known: what a study names, by the fields here.
+            known: values of a study, by the fields of this class.
         """
-        own = {name: asdict(self)[name] for name in known}
-        unsaid = [n for n in DISAMBIGUATING_KEYS if own[n] is None and len(known[n]) > 1]
-        named = (str(one) in map(str, known[n]) for n, one in own.items() if one is not None)
-        return not unsaid and all(named)
+        fields = {name: asdict(self)[name] for name in known}
+        ambiguous = [n for n in DISAMBIGUATING_KEYS if fields[n] is None and len(known[n]) > 1]
+        matches = (str(one) in map(str, known[n]) for n, one in fields.items() if one is not None)
+        return not ambiguous and all(matches)
 
     @property
-    def on(self) -> ScoreScale | CellCost:
-        """The scale of ours."""
+    def measured_scale(self) -> ScoreScale | CellCost:
+        """Scale of the measured value."""
         return known_scales()[self.scale]
 
 
@@ -129,8 +130,8 @@ class Paper:
 
     Args:
         cite: authors, title, year, arXiv number, and which table or figure.
-        setup: what was run there.
-        differs: what is otherwise here.
+        setup: the paper's experiment.
+        differs: how the study differs from it.
     """
 
     cite: str
@@ -139,36 +140,36 @@ class Paper:
     values: tuple[ReportedValue, ...] = ()
 
     def check(self, where: str, known: Mapping[str, Sequence[Any]]) -> None:
-        """Test if a study has everything that the paper names.
+        """Check that a study has everything that the paper refers to.
 
         Args:
-            where: the study, as errors call it.
-            known: what a study names, by the fields of `ReportedValue`.
+            where: the study, as named in errors.
+            known: values of a study, by the fields of `ReportedValue`.
 
         Raises:
-            UnknownName: a value is of something else.
-            UsageError: a value does not say which of several measures or matches.
+            UnknownName: a value refers to something that the study does not have.
+            UsageError: a value does not select one of several measures or matched quantities.
         """
         for number, value in enumerate(self.values, start=1):
             place = f"{where}: paper.values {number}"
             for name, names in {**known, "scale": list(known_scales())}.items():
-                own, choices = asdict(value)[name], list(map(str, names))
-                if own is not None and str(own) not in choices:
+                name_used, choices = asdict(value)[name], list(map(str, names))
+                if name_used is not None and str(name_used) not in choices:
                     word = "policy" if name in (*REFERENCE_KEYS, "policy") else name
                     what = f"{word} of the study" if name in known else name
-                    told = unknown_name_message(
-                        what, str(own), [paper_budget(one) for one in choices]
+                    message = unknown_name_message(
+                        what, str(name_used), [paper_budget(one) for one in choices]
                     )
-                    raise UnknownName(f"{place}: {told}")
-                if own is None and name in DISAMBIGUATING_KEYS and len(names) > 1:
+                    raise UnknownName(f"{place}: {message}")
+                if name_used is None and name in DISAMBIGUATING_KEYS and len(names) > 1:
                     raise UsageError(f"{place} must say {name}: {' or '.join(choices)}.")
             if value.against and value.above:
                 raise UsageError(f"{place} has against and above: take one of the two.")
 
     def row(self, study: str) -> Row:
-        """Row of a results file."""
+        """Row for a results file."""
         values = [
-            {key: own for key, own in asdict(value).items() if own not in (None, "")}
+            {key: field for key, field in asdict(value).items() if field not in (None, "")}
             for value in self.values
         ]
         head = {"schema": SCHEMA, "row": PAPER, "study": study, "cite": self.cite}
@@ -179,8 +180,8 @@ class Paper:
         """Paper from a row that `larder bench` wrote.
 
         Raises:
-            UnknownName: a value has a key or a scale that nobody knows, as of a later version.
-            UsageError: or it is not what its key takes.
+            UnknownName: a value has an unknown key or scale, as a later version may write.
+            UsageError: a value has another type than its key.
         """
         where = f"The paper of {row['study']}"
         paper = convert_table({key: row[key] for key in PAPER_KEYS}, Paper, where)

@@ -1,8 +1,7 @@
-"""Short names for policies that a study spells as sentences, so that tables stay narrow.
+"""Short labels of policies that a study spells as sentences, so that tables stay narrow.
 
-A sentence goes by what tells it from the other sentences beside it: parts and parameters that all
-of them have are left out. Where that is long, too, it has a number. Below a table, or on a page,
-stands what each short name means.
+The label of a sentence has the parts and parameters that not all sentences beside it share; if that
+is long, too, the label is a number. A legend below the table or on the page spells out each label.
 """
 
 from __future__ import annotations
@@ -13,15 +12,17 @@ from larder.core.errors import SpellingError
 from larder.core.spelling import Call, Value, parse
 from larder_bench.results.rows import Row
 
-LONG, LONGEST = 36, 56  # letters of a short name, and of one that has no shorter form
-PartParameter = tuple[str, str, Value]  # a part, and one of its parameters or nothing
+LONG, LONGEST = 36, 56  # characters of a label, and of one that has no shorter form
+PartParameter = tuple[
+    str, str, Value
+]  # part, parameter, value; the last two empty for a part alone
 
 
 def policy_labels(names: Iterable[str]) -> dict[str, str]:
-    """By each name the one that tables give it; most go by their own.
+    """Label of each policy; most keep their own name.
 
     Args:
-        names: of policies as studies have them, in the order in which they are told.
+        names: policies as studies spell them, in the order in which they are numbered.
     """
     known = list(dict.fromkeys(names))
     spelled = {name: calls for name in known if len(calls := _parse_parts(name)) > 1}
@@ -31,28 +32,28 @@ def policy_labels(names: Iterable[str]) -> dict[str, str]:
     numbers = {name: f"policy {number}" for number, name in enumerate(spelled, start=1)}
 
     def short(name: str) -> str:
-        for told, longest in ((words, LONG), (parts, LONG), (words, LONGEST)):
-            is_alone = [*told.values(), *known].count(told[name]) == 1
-            if is_alone and 0 < len(told[name]) <= longest:
-                return told[name]
+        for labels, longest in ((words, LONG), (parts, LONG), (words, LONGEST)):
+            is_unique = [*labels.values(), *known].count(labels[name]) == 1
+            if is_unique and 0 < len(labels[name]) <= longest:
+                return labels[name]
         return numbers[name]
 
     return {name: short(name) if name in spelled else name for name in known}
 
 
 def relabel_rows(rows: Iterable[Row], names: Mapping[str, str]) -> list[Row]:
-    """The rows with policies by their short names."""
+    """Rows with the labels of their policies."""
     return [row | {"policy": names[row["policy"]]} for row in rows]
 
 
 def label_legend(names: Mapping[str, str]) -> list[str]:
-    """Markdown list of short names and their policies; empty if there are none."""
+    """Markdown list of labels and their policies; empty if there are none."""
     lines = [f"- {short}: `{name}`" for name, short in names.items() if short != name]
     return ["Policies that are spelled out:", "", *lines, ""] if lines else []
 
 
 def _parse_parts(name: str) -> list[Call]:
-    """The parts of a sentence; none of a name that is none."""
+    """Parts of a sentence; empty if the name is not a sentence."""
     try:
         return parse(name) if ">" in name else []
     except SpellingError:
@@ -72,17 +73,20 @@ def _atoms(calls: Sequence[Call]) -> Iterator[PartParameter]:
 
 
 def _words(calls: Sequence[Call], common: set[PartParameter]) -> Iterator[str]:
-    """The parts of a sentence that others lack, and else their parameters alone."""
+    """Parts that other sentences lack, or only their differing parameters."""
     for call in calls:
-        told = call.parameters.items()
-        lacking = [(key, value) for key, value in told if (call.name, key, value) not in common]
-        own = ", ".join(f"{key}={value}" for key, value in lacking)
+        differing = [
+            (key, value)
+            for key, value in call.parameters.items()
+            if (call.name, key, value) not in common
+        ]
+        parameters = ", ".join(f"{key}={value}" for key, value in differing)
         if (call.name, "", None) not in common:
-            yield f"{call.name}({own})" if own else call.name
-        elif own:
-            yield own
+            yield f"{call.name}({parameters})" if parameters else call.name
+        elif parameters:
+            yield parameters
 
 
 def _parts(calls: Sequence[Call], common: set[PartParameter]) -> Iterator[str]:
-    """The names alone of those parts that others lack."""
+    """Names of the parts that other sentences lack."""
     yield from (call.name for call in calls if (call.name, "", None) not in common)

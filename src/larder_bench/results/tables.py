@@ -1,7 +1,7 @@
-"""Tables in Markdown of what was measured: means with intervals.
+"""Markdown tables of measured scores: means with confidence intervals.
 
-Intervals are of the bootstrap over what was read, or over items where only one thing was. What one
-of two policies refused is left out of their difference. Nothing here needs a model.
+Intervals are bootstrap intervals over conversations, or over items if there is only one. Cells that
+either of two policies refused are left out of their difference. Nothing here needs a model.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from larder_bench.results.rows import Row
 
 @dataclass(frozen=True)
 class ScoreScale:
-    """A number that each item has.
+    """Score that each item has.
 
     Args:
-        key: its name there.
-        title: what tables call it.
-        digits: behind the point.
+        key: field of an item.
+        title: heading in tables.
+        digits: decimal places.
     """
 
     key: str
@@ -34,13 +34,13 @@ class CellScores:
     """Scores of one policy on one file at one budget.
 
     Args:
-        source: what was read, by which policies are compared in pairs.
-        items: those that count; empty where it was refused.
-        bytes_share: of the full cache that was really held, dense layers included.
-        dense_share: of the full cache, what layers held that the budget does not cover.
-        why: it was refused.
-        seconds: what it took, by the names of `TIMES`.
-        budget_tokens: entries per kv head that it was given; 0 where nothing was to choose.
+        source: conversation that was read; policies are compared in pairs on each.
+        items: scored items; empty if the policy refused.
+        bytes_share: share of the full cache's bytes that was held, dense layers included.
+        dense_share: share held by layers that the budget does not cover.
+        why: reason of the refusal.
+        seconds: durations, by the names of `TIMES`.
+        budget_tokens: budget in entries per kv head; 0 without a budget.
     """
 
     policy: str
@@ -55,7 +55,7 @@ class CellScores:
     dense_share: float = 0.0
 
 
-# Names of what took seconds, with their titles.
+# Fields with durations in seconds, and their titles.
 TIMES = {
     "embed_seconds": "embedding",
     "cluster_seconds": "clustering",
@@ -72,7 +72,7 @@ TIMES = {
 }
 SPEED = ScoreScale("tokens_per_second", "Tokens per second", digits=1)
 SHARE = ScoreScale("policy_share", "Share of the time that the policy takes", digits=3)
-COSTS = (SPEED, SHARE)  # numbers of a whole cell
+COSTS = (SPEED, SHARE)  # of a whole cell
 SCALES = (
     ScoreScale("exact", "Exact match", digits=2),
     ScoreScale("f1", "F1", digits=2),
@@ -92,50 +92,50 @@ SCALES = (
 
 
 def cell_scores(row: Row) -> CellScores:
-    """A cell of a results file as a table takes it."""
+    """Scores of a cell's row."""
     items = tuple(item for item in row.get("items", ()) if item["counts"])
     if costs := {scale.key: row[scale.key] for scale in COSTS if scale.key in row}:
         items = (costs,)
     source = f"{row['task']} {row['tokens']} {row['seed']}"
     dense = row["dense_kv_bytes"] / row["full_kv_bytes"] if "dense_kv_bytes" in row else 0.0
     return CellScores(
-        row["policy"],
-        row["budget"],
-        source,
-        items,
-        row.get("bytes_share", 0.0),
-        "refused" in row,
-        row.get("refused", ""),
-        cell_seconds(row),
-        row.get("budget_tokens", 0),
-        dense,
+        policy=row["policy"],
+        budget=row["budget"],
+        source=source,
+        items=items,
+        bytes_share=row.get("bytes_share", 0.0),
+        is_refused="refused" in row,
+        why=row.get("refused", ""),
+        seconds=cell_seconds(row),
+        budget_tokens=row.get("budget_tokens", 0),
+        dense_share=dense,
     )
 
 
 def cell_seconds(row: Row) -> dict[str, float]:
     """Timings of a cell; empty if it was not timed."""
-    told = {name: row[name] for name in TIMES if name in row}
+    timings = {name: row[name] for name in TIMES if name in row}
     for what, shares in row.get("latency", {}).items():
-        told |= {f"{what}_{share}": seconds for share, seconds in shares.items()}
-    return told
+        timings |= {f"{what}_{share}": seconds for share, seconds in shares.items()}
+    return timings
 
 
 def markdown_report(groups: Mapping[str, Sequence[CellScores]]) -> str:
-    """Tables per group and scale, of all policies."""
+    """Markdown tables of all policies, per group and scale."""
     lines: list[str] = []
     for group, entries in groups.items():
         table = ScoreTable(entries)
         if not table.names:
             continue
-        lines += [f"## {group}", "", table.counted(), "", *table.refusals()]
-        for scale in table.held(SCALES):
+        lines += [f"## {group}", "", table.count_label(), "", *table.refusals()]
+        for scale in table.scales_with_data(SCALES):
             lines += [f"### {scale.title}", "", *table.means(scale), ""]
-        lines += table.times()
+        lines += table.seconds_table()
     return "\n".join(lines)
 
 
 class ScoreTable:
-    """The entries of one group, by policy and budget; the last of two counts."""
+    """Scores of one group by policy and budget; the last entry of a cell counts."""
 
     def __init__(self, entries: Sequence[CellScores]) -> None:
         self._entries = {(one.policy, one.budget, one.source): one for one in entries}
@@ -143,56 +143,58 @@ class ScoreTable:
         self.budgets = sort_budgets(list(dict.fromkeys(one.budget for one in entries)))
         self._sources = sorted({one.source for one in entries})
 
-    def counted(self) -> str:
-        """Number of scored items, of the policy that refused fewest."""
+    def count_label(self) -> str:
+        """Number of files, and of scored items of the policy that refused fewest."""
         items = [self._items(name, budget) for name in self.names for budget in self.budgets]
         most = max(sum(map(len, found.values())) for found in items)
         files = f"{len(self._sources)} {'file' if len(self._sources) == 1 else 'files'}"
-        if set(self.held(SCALES)) <= {*COSTS}:
+        if set(self.scales_with_data(SCALES)) <= {*COSTS}:
             return f"{files}."
         return f"{files}, {most} {'scored item' if most == 1 else 'scored items'}."
 
     def refusals(self) -> list[str]:
-        """Why policies refused, a line for each: its first reason, at the first budget."""
+        """Lines with the first refusal of each policy and its reason."""
         found: dict[str, str] = {}
         for one in self._entries.values():
             if one.why:
                 found.setdefault(one.policy, f"- {one.policy} at {one.budget} refused: {one.why}")
         return [*found.values(), ""] if found else []
 
-    def times(self) -> list[str]:
-        """A line per policy and budget of seconds, means over what was read; nothing if untimed."""
-        timed = self.timed()
-        if not timed:
+    def seconds_table(self) -> list[str]:
+        """Table of mean seconds per policy and budget; empty if nothing was timed."""
+        columns = self.timed_fields()
+        if not columns:
             return []
-        lines = [_markdown_row("policy", "budget", *(TIMES[name] for name in timed))]
-        lines.append(_markdown_row(*["---"] * (2 + len(timed))))
+        lines = [_markdown_row("policy", "budget", *(TIMES[name] for name in columns))]
+        lines.append(_markdown_row(*["---"] * (2 + len(columns))))
         for name in self.names:
             for budget in self.budgets:
-                if took := self.seconds(name, budget):
-                    cells = (f"{took[one]:.4f}" if one in took else "" for one in timed)
+                if seconds := self.seconds(name, budget):
+                    cells = (f"{seconds[one]:.4f}" if one in seconds else "" for one in columns)
                     lines.append(_markdown_row(name, budget, *cells))
         return ["### Seconds", "", *lines, ""]
 
-    def timed(self) -> list[str]:
-        """`TIMES` that any entry has."""
+    def timed_fields(self) -> list[str]:
+        """Names of `TIMES` that any entry has."""
         entries = self._entries.values()
         return [name for name in TIMES if any(name in one.seconds for one in entries)]
 
     def seconds(self, name: str, budget: str) -> dict[str, float]:
-        """What a policy took at a budget: by the names of `TIMES`, means over what was read."""
+        """Mean durations of a policy at a budget, by the names of `TIMES`."""
         found = (self._entries.get((name, budget, source)) for source in self._sources)
-        took = [one.seconds for one in found if one is not None and one.seconds]
-        each = {key: [own[key] for own in took if key in own] for key in TIMES}
-        return {key: sum(values) / len(values) for key, values in each.items() if values}
+        timings = [one.seconds for one in found if one is not None and one.seconds]
+        by_field = {key: [each[key] for each in timings if key in each] for key in TIMES}
+        return {key: sum(values) / len(values) for key, values in by_field.items() if values}
 
-    def held(self, scales: Sequence[ScoreScale]) -> list[ScoreScale]:
+    def scales_with_data(self, scales: Sequence[ScoreScale]) -> list[ScoreScale]:
         """Scales for which any item has a number."""
         items = [item for one in self._entries.values() for item in one.items[:1]]
         return [s for s in scales if any(item.get(s.key) is not None for item in items)]
 
     def means(self, scale: ScoreScale) -> list[str]:
-        """A line per policy: mean, interval, and in brackets the share of the bytes it took."""
+        """Table of means per policy with interval, and in parentheses the share of the bytes
+        held.
+        """
         lines = [
             _markdown_row("policy", *self.budgets),
             _markdown_row(*["---"] * (1 + len(self.budgets))),
@@ -202,7 +204,7 @@ class ScoreTable:
         return lines
 
     def interval(self, scale: ScoreScale, name: str, budget: str) -> Interval | None:
-        """The mean of a policy's items at a budget; None without any."""
+        """Mean of a policy's items at a budget, with its interval; None without items."""
         scores = [
             [float(item[scale.key]) for item in found if item.get(scale.key) is not None]
             for found in self._items(name, budget).values()
@@ -213,39 +215,41 @@ class ScoreTable:
     def difference(
         self, scale: ScoreScale, first: str, second: str, budget: str
     ) -> Interval | None:
-        """The first less the second on what both read; None where there is nothing."""
-        left, right = self._items(first, budget), self._items(second, budget)
-        both = [source for source in left if source in right]
-        if not both:
+        """Paired difference, first less second, on items that both scored; None without any."""
+        minuends, subtrahends = self._items(first, budget), self._items(second, budget)
+        pairs = [
+            drop_unpaired(
+                [item.get(scale.key) for item in minuends[source]],
+                [item.get(scale.key) for item in subtrahends[source]],
+            )
+            for source in minuends
+            if source in subtrahends
+        ]
+        left = [scores for scores, _ in pairs if scores]
+        right = [scores for _, scores in pairs if scores]
+        if not left or not right:
             return None
-        told = (
-            [[i.get(scale.key) for i in side[source]] for source in both] for side in (left, right)
-        )
-        each = [drop_unpaired(*sides) for sides in zip(*told, strict=True)]
-        one, other = ([side[n] for side in each if side[n]] for n in (0, 1))
-        if not one or not other:
-            return None
-        return Bootstrap().difference(resampling_units(one), resampling_units(other))
+        return Bootstrap().difference(resampling_units(left), resampling_units(right))
 
     def bytes_share(self, name: str, budget: str) -> float:
-        """Of the full cache, the mean over what was not refused."""
+        """Mean share of the full cache's bytes, over cells that were not refused."""
         return _mean_of([one.bytes_share for one in self._scored(name, budget)])
 
     def dense_share(self, name: str, budget: str) -> float:
-        """Of the full cache, what dense layers hold: the mean over what was not refused."""
+        """Mean share held by dense layers, over cells that were not refused."""
         return _mean_of([one.dense_share for one in self._scored(name, budget)])
 
     def shares(self, name: str, budget: str) -> str:
-        """Both, as tables show them."""
+        """Both shares, formatted for tables."""
         dense, share = self.dense_share(name, budget), f"{self.bytes_share(name, budget):.3f}"
         return f"{share}, {dense:.3f} in dense layers" if dense else share
 
     def budget_tokens(self, name: str, budget: str) -> int:
-        """Entries per kv head that a policy was given, the mean over what was not refused."""
+        """Mean budget in entries per kv head, over cells that were not refused."""
         return round(_mean_of([float(one.budget_tokens) for one in self._scored(name, budget)]))
 
     def refused(self, name: str, budget: str) -> int:
-        """Number of cells."""
+        """Number of refused cells."""
         found = (self._entries.get((name, budget, source)) for source in self._sources)
         return sum(one is not None and one.is_refused for one in found)
 
@@ -254,14 +258,14 @@ class ScoreTable:
         if interval is None:
             return "refused" if refused else ""
         note = f" ({refused} refused)" if refused else ""
-        shown = _format_interval(interval, scale.digits)
-        return f"{shown} ({self.shares(name, budget)}){note}"
+        formatted = _format_interval(interval, scale.digits)
+        return f"{formatted} ({self.shares(name, budget)}){note}"
 
     def _scored(self, name: str, budget: str) -> list[CellScores]:
         return [self._entries[name, budget, source] for source in self._items(name, budget)]
 
     def _items(self, name: str, budget: str) -> dict[str, tuple[Row, ...]]:
-        """The items that count, by source; what was refused or holds none left out."""
+        """Scored items by source, without cells that were refused or have none."""
         found = {source: self._entries.get((name, budget, source)) for source in self._sources}
         return {source: one.items for source, one in found.items() if one is not None and one.items}
 

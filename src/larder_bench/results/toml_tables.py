@@ -18,21 +18,21 @@ def convert_table(table: Any, kind: type[Converted], where: str) -> Converted:
     """Dataclass with the values of a table; a single value stands for a list of one.
 
     Args:
-        where: file or place of the table, as errors call it.
+        where: file or place of the table, as named in errors.
 
     Raises:
-        UnknownName: the table has a key that is no field of the dataclass.
-        UsageError: it lacks a key, or a value has another type than its field.
+        UnknownName: the table has a key that is not a field of the dataclass.
+        UsageError: the table lacks a key, or a value has another type than its field.
     """
     values = _with_lists(table, kind, where)
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        raise UsageError(f"{where}: {error}. $ is the whole table: mend that key.") from error
+        raise UsageError(f"{where}: {error}. $ is the whole table: correct that key.") from error
 
 
 def _with_lists(value: Any, kind: Any, where: str) -> Any:
-    """The value with a list wherever `kind` expects a tuple, its keys checked."""
+    """Value with a list wherever `kind` expects a tuple, its keys checked."""
     if get_origin(kind) is UnionType:
         kind = next((one for one in get_args(kind) if is_dataclass(one)), kind)
     if get_origin(kind) is tuple:
@@ -44,4 +44,4 @@ def _with_lists(value: Any, kind: Any, where: str) -> Any:
     for key in value:
         if key not in fields:
             raise UnknownName(f"{where}: {unknown_name_message('key', key, list(fields))}")
-    return {key: _with_lists(own, fields[key], f"{where}: {key}") for key, own in value.items()}
+    return {key: _with_lists(each, fields[key], f"{where}: {key}") for key, each in value.items()}

@@ -20,13 +20,14 @@ from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 
 class RetrievalBaseline(ABC):
-    """Text in the place of a cache: for each question some segments are read, the rest is not.
+    """Retrieval of text instead of a cache: for each question some segments are read, the rest is
+    not.
 
     Implementations are frozen dataclasses. M. Kim et al., "EpiCache: Episodic KV Cache Management
     for Long-Term Conversation on Resource-Constrained Environments" (2025), arXiv:2509.17396,
-    section 4, compares with two; it does not say how large chunks are, in what order they are read
-    nor under which prompt. Here they are its segments of four utterances, in the order they were
-    said, under the prompt of all other policies.
+    section 4, compares with two; it does not state the size of chunks, their order, or
+    the prompt. Here they are its segments of four utterances, in conversation order, with the
+    prompt of all other policies.
     """
 
     embedder: str
@@ -35,11 +36,15 @@ class RetrievalBaseline(ABC):
 
     @abstractmethod
     def ranked(self, passages: SegmentIndex, question: str) -> Sequence[int]:
-        """The segments that may be read, those wanted most first."""
+        """Segments that may be read, most relevant first."""
 
 
 def check_retrieval_sizes(name: str, segment: int, tokens: int | None) -> None:
-    """Raises: BadParameter: a way to retrieve has a size below 1."""
+    """Check the sizes of a retrieval.
+
+    Raises:
+        BadParameter: a size is below 1.
+    """
     if segment < 1:
         raise BadParameter(f"{name}.segment must be at least 1, got {segment}.")
     if tokens is not None and tokens < 1:
@@ -48,17 +53,17 @@ def check_retrieval_sizes(name: str, segment: int, tokens: int | None) -> None:
 
 @dataclass(frozen=True, eq=False)
 class SegmentIndex:
-    """The segments of a conversation, their embeddings and clusters, which are made once.
+    """Segments of a conversation with their embeddings and clusters, computed once.
 
     Args:
-        size: utterances in each.
+        size: utterances per segment.
     """
 
     conversation: Conversation
-    scribe: TokenizerAdapter
+    tokenizer: TokenizerAdapter
     embedder: Embedder
     size: int
-    _asked: dict[str, Float32[np.ndarray, " D"]] = field(default_factory=dict)
+    _question_rows: dict[str, Float32[np.ndarray, " D"]] = field(default_factory=dict)
     _clusters: dict[tuple[int, int], SegmentClusters] = field(default_factory=dict)
 
     @cached_property
@@ -67,21 +72,21 @@ class SegmentIndex:
 
     def nearest(self, question: str, among: Sequence[int]) -> list[int]:
         """Segments by similarity, most similar first; ties by position."""
-        likeness = self._rows[list(among)] @ self._question(question)
-        return [among[place] for place in np.argsort(-likeness, kind="stable").tolist()]
+        similarities = self._rows[list(among)] @ self._question(question)
+        return [among[index] for index in np.argsort(-similarities, kind="stable").tolist()]
 
     def episode(self, question: str, count: int, seed: int) -> tuple[int, ...]:
-        """The segments of the episode that a question belongs to."""
+        """Segments of the episode that a question belongs to."""
         if (count, seed) not in self._clusters:
             self._clusters[count, seed] = cluster(self._rows, count, seed)
         clusters = self._clusters[count, seed]
         return clusters.members[match_episode(self._question(question), clusters.centroids).episode]
 
     def fitting(self, ranked: Sequence[int], tokens: int) -> Conversation:
-        """A conversation of at most so many tokens: segments as they fit, in the order of time.
+        """Conversation of at most `tokens` tokens: the segments that fit, in conversation order.
 
         Raises:
-            BudgetError: not one of them does.
+            BudgetError: no segment fits.
         """
         is_chat = self.conversation.form is PromptLayout.CHAT
         left, chosen, opened = tokens - (0 if is_chat else self._frame), list[int](), set[int]()
@@ -93,17 +98,17 @@ class SegmentIndex:
                 opened |= new
                 left -= cost
         while chosen:
-            made = self._only(sorted(chosen))
-            if len(self.scribe.encode_conversation(made).ids) <= tokens:
-                return made
-            chosen.pop()  # texts that are joined may take a few tokens more
+            selected = self._only(sorted(chosen))
+            if len(self.tokenizer.encode_conversation(selected).ids) <= tokens:
+                return selected
+            chosen.pop()  # joined texts may take a few tokens more
         raise BudgetError(
             f"No segment of {self.size} utterances fits {tokens} tokens: raise the budget, or take "
             "smaller segments."
         )
 
     def _only(self, chosen: Sequence[int]) -> Conversation:
-        """The conversation with nothing but these segments in it."""
+        """Conversation with only these segments."""
         kept: dict[int, str] = {}
         for number in chosen:
             for piece in self.segments[number].pieces:
@@ -122,20 +127,20 @@ class SegmentIndex:
     def _lengths(self) -> list[int]:
         """Tokens of the text of each segment."""
         return [
-            sum(self.scribe.count_tokens(self._text(piece)) for piece in segment.pieces)
+            sum(self.tokenizer.count_tokens(self._text(piece)) for piece in segment.pieces)
             for segment in self.segments
         ]
 
     @cached_property
     def _frame(self) -> int:
-        """Tokens around a message; a transcript or a document is one."""
-        nothing = replace(self.conversation, messages=(Message("user", ""),), questions=())
-        return len(self.scribe.encode_conversation(nothing).ids)
+        """Tokens around a message; a transcript or a document is one message."""
+        empty = replace(self.conversation, messages=(Message("user", ""),), questions=())
+        return len(self.tokenizer.encode_conversation(empty).ids)
 
     def _text(self, piece: MessageSpan) -> str:
         return self.conversation.messages[piece.message].content[piece.start : piece.stop]
 
     def _question(self, text: str) -> Float32[np.ndarray, " D"]:
-        if text not in self._asked:
-            self._asked[text] = self.embedder.embed_questions([text])[0]
-        return self._asked[text]
+        if text not in self._question_rows:
+            self._question_rows[text] = self.embedder.embed_questions([text])[0]
+        return self._question_rows[text]

@@ -1,9 +1,9 @@
-"""The segments of the whole conversation that are most like the question: RAG-2K.
+"""RAG-2K: the segments of the whole conversation most similar to the question.
 
 M. Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv:2509.17396, section 4, reads 2,000 tokens of them.
-Here it reads as many as the budget, so that what is compared has equal size; `tokens=2048` is the
-paper's.
+Here it reads as many as the budget, so that compared methods have equal size; `tokens=2048` is the
+paper's value.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from larder_bench.retrievals.base import RetrievalBaseline, SegmentIndex, check_
 
 @dataclass(frozen=True)
 class Rag2k(RetrievalBaseline):
-    """Segments by their similarity to the question alone.
+    """Segments by their similarity to the question.
 
     Args:
-        segment: utterances in each.
-        embedder: as episodes have it.
-        tokens: read at most; None takes the budget.
+        segment: utterances per segment.
+        embedder: embedder of segments and questions, as for episodes.
+        tokens: maximum number of tokens; None for the budget.
     """
 
     segment: int = 4

@@ -1,8 +1,8 @@
-"""The segments of the question's episode that are most like the question: RAG-Episodic.
+"""RAG-Episodic: the segments of the question's episode most similar to the question.
 
 M. Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv:2509.17396, section 4: episodes are formed and
-matched as for EpiCache's caches, and the text of the one that matches is read up to the budget.
+matched as for EpiCache's caches, and the text of the matching one is read up to the budget.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class RagEpisodic(RetrievalBaseline):
     """Segments of the nearest cluster, by their similarity to the question.
 
     Args:
-        count: episodes.
-        segment: utterances in each segment.
-        embedder: as episodes have it.
-        tokens: read at most; None takes the budget.
-        seed: of the clustering.
+        count: number of episodes.
+        segment: utterances per segment.
+        embedder: embedder of segments and questions, as for episodes.
+        tokens: maximum number of tokens; None for the budget.
+        seed: seed of the clustering.
     """
 
     count: int = 4

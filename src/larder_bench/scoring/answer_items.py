@@ -1,4 +1,4 @@
-"""Answers of many parts, each scored by itself: numbered steps, and values in a row."""
+"""Items of long answers, each scored separately: numbered steps, and lists of values."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 
 Spans = tuple[tuple[int, int], ...]
 
-# Between two items: the stop of one, and the number of the next behind the space.
+# Border of two items: after the period of one, before the space and the number of the next.
 BORDER = re.compile(r"(?<=\.)(?= (?:\d+|Answer): )")
 
 
 def numbered_item_spans(answer: str) -> Spans:
-    """Where each step of "1: one. 2: two. Answer: three" stands: characters [start, stop), the
-    space before included.
+    """Spans of the steps of "1: one. 2: two. Answer: three": characters [start, stop), with the
+    space before each.
     """
     starts = [0, *(found.start() for found in BORDER.finditer(answer))]
     return tuple(zip(starts, [*starts[1:], len(answer)], strict=True))
 
 
 def join_items(parts: Sequence[str]) -> tuple[str, Spans]:
-    """The parts in a row, and where each stands in it: the space before it included, the comma left
-    out, for whether more follows is no part's doing.
+    """Comma-separated parts, and their spans: with the space before each, without the comma,
+    because it depends on the next part.
     """
     spans, start = list[tuple[int, int]](), 0
     for part in parts:

@@ -2,9 +2,9 @@
 
 LongBench: Yushi Bai et al. (2023), arXiv:2308.14508, table 1 and the released code. InfiniteBench:
 Xinrong Zhang et al. (2024), arXiv:2402.13718, and the released code. ROUGE-L: Chin-Yew Lin, "ROUGE:
-A Package for Automatic Evaluation of Summaries" (2004), as the package rouge-score has it, whose
-words are lower-case letters and digits; LongBench's code takes another package. Chinese is compared
-letter by letter, as InfiniteBench does; LongBench's code cuts it into words.
+A Package for Automatic Evaluation of Summaries" (2004), as implemented by the package rouge-score,
+whose words are lower-case letters and digits; LongBench's code uses another package. Chinese is
+compared by characters, as InfiniteBench does; LongBench's code segments it into words.
 """
 
 from __future__ import annotations
@@ -17,109 +17,111 @@ from difflib import SequenceMatcher
 
 from larder.core.conversation import Question
 
-AnswerMetric = Callable[[str, str], float]  # what was said, what is expected
+AnswerMetric = Callable[[str, str], float]  # answer, expected answer
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 CHOSEN = re.compile(r"(?i:answer|option)(?: is)?:?\s*\(?([A-D])\b")
 LETTER = re.compile(r"\b([A-D])\b")
-NOT_CODE = ("`", "#", "//")  # what a line of an answer that is no code has
+NOT_CODE = ("`", "#", "//")  # marks of lines that are not code
 
 
-def dataset_score(said: str, question: Question) -> float:
-    """In [0, 1], against the expected answer or the nearest of several.
+def dataset_score(answer: str, question: Question) -> float:
+    """Score in [0, 1] against the expected answer, or the best of several.
 
     Raises:
-        KeyError: the question names a way to score that there is none of.
+        KeyError: the question names an unknown scorer.
     """
     if question.scorer == "classes":
-        return max(_classes(said, one, question.classes) for one in _expected(question))
-    return max(SCORERS[question.scorer](said, one) for one in _expected(question))
+        return max(_classes(answer, one, question.classes) for one in _expected(question))
+    return max(SCORERS[question.scorer](answer, one) for one in _expected(question))
 
 
-def f1(said: str, expected: str) -> float:
-    """F1 over words as in SQuAD; only ASCII signs are punctuation."""
-    return _overlap(_words(said), _words(expected))
+def f1(answer: str, expected: str) -> float:
+    """F1 over words as in SQuAD; only ASCII punctuation is removed."""
+    return _overlap(_words(answer), _words(expected))
 
 
-def f1_characters(said: str, expected: str) -> float:
+def f1_characters(answer: str, expected: str) -> float:
     """F1 over characters, for scripts without spaces."""
-    return _overlap(list(_letters(said)), list(_letters(expected)))
+    return _overlap(list(_letters(answer)), list(_letters(expected)))
 
 
-def rouge_l(said: str, expected: str) -> float:
+def rouge_l(answer: str, expected: str) -> float:
     """F1 of the longest common subsequence of words."""
-    return _rouge("rougeL", said, expected)
+    return _rouge("rougeL", answer, expected)
 
 
-def rouge_l_sum(said: str, expected: str) -> float:
-    """The same line by line: what each expected line has in common with any that was said."""
-    return _rouge("rougeLsum", said, expected)
+def rouge_l_sum(answer: str, expected: str) -> float:
+    """Summary-level ROUGE-L: the longest common subsequence of each expected line with any line of
+    the answer.
+    """
+    return _rouge("rougeLsum", answer, expected)
 
 
-def rouge_l_characters(said: str, expected: str) -> float:
-    """F1 of the longest common subsequence of letters."""
+def rouge_l_characters(answer: str, expected: str) -> float:
+    """F1 of the longest common subsequence of characters."""
     return _rouge(
-        "rougeL", " ".join(_letters(said)), " ".join(_letters(expected)), _WhitespaceTokenizer()
+        "rougeL", " ".join(_letters(answer)), " ".join(_letters(expected)), _WhitespaceTokenizer()
     )
 
 
-def edit_similarity(said: str, expected: str) -> float:
-    """How alike the first line of code is: the letters of matching blocks as a share of all."""
-    lines = said.lstrip("\n").split("\n")
+def edit_similarity(answer: str, expected: str) -> float:
+    """Similarity of the first line of code: characters of matching blocks as a share of all."""
+    lines = answer.lstrip("\n").split("\n")
     code = next((line for line in lines if not any(sign in line for sign in NOT_CODE)), "")
     return SequenceMatcher(None, code, expected).ratio()
 
 
-def share_of_numbers(said: str, expected: str) -> float:
-    """How many of the numbers said are the one expected; of "Paragraph 7" that is 7."""
-    numbers, [wanted, *_] = re.findall(r"\d+", said), [*re.findall(r"\d+", expected), ""]
-    return numbers.count(wanted) / len(numbers) if numbers else 0.0
+def share_of_numbers(answer: str, expected: str) -> float:
+    """Share of the answer's numbers that equal the expected one; for "Paragraph 7" that is 7."""
+    numbers, [target, *_] = re.findall(r"\d+", answer), [*re.findall(r"\d+", expected), ""]
+    return numbers.count(target) / len(numbers) if numbers else 0.0
 
 
-def first_digits(said: str, expected: str) -> float:
+def first_digits(answer: str, expected: str) -> float:
     """Test if the first digits of the answer are the expected ones."""
-    found = re.search(r"\d+", said)
+    found = re.search(r"\d+", answer)
     return float(found is not None and found[0] == expected)
 
 
-def first_number(said: str, expected: str) -> float:
+def first_number(answer: str, expected: str) -> float:
     """Test if the first number of the answer is the expected one."""
-    found = NUMBER.search(said)
+    found = NUMBER.search(answer)
     return float(found is not None and float(found[0]) == float(expected))
 
 
-def last_number(said: str, expected: str) -> float:
+def last_number(answer: str, expected: str) -> float:
     """Test if the last word of the answer is the expected number."""
-    words = re.sub(r"[\n.`'\":]", " ", said).split()
+    words = re.sub(r"[\n.`'\":]", " ", answer).split()
     return float(bool(words) and words[-1] == expected)
 
 
-def numbers_in_a_row(said: str, expected: str) -> float:
+def numbers_in_a_row(answer: str, expected: str) -> float:
     """Share of the expected numbers before the first wrong one."""
-    found, wanted = re.findall(r"\d+", said), re.findall(r"\d+", expected)
+    found, wanted = re.findall(r"\d+", answer), re.findall(r"\d+", expected)
     pairs = [one == other for one, other in zip(found, wanted, strict=False)]
     right = pairs.index(False) if False in pairs else len(pairs)
     return right / len(wanted) if wanted else 0.0
 
 
-def among_words(said: str, expected: str) -> float:
+def among_words(answer: str, expected: str) -> float:
     """Test if the answer has the expected word, ignoring case."""
-    words = re.sub(r"[\n:\"'.,?!{}]", " ", said).upper().split()
+    words = re.sub(r"[\n:\"'.,?!{}]", " ", answer).upper().split()
     return float(expected.upper() in words)
 
 
-def choice(said: str, expected: str) -> float:
-    """Whether the letter that is chosen is the expected one: the one behind "answer is", else the
-    first that stands alone. An option's text is right where it was said instead.
+def choice(answer: str, expected: str) -> float:
+    """Test if the chosen letter is the expected one: the letter after "answer is", else the first
+    that stands alone. For an expected text, test if the answer starts with it.
     """
     if len(expected) != 1:
-        return float(bool(said.strip()) and said.strip().startswith(expected))
-    found = CHOSEN.search(said) or LETTER.search(said)
+        return float(bool(answer.strip()) and answer.strip().startswith(expected))
+    found = CHOSEN.search(answer) or LETTER.search(answer)
     return float(found is not None and found[1] == expected)
 
 
 def _first_line(compare: AnswerMetric) -> AnswerMetric:
-    """Only the first line that was said counts."""
-    return lambda said, expected: compare(said.lstrip("\n").partition("\n")[0], expected)
+    """Metric that compares only the first line of the answer."""
+    return lambda answer, expected: compare(answer.lstrip("\n").partition("\n")[0], expected)
 
 
 SCORERS: Mapping[str, AnswerMetric] = {
@@ -141,13 +143,13 @@ SCORERS: Mapping[str, AnswerMetric] = {
 }
 
 
-def _classes(said: str, expected: str, classes: Sequence[str]) -> float:
-    """One over the classes that the first line names, where the expected one is among them; one
-    whose name is part of the expected one's is not counted.
+def _classes(answer: str, expected: str, classes: Sequence[str]) -> float:
+    """One over the number of classes that the first line names, if the expected one is among them;
+    classes whose name is part of the expected one's are not counted.
     """
-    line = said.lstrip("\n").partition("\n")[0]
-    named = [one for one in classes if one in line and (one == expected or one not in expected)]
-    return 1 / len(named) if expected in named else 0.0
+    line = answer.lstrip("\n").partition("\n")[0]
+    names = [one for one in classes if one in line and (one == expected or one not in expected)]
+    return 1 / len(names) if expected in names else 0.0
 
 
 def _expected(question: Question) -> tuple[str, ...]:
@@ -169,17 +171,17 @@ def _overlap(found: Sequence[str], wanted: Sequence[str]) -> float:
 
 
 class _WhitespaceTokenizer:
-    """Cuts at spaces alone."""
+    """Tokenizer that splits at whitespace only."""
 
     def tokenize(self, text: str) -> list[str]:
         return text.split()
 
 
 def _rouge(
-    kind: str, said: str, expected: str, tokenizer: _WhitespaceTokenizer | None = None
+    kind: str, answer: str, expected: str, tokenizer: _WhitespaceTokenizer | None = None
 ) -> float:
-    # Loaded here, for it loads NLTK.
+    # Imported here because it imports NLTK.
     from rouge_score.rouge_scorer import RougeScorer
 
-    scored = RougeScorer([kind], tokenizer=tokenizer).score(expected, said)
+    scored = RougeScorer([kind], tokenizer=tokenizer).score(expected, answer)
     return float(scored[kind].fmeasure)

@@ -1,13 +1,13 @@
-"""From answers to scored items: one for most questions, one for each part of a long answer.
+"""Scored items of answers: one per question, or one per part of a long answer.
 
 kind             of the question
-question, turn   its place among the questions of the conversation, and in its sitting
-item             which part of the answer; absent where it is scored as a whole
-depth            where the needed fact stands, 0 to 1; null where several are needed
+question, turn   index among the questions of the conversation, and in its sequence
+item             part of the answer; absent if the answer is scored as a whole
+depth            position of the needed fact, 0 to 1; null if several are needed
 exact, f1, stemmed_f1, log_likelihood
-                 null where the measure has no such number
-own              the score of the public data set, by the way that `scored_by` names; absent
-                 where there is none
+                 null if the measure has no such number
+own              score of the public data set, by the scorer that `scored_by` names; absent without
+                 one
 counts           whether the answer is known
 """
 
@@ -25,16 +25,16 @@ from larder_bench.scoring.answer_items import numbered_item_spans
 from larder_bench.scoring.dataset_metrics import dataset_score
 from larder_bench.scoring.teacher_forcing import AnswerLikelihood, split_by_spans
 
-NUMBERED = re.compile(r"\d+: ")  # as against values that are numbers
+NUMBERED = re.compile(r"\d+: ")  # in contrast to values that are numbers
 
 
 @dataclass(frozen=True)
 class NumberedQuestion:
-    """A question in its place.
+    """Question with its numbers.
 
     Args:
-        number: among all questions of the conversation.
-        turn: in its sitting.
+        number: index among all questions of the conversation.
+        turn: index in its sequence.
     """
 
     question: Question
@@ -43,60 +43,67 @@ class NumberedQuestion:
 
     def item(self, part: int | None = None) -> Row:
         """First fields of its items."""
-        told: Row = {"kind": self.question.kind, "question": self.number, "turn": self.turn}
-        told |= {} if part is None else {"item": part}
-        return told | {"depth": self.question.depth}
+        fields: Row = {"kind": self.question.kind, "question": self.number, "turn": self.turn}
+        fields |= {} if part is None else {"item": part}
+        return fields | {"depth": self.question.depth}
 
 
 def likelihood_items(
-    posed: NumberedQuestion, forced: AnswerLikelihood, scribe: TokenizerAdapter
+    numbered: NumberedQuestion, forced: AnswerLikelihood, tokenizer: TokenizerAdapter
 ) -> list[Row]:
-    """How the expected answer fared, read as if it had been said; only the first of several."""
-    spans = posed.question.items
+    """Items of the expected answer under teacher forcing; of several expected answers only the
+    first.
+    """
+    spans = numbered.question.items
     if not spans:
-        return [posed.item() | _likelihood_fields(forced, posed)]
-    parts = split_by_spans(forced, scribe, spans)
-    return [posed.item(n) | _likelihood_fields(part, posed) for n, part in enumerate(parts)]
+        return [numbered.item() | _likelihood_fields(forced, numbered)]
+    parts = split_by_spans(forced, tokenizer, spans)
+    return [numbered.item(n) | _likelihood_fields(part, numbered) for n, part in enumerate(parts)]
 
 
-def generated_items(posed: NumberedQuestion, text: str) -> list[Row]:
-    """How an answer agrees with the expected one, or with the nearest of several.
+def generated_items(numbered: NumberedQuestion, text: str) -> list[Row]:
+    """Items of a generated answer, compared with the expected one, or the best of several.
 
-    A part of an answer is right where any part of what was said is the same; numbers belong to
+    An expected part is right if any part of the generated answer equals it; item numbers belong to
     their parts.
     """
-    question = posed.question
+    question = numbered.question
     if not question.items:
         answers = (question.answer, *question.others)
-        told = _generated_fields([text], answers, posed) | {"answer": text}
-        return [posed.item() | told | _dataset_fields(text, question)]
-    said = _parts(text)
-    wanted = [_strip_part(question.answer[start:stop]) for start, stop in question.items]
-    return [posed.item(n) | _generated_fields(said, [one], posed) for n, one in enumerate(wanted)]
+        fields = _generated_fields([text], answers, numbered) | {"answer": text}
+        return [numbered.item() | fields | _dataset_fields(text, question)]
+    parts = _parts(text)
+    expected = [_strip_part(question.answer[start:stop]) for start, stop in question.items]
+    return [
+        numbered.item(n) | _generated_fields(parts, [one], numbered)
+        for n, one in enumerate(expected)
+    ]
 
 
-def _likelihood_fields(forced: AnswerLikelihood, posed: NumberedQuestion) -> Row:
+def _likelihood_fields(forced: AnswerLikelihood, numbered: NumberedQuestion) -> Row:
     return {
         "exact": forced.exact,
         "f1": None,
         "f1_stemmed": None,
         "log_likelihood": round(forced.log_likelihood, 4) if forced.hits else None,
-        "counts": bool(posed.question.answer) and bool(forced.hits),
+        "counts": bool(numbered.question.answer) and bool(forced.hits),
     }
 
 
-def _generated_fields(said: Sequence[str], expected: Sequence[str], posed: NumberedQuestion) -> Row:
-    kind = posed.question.kind
+def _generated_fields(
+    parts: Sequence[str], expected: Sequence[str], numbered: NumberedQuestion
+) -> Row:
+    kind = numbered.question.kind
 
     def best(score: Callable[[str, str], float]) -> float:
-        return round(max(float(score(one, other)) for one in said for other in expected), 4)
+        return round(max(float(score(one, other)) for one in parts for other in expected), 4)
 
     return {
         "exact": bool(best(exact_match)),
         "f1": best(token_f1),
         "f1_stemmed": best(lambda one, other: stemmed_f1(one, other, kind)),
         "log_likelihood": None,
-        "counts": bool(posed.question.answer),
+        "counts": bool(numbered.question.answer),
     }
 
 
@@ -107,7 +114,7 @@ def _dataset_fields(text: str, question: Question) -> Row:
 
 
 def _parts(text: str) -> list[str]:
-    """What was said, cut where items are numbered, else at commas."""
+    """Parts of a generated answer: numbered items, or else comma-separated values."""
     spans = numbered_item_spans(text)
     if len(spans) > 1 or NUMBERED.match(text):
         return [_strip_part(text[start:stop]) for start, stop in spans]

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-CHUNK = 8192  # words of the vocabulary looked at together; bounds what is held beside the logits
+CHUNK = 8192  # vocabulary entries processed together; bounds temporary memory
 
 
 def kl_divergence(
@@ -20,7 +20,7 @@ def kl_divergence(
     """KL(true || believed) of each row, in nats, from logits.
 
     Args:
-        chunk: words of the vocabulary at a time.
+        chunk: vocabulary entries processed at a time.
     """
     norms = true.logsumexp(-1), believed.logsumexp(-1)
     total = torch.zeros_like(norms[0], dtype=torch.float64)
@@ -28,4 +28,4 @@ def kl_divergence(
         one = one.double() - norms[0][:, None]
         other = other.double() - norms[1][:, None]
         total += (one.exp() * (one - other)).sum(-1)
-    return total.clamp_min(0).float()  # rounding may leave a little less than nothing
+    return total.clamp_min(0).float()  # rounding may give slightly negative sums

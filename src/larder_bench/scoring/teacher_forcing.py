@@ -1,9 +1,9 @@
-"""Score all questions of a conversation in a few packed passes, without decoding.
+"""Scores of all questions of a conversation in a few packed passes, without decoding.
 
-While nothing is evicted during decoding, greedy decoding gives the expected answer exactly if each
-of its tokens is the most likely one after the tokens before it. So the expected answers can be
-read, all side by side over one cache, in scratch mode; their log-likelihood comes with it and,
-unlike exact match, has no floor.
+As long as nothing is evicted during decoding, greedy decoding gives the expected answer exactly if
+each of its tokens is the most likely one after the tokens before it. So the expected answers are
+read side by side over one cache in scratch mode, which also gives their log-likelihood; unlike
+exact match, it has no floor.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from larder.models.forward_batch import BatchSegment
 from larder.session.memory import ConversationMemory
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
-MAX_PACKED_TOKENS = 2048  # questions and answers packed into one pass; bounds activations
+MAX_PACKED_TOKENS = 2048  # of questions and answers in one pass; bounds activations
 
 
 @dataclass(frozen=True)
 class AnswerLikelihood:
-    """Teacher-forced result of the expected answer to one question.
+    """Teacher-forced result of the expected answer to a question.
 
     Args:
-        hits: for each of its tokens, end of turn included, whether it was the most likely one.
-        likelihoods: the log-likelihood of each, in nats.
-        episode: the cache that answered.
+        hits: whether each token was the most likely one, end of turn included.
+        likelihoods: log-likelihood of each token, in nats.
+        episode: number of the cache that answered.
     """
 
     question: Question
@@ -44,17 +44,17 @@ class AnswerLikelihood:
 
     @property
     def exact(self) -> bool:
-        """Test if greedy decoding would give it, end of turn included."""
+        """Test if greedy decoding would give the answer, end of turn included."""
         return all(self.hits)
 
     @property
     def log_likelihood(self) -> float:
-        """Of the expected answer, in nats per token, end of turn included."""
+        """Log-likelihood of the expected answer in nats per token, end of turn included."""
         return sum(self.likelihoods) / len(self.likelihoods)
 
     @property
     def tokens(self) -> int:
-        """Its length, end of turn included."""
+        """Length of the answer in tokens, end of turn included."""
         return len(self.hits)
 
     def part(self, start: int, stop: int) -> AnswerLikelihood:
@@ -64,15 +64,15 @@ class AnswerLikelihood:
 
 
 def split_by_spans(
-    forced: AnswerLikelihood, scribe: TokenizerAdapter, spans: Sequence[tuple[int, int]]
+    forced: AnswerLikelihood, tokenizer: TokenizerAdapter, spans: Sequence[tuple[int, int]]
 ) -> list[AnswerLikelihood]:
-    """The parts of an answer that stand at the given characters [start, stop), one by one.
+    """Results of the parts of an answer at the given character spans [start, stop).
 
-    A token belongs to the part that its first character stands in. The end of turn belongs to none.
+    A token belongs to the part that contains its first character. The end of turn belongs to none.
     """
-    starts = scribe.token_starts(forced.question.answer)
+    starts = tokenizer.token_starts(forced.question.answer)
     borders = [(bisect_left(starts, start), bisect_left(starts, stop)) for start, stop in spans]
-    return [forced.part(*border) for border in borders]
+    return [forced.part(start, stop) for start, stop in borders]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,10 +80,10 @@ class AnswerLogits:
     """Next-token logits at each token of an answer.
 
     Args:
-        place: of the question among those asked.
-        answer: its tokens, end of turn included.
-        logits: before each of them.
-        episode: the cache that answered.
+        place: index of the question.
+        answer: tokens of the answer, end of turn included.
+        logits: logits before each of them.
+        episode: number of the cache that answered.
     """
 
     place: int
@@ -114,7 +114,7 @@ class _PackedAnswer:
 def score_answers(
     engine: Engine, memory: ConversationMemory, questions: Sequence[Question]
 ) -> list[AnswerLikelihood]:
-    """Score the expected answers; results in the order of the questions."""
+    """Results of the expected answers, in the order of the questions."""
     return _in_order(questions, answer_logits(engine, memory, questions))
 
 
@@ -128,7 +128,7 @@ def score_answers_stepwise(
 def answer_logits(
     engine: Engine, memory: ConversationMemory, questions: Sequence[Question]
 ) -> Iterator[AnswerLogits]:
-    """What is expected at the tokens of all answers; those of one episode side by side."""
+    """Logits at the tokens of all answers; answers of one episode are read side by side."""
     wrap = memory.conversation.question_prompt
     matches = [memory.router.route(question.question) for question in questions]
     episodes = [None if match is None else match.episode for match in matches]
@@ -151,35 +151,36 @@ def answer_logits(
 def answer_logits_stepwise(
     engine: Engine, memory: ConversationMemory, questions: Sequence[Question]
 ) -> Iterator[AnswerLogits]:
-    """The same token by token, each question on a fork, as where entries are recalled for each.
+    """Logits at the tokens of all answers, token by token, each question on a fork, so that entries
+    are recalled at every step.
 
-    A question is read in one pass. Nothing is dropped on the way.
+    A question is read in one pass. Nothing is evicted.
     """
     wrap = memory.conversation.question_prompt
     for place, question in enumerate(questions):
         cache, match = memory.activate_for(question.question)
         fork, rows = cache.fork(), list[Tensor]()
-        given = engine.tokenizer.encode_question(wrap.format(question=question.question))
+        ids = engine.tokenizer.encode_question(wrap.format(question=question.question))
         answer = _answer_ids(engine, question.answer)
         for token in answer:
-            row = BatchSegment(fork, given)
+            segment = BatchSegment(fork, ids)
             rows.append(
-                engine.loaded.decoder.forward_logits([row], Mode.APPEND, [len(given) - 1])[0]
+                engine.loaded.decoder.forward_logits([segment], Mode.APPEND, [len(ids) - 1])[0]
             )
-            given = (token,)
+            ids = (token,)
         episode = None if match is None else match.episode
         yield AnswerLogits(place, answer, torch.stack(rows), episode)
 
 
 def _in_order(
-    questions: Sequence[Question], found: Iterator[AnswerLogits]
+    questions: Sequence[Question], answers: Iterator[AnswerLogits]
 ) -> list[AnswerLikelihood]:
-    results = {one.place: one.likelihood(questions[one.place]) for one in found}
+    results = {one.place: one.likelihood(questions[one.place]) for one in answers}
     return [results[place] for place in range(len(questions))]
 
 
 def _answer_ids(engine: Engine, answer: str) -> tuple[int, ...]:
-    """The answer's tokens and the one that ends the turn."""
+    """Token ids of an answer and of the end of turn."""
     return engine.tokenizer.encode(answer) + engine.tokenizer.end_of_turn_ids()[:1]
 
 
@@ -197,13 +198,15 @@ def _packed_groups(sections: Sequence[_PackedAnswer]) -> Iterator[list[_PackedAn
 def _forward_group(
     engine: Engine, cache: SequenceCache, group: Sequence[_PackedAnswer]
 ) -> Iterator[tuple[_PackedAnswer, Float[Tensor, "N V"]]]:
-    """Read a group over one cache; the last token of an answer is only predicted."""
+    """Logits of a group's answers, read over one cache; the last token of an answer is only
+    predicted.
+    """
     ids = tuple(token for section in group for token in (section.prompt + section.answer)[:-1])
-    row, wanted, first = BatchSegment(cache, ids, tuple(map(len, group))), list[int](), 0
+    segment, rows, first = BatchSegment(cache, ids, tuple(map(len, group))), list[int](), 0
     for section in group:
         stop = first + len(section)
-        wanted += range(stop - len(section.answer), stop)
+        rows += range(stop - len(section.answer), stop)
         first = stop
-    logits = engine.loaded.decoder.forward_logits([row], Mode.SCRATCH, wanted)
+    logits = engine.loaded.decoder.forward_logits([segment], Mode.SCRATCH, rows)
     parts = logits.split([len(section.answer) for section in group])
     yield from zip(group, parts, strict=True)

@@ -1,7 +1,7 @@
-"""The cells of a study: every task, length and seed under every policy and budget, in their order.
+"""Cells of a study: every task, length and seed under every policy and budget, in their order.
 
-All policies read one conversation before the next, so that a study that was stopped has whole
-conversations to compare on.
+All policies read one conversation before the next one starts, so that an interrupted study has
+complete conversations to compare on.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class Cell:
     """One conversation under one policy at one budget.
 
     Args:
-        model: as it is asked for.
-        measure: as it is spelled.
-        budget: an amount, or `1/1` where nothing is dropped, or `own` where a spelling says it.
-        is_shown: whether its row comes with exhibits of how the conversation was kept.
-        ignores_matching: whether its measure takes the budget alike, whatever is held equal.
+        model: name of the model, as in the study.
+        measure: spelling of the measure.
+        budget: amount, `1/1` if nothing is dropped, or `own` if the policy's spelling contains it.
+        has_exhibits: whether its row comes with exhibits of the caches.
+        ignores_matching: whether its measure interprets the budget the same way for every matched
+            quantity.
     """
 
     study: str
@@ -46,17 +47,17 @@ class Cell:
     budget: str
     matched: MatchedQuantity
     measure: str
-    is_shown: bool = False
+    has_exhibits: bool = False
     ignores_matching: bool = False
 
     @property
     def amount(self) -> MemoryBudget | None:
-        """The budget; None where there is nothing to choose."""
+        """Budget; None if there is nothing to choose."""
         return None if self.budget in (WHOLE, OWN) else MemoryBudget.parse(self.budget)
 
     @property
     def place(self) -> tuple[str, ...]:
-        """Key that cells of different seeds share."""
+        """Key shared by cells of different seeds."""
         head = spell(self.task), str(self.tokens), self.subject.spelling
         return (*head, self.budget, self.matched.value)
 
@@ -66,18 +67,18 @@ class Cell:
         kinds = {self.subject.matched(one) for one in MatchedQuantity}
         return self.amount is None or self.ignores_matching or len(kinds) == 1
 
-    def head(self, told: Row) -> Row:
-        """First fields of its row.
+    def head(self, model_fields: Row) -> Row:
+        """First fields of the cell's row.
 
         Args:
-            told: of the model (`ModelContext.told`).
+            model_fields: fields of the model (`ModelContext.row_fields`).
         """
         return {
             "schema": SCHEMA,
             "row": CELL,
             "study": self.study,
             "model": self.model,
-            **told,
+            **model_fields,
             "task": spell(self.task),
             "kind": name_of(type(self.task)),
             "tokens": self.tokens,
@@ -112,7 +113,7 @@ def cells_of(study: Study, model: str) -> list[Cell]:
 
 
 def distinct_cells(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells that have to be measured: of those that come to the same, the first."""
+    """Cells to measure: the first of each set of cells with equal results."""
     first: dict[tuple[object, ...], Cell] = {}
     for cell in cells:
         matched = None if cell.is_alike else cell.matched
@@ -121,39 +122,39 @@ def distinct_cells(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def short_spelling(part: object) -> str:
-    """A part by its name alone, where all its parameters are the usual ones."""
+    """Spelling of a part; its name alone if all parameters have their defaults."""
     kind = type(part)
-    usual = all(getattr(part, f.name) == f.default for f in fields(kind))  # pyright: ignore
-    return name_of(kind) if usual else spell(part)
+    is_default = all(getattr(part, f.name) == f.default for f in fields(kind))  # pyright: ignore
+    return name_of(kind) if is_default else spell(part)
 
 
 def _with_exhibits(cells: Sequence[Cell]) -> list[Cell]:
-    """Exhibits come with the first cell of each task, length and policy.
+    """Cells with exhibits assigned to the first cell of each task, length and policy.
 
-    They come with none that reads text in the place of a cache, or anew for each question.
+    Methods that retrieve text or prefill again for each question have no exhibits.
     """
     first: dict[tuple[str, ...], Cell] = {}
     for cell in cells:
         if (
             isinstance(cell.subject, PolicyMethod)
-            and cell.subject.rereads is not QuestionScope.EACH
+            and cell.subject.prefill_scope is not QuestionScope.EACH
         ):
             first.setdefault(cell.place[:3], cell)
-    shown = {id(cell) for cell in first.values()}
-    return [replace(cell, is_shown=id(cell) in shown) for cell in cells]
+    selected = {id(cell) for cell in first.values()}
+    return [replace(cell, has_exhibits=id(cell) in selected) for cell in cells]
 
 
 def _lengths(study: Study) -> Iterator[tuple[Task, int]]:
-    for wanted in study.tasks:
-        task = parse_task(wanted.spelling)
-        yield from ((task, tokens) for tokens in wanted.tokens)
+    for study_task in study.tasks:
+        task = parse_task(study_task.spelling)
+        yield from ((task, tokens) for tokens in study_task.tokens)
 
 
 def _methods(study: Study) -> list[ComparedMethod]:
-    """Policies, then controls; what is spelled alike only once.
+    """Policies, then controls, without duplicate spellings.
 
     Raises:
-        UsageError: two that differ have one name, so that tables could not tell them apart.
+        UsageError: two different methods have one name, so that tables would mix them up.
     """
     found: dict[str, ComparedMethod] = {}
     for one in (*map(parse_method, study.policies), *map(parse_control, study.controls)):

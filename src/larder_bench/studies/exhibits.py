@@ -1,8 +1,7 @@
-"""Rows that show how a conversation was kept: budgets by layer and head, and episodes on a map.
+"""Exhibits of a conversation's caches: budgets by layer and head, and episodes on a map.
 
-They are taken from a memory that was read, stand in a results file before the cell that it was read
-for, and are drawn by `larder plot`. What is computed is computed here, so that a figure is the same
-wherever it is drawn.
+They are computed from a prefilled memory, are written before the row of its cell, and are drawn by
+`larder plot`. All computation is done here, so that a figure is the same wherever it is drawn.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from larder.session.memory import ConversationMemory
 from larder_bench.results.rows import Row
 
 SEED = 0
-PERPLEXITY = 12.0  # neighbors that a segment is laid near to; less where there are few segments
+PERPLEXITY = 12.0  # effective number of neighbors of a segment; less if there are few segments
 MIN_SEGMENTS = 3  # segments of a map
-MAX_SEGMENT_CHARACTERS = 240  # of a segment that are kept
+MAX_SEGMENT_CHARACTERS = 240  # stored text of a segment
 
 
 def exhibit_rows(memory: ConversationMemory) -> list[Row]:
-    """Exhibits of a memory: no budgets for the full cache, no map without episodes."""
+    """Exhibits of a memory: no budgets for the full cache, and no map without episodes."""
     is_full = memory.policy.budget.tokens == WITHOUT_LIMIT
     rows = [] if is_full else budget_rows(memory)
     has_map = (
@@ -38,7 +37,7 @@ def exhibit_rows(memory: ConversationMemory) -> list[Row]:
 def budget_rows(memory: ConversationMemory) -> list[Row]:
     """Entries kept by each kv head of each layer, one row per episode.
 
-    The shelf's caches are made active one after the other, and then the one that was so before.
+    The caches are activated one after the other, then the formerly active one again.
     """
     count = max(1, len(memory.router.prompts()))
     before, rows = memory.caches.active_number, list[Row]()
@@ -62,11 +61,11 @@ def budget_rows(memory: ConversationMemory) -> list[Row]:
 
 
 def cluster_row(memory: ConversationMemory) -> Row:
-    """The segments of a conversation on a map, and which episode each belongs to.
+    """Map of a conversation's segments, with the episode of each.
 
-    The map is t-SNE of their embeddings: L. van der Maaten and G. Hinton, "Visualizing Data using
+    The map is a t-SNE of their embeddings: L. van der Maaten and G. Hinton, "Visualizing Data using
     t-SNE" (2008), Journal of Machine Learning Research 9, by scikit-learn. Near segments stay near;
-    distances between groups on it say nothing.
+    distances between groups have no meaning.
 
     Raises:
         BadParameter: the policy forms no episodes, or there are fewer than three segments.
@@ -78,38 +77,38 @@ def cluster_row(memory: ConversationMemory) -> Row:
         )
     if (count := _count(router)) < MIN_SEGMENTS:
         raise BadParameter(f"A map of episodes needs {MIN_SEGMENTS} segments or more, got {count}.")
-    places, perplexity = _tsne(np.concatenate([e.rows for e in router.episodes]))
+    points, perplexity = _tsne(np.concatenate([e.rows for e in router.episodes]))
     segments = [
         segment
         for number, episode in enumerate(router.episodes)
         for segment in _segments(number, episode)
     ]
-    for segment, (x, y) in zip(segments, places.tolist(), strict=True):
+    for segment, (x, y) in zip(segments, points.tolist(), strict=True):
         segment |= {"x": round(x, 3), "y": round(y, 3)}
-    words = episode_keywords([" ".join(episode.texts) for episode in router.episodes])
+    keywords = episode_keywords([" ".join(episode.texts) for episode in router.episodes])
     return {
         "row": "clusters",
         "context_tokens": memory.figures.context_tokens,
         "embedder": router.embedder.name,
         "map": {"method": "t-SNE", "perplexity": perplexity, "seed": SEED},
-        "episodes": [{"topics": list(own)} for own in words],
+        "episodes": [{"topics": list(topics)} for topics in keywords],
         "segments": sorted(segments, key=lambda segment: segment["place"]),
     }
 
 
 def _count(router: NearestEpisodeRouter) -> int:
-    """Segments of all episodes."""
+    """Number of segments of all episodes."""
     return sum(len(episode.rows) for episode in router.episodes)
 
 
 def _segments(number: int, episode: Episode) -> list[Row]:
-    nearness = _cosines(episode.rows, episode.centroid)
+    similarities = _cosines(episode.rows, episode.centroid)
     return [
         {
             "place": place,
             "episode": number,
             "representative": index in episode.representatives,
-            "similarity": round(nearness[index], 4),
+            "similarity": round(similarities[index], 4),
             "text": text[:MAX_SEGMENT_CHARACTERS],
         }
         for index, (place, text) in enumerate(zip(episode.places, episode.texts, strict=True))

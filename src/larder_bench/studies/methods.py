@@ -1,12 +1,12 @@
 """Compared methods of a study: policies, and controls.
 
 full            the whole cache
-random          entries by chance
-oracle          the exact question as the prompt that entries are judged by, read anew for each
-                question: one must know the question first, so this is a bound and no method
-exact_topk      pages parked and found again by exact search
-rag_2k          text that is like the question, read in the place of a cache
-rag_episodic    the same out of the question's episode
+random          random entries
+oracle          entries scored by the exact question, with a new prefill for each question: it needs
+                the question in advance, so it is an upper bound and not a method
+exact_topk      offloaded pages recalled by exact search
+rag_2k          retrieved text similar to the question, read instead of a cache
+rag_episodic    the same within the question's episode
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ TOPK_POLICY = (
 class QuestionScope(Enum):
     """Questions that one prefill serves.
 
-    CONTEXT: all of them; nothing of them is known before.
-    FIRST: all that share a context, but it is read with the first in mind.
-    EACH: one; it is read anew for the next.
+    CONTEXT: all questions; the prefill knows none of them.
+    FIRST: all questions of a context, but the prefill knows the first one.
+    EACH: one question; the next one needs a new prefill.
     """
 
     CONTEXT = "context"
@@ -63,10 +63,10 @@ class QuestionScope(Enum):
 
 
 class ComparedMethod(ABC):
-    """Something that reads a conversation within a budget.
+    """Method that reads a conversation within a budget.
 
     Args:
-        name: what tables call it.
+        name: name in tables.
     """
 
     name: str
@@ -79,15 +79,15 @@ class ComparedMethod(ABC):
     @property
     @abstractmethod
     def scope(self) -> QuestionScope:
-        """Which questions one reading is for."""
+        """Questions that one prefill serves."""
 
-    def budgets(self, wanted: Sequence[str]) -> Sequence[str]:
+    def budgets(self, requested: Sequence[str]) -> Sequence[str]:
         """Budgets of a study that the method runs at."""
-        return wanted
+        return requested
 
-    def matched(self, wanted: MatchedQuantity) -> MatchedQuantity:
-        """What is held equal; what a study says, where nothing is known that comes to the same."""
-        return wanted
+    def matched(self, requested: MatchedQuantity) -> MatchedQuantity:
+        """Matched quantity of the method, for the one of a study."""
+        return requested
 
     @abstractmethod
     def read(
@@ -97,38 +97,40 @@ class ComparedMethod(ABC):
         tokens: int | None,
         question: Question,
     ) -> ConversationMemory:
-        """Read under a budget in tokens per kv head; None where there is nothing to choose."""
+        """Read a conversation with a budget in tokens per kv head; None for methods without a
+        budget.
+        """
 
 
 @dataclass(frozen=True)
 class PolicyMethod(ComparedMethod):
-    """A policy.
+    """Policy as a method of a study.
 
     Args:
-        rereads: when a policy that must know its question reads anew.
+        prefill_scope: questions that one prefill serves, for policies that need a question.
     """
 
     variant: PolicyVariant
-    rereads: QuestionScope = QuestionScope.FIRST
+    prefill_scope: QuestionScope = QuestionScope.FIRST
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return ORACLE if self.rereads is QuestionScope.EACH else self.variant.name
+        return ORACLE if self.prefill_scope is QuestionScope.EACH else self.variant.name
 
     @property
     def spelling(self) -> str:
-        shown = str(self.variant.policy)
-        return f"{ORACLE}: {shown}" if self.rereads is QuestionScope.EACH else shown
+        spelling = str(self.variant.policy)
+        return f"{ORACLE}: {spelling}" if self.prefill_scope is QuestionScope.EACH else spelling
 
     @property
     def scope(self) -> QuestionScope:
-        return self.rereads if self.variant.needs_question else QuestionScope.CONTEXT
+        return self.prefill_scope if self.variant.needs_question else QuestionScope.CONTEXT
 
-    def budgets(self, wanted: Sequence[str]) -> Sequence[str]:
+    def budgets(self, requested: Sequence[str]) -> Sequence[str]:
         budget = self.variant.policy.budget
         if budget.tokens == WITHOUT_LIMIT:
             return (WHOLE,)
-        return wanted if budget.tokens is None and budget.kept is None else (OWN,)
+        return requested if budget.tokens is None and budget.kept is None else (OWN,)
 
     def read(
         self,
@@ -137,14 +139,14 @@ class PolicyMethod(ComparedMethod):
         tokens: int | None,
         question: Question,
     ) -> ConversationMemory:
-        under = bench.engine.under(self.variant.policy, None if tokens is None else str(tokens))
+        engine = bench.engine.under(self.variant.policy, None if tokens is None else str(tokens))
         prompts = {"question": question.question} if self.variant.needs_question else {}
-        return under.read(conversation, prompts)
+        return engine.read(conversation, prompts)
 
 
 @dataclass(frozen=True)
 class RetrievalMethod(ComparedMethod):
-    """Text that is looked up for each question, under the full cache."""
+    """Retrieval of text for each question, read with the full cache."""
 
     name: str
     retrieval: RetrievalBaseline
@@ -157,12 +159,12 @@ class RetrievalMethod(ComparedMethod):
     def scope(self) -> QuestionScope:
         return QuestionScope.EACH
 
-    def budgets(self, wanted: Sequence[str]) -> Sequence[str]:
-        return wanted if self.retrieval.tokens is None else (OWN,)
+    def budgets(self, requested: Sequence[str]) -> Sequence[str]:
+        return requested if self.retrieval.tokens is None else (OWN,)
 
-    def matched(self, wanted: MatchedQuantity) -> MatchedQuantity:
-        """Tokens: what is read is held in full, and a budget filled as far as segments fit."""
-        del wanted
+    def matched(self, requested: MatchedQuantity) -> MatchedQuantity:
+        """Tokens: retrieved text is held in full, and a budget is filled with whole segments."""
+        del requested
         return MatchedQuantity.TOKENS
 
     def read(
@@ -172,24 +174,24 @@ class RetrievalMethod(ComparedMethod):
         tokens: int | None,
         question: Question,
     ) -> ConversationMemory:
-        room = self.retrieval.tokens if tokens is None else tokens
-        assert room is not None  # a budget, where the spelling has none
+        limit = self.retrieval.tokens if tokens is None else tokens
+        assert limit is not None  # given if the spelling has none
         passages = bench.passages(conversation, self.retrieval.embedder, self.retrieval.segment)
-        made = passages.fitting(self.retrieval.ranked(passages, question.question), room)
-        memory = bench.engine.under("full").read(made)
+        retrieved = passages.fitting(self.retrieval.ranked(passages, question.question), limit)
+        memory = bench.engine.under("full").read(retrieved)
         context = len(bench.engine.tokenizer.encode_conversation(conversation).ids)
         full = bench.engine.loaded.decoder.spec.full_bytes(context)
         figures = replace(
-            memory.figures, context_tokens=context, full_kv_bytes=full, budget_tokens=room
+            memory.figures, context_tokens=context, full_kv_bytes=full, budget_tokens=limit
         )
         return replace(memory, figures=figures)
 
 
 def parse_control(name: str) -> ComparedMethod:
-    """The control of that name; else as `parse_method`.
+    """Control of a name, or a method, see `parse_method`.
 
     Raises:
-        UnknownName: it is nothing, but like one of the controls; else as `parse_method`.
+        UnknownName: the name is unknown, but similar to a control; see also `parse_method`.
     """
     if name == ORACLE:
         return PolicyMethod(parse_variant(ORACLE_POLICY), QuestionScope.EACH)
@@ -204,17 +206,17 @@ def parse_control(name: str) -> ComparedMethod:
 
 
 def parse_method(name: str) -> ComparedMethod:
-    """The policy or the way to retrieve of that name, or that is spelled so.
+    """Policy or retrieval of a name or a spelling.
 
     Raises:
-        LarderError: it is neither.
+        LarderError: the name is neither.
     """
     base = name.partition("(")[0].strip()
     if base in RETRIEVALS.own():
         calls = parse(name)
         if len(calls) != 1:
             raise SpellingError(
-                f"{name!r} reads text in the place of a cache, so nothing can stand behind it."
+                f"{name!r} retrieves text instead of a cache, so it takes no other parts."
             )
         return RetrievalMethod(name, build(RETRIEVALS.load(base), calls[0].parameters))
     return PolicyMethod(parse_variant(name))
@@ -233,7 +235,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class PolicyVariant:
-    """A policy with its budget open, and the name that tables give it."""
+    """Policy without a budget, and its name in tables."""
 
     name: str
     policy: Policy
@@ -250,25 +252,25 @@ class PolicyVariant:
 
 
 def parse_variant(name: str) -> PolicyVariant:
-    """The case of that name.
+    """Policy or variant of a preset, such as `h2o:drop`.
 
     Raises:
-        UnknownName: no such twist; else as `Policy.parse`.
+        UnknownName: the variant does not exist; see also `Policy.parse`.
     """
-    base, *twists = name.split(":")
-    if not twists or base not in PRESETS:
+    base, *variants = name.split(":")
+    if not variants or base not in PRESETS:
         return PolicyVariant(name, Policy.parse(name))
-    if strange := [twist for twist in twists if twist not in VARIANTS]:
-        raise UnknownName(unknown_name_message("twist of a preset", strange[0], sorted(VARIANTS)))
-    return apply_variants(base, *twists)
+    if unknown := [variant for variant in variants if variant not in VARIANTS]:
+        raise UnknownName(unknown_name_message("variant of a preset", unknown[0], sorted(VARIANTS)))
+    return apply_variants(base, *variants)
 
 
-def apply_variants(name: str, *twists: str) -> PolicyVariant:
-    """A preset with another part in one slot or more.
+def apply_variants(name: str, *variants: str) -> PolicyVariant:
+    """Preset with other parts in some slots.
 
     Raises:
-        UsageError: its parts do not go together then.
+        UsageError: the parts cannot be combined.
     """
-    parts = {slot: part for twist in twists for slot, part in VARIANTS[twist].items()}
+    parts = {slot: part for variant in variants for slot, part in VARIANTS[variant].items()}
     policy = replace(Policy.parse(name), **parts)
-    return PolicyVariant(":".join((name, *twists)), Policy.parse(str(policy)))
+    return PolicyVariant(":".join((name, *variants)), Policy.parse(str(policy)))

@@ -1,4 +1,4 @@
-"""A loaded model, and what is made once for many cells: conversations, embedded segments."""
+"""Loaded model, with the conversations and embedded segments that its cells share."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ModelContext:
     """Objects that the cells of one model share.
 
     Args:
-        engine: under the full cache.
-        sources: what tasks are made of.
+        engine: engine with the full cache.
+        sources: data that tasks are built from.
     """
 
     engine: Engine
@@ -42,12 +42,12 @@ class ModelContext:
 
     def __post_init__(self) -> None:
         keep = lru_cache(maxsize=CACHED_CONVERSATIONS)
-        object.__setattr__(self, "passages", keep(self._cut))
-        object.__setattr__(self, "conversation", keep(self._made))
+        object.__setattr__(self, "passages", keep(self._segment))
+        object.__setattr__(self, "conversation", keep(self._build))
         object.__setattr__(self, "reference", lru_cache(maxsize=1)(self._read))
-        object.__setattr__(self, "expected", lru_cache(maxsize=1)(self._asked))
+        object.__setattr__(self, "expected", lru_cache(maxsize=1)(self._answer_logits))
 
-    def told(self) -> Row:
+    def row_fields(self) -> Row:
         """Fields of rows about the model, apart from its name."""
         spec = self.engine.loaded.decoder.spec
         return {
@@ -57,15 +57,15 @@ class ModelContext:
         }
 
     def accelerator(self) -> str:
-        """The name of the device; empty where it is the processor."""
+        """Name of the device; empty for the CPU."""
         device = self.engine.loaded.decoder.spec.device
         return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
-    def _cut(self, conversation: Conversation, embedder: str, size: int) -> SegmentIndex:
+    def _segment(self, conversation: Conversation, embedder: str, size: int) -> SegmentIndex:
         loaded = self.engine.runtime.embedder(embedder)
         return SegmentIndex(conversation, self.engine.tokenizer, loaded, size)
 
-    def _made(self, task: Task, seed: int, tokens: int) -> Conversation:
+    def _build(self, task: Task, seed: int, tokens: int) -> Conversation:
         return task.make(seed, tokens, self.sources)
 
     def _read(self, conversation: Conversation, following: int) -> FullCacheReference:
@@ -73,8 +73,8 @@ class ModelContext:
             self.engine, split_context(self.engine, conversation, following)
         )
 
-    def _asked(self, conversation: Conversation) -> dict[int, Logits]:
-        """By question, what the full cache expects at each token of its answer."""
+    def _answer_logits(self, conversation: Conversation) -> dict[int, Logits]:
+        """Logits of the full cache at each token of a question's answer, by question."""
         memory = self.engine.read(conversation)
-        found = answer_logits(self.engine, memory, conversation.questions)
-        return {one.place: one.logits for one in found}
+        answers = answer_logits(self.engine, memory, conversation.questions)
+        return {one.place: one.logits for one in answers}

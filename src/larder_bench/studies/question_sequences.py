@@ -1,7 +1,8 @@
-"""Put the questions of a conversation to a subject, sitting by sitting.
+"""Scoring of a conversation's questions under a method, sequence by sequence.
 
-Each sitting has a fork of what was read. Within one, a question stands behind those before it with
-their expected answers, so that all subjects go on from the same text whatever they would have said.
+Each sequence of questions gets a fork of the caches. Within a sequence, a question follows the ones
+before it with their expected answers, so that all methods continue from the same text, whatever
+they would have answered.
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ from larder_bench.tasks.base import QuestionStyle, Task
 
 @runtime_checkable
 class AnswerScorer(Protocol):
-    """Answering mode that leaves the memory unchanged."""
+    """Scorer of answers that leaves the memory unchanged."""
 
     def ask(
-        self, engine: Engine, memory: ConversationMemory, posed: Sequence[NumberedQuestion]
+        self, engine: Engine, memory: ConversationMemory, numbered: Sequence[NumberedQuestion]
     ) -> list[Row]:
-        """The items of all these questions, each asked on a fork."""
+        """Items of these questions, each answered on a fork."""
         ...
 
 
 @dataclass
 class ContextReader:
-    """A conversation as one subject reads it, at one size, as often as it must.
+    """Conversation as one method reads it at one size, as often as necessary.
 
     Args:
-        amount: None where there is nothing to choose.
-        guess: tokens per byte, where an earlier reading has told.
-        is_shown: whether exhibits are taken of the first reading.
+        amount: budget; None if there is nothing to choose.
+        guess: tokens per byte of an earlier prefill, if known.
+        takes_exhibits: whether exhibits are taken of the first prefill.
     """
 
     bench: ModelContext
@@ -56,19 +57,26 @@ class ContextReader:
     amount: MemoryBudget | None
     matched: MatchedQuantity
     guess: float | None = None
-    is_shown: bool = False
+    takes_exhibits: bool = False
     _figures: list[Row] = field(default_factory=list)
     _tries: int = 0
 
     @staticmethod
     def of(bench: ModelContext, cell: Cell, guess: float | None) -> ContextReader:
-        """The conversation of a cell, as its subject reads it at its budget."""
+        """Reader of a cell's conversation."""
         conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
-        told = cell.amount, cell.matched, guess
-        return ContextReader(bench, cell.subject, conversation, *told, is_shown=cell.is_shown)
+        return ContextReader(
+            bench=bench,
+            subject=cell.subject,
+            conversation=conversation,
+            amount=cell.amount,
+            matched=cell.matched,
+            guess=guess,
+            takes_exhibits=cell.has_exhibits,
+        )
 
     def read(self, question: Question) -> ConversationMemory:
-        """Read, with that question in mind where the subject wants to know one."""
+        """Read the conversation; methods that need a question in advance get this one."""
 
         def under(tokens: int | None) -> ConversationMemory:
             self._tries += 1
@@ -80,78 +88,78 @@ class ContextReader:
             spec = self.bench.engine.loaded.decoder.spec
             context = len(self.bench.engine.tokenizer.encode_conversation(self.conversation).ids)
             matched = self.subject.matched(self.matched)
-            found = TargetSize(self.amount, matched, context, spec).read(under, self.guess)
-            memory = found.made
-            self.guess = found.tokens / max(1, matched_bytes(matched)(memory.figures))
+            fit = TargetSize(self.amount, matched, context, spec).read(under, self.guess)
+            memory = fit.result
+            self.guess = fit.tokens / max(1, matched_bytes(matched)(memory.figures))
         figures = row_figures(memory.figures)
-        if self.is_shown and not self._figures:
+        if self.takes_exhibits and not self._figures:
             figures[EXHIBITS_KEY] = exhibit_rows(memory)
         self._figures.append(figures)
         return memory
 
     def figures(self) -> Row:
-        """Of the first reading, with its exhibits; seconds are the mean of all that were used."""
+        """Figures and exhibits of the first prefill; seconds are the mean of all used ones."""
         seconds = [row["prefill_seconds"] for row in self._figures]
         mean = round(sum(seconds) / len(seconds), 3)
         return self._figures[0] | {"prefill_seconds": mean, "reads": self._tries}
 
 
-def ask_all(readings: ContextReader, task: Task, asker: AnswerScorer) -> list[Row]:
-    """The items of all questions of a conversation."""
-    engine, asked = readings.bench.engine, list[Row]()
-    sittings = number_questions(task, readings.conversation)
-    scope = readings.subject.scope
+def ask_all(reader: ContextReader, task: Task, scorer: AnswerScorer) -> list[Row]:
+    """Items of all questions of a conversation."""
+    engine, items = reader.bench.engine, list[Row]()
+    sequences = number_questions(task, reader.conversation)
+    scope = reader.subject.scope
     if scope is QuestionScope.FIRST and task.style in (
         QuestionStyle.INDEPENDENT,
         QuestionStyle.RECITAL,
     ):
         scope = QuestionScope.EACH
     if scope is QuestionScope.EACH:
-        for sitting in sittings:
-            for one in sitting:
-                memory = readings.read(one.question)
-                _append_turns(engine, memory, [before.question for before in sitting[: one.turn]])
-                asked += asker.ask(engine, memory, [one])
-        return asked
-    memory = readings.read(sittings[0][0].question)
-    for together in _batches(sittings):
-        if len(together) > 1 or len(together[0]) == 1:
-            asked += asker.ask(engine, memory, [sitting[0] for sitting in together])
+        for sequence in sequences:
+            for one in sequence:
+                memory = reader.read(one.question)
+                _append_turns(engine, memory, [before.question for before in sequence[: one.turn]])
+                items += scorer.ask(engine, memory, [one])
+        return items
+    memory = reader.read(sequences[0][0].question)
+    for batch in _batches(sequences):
+        if len(batch) > 1 or len(batch[0]) == 1:
+            items += scorer.ask(engine, memory, [sequence[0] for sequence in batch])
         else:
-            asked += _ask_in_turns(engine, memory, together[0], asker)
-    return asked
+            items += _ask_in_turns(engine, memory, batch[0], scorer)
+    return items
 
 
 def number_questions(task: Task, conversation: Conversation) -> list[list[NumberedQuestion]]:
-    """The questions in their sittings and turns."""
-    made, number = list[list[NumberedQuestion]](), 0
-    for sitting in task.sittings(conversation.questions):
-        made.append(
-            [NumberedQuestion(one, number + turn, turn) for turn, one in enumerate(sitting)]
+    """Questions of a conversation in sequences, numbered."""
+    numbered, number = list[list[NumberedQuestion]](), 0
+    for sequence in task.question_sequences(conversation.questions):
+        numbered.append(
+            [NumberedQuestion(one, number + turn, turn) for turn, one in enumerate(sequence)]
         )
-        number += len(sitting)
-    return made
+        number += len(sequence)
+    return numbered
 
 
-def _batches(sittings: Sequence[list[NumberedQuestion]]) -> Iterator[list[list[NumberedQuestion]]]:
-    """Sittings of one question in one go, each longer one by itself."""
-    single = [sitting for sitting in sittings if len(sitting) == 1]
+def _batches(sequences: Sequence[list[NumberedQuestion]]) -> Iterator[list[list[NumberedQuestion]]]:
+    """Batches: all sequences of one question together, each longer sequence alone."""
+    single = [sequence for sequence in sequences if len(sequence) == 1]
     if single:
         yield single
-    yield from ([sitting] for sitting in sittings if len(sitting) > 1)
+    yield from ([sequence] for sequence in sequences if len(sequence) > 1)
 
 
 def _ask_in_turns(
     engine: Engine,
     memory: ConversationMemory,
-    sitting: Sequence[NumberedQuestion],
-    asker: AnswerScorer,
+    sequence: Sequence[NumberedQuestion],
+    scorer: AnswerScorer,
 ) -> list[Row]:
-    memory, asked = fork_memory(engine, memory), list[Row]()
-    for one in sitting:
-        asked += asker.ask(engine, memory, [one])
+    memory, items = fork_memory(engine, memory), list[Row]()
+    for one in sequence:
+        items += scorer.ask(engine, memory, [one])
         _append_turns(engine, memory, [one.question])
-    return asked
+    return items
 
 
 def fork_memory(engine: Engine, memory: ConversationMemory) -> ConversationMemory:
@@ -164,14 +172,14 @@ def fork_memory(engine: Engine, memory: ConversationMemory) -> ConversationMemor
 def _append_turns(
     engine: Engine, memory: ConversationMemory, questions: Sequence[Question]
 ) -> None:
-    """Have the caches that answer hold questions and expected answers for good."""
-    scribe, decoder = engine.tokenizer, engine.loaded.decoder
+    """Append questions and expected answers to the caches that answer them."""
+    tokenizer, decoder = engine.tokenizer, engine.loaded.decoder
     for question in questions:
         cache, _ = memory.activate_for(question.question)
         wrapped = memory.conversation.question_prompt.format(question=question.question)
-        tending = decode_planner(engine.runtime, memory.policy, [cache])
-        answer = scribe.encode_answer(question.answer)
-        for ids, said in ((scribe.encode_question(wrapped), 0), (answer, len(answer))):
-            row = Tokens(cache, ids)
-            observer = None if tending is None else tending.observer([0], [row], [said])
-            decoder.read([row], Mode.APPEND, observer)
+        planner = decode_planner(engine.runtime, memory.policy, [cache])
+        answer = tokenizer.encode_answer(question.answer)
+        for ids, generated in ((tokenizer.encode_question(wrapped), 0), (answer, len(answer))):
+            segment = Tokens(cache, ids)
+            observer = None if planner is None else planner.observer([0], [segment], [generated])
+            decoder.read([segment], Mode.APPEND, observer)

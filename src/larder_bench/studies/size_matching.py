@@ -1,4 +1,4 @@
-"""Read something under a policy so that it takes a wanted size, and tell what it took."""
+"""Prefill at a matched size, and the figures of its caches."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from larder_bench.results.rows import Row
 
 @dataclass(frozen=True)
 class TargetSize:
-    """A size that a policy is given.
+    """Size that a policy's caches are to have.
 
     Args:
-        amount: as the study writes it.
-        matched: what the amount is of.
-        context_tokens: of what is read.
+        amount: budget of the study.
+        matched: quantity that the amount refers to.
+        context_tokens: length of the context.
     """
 
     amount: MemoryBudget
@@ -32,12 +32,12 @@ class TargetSize:
     def read(
         self, read: Callable[[int], ConversationMemory], tokens_per_byte: float | None
     ) -> BudgetFit[ConversationMemory]:
-        """What was read at that size, and the budget in tokens that gave it.
+        """Memory at that size, and the budget in tokens that gives it.
 
         Args:
-            read: reads under a budget in tokens per kv head.
-            tokens_per_byte: what an earlier reading under the same policy came to, for a good first
-                guess; None to count keys and values alone.
+            read: prefills with a budget in tokens per kv head.
+            tokens_per_byte: result of an earlier prefill with the same policy, for the first guess;
+                None to count keys and values only.
 
         Raises:
             LarderError: the policy refuses every budget that is small enough.
@@ -45,39 +45,40 @@ class TargetSize:
         if self.matched is MatchedQuantity.TOKENS:
             tokens = self.tokens
             return BudgetFit(tokens, read(tokens), 1)
-        wanted = self.nbytes
+
+        wanted_bytes = self.nbytes
         plain = self.context_tokens / self.spec.full_bytes(self.context_tokens)
         guess = plain if tokens_per_byte is None else tokens_per_byte
         sized = matched_bytes(self.matched)
         return search_budget(
             read,
             lambda memory: sized(memory.figures),
-            wanted,
-            int(guess * wanted * 0.99),
+            wanted_bytes,
+            int(guess * wanted_bytes * 0.99),
             self.context_tokens,
         )
 
     @property
     def tokens(self) -> int:
-        """Entries per kv head, where keys and values alone count."""
+        """Entries per kv head if only keys and values count."""
         return self.amount.tokens(self.context_tokens, self.spec.managed_bytes_per_token())
 
     @property
     def nbytes(self) -> int:
-        """Bytes, where everything counts."""
+        """Bytes of the budget, everything included."""
         full = self.spec.full_bytes(self.context_tokens)
         return self.amount.bytes(full, self.spec.managed_bytes_per_token())
 
 
 def matched_bytes(matched: MatchedQuantity) -> Callable[[CacheFigures], int]:
-    """Which of the bytes of what was read are held equal."""
+    """Function that returns the matched bytes of a memory's figures."""
     if matched is MatchedQuantity.TOTAL:
         return lambda figures: figures.kv_bytes
     return lambda figures: figures.active_kv_bytes
 
 
 def dense_row_fields(figures: CacheFigures) -> Row:
-    """What a line tells of layers that the budget does not cover; nothing where there are none."""
+    """Fields of a row about layers that the budget does not cover; empty without any."""
     if not figures.dense:
         return {}
     return {
@@ -87,7 +88,7 @@ def dense_row_fields(figures: CacheFigures) -> Row:
 
 
 def row_figures(figures: CacheFigures) -> Row:
-    """What a line tells of the caches."""
+    """Fields of a row about the caches."""
     return {
         "context_tokens": figures.context_tokens,
         "budget_tokens": figures.budget_tokens,
@@ -101,52 +102,52 @@ def row_figures(figures: CacheFigures) -> Row:
     }
 
 
-Made = TypeVar("Made")
-TOLERANCE = 0.02  # of the wanted bytes may be missing
+Result = TypeVar("Result")
+TOLERANCE = 0.02  # share of the wanted bytes that may be missing
 TRIES = 20
-GUESSES = 4  # tries by proportion, which soon hits; halving what is left always ends
+GUESSES = 4  # proportional steps, which converge fast; bisection afterwards always terminates
 
 
 @dataclass(frozen=True)
-class BudgetFit(Generic[Made]):
-    """The largest budget found, what was made under it, and how often anything was made."""
+class BudgetFit(Generic[Result]):
+    """Largest budget found, its result, and the number of tries."""
 
     tokens: int
-    made: Made
+    result: Result
     tries: int
 
 
 def search_budget(
-    make: Callable[[int], Made],
-    bytes_of: Callable[[Made], int],
+    make: Callable[[int], Result],
+    bytes_of: Callable[[Result], int],
     wanted_bytes: int,
     first_tokens: int,
     most_tokens: int,
-) -> BudgetFit[Made]:
-    """Make something of at most `wanted_bytes`, and of little less where a budget gives that.
+) -> BudgetFit[Result]:
+    """Find the largest budget whose result takes at most `wanted_bytes`, within a tolerance.
 
     Args:
-        make: what a budget in tokens gives; more tokens should give no fewer bytes.
-        first_tokens: the first guess.
-        most_tokens: the largest budget that makes sense.
+        make: returns the result of a budget in tokens; more tokens should give no fewer bytes.
+        first_tokens: first guess.
+        most_tokens: largest meaningful budget.
 
     Raises:
         BudgetError: every budget tried that is small enough was refused, or none is small enough.
     """
-    best: BudgetFit[Made] | None = None
+    best: BudgetFit[Result] | None = None
     low, high, tokens = 0, most_tokens + 1, min(max(1, first_tokens), most_tokens)
     refusal = BudgetError(f"No budget in tokens gives {wanted_bytes} bytes or less.")
     for tries in range(1, TRIES + 1):
         guess = 2 * tokens
         try:
-            made = make(tokens)
+            result = make(tokens)
         except BudgetError as error:
             refusal, low = error, tokens
         else:
-            nbytes = bytes_of(made)
+            nbytes = bytes_of(result)
             guess = tokens * wanted_bytes // max(1, nbytes)
             if nbytes <= wanted_bytes:
-                best, low = BudgetFit(tokens, made, tries), tokens
+                best, low = BudgetFit(tokens, result, tries), tokens
                 if nbytes >= (1 - TOLERANCE) * wanted_bytes:
                     return best
             else:
@@ -157,4 +158,4 @@ def search_budget(
         tokens = min(max(guess, low + 1), high - 1)
     if best is None:
         raise refusal
-    return BudgetFit(best.tokens, best.made, tries)
+    return BudgetFit(best.tokens, best.result, tries)

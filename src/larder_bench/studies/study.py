@@ -1,4 +1,4 @@
-"""A study: which policies do what on which tasks, and what it is to show; as a file in TOML.
+"""Study: the policies it compares, its tasks, and the claim it tests; written as a TOML file.
 
     name = "needles"
     claim = "Scores by the keys alone find needles that scores by past attention lose."
@@ -14,8 +14,8 @@
     spelling = "needles()"
     tokens = [1500, 4000]
 
-Keys that are left out take the values of `Study`. One that nobody knows is refused. What a paper
-reports of the same stands in a table `[paper]` (`larder_bench.results.papers`).
+Missing keys take the defaults of `Study`; unknown keys are errors. Values that a paper reports for
+the same comparison go into a table `[paper]` (`larder_bench.results.papers`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MATCHED = ("bytes", "total", "tokens")
 
 @dataclass(frozen=True)
 class StudyTask:
-    """A task as it is spelled, and the lengths of what it makes."""
+    """Spelling of a task, and the lengths of its conversations in tokens."""
 
     spelling: str
     tokens: tuple[int, ...]
@@ -50,16 +50,16 @@ class Study:
     """Study as its file spells it, before any name is resolved.
 
     Args:
-        claim: what it is to show.
-        models: each as `--model` takes it.
-        measure: each as it is spelled.
-        matched: what is held equal, `bytes`, `total` or `tokens`; each by itself.
+        claim: claim that the study tests.
+        models: models as `--model` takes them.
+        measure: spellings of measures.
+        matched: matched quantities, `bytes`, `total` or `tokens`, each measured separately.
         budgets: `1/8` or `12.5%` of the full cache, `512` tokens, `64MiB`.
-        files: conversations of each task and length, one per seed.
-        first_seed: of the first of them.
+        files: number of conversations of each task and length, one per seed.
+        first_seed: seed of the first conversation.
         policies: names or sentences.
-        controls: what policies are held against.
-        paper: what a paper reports of the same.
+        controls: methods that policies are compared with.
+        paper: values that a paper reports for the same comparison.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Study:
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
             raise UsageError(
-                f"A study's name must be a word that a file can have, got {self.name!r}: write "
+                f"A study's name must be a valid file name, got {self.name!r}: write "
                 "letters, digits and signs such as _ and -."
             )
         if self.first_seed < 0:
@@ -97,9 +97,7 @@ class Study:
             raise UsageError(f"tokens must be 1 or more, got {min(lengths)}.")
         for matched in self.matched:
             if matched not in MATCHED:
-                raise UnknownName(
-                    unknown_name_message("way to match budgets", matched, list(MATCHED))
-                )
+                raise UnknownName(unknown_name_message("quantity to match", matched, list(MATCHED)))
         if self.paper is not None:
             self.paper.check(f"The study {self.name!r}", self._named())
 
@@ -119,26 +117,26 @@ class Study:
 
 
 def replace_fields(study: Study, fields: Mapping[str, Any]) -> Study:
-    """The study with other fields; what its paper reports of what is not run any more is left out.
+    """Study with other fields; reported values that the new study does not cover are removed.
 
     Raises:
-        UsageError, UnknownName: a value is not what its field takes.
+        UsageError, UnknownName: a value is invalid for its field.
     """
     other = replace(study, paper=None, **fields)
     if study.paper is None:
         return other
-    named = other._named()
-    kept = tuple(one for one in study.paper.values if one.is_among(named))
+    names = other._named()
+    kept = tuple(one for one in study.paper.values if one.is_among(names))
     return replace(other, paper=replace(study.paper, values=kept))
 
 
 def read_study(name: str) -> Study:
-    """The study of a file, or the one of that name in the folder `studies`.
+    """Study of a file, or of that name in the folder `studies`.
 
     Raises:
-        UnknownName: there is none; or a key of it nobody knows.
+        UnknownName: the study does not exist, or has an unknown key.
         InputError: the file cannot be read.
-        UsageError: a value is not what its key takes.
+        UsageError: a value has another type than its key.
     """
     path = _study_path(name)
     try:
@@ -149,12 +147,12 @@ def read_study(name: str) -> Study:
             f"{', '.join(study_names()) or '(none here)'}."
         ) from error
     except ValueError as error:
-        raise InputError(f"{path} cannot be read as TOML ({error}): mend it.") from error
+        raise InputError(f"{path} cannot be read as TOML ({error}): correct it.") from error
     return convert_table(table, Study, str(path))
 
 
 def study_names() -> list[str]:
-    """Studies in the folder `studies`, here or in the checkout."""
+    """Names of the studies in the folder `studies`, here or in the checkout."""
     return sorted({path.stem for folder in _folders() for path in folder.glob("*.toml")})
 
 

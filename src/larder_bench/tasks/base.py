@@ -1,8 +1,8 @@
 """Base of benchmark tasks: a conversation with questions, generated from a seed.
 
-Tasks are a family as the parts of a policy are: a file in `bench/tasks` is a task, and its name the
-public one. They are written as parts are, `needles(kind="magic", needles=8)`; third parties add
-theirs through the entry point group `larder.task`.
+Tasks are a family like the parts of a policy: each file in `larder_bench/tasks` is a task, and the
+file name is its public name. They are spelled like parts, `needles(kind="magic", needles=8)`; third
+parties add theirs through the entry point group `larder.task`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ QuestionSequence = tuple[Question, ...]
 class QuestionStyle(Enum):
     """Mode in which the questions of a task are asked.
 
-    INDEPENDENT: each on a fork of what was read.
-    TURNS: one after the other in one sitting; each sees the questions and answers before it.
-    REQUESTS: several sittings that share what was read, each of one or more turns on a fork of it.
+    INDEPENDENT: each on a fork of the context's caches.
+    TURNS: one after the other in one sequence; each sees the questions and answers before it.
+    REQUESTS: several sequences of one or more turns, each on a fork of the shared context.
     RECITAL: as INDEPENDENT; answers are long and scored item by item (`Question.items`).
 
-    In TURNS and REQUESTS a policy that looks at a question before it reads sees the first one only.
+    In TURNS and REQUESTS a policy that scores by the question sees only the first one.
     """
 
     INDEPENDENT = "independent"
@@ -40,7 +40,7 @@ class QuestionStyle(Enum):
 
 
 class Task(ABC):
-    """A frozen dataclass that makes conversations whose answers stand in them or follow from them.
+    """Generator of conversations whose questions their text answers; a frozen dataclass.
 
     Equal tasks, seeds, lengths and sources make equal conversations.
     """
@@ -49,8 +49,14 @@ class Task(ABC):
 
     @abstractmethod
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
-        """A conversation of at most `tokens` tokens, and of little less where the task can make as
-        much. Marks around messages count; what a template puts before the first does not.
+        """Conversation of at most `tokens` tokens, and of nearly as many if the task can generate
+        them. Markers around messages count; a template's prefix before the first message does
+        not.$$
+
+        Raises:
+            BadParameter: there is no room for the questions, or nothing to ask.
+            UsageError: a source that the task needs was not given.
+            InputError: a source cannot be read.
 
         Raises:
             BadParameter: there is no room for what is asked, or nothing to ask.
@@ -58,9 +64,9 @@ class Task(ABC):
             InputError: a source cannot be read.
         """
 
-    def sittings(self, questions: QuestionSequence) -> tuple[QuestionSequence, ...]:
-        """The questions as they are asked: each sitting on a fork of what was read, and in it each
-        question behind the answers to those before.
+    def question_sequences(self, questions: QuestionSequence) -> tuple[QuestionSequence, ...]:
+        """Questions in the sequences in which they are asked: each sequence on a fork of the
+        context, each question after the answers to those before it.
         """
         return tuple((question,) for question in questions)
 
@@ -69,12 +75,12 @@ TASKS = Family("task", "larder_bench.tasks")
 
 
 def parse_task(sentence: str) -> Task:
-    """A task as it is written.
+    """Task of a spelling.
 
     Raises:
-        SpellingError: it does not parse, or is more than one part.
-        UnknownName: no such task or parameter.
-        BadParameter: a value out of range.
+        SpellingError: the text does not parse, or is more than one part.
+        UnknownName: the task or a parameter does not exist.
+        BadParameter: a value is out of range.
     """
     calls = parse(sentence, "task")
     if len(calls) > 1:
@@ -83,31 +89,31 @@ def parse_task(sentence: str) -> Task:
 
 
 def parse_inner_task(name: str, sentence: str) -> Task:
-    """A task whose questions another one, `name`, asks in its own way.
+    """Task whose questions the task `name` asks in its own style.
 
     Raises:
-        BadParameter: that task has a way of its own, too; or see `parse_task`.
+        BadParameter: that task has a style of its own; see also `parse_task`.
     """
     task = parse_task(sentence)
     if task.style in (QuestionStyle.TURNS, QuestionStyle.REQUESTS):
         raise BadParameter(
-            f"{name}.of must be a task whose questions stand alone, got {sentence}: it is itself "
-            f"one of {task.style.value}."
+            f"{name}.of must be a task with independent questions, got {sentence}, whose style is "
+            f"{task.style.value}."
         )
     return task
 
 
-SEEDS_PER_CONVERSATION = 1000  # kept for one conversation, so that no two share one
-MAX_RETRIES = 100  # of these
+SEEDS_PER_CONVERSATION = 1000  # reserved, so that no two conversations share a seed
+MAX_RETRIES = 100  # seeds tried per conversation
 
 
 def make_with_retries(
     name: str, seed: int, tokens: int, make: Callable[[int], Conversation]
 ) -> Conversation:
-    """The conversation under the first of its own seeds that gives enough to ask.
+    """Conversation of the first of its reserved seeds that yields enough questions.
 
     Raises:
-        TooLittle: none does.
+        TooLittle: no seed does.
     """
     return _first_sufficient(
         f"{name}-{tokens}-{seed}",
@@ -119,12 +125,13 @@ def make_with_retries(
 def make_with_seed_retries(
     name: str, seed: int, tokens: int, make: Callable[[int], Conversation]
 ) -> Conversation:
-    """The conversation under the seed itself, else under the first of some that gives enough.
+    """Conversation of the seed itself, or else of the first later seed that yields enough
+    questions.
 
-    Of a data set of ten files all of these give the same one.
+    All tried seeds select the same file of a data set of ten files.
 
     Raises:
-        TooLittle: none does.
+        TooLittle: no seed does.
     """
     return _first_sufficient(
         f"{name}-{tokens}-{seed}",
@@ -134,9 +141,9 @@ def make_with_seed_retries(
 
 
 def _first_sufficient(name: str, seeds: range, make: Callable[[int], Conversation]) -> Conversation:
-    for own in seeds[:-1]:
+    for candidate in seeds[:-1]:
         try:
-            return replace(make(own), name=name)
+            return replace(make(candidate), name=name)
         except TooLittle:
             continue
     return make(seeds[-1])

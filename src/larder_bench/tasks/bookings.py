@@ -1,4 +1,4 @@
-"""Dialogues in which something is booked, and what was booked.
+"""Bookings: questions about what was booked in dialogues.
 
 Abhinav Rastogi et al., "Towards Scalable Multi-domain Conversational Agents: The Schema-Guided
 Dialogue Dataset" (2020), arXiv:1909.05855: the dialogues and their last states, from the folder of
@@ -21,7 +21,7 @@ class Bookings(Task):
     """Sessions of one or two dialogues each.
 
     Args:
-        questions: how many, all different.
+        questions: number of questions, all different.
     """
 
     questions: int = 20
@@ -33,12 +33,12 @@ class Bookings(Task):
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
         dialogues = sources.dialogues
 
-        def made(own: int) -> Conversation:
+        def generate(retry_seed: int) -> Conversation:
             return bookings_conversation(
-                own, tokens, sources.count_tokens, dialogues, self.questions, share=1.0
+                retry_seed, tokens, sources.count_tokens, dialogues, self.questions, share=1.0
             )
 
-        return make_with_retries("bookings", seed, tokens, made)
+        return make_with_retries("bookings", seed, tokens, generate)
 
 
 Part = Bookings

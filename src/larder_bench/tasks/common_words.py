@@ -1,8 +1,8 @@
-"""Common words: a long list of words, few of which come often; which are they?
+"""Common words: a long list of words and the question which few of them are frequent.
 
 Cheng-Ping Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?"
-(2024), arXiv:2404.06654, section 3.3 (common words extraction). Words are expected
-in the order in which they first come, so that one answer is right; each is scored by itself.
+(2024), arXiv:2404.06654, section 3.3 (common words extraction). Words are expected in the order of
+their first appearance, so that one answer is right; each is scored separately.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ NOTED = "Noted."
 
 @dataclass(frozen=True)
 class CommonWords(Task):
-    """A list of words; all others come less often than the common ones.
+    """List of words, few of which are frequent.
 
     Args:
-        common: how many words are asked for.
-        often: how often each of them comes.
-        seldom: how often each of the others comes.
+        common: number of frequent words.
+        often: occurrences of each frequent word.
+        seldom: occurrences of each other word.
     """
 
     style: ClassVar[QuestionStyle] = QuestionStyle.RECITAL
@@ -71,22 +71,22 @@ class CommonWords(Task):
         random.shuffle(words)
         numbered = " ".join(f"{n}. {word}" for n, word in enumerate(words, start=1))
         messages = (Message("user", f"{LEAD} {numbered}"), Message("assistant", NOTED))
-        asked = (
+        question_text = (
             f"Which {self.common} words come most often in the list? Name them in the order in "
             "which they first come."
         )
         answer, items = join_items(sorted(common, key=words.index))
-        question = Question(asked, answer, KIND, items=items)
+        question = Question(question_text, answer, KIND, items=items)
         return Conversation(f"{KIND}-{tokens}-{seed}", messages, (question,))
 
 
 def _words(sources: TaskSources, random: Random) -> Iterator[str]:
-    """Invented words, no two of which are the same."""
-    told = set[str]()
+    """Invented words without repetition."""
+    seen = set[str]()
     while True:
         word = draw_value("brand", sources.grammar.words, random).lower()
-        if word not in told:
-            told.add(word)
+        if word not in seen:
+            seen.add(word)
             yield word
 
 

@@ -2,10 +2,10 @@
 
 Xinrong Zhang et al., "InfiniteBench: Extending Long Context Evaluation Beyond 100K Tokens" (2024),
 arXiv:2402.13718. The folder `infinitebench` of `--data` holds the release's `NAME.jsonl`, with
-`context`, `input`, `answer` and `options` on each line. A seed stands for a line, by turns; a
-context that is too long loses its middle, as in the released code. Prompts are plain ones of ours;
-of options one letter is expected. Beside this project's scores answers that are generated have the
-set's own (`larder_bench.scoring.dataset_metrics`).
+`context`, `input`, `answer` and `options` on each line. Seeds select lines in turn; a
+context that is too long loses its middle, as in the released code. Prompts are our own, plain ones;
+for multiple choice the answer is one letter. Besides this project's scores, generated answers get
+the set's own (`larder_bench.scoring.dataset_metrics`).
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ LIST_ANSWER_SET = "math_calc"  # its answer is one list, not a list of answers
 
 @dataclass(frozen=True)
 class Infinitebench(Task):
-    """One sample of one set.
+    """Sample of a set.
 
     Args:
-        set: its name, such as "passkey" or "longbook_qa_eng".
+        set: name of the set, such as "passkey" or "longbook_qa_eng".
     """
 
     set: str = "passkey"
@@ -63,20 +63,19 @@ class Infinitebench(Task):
         return document_conversation(name, text, question, tokens, sources, question_prompt=prompt)
 
     def _question(self, sample: Fields, options: list[str]) -> Question:
-        asked = str(required_field(sample, "input", self.set)).strip() or DEFAULT_QUESTIONS.get(
-            self.set, ""
-        )
-        if not asked:
+        text = str(required_field(sample, "input", self.set)).strip()
+        text = text or DEFAULT_QUESTIONS.get(self.set, "")
+        if not text:
             raise InputError(f"a sample of {self.set} must have an 'input'.")
         answers = self._answers(required_field(sample, "answer", self.set))
         if options:
             lettered = dict(zip(ascii_uppercase, options, strict=False))
-            asked = "\n".join([asked, *(f"{key}. {text}" for key, text in lettered.items())])
+            text = "\n".join([text, *(f"{key}. {option}" for key, option in lettered.items())])
             answers = _letters(answers, lettered)
         if not answers:
             raise InputError(f"a sample of {self.set} must have an 'answer' among its options.")
         scorer = SET_METRICS.get(self.set, "")
-        return Question(asked, answers[0], self.set, others=tuple(answers[1:]), scorer=scorer)
+        return Question(text, answers[0], self.set, others=tuple(answers[1:]), scorer=scorer)
 
     def _answers(self, answer: Any) -> list[str]:
         if not isinstance(answer, list):
@@ -85,7 +84,7 @@ class Infinitebench(Task):
 
 
 def _letters(answers: list[str], options: dict[str, str]) -> list[str]:
-    """The letter of each answer first, then its text; an answer may be a letter already."""
+    """Letters of the answers, then their texts; an answer may be a letter already."""
     right = [key for key, text in options.items() if text in answers or key in answers]
     return [*right, *(options[key] for key in right)]
 

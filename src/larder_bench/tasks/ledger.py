@@ -1,8 +1,8 @@
-"""Ledgers: who gives how much to whom, step by step; the answer works through all steps.
+"""Ledgers: people give amounts to each other, step by step; the answer recomputes all steps.
 
-No paper: long generation that stays checkable. Every step of an answer needs one place of the
-context and what the answer itself said last of two people; each is scored by itself, given the
-right steps before it.
+No paper: long generation that can be checked. Every step of an answer needs one passage of the
+context and the latest balances of two people in the answer itself; each is scored separately, given
+the right steps before it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ GIFT = (1, 9)
 
 @dataclass(frozen=True)
 class LedgerTask(Task):
-    """As many ledgers as there is room for, with small talk between them where room is left.
+    """As many ledgers as fit, with small talk in the remaining space.
 
     Args:
-        steps: of each ledger.
-        people: in each ledger.
+        steps: steps of each ledger.
+        people: people in each ledger.
     """
 
     style: ClassVar[QuestionStyle] = QuestionStyle.RECITAL
@@ -63,33 +63,36 @@ class LedgerTask(Task):
         for pair in _small_talk(left, sources, random):
             pairs.insert(random.randint(0, len(pairs)), pair)
         messages = tuple(message for pair in pairs for message in pair)
-        asked = tuple(random.sample(questions, len(questions)))
-        return Conversation(f"{KIND}-{tokens}-{seed}", messages, asked)
+        shuffled = tuple(random.sample(questions, len(questions)))
+        return Conversation(f"{KIND}-{tokens}-{seed}", messages, shuffled)
 
     def _ledgers(self, grammar: Grammar, random: Random) -> Iterator[tuple[str, Question]]:
-        """Ledgers without end, numbered from 1, each with its question."""
+        """Endless ledgers, numbered from 1, each with its question."""
         for number in count(1):
             names = random.sample(grammar.words["first"], self.people)
-            holds = {name: random.randint(*FIRST) for name in names}
-            start = ", ".join(f"{name} has {amount}" for name, amount in holds.items())
-            told, worked = [f"Ledger {number}: {start}."], list[str]()
+            balances = {name: random.randint(*FIRST) for name in names}
+            start = ", ".join(f"{name} has {amount}" for name, amount in balances.items())
+            lines, results = [f"Ledger {number}: {start}."], list[str]()
             for step in range(1, self.steps + 1):
-                giver, taker, gift = _gift(holds, random)
-                holds[giver] -= gift
-                holds[taker] += gift
-                told.append(f"Step {step}: {giver} gives {gift} to {taker}.")
-                worked.append(f"{step}: {giver} {holds[giver]}, {taker} {holds[taker]}.")
+                giver, taker, gift = _gift(balances, random)
+                balances[giver] -= gift
+                balances[taker] += gift
+                lines.append(f"Step {step}: {giver} gives {gift} to {taker}.")
+                results.append(f"{step}: {giver} {balances[giver]}, {taker} {balances[taker]}.")
             who = random.choice(names)
-            answer = " ".join([*worked, f"Answer: {holds[who]}"])
-            asked = f"How much does {who} have in ledger {number}? Work step by step."
-            yield " ".join(told), Question(asked, answer, KIND, items=numbered_item_spans(answer))
+            answer = " ".join([*results, f"Answer: {balances[who]}"])
+            question = f"How much does {who} have in ledger {number}? Work step by step."
+            yield (
+                " ".join(lines),
+                Question(question, answer, KIND, items=numbered_item_spans(answer)),
+            )
 
 
-def _gift(holds: dict[str, int], random: Random) -> tuple[str, str, int]:
-    """Who gives, who takes, and how much; nobody gives more than they have."""
-    giver = random.choice([name for name, amount in holds.items() if amount >= GIFT[0]])
-    taker = random.choice([name for name in holds if name != giver])
-    return giver, taker, random.randint(GIFT[0], min(GIFT[1], holds[giver]))
+def _gift(balances: dict[str, int], random: Random) -> tuple[str, str, int]:
+    """Giver, taker and amount; nobody gives more than they have."""
+    giver = random.choice([name for name, amount in balances.items() if amount >= GIFT[0]])
+    taker = random.choice([name for name in balances if name != giver])
+    return giver, taker, random.randint(GIFT[0], min(GIFT[1], balances[giver]))
 
 
 def _small_talk(left: int, sources: TaskSources, random: Random) -> Iterator[list[Message]]:

@@ -1,10 +1,10 @@
-"""A life-log: facts told session by session, some of which change.
+"""Life-log: facts stated session by session, some of which change.
 
-No paper for the generator; its kinds of questions are those of Di Wu et al., "LongMemEval:
+No paper for the generator; its kinds of questions come from Di Wu et al., "LongMemEval:
 Benchmarking Chat Assistants on Long-Term Interactive Memory" (2024), arXiv:2410.10813, section 3:
-`single` asks for a fact as it stands last, `session` in which session something first came up,
-`twohop` for one attribute of what another identifies, `list` for all that was told of something,
-`update` for facts that have changed only.
+`single` asks for the latest value of a fact, `session` for the session in which something first
+came up, `twohop` for one attribute of something that another one identifies, `list` for all facts
+about something, `update` only for facts that have changed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Lifelog(Task):
     """Sessions of a life-log.
 
     Args:
-        questions: how many, all different.
-        kinds: those that are asked, by chance in the shares of the seed model's training, with
-            commas between them.
-        facts: that a session tells; 0 for 3 to 9, by chance.
+        questions: number of questions, all different.
+        kinds: kinds of questions separated by commas, drawn in the proportions of the seed
+            model's training.
+        facts: facts per session; 0 for a random number from 3 to 9.
     """
 
     questions: int = 28
@@ -45,14 +45,14 @@ class Lifelog(Task):
             )
 
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
-        def made(own: int) -> Conversation:
+        def generate(retry_seed: int) -> Conversation:
             kinds = self.kinds.split(",")
             facts = (self.facts, self.facts) if self.facts else FACTS_PER_SESSION
             return lifelog_conversation(
-                own, tokens, sources.count_tokens, self.questions, kinds, facts
+                retry_seed, tokens, sources.count_tokens, self.questions, kinds, facts
             )
 
-        return make_with_retries("lifelog", seed, tokens, made)
+        return make_with_retries("lifelog", seed, tokens, generate)
 
 
 Part = Lifelog

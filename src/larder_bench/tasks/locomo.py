@@ -1,10 +1,9 @@
-"""Questions of LoCoMo about its conversations, for models that can answer them.
+"""LoCoMo: questions about its conversations, for models that can answer them.
 
 Adyasha Maharana et al., "Evaluating Very Long-Term Conversational Memory of LLM Agents" (2024),
-arXiv:2402.17753. The files lie in the folder `locomo` of `--data`; a seed stands for a file, by
-turns, and for the session that the conversation starts with. Where it does not fit as a whole, what
-follows is cut off, and only questions whose evidence is there are asked. Adversarial questions are
-left out.
+arXiv:2402.17753. The files are in the folder `locomo` of `--data`; seeds select a file in turn, and
+the session that the conversation starts with. A conversation that does not fit is cut at the end,
+and only questions whose evidence is included are asked. Adversarial questions are left out.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from larder_bench.tasks.base import Task
 
 @dataclass(frozen=True)
 class Locomo(Task):
-    """Two people's talk, session by session.
+    """Conversation between two people, session by session.
 
     Args:
-        questions: how many at most; left out, all that can be answered.
+        questions: maximum number of questions; None for all that can be answered.
     """
 
     questions: int | None = None

@@ -2,11 +2,11 @@
 
 Yushi Bai et al., "LongBench: A Bilingual, Multitask Benchmark for Long Context Understanding"
 (2023), arXiv:2308.14508. The folder `longbench` of `--data` holds the release's `NAME.jsonl` (or
-`data/NAME.jsonl`), with `input`, `context` and `answers` on each line. A seed stands for a line, by
-turns; a context that is too long loses its middle, as in the released code. Where the folder holds
+`data/NAME.jsonl`), with `input`, `context` and `answers` on each line. Seeds select lines
+in turn; a context that is too long loses its middle, as in the released code. If the folder holds
 the release's `dataset2prompt.json` (or `config/dataset2prompt.json`), its prompts are used, else
-plain ones of ours. Beside this project's scores answers that are generated have the data set's own,
-F1, ROUGE-L, edit similarity, classes or numbers by set (`larder_bench.scoring.dataset_metrics`).
+our own, plain ones. Besides this project's scores, generated answers get the data set's own: F1,
+ROUGE-L, edit similarity, classes or numbers by set (`larder_bench.scoring.dataset_metrics`).
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ ANSWER = "{question}\nAnswer in as few words as you can."
 
 @dataclass(frozen=True)
 class Longbench(Task):
-    """One sample of one set.
+    """Sample of a set.
 
     Args:
-        set: its name, such as "hotpotqa" or "hotpotqa_e".
+        set: name of the set, such as "hotpotqa" or "hotpotqa_e".
     """
 
     set: str = "multifieldqa_en"
@@ -62,38 +62,38 @@ class Longbench(Task):
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
         sample = load_sample("longbench", self.set, seed, sources)
         opening, prompt = self._prompts(sources)
-        asked = str(required_field(sample, "input", self.set)).strip()
+        question_text = str(required_field(sample, "input", self.set)).strip()
         text = str(required_field(sample, "context", self.set))
-        question = self._question(sample, asked or DEFAULT_QUESTIONS.get(self._base, SUMMARIZE))
+        question = self._question(
+            sample, question_text or DEFAULT_QUESTIONS.get(self._base, SUMMARIZE)
+        )
         name = f"longbench-{tokens}-{seed}"
-        if not asked and not opening:
+        if not question_text and not opening:
             prompt = "{question}"
         return document_conversation(name, text, question, tokens, sources, opening, prompt)
 
     @property
     def _base(self) -> str:
-        """The sets of even lengths are asked as those that they are drawn from."""
+        """Name of the original set: sets of even lengths use its questions and metrics."""
         return self.set.removesuffix("_e")
 
-    def _question(self, sample: Fields, asked: str) -> Question:
+    def _question(self, sample: Fields, text: str) -> Question:
         answers = required_field(sample, "answers", self.set)
         if not isinstance(answers, list) or not answers:
             raise InputError(f"a sample of {self.set} must have a list of 'answers'.")
         first, *others = map(str, answers)
         classes = tuple(map(str, sample.get("all_classes") or ()))
         scorer = SET_METRICS.get(self._base, "")
-        return Question(
-            asked, first, self.set, others=tuple(others), scorer=scorer, classes=classes
-        )
+        return Question(text, first, self.set, others=tuple(others), scorer=scorer, classes=classes)
 
     def _prompts(self, sources: TaskSources) -> tuple[str, str]:
-        """What stands before the context, and what behind it."""
+        """Prompt text before and after the context."""
         folder = sources.folder("longbench")
         for path in (folder / name for name in PROMPTS):
             if path.is_file():
-                before, _, behind = self._template(path, sources).partition(CONTEXT)
-                behind = behind.replace("{", "{{").replace("}", "}}")
-                return before, behind.replace("{{input}}", "{question}").strip()
+                before, _, after = self._template(path, sources).partition(CONTEXT)
+                after = after.replace("{", "{{").replace("}", "}}")
+                return before, after.replace("{{input}}", "{question}").strip()
         return "", ANSWER
 
     def _template(self, path: Path, sources: TaskSources) -> str:

@@ -1,11 +1,11 @@
-"""LongBench v2, from a local folder: one of four answers about a long text.
+"""LongBench v2, from a local folder: multiple-choice questions about a long text.
 
 Yushi Bai et al., "LongBench v2: Towards Deeper Understanding and Reasoning on Realistic
 Long-context Multitasks" (2024), arXiv:2412.15204. The folder `longbench_v2` of `--data` holds the
 release's `data.json` (or `data.jsonl`), with `context`, `question`, `choice_A` to `choice_D` and
-`answer` on each sample. A seed stands for a sample, by turns; a context that is too long loses its
-middle, as in the released code. The prompt is a plain one of ours and one letter is expected; the
-paper's score, whether the right one is chosen, is the data set's own (`choice`).
+`answer` on each sample. Seeds select samples in turn; a context that is too long loses its middle,
+as in the released code. The prompt is our own, plain one, and the answer is one letter; the paper's
+score, whether the right letter is chosen, is the data set's own (`choice`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ANSWER = "{question}\nAnswer with one letter alone."
 
 @dataclass(frozen=True)
 class LongbenchV2(Task):
-    """One sample.
+    """Sample of the data set.
 
     Args:
-        difficulty: of the samples that are drawn from: easy, hard, or empty for all.
-        length: likewise: short, medium, long, or empty for all.
+        difficulty: difficulty of the samples: easy, hard, or empty for all.
+        length: length of the samples: short, medium, long, or empty for all.
     """
 
     difficulty: str = ""
@@ -42,8 +42,8 @@ class LongbenchV2(Task):
     def __post_init__(self) -> None:
         for name, known in (("difficulty", DIFFICULTIES), ("length", LENGTHS)):
             if (value := getattr(self, name)) not in known:
-                shown = ", ".join(repr(one) for one in known)
-                raise BadParameter(f"longbench_v2.{name} must be one of {shown}, got {value!r}.")
+                choices = ", ".join(repr(one) for one in known)
+                raise BadParameter(f"longbench_v2.{name} must be one of {choices}, got {value!r}.")
 
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
         samples = self._samples(sources)
@@ -56,12 +56,12 @@ class LongbenchV2(Task):
     def _samples(self, sources: TaskSources) -> Sequence[Fields]:
         path = _file(sources.folder(FOLDER))
         found = sources.once(path, read_list if path.suffix == ".json" else read_lines)
-        wanted = {"difficulty": self.difficulty, "length": self.length}
-        asked = {name: value for name, value in wanted.items() if value}
-        kept = [one for one in found if all(one.get(n) == value for n, value in asked.items())]
+        fields = {"difficulty": self.difficulty, "length": self.length}
+        selected = {name: value for name, value in fields.items() if value}
+        kept = [one for one in found if all(one.get(n) == value for n, value in selected.items())]
         if not kept:
-            told = " and ".join(f"{name} {value!r}" for name, value in asked.items())
-            raise InputError(f"{path} has no sample of {told}: ask for others.")
+            selection = " and ".join(f"{name} {value!r}" for name, value in selected.items())
+            raise InputError(f"{path} has no sample of {selection}: ask for others.")
         return kept
 
 
@@ -76,9 +76,9 @@ def _question(sample: Fields) -> Question:
     answer = str(required_field(sample, "answer", FOLDER)).strip()
     if answer not in LETTERS:
         raise InputError(f"a sample of {FOLDER} must have one of A to D as 'answer'.")
-    told = [(one, str(required_field(sample, f"choice_{one}", FOLDER))) for one in LETTERS]
-    asked = str(required_field(sample, "question", FOLDER)).strip()
-    lines = [asked, *(f"{letter}. {text}" for letter, text in told)]
+    choices = [(one, str(required_field(sample, f"choice_{one}", FOLDER))) for one in LETTERS]
+    question = str(required_field(sample, "question", FOLDER)).strip()
+    lines = [question, *(f"{letter}. {text}" for letter, text in choices)]
     kind = " ".join(str(sample[name]) for name in ("difficulty", "length") if sample.get(name))
     return Question("\n".join(lines), answer, kind, scorer="choice")
 

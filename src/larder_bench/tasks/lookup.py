@@ -1,8 +1,8 @@
-"""Plain look-up: nothing but lines of a name and its value, and some names asked for.
+"""Look-up: lines of a name and its value, and questions for some of the names.
 
 Yucheng Li et al., "SCBench: A KV Cache-Centric Analysis of Long-Context Methods" (2024),
 arXiv:2412.10319, section 3 (Retr.KV). Names are invented and values short codes instead of the
-paper's UUIDs in JSON; the wording is that which the bundled seed model was trained on.
+paper's UUIDs in JSON; the wording is the one that the bundled seed model was trained on.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ NOTED = "Noted."
 
 @dataclass(frozen=True)
 class Lookup(Task):
-    """As many lines as there is room for.
+    """As many lines as fit.
 
     Args:
-        questions: how many names are asked for.
+        questions: number of names asked for.
     """
 
     questions: int = 20
@@ -52,17 +52,17 @@ class Lookup(Task):
             )
         text = " ".join(f"{name}: {value}." for name, value in lines.items())
         messages = (Message("user", text), Message("assistant", NOTED))
-        asked = tuple(
+        questions = tuple(
             _question(name, lines[name], messages)
             for name in random.sample(list(lines), self.questions)
         )
-        return Conversation(f"lookup-{tokens}-{seed}", messages, asked)
+        return Conversation(f"lookup-{tokens}-{seed}", messages, questions)
 
 
 def _question(name: str, value: str, messages: Sequence[Message]) -> Question:
     start = messages[0].content.index(f"{name}: {value}.")
-    asked = f"What is the value of {name}?"
-    return Question(asked, value, "lookup", relative_depth(messages, 0, start))
+    question = f"What is the value of {name}?"
+    return Question(question, value, "lookup", relative_depth(messages, 0, start))
 
 
 def _pairs(grammar: Grammar, random: Random) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Sessions of a life-log and dialogues in which something is booked, by chance.
+"""Random mixture of life-log sessions and dialogues with bookings.
 
 No paper for the mixture; see `lifelog` and `bookings`, whose questions it asks in equal shares. The
 dialogues come from the folder of `--corpus`.
@@ -20,7 +20,7 @@ class MixedTask(Task):
     """Sessions of two kinds.
 
     Args:
-        questions: how many, all different.
+        questions: number of questions, all different.
     """
 
     questions: int = 24
@@ -32,12 +32,12 @@ class MixedTask(Task):
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
         dialogues = sources.dialogues
 
-        def made(own: int) -> Conversation:
+        def generate(retry_seed: int) -> Conversation:
             return bookings_conversation(
-                own, tokens, sources.count_tokens, dialogues, self.questions, share=0.5
+                retry_seed, tokens, sources.count_tokens, dialogues, self.questions, share=0.5
             )
 
-        return make_with_retries("mixed", seed, tokens, made)
+        return make_with_retries("mixed", seed, tokens, generate)
 
 
 Part = MixedTask

@@ -1,8 +1,8 @@
-"""Needles among needles: many magic numbers, of which a few are asked for.
+"""Needles among needles: many magic numbers, some of which are asked for.
 
 Cheng-Ping Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?"
-(2024), arXiv:2404.06654, section 3.1 (MK-NIAH). RULER asks for one key of a text;
-here several are asked for, each by itself.
+(2024), arXiv:2404.06654, section 3.1 (MK-NIAH). RULER asks for one key of a text; here several are
+asked for, each in a question of its own.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ KIND = "multi_key"
 
 @dataclass(frozen=True)
 class MultiKey(Task):
-    """Numbers of many things.
+    """Magic numbers of many things.
 
     Args:
-        questions: how many are asked for.
-        keys: how many numbers lie in the hay; left out, the text is nothing but such numbers.
+        questions: number of numbers asked for.
+        keys: numbers in the haystack; None for a text of nothing but such numbers.
+        hay: source of the haystack.
     """
 
     questions: int = 8
@@ -56,22 +57,22 @@ class MultiKey(Task):
         drawn = draw_distinct(
             draw_magic_number, sources.grammar, random, self.keys or self.questions
         )
-        needles = [self._placed(number, needle) for number, needle in enumerate(drawn)]
+        needles = [self._with_question(number, needle) for number, needle in enumerate(drawn)]
         sentences = self.hay.sentences(sources, random)
         if self.keys is None:
             sentences = _distractors(drawn, sources, random)
         name = f"{KIND}-{tokens}-{seed}"
         return place_needles(name, needles, sentences, random, sources.count_tokens, tokens)
 
-    def _placed(self, number: int, needle: Needle) -> Needle:
-        """The first are asked for, the others only mislead."""
+    def _with_question(self, number: int, needle: Needle) -> Needle:
+        """Needle with a question if it is one of the first; the others are distractors."""
         if needle.question is None or number >= self.questions:
             return replace(needle, question=None)
         return replace(needle, question=replace(needle.question, kind=KIND))
 
 
 def _distractors(needles: list[Needle], sources: TaskSources, random: Random) -> Iterator[str]:
-    """Numbers of other things, without end."""
+    """Endless numbers of other things."""
     names = {name for needle in needles for name in needle.names}
     while True:
         key = draw_key(sources.grammar, random)

@@ -1,8 +1,8 @@
-"""Needles asked for together: one question names several things, whose numbers lie far apart.
+"""Needles asked for together: one question names several things, whose numbers are far apart.
 
 Cheng-Ping Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?"
-(2024), arXiv:2404.06654, section 3.1 (MQ-NIAH). The numbers are expected in the
-order of the question, and each is scored by itself, given the right ones before it.
+(2024), arXiv:2404.06654, section 3.1 (MQ-NIAH). The numbers are expected in the order of the
+question, and each is scored separately, given the right ones before it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ class MultiQuery(Task):
     """Questions for several numbers each.
 
     Args:
-        queries: how many numbers a question asks for.
-        questions: how many, about different numbers.
+        queries: numbers that a question asks for.
+        questions: number of questions, about different numbers.
+        hay: source of the haystack.
     """
 
     style: ClassVar[QuestionStyle] = QuestionStyle.RECITAL
@@ -48,7 +49,7 @@ class MultiQuery(Task):
         )
         sentences = self.hay.sentences(sources, random)
         name = f"{KIND}-{tokens}-{seed}"
-        made = place_needles(name, needles, sentences, random, sources.count_tokens, tokens)
+        conversation = place_needles(name, needles, sentences, random, sources.count_tokens, tokens)
         numbers = {
             key: needle.question.answer
             for needle in needles
@@ -57,14 +58,14 @@ class MultiQuery(Task):
         }
         keys = random.sample(list(numbers), len(numbers))
         groups = (keys[start :: self.questions] for start in range(self.questions))
-        return replace(made, questions=tuple(_question(group, numbers) for group in groups))
+        return replace(conversation, questions=tuple(_question(group, numbers) for group in groups))
 
 
 def _question(keys: list[str], numbers: dict[str, str]) -> Question:
-    named = f"{', '.join(keys[:-1])} and {keys[-1]}"
+    names = f"{', '.join(keys[:-1])} and {keys[-1]}"
     answer, items = join_items([numbers[key] for key in keys])
-    asked = f"What are the special magic numbers for {named} mentioned in the text?"
-    return Question(asked, answer, KIND, items=items)
+    question = f"What are the special magic numbers for {names} mentioned in the text?"
+    return Question(question, answer, KIND, items=items)
 
 
 Part = MultiQuery

@@ -1,8 +1,8 @@
 """Needles of one name: several magic numbers of the same thing, all of which are asked for.
 
 Cheng-Ping Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?"
-(2024), arXiv:2404.06654, section 3.1 (MV-NIAH). The numbers are expected in the
-order of the text, and each is scored by itself, given the right ones before it.
+(2024), arXiv:2404.06654, section 3.1 (MV-NIAH). The numbers are expected in the order of the text,
+and each is scored separately, given the right ones before it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ class MultiValue(Task):
     """Things with several numbers.
 
     Args:
-        keys: how many things, each with a question.
-        values: how many numbers of each.
+        keys: number of things, each with a question.
+        values: numbers of each thing.
+        hay: source of the haystack.
     """
 
     style: ClassVar[QuestionStyle] = QuestionStyle.RECITAL
@@ -61,9 +62,9 @@ class MultiValue(Task):
         key = draw_key(grammar, random)
         numbers = list(dict.fromkeys(draw_number(random) for _ in range(self.values)))
         answer, items = join_items(numbers)
-        asked = f"What are all the special magic numbers for {key} mentioned in the text?"
+        question = f"What are all the special magic numbers for {key} mentioned in the text?"
         lines = tuple(magic_line(key, number) for number in numbers)
-        return Needle(lines, frozenset({key}), Question(asked, answer, KIND, items=items))
+        return Needle(lines, frozenset({key}), Question(question, answer, KIND, items=items))
 
 
 Part = MultiValue

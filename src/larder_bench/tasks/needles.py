@@ -1,8 +1,8 @@
-"""Needles in a haystack: single facts that stand once in a long text.
+"""Needles in a haystack: single facts that appear once in a long text.
 
 Cheng-Ping Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?"
 (2024), arXiv:2404.06654, section 3.1 (S-NIAH). RULER hides one needle; here a text holds several
-that have nothing to do with each other, and each is asked for by itself.
+unrelated ones, and each is asked for in a question of its retry_seed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from larder_bench.tasks.base import Task, make_with_retries
 
 
 class NeedleKind(Enum):
-    """MAGIC: numbers of invented things. KV: lines of a name and a code. PASSKEY: the one pass key.
-    ALTERNATING: one of these, by turns of the seed.
+    """Kind of needles.
+
+    MAGIC: numbers of invented things.
+    KV: lines of a name and a code.
+    PASSKEY: a single pass key.
+    ALTERNATING: one of these in turn, by seed.
     """
 
     MAGIC = "magic"
@@ -36,7 +40,9 @@ class NeedlesTask(Task):
     """Facts in a haystack.
 
     Args:
-        needles: how many; there is only one pass key.
+        kind: kind of facts.
+        needles: number of facts; there is only one pass key.
+        hay: source of the haystack.
     """
 
     kind: NeedleKind = NeedleKind.ALTERNATING
@@ -50,9 +56,9 @@ class NeedlesTask(Task):
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
         kind = TURNS[seed % len(TURNS)] if self.kind is NeedleKind.ALTERNATING else self.kind
 
-        def made(own: int) -> Conversation:
+        def generate(retry_seed: int) -> Conversation:
             return needles_conversation(
-                own,
+                retry_seed,
                 tokens,
                 sources.count_tokens,
                 lambda random: self.hay.sentences(sources, random),
@@ -60,7 +66,7 @@ class NeedlesTask(Task):
                 self.needles,
             )
 
-        return make_with_retries("needles", seed, tokens, made)
+        return make_with_retries("needles", seed, tokens, generate)
 
 
 Part = NeedlesTask

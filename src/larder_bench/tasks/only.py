@@ -1,11 +1,10 @@
-"""Another task with some of its questions alone: by kind, by sources, by how near one episode is.
+"""Subset of another task's questions: by kind, by number of sources, by similarity to one episode.
 
 M. Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv:2509.17396, section 4.2, groups questions by how
-many places of the conversation they need (figure 8), and by whether one centroid stands out among
-their similarities to all (table 1, "Single" and "Cross"). It does not say from which difference on
-one does; here it is the median of the conversation's questions, so that each half of them is one of
-the two.
+many passages of the conversation they need (figure 8), and by whether one centroid stands out among
+their similarities to all (table 1, "Single" and "Cross"). It gives no threshold; here it is the
+median of the conversation's questions, so that each half of them is one of the two.
 """
 
 from __future__ import annotations
@@ -23,11 +22,16 @@ from larder.session.episodes.segments import cut_segments
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks.base import Task, make_with_seed_retries, parse_inner_task
 
-MAX_SOURCES = 3  # so many sources, or more
+MAX_SOURCES = 3  # this many sources or more
 
 
 class EpisodeFilter(Enum):
-    """ANY: all questions. SINGLE: those near to one episode. CROSS: those near to several."""
+    """Selection of questions by their episodes.
+
+    ANY: all questions.
+    SINGLE: questions similar to one episode.
+    CROSS: questions similar to several.
+    """
 
     ANY = "any"
     SINGLE = "single"
@@ -36,15 +40,16 @@ class EpisodeFilter(Enum):
 
 @dataclass(frozen=True)
 class QuestionSubset(Task):
-    """Some of the questions. Where a conversation has none of them, another is made.
+    """Some of another task's questions. If a conversation has none of them, another one is
+    generated.
 
     Args:
-        of: the task whose conversations and questions are taken, as it is written.
-        kinds: of questions, with commas between; empty takes all.
-        sources: places that a question needs, 3 for that many or more; left out, all.
+        of: spelling of the task whose conversations and questions are taken.
+        kinds: kinds of questions separated by commas; empty for all.
+        sources: number of passages that a question needs, 3 for 3 or more; None for all.
         episodes: `any`, `single` or `cross`.
-        count: episodes that questions are held against.
-        embedder: of segments and questions, as episodes have it; not `tokens`.
+        count: number of episodes that questions are compared with.
+        embedder: embedder of segments and questions, as for episodes; not `tokens`.
     """
 
     of: str = "lifelog()"
@@ -69,19 +74,19 @@ class QuestionSubset(Task):
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
         task = parse_inner_task("only", self.of)
 
-        def made(own: int) -> Conversation:
-            whole = task.make(own, tokens, sources)
-            asked = [one for one in whole.questions if self._fits(one)]
+        def generate(retry_seed: int) -> Conversation:
+            whole = task.make(retry_seed, tokens, sources)
+            questions = [one for one in whole.questions if self._fits(one)]
             if self.episodes is not EpisodeFilter.ANY:
-                asked = self._near(whole, asked, sources)
-            if not asked:
+                questions = self._select_by_episodes(whole, questions, sources)
+            if not questions:
                 raise TooLittle(
-                    f"only.of={self.of} asks nothing of that sort at {tokens} tokens: write more "
-                    "tokens, or ask for more kinds."
+                    f"only.of={self.of} has no such questions at {tokens} tokens: take more "
+                    "tokens, or more kinds."
                 )
-            return replace(whole, questions=tuple(asked))
+            return replace(whole, questions=tuple(questions))
 
-        return make_with_seed_retries("only", seed, tokens, made)
+        return make_with_seed_retries("only", seed, tokens, generate)
 
     def _fits(self, question: Question) -> bool:
         if self.kinds and question.kind not in self.kinds.split(","):
@@ -90,27 +95,27 @@ class QuestionSubset(Task):
             return True
         return question.sources is not None and min(question.sources, MAX_SOURCES) == self.sources
 
-    def _near(
-        self, whole: Conversation, asked: Sequence[Question], sources: TaskSources
+    def _select_by_episodes(
+        self, whole: Conversation, questions: Sequence[Question], sources: TaskSources
     ) -> list[Question]:
-        """Those of one half by how far the nearest centroid is ahead of the next."""
-        leads = self._leads(whole, asked, sources) if asked else np.zeros(0)
-        stands_out = leads > np.median(leads) if len(leads) > 1 else leads > 1
-        wanted = self.episodes is EpisodeFilter.SINGLE
-        return [one for one, single in zip(asked, stands_out, strict=True) if single == wanted]
+        """Questions of one half, by the lead of the most similar centroid over the second."""
+        leads = self._leads(whole, questions, sources) if questions else np.zeros(0)
+        is_single = leads > np.median(leads) if len(leads) > 1 else leads > 1
+        is_selected = is_single == (self.episodes is EpisodeFilter.SINGLE)
+        return [one for one, selected in zip(questions, is_selected, strict=True) if selected]
 
     def _leads(
-        self, whole: Conversation, asked: Sequence[Question], sources: TaskSources
+        self, whole: Conversation, questions: Sequence[Question], sources: TaskSources
     ) -> np.ndarray:
         embedder = sources.embedder(self.embedder)
         rows = embedder.embed_segments([segment.text for segment in cut_segments(whole)])
         centroids = cluster(rows, self.count, SEED).centroids
-        questions = embedder.embed_questions([one.question for one in asked])
-        nearness = questions @ centroids.T / np.linalg.norm(centroids, axis=1)
-        nearness = np.sort(nearness, axis=1)
-        if nearness.shape[1] < 2:
-            return np.full(len(asked), np.inf)
-        return nearness[:, -1] - nearness[:, -2]
+        embedded = embedder.embed_questions([one.question for one in questions])
+        similarities = embedded @ centroids.T / np.linalg.norm(centroids, axis=1)
+        similarities = np.sort(similarities, axis=1)
+        if similarities.shape[1] < 2:
+            return np.full(len(questions), np.inf)
+        return similarities[:, -1] - similarities[:, -2]
 
 
 Part = QuestionSubset

@@ -1,7 +1,7 @@
-"""The pass key: one number in a text of nothing.
+"""Pass key: one number in a text of noise.
 
 Amirkeivan Mohtashami and Martin Jaggi, "Landmark Attention: Random-Access Infinite Context Length
-for Transformers" (2023), arXiv:2305.16300, section 4.2; the place of the key is random.
+for Transformers" (2023), arXiv:2305.16300, section 4.2; the position of the key is random.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from larder_bench.tasks.base import Task, make_with_retries
 
 @dataclass(frozen=True)
 class Passkey(Task):
-    """One pass key, one question."""
+    """One pass key and one question.
+
+    Args:
+        hay: source of the haystack.
+    """
 
     hay: Haystack = Haystack.NOISE
 
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
-        def made(own: int) -> Conversation:
+        def generate(retry_seed: int) -> Conversation:
             return needles_conversation(
-                own,
+                retry_seed,
                 tokens,
                 sources.count_tokens,
                 lambda random: self.hay.sentences(sources, random),
@@ -31,7 +35,7 @@ class Passkey(Task):
                 1,
             )
 
-        return make_with_retries("passkey", seed, tokens, made)
+        return make_with_retries("passkey", seed, tokens, generate)
 
 
 Part = Passkey

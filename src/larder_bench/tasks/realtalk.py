@@ -1,9 +1,9 @@
-"""Questions of RealTalk about its conversations, for models that can answer them.
+"""RealTalk: questions about its conversations, for models that can answer them.
 
 Dong-Ho Lee et al., "REALTALK: A 21-Day Real-World Dataset for Long-Term Conversation" (2025),
-arXiv:2502.13270. The files lie in the folder `realtalk` of `--data`; a seed stands for a file, by
-turns, and for the session that the conversation starts with. Where it does not fit as a whole, what
-follows is cut off, and only questions whose evidence is there are asked.
+arXiv:2502.13270. The files are in the folder `realtalk` of `--data`; seeds select a file in turn,
+and the session that the conversation starts with. A conversation that does not fit is cut at the
+end, and only questions whose evidence is included are asked.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from larder_bench.tasks.base import Task
 
 @dataclass(frozen=True)
 class Realtalk(Task):
-    """Two people's talk, session by session.
+    """Conversation between two people, session by session.
 
     Args:
-        questions: how many at most; left out, all that can be answered.
+        questions: maximum number of questions; None for all that can be answered.
     """
 
     questions: int | None = None

@@ -1,6 +1,6 @@
-"""Recitals: numbered reminders scattered in small talk, to be recited in order, item by item.
+"""Recital: numbered reminders scattered in small talk, to be recited in order, item by item.
 
-No paper: long generation that stays checkable, each item of which needs one place of the context.
+No paper: long generation that can be checked; each item needs one passage of the context.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Recite(Task):
     """Reminders to recite.
 
     Args:
-        items: the most that one question asks for.
+        items: maximum number of items per question.
     """
 
     style: ClassVar[QuestionStyle] = QuestionStyle.RECITAL
@@ -35,10 +35,10 @@ class Recite(Task):
             raise BadParameter(f"recite.items must be 1 or more, got {self.items}.")
 
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
-        def made(own: int) -> Conversation:
-            return recital_conversation(own, tokens, sources.count_tokens, self.items)
+        def generate(retry_seed: int) -> Conversation:
+            return recital_conversation(retry_seed, tokens, sources.count_tokens, self.items)
 
-        return make_with_retries("recite", seed, tokens, made)
+        return make_with_retries("recite", seed, tokens, generate)
 
 
 Part = Recite
@@ -51,17 +51,17 @@ KIND = "recite"
 def recital_conversation(
     seed: int, tokens: int, count_tokens: Callable[[str], int], items: int = 60
 ) -> Conversation:
-    """Small talk of at most `tokens` tokens with reminders in it; equal seeds, equal talks.
+    """Small talk of at most `tokens` tokens with reminders; equal seeds give equal conversations.
 
     Args:
-        seed: of everything random.
-        tokens: the most that the messages may take, marks between them included.
-        count_tokens: how many tokens a text is.
-        items: the most that one question asks for; all reminders are asked for, in order. The seed
-            model counts less surely where a question does not start with the first.
+        seed: seed of all random choices.
+        tokens: maximum number of tokens of the messages, markers between them included.
+        count_tokens: returns the number of tokens of a text.
+        items: maximum number of items per question; all reminders are asked for, in order. The
+            seed model counts less reliably if a question does not start with the first.
 
     Raises:
-        BadParameter: `items` is below 1, or there is no room for a reminder.
+        BadParameter: `items` is below 1, or no reminder fits.
     """
     if items < 1:
         raise BadParameter(f"recite.items must be 1 or more, got {items}.")
@@ -81,26 +81,27 @@ def recital_conversation(
 
 
 def _talk(
-    grammar: Grammar, random: Random, told: list[str]
+    grammar: Grammar, random: Random, reminders: list[str]
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What is said, turn by turn, without end, each with the reminder in it, if any."""
+    """Endless user messages, each with its reminder, if any."""
     while True:
         topic = random.choice(grammar.topics)
         text, reminder = random.choice(topic.chat), ""
         if random.random() < REMINDER_CHANCE:
             entity, attribute = random.choice(topic.entities), random.choice(topic.attributes)
             value = draw_value(attribute.value_kind, grammar.words, random)
-            said = random.choice(attribute.statements)
-            reminder = said.replace("{E}", entity).replace("{V}", value)
-            text += f" Reminder {len(told) + 1}: {reminder}."
+            statement = random.choice(attribute.statements)
+            reminder = statement.replace("{E}", entity).replace("{V}", value)
+            text += f" Reminder {len(reminders) + 1}: {reminder}."
         yield text, (reminder,) if reminder else ()
 
 
 def _questions(reminders: list[str], most: int) -> Iterator[Question]:
-    """Runs of about the same length that together are all reminders."""
+    """Questions for runs of about equal length that together cover all reminders."""
     runs = -(-len(reminders) // most)
     cuts = [len(reminders) * run // runs for run in range(runs + 1)]
     for start, stop in zip(cuts, cuts[1:], strict=False):
-        said = (f"{n}: {text}." for n, text in enumerate(reminders[start:stop], start=start + 1))
-        answer, asked = " ".join(said), f"Recite reminders {start + 1} to {stop}."
-        yield Question(asked, answer, KIND, items=numbered_item_spans(answer))
+        recited = (f"{n}: {text}." for n, text in enumerate(reminders[start:stop], start=start + 1))
+        answer = " ".join(recited)
+        question = f"Recite reminders {start + 1} to {stop}."
+        yield Question(question, answer, KIND, items=numbered_item_spans(answer))

@@ -1,8 +1,8 @@
-"""Many requests: sittings that share what was read, each with questions of its own.
+"""Many requests: sequences of questions that share one context.
 
 Yucheng Li et al., "SCBench: A KV Cache-Centric Analysis of Long-Context Methods" (2024),
-arXiv:2412.10319, section 3 (multi-request mode). What a cache dropped because the first request did
-not need it is missing for the others.
+arXiv:2412.10319, section 3 (multi-request mode). Entries that a cache evicts because the first
+request does not need them are missing for the others.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from larder_bench.tasks.base import QuestionSequence, QuestionStyle, Task, parse
 
 @dataclass(frozen=True)
 class Requests(Task):
-    """Sittings of equal length; the last may be shorter.
+    """Sequences of equal length; the last one may be shorter.
 
     Args:
-        of: the task whose conversations and questions are taken, as it is written.
-        turns: questions in each sitting.
+        of: spelling of the task whose conversations and questions are taken.
+        turns: questions in each sequence.
     """
 
     style: ClassVar[QuestionStyle] = QuestionStyle.REQUESTS
@@ -35,10 +35,10 @@ class Requests(Task):
             raise BadParameter(f"requests.turns must be 1 or more, got {self.turns}.")
 
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
-        made = parse_inner_task("requests", self.of).make(seed, tokens, sources)
-        return replace(made, name=f"requests-{tokens}-{seed}")
+        conversation = parse_inner_task("requests", self.of).make(seed, tokens, sources)
+        return replace(conversation, name=f"requests-{tokens}-{seed}")
 
-    def sittings(self, questions: QuestionSequence) -> tuple[QuestionSequence, ...]:
+    def question_sequences(self, questions: QuestionSequence) -> tuple[QuestionSequence, ...]:
         starts = range(0, len(questions), self.turns)
         return tuple(questions[start : start + self.turns] for start in starts)
 

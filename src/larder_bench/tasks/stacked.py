@@ -1,12 +1,11 @@
-"""LongMemEval's questions over histories that are stacked from its sessions, with a fixed seed.
+"""LongMemEval questions over histories that are stacked from its sessions, with a fixed seed.
 
 Di Wu et al., "LongMemEval: Benchmarking Chat Assistants on Long-Term Interactive Memory" (2024),
 arXiv:2410.10813. The folder `longmemeval` of `--data` holds one of the release's files, such as
-`longmemeval_s.json`. A history holds the evidence sessions of several questions and, where room is
-left, other sessions of the file, all in the order of their dates. The released script draws without
-a seed and keeps what contradicts apart; here equal seeds give equal histories, and sessions that
-are evidence of a question not asked are left out. Questions without an answer (`_abs`) are not
-asked.
+`longmemeval_s.json`. A history holds the evidence sessions of several questions and, if they fit,
+other sessions of the file, all ordered by date. The released script draws without a seed and keeps
+contradictions apart; here equal seeds give equal histories, and sessions that are evidence of a
+question not asked are left out. Questions without an answer (`_abs`) are not asked.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from larder_bench.tasks.base import Task
 
 FOLDER = "longmemeval"
 ABSTENTION_SUFFIX = "_abs"
-MAX_SESSIONS = 999  # sessions of a history; no number takes more tokens
+MAX_SESSIONS = 999  # sessions of a history; no session number takes more tokens
 
 
 @dataclass(frozen=True)
 class HistorySession:
-    """One sitting of a history, by its id."""
+    """Session of a history."""
 
     id: str
     date: str
@@ -40,7 +39,7 @@ class HistorySession:
 
 @dataclass(frozen=True)
 class HistoryQuestion:
-    """A question, and the ids of the sessions that answer it."""
+    """Question, and the ids of the sessions that answer it."""
 
     question: Question
     evidence: tuple[str, ...]
@@ -48,10 +47,10 @@ class HistoryQuestion:
 
 @dataclass(frozen=True)
 class LongMemEvalRelease:
-    """What a file holds; a session that several histories share is there once.
+    """Contents of a release file; a session shared by several histories appears once.
 
     Args:
-        evidence: the ids of all sessions that answer anything, or show that nothing does.
+        evidence: ids of all sessions that are evidence of any question, answerable or not.
     """
 
     entries: tuple[HistoryQuestion, ...]
@@ -61,10 +60,10 @@ class LongMemEvalRelease:
 
 @dataclass(frozen=True)
 class Stacked(Task):
-    """A history of many sessions.
+    """History of many sessions.
 
     Args:
-        questions: the most that are asked; as many as their evidence leaves room for.
+        questions: maximum number of questions; as many as their evidence fits.
     """
 
     questions: int = 10
@@ -76,15 +75,15 @@ class Stacked(Task):
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
         random, release = Random(seed), _release(sources)
         costs = {id: _cost(session, sources) for id, session in release.sessions.items()}
-        asked, taken, left = list[HistoryQuestion](), dict[str, None](), tokens
+        selected, taken, left = list[HistoryQuestion](), dict[str, None](), tokens
         for entry in random.sample(release.entries, len(release.entries)):
             new = [id for id in entry.evidence if id not in taken]
-            if len(asked) == self.questions or sum(costs[id] for id in new) > left:
+            if len(selected) == self.questions or sum(costs[id] for id in new) > left:
                 continue
             left -= sum(costs[id] for id in new)
             taken |= dict.fromkeys(new)
-            asked.append(entry)
-        if not asked:
+            selected.append(entry)
+        if not selected:
             raise TooLittle(f"stacked.tokens must hold the evidence of a question, got {tokens}.")
         for id in random.sample(sorted(costs), len(costs)):
             if id not in release.evidence and costs[id] <= left:
@@ -94,7 +93,7 @@ class Stacked(Task):
         messages = tuple(
             message for n, one in enumerate(stack, 1) for message in _session_messages(one, n)
         )
-        questions = tuple(entry.question for entry in asked)
+        questions = tuple(entry.question for entry in selected)
         return Conversation(f"stacked-{tokens}-{seed}", messages, questions)
 
 
@@ -123,8 +122,8 @@ def _release(sources: TaskSources) -> LongMemEvalRelease:
 def _read(path: Path) -> LongMemEvalRelease:
     entries, sessions, evidence = list[HistoryQuestion](), dict[str, HistorySession](), set[str]()
     for fields in read_list(path):
-        for id, date, said in _histories(fields, path.name):
-            messages = tuple(Message(turn["role"], str(turn["content"])) for turn in said)
+        for id, date, turns in _histories(fields, path.name):
+            messages = tuple(Message(turn["role"], str(turn["content"])) for turn in turns)
             if messages:
                 sessions.setdefault(id, HistorySession(id, date, messages))
         entry = _entry(fields, path.name)
@@ -139,10 +138,10 @@ def _read(path: Path) -> LongMemEvalRelease:
 
 def _histories(fields: Fields, name: str) -> Sequence[tuple[str, str, Any]]:
     keys = ("haystack_session_ids", "haystack_dates", "haystack_sessions")
-    ids, dates, said = (required_field(fields, key, name) for key in keys)
-    if not len(ids) == len(dates) == len(said):
+    ids, dates, sessions = (required_field(fields, key, name) for key in keys)
+    if not len(ids) == len(dates) == len(sessions):
         raise InputError(f"a sample of {name} must have as many {keys[0]} as {keys[2]}.")
-    return list(zip(map(str, ids), map(str, dates), said, strict=True))
+    return list(zip(map(str, ids), map(str, dates), sessions, strict=True))
 
 
 def _entry(fields: Fields, name: str) -> HistoryQuestion:

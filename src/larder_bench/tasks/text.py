@@ -1,8 +1,8 @@
-"""Any text, and what really follows it: how true a cache is where nothing is asked.
+"""Text and its real continuation: fidelity of a cache without questions.
 
-No paper: the answer is the continuation, of which every token is scored. Compared with the full
-cache token by token it gives fidelity: the divergence, and how often the likeliest token is the
-same.
+No paper: the answer is the continuation, every token of which is scored. Compared with the full
+cache token by token, it gives the fidelity: the divergence, and how often the likeliest token is
+the same.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ ENDINGS = (".txt", ".md")
 
 
 class TextSource(Enum):
-    """TALK: small talk. PROSE: the corpus, `--corpus FOLDER`. FILES: those of the folder `text` of
-    `--data`, by turns of the seed.
+    """Source of the text.
+
+    TALK: small talk.
+    PROSE: the corpus, `--corpus FOLDER`.
+    FILES: files of the folder `text` of `--data`, in turn by seed.
     """
 
     TALK = "talk"
@@ -39,11 +42,11 @@ class TextSource(Enum):
 
 @dataclass(frozen=True)
 class TextTask(Task):
-    """A text cut in two.
+    """Text cut in two: a context and its continuation.
 
     Args:
-        of: where it comes from.
-        following: tokens behind the cut, about; they come on top of the conversation's.
+        of: source of the text.
+        following: approximate number of tokens after the cut, in addition to the conversation's.
     """
 
     of: TextSource = TextSource.TALK
@@ -72,7 +75,7 @@ class TextTask(Task):
         )
 
     def _text(self, seed: int, tokens: int, sources: TaskSources) -> str:
-        """At least so many tokens, where the source has them."""
+        """Text of at least `tokens` tokens, if the source has them."""
         random = Random(seed)
         if self.of is TextSource.FILES:
             return _file(seed, sources)
@@ -82,7 +85,7 @@ class TextTask(Task):
 
 
 def _passages(sources: TaskSources, random: Random) -> Iterator[str]:
-    """Texts of the corpus in random order, the first from somewhere in it on, without end."""
+    """Endless texts of the corpus in random order, the first from a random offset."""
     texts = random.sample(sources.prose, len(sources.prose))
     yield texts[0][random.randrange(len(texts[0])) :].lstrip()
     while True:

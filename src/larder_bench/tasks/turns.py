@@ -1,8 +1,8 @@
-"""Many turns: the questions of another task, asked one after the other in one sitting.
+"""Many turns: the questions of another task, asked one after the other in one sequence.
 
 Yucheng Li et al., "SCBench: A KV Cache-Centric Analysis of Long-Context Methods" (2024),
-arXiv:2412.10319, section 3 (multi-turn mode). What a cache dropped because the first question did
-not need it is missing at the later ones.
+arXiv:2412.10319, section 3 (multi-turn mode). Entries that a cache evicts because the first
+question does not need them are missing for the later ones.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from larder_bench.tasks.base import QuestionSequence, QuestionStyle, Task, parse
 
 @dataclass(frozen=True)
 class TurnsTask(Task):
-    """One sitting.
+    """Questions of a task in a single sequence.
 
     Args:
-        of: the task whose conversations and questions are taken, as it is written.
+        of: spelling of the task whose conversations and questions are taken.
     """
 
     style: ClassVar[QuestionStyle] = QuestionStyle.TURNS
@@ -30,10 +30,10 @@ class TurnsTask(Task):
         parse_inner_task("turns", self.of)
 
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
-        made = parse_inner_task("turns", self.of).make(seed, tokens, sources)
-        return replace(made, name=f"turns-{tokens}-{seed}")
+        conversation = parse_inner_task("turns", self.of).make(seed, tokens, sources)
+        return replace(conversation, name=f"turns-{tokens}-{seed}")
 
-    def sittings(self, questions: QuestionSequence) -> tuple[QuestionSequence, ...]:
+    def question_sequences(self, questions: QuestionSequence) -> tuple[QuestionSequence, ...]:
         return (questions,)
 
 

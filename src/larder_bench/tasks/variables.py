@@ -1,4 +1,4 @@
-"""Variables that stand for each other: the value of the last is that of the first.
+"""Variables that refer to each other: the value of the last one is that of the first.
 
 Cheng-Ping Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?"
 (2024), arXiv:2404.06654, section 3.2 (variable tracking). RULER asks for all variables of a value;
@@ -19,11 +19,12 @@ from larder_bench.tasks.base import Task
 
 @dataclass(frozen=True)
 class Variables(Task):
-    """Chains in a haystack.
+    """Chains of variables in a haystack.
 
     Args:
-        chains: how many, each with a question of its own.
-        hops: from the last variable of a chain to the first.
+        chains: number of chains, each with a question of its own.
+        hops: references from the last variable of a chain to the first.
+        hay: source of the haystack.
     """
 
     chains: int = 4
@@ -39,7 +40,7 @@ class Variables(Task):
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
         random = Random(seed)
         drawn = draw_distinct(
-            lambda _, own: variable_chain(own, self.hops + 1), sources.grammar, random, self.chains
+            lambda _, rng: variable_chain(rng, self.hops + 1), sources.grammar, random, self.chains
         )
         sentences = self.hay.sentences(sources, random)
         name = f"variables-{tokens}-{seed}"

@@ -1,9 +1,9 @@
 """Agents that call tools: many short turns, pauses of very different lengths, long contexts.
 
-No paper. Sizes are those that operators of such agents report: some forty turns a session, answers
-of a few hundred tokens, more than nine tenths of every prompt known from before. Jobs come in
-bursts, and each has one of a few system prompts. What a pause takes depends on its tool; how long,
-nobody knows before.
+No paper. Sizes are those that operators of such agents report: about forty turns a session, answers
+of a few hundred tokens, more than nine tenths of every prompt seen before. Jobs arrive in bursts,
+and each has one of a few system prompts. The duration of a pause depends on its tool and is not
+known in advance.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from larder_bench.traces.base import Trace, Workload
 
 PROMPTS = (6000, 3500, 9000, 2000)
 PROMPT_SHARES = (0.5, 0.25, 0.15, 0.1)
-# Of each tool: how often it is called, median seconds, spread of their logarithm, tokens returned.
+# By tool: share of calls, median seconds, standard deviation of their logarithm, returned tokens.
 TOOLS = {
     "read": (0.45, 0.3, 0.6, 900),
     "search": (0.25, 3.0, 0.7, 1400),
@@ -32,9 +32,9 @@ class Agents(Workload):
     """One agent per session, in a loop of model and tool.
 
     Args:
-        turns: of a job, as a median.
-        jobs_per_hour: that come, as a mean over bursts and the quiet between.
-        burst: jobs that come together.
+        turns: median number of turns of a job.
+        jobs_per_hour: mean arrival rate, over bursts and pauses.
+        burst: number of jobs that arrive together.
     """
 
     turns: int = 40
@@ -48,28 +48,30 @@ class Agents(Workload):
                 raise BadParameter(f"agents.{name} must be more than 0, got {getattr(self, name)}.")
 
     def make(self, seed: int, events: int) -> Trace:
-        random, diary = np.random.default_rng((seed, 1)), TraceBuilder(self)
-        prompts = [diary.prompt(tokens) for tokens in PROMPTS]
+        random, builder = np.random.default_rng((seed, 1)), TraceBuilder(self)
+        prompts = [builder.prompt(tokens) for tokens in PROMPTS]
         time = 0.0
-        while not diary.holds(events, time):
+        while not builder.has_events(events, time):
             time += random.exponential(3600 * self.burst / self.jobs_per_hour)
             for _ in range(1 + random.poisson(self.burst - 1)):
                 prompt = prompts[random.choice(len(prompts), p=PROMPT_SHARES)]
-                self._job(diary, prompt, time + random.exponential(20.0), random)
-        return diary.trace(events)
+                self._job(builder, prompt, time + random.exponential(20.0), random)
+        return builder.trace(events)
 
     def _job(
-        self, diary: TraceBuilder, prompt: int, time: float, random: np.random.Generator
+        self, builder: TraceBuilder, prompt: int, time: float, random: np.random.Generator
     ) -> None:
-        session = diary.begin(prompt)
-        asked = int(random.lognormal(np.log(800), 0.8))
+        session = builder.begin_session(prompt)
+        prompt_tokens = int(random.lognormal(np.log(800), 0.8))
         names, shares = list(TOOLS), [tool[0] for tool in TOOLS.values()]
         for _ in range(max(1, int(random.lognormal(np.log(self.turns), 0.5)))):
             name = names[random.choice(len(names), p=shares)]
             _, median, spread, tokens = TOOLS[name]
-            over = diary.turn(session, time, asked, 20 + int(random.exponential(280)), name)
+            over = builder.turn(
+                session, time, prompt_tokens, 20 + int(random.exponential(280)), name
+            )
             time = over + random.lognormal(np.log(median), spread)
-            asked = 10 + int(random.lognormal(np.log(tokens), 0.8))
+            prompt_tokens = 10 + int(random.lognormal(np.log(tokens), 0.8))
 
 
 Part = Agents

@@ -1,10 +1,10 @@
-"""A trace: who reads and writes which cached states when, in the sizes of a real model.
+"""Traces: reads and writes of cached states over time, in the sizes of a real model.
 
-A turn of a session reads the newest state of it that is held, computes the rest of its prompt and
-its answer, and leaves a state behind. What a store keeps of that is one of two forms:
+A turn of a session reads the newest cached state, computes the rest of its prompt and its answer,
+and writes a new state. A store keeps one of two forms:
 
-WHOLE   Each state is complete in itself and replaces the one before: what a session with a
-        compressed cache leaves behind. Any older state serves for the part that it covers.
+WHOLE   Each state is complete and replaces the one before, as for a session with a compressed
+        cache. Any older state serves for the part that it covers.
 PARTS   Each turn adds a part that continues the one before: lossless chunks of a prefix, of which a
         read needs all from the first one on. They begin with the system prompt, which is shared.
 """
@@ -34,7 +34,7 @@ class StateForm(Enum):
 
 
 class TraceModel(Enum):
-    """In whose shape tokens have bytes and take operations."""
+    """Model whose shape determines bytes and operations per token."""
 
     GEMMA_3_4B = "gemma-3-4b"
     LLAMA_3_1_8B = "llama-3.1-8b"
@@ -51,16 +51,16 @@ class TraceModel(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CachedObject:
-    """One thing that a store may hold.
+    """Object that a store may hold.
 
     Args:
-        session: whose it is; `NONE` for a system prompt, which is everybody's.
-        tokens: from the start of the text to its end.
-        bytes: of its own: all of a state, the new ones of a part.
-        seconds: to compute it where what it continues is there.
-        before: the piece that covers the next shorter text, `NONE` for none.
-        parent: the one that it continues and is useless without; `NONE` for none.
-        replaces: the state that nobody needs any more once this one is held; `NONE` for none.
+        session: session that owns it; `NONE` for a shared system prompt.
+        tokens: length of the text up to its end.
+        bytes: its own bytes: all of a state, the new ones of a part.
+        seconds: time to compute it if its parent is cached.
+        before: object of the next shorter text; `NONE` for none.
+        parent: object that it continues and is useless without; `NONE` for none.
+        replaces: state that is no longer needed once this one is cached; `NONE` for none.
     """
 
     session: int
@@ -73,7 +73,7 @@ class CachedObject:
 
 
 class ReplayTier(ABC):
-    """Session that holds objects, and the events on them."""
+    """Simulated tier that handles the events of a trace."""
 
     @abstractmethod
     def read(self, event: ReadEvent) -> None: ...
@@ -88,42 +88,42 @@ class ReplayTier(ABC):
     def pin(self, event: PinEvent) -> None: ...
 
 
-# Events know how to be `moved` behind so many pieces and sessions of another trace.
+# `moved` shifts the ids of an event behind the objects and sessions of another trace.
 @dataclass(frozen=True, slots=True)
 class ReadEvent:
-    """A prompt of so many tokens comes, all but the last of which `piece` would cover."""
+    """Read of a prompt of `tokens` tokens; the cached object would cover all but the last ones."""
 
     time: float
     session: int
-    piece: int
+    object_id: int
     tokens: int
 
     def play(self, tier: ReplayTier) -> None:
         tier.read(self)
 
-    def moved(self, pieces: int, sessions: int) -> ReadEvent:
-        return ReadEvent(self.time, self.session + sessions, self.piece + pieces, self.tokens)
+    def moved(self, objects: int, sessions: int) -> ReadEvent:
+        return ReadEvent(self.time, self.session + sessions, self.object_id + objects, self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class WriteEvent:
-    """A turn is over. The session then waits for what `tool` names: a tool, or a person."""
+    """End of a turn. The session then waits for `tool`, which is a tool or a person."""
 
     time: float
     session: int
-    piece: int
+    object_id: int
     tool: str
 
     def play(self, tier: ReplayTier) -> None:
         tier.write(self)
 
-    def moved(self, pieces: int, sessions: int) -> WriteEvent:
-        return WriteEvent(self.time, self.session + sessions, self.piece + pieces, self.tool)
+    def moved(self, objects: int, sessions: int) -> WriteEvent:
+        return WriteEvent(self.time, self.session + sessions, self.object_id + objects, self.tool)
 
 
 @dataclass(frozen=True, slots=True)
 class HintEvent:
-    """Somebody knows that a session is needed in so many steps."""
+    """Hint that a session is needed in `steps` steps."""
 
     time: float
     session: int
@@ -132,14 +132,14 @@ class HintEvent:
     def play(self, tier: ReplayTier) -> None:
         tier.hint(self)
 
-    def moved(self, pieces: int, sessions: int) -> HintEvent:
-        del pieces
+    def moved(self, objects: int, sessions: int) -> HintEvent:
+        del objects
         return HintEvent(self.time, self.session + sessions, self.steps)
 
 
 @dataclass(frozen=True, slots=True)
 class PinEvent:
-    """Somebody wants a session to be kept until then."""
+    """Request to keep a session until a time."""
 
     time: float
     session: int
@@ -148,8 +148,8 @@ class PinEvent:
     def play(self, tier: ReplayTier) -> None:
         tier.pin(self)
 
-    def moved(self, pieces: int, sessions: int) -> PinEvent:
-        del pieces
+    def moved(self, objects: int, sessions: int) -> PinEvent:
+        del objects
         return PinEvent(self.time, self.session + sessions, self.until)
 
 
@@ -161,17 +161,18 @@ class Trace:
     """Events of a workload, in order of time.
 
     Args:
-        pieces: what events name by its place here.
-        prefill_seconds: of computing a text, by its tokens.
+        objects: cached objects; events refer to them by index.
+        shape: model shape that determines bytes and seconds.
+        operations_per_second: speed of the device.
     """
 
-    pieces: Sequence[CachedObject]
+    objects: Sequence[CachedObject]
     events: Sequence[TraceEvent]
     shape: ModelShape
     operations_per_second: float
 
     def seconds_of(self, tokens: int) -> float:
-        """To compute a text of so many tokens from its start."""
+        """Prefill seconds of a text of `tokens` tokens."""
         return prefill_seconds(self.shape, tokens, self.operations_per_second)
 
     @cached_property
@@ -180,20 +181,22 @@ class Trace:
 
     @cached_property
     def total_bytes(self) -> int:
-        """Of all that nothing replaces: what a tier has to hold to never compute anything again."""
-        replaced = {piece.replaces for piece in self.pieces}
-        return sum(p.bytes for place, p in enumerate(self.pieces) if place not in replaced)
+        """Bytes of all objects that nothing replaces: the capacity that avoids every
+        recomputation.
+        """
+        replaced = {cached.replaces for cached in self.objects}
+        return sum(p.bytes for place, p in enumerate(self.objects) if place not in replaced)
 
 
 @dataclass(frozen=True)
 class Workload(ABC):
-    """People or programs that use a store. Equal seeds make equal traces.
+    """Generator of traces of people or programs. Equal seeds give equal traces.
 
     Args:
-        model: whose shape tokens have.
-        form: what a store keeps.
-        kept: of the bytes of a full cache; what a state takes where states are whole.
-        operations_per_second: that the device computes.
+        model: model whose shape determines bytes and seconds.
+        form: form in which a store keeps states.
+        kept: share of a full cache's bytes that a whole state takes.
+        operations_per_second: speed of the device.
     """
 
     model: TraceModel = TraceModel.LLAMA_3_1_8B
@@ -214,9 +217,9 @@ class Workload(ABC):
 
     @abstractmethod
     def make(self, seed: int, events: int) -> Trace:
-        """The trace of a seed, of about so many events."""
+        """Trace of a seed, of about `events` events."""
 
 
 def prefill_seconds(shape: ModelShape, tokens: int, operations_per_second: float) -> float:
-    """To compute a text of so many tokens from its start."""
+    """Prefill seconds of a text of `tokens` tokens."""
     return tokens * shape.operations_per_token(KVSource.IDS, tokens) / operations_per_second

@@ -1,9 +1,9 @@
-"""People who talk for a while, go, and come back after minutes or days, or never.
+"""Chats: people who talk for a while and come back after minutes, days, or never.
 
-No paper. A conversation is a few sittings of a few turns. Between turns people think for most of a
-minute; between sittings minutes, hours or days go by. Some answers are asked for once more, some
-texts are pasted in, a few conversations are pinned. In between comes a batch of prompts that are
-asked once and never again, as from a script: what must not push everything else out.
+No paper. A conversation has a few sittings of a few turns each. Turns are most of a minute apart,
+sittings minutes, hours or days. Some answers are regenerated, some texts are pasted in, a few
+conversations are pinned. Sometimes a script sends a batch of prompts that are never repeated, which
+must not evict everything else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from larder_bench.traces.base import Trace, Workload
 PROMPTS = (400, 1200, 2500, 700, 4000, 1500)
 PROMPT_SHARES = (0.4, 0.2, 0.15, 0.1, 0.1, 0.05)
 DAY = 86_400.0
-# Between sittings: how often, median seconds, spread of their logarithm.
+# Gaps between sittings: share, median seconds, standard deviation of their logarithm.
 GAPS = ((0.4, 1200.0, 0.8), (0.35, 8 * 3600.0, 0.6), (0.25, 3 * DAY, 0.8))
 PERSON = "person"
 
@@ -29,11 +29,13 @@ class ChatWorkload(Workload):
     """Conversations and batches.
 
     Args:
-        sittings, turns: of a conversation and of a sitting, as means.
-        talks_per_hour: conversations that begin.
-        pinned: of conversations, for a day from their first sitting's end.
-        again: of answers that are asked for once more.
-        batches_per_day, batch: of prompts that come once, and how many each has.
+        sittings: mean number of sittings of a conversation.
+        turns: mean number of turns of a sitting.
+        talks_per_hour: arrival rate of conversations.
+        pinned: share of conversations that are pinned for a day after their first sitting.
+        again: share of answers that are regenerated.
+        batches_per_day: rate of batches of prompts that are never repeated.
+        batch: number of prompts of a batch.
     """
 
     sittings: float = 3.0
@@ -58,42 +60,51 @@ class ChatWorkload(Workload):
             raise BadParameter("chat must have talks_per_hour above 0, and no batch below 0.")
 
     def make(self, seed: int, events: int) -> Trace:
-        random, diary = np.random.default_rng((seed, 3)), TraceBuilder(self)
-        prompts = [diary.prompt(tokens) for tokens in PROMPTS]
+        random, builder = np.random.default_rng((seed, 3)), TraceBuilder(self)
+        prompts = [builder.prompt(tokens) for tokens in PROMPTS]
         batches = self.batches_per_day / 24 / self.talks_per_hour
         time = 0.0
-        while not diary.holds(events, time):
+        while not builder.has_events(events, time):
             time += random.exponential(3600 / self.talks_per_hour)
             prompt = prompts[random.choice(len(prompts), p=PROMPT_SHARES)]
-            self._talk(diary, prompt, time, random)
+            self._talk(builder, prompt, time, random)
             for _ in range(random.poisson(batches)):
-                self._batch(diary, prompts[random.choice(len(prompts))], time, random)
-        return diary.trace(events)
+                self._batch(builder, prompts[random.choice(len(prompts))], time, random)
+        return builder.trace(events)
 
     def _talk(
-        self, diary: TraceBuilder, prompt: int, time: float, random: np.random.Generator
+        self, builder: TraceBuilder, prompt: int, time: float, random: np.random.Generator
     ) -> None:
-        session, is_pinned = diary.begin(prompt), random.random() < self.pinned
+        session, is_pinned = builder.begin_session(prompt), random.random() < self.pinned
         for sitting in range(random.geometric(1 / self.sittings)):
             if sitting:
                 _, median, spread = GAPS[random.choice(len(GAPS), p=[gap[0] for gap in GAPS])]
                 time += random.lognormal(np.log(median), spread)
             for _ in range(random.geometric(1 / self.turns)):
-                asked, said = _prompt_tokens(random), 20 + int(random.exponential(280))
-                time = diary.turn(session, time, asked, said, PERSON)
+                prompt_tokens = _prompt_tokens(random)
+                answer_tokens = 20 + int(random.exponential(280))
+                time = builder.turn(session, time, prompt_tokens, answer_tokens, PERSON)
                 if random.random() < self.again:
-                    said = 20 + int(random.exponential(280))
-                    time = diary.again(session, time + 15.0, asked, said, PERSON)
+                    answer_tokens = 20 + int(random.exponential(280))
+                    time = builder.regenerate(
+                        session, time + 15.0, prompt_tokens, answer_tokens, PERSON
+                    )
                 time += random.lognormal(np.log(45.0), 0.9)
             if is_pinned and not sitting:
-                diary.pin(session, time, time + DAY)
+                builder.pin(session, time, time + DAY)
 
     def _batch(
-        self, diary: TraceBuilder, prompt: int, time: float, random: np.random.Generator
+        self, builder: TraceBuilder, prompt: int, time: float, random: np.random.Generator
     ) -> None:
         for _ in range(self.batch):
             time += random.exponential(0.5)
-            diary.turn(diary.begin(prompt), time, 200 + int(random.exponential(3000)), 150, PERSON)
+            builder.turn(
+                builder.begin_session(prompt),
+                time,
+                200 + int(random.exponential(3000)),
+                150,
+                PERSON,
+            )
 
 
 def _prompt_tokens(random: np.random.Generator) -> int:

@@ -1,12 +1,13 @@
-"""Agents, workflows and people on one tier, each as they are alone.
+"""Mixture of agents, workflows and chats on one tier.
 
-No paper. What nobody gives hints for must do without, beside those who do.
+No paper. Sessions without hints share the tier with sessions that give hints.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
+from typing import Any
 
 from larder_bench.traces.agents import Agents
 from larder_bench.traces.base import NONE, CachedObject, Trace, TraceEvent, Workload
@@ -16,10 +17,12 @@ from larder_bench.traces.workflows import Workflows
 
 @dataclass(frozen=True)
 class MixedWorkload(Workload):
-    """All of them, for as long as each lasts that long.
+    """All three workloads, until the shortest trace ends.
 
     Args:
-        jobs_per_hour, flows_per_hour, talks_per_hour: that begin of each.
+        jobs_per_hour: arrival rate of agents' jobs.
+        flows_per_hour: arrival rate of workflows.
+        talks_per_hour: arrival rate of conversations.
     """
 
     jobs_per_hour: float = 40.0
@@ -27,34 +30,34 @@ class MixedWorkload(Workload):
     talks_per_hour: float = 300.0
 
     def make(self, seed: int, events: int) -> Trace:
-        same = (self.model, self.form, self.kept, self.operations_per_second)
-        crowds = (
-            Agents(*same, jobs_per_hour=self.jobs_per_hour),
-            Workflows(*same, flows_per_hour=self.flows_per_hour),
-            ChatWorkload(*same, talks_per_hour=self.talks_per_hour),
+        common: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(Workload)}
+        workloads: tuple[Workload, ...] = (
+            Agents(**common, jobs_per_hour=self.jobs_per_hour),
+            Workflows(**common, flows_per_hour=self.flows_per_hour),
+            ChatWorkload(**common, talks_per_hour=self.talks_per_hour),
         )
-        traces = [crowd.make(seed, events) for crowd in crowds]
+        traces = [workload.make(seed, events) for workload in workloads]
         until = min(trace.events[-1].time for trace in traces)
-        pieces, parts = list[CachedObject](), list[list[TraceEvent]]()
+        objects, parts = list[CachedObject](), list[list[TraceEvent]]()
         sessions = 0
         for trace in traces:
-            behind = len(pieces), sessions
-            parts.append([event.moved(*behind) for event in trace.events])
-            pieces += [_shifted(piece, *behind) for piece in trace.pieces]
-            sessions = 1 + max(piece.session for piece in pieces)
+            offset = len(objects)
+            parts.append([event.moved(offset, sessions) for event in trace.events])
+            objects += [_shifted(cached, offset, sessions) for cached in trace.objects]
+            sessions = 1 + max(cached.session for cached in objects)
         ordered = sorted(chain(*parts), key=lambda event: event.time)
-        together = tuple(event for event in ordered if event.time <= until)[:events]
-        return replace(traces[0], pieces=tuple(pieces), events=together)
+        merged = tuple(event for event in ordered if event.time <= until)[:events]
+        return replace(traces[0], objects=tuple(objects), events=merged)
 
 
-def _shifted(piece: CachedObject, pieces: int, sessions: int) -> CachedObject:
-    """A piece behind so many others."""
+def _shifted(cached: CachedObject, objects: int, sessions: int) -> CachedObject:
+    """Object with its ids shifted behind those of other traces."""
     return replace(
-        piece,
-        session=piece.session if piece.session == NONE else piece.session + sessions,
-        before=piece.before if piece.before == NONE else piece.before + pieces,
-        parent=piece.parent if piece.parent == NONE else piece.parent + pieces,
-        replaces=piece.replaces if piece.replaces == NONE else piece.replaces + pieces,
+        cached,
+        session=cached.session if cached.session == NONE else cached.session + sessions,
+        before=cached.before if cached.before == NONE else cached.before + objects,
+        parent=cached.parent if cached.parent == NONE else cached.parent + objects,
+        replaces=cached.replaces if cached.replaces == NONE else cached.replaces + objects,
     )
 
 

@@ -1,8 +1,8 @@
-"""Workflows of several agents that take turns, and that tell who comes next.
+"""Workflows of several agents that take turns, with hints about the next ones.
 
-No paper. Each agent has a session and a system prompt of its own, long and shared by all workflows.
-One step is one turn of one agent, mostly of the next in a fixed ring; sometimes work goes back by
-one. After each step the workflow tells in how many steps each of its agents is due.
+No paper. Each agent has a session and its own long system prompt, shared by all workflows. One step
+is one turn of one agent, mostly of the next one in a fixed ring; sometimes work goes back by one.
+After each step the workflow gives a hint in how many steps each of its agents is due.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from larder_bench.traces._builder import TraceBuilder, TraceSession
 from larder_bench.traces.base import Trace, Workload
 
 PROMPTS = (2500, 4000, 3000, 6000, 2000, 5000)
-BACK = 0.15  # of steps go back by one agent
+BACK = 0.15  # share of steps that go back by one agent
 TOOL = "step"
 
 
@@ -26,9 +26,9 @@ class Workflows(Workload):
     """Rings of agents.
 
     Args:
-        agents: of a workflow, at most 6.
-        rounds: through the ring, as a median.
-        flows_per_hour: that begin.
+        agents: number of agents of a workflow, at most 6.
+        rounds: median number of rounds through the ring.
+        flows_per_hour: arrival rate of workflows.
         pause: median seconds between two steps.
     """
 
@@ -49,17 +49,17 @@ class Workflows(Workload):
                 raise BadParameter(f"workflows.{name} must be more than 0, got {value}.")
 
     def make(self, seed: int, events: int) -> Trace:
-        random, diary = np.random.default_rng((seed, 2)), TraceBuilder(self)
-        prompts = [diary.prompt(tokens) for tokens in PROMPTS[: self.agents]]
+        random, builder = np.random.default_rng((seed, 2)), TraceBuilder(self)
+        prompts = [builder.prompt(tokens) for tokens in PROMPTS[: self.agents]]
         time = 0.0
-        while not diary.holds(events, time):
+        while not builder.has_events(events, time):
             time += random.exponential(3600 / self.flows_per_hour)
-            self._flow(diary, [diary.begin(prompt) for prompt in prompts], time, random)
-        return diary.trace(events)
+            self._flow(builder, [builder.begin_session(prompt) for prompt in prompts], time, random)
+        return builder.trace(events)
 
     def _flow(
         self,
-        diary: TraceBuilder,
+        builder: TraceBuilder,
         ring: list[TraceSession],
         time: float,
         random: np.random.Generator,
@@ -67,14 +67,14 @@ class Workflows(Workload):
         steps = max(1, int(random.lognormal(np.log(self.rounds), 0.4))) * len(ring)
         place = 0
         for step in range(steps):
-            asked = 50 + int(random.lognormal(np.log(600), 0.9))
-            said = 30 + int(random.exponential(400))
-            over = diary.turn(ring[place], time, asked, said, TOOL)
+            prompt_tokens = 50 + int(random.lognormal(np.log(600), 0.9))
+            answer_tokens = 30 + int(random.exponential(400))
+            over = builder.turn(ring[place], time, prompt_tokens, answer_tokens, TOOL)
             is_last = step == steps - 1
             due = (place + (-1 if random.random() < BACK else 1)) % len(ring)
             for number, session in enumerate(ring):
                 left = 1 + (number - due) % len(ring)
-                diary.hint(session, over, math.inf if is_last else float(left))
+                builder.hint(session, over, math.inf if is_last else float(left))
             place = due
             time = over + random.lognormal(np.log(self.pause), 1.0)
 

@@ -1,1 +1,1 @@
-"""Every figure that `larder plot` draws, one file for each."""
+"""Figures of `larder plot`, one file each."""

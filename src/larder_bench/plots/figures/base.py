@@ -1,6 +1,6 @@
-"""Base of figures: result rows in, drawings out. One file is one kind, named like the file.
+"""Base of figures: result rows in, drawings out. Each file is one figure, named like the file.
 
-The parameters of a figure are the fields of its class, written as those of policy parts are:
+The parameters of a figure are the fields of its class, spelled like those of policy parts:
 `quality(score="f1")`.
 """
 
@@ -19,16 +19,16 @@ from larder_bench.plots.style import Drawing
 from larder_bench.results.rows import Results
 
 FIGURES = Family("figure", "larder_bench.plots.figures")
-MAX_PANELS = 12  # policies that have a panel each, if they are not chosen
+MAX_PANELS = 12  # policies with a panel each, unless they are selected
 PolicyStyles = Mapping[str, PolicyStyle]
 
 
 class CountedBytes(Enum):
-    """Which bytes of a cache count.
+    """Counted bytes of a cache.
 
-    ACTIVE: what one question attends to, or holds in the fast tier.
-    HELD: all tiers and episodes together.
-    PEAK: the most at any time, while reading, too.
+    ACTIVE: bytes that one question attends to, or holds in the fast tier.
+    HELD: bytes of all tiers and episodes together.
+    PEAK: maximum at any time, prefill included.
     """
 
     ACTIVE = "active"
@@ -37,44 +37,44 @@ class CountedBytes(Enum):
 
     @property
     def key(self) -> str:
-        """Their name in a cell."""
+        """Field of a cell."""
         return "kv_bytes" if self is CountedBytes.HELD else f"{self.value}_kv_bytes"
 
 
 class NothingToDraw(InputError):
-    """The results hold nothing of what a figure shows."""
+    """Error for results without the rows that a figure shows."""
 
 
 @dataclass(frozen=True)
 class Figure(ABC):
-    """A kind of figure. Values are frozen; drawing changes nothing."""
+    """Kind of figure; frozen, without side effects."""
 
     @abstractmethod
-    def draw(self, results: Results, looks: PolicyStyles) -> list[Drawing]:
-        """One drawing or several, all that the results suffice for.
+    def draw(self, results: Results, styles: PolicyStyles) -> list[Drawing]:
+        """Drawings of the figure, as many as the results suffice for.
 
         Args:
-            looks: of every policy in the results; others are not drawn.
+            styles: styles of the policies to draw.
 
         Raises:
-            NothingToDraw: the results hold no row that this figure shows.
+            NothingToDraw: the results have no row that this figure shows.
         """
 
-    def nothing(self, wanted: str) -> NothingToDraw:
-        """The error for results without what is wanted."""
+    def nothing(self, required: str) -> NothingToDraw:
+        """Error for results without required rows."""
         return NothingToDraw(
-            f"The figure {name_of(type(self))} needs {wanted}, and the result files hold none: "
+            f"The figure {name_of(type(self))} needs {required}, but the results files have none: "
             "name others, or another --figure."
         )
 
 
-def panel_policies(policies: Sequence[str], looks: PolicyStyles) -> list[str]:
+def panel_policies(policies: Sequence[str], styles: PolicyStyles) -> list[str]:
     """Policies with a panel of their own: all if they are few, otherwise those with a color."""
     if len(policies) <= MAX_PANELS:
         return list(policies)
-    return [policy for policy in policies if looks[policy].is_labeled]
+    return [policy for policy in policies if styles[policy].is_labeled]
 
 
 def drawing_name(name: str, number: int, count: int) -> str:
-    """The name of one drawing among several."""
+    """Name of one drawing among several."""
     return name if count == 1 else f"{name}-{number + 1}"

@@ -1,8 +1,8 @@
-"""Entries kept by each kv head of each layer, as a budget part allocated them.
+"""Entries kept by each kv head of each layer, as a budget part allocates them.
 
-A panel for each policy; layers run downwards, heads across. Bars at the right are each layer's
-mean, the line through them the mean of all: D2O's and EpiCache's budgets by layer are seen there.
-Layers with a sliding window, which no budget governs, are left open.
+One panel per policy; layers from top to bottom, heads from left to right. Bars at the right are the
+means of layers, the line through them is the mean of all: they show D2O's and EpiCache's budgets by
+layer. Layers with a sliding window, which have no budget, are empty.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from larder_bench.plots.style import COLUMN, FAINT, PAGE, SOFT, TITLE, Drawing, 
 from larder_bench.results.rows import Results, Row
 
 BARS, BETWEEN = 0.3, 0.06  # inches
-TALL, SHORT, HIGHEST = 0.15, 0.05, 2.6  # inches of a layer, and of all
+TALL, SHORT, HIGHEST = 0.15, 0.05, 2.6  # inches: height of a layer, and maximum of all layers
 
 
 @dataclass(frozen=True)
 class BudgetPanel:
-    """Entries that one policy keeps, as a mean over files and episodes.
+    """Mean number of entries that a policy keeps, over files and episodes.
 
     Args:
-        lengths: entries by layer and head; None in a layer that no budget governs.
-        layers: mean entries of each layer's heads.
-        context: tokens read, as a mean.
+        lengths: entries by layer and head; None in layers without a budget.
+        layers: mean number of entries of each layer's heads.
+        context: mean number of tokens read.
     """
 
     policy: str
@@ -45,8 +45,8 @@ class BudgetPanel:
 class BudgetsFigure(Figure):
     """Budgets by layer and head."""
 
-    def draw(self, results: Results, looks: PolicyStyles) -> list[Drawing]:
-        charts = self.charts(results, looks)
+    def draw(self, results: Results, styles: PolicyStyles) -> list[Drawing]:
+        charts = self.charts(results, styles)
         if not charts:
             raise self.nothing("rows of kind 'budgets'")
         return [
@@ -59,26 +59,26 @@ class BudgetsFigure(Figure):
             for number, (title, panels) in enumerate(charts)
         ]
 
-    def charts(self, results: Results, looks: PolicyStyles) -> list[tuple[str, list[BudgetPanel]]]:
-        """Plotted numbers: for each task and budget, its policies."""
-        rows = [row for row in results.shown("budgets") if row["policy"] in looks]
+    def charts(self, results: Results, styles: PolicyStyles) -> list[tuple[str, list[BudgetPanel]]]:
+        """Plotted numbers: the panels of each task and budget."""
+        rows = [row for row in results.exhibits_of("budgets") if row["policy"] in styles]
         groups = score_groups.group_cells(rows, "matched", "measure")
         titles = score_groups.group_titles(list(groups))
-        found: list[tuple[str, list[BudgetPanel]]] = []
-        for group, own in groups.items():
-            for budget in dict.fromkeys(row["budget"] for row in own):
-                here = [row for row in own if row["budget"] == budget]
-                shown = [policy for policy in looks if any(r["policy"] == policy for r in here)]
-                found.append(
+        charts: list[tuple[str, list[BudgetPanel]]] = []
+        for group, group_rows in groups.items():
+            for budget in dict.fromkeys(row["budget"] for row in group_rows):
+                selected = [row for row in group_rows if row["budget"] == budget]
+                policies = [p for p in styles if any(row["policy"] == p for row in selected)]
+                charts.append(
                     (
                         f"{titles[group]}, budget {budget}",
                         [
-                            _panel(policy, [row for row in here if row["policy"] == policy])
-                            for policy in panel_policies(shown, looks)
+                            _panel(policy, [row for row in selected if row["policy"] == policy])
+                            for policy in panel_policies(policies, styles)
                         ],
                     )
                 )
-        return found
+        return charts
 
 
 def _panel(policy: str, rows: Sequence[Row]) -> BudgetPanel:
@@ -102,7 +102,7 @@ def _panel(policy: str, rows: Sequence[Row]) -> BudgetPanel:
 
 def _figure(panels: Sequence[BudgetPanel]) -> Any:
     layers, heads = len(panels[0].lengths), max(len(line) for line in panels[0].lengths)
-    # So high that neighboring layers can be told apart, so low that a page holds it.
+    # High enough to distinguish neighboring layers, low enough for a page.
     height = min(HIGHEST, max(TALL * layers if layers <= 16 else SHORT * layers, 0.6))
     left = 0.4
     names = max(text_width(short_label(panel.policy), TITLE) for panel in panels)
@@ -111,15 +111,15 @@ def _figure(panels: Sequence[BudgetPanel]) -> Any:
     fits = left + columns * (least + 0.22) <= COLUMN
     rows = -(-len(panels) // columns)
     width = COLUMN if fits else PAGE
-    sheet = PanelGrid(width, rows, columns, height, Margins(left, 0.06, 0.5, 0.36), 0.22, 0.42)
+    grid = PanelGrid(width, rows, columns, height, Margins(left, 0.06, 0.5, 0.36), 0.22, 0.42)
     values = [v for panel in panels for line in panel.lengths for v in line if v is not None]
     scale = ColorScale(0.0, max(values, default=1.0))
     with figure_style():
-        figure = sheet.figure()
+        figure = grid.figure()
         ends = ("0", f"{scale.high:,.0f}")
         draw_color_key(figure, scale, ends, "entries kept by a head", left, 0.12)
         for number, panel in enumerate(panels):
-            axes = sheet.panel(figure, number)
+            axes = grid.panel(figure, number)
             bars = _bar_axes(figure, axes)
             draw_heatmap(axes, panel.lengths, scale)
             axes.set_title(short_label(panel.policy))
@@ -129,14 +129,14 @@ def _figure(panels: Sequence[BudgetPanel]) -> Any:
             axes.set_xticks(*_ticks(heads))
             if is_first:
                 axes.set_ylabel("layer")
-            if sheet.is_bottom(number, len(panels)):
+            if grid.is_bottom(number, len(panels)):
                 axes.set_xlabel("kv head")
             _bars(bars, panel, max(m for p in panels for m in p.layers if m is not None))
     return figure
 
 
 def _bar_axes(figure: Any, axes: Any) -> Any:
-    """Make room for bars at the right of a panel."""
+    """Axes for bars at the right of a panel, which is made narrower."""
     width, height = figure.get_size_inches()
     box = axes.get_position()
     share = (BARS + BETWEEN) / width
@@ -145,7 +145,7 @@ def _bar_axes(figure: Any, axes: Any) -> Any:
 
 
 def _bars(axes: Any, panel: BudgetPanel, most: float) -> None:
-    """The mean of each layer, and a hair where the mean of all is."""
+    """Draw the mean of each layer, and a thin line at the mean of all."""
     known = [(number, mean) for number, mean in enumerate(panel.layers) if mean is not None]
     axes.barh(
         [number + 0.5 for number, _ in known],
@@ -174,7 +174,7 @@ def _caption(title: str, panels: Sequence[BudgetPanel]) -> str:
     return (
         "Entries that each kv head of each layer keeps, as a mean over files and episodes, of "
         f"{panels[0].context:,.0f} that were read ({title}). Bars at the right are the means of "
-        "layers, the line through them the mean of all. Layers with a sliding window are open."
+        "layers, the line through them the mean of all. Layers with a sliding window are empty."
     )
 
 

@@ -1,7 +1,8 @@
-"""A conversation's segments on a map, and the episodes that they form, each with what it is about.
+"""Map of a conversation's segments and their episodes, each with its topics.
 
-The map was computed when the row was written (t-SNE of the embeddings). Rings are the segments
-that make an episode's prompt; of each episode the most telling one is quoted. EpiCache's stage 1.
+The map was computed when the row was written (t-SNE of the embeddings). Framed marks are the
+segments of an episode's prompt; the most representative one of each episode is quoted. EpiCache's
+stage 1.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from larder_bench.plots.style import FAINT, INK, PAGE, PAPER, SMALL, SOFT, Drawi
 from larder_bench.results.rows import Results, Row
 
 MAP, TOP, BOTTOM = 2.9, 0.12, 0.12  # inches
-BESIDE = 0.28  # inches between the map and its words
+BESIDE = 0.28  # inches between the map and its text
 LEAD = 0.118  # inches from line to line
-QUOTED = 2  # lines of a segment
+QUOTED = 2  # maximum lines of a quoted segment
 
 
 @dataclass(frozen=True)
 class ClustersFigure(Figure):
-    """The map of episodes."""
+    """Map of episodes."""
 
-    def draw(self, results: Results, looks: PolicyStyles) -> list[Drawing]:
-        rows = [row for row in results.shown("clusters") if row["policy"] in looks]
+    def draw(self, results: Results, styles: PolicyStyles) -> list[Drawing]:
+        rows = [row for row in results.exhibits_of("clusters") if row["policy"] in styles]
         if not rows:
             raise self.nothing("rows of kind 'clusters'")
         return [
@@ -42,33 +43,35 @@ class ClustersFigure(Figure):
 
 
 def representative_text(row: Row, episode: int) -> str:
-    """The segment that is nearest to its episode's centroid among those that stand for it."""
-    own = [s for s in row["segments"] if s["episode"] == episode and s["representative"]]
-    return max(own, key=lambda segment: segment["similarity"])["text"] if own else ""
+    """Text of the representative segment nearest to its episode's centroid."""
+    segments = [s for s in row["segments"] if s["episode"] == episode and s["representative"]]
+    if not segments:
+        return ""
+    return max(segments, key=lambda segment: segment["similarity"])["text"]
 
 
 def _figure(row: Row) -> Any:
     from matplotlib.figure import Figure as Sheet
 
-    told = [_episode_lines(row, number) for number in range(len(row["episodes"]))]
-    words = sum(len(lines) + 0.75 for _, lines in told) * LEAD
-    height = max(MAP, words) + TOP + BOTTOM
+    texts = [_episode_lines(row, number) for number in range(len(row["episodes"]))]
+    text_height = sum(len(lines) + 0.75 for _, lines in texts) * LEAD
+    height = max(MAP, text_height) + TOP + BOTTOM
     with figure_style():
         figure = Sheet(figsize=(PAGE, height))
         side = height - TOP - BOTTOM
         axes = axes_at(figure, 0.06, BOTTOM + (side - MAP) / 2, MAP, MAP)
-        for number in range(len(told)):
+        for number in range(len(texts)):
             _dots(axes, row, number)
         _frame(axes)
-        _words(figure, told, height)
+        _words(figure, texts, height)
     return figure
 
 
 def _dots(axes: Any, row: Row, number: int) -> None:
     color, marker = COLORS[number % len(COLORS)][0], MARKERS[number % len(MARKERS)]
-    own = [segment for segment in row["segments"] if segment["episode"] == number]
+    segments = [segment for segment in row["segments"] if segment["episode"] == number]
     for chosen, size in ((False, 12), (True, 20)):
-        part = [segment for segment in own if segment["representative"] is chosen]
+        part = [segment for segment in segments if segment["representative"] is chosen]
         axes.scatter(
             [segment["x"] for segment in part],
             [segment["y"] for segment in part],
@@ -84,7 +87,7 @@ def _dots(axes: Any, row: Row, number: int) -> None:
 
 
 def _frame(axes: Any) -> None:
-    """A frame without ticks: distances on the map have no unit."""
+    """Draw a frame without ticks: distances on the map have no unit."""
     axes.set_xticks([])
     axes.set_yticks([])
     axes.margins(0.05)
@@ -96,7 +99,7 @@ def _frame(axes: Any) -> None:
 
 
 def _episode_lines(row: Row, number: int) -> tuple[str, list[str]]:
-    """Text beside the map about an episode: a headline, then lines."""
+    """Headline and lines of text next to the map about an episode."""
     count = sum(segment["episode"] == number for segment in row["segments"])
     topics = ", ".join(row["episodes"][number]["topics"]) or f"episode {number + 1}"
     head = f"{topics} · {score_groups.count_noun(count, 'segment')}"
@@ -108,18 +111,18 @@ def _episode_lines(row: Row, number: int) -> tuple[str, list[str]]:
     return head, [wrap_text(head, 0.88 * width, SMALL, 1)[0], *lines]
 
 
-def _words(figure: Any, told: list[tuple[str, list[str]]], height: float) -> None:
-    sheet = overlay_axes(figure)
+def _words(figure: Any, texts: list[tuple[str, list[str]]], height: float) -> None:
+    overlay = overlay_axes(figure)
     left = 0.06 + MAP + BESIDE
-    block = sum(len(lines) + 0.75 for _, lines in told) * LEAD - 0.75 * LEAD
+    block = sum(len(lines) + 0.75 for _, lines in texts) * LEAD - 0.75 * LEAD
     y = height / 2 + block / 2 - LEAD / 2
-    for number, (_, lines) in enumerate(told):
+    for number, (_, lines) in enumerate(texts):
         color, dark = COLORS[number % len(COLORS)]
         marker = MARKERS[number % len(MARKERS)]
-        sheet.plot([left - 0.1], [y], marker=marker, color=color, markersize=4, linestyle="none")
+        overlay.plot([left - 0.1], [y], marker=marker, color=color, markersize=4, linestyle="none")
         for place, line in enumerate(lines):
-            look = {"color": dark, "weight": "bold"} if place == 0 else {"color": SOFT}
-            sheet.text(left, y, line, size=SMALL, va="center", **look)
+            font = {"color": dark, "weight": "bold"} if place == 0 else {"color": SOFT}
+            overlay.text(left, y, line, size=SMALL, va="center", **font)
             y -= LEAD
         y -= 0.75 * LEAD
 
@@ -131,8 +134,8 @@ def _caption(row: Row) -> str:
         f"{row['context_tokens']:,} tokens on a map by {chart['method']} (perplexity "
         f"{chart['perplexity']:g}, seed {chart['seed']}) of their embeddings "
         f"({row['embedder']}); color and shape are the episode. Framed marks are the segments that "
-        "make its prompt, the one nearest to the centroid is quoted. Distances between groups say "
-        "nothing."
+        "make its prompt, the one nearest to the centroid is quoted. Distances between groups have "
+        "no meaning."
     )
 
 

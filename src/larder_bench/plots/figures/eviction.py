@@ -1,7 +1,7 @@
-"""Savings of eviction rules against the capacity of the tier.
+"""Savings of eviction policies against the capacity of the tier.
 
-A panel for each trace. A tier with all the bytes that a trace needs at its worst hour stands at 1.
-`bound` is what no rule can pass, `clairvoyant` what one that knows the future comes to.
+One panel per trace. Capacity 1 holds all bytes that a trace needs at its peak. `bound` is an upper
+bound for every policy, `clairvoyant` a policy that knows the future.
 """
 
 from __future__ import annotations
@@ -29,61 +29,60 @@ class SavedQuantity(Enum):
 
 @dataclass(frozen=True)
 class EvictionFigure(Figure):
-    """Rules of eviction.
+    """Savings of eviction policies.
 
     Args:
-        saved: `seconds` or `tokens`, as a share of what a tier without end would save.
+        saved: `seconds` or `tokens`, as a share of the savings of an unlimited tier.
     """
 
     saved: SavedQuantity = SavedQuantity.SECONDS
 
-    def draw(self, results: Results, looks: PolicyStyles) -> list[Drawing]:
-        charts = self.charts(results, looks)
+    def draw(self, results: Results, styles: PolicyStyles) -> list[Drawing]:
+        charts = self.charts(results, styles)
         if not charts:
             raise self.nothing("rows of kind 'eviction'")
         caption = (
-            f"{score_groups.capitalize(self.saved.value)} that a tier spares, as a share of what "
-            "one "
-            "without end would, against its bytes, as a share of those that the trace needs at "
-            "its worst hour; means over seeds. No rule can pass the bound."
+            f"{score_groups.capitalize(self.saved.value)} that a tier saves, as a share of the "
+            "savings of an unlimited tier, against its bytes, as a share of those that the trace "
+            "needs at its peak; means over seeds. No policy can exceed the bound."
         )
         return [
             Drawing(
                 drawing_name("eviction", number, len(charts)),
-                score_groups.join_words("What rules of eviction save", label),
+                score_groups.join_words("Savings of eviction policies", label),
                 caption,
-                self._figure(panels, looks),
+                self._figure(panels, styles),
             )
             for number, (label, panels) in enumerate(charts)
         ]
 
-    def charts(self, results: Results, looks: PolicyStyles) -> list[tuple[str, list[LinePanel]]]:
-        """Plotted numbers: a sheet for each study and model, a panel for each trace."""
-        rows = [row for row in results.shown("eviction") if row["policy"] in looks]
+    def charts(self, results: Results, styles: PolicyStyles) -> list[tuple[str, list[LinePanel]]]:
+        """Plotted numbers: one figure per study and model, one panel per trace."""
+        rows = [row for row in results.exhibits_of("eviction") if row["policy"] in styles]
         rows = [row for row in rows if row[f"known_{self.saved.value}"]]  # anything to save
         return [
-            (label, self._panels(own))
-            for label, own in score_groups.comparable_sheets(rows).items()
+            (label, self._panels(group))
+            for label, group in score_groups.comparable_sheets(rows).items()
         ]
 
     def _panels(self, rows: Sequence[Row]) -> list[LinePanel]:
         groups = score_groups.group_cells(rows)
         titles = score_groups.group_titles(list(groups))
-        return [LinePanel(titles[group], self._lines(own)) for group, own in groups.items()]
+        return [LinePanel(titles[group], self._lines(cells)) for group, cells in groups.items()]
 
     def _lines(self, rows: Sequence[Row]) -> tuple[Line, ...]:
-        found: dict[str, dict[float, list[float]]] = {}
+        points: dict[str, dict[float, list[float]]] = {}
         for row in rows:
             share = row[f"hit_{self.saved.value}"] / row[f"known_{self.saved.value}"]
-            found.setdefault(row["policy"], {}).setdefault(row["needed_share"], []).append(share)
+            points.setdefault(row["policy"], {}).setdefault(row["needed_share"], []).append(share)
         return tuple(
-            Line(policy, tuple(sorted(own)), tuple(float(np.mean(own[x])) for x in sorted(own)))
-            for policy, own in found.items()
+            Line(policy, tuple(sorted(ys)), tuple(float(np.mean(ys[x])) for x in sorted(ys)))
+            for policy, ys in points.items()
         )
 
-    def _figure(self, panels: Sequence[LinePanel], looks: PolicyStyles) -> object:
+    def _figure(self, panels: Sequence[LinePanel], styles: PolicyStyles) -> object:
         lines = [line for panel in panels for line in panel.lines]
-        order = {policy: looks[policy] for policy in controls_last(list(looks))}
+        order = {policy: styles[policy] for policy in controls_last(list(styles))}
         with figure_style():
             shares = [x for line in lines for x in line.xs]
             x = log2_axis("bytes, share of those needed", shares, _fraction)

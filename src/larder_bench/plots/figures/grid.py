@@ -1,7 +1,7 @@
-"""Needles found, by how long the text is and how deep the needle lies in it.
+"""Share of needles found, by the length of the text and the depth of the needle.
 
-A panel for each policy, a figure for each task and budget; the beginning of the text is above. A
-cell is the mean of all items whose depth falls into it; empty where there is none.
+One panel per policy, one figure per task and budget; the beginning of the text is at the top. A
+cell is the mean of all items with that depth; empty if there are none.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ LEFT, RIGHT, GAP = 0.48, 0.08, 0.18  # inches beside and between panels
 
 @dataclass(frozen=True)
 class GridPanel:
-    """One policy.
+    """Grid of one policy.
 
     Args:
-        means: by depth, then by length; None where nothing was asked.
-        counts: items behind each.
+        means: mean scores by depth, then by length; None without questions.
+        counts: number of items of each mean.
     """
 
     policy: str
@@ -40,7 +40,7 @@ class GridPanel:
 
 @dataclass(frozen=True)
 class GridChart:
-    """One task at one budget."""
+    """Grids of one task at one budget."""
 
     title: str
     lengths: tuple[int, ...]
@@ -49,11 +49,11 @@ class GridChart:
 
 @dataclass(frozen=True)
 class Grid(Figure):
-    """The needle grid.
+    """Needle grid.
 
     Args:
-        score: exact, f1, f1_stemmed, or another that lies between 0 and 1.
-        depths: rows of the grid.
+        score: exact, f1, f1_stemmed, or another score in [0, 1].
+        depths: number of rows of the grid.
     """
 
     score: str = "exact"
@@ -66,11 +66,11 @@ class Grid(Figure):
             known = ", ".join(sorted(score_groups.BOUNDED))
             raise BadParameter(f"grid.score must be one of {known}, got {self.score!r}.")
 
-    def draw(self, results: Results, looks: PolicyStyles) -> list[Drawing]:
-        charts = self.charts(results, looks)
+    def draw(self, results: Results, styles: PolicyStyles) -> list[Drawing]:
+        charts = self.charts(results, styles)
         if not charts:
-            deep = [row for row in results.measured if _items_with_depth(row)]
-            raise score_groups.missing_score_error("grid", self.score, deep) or self.nothing(
+            with_depth = [row for row in results.measured if _items_with_depth(row)]
+            raise score_groups.missing_score_error("grid", self.score, with_depth) or self.nothing(
                 "cells of two lengths or more whose items have a depth, as those of needles"
             )
         return [
@@ -83,15 +83,15 @@ class Grid(Figure):
             for number, chart in enumerate(charts)
         ]
 
-    def charts(self, results: Results, looks: PolicyStyles) -> list[GridChart]:
+    def charts(self, results: Results, styles: PolicyStyles) -> list[GridChart]:
         """Plotted numbers."""
         cells = [
-            row for row in results.measured if row["policy"] in looks and _items_with_depth(row)
+            row for row in results.measured if row["policy"] in styles and _items_with_depth(row)
         ]
         cells = [row for row in cells if score_groups.scores_by_seed({0: row}, self.score)]
         groups = score_groups.group_cells(cells, "tokens")
         titles = score_groups.group_titles(list(groups))
-        found: list[GridChart] = []
+        charts: list[GridChart] = []
         for group, rows in groups.items():
             lengths = tuple(sorted({row["tokens"] for row in rows}))
             if len(lengths) < 2:
@@ -99,15 +99,19 @@ class Grid(Figure):
             full = [row for row in rows if row["policy"] == FULL]
             others = [row for row in rows if row["policy"] != FULL]
             for budget in dict.fromkeys(row["budget"] for row in others or full):
-                own = [row for row in others if row["budget"] == budget] + full
-                order = [FULL, *(policy for policy in controls_last(list(looks)) if policy != FULL)]
-                shown = [policy for policy in order if any(r["policy"] == policy for r in own)]
+                selected = [row for row in others if row["budget"] == budget] + full
+                order = [
+                    FULL,
+                    *(policy for policy in controls_last(list(styles)) if policy != FULL),
+                ]
+                present = [p for p in order if any(row["policy"] == p for row in selected)]
                 panels = [
-                    self._panel(policy, own, lengths) for policy in panel_policies(shown, looks)
+                    self._panel(policy, selected, lengths)
+                    for policy in panel_policies(present, styles)
                 ]
                 title = f"{titles[group]}, budget {budget}" if others else titles[group]
-                found.append(GridChart(title, lengths, tuple(panels)))
-        return found
+                charts.append(GridChart(title, lengths, tuple(panels)))
+        return charts
 
     def _panel(self, policy: str, rows: Sequence[Row], lengths: Sequence[int]) -> GridPanel:
         cells: dict[tuple[int, int], list[float]] = {}
@@ -133,7 +137,7 @@ class Grid(Figure):
         least = max(LEAST_WIDTH * lengths, names, below)
         columns = max(1, min(count, int((PAGE - LEFT - RIGHT + GAP) / (least + GAP))))
         width = COLUMN if LEFT + RIGHT + columns * (least + GAP) - GAP <= COLUMN else PAGE
-        # Cells wider than they need be say no more: what is left of the width stays empty.
+        # Wider cells carry no more information: the rest of the width stays empty.
         most = max(MOST_WIDTH * lengths, names, below)
         free = width - LEFT - RIGHT - columns * (most + GAP) + GAP
         rows = -(-count // columns)
@@ -160,12 +164,12 @@ class Grid(Figure):
 
     def _caption(self, chart: GridChart) -> str:
         counts = [count for panel in chart.panels for line in panel.counts for count in line]
-        asked = [count for count in counts if count]
+        nonzero = [count for count in counts if count]
         return (
             f"{score_groups.capitalize(score_groups.score_title(self.score))} by length of the "
             "context and depth "
             f"of the needle in it (0% is the beginning), policy by policy. {chart.title}; "
-            f"{_range(asked)} items behind a cell."
+            f"{_range(nonzero)} items per cell."
         )
 
 
@@ -178,7 +182,7 @@ def _name(axes: Any, chart: GridChart, depths: int, is_first: bool) -> None:
 
 
 def _items_with_depth(row: Row) -> list[Row]:
-    """The items that count and lie somewhere."""
+    """Scored items with a depth."""
     return [item for item in score_groups.counted_items(row) if item.get("depth") is not None]
 
 
@@ -188,8 +192,8 @@ def _mean(cells: Mapping[tuple[int, int], list[float]], depth: int, tokens: int)
 
 
 def _decimal(value: float) -> str:
-    shown = f"{value:.2f}"
-    return shown[0] if shown in ("0.00", "1.00") else shown.removeprefix("0")
+    text = f"{value:.2f}"
+    return text[0] if text in ("0.00", "1.00") else text.removeprefix("0")
 
 
 def _range(counts: Sequence[int]) -> str:

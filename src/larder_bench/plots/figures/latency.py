@@ -1,7 +1,7 @@
 """Latency: prefill, first token, further tokens, and the parts of a decode step.
 
-Dots are medians, lines reach to the 95th percentile. Where results tell the parts of a step, they
-stand end to end; IceCache's figure 6b.
+Dots are medians, lines reach to the 95th percentile. If results have the parts of a step, these are
+stacked; IceCache's figure 6b.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SQUARE = 0.08
 
 @dataclass(frozen=True)
 class LatencySpan:
-    """A median and a 95th percentile, in seconds."""
+    """Median and 95th percentile, in seconds."""
 
     p50: float
     p95: float
@@ -46,7 +46,7 @@ class PolicyLatency:
 
 @dataclass(frozen=True)
 class StepBreakdown:
-    """The parts of a step under one policy, in order: their names and seconds."""
+    """Parts of a policy's step, in order: their names and seconds."""
 
     policy: str
     budget: str
@@ -55,83 +55,88 @@ class StepBreakdown:
 
 @dataclass(frozen=True)
 class Latency(Figure):
-    """Latency, and its breakdown where results hold one.
+    """Latency, and its breakdown if the results have one.
 
     Args:
-        task: its name; empty takes the one with the longest texts.
-        tokens: of context; 0 takes the longest.
-        budget: as results write it; empty takes the one that most policies have.
+        task: name of the task; empty for the one with the longest texts.
+        tokens: length of the context; 0 for the longest.
+        budget: budget as in the results; empty for the most frequent one.
     """
 
     task: str = ""
     tokens: int = 0
     budget: str = ""
 
-    def draw(self, results: Results, looks: PolicyStyles) -> list[Drawing]:
-        timed, broken = self.timed(results, looks), self.broken(results, looks)
-        if not timed and not broken:
+    def draw(self, results: Results, styles: PolicyStyles) -> list[Drawing]:
+        latencies, breakdowns = self.latencies(results, styles), self.breakdowns(results, styles)
+        if not latencies and not breakdowns:
             raise self.nothing("measured cells, or rows of kind 'breakdown'")
         drawings = [
             Drawing(
-                drawing_name("latency", number, len(timed)),
+                drawing_name("latency", number, len(latencies)),
                 f"Latency: {title}",
                 f"Seconds of reading, of the first token and of each further one ({title}): dots "
                 "are medians, lines reach to the 95th percentile.",
-                _dots(found, styles_for(looks, {timed.policy for timed in found})),
+                _dots(rows, styles_for(styles, {row.policy for row in rows})),
             )
-            for number, (title, found) in enumerate(timed)
+            for number, (title, rows) in enumerate(latencies)
         ]
         return drawings + [
             Drawing(
-                drawing_name("breakdown", number, len(broken)),
+                drawing_name("breakdown", number, len(breakdowns)),
                 f"Breakdown of a step: {title}",
-                f"What a step consists of ({title}), by medians of its parts.",
-                _stacks(found),
+                f"Medians of the parts of a step ({title}).",
+                _stacks(rows),
             )
-            for number, (title, found) in enumerate(broken)
+            for number, (title, rows) in enumerate(breakdowns)
         ]
 
-    def timed(self, results: Results, looks: PolicyStyles) -> list[tuple[str, list[PolicyLatency]]]:
-        """Policies of each study and model, in numbers; the full cache beside every budget."""
-        cells = [row for row in results.measured if row["policy"] in looks]
+    def latencies(
+        self, results: Results, styles: PolicyStyles
+    ) -> list[tuple[str, list[PolicyLatency]]]:
+        """Plotted numbers of each study and model; the full cache is included at every budget."""
+        cells = [row for row in results.measured if row["policy"] in styles]
         cells = [row for row in cells if row.get("latency") or "prefill_seconds" in row]
         cells = [row for row in cells if self.task in ("", row["task"].partition("(")[0])]
-        order = list(looks)
-        found: list[tuple[str, list[PolicyLatency]]] = []
+        order = list(styles)
+        charts: list[tuple[str, list[PolicyLatency]]] = []
         for label, rows in score_groups.comparable_sheets(cells).items():
             tokens = self.tokens or max(row["tokens"] for row in rows)
-            here = [row for row in rows if row["tokens"] == tokens]
-            own = [row for row in here if row["task"] == here[0]["task"]]
-            budget = self.budget or _most_common_budget(own)
+            same_length = [row for row in rows if row["tokens"] == tokens]
+            selected = [row for row in same_length if row["task"] == same_length[0]["task"]]
+            budget = self.budget or _most_common_budget(selected)
             cases = score_groups.by_policy_and_budget(
-                [r for r in own if r["budget"] == budget or _is_full(r)]
+                [r for r in selected if r["budget"] == budget or _is_full(r)]
             )
-            timed = [_policy_latency(*case, list(files.values())) for case, files in cases.items()]
-            if timed:
-                timed.sort(key=lambda one: order.index(one.policy))
-                task = own[0]["task"].partition("(")[0]
-                told = score_groups.join_words(
+            latencies = [
+                _policy_latency(policy, budget, list(files.values()))
+                for (policy, budget), files in cases.items()
+            ]
+            if latencies:
+                latencies.sort(key=lambda one: order.index(one.policy))
+                task = selected[0]["task"].partition("(")[0]
+                title = score_groups.join_words(
                     label, task, f"{tokens:,} tokens", f"budget {budget}"
                 )
-                found.append((told, timed))
-        return found
+                charts.append((title, latencies))
+        return charts
 
-    def broken(
-        self, results: Results, looks: PolicyStyles
+    def breakdowns(
+        self, results: Results, styles: PolicyStyles
     ) -> list[tuple[str, list[StepBreakdown]]]:
-        """Time of the parts of each kind of decode step."""
-        rows = [row for row in results.shown("breakdown") if row["policy"] in looks]
+        """Seconds of the parts of each kind of decode step."""
+        rows = [row for row in results.exhibits_of("breakdown") if row["policy"] in styles]
         groups = score_groups.group_cells(score_groups.repeat_unmatched(rows))
         titles = score_groups.group_titles(list(groups))
         return [
-            (f"{titles[group]}, {step}", _step_breakdowns([r for r in own if r["step"] == step]))
-            for group, own in groups.items()
-            for step in dict.fromkeys(row["step"] for row in own)
+            (f"{titles[group]}, {step}", _step_breakdowns([r for r in cells if r["step"] == step]))
+            for group, cells in groups.items()
+            for step in dict.fromkeys(row["step"] for row in cells)
         ]
 
 
 def _most_common_budget(rows: Sequence[Row]) -> str:
-    """The budget that most policies have; of equals the first."""
+    """Most frequent budget of the policies; of equally frequent ones the first."""
     cases = dict.fromkeys((row["policy"], row["budget"]) for row in rows)
     return Counter(budget for _, budget in cases).most_common(1)[0][0] if cases else ""
 
@@ -155,7 +160,7 @@ def _policy_latency(policy: str, budget: str, rows: Sequence[Row]) -> PolicyLate
 
 
 def _median(spans: Sequence[Row]) -> LatencySpan | None:
-    """Medians over files."""
+    """Medians over files; None without any."""
     if not spans:
         return None
     return LatencySpan(
@@ -164,19 +169,21 @@ def _median(spans: Sequence[Row]) -> LatencySpan | None:
 
 
 def _step_breakdowns(rows: Sequence[Row]) -> list[StepBreakdown]:
-    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    breakdowns: dict[tuple[str, str], dict[str, list[float]]] = {}
     for row in rows:
-        parts = found.setdefault((row["policy"], row["budget"]), {})
+        parts = breakdowns.setdefault((row["policy"], row["budget"]), {})
         for part in row["parts"]:
             parts.setdefault(part["name"], []).append(part["p50"])
     return [
-        StepBreakdown(*case, tuple((name, float(np.median(own))) for name, own in parts.items()))
-        for case, parts in found.items()
+        StepBreakdown(
+            policy, budget, tuple((name, float(np.median(each))) for name, each in parts.items())
+        )
+        for (policy, budget), parts in breakdowns.items()
     ]
 
 
 def _names(rows: Sequence[PolicyLatency] | Sequence[StepBreakdown]) -> list[str]:
-    """Labels of rows: the policy, with its budget where it has several."""
+    """Labels of rows: the policy, with its budget if it has several."""
     several = len({row.policy for row in rows}) < len(rows)
     return [
         f"{short_label(row.policy)}, {row.budget}" if several else short_label(row.policy)
@@ -184,28 +191,28 @@ def _names(rows: Sequence[PolicyLatency] | Sequence[StepBreakdown]) -> list[str]
     ]
 
 
-def _dots(rows: Sequence[PolicyLatency], looks: PolicyStyles) -> Any:
+def _dots(rows: Sequence[PolicyLatency], styles: PolicyStyles) -> Any:
     columns = [("reading", [row.reading for row in rows])]
     columns += [("first token", [row.first for row in rows])]
     columns += [("each further token", [row.token for row in rows])]
-    shown = [(title, spans) for title, spans in columns if any(spans)]
+    present = [(title, spans) for title, spans in columns if any(spans)]
     names = _names(rows)
     left = max(text_width(name, SMALL) for name in names) + 0.12
-    width = PAGE if len(shown) > 1 else 3.3
+    width = PAGE if len(present) > 1 else 3.3
     margins = Margins(left, 0.12, 0.26, 0.36)
-    sheet = PanelGrid(width, 1, len(shown), ROW * len(rows) + 0.08, margins, gap_x=0.22)
+    grid = PanelGrid(width, 1, len(present), ROW * len(rows) + 0.08, margins, gap_x=0.22)
     with figure_style():
-        figure = sheet.figure()
-        for number, (title, spans) in enumerate(shown):
-            axes = sheet.panel(figure, number)
+        figure = grid.figure()
+        for number, (title, spans) in enumerate(present):
+            axes = grid.panel(figure, number)
             factor, unit = _unit([span.p95 for span in spans if span])
             for place, (row, span) in enumerate(zip(rows, spans, strict=True)):
                 if span is None:
                     continue
-                look = looks[row.policy]
+                style = styles[row.policy]
                 ends = [span.p50 * factor, span.p95 * factor]
-                axes.plot(ends, [place] * 2, color=look.color, linewidth=1.0)
-                axes.plot(ends[:1], [place], color=look.color, marker=look.marker or "o", ms=3.6)
+                axes.plot(ends, [place] * 2, color=style.color, linewidth=1.0)
+                axes.plot(ends[:1], [place], color=style.color, marker=style.marker or "o", ms=3.6)
             _scale_from_zero(axes, max(span.p95 for span in spans if span) * factor * 1.06)
             axes.set_ylim(len(rows) - 0.4, -0.6)
             axes.set_yticks(range(len(rows)), [] if number else names)
@@ -224,10 +231,10 @@ def _stacks(rows: Sequence[StepBreakdown]) -> Any:
     totals = [sum(value for _, value in row.parts) * factor for row in rows]
     lines = _key_lines(kinds, PAGE / 2 - left)
     top = 0.1 + LINE_HEIGHT * len(lines)
-    sheet = PanelGrid(3.3, 1, 1, ROW * len(rows) + 0.08, Margins(left, 0.42, top, 0.36))
+    grid = PanelGrid(3.3, 1, 1, ROW * len(rows) + 0.08, Margins(left, 0.42, top, 0.36))
     with figure_style():
-        figure = sheet.figure()
-        axes = sheet.panel(figure, 0)
+        figure = grid.figure()
+        axes = grid.panel(figure, 0)
         for place, row in enumerate(rows):
             begin = 0.0
             for kind, value in row.parts:
@@ -247,7 +254,7 @@ def _stacks(rows: Sequence[StepBreakdown]) -> Any:
 
 
 def _in_order(lists: Sequence[Sequence[str]]) -> list[str]:
-    """All names, each behind those that stand before it in any list, as far as lists agree."""
+    """All names, each after those that precede it in any list, as far as the lists agree."""
     order: list[str] = []
     for names in lists:
         place = 0
@@ -259,11 +266,11 @@ def _in_order(lists: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _scale_from_zero(axes: Any, most: float) -> None:
-    """From 0 to the most, with round numbers below."""
+    """Set a scale from 0 to the maximum, with round ticks."""
     scale = linear_axis("", 0.0, most)
     axes.set_xlim(scale.low, scale.high)
-    shown = scale.ticks if len(scale.ticks) <= 6 else scale.ticks[::2]
-    axes.set_xticks([tick for tick, _ in shown], [name for _, name in shown])
+    ticks = scale.ticks if len(scale.ticks) <= 6 else scale.ticks[::2]
+    axes.set_xticks([tick for tick, _ in ticks], [name for _, name in ticks])
 
 
 def _plain_axis(axes: Any) -> None:
@@ -291,14 +298,14 @@ def _draw_key(
 ) -> None:
     from matplotlib.patches import Rectangle
 
-    sheet = overlay_axes(figure)
+    overlay = overlay_axes(figure)
     for number, line in enumerate(lines):
         x, y = left, figure.get_size_inches()[1] - 0.08 - (number + 0.5) * LINE_HEIGHT
         for kind in line:
-            sheet.add_patch(
+            overlay.add_patch(
                 Rectangle((x, y - _SQUARE / 2), _SQUARE, _SQUARE, facecolor=colors[kind], lw=0)
             )
-            sheet.text(x + _SQUARE + 0.05, y, kind, size=SMALL, color=SOFT, va="center")
+            overlay.text(x + _SQUARE + 0.05, y, kind, size=SMALL, color=SOFT, va="center")
             x += _SQUARE + 0.05 + text_width(kind, SMALL) + 0.14
 
 

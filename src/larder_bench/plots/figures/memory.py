@@ -1,8 +1,8 @@
 """Peak and resident bytes of prefill against input length; EpiCache's figure 1c (top).
 
-A panel for each task and budget; two where a slow tier holds anything: the fast one, and both. The
-full cache's own bytes are the dashed line: a policy under it saves memory, one that runs level with
-it has to hold everything first.
+One panel per task and budget; two if a slow tier holds anything: the fast tier, and both. The
+dashed line is the full cache: a policy below it saves memory, one at the same level has to hold
+everything first.
 """
 
 from __future__ import annotations
@@ -38,60 +38,60 @@ class MemoryFigure(Figure):
 
     bytes: CountedBytes = CountedBytes.PEAK
 
-    def draw(self, results: Results, looks: PolicyStyles) -> list[Drawing]:
-        charts = self.charts(results, looks)
+    def draw(self, results: Results, styles: PolicyStyles) -> list[Drawing]:
+        charts = self.charts(results, styles)
         if not charts:
             raise self.nothing("cells of the same task at two lengths or more")
         caption = (
-            f"{score_groups.capitalize(_TITLES[self.bytes])}, keys and values with all that goes "
-            "with "
-            "them, against the tokens read; means over files. The dashed line is a full cache."
+            f"{score_groups.capitalize(_TITLES[self.bytes])}, of keys, values and all other "
+            "tensors of the cache, against the tokens read; means over files. The dashed line is "
+            "a full cache."
         )
         return [
             Drawing(
                 drawing_name("memory", number, len(charts)),
                 score_groups.join_words("Memory against length", label),
                 caption,
-                self._figure(panels, looks),
+                self._figure(panels, styles),
             )
             for number, (label, panels) in enumerate(charts)
         ]
 
-    def charts(self, results: Results, looks: PolicyStyles) -> list[tuple[str, list[LinePanel]]]:
-        """Plotted numbers: a sheet for each study and model, a panel for each budget."""
-        cells = [row | {"measure": ""} for row in results.measured if row["policy"] in looks]
+    def charts(self, results: Results, styles: PolicyStyles) -> list[tuple[str, list[LinePanel]]]:
+        """Plotted numbers: one figure per study and model, one panel per budget."""
+        cells = [row | {"measure": ""} for row in results.measured if row["policy"] in styles]
         charts = [
-            (label, self._panels(rows, looks))
+            (label, self._panels(rows, styles))
             for label, rows in score_groups.comparable_sheets(cells).items()
         ]
         return [(label, panels) for label, panels in charts if panels]
 
-    def _panels(self, cells: Sequence[Row], looks: PolicyStyles) -> list[LinePanel]:
-        found: list[LinePanel] = []
+    def _panels(self, cells: Sequence[Row], styles: PolicyStyles) -> list[LinePanel]:
+        panels: list[LinePanel] = []
         groups = score_groups.group_cells(cells, "tokens")
         titles = score_groups.group_titles(list(groups))
         for group, rows in groups.items():
             others = [row for row in rows if row["policy"] != FULL]
             for budget in sort_budgets(list(dict.fromkeys(row["budget"] for row in others))):
-                own = [row for row in others if row["budget"] == budget]
-                if len({row["tokens"] for row in own}) < 2:
+                selected = [row for row in others if row["budget"] == budget]
+                if len({row["tokens"] for row in selected}) < 2:
                     continue
                 full = _line(FULL, [row | {"policy": FULL} for row in rows], "full_kv_bytes")
-                for tier, key in self._tiers(own):
-                    lines = [line for policy in looks if (line := _line(policy, own, key)).xs]
+                for tier, key in self._tiers(selected):
+                    lines = [line for policy in styles if (line := _line(policy, selected, key)).xs]
                     title = f"{titles[group]}, budget {budget}{tier}"
-                    found.append(LinePanel(title, (*lines, full)))
-        return found
+                    panels.append(LinePanel(title, (*lines, full)))
+        return panels
 
     def _tiers(self, rows: Sequence[Row]) -> list[tuple[str, str]]:
-        """Quantities of panels: the device tier separately where the host tier holds anything."""
+        """Quantities of panels: the device tier separately if the host tier holds anything."""
         if not any(row.get("slow_kv_bytes") for row in rows):
             return [("", self.bytes.key)]
         return [(_FAST, CountedBytes.ACTIVE.key), (", both tiers", self.bytes.key)]
 
-    def _figure(self, panels: Sequence[LinePanel], looks: PolicyStyles) -> object:
+    def _figure(self, panels: Sequence[LinePanel], styles: PolicyStyles) -> object:
         order: dict[str, PolicyStyle] = {
-            policy: looks[policy] for policy in controls_last(list(looks))
+            policy: styles[policy] for policy in controls_last(list(styles))
         }
         order[FULL] = PolicyStyle("full cache", FAINT, SOFT, "", CONTROLS[FULL])
         lines = [line for panel in panels for line in panel.lines]
@@ -112,13 +112,13 @@ def _line(policy: str, rows: Sequence[Row], key: str) -> Line:
     ordered = [by_length[tokens] for tokens in sorted(by_length)]
     return Line(
         policy,
-        tuple(float(np.mean([row["context_tokens"] for row in own])) for own in ordered),
-        tuple(float(np.mean([row[key] for row in own])) for own in ordered),
+        tuple(float(np.mean([row["context_tokens"] for row in each])) for each in ordered),
+        tuple(float(np.mean([row[key] for row in each])) for each in ordered),
     )
 
 
 def format_power_of_two(power: int) -> str:
-    """A power of two bytes as people read it."""
+    """Power of two bytes in a readable unit."""
     unit = max(0, min(4, power // 10))
     return f"{2 ** (power - 10 * unit)} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
 

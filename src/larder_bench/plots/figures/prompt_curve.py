@@ -1,7 +1,7 @@
-"""Answers against how near the patched prompt is to the question: EpiCache's figure 2.
+"""Scores of answers by the similarity of the patched prompt to the question: EpiCache's figure 2.
 
-Each point is a prompt made of utterances around one percentile of their nearness to the question,
-the nearest at the left. The question itself as the prompt is the line across.
+Each point is a prompt of utterances around one percentile of their similarity to the question, the
+most similar at the left. The horizontal line is the question itself as the prompt.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from larder_bench.plots.policy_styles import COLORS, CONTROLS, MARKERS, SOLID, P
 from larder_bench.plots.style import FAINT, SOFT, Drawing, figure_style
 from larder_bench.results.rows import Results, Row
 
-QUESTION = "the question"  # the line across
+QUESTION = "the question"  # the horizontal line
 
 
 @dataclass(frozen=True)
 class PromptCurve(Figure):
-    """The patched-prompt curve.
+    """Patched-prompt curve.
 
     Args:
         score: exact, f1, f1_stemmed, log_likelihood, or another that items have.
@@ -29,55 +29,54 @@ class PromptCurve(Figure):
 
     score: str = "exact"
 
-    def draw(self, results: Results, looks: PolicyStyles) -> list[Drawing]:
-        charts = self.charts(results, looks)
+    def draw(self, results: Results, styles: PolicyStyles) -> list[Drawing]:
+        charts = self.charts(results, styles)
         if not charts:
             wrong = score_groups.missing_score_error(
-                "prompt_curve", self.score, results.shown("prompt")
+                "prompt_curve", self.score, results.exhibits_of("prompt")
             )
             raise wrong or self.nothing("rows of kind 'prompt' with a percentile")
         caption = (
-            f"{score_groups.capitalize(score_groups.score_title(self.score))} where blocks are "
-            "judged by a "
-            "prompt of utterances at one rank of nearness to the question, as a percentile: the "
-            "nearest at the left. The line across is the question itself as the prompt. Bars are "
-            "95% bootstrap intervals over files."
+            f"{score_groups.capitalize(score_groups.score_title(self.score))} if blocks are "
+            "scored by a prompt of utterances at one percentile of their similarity to the "
+            "question: the nearest at the left. The horizontal line is the question itself as the "
+            "prompt. Bars are 95% bootstrap intervals over files."
         )
         return [
             Drawing(
                 drawing_name("prompt_curve", number, len(charts)),
                 score_groups.join_words("Patched prompts", label),
                 caption,
-                self._figure(panels, looks),
+                self._figure(panels, styles),
             )
             for number, (label, panels) in enumerate(charts)
         ]
 
-    def charts(self, results: Results, looks: PolicyStyles) -> list[tuple[str, list[LinePanel]]]:
-        """Plotted numbers: a panel per task and budget."""
-        rows = [row for row in results.shown("prompt") if row["policy"] in looks]
+    def charts(self, results: Results, styles: PolicyStyles) -> list[tuple[str, list[LinePanel]]]:
+        """Plotted numbers: one panel per task and budget."""
+        rows = [row for row in results.exhibits_of("prompt") if row["policy"] in styles]
         rows = [row for row in rows if score_groups.scores_by_seed({0: row}, self.score)]
         charts = [
-            (label, self._panels(own))
-            for label, own in score_groups.comparable_sheets(rows).items()
+            (label, self._panels(group))
+            for label, group in score_groups.comparable_sheets(rows).items()
         ]
         return [(label, panels) for label, panels in charts if panels]
 
     def _panels(self, rows: Sequence[Row]) -> list[LinePanel]:
-        """Policies with a scoring prompt other than the question."""
+        """Panels of policies with a scoring prompt other than the question."""
         groups = score_groups.group_cells(rows)
         titles = score_groups.group_titles(list(groups))
         return [
-            self._panel(f"{titles[group]}, budget {budget}", own)
-            for group, found in groups.items()
-            for budget in dict.fromkeys(row["budget"] for row in found)
-            if any(r["percentile"] is not None for r in found if r["budget"] == budget)
-            and (own := [row for row in found if row["budget"] == budget])
+            self._panel(f"{titles[group]}, budget {budget}", selected)
+            for group, cells in groups.items()
+            for budget in dict.fromkeys(row["budget"] for row in cells)
+            if any(r["percentile"] is not None for r in cells if r["budget"] == budget)
+            and (selected := [row for row in cells if row["budget"] == budget])
         ]
 
-    def _figure(self, panels: Sequence[LinePanel], looks: PolicyStyles) -> object:
-        own = {line.name for panel in panels for line in panel.lines}
-        order = {p: _as_curve(look) if p in own else look for p, look in looks.items()}
+    def _figure(self, panels: Sequence[LinePanel], styles: PolicyStyles) -> object:
+        curves = {line.name for panel in panels for line in panel.lines}
+        order = {p: _as_curve(style) if p in curves else style for p, style in styles.items()}
         order[QUESTION] = PolicyStyle("question itself", FAINT, SOFT, "", CONTROLS["oracle"])
         with figure_style():
             x = Axis("nearness rank of the prompt's utterances", _RANKS, 0.0, 100.0)
@@ -85,20 +84,20 @@ class PromptCurve(Figure):
 
     def _panel(self, title: str, rows: Sequence[Row]) -> LinePanel:
         policies = dict.fromkeys(r["policy"] for r in rows if r["percentile"] is not None)
-        own = {p: [row for row in rows if row["policy"] == p] for p in policies}
-        asked = [row for row in rows if row["percentile"] is None]
-        across = ((QUESTION, self._score(asked).mean),) if asked else ()
-        return LinePanel(title, tuple(self._line(p, own[p]) for p in policies), across)
+        by_policy = {p: [row for row in rows if row["policy"] == p] for p in policies}
+        question = [row for row in rows if row["percentile"] is None]
+        levels = ((QUESTION, self._score(question).mean),) if question else ()
+        return LinePanel(title, tuple(self._line(p, by_policy[p]) for p in policies), levels)
 
     def _line(self, policy: str, rows: Sequence[Row]) -> Line:
         ranks = sorted({row["percentile"] for row in rows} - {None})
-        found = [self._score([r for r in rows if r["percentile"] == rank]) for rank in ranks]
+        intervals = [self._score([r for r in rows if r["percentile"] == rank]) for rank in ranks]
         return Line(
             policy,
             tuple(float(rank) for rank in ranks),
-            tuple(interval.mean for interval in found),
-            tuple(interval.low for interval in found),
-            tuple(interval.high for interval in found),
+            tuple(interval.mean for interval in intervals),
+            tuple(interval.low for interval in intervals),
+            tuple(interval.high for interval in intervals),
         )
 
     def _score(self, rows: Sequence[Row]) -> score_groups.Interval:
@@ -109,10 +108,10 @@ class PromptCurve(Figure):
 _RANKS = ((0.0, "nearest"), (25.0, "25%"), (50.0, "50%"), (75.0, "75%"), (100.0, "farthest"))
 
 
-def _as_curve(look: PolicyStyle) -> PolicyStyle:
-    """A control that is a curve here, and not what curves are compared with."""
-    if not look.is_control:
-        return look
+def _as_curve(style: PolicyStyle) -> PolicyStyle:
+    """Style of a control that is a curve here instead of a reference."""
+    if not style.is_control:
+        return style
     return PolicyStyle("utterances", *COLORS[0], MARKERS[0], SOLID)
 
 
@@ -120,11 +119,11 @@ def _height(panels: Sequence[LinePanel], score: str) -> Axis:
     ends = [y for panel in panels for line in panel.lines for y in (*line.lows, *line.highs)]
     ends += [level for panel in panels for _, level in panel.levels]
     low, high = min(ends), max(ends)
-    room = 0.08 * (high - low or 1.0)
+    margin = 0.08 * (high - low or 1.0)
     if score in score_groups.BOUNDED:
-        low, high = max(0.0, low - room), min(1.02, high + room)
+        low, high = max(0.0, low - margin), min(1.02, high + margin)
         return linear_axis(score_groups.score_title(score), low, high)
-    return linear_axis(score_groups.score_title(score), low - room, high + room)
+    return linear_axis(score_groups.score_title(score), low - margin, high + margin)
 
 
 Part = PromptCurve

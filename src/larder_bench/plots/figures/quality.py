@@ -1,9 +1,9 @@
 """Score of policies against the bytes that they keep; EpiCache's figure 5 with intervals.
 
-A panel for each task, length and model. Points stand at the bytes that were really held, as a share
-of the full cache's; bars are 95% bootstrap intervals over files. The full cache is the line across,
-and so is a control that has one budget only. Lines are moved sideways by a hair, so that their bars
-do not cover each other.
+One panel per task, length and model. The x position is the number of bytes actually held, as a
+share of the full cache's; bars are 95% bootstrap intervals over files. The full cache is a
+horizontal line, as is a control with a single budget. Lines are shifted slightly so that their bars
+do not overlap.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LINE_SHIFT = 0.018  # of a doubling of bytes, from one line to the next
 
 @dataclass(frozen=True)
 class QualityPoint:
-    """A policy at one budget: its share of the full cache's bytes, and how it scored."""
+    """Policy at one budget: its share of the full cache's bytes, and its score."""
 
     share: float
     score: Interval
@@ -41,11 +41,11 @@ class QualityPoint:
 
 @dataclass(frozen=True)
 class QualityChart:
-    """One group of cells, in numbers.
+    """Plotted numbers of one group of cells.
 
     Args:
-        points: by policy, the smallest share first.
-        full: how the full cache scored; None where it was not measured.
+        points: points by policy, the smallest share first.
+        full: score of the full cache; None if it was not measured.
     """
 
     title: str
@@ -63,8 +63,8 @@ class Quality(Figure):
 
     Args:
         score: exact, f1, f1_stemmed, log_likelihood, kl, same, mass, or another that items have;
-            empty for a drawing of each that tells most of what was measured (`scores.MAIN`).
-        kind: of the questions that count; empty for all.
+            empty for one drawing per main score (`score_groups.MAIN`).
+        kind: kind of the questions that count; empty for all.
         bytes: `active`, `held` or `peak`.
     """
 
@@ -72,8 +72,8 @@ class Quality(Figure):
     kind: str = ""
     bytes: CountedBytes = CountedBytes.ACTIVE
 
-    def draw(self, results: Results, looks: PolicyStyles) -> list[Drawing]:
-        charts = self.charts(results, looks)
+    def draw(self, results: Results, styles: PolicyStyles) -> list[Drawing]:
+        charts = self.charts(results, styles)
         if not charts:
             wrong = self.score and score_groups.missing_score_error(
                 "quality", self.score, results.measured
@@ -82,98 +82,104 @@ class Quality(Figure):
         return [
             Drawing(
                 drawing_name("quality", number, len(charts)),
-                _drawing_title(found[0].score, label),
-                self._caption(found, looks),
-                self._figure(found, looks),
+                _drawing_title(group[0].score, label),
+                self._caption(group, styles),
+                self._figure(group, styles),
             )
-            for number, (label, found) in enumerate(charts)
+            for number, (label, group) in enumerate(charts)
         ]
 
-    def charts(self, results: Results, looks: PolicyStyles) -> list[tuple[str, list[QualityChart]]]:
-        """Plotted numbers: a sheet for each study, model, measure and score."""
-        cells = [row for row in results.measured if row["policy"] in looks and row.get("items")]
+    def charts(
+        self, results: Results, styles: PolicyStyles
+    ) -> list[tuple[str, list[QualityChart]]]:
+        """Plotted numbers: one figure per study, model, measure and score."""
+        cells = [row for row in results.measured if row["policy"] in styles and row.get("items")]
         charts: list[tuple[str, list[QualityChart]]] = []
         for label, rows in score_groups.comparable_sheets(cells).items():
             groups = score_groups.group_cells(rows)
             titles = score_groups.group_titles(list(groups))
             for score in [self.score] if self.score else score_groups.main_scores(rows):
-                found = [self._scored(titles[one], score, own) for one, own in groups.items()]
-                if any(scored.items for scored in found):
-                    charts.append((label, [scored for scored in found if scored.items]))
+                group = [self._chart(titles[key], score, cells) for key, cells in groups.items()]
+                if any(chart.items for chart in group):
+                    charts.append((label, [chart for chart in group if chart.items]))
         return charts
 
-    def _figure(self, found: Sequence[QualityChart], looks: PolicyStyles) -> object:
-        order = {policy: looks[policy] for policy in controls_last(list(looks))}
+    def _figure(self, charts: Sequence[QualityChart], styles: PolicyStyles) -> object:
+        order = {policy: styles[policy] for policy in controls_last(list(styles))}
         with figure_style():
-            named = [name for name, look in self._shown(found, order).items() if look.is_labeled]
-            panels = [_panel(scored, list(order), named) for scored in found]
+            labeled = [
+                name for name, style in self._styles(charts, order).items() if style.is_labeled
+            ]
+            panels = [_panel(chart, list(order), labeled) for chart in charts]
             shares = [x for panel in panels for line in panel.lines for x in line.xs]
-            shares = shares or [p.share for s in found for own in s.points.values() for p in own]
+            shares = shares or [
+                p.share for chart in charts for ps in chart.points.values() for p in ps
+            ]
             x = log2_axis("bytes, share of the full cache", shares or [1.0], _fraction)
-            return draw_panels(panels, order, x, _height(found))
+            return draw_panels(panels, order, x, _height(charts))
 
-    def _scored(self, title: str, score: str, rows: Sequence[Row]) -> QualityChart:
+    def _chart(self, title: str, score: str, rows: Sequence[Row]) -> QualityChart:
         points: dict[str, list[QualityPoint]] = {}
         counts = [(0, 0)]
-        for (policy, _), found in score_groups.by_policy_and_budget(rows).items():
-            if not (files := score_groups.scores_by_seed(found, score, self.kind)):
+        for (policy, _), cells in score_groups.by_policy_and_budget(rows).items():
+            if not (files := score_groups.scores_by_seed(cells, score, self.kind)):
                 continue
-            taken = [found[seed][self.bytes.key] / found[seed]["full_kv_bytes"] for seed in files]
-            point = QualityPoint(float(np.mean(taken)), score_groups.mean_interval(files))
+            shares = [cells[seed][self.bytes.key] / cells[seed]["full_kv_bytes"] for seed in files]
+            point = QualityPoint(float(np.mean(shares)), score_groups.mean_interval(files))
             points.setdefault(policy, []).append(point)
             counts.append((len(files), sum(map(len, files.values()))))
         full = points.pop(FULL, None)
-        ordered = {policy: tuple(sorted(own, key=_share)) for policy, own in points.items()}
+        ordered = {policy: tuple(sorted(each, key=_share)) for policy, each in points.items()}
         best, matched = full[0].score if full else None, rows[0]["matched"]
-        return QualityChart(title, score, matched, ordered, best, *max(counts))
+        num_files, num_items = max(counts)
+        return QualityChart(title, score, matched, ordered, best, num_files, num_items)
 
-    def _shown(self, found: Sequence[QualityChart], looks: PolicyStyles) -> PolicyStyles:
-        return styles_for(looks, {policy for scored in found for policy in scored.points})
+    def _styles(self, charts: Sequence[QualityChart], styles: PolicyStyles) -> PolicyStyles:
+        return styles_for(styles, {policy for chart in charts for policy in chart.points})
 
-    def _caption(self, found: Sequence[QualityChart], looks: PolicyStyles) -> str:
-        what = score_groups.score_title(found[0].score) + (
+    def _caption(self, charts: Sequence[QualityChart], styles: PolicyStyles) -> str:
+        quantity = score_groups.score_title(charts[0].score) + (
             f" of {self.kind} questions" if self.kind else ""
         )
-        pale = sum(not look.is_labeled for look in self._shown(found, looks).values())
-        told = [
+        pale = sum(not style.is_labeled for style in self._styles(charts, styles).values())
+        counts = [
             score_groups.count_noun(s.files, "file")
             + ", "
             + score_groups.count_noun(s.items, "item")
-            for s in found
+            for s in charts
         ]
-        counted = "; ".join(f"{s.title}: {count}" for s, count in zip(found, told, strict=True))
+        summary = "; ".join(f"{s.title}: {count}" for s, count in zip(charts, counts, strict=True))
         return (
-            f"{score_groups.capitalize(what)} against the bytes of the cache "
+            f"{score_groups.capitalize(quantity)} against the bytes of the cache "
             f"({self.bytes.value}), as "
             "a share of the full cache's. Bars are 95% bootstrap intervals over files; lines are "
-            "moved sideways by a hair, so that bars do not cover each other. Budgets are equal in "
-            f"{score_groups.matched_title(found[0].matched)}."
-            + (" A gray line from side to side is a control." if _has_level(found) else "")
-            + (f" {pale} more policies are drawn pale and not named." if pale else "")
-            + f" {counted}."
+            "shifted slightly so that bars do not overlap. Budgets are equal in "
+            f"{score_groups.matched_title(charts[0].matched)}."
+            + (" A horizontal gray line is a control." if _has_level(charts) else "")
+            + (f" {pale} more policies are drawn pale and without a label." if pale else "")
+            + f" {summary}."
         )
 
 
-def _panel(scored: QualityChart, order: Sequence[str], named: Collection[str]) -> LinePanel:
-    present = [policy for policy in order if policy in scored.points]
-    told = [policy for policy in present if policy in named]
-    level = _level(scored)
-    told = [policy for policy in told if policy not in level]
-    middle = (len(told) - 1) / 2
-    shifts = {policy: 2 ** (LINE_SHIFT * (number - middle)) for number, policy in enumerate(told)}
-    lines = [_line(p, scored.points[p], shifts.get(p, 1.0)) for p in present if p not in level]
-    across = ((FULL, scored.full.mean),) if scored.full else ()
-    across += tuple((policy, scored.points[policy][0].score.mean) for policy in level)
-    return LinePanel(scored.title, tuple(lines), across)
+def _panel(chart: QualityChart, order: Sequence[str], labeled: Collection[str]) -> LinePanel:
+    single = _single_budget_controls(chart)
+    curves = [policy for policy in order if policy in chart.points and policy not in single]
+    shifted = [policy for policy in curves if policy in labeled]
+    middle = (len(shifted) - 1) / 2
+    shifts = {policy: 2 ** (LINE_SHIFT * (n - middle)) for n, policy in enumerate(shifted)}
+    lines = [_line(policy, chart.points[policy], shifts.get(policy, 1.0)) for policy in curves]
+    levels = ((FULL, chart.full.mean),) if chart.full else ()
+    levels += tuple((policy, chart.points[policy][0].score.mean) for policy in single)
+    return LinePanel(chart.title, tuple(lines), levels)
 
 
-def _level(scored: QualityChart) -> list[str]:
-    """The controls that have one budget only."""
-    return [name for name, own in scored.points.items() if name in CONTROLS and len(own) == 1]
+def _single_budget_controls(chart: QualityChart) -> list[str]:
+    """Controls with a single budget."""
+    return [name for name, points in chart.points.items() if name in CONTROLS and len(points) == 1]
 
 
-def _has_level(found: Sequence[QualityChart]) -> bool:
-    return any(scored.full is not None or _level(scored) for scored in found)
+def _has_level(charts: Sequence[QualityChart]) -> bool:
+    return any(chart.full is not None or _single_budget_controls(chart) for chart in charts)
 
 
 def _drawing_title(score: str, label: str) -> str:
@@ -191,20 +197,20 @@ def _line(policy: str, points: Sequence[QualityPoint], shift: float) -> Line:
     )
 
 
-def _height(found: Sequence[QualityChart]) -> Axis:
-    """One scale for all panels: from 0 where that tells something, no further than 1 for shares."""
-    score = found[0].score
-    intervals = [p.score for s in found for points in s.points.values() for p in points]
-    intervals += [scored.full for scored in found if scored.full]
+def _height(charts: Sequence[QualityChart]) -> Axis:
+    """Common scale of all panels: from 0 if that is informative, up to 1 at most for shares."""
+    score = charts[0].score
+    intervals = [p.score for chart in charts for points in chart.points.values() for p in points]
+    intervals += [chart.full for chart in charts if chart.full]
     low, high = min(i.low for i in intervals), max(i.high for i in intervals)
-    room = 0.05 * (high - low or 1.0)
+    margin = 0.05 * (high - low or 1.0)
     if score == "kl":
-        return linear_axis(score_groups.score_title(score), 0.0, high + room)
+        return linear_axis(score_groups.score_title(score), 0.0, high + margin)
     if score not in score_groups.BOUNDED:
-        return linear_axis(score_groups.score_title(score), low - room, high + room)
-    # Where nearly everything is kept, or guessed alike, policies differ by a little.
-    low = max(0.0, low - room) if score in ("same", "mass") else 0.0
-    return linear_axis(score_groups.score_title(score), low, min(1.02, high + room))
+        return linear_axis(score_groups.score_title(score), low - margin, high + margin)
+    # If nearly everything is kept, or predicted alike, policies differ only slightly.
+    low = max(0.0, low - margin) if score in ("same", "mass") else 0.0
+    return linear_axis(score_groups.score_title(score), low, min(1.02, high + margin))
 
 
 def _share(point: QualityPoint) -> float:

@@ -1,7 +1,7 @@
 """Recall of the true nearest keys by index; IceCache's figure 3.
 
-A panel for each k, and for each layer where rows tell layers apart. The curve runs over the entries
-that are fetched, the length of the context, or the steps of decoding.
+One panel per k, and per layer if rows have layers. The x axis is the number of fetched entries, the
+length of the context, or the decode step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from larder_bench.results.rows import Results, Row
 
 
 class RecallAxis(Enum):
-    """X axis of a curve: entries that are fetched, tokens of context, or decoding steps."""
+    """X axis of a curve: fetched entries, tokens of context, or decode steps."""
 
     FETCHED = "fetched_tokens"
     TOKENS = "tokens"
@@ -48,13 +48,13 @@ class RecallFigure(Figure):
     """Recall curves.
 
     Args:
-        along: `fetched_tokens`, `tokens` or `step`.
+        along: x axis, `fetched_tokens`, `tokens` or `step`.
     """
 
     along: RecallAxis = RecallAxis.FETCHED
 
-    def draw(self, results: Results, looks: PolicyStyles) -> list[Drawing]:
-        charts = self.charts(results, looks)
+    def draw(self, results: Results, styles: PolicyStyles) -> list[Drawing]:
+        charts = self.charts(results, styles)
         if not charts:
             raise self.nothing(f"rows of kind 'recall' with {self.along.value}")
         caption = (
@@ -66,22 +66,24 @@ class RecallFigure(Figure):
                 drawing_name("recall", number, len(charts)),
                 score_groups.join_words("Recall of the indexes", label),
                 caption,
-                self._figure(panels, looks),
+                self._figure(panels, styles),
             )
             for number, (label, panels) in enumerate(charts)
         ]
 
-    def charts(self, results: Results, looks: PolicyStyles) -> list[tuple[str, list[LinePanel]]]:
-        """Plotted numbers: a sheet for each study and model."""
+    def charts(self, results: Results, styles: PolicyStyles) -> list[tuple[str, list[LinePanel]]]:
+        """Plotted numbers: one figure per study and model."""
         key = self.along.value
-        rows = [r for r in results.shown("recall") if r["policy"] in looks and r[key] is not None]
-        # What fetches without a limit has no place on a scale of doublings.
+        rows = [
+            r for r in results.exhibits_of("recall") if r["policy"] in styles and r[key] is not None
+        ]
+        # Policies that fetch without a limit have no position on a logarithmic scale.
         rows = [row for row in rows if self.along is RecallAxis.STEP or row[key] > 0]
         if self.along is not RecallAxis.STEP and (whole := [r for r in rows if r["layer"] is None]):
-            rows = whole  # beside them are layers and steps one by one
+            rows = whole  # other rows are single layers and steps
         return [
-            (label, self._panels(own))
-            for label, own in score_groups.comparable_sheets(
+            (label, self._panels(group))
+            for label, group in score_groups.comparable_sheets(
                 score_groups.repeat_unmatched(rows)
             ).items()
         ]
@@ -89,9 +91,11 @@ class RecallFigure(Figure):
     def _panels(self, rows: Sequence[Row]) -> list[LinePanel]:
         ranks = sorted({int(rank) for row in rows for rank in row["recall"]})
         layers = list(dict.fromkeys(row["layer"] for row in rows))
-        # Budgets lie along the entries that are fetched; anywhere else they are apart.
-        is_apart = self.along is not RecallAxis.FETCHED and len({row["budget"] for row in rows}) > 1
-        budgets = sort_budgets(list({row["budget"] for row in rows})) if is_apart else [""]
+        # Budgets differ along the axis of fetched entries; on other axes they get separate panels.
+        is_separate = (
+            self.along is not RecallAxis.FETCHED and len({row["budget"] for row in rows}) > 1
+        )
+        budgets = sort_budgets(list({row["budget"] for row in rows})) if is_separate else [""]
         return [
             LinePanel(score_groups.join_words(f"recall@{rank}", _of_layer(layer), budget), lines)
             for budget in budgets
@@ -100,30 +104,30 @@ class RecallFigure(Figure):
             if (lines := self._lines(_rows_of(rows, layer, budget), str(rank)))
         ]
 
-    def _figure(self, panels: Sequence[LinePanel], looks: PolicyStyles) -> object:
+    def _figure(self, panels: Sequence[LinePanel], styles: PolicyStyles) -> object:
         ends = [y for panel in panels for line in panel.lines for y in line.ys]
         low = 0.0 if min(ends) < 0.5 else 0.1 * math.floor(10 * min(ends) - 0.2)
         with figure_style():
-            x = self._across([x for panel in panels for line in panel.lines for x in line.xs])
-            return draw_panels(panels, dict(looks), x, linear_axis("recall", low, 1.02))
+            x = self._x_axis([x for panel in panels for line in panel.lines for x in line.xs])
+            return draw_panels(panels, dict(styles), x, linear_axis("recall", low, 1.02))
 
     def _lines(self, rows: Sequence[Row], rank: str) -> tuple[Line, ...]:
-        found: dict[str, dict[float, list[float]]] = {}
+        by_policy: dict[str, dict[float, list[float]]] = {}
         for row in rows:
             if rank in row["recall"]:
-                points = found.setdefault(row["policy"], {})
+                points = by_policy.setdefault(row["policy"], {})
                 points.setdefault(float(row[self.along.value]), []).append(row["recall"][rank])
         return tuple(
-            Line(policy, tuple(sorted(own)), tuple(float(np.mean(own[x])) for x in sorted(own)))
-            for policy, own in found.items()
+            Line(policy, tuple(sorted(ys)), tuple(float(np.mean(ys[x])) for x in sorted(ys)))
+            for policy, ys in by_policy.items()
         )
 
-    def _across(self, values: Sequence[float]) -> Axis:
+    def _x_axis(self, values: Sequence[float]) -> Axis:
         label = _TITLES[self.along]
         if self.along is not RecallAxis.STEP:
             return log2_axis(label, values, _count)
-        room = 0.04 * (max(values) - min(values) or 1.0)
-        return linear_axis(label, min(values) - room, max(values) + room)
+        margin = 0.04 * (max(values) - min(values) or 1.0)
+        return linear_axis(label, min(values) - margin, max(values) + margin)
 
 
 def _of_layer(layer: int | None) -> str:
@@ -131,8 +135,8 @@ def _of_layer(layer: int | None) -> str:
 
 
 def _rows_of(rows: Sequence[Row], layer: int | None, budget: str) -> list[Row]:
-    own = [row for row in rows if row["layer"] == layer]
-    return [row for row in own if budget in ("", row["budget"])]
+    of_layer = [row for row in rows if row["layer"] == layer]
+    return [row for row in of_layer if budget in ("", row["budget"])]
 
 
 def _count(power: int) -> str:

@@ -1,7 +1,7 @@
 """Change of each layer's keys under block-wise eviction; EpiCache's figures 4a and 9.
 
-A line for each kind of text, dots the means over texts, bars from the least to the most of them.
-Layers that lie low lose most when the past is hidden, and get most of a sensitivity budget.
+One line per kind of text; dots are means over texts, bars reach from the minimum to the maximum.
+Layers with low values lose most when the past is masked, and get most of a sensitivity budget.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ MOST_TICKS = 8
 class SimilarityFigure(Figure):
     """Cosines of keys by layer."""
 
-    def draw(self, results: Results, looks: PolicyStyles) -> list[Drawing]:
-        charts = self.charts(results, looks)
+    def draw(self, results: Results, styles: PolicyStyles) -> list[Drawing]:
+        charts = self.charts(results, styles)
         if not charts:
             raise self.nothing("cells of --measure similarity")
         caption = (
-            "Mean cosine between a layer's keys with the whole past before them and with what "
-            "block-wise eviction would leave of it. Dots are means over texts of a kind, bars "
-            "reach from the least to the most."
+            "Mean cosine between a layer's keys with the whole context and with the context that "
+            "block-wise eviction would leave. Dots are means over texts of a kind, bars reach from "
+            "the minimum to the maximum."
         )
         return [
             Drawing(
@@ -46,18 +46,20 @@ class SimilarityFigure(Figure):
             for number, (label, panel) in enumerate(charts)
         ]
 
-    def charts(self, results: Results, looks: PolicyStyles) -> list[tuple[str, LinePanel]]:
-        """Plotted numbers: a line for each task and length."""
-        rows = [row for row in results.measured if row["policy"] in looks]
+    def charts(self, results: Results, styles: PolicyStyles) -> list[tuple[str, LinePanel]]:
+        """Plotted numbers: one line per task and length."""
+        rows = [row for row in results.measured if row["policy"] in styles]
         rows = [row for row in rows if score_groups.scores_by_seed({0: row}, SCORE)]
-        return [(label, _panel(own)) for label, own in score_groups.comparable_sheets(rows).items()]
+        return [
+            (label, _panel(group)) for label, group in score_groups.comparable_sheets(rows).items()
+        ]
 
 
 def _panel(rows: Sequence[Row]) -> LinePanel:
     groups = score_groups.group_cells(rows)
     titles = score_groups.group_titles(list(groups))
     names = {group: titles[group].replace(" tokens", "") for group in groups}  # within a column
-    return LinePanel("", tuple(_line(names[group], own) for group, own in groups.items()))
+    return LinePanel("", tuple(_line(names[group], cells) for group, cells in groups.items()))
 
 
 def _line(name: str, rows: Sequence[Row]) -> Line:
@@ -69,13 +71,13 @@ def _line(name: str, rows: Sequence[Row]) -> Line:
 
 def _figure(panel: LinePanel) -> object:
     values = [y for line in panel.lines for y in (*line.ys, *line.lows, *line.highs)]
-    room = 0.05 * (max(values) - min(values) or 1.0)
+    margin = 0.05 * (max(values) - min(values) or 1.0)
     last = max(line.xs[-1] for line in panel.lines)
     step = next((step for step in STEPS if last / step < MOST_TICKS), STEPS[-1])
     ticks = tuple((float(n), str(n)) for n in range(0, int(last) + 1, step))
     with figure_style():
         x = Axis("layer", ticks, -0.02 * last, 1.02 * last)
-        y = linear_axis("cosine of keys", min(values) - room, min(1.0, max(values) + room))
+        y = linear_axis("cosine of keys", min(values) - margin, min(1.0, max(values) + margin))
         return draw_panels([panel], looks_of(line.name for line in panel.lines), x, y)
 
 
