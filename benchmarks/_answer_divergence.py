@@ -1,4 +1,4 @@
-"""Whether two greedy answers to the same text part only where the model hardly prefers one."""
+"""Divergence of two greedy answers to the same text, and whether rounding can explain it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from larder.server.serving_policy import ServingPolicy
 from larder.server.session_state import TOKEN_TYPECODE, CompletedTurn, GenerationParams
 from larder.session.prefill import common_prompts
 
-TIE_GAP = 1e-3  # of the two best logits: below, rounding may decide
+TIE_GAP = 1e-3  # between the two best logits: below, rounding may decide
 
 
 @dataclass(frozen=True)
 class AnswerDivergence:
-    """Where two answers part.
+    """First divergence of two sessions.
 
     Args:
-        exchange: number of the turn.
-        place: number of the token in its answer.
-        gap: between the two best logits there.
+        exchange: index of the turn.
+        place: index of the token in its answer.
+        gap: difference of the two best logits there.
     """
 
     exchange: int
@@ -39,12 +39,12 @@ class AnswerDivergence:
 
     @property
     def is_close(self) -> bool:
-        """Whether rounding may have decided."""
+        """Test if rounding may explain the divergence."""
         return self.gap < TIE_GAP
 
 
 def exported_turns(exported: bytes) -> list[CompletedTurn]:
-    """What was said in a session, token for token, of the file that a server exports."""
+    """Turns of a session from the file that a server exports, token for token."""
     document = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(exported))
     asked = GenerationParams(SamplingParams(), 0, ())
     return [
@@ -64,13 +64,13 @@ def exported_turns(exported: bytes) -> list[CompletedTurn]:
 def first_divergence(
     engine: Engine, first: Sequence[CompletedTurn], second: Sequence[CompletedTurn]
 ) -> AnswerDivergence | None:
-    """Where two courses of a session part; None where they are the same.
+    """First divergence of two sessions; None if they are equal.
 
     Args:
-        engine: with the policy that both were answered under.
+        engine: engine with the policy of both sessions.
 
     Raises:
-        ValueError: they were not asked the same, or one is shorter.
+        ValueError: their prompts differ, or one has fewer turns.
     """
     if len(first) != len(second):
         raise ValueError(f"{len(first)} turns against {len(second)}")
@@ -92,18 +92,19 @@ def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 @torch.no_grad()
 def _logit_gap(
-    engine: Engine, before: Sequence[CompletedTurn], said: CompletedTurn, answered: int
+    engine: Engine, before: Sequence[CompletedTurn], turn: CompletedTurn, answered: int
 ) -> float:
-    """The text up to there is read once more, in the blocks of the server; then one token is asked.
+    """Gap of the two best logits for the next token, after reading the text again in the server's
+    blocks.
 
-    Policies that drop may hold other entries than they did then, since blocks end elsewhere when
-    turns are read as one text.
+    Policies that evict may keep other entries than in the session, because blocks end elsewhere
+    when turns are read as one text.
     """
     rule = ServingPolicy.of(engine)
     ids = [
         token for each in before for part in (each.prompt_ids, each.answer_ids) for token in part
     ]
-    text = (*ids, *said.prompt_ids, *said.answer_ids[:answered])
+    text = (*ids, *turn.prompt_ids, *turn.answer_ids[:answered])
     cache, reader = rule.empty_cache(), rule.reader(len(text))
     lane = PrefillSequence(cache, common_prompts(engine.tokenizer))
     for block in split_blocks(text[:-1], rule.block):

@@ -1,4 +1,4 @@
-"""Models that benchmarks share."""
+"""Models and texts that benchmarks share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from larder_bench.random_models import random_config
 
 
 def load_model(name: str) -> tuple[Any, Decoder]:
-    """The module on its own attention, and a decoder over a second copy of the same weights."""
+    """Module with its own attention, and a decoder over a second copy of the same weights."""
     if name == "seed":
         own, ours = load("seed"), load("seed")
         own.decoder.release()
@@ -29,7 +29,7 @@ def load_model(name: str) -> tuple[Any, Decoder]:
 
 
 def text_ids(tokenizer: Any, count: int) -> tuple[int, ...]:
-    """So many tokens of a conversation, from its beginning again where it is too short."""
-    said = " ".join(message.content for message in demo_conversation().messages)
-    ids = tuple(tokenizer.encode(said, add_special_tokens=False))
+    """Token ids of a conversation, repeated up to `count` tokens."""
+    text = " ".join(message.content for message in demo_conversation().messages)
+    ids = tuple(tokenizer.encode(text, add_special_tokens=False))
     return (ids * (count // len(ids) + 1))[:count]

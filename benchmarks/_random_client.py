@@ -1,4 +1,4 @@
-"""A client that does by chance whatever clients do."""
+"""Client that sends random requests of every kind."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ WORDS = "bread salt plum tea rye jam oat fig nut egg corn leek".split()
 
 @dataclass
 class RandomClient:
-    """It holds so many sessions at most.
+    """Client that holds at most `most` sessions.
 
-    `outcomes` counts by what was tried and what became of it.
+    `outcomes` counts results by request and status.
     """
 
     server: Server
@@ -37,7 +37,7 @@ class RandomClient:
         self.own = Server(self.server.url, self.server.process, self.key)
 
     def fill(self) -> None:
-        """Hold as many sessions as ever, each as long as it gets."""
+        """Open the maximum number of sessions, each with its maximum length."""
         while len(self.held) < self.most:
             self.begin()
         for name in self.held:
@@ -45,7 +45,7 @@ class RandomClient:
                 self._said(name, self.held[name])
 
     def run(self, until: float) -> None:
-        """Act until a moment of the monotonic clock."""
+        """Send random requests until a time of the monotonic clock."""
         acts: list[tuple[Callable[[], str], int]] = [
             (self.begin, 4),
             (self.go_on, 8),
@@ -65,18 +65,18 @@ class RandomClient:
             self.outcomes[f"{act.__name__}: {act()}"] += 1
 
     def begin(self) -> str:
-        """A new session, in the place of the oldest one."""
+        """Start a new session; the oldest one is removed if there are too many."""
         while len(self.held) >= self.most:
             self._removed(next(iter(self.held)))
         self.made += 1
         return self._said(f"{self.name} {self.made}", [])
 
     def go_on(self) -> str:
-        """The next turn of one that is there."""
+        """Send the next turn of a random session."""
         return self._said(*self._any()) if self.held else "nothing there"
 
     def leave(self) -> str:
-        """A stream that nobody hears to its end."""
+        """Disconnect from a stream before its end."""
         if not self.held:
             return "nothing there"
         name, told = self._any()
@@ -84,14 +84,14 @@ class RandomClient:
         return _status(heard)
 
     def repeat(self) -> str:
-        """The last request once more."""
+        """Repeat the last request."""
         if not self.held:
             return "nothing there"
         name, told = self._any()
         return _status(self._asked(name, told[:-1], 8)) if told else "nothing said"
 
     def fork(self) -> str:
-        """Two of one."""
+        """Fork a session."""
         if not self.held or len(self.held) >= self.most:
             return "no room"
         name, told = self._any()
@@ -103,14 +103,14 @@ class RandomClient:
         return str(reply.status)
 
     def manage(self) -> str:
-        """What a client may have done to a session."""
+        """Send a management request for a session."""
         if not self.held:
             return "nothing there"
         act = self.luck.choice(("pin", "unpin", "release", "prefetch", "compact"))
         return str(self.own.ask("POST", session_path(self._any()[0], act)).status)
 
     def carry(self) -> str:
-        """Out, and in again under another name."""
+        """Export a session and import it under another name."""
         if not self.held or len(self.held) >= self.most:
             return "no room"
         name, told = self._any()
@@ -123,7 +123,7 @@ class RandomClient:
         return str(reply.status)
 
     def converse(self) -> str:
-        """A conversation that the server remembers, until it is deleted."""
+        """Create a conversation stored by the server, use it, and delete it."""
         made = self.own.ask("POST", "/v1/conversations", {}).json["id"]
         told = []
         for _ in range(2):
@@ -137,11 +137,11 @@ class RandomClient:
         return " ".join(str(reply.status) for reply in (*told, gone))
 
     def remove(self) -> str:
-        """One is not wanted any more."""
+        """Remove a session."""
         return self._removed(self._any()[0]) if self.held else "nothing there"
 
     def intrude(self) -> str:
-        """A key that is none, and the name of another tenant's session."""
+        """Use a wrong key, and the name of another tenant's session."""
         wrong = self.own.ask("GET", "/v1/sessions", key="sk-wrong-0123456789")
         other = next(key for key in TENANTS if key != self.key)
         name = next(iter(self.held), "none")
@@ -149,7 +149,7 @@ class RandomClient:
         return f"{wrong.status} {far.status}"
 
     def babble(self) -> str:
-        """What no server can answer."""
+        """Send an invalid request."""
         bad: list[tuple[str, Any]] = [
             ("/v1/chat/completions", b"{"),
             ("/v1/chat/completions", {"model": "seed", "messages": []}),

@@ -1,4 +1,4 @@
-"""Real keys and queries: a conversation is read, then asked, and every layer recorded."""
+"""Recorded keys and queries of every layer, from a conversation and its questions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from larder.models.loader import load
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 BLOCK = 512
-PROTECTED_TOKENS = 32  # sinks, and as many of the latest, that are never parked
+PROTECTED_TOKENS = 32  # sinks, and as many of the latest tokens, that are never offloaded
 
 
 @dataclass(frozen=True)
 class RecordedLayer:
-    """What one layer made of a text and of the questions asked behind it.
+    """What one layer activations of a text and of the questions asked behind it.
 
     Args:
         keys: of the text, post-RoPE.
@@ -40,7 +40,7 @@ class RecordedLayer:
 
 
 def load_or_record(path: Path, tokens: int, asked: int, folder: Path) -> list[RecordedLayer]:
-    """As `record_layers`, from a file in a folder if it is there, and left there."""
+    """Recorded layers from a cached file, or from `record_layers` if there is none."""
     file = folder / f"{path.stem}-{tokens}-{asked}.pt"
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,14 +49,14 @@ def load_or_record(path: Path, tokens: int, asked: int, folder: Path) -> list[Re
 
 
 def record_layers(path: Path, tokens: int, asked: int) -> list[RecordedLayer]:
-    """All layers, for the last `tokens` tokens of a conversation and `asked` of its questions.
+    """Recorded layers of the last `tokens` tokens of a conversation and `asked` of its questions.
 
-    A conversation that is shorter is read over and over.
+    A shorter conversation is repeated.
     """
     loaded = load("seed")
-    scribe = TokenizerAdapter(loaded.tokenizer)
+    tokenizer = TokenizerAdapter(loaded.tokenizer)
     conversation = read_conversation(path)
-    ids = scribe.encode_conversation(conversation).ids
+    ids = tokenizer.encode_conversation(conversation).ids
     ids = (ids * (1 + tokens // len(ids)))[-tokens:]
     cache = SequenceCache(loaded.decoder.spec, "dense")
     cache.reserve(tokens)
@@ -65,20 +65,20 @@ def record_layers(path: Path, tokens: int, asked: int) -> list[RecordedLayer]:
 
     latest: dict[int, Tensor] = {}
 
-    def hear(_: int, layer: int, made: LayerActivations) -> None:
-        keys.setdefault(layer, []).append(made.keys.float())
-        latest[layer] = made.queries.float()
+    def record(_: int, layer: int, activations: LayerActivations) -> None:
+        keys.setdefault(layer, []).append(activations.keys.float())
+        latest[layer] = activations.queries.float()
 
     for start in range(0, tokens, BLOCK):
-        loaded.decoder.read([BatchSegment(cache, ids[start : start + BLOCK])], Mode.APPEND, hear)
-    for question, answer in _question_answer_ids(scribe, conversation, asked):
+        loaded.decoder.read([BatchSegment(cache, ids[start : start + BLOCK])], Mode.APPEND, record)
+    for question, answer in _question_answer_ids(tokenizer, conversation, asked):
 
-        def listen(
-            _: int, layer: int, made: LayerActivations, first: int = len(question) - 1
+        def record_queries(
+            _: int, layer: int, activations: LayerActivations, first: int = len(question) - 1
         ) -> None:
-            queries.setdefault(layer, []).append(made.queries[:, first:].float())
+            queries.setdefault(layer, []).append(activations.queries[:, first:].float())
 
-        loaded.decoder.read([BatchSegment(cache, question + answer)], Mode.SCRATCH, listen)
+        loaded.decoder.read([BatchSegment(cache, question + answer)], Mode.SCRATCH, record_queries)
     return [
         RecordedLayer(
             layer,
@@ -91,21 +91,21 @@ def record_layers(path: Path, tokens: int, asked: int) -> list[RecordedLayer]:
 
 
 def _question_answer_ids(
-    scribe: TokenizerAdapter, conversation: Conversation, asked: int
+    tokenizer: TokenizerAdapter, conversation: Conversation, asked: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Questions, evenly taken, and their answers as the model would write them."""
+    """Token ids of evenly spaced questions and of their answers."""
     step = max(len(conversation.questions) // asked, 1)
     return [
-        (scribe.encode_question(question.question), scribe.encode_answer(question.answer))
+        (tokenizer.encode_question(question.question), tokenizer.encode_answer(question.answer))
         for question in conversation.questions[::step][:asked]
     ]
 
 
 def parked_entries(keys: Float[Tensor, "K S D"]) -> Entries:
-    """All entries but the ends, as a slow tier holds them; values do not matter."""
+    """All entries but the protected ones, as in a slow tier; values do not matter."""
     flat = keys[:, PROTECTED_TOKENS : keys.shape[1] - PROTECTED_TOKENS].contiguous()
     heads, length, head_dim = flat.shape
     rows = flat.view(-1, head_dim)
     starts = tuple(head * length for head in range(heads))
-    nowhere = torch.zeros(len(rows), dtype=torch.int32)
-    return Entries(rows, rows, nowhere, starts, (length,) * heads)
+    positions = torch.zeros(len(rows), dtype=torch.int32)
+    return Entries(rows, rows, positions, starts, (length,) * heads)

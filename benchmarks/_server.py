@@ -1,4 +1,4 @@
-"""A server of its own process, and clients of it that time what they hear."""
+"""Server in its own process, and clients that time its answers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-PATIENCE_SECONDS = 3600.0  # for an answer: crowds wait for each other
+TIMEOUT_SECONDS = 3600.0  # of a request: many clients wait for each other
 
 
 @dataclass(frozen=True)
 class Server:
-    """One that runs.
+    """Running server.
 
     Args:
-        key: an operator's; empty where there are no keys.
-        process: to be looked at, not to be ended.
+        url: base URL.
+        process: process id, for measurements.
+        key: an operator's API key; empty without keys.
     """
 
     url: str
@@ -32,60 +33,60 @@ class Server:
     key: str = ""
 
     def ask(self, method: str, path: str, body: Any = None, key: str | None = None) -> HttpReply:
-        """One request, read to the end.
+        """Reply to one request, read completely.
 
         Args:
-            body: bytes as they are, anything else as JSON.
-            key: instead of the server's own.
+            body: bytes, or anything else as JSON.
+            key: API key instead of the server's own.
         """
         connection = self._sent(method, path, body, self.key if key is None else key)
         try:
-            told = connection.getresponse()
-            return HttpReply(told.status, told.read(), dict(told.getheaders()))
+            response = connection.getresponse()
+            return HttpReply(response.status, response.read(), dict(response.getheaders()))
         finally:
             connection.close()
 
     def chat(self, body: Mapping[str, Any], stop_after: int | None = None) -> StreamedAnswer:
-        """An answer as it streams in.
+        """Streamed answer to a chat completion.
 
         Args:
-            stop_after: pieces of text after which the client leaves.
+            stop_after: number of text deltas after which the client disconnects.
         """
-        begun = time.perf_counter()
-        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        connection = self._sent("POST", "/v1/chat/completions", asked, self.key)
-        heard = StreamedAnswer()
+        started = time.perf_counter()
+        request = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        connection = self._sent("POST", "/v1/chat/completions", request, self.key)
+        answer = StreamedAnswer()
         try:
-            told = connection.getresponse()
-            heard.status = told.status
-            if told.status != 200:
-                heard.error = json.loads(told.read())["error"]
-                return heard
-            for line in told:
+            response = connection.getresponse()
+            answer.status = response.status
+            if response.status != 200:
+                answer.error = json.loads(response.read())["error"]
+                return answer
+            for line in response:
                 if not line.startswith(b"data: ") or line == b"data: [DONE]\n":
                     continue
-                heard.take(json.loads(line[len(b"data: ") :]), time.perf_counter() - begun)
-                if heard.error or (stop_after is not None and len(heard.times) >= stop_after):
+                answer.take(json.loads(line[len(b"data: ") :]), time.perf_counter() - started)
+                if answer.error or (stop_after is not None and len(answer.times) >= stop_after):
                     break
         finally:
-            heard.seconds = time.perf_counter() - begun
+            answer.seconds = time.perf_counter() - started
             connection.close()
-        return heard
+        return answer
 
     def metrics(self) -> dict[str, float]:
-        """Every number of `/metrics`, labels and all."""
+        """All numbers of `/metrics`, with their labels."""
         text = self.ask("GET", "/metrics").body.decode()
         lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
         return {name: float(value) for name, _, value in lines}
 
     def sessions(self) -> list[dict[str, Any]]:
-        """What the server holds."""
+        """Sessions of the server."""
         return self.ask("GET", "/v1/sessions").json["data"]
 
     def _sent(self, method: str, path: str, body: Any, key: str) -> http.client.HTTPConnection:
         place = urlsplit(self.url)
         connection = http.client.HTTPConnection(
-            str(place.hostname), place.port, timeout=PATIENCE_SECONDS
+            str(place.hostname), place.port, timeout=TIMEOUT_SECONDS
         )
         headers = {"authorization": f"Bearer {key}"} if key else {}
         if body is not None and not isinstance(body, bytes):
@@ -97,7 +98,7 @@ class Server:
 
 @dataclass(frozen=True)
 class HttpReply:
-    """What came back."""
+    """Reply to a request."""
 
     status: int
     body: bytes
@@ -110,11 +111,11 @@ class HttpReply:
 
 @dataclass
 class StreamedAnswer:
-    """An answer that streamed in.
+    """Streamed answer.
 
     Args:
-        times: seconds from the request to each piece of text.
-        kv, usage: the server's own report; empty where the client left before.
+        times: seconds from the request to each text delta.
+        kv, usage: report of the server; empty if the client disconnected before.
     """
 
     text: str = ""
@@ -125,47 +126,48 @@ class StreamedAnswer:
     status: int = 0
     seconds: float = 0.0
 
-    def take(self, told: dict[str, Any], at: float) -> None:
-        self.error = told.get("error") or {}
-        self.kv = told.get("kv") or self.kv
-        self.usage = told.get("usage") or self.usage
-        for choice in told.get("choices", ()):
-            piece = choice["delta"].get("content")
-            if piece:
-                self.text += piece
+    def take(self, chunk: dict[str, Any], at: float) -> None:
+        """Add a chunk of the stream."""
+        self.error = chunk.get("error") or {}
+        self.kv = chunk.get("kv") or self.kv
+        self.usage = chunk.get("usage") or self.usage
+        for choice in chunk.get("choices", ()):
+            delta = choice["delta"].get("content")
+            if delta:
+                self.text += delta
                 self.times.append(at)
 
     @property
     def tokens(self) -> int:
-        """That were generated."""
+        """Number of generated tokens."""
         return int(self.usage.get("completion_tokens", 0))
 
 
 def session_path(session: str, *more: str) -> str:
-    """The path of a session, or of what is under it."""
+    """Path of a session, or of a resource under it."""
     return "/".join(("/v1/sessions", quote(session, safe=""), *more))
 
 
 @contextmanager
 def run_server(home: Path, options: Sequence[str], keys: str = "") -> Iterator[Server]:
-    """Run `larder serve` with these options until the block is left.
+    """Run `larder serve` with these options until the block ends.
 
     Args:
-        home: everything it writes goes there.
-        keys: as in a file of keys; the first one is an operator's.
+        home: folder of everything that it writes.
+        keys: contents of a file of keys; the first one is an operator's.
 
     Raises:
-        RuntimeError: it does not start; it has told why.
+        RuntimeError: the server does not start.
     """
-    own = {"LARDER_HOME": str(home), **({"LARDER_API_KEYS": keys} if keys else {})}
+    variables = {"LARDER_HOME": str(home), **({"LARDER_API_KEYS": keys} if keys else {})}
     command = [sys.executable, "-m", "larder", "serve", "--json", "--port", "0", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **own})
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **variables})
     assert process.stdout is not None
     try:
-        told = _document(process.stdout)
-        if "url" not in told:
-            raise RuntimeError(f"the server did not start: {told}")
-        yield Server(told["url"], process.pid, keys.split()[1] if keys else "")
+        document = _document(process.stdout)
+        if "url" not in document:
+            raise RuntimeError(f"the server did not start: {document}")
+        yield Server(document["url"], process.pid, keys.split()[1] if keys else "")
     finally:
         process.terminate()
         try:
@@ -177,10 +179,10 @@ def run_server(home: Path, options: Sequence[str], keys: str = "") -> Iterator[S
 
 
 def _document(lines: Iterable[bytes]) -> dict[str, Any]:
-    """The JSON document that stands first; empty where there is none."""
-    told = b""
+    """First JSON document of the output; empty if there is none."""
+    text = b""
     for line in lines:
-        told += line
+        text += line
         if line.rstrip() == b"}":
-            return json.loads(told)
+            return json.loads(text)
     return {}

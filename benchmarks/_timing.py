@@ -1,4 +1,4 @@
-"""What the benchmarks share: the environment, result lines."""
+"""Timing, environment and result lines of benchmarks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUNS = 3
 
 
 def shortest_run(run: Callable[[], Any]) -> tuple[Any, float]:
-    """What a function returns, and the shortest of its times in seconds."""
+    """Result of a function, and the shortest of its durations in seconds."""
     times = []
     for _ in range(RUNS):
         start = time.perf_counter()
@@ -28,7 +28,7 @@ def shortest_run(run: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def environment() -> dict[str, Any]:
-    """What a figure depends on."""
+    """Environment that figures depend on."""
     return {
         "machine": platform.machine(),
         "python": platform.python_version(),
@@ -40,5 +40,5 @@ def environment() -> dict[str, Any]:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Add result lines to a JSONL file."""
+    """Append result lines to a JSONL file."""
     append_rows(path, rows)

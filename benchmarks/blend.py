@@ -1,12 +1,12 @@
-"""What putting a text together from pieces costs: divergence from reading it, and time.
+"""Cost of assembling a text's cache from chunks: divergence from a full prefill, and time.
 
     python benchmarks/blend.py [--model NAME] [--tokens 2048] [--piece 256] [--continued 64]
 
-A text is cut into pieces, each is read alone, and the pieces are put together with a share of their
-tokens computed again (CacheBlend). The continuation is read over that cache and over the one that
-has read the text: the Kullback-Leibler divergence of the next tokens' distributions is what a
-reader notices. One JSONL line per share in results/blend.jsonl; `time_ratio` is of putting together
-to reading, in one run, the best of some.
+A text is cut into chunks, each is read alone, and the caches are combined with a share of their
+tokens recomputed (CacheBlend). The continuation is read over that cache and over a full prefill's:
+the Kullback-Leibler divergence of the next-token distributions measures the difference. One JSONL
+line per share in results/blend.jsonl; `time_ratio` is the time of combining divided by that of the
+prefill, in one run, the best of several.
 """
 
 from __future__ import annotations
@@ -49,33 +49,33 @@ def main() -> None:
     parser.add_argument("--piece", type=int, default=256)
     parser.add_argument("--continued", type=int, default=64)
     parser.add_argument("--out", type=Path, default=OUT)
-    given = parser.parse_args()
-    loaded = load(given.model)
+    options = parser.parse_args()
+    loaded = load(options.model)
     decoder = loaded.decoder
-    ids = text_ids(loaded.tokenizer, given.tokens + given.continued)
-    text, continued = ids[: given.tokens], ids[given.tokens :]
-    starts = range(0, len(text), given.piece)
-    parts = [text[start : start + given.piece] for start in starts]
-    pieces = [ContextChunk(part, read(decoder, part)) for part in parts]
+    ids = text_ids(loaded.tokenizer, options.tokens + options.continued)
+    text, continued = ids[: options.tokens], ids[options.tokens :]
+    starts = range(0, len(text), options.piece)
+    parts = [text[start : start + options.piece] for start in starts]
+    chunks = [ContextChunk(part, read(decoder, part)) for part in parts]
     full, read_seconds = shortest_run(lambda: read(decoder, text))
     exact = follow(decoder, full, continued)
     for share in SHARES:
-        found, seconds = shortest_run(lambda share=share: blend(decoder, pieces, share))
-        near = follow(decoder, found.cache, continued)
+        blended, seconds = shortest_run(lambda share=share: blend(decoder, chunks, share))
+        near = follow(decoder, blended.cache, continued)
         divergence = (exact.exp() * (exact - near)).sum(-1)
         row = {
-            "model": given.model,
+            "model": options.model,
             "tokens": len(text),
-            "piece_tokens": given.piece,
+            "piece_tokens": options.piece,
             "share": share,
-            "computed": len(found.chosen) / len(text),
+            "computed": len(blended.chosen) / len(text),
             "kl_mean": float(divergence.mean()),
             "kl_max": float(divergence.max()),
             "same_next_token": float((exact.argmax(-1) == near.argmax(-1)).double().mean()),
             "time_ratio": seconds / read_seconds,
         }
         print(json.dumps(row), flush=True)
-        write(given.out, [row | {"environment": environment()}])
+        write(options.out, [row | {"environment": environment()}])
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""The budget is a bound: entries, bytes and process memory while long conversations are read.
+"""Budgets as bounds: entries, bytes and process memory while long conversations are read.
 
     python benchmarks/bound.py FOLDER_OR_FILE... [--policies snapkv,epicache] [--memory]
 
-Every conversation is read at budgets of 512, 1024 and 2048 in blocks of 512. The most entries held
-at any moment (every layer of every pass) stand against the bound L x K x (M + M_block), times the
-caches built together; bytes counted stand against bytes of the tensors held. With `--memory`, 8K,
-16K and 32K tokens are read in a process each, and the memory above the loaded model is compared.
-One JSONL line per case in results/bound.jsonl.
+Every conversation is read at budgets of 512, 1024 and 2048 in blocks of 512. The peak number of
+entries (in every layer of every pass) is compared with the bound L x K x (M + M_block), times the
+number of caches built together; counted bytes are compared with bytes of the tensors. With
+`--memory`, 8K, 16K and 32K tokens are read in separate processes, and the memory above the loaded
+model is compared. One JSONL line per case in results/bound.jsonl.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _entries(options: argparse.Namespace) -> int:
-    """Read every file under every budget; how many cases broke their promise."""
+    """Read every file with every budget; return the number of cases that exceed their bound."""
     broken = 0
     base = Engine.load(policy="full")
     for path in find_files(options.paths or [DEMO]):
@@ -63,7 +63,7 @@ def _entries(options: argparse.Namespace) -> int:
             for budget in BUDGETS:
                 engine = base.under(policy, str(budget), BLOCK)
                 for name in engine.policy.session.embedders():
-                    engine.runtime.embedder(name)  # stays from one reading to the next
+                    engine.runtime.embedder(name)  # stays loaded between prefills
                 before = _storages()
                 memory = engine.read(conversation)
                 after = _storages()
@@ -93,14 +93,14 @@ def _entries(options: argparse.Namespace) -> int:
 
 
 def _storages() -> dict[int, int]:
-    """Bytes of every tensor storage that lives in this process, each counted once."""
+    """Bytes of every tensor storage in this process, each counted once."""
     gc.collect()
     tensors = (item for item in gc.get_objects() if type(item) in (torch.Tensor, Parameter))
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
 def _memory() -> None:
-    """Resident memory above the loaded model, for growing inputs."""
+    """Measure resident memory above the loaded model, for growing inputs."""
     for policy in ("full", "snapkv", 'patched(prompt="summarize")'):
         for tokens in LENGTHS:
             job = json.dumps([policy, tokens])
@@ -136,8 +136,8 @@ def _child(policy: str, tokens: int) -> dict[str, Any]:
     size = chosen.budget.tokens or 0
     layers = tuple(layer.index for layer in decoder.spec.managed)
     quotas = chosen.planner.quotas(size, tokens, layers, {})
-    book = {"summarize": base.tokenizer.encode_question("Summarize the text.")}
-    warm = PrefillSequence(SequenceCache(decoder.spec, form), book)
+    prompts = {"summarize": base.tokenizer.encode_question("Summarize the text.")}
+    warm = PrefillSequence(SequenceCache(decoder.spec, form), prompts)
     chosen.schedule.read(
         PrefillReader(decoder, chosen.planner, size, quotas, PeakMemoryMeter()),
         [warm],
@@ -147,7 +147,7 @@ def _child(policy: str, tokens: int) -> dict[str, Any]:
     del warm
     gc.collect()
     before = _resident()
-    lane = PrefillSequence(SequenceCache(decoder.spec, form), book)
+    lane = PrefillSequence(SequenceCache(decoder.spec, form), prompts)
     reader = PrefillReader(decoder, chosen.planner, size, quotas, PeakMemoryMeter())
     chosen.schedule.read(reader, [lane], ids, no_progress)
     gc.collect()

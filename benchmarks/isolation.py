@@ -1,18 +1,18 @@
-"""Whether somebody can tell from answers' times what other tenants have said.
+"""Timing side channel between tenants: whether response times reveal other tenants' texts.
 
     python benchmarks/isolation.py [--samples 200] [--model NAME]
 
-One server, many tenants, and a text that is new each time, asked for in random order as one of
+One server, many tenants, and a new text each time, requested in random order as one of
 
-    unknown    nobody has said it
-    other      another tenant has said it before
-    own        the tenant itself has said it before
+    unknown    nobody has sent it before
+    other      another tenant has sent it before
+    own        the tenant itself has sent it before
 
-and a session by a name that is `unknown`, or an `other` tenant's. Per pair one JSONL line in
+and a session by a name that is `unknown`, or an `other` tenant's. Each pair gives one JSONL line in
 results/isolation.jsonl: medians of the seconds to the first token (for names, to the refusal), the
-two-sample Kolmogorov-Smirnov statistic and its p value. Isolation holds where `other` and `unknown`
-do not differ (p above 0.01), and the audit is worth something where `own` and `unknown` do (p far
-below 0.01). Both tenants and texts are drawn anew for each sample, so that none helps the next.
+two-sample Kolmogorov-Smirnov statistic and its p value. Isolation holds if `other` and `unknown` do
+not differ (p above 0.01), and the audit is meaningful if `own` and `unknown` do (p far below 0.01).
+Tenants and texts are new for each sample, so that samples do not influence each other.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WORDS = 40
 
 
 class FirstTokenListener:
-    """Hears when an answer begins."""
+    """Listener that records the time of the first token."""
 
     def __init__(self) -> None:
         self.ended, self.error = threading.Event(), None
@@ -65,83 +65,85 @@ class FirstTokenListener:
 
 
 class TenantTimingProbe:
-    """Asks one hub in the names of many tenants."""
+    """Client that sends requests of many tenants."""
 
     def __init__(self, hub: LocalEngineClient, source: random.Random) -> None:
         self._hub, self._source = hub, source
         self._count = 0
 
     def text(self) -> str:
-        """One that was never said."""
+        """New text."""
         words = [str(self._source.randrange(10_000)) for _ in range(WORDS)]
         return f"Remember {' '.join(words)}. What did I say?"
 
     def tenant(self) -> str:
-        """One that nobody has heard of."""
+        """New tenant."""
         self._count += 1
         return f"tenant {self._count}"
 
     def ask(self, tenant: str, text: str) -> float:
         """Seconds to the first token of an answer."""
-        ear = FirstTokenListener()
-        begun = time.perf_counter()
-        self._hub.submit(Request(tenant, (ChatMessage("user", text),), None, max_new_tokens=1), ear)
-        ear.ended.wait()
-        if ear.error is not None:
-            raise ear.error
-        return ear.first - begun
+        listener = FirstTokenListener()
+        started = time.perf_counter()
+        self._hub.submit(
+            Request(tenant, (ChatMessage("user", text),), None, max_new_tokens=1), listener
+        )
+        listener.ended.wait()
+        if listener.error is not None:
+            raise listener.error
+        return listener.first - started
 
     def first_token(self, arm: str) -> float:
         """Seconds to the first token in one of the arms."""
         asks, other = self.tenant(), self.tenant()
         text, another = self.text(), self.text()
-        said = {"unknown": another, "other": text, "own": another}[arm]
-        self.ask(other, said)
+        earlier = {"unknown": another, "other": text, "own": another}[arm]
+        self.ask(other, earlier)
         self.ask(asks, text if arm == "own" else self.text())
-        # The same beginning with another end: what is asked twice is answered without the model.
+        # The same prefix with another end: a repeated request would be answered without the model.
         return self.ask(asks, f"{text} And again?")
 
     def refusal(self, arm: str) -> float:
-        """Seconds until a session is refused that is nobody's or another's."""
+        """Seconds to the refusal of a session that does not exist or is another tenant's."""
         asks, other = self.tenant(), self.tenant()
         self._hub.open(other, "x")
-        begun = time.perf_counter()
+        started = time.perf_counter()
         try:
             self._hub.session(asks, "x" if arm == "other" else "y")
         except ApiError:
-            return time.perf_counter() - begun
+            return time.perf_counter() - started
         raise AssertionError("another tenant's session was shown")
 
 
 def samples(
     arms: tuple[str, ...], count: int, source: random.Random, take: Callable[[str], float]
 ) -> dict[str, list[float]]:
-    """So many of each arm, in random order."""
+    """Seconds of `count` samples of each arm, taken in random order."""
     order = [arm for arm in arms for _ in range(count)]
     source.shuffle(order)
-    found: dict[str, list[float]] = defaultdict(list)
+    seconds: dict[str, list[float]] = defaultdict(list)
     for arm in order:
-        found[arm].append(take(arm))
-    return found
+        seconds[arm].append(take(arm))
+    return seconds
 
 
-def compared(what: str, found: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Each arm against the unknown."""
+def compared(what: str, seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Comparison of each arm with `unknown`."""
     rows = []
-    for arm in list(found):
+    for arm in list(seconds):
         if arm == "unknown":
             continue
-        told = ks_2samp(found["unknown"], found[arm])
+        test = ks_2samp(seconds["unknown"], seconds[arm])
         rows.append(
             {
                 "what": what,
                 "arm": arm,
-                "samples": len(found[arm]),
-                "median_seconds": median(found[arm]),
-                "unknown_median_seconds": median(found["unknown"]),
-                "ks": float(told.statistic),
-                "p": float(told.pvalue),
-                "holds": bool(told.pvalue < LIMIT if arm == "own" else told.pvalue > LIMIT),
+                "samples": len(seconds[arm]),
+                "median_seconds": median(seconds[arm]),
+                "unknown_median_seconds": median(seconds["unknown"]),
+                "ks": float(test.statistic),
+                "p": float(test.pvalue),
+                "holds": bool(test.pvalue < LIMIT if arm == "own" else test.pvalue > LIMIT),
             }
         )
     return rows
@@ -155,7 +157,7 @@ def run(model: str, count: int, folder: Path) -> list[dict[str, Any]]:
     hub = LocalEngineClient(engine, ByteBudgets({Tier.DEVICE: 64 << 20}), persistence=persistence)
     audit = TenantTimingProbe(hub, source)
     try:
-        for arm in ARMS:  # what is slow the first time
+        for arm in ARMS:  # warm-up
             audit.first_token(arm)
         rows = compared("first token", samples(ARMS, count, source, audit.first_token))
         return rows + compared("name", samples(ARMS[:2], count, source, audit.refusal))
@@ -168,12 +170,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--model", default="seed")
-    told = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        rows = run(told.model, told.samples, Path(folder))
-    write(OUT, [{**environment(), "model": told.model, **row} for row in rows])
+        rows = run(options.model, options.samples, Path(folder))
+    write(OUT, [{**environment(), "model": options.model, **row} for row in rows])
     for row in rows:
-        verdict = "as it should be" if row["holds"] else "NOT as it should be"
+        verdict = "as expected" if row["holds"] else "NOT as expected"
         print(f"{row['what']}, {row['arm']} against unknown: p = {row['p']:.3g}, {verdict}")
 
 

@@ -1,12 +1,12 @@
-"""Write conversations with known answers, in the form that `larder eval` and benchmarks read.
+"""Generator of conversations with known answers, as files for `larder eval` and benchmarks.
 
     python benchmarks/make_dialogues.py [OUT] [--kinds 'lifelog > needles(hay="prose")'] [--files 9]
         [--tokens 1500] [--corpus FOLDER] [--data FOLDER] [--seed 0]
 
-A kind is a task of `larder_bench.tasks` with its parameters, as policies are written; kinds stand
-apart by commas, or by ">" where they have parameters. With a corpus, `needles` lie in its prose
-unless their hay is named. `mixed` and `bookings` need the dialogues of a corpus, and tasks on
-public data sets their folders in that of `--data`; without, they are left out. Files are named
+A kind is a task of `larder_bench.tasks` with its parameters, spelled like a policy; kinds are
+separated by commas, or by ">" if they have parameters. With a corpus, `needles` are placed in its
+prose unless `hay` is given. `mixed` and `bookings` need the dialogues of a corpus, and tasks on
+public data sets their folders in that of `--data`; otherwise they are left out. Files are named
 KIND-TOKENS-N.json; equal seeds give equal files.
 """
 
@@ -66,10 +66,16 @@ def _task(sentence: str, sources: TaskSources) -> Task:
 
 def _write(task: Task, kind: str, sources: TaskSources, options: argparse.Namespace) -> None:
     for number in range(options.files):
-        made = task.make(options.seed * SEEDS + number, options.tokens, sources)
+        conversation = task.make(options.seed * SEEDS + number, options.tokens, sources)
         path = options.out / f"{kind}-{options.tokens}-{number}.json"
-        path.write_text(conversation_json(made), encoding="utf-8")
-        print(path.name, len(made.messages), "messages,", len(made.questions), "questions")
+        path.write_text(conversation_json(conversation), encoding="utf-8")
+        print(
+            path.name,
+            len(conversation.messages),
+            "messages,",
+            len(conversation.questions),
+            "questions",
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""How fast one decode step attends to a cache, as ratios measured in one process.
+"""Speed of attention in a decode step, as ratios measured in one process.
 
-Compares Larder's ragged attention with torch's scaled_dot_product_attention on a dense cache of
-the same entries and with a loop over heads of plain torch operations. The contestants take turns,
+Compares Larder's ragged attention with torch's scaled_dot_product_attention on a dense cache of the
+same entries and with a loop over heads of plain torch operations. The implementations alternate,
 each after a small matrix product, as between the layers of a model. Prints a table of ratios of
 medians (above 1: Larder is faster) and writes one JSON line per case.
 
@@ -55,12 +55,12 @@ def measure(dtype: torch.dtype, num_kv_heads: int, head_dim: int, group: int, le
     keys, values = (torch.randn(rows, head_dim).to(dtype) for _ in range(2))
     queries = torch.randn(num_kv_heads * group, 1, head_dim).to(dtype)
     lengths = torch.full((num_kv_heads,), length)
-    case = (queries, keys, values, torch.arange(num_kv_heads) * length, lengths)
-    seconds = timed(
+    starts = torch.arange(num_kv_heads) * length
+    seconds = time_alternately(
         {
-            "larder": lambda: ragged_attention(*case, SCALING),
-            "sdpa": lambda: dense(*case),
-            "loop": lambda: loop_over_heads(*case),
+            "larder": lambda: ragged_attention(queries, keys, values, starts, lengths, SCALING),
+            "sdpa": lambda: dense(queries, keys, values, starts, lengths),
+            "loop": lambda: loop_over_heads(queries, keys, values, starts, lengths),
         }
     )
     return {
@@ -78,17 +78,17 @@ def measure(dtype: torch.dtype, num_kv_heads: int, head_dim: int, group: int, le
     }
 
 
-def timed(contestants: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+def time_alternately(cases: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
     weights, state = torch.randn(512, 512), torch.randn(8, 512)
-    for contestant in contestants.values():
-        contestant()
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for run in cases.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
     end = time.perf_counter() + SECONDS
     while time.perf_counter() < end:
-        for name, contestant in contestants.items():
+        for name, run in cases.items():
             state @ weights
             start = time.perf_counter()
-            contestant()
+            run()
             seconds[name].append(time.perf_counter() - start)
     return seconds
 
@@ -107,9 +107,9 @@ def loop_over_heads(
     groups = queries.view(len(lengths), -1, queries.shape[-1])
     outs = []
     for group, start, length in zip(groups, starts.tolist(), lengths.tolist(), strict=True):
-        own = slice(start, start + length)
-        weights = (group @ keys[own].T).float().mul_(SCALING).softmax(-1)
-        outs.append(weights.to(values.dtype) @ values[own])
+        rows = slice(start, start + length)
+        weights = (group @ keys[rows].T).float().mul_(SCALING).softmax(-1)
+        outs.append(weights.to(values.dtype) @ values[rows])
     return torch.cat(outs)
 
 

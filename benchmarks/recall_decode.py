@@ -1,19 +1,19 @@
-"""Decode speed with a slow tier: a policy that parks against the full cache, and where time goes.
+"""Decode speed with a slow tier: a policy that offloads against the full cache, and a breakdown.
 
     python benchmarks/recall_decode.py [--tokens 16384,32768] [--policy icecache] [--budget 256]
 
-One token after the other behind a cache that is filled with made-up keys and values (see
-larder_bench.profiling.synthetic_keys), random-weight model in the shape of Qwen3-0.6B, float32.
-`full` is Larder's dense cache, preallocated; `transformers` its DynamicCache; the policy's cache is
-tended as while text is generated, so that what is parked and what the index learns is paid for. A
-round is a whole window of the policy's timing, and as many steps of the others; rounds go in turn.
-Caches that do not fit into memory beside each other are measured one after the other (--apart).
+One token after the other is decoded over a cache with synthetic keys and values (see
+larder_bench.profiling.synthetic_keys), with a random-weight model in the shape of Qwen3-0.6B,
+float32. `full` is Larder's dense cache, preallocated; `transformers` is its DynamicCache; the
+policy's cache is evicted as during generation, so that offloading and indexing are included. A
+round is a whole window of the policy's timing, and as many steps of the others; rounds alternate.
+Caches that do not fit into memory together are measured one after the other (--apart).
 
-Milliseconds per step; the least of all rounds is for machines that others use. The breakdown comes
-from a run of its own, by the clocks of larder_bench.profiling.step_profiler.
+Results are milliseconds per step; use the minimum of all rounds on shared machines. The breakdown
+comes from a run of its own, by the clocks of larder_bench.profiling.step_profiler.
 
-`hit` is the share of pages asked for that lay in the fast tier already; synthetic queries look for
-one thing for --stays steps. JSONL goes to results/recall_decode.jsonl.
+`hit` is the share of requested pages that were in the fast tier already; synthetic queries keep a
+search target for --stays steps. JSONL goes to results/recall_decode.jsonl.
 """
 
 from __future__ import annotations
@@ -59,11 +59,13 @@ def main() -> None:
     parser.add_argument("--policy", default="icecache")
     parser.add_argument("--budget", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--stays", type=int, default=4, help="steps that a query looks for one")
-    parser.add_argument("--apart", type=int, default=16384, help="from so many tokens on")
+    parser.add_argument("--stays", type=int, default=4, help="steps of one search target")
+    parser.add_argument(
+        "--apart", type=int, default=16384, help="measure separately from this number of tokens on"
+    )
     parser.add_argument("--threads", type=int, default=0, help="default: torch's own number")
     parser.add_argument("--clock", default="wall", choices=CLOCKS)
-    parser.add_argument("--cases", default="full,policy,transformers", help="what is measured")
+    parser.add_argument("--cases", default="full,policy,transformers", help="measured caches")
     parser.add_argument("--model", default="qwen3-0.6b", choices=["seed", "qwen3-0.6b"])
     options = parser.parse_args()
     if options.threads:
@@ -98,7 +100,7 @@ def _measure(
         seconds = {}
         for name, make in chosen.items():
             seconds |= _interleaved({name: make()}, options.rounds, clock)
-            gc.collect()  # a cache that is fed refers to itself
+            gc.collect()  # an injected cache refers to itself
     least = {name: 1e3 * min(each) / STEPS for name, each in seconds.items()}
     row |= {f"{name}_ms": [round(1e3 * s / STEPS, 1) for s in v] for name, v in seconds.items()}
     row |= {f"{name}_least_ms": round(each, 1) for name, each in least.items()}
@@ -110,12 +112,12 @@ def _measure(
 def _interleaved(
     cases: Mapping[str, Callable[[], None]], rounds: int, clock: Clock
 ) -> dict[str, list[float]]:
-    """Seconds of each case, the cases in turn; caches are warm already."""
+    """Seconds of each case; cases alternate, caches are already warm."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
-        for name, go in cases.items():
+        for name, run in cases.items():
             started = clock()
-            go()
+            run()
             seconds[name].append(clock() - started)
     return seconds
 
@@ -125,22 +127,22 @@ def _full(
 ) -> Callable[[], None]:
     cache = SequenceCache(decoder.spec, "dense")
     tokens = streams[0].keys.shape[1]
-    for layer, told, store in zip(decoder.spec.layers, streams, cache._stores, strict=True):
+    for layer, stream, store in zip(decoder.spec.layers, streams, cache._stores, strict=True):
         store.allocate(tokens + 64)
-        store.append(told.keys, draw_values(decoder.spec, layer, tokens), torch.arange(tokens))
+        store.append(stream.keys, draw_values(decoder.spec, layer, tokens), torch.arange(tokens))
     cache.next_position = tokens
-    go_to = inject_streams([cache], streams)
+    set_step = inject_streams([cache], streams)
 
-    def go() -> None:
+    def run() -> None:
         for step in range(STEPS):
-            go_to(step)
+            set_step(step)
             decoder.forward_logits([BatchSegment(cache, (7 + step,))], Mode.APPEND, [0])
         cache.truncate(tokens)
 
-    go()
+    run()
     row["full_bytes"] = cache.nbytes
-    row["full_parts"] = _parts(go, clock)
-    return go
+    row["full_parts"] = _parts(run, clock)
+    return run
 
 
 def _policy(
@@ -158,26 +160,28 @@ def _policy(
     tokens = streams[0].keys.shape[1]
     fast = entries_per_head(policy, decoder.spec)
     quotas = planner.quotas(fast, tokens, tuple(layer.index for layer in layers), {})
-    tending = DecodeEviction(planner, fast, (quotas,), (tokens,), decoder.predict_token_numbers)
-    go_to, done = inject_streams([cache], streams), [0]
+    planner_observer = DecodeEviction(
+        planner, fast, (quotas,), (tokens,), decoder.predict_token_numbers
+    )
+    set_step, done = inject_streams([cache], streams), [0]
 
-    def go() -> None:
+    def run() -> None:
         for _ in range(STEPS):
-            go_to(done[0])
+            set_step(done[0])
             only = BatchSegment(cache, (7 + done[0],))
-            observer = tending.observer([0], [only], [done[0]])
+            observer = planner_observer.observer([0], [only], [done[0]])
             decoder.forward_logits([only], Mode.APPEND, [0], observer)
             done[0] += 1
 
-    for _ in range(WARMUPS):  # the second is the first to learn of what the first one parked
-        go()
+    for _ in range(WARMUPS):  # the second is the first one to index entries offloaded by the first
+        run()
     before = cache.pages
-    row["policy_parts"] = _parts(go, clock)
-    asked, moved = (now - then for now, then in zip(cache.pages, before, strict=True))
-    row["hit"] = round(1 - moved / max(asked, 1), 3)
+    row["policy_parts"] = _parts(run, clock)
+    requested, moved = (now - then for now, then in zip(cache.pages, before, strict=True))
+    row["hit"] = round(1 - moved / max(requested, 1), 3)
     row["policy_fast_bytes"], row["policy_bytes"] = cache.device_nbytes, cache.nbytes
     row["policy_entries"] = cache.lengths()[-1][0]
-    return go
+    return run
 
 
 def _parked(
@@ -187,12 +191,14 @@ def _parked(
     clock: Clock,
     row: dict[str, Any],
 ) -> SequenceCache:
-    """A cache as it is behind a text that was read: ends in the fast tier, all indexed."""
+    """Cache after a long text: both ends in the fast tier, all other entries offloaded and
+    indexed.
+    """
     cache = SequenceCache(decoder.spec, "tiered", policy.planner.ledger, parking=policy.parking)
     near = entries_per_head(policy, decoder.spec)
     first = policy.scorer.protected_tokens().union(policy.protect.least(near)).first
     tokens, seconds = streams[0].keys.shape[1], 0.0
-    for layer, told, store in zip(decoder.spec.layers, streams, cache._stores, strict=True):
+    for layer, stream, store in zip(decoder.spec.layers, streams, cache._stores, strict=True):
         assert isinstance(store, TieredLayer)
         values = draw_values(decoder.spec, layer, tokens)
         stays = torch.ones(tokens, dtype=torch.bool)
@@ -200,10 +206,10 @@ def _parked(
             stays[first : tokens - (near - first)] = False
         held, far = torch.nonzero(stays).flatten(), torch.nonzero(~stays).flatten()
         store.allocate(len(held) + 64)
-        store.append(told.keys[:, held], values[:, held], held)
+        store.append(stream.keys[:, held], values[:, held], held)
         if len(far):
             lengths = torch.full((layer.kv_heads,), len(far))
-            flat = [part[:, far].flatten(0, 1) for part in (told.keys, values)]
+            flat = [part[:, far].flatten(0, 1) for part in (stream.keys, values)]
             columns = torch.zeros(len(policy.planner.ledger.columns), int(lengths.sum()))
             store._slow.add(OffloadBatch(*flat, far.repeat(layer.kv_heads), columns, lengths))
             started = clock()
@@ -218,25 +224,25 @@ def _transformers(
     module: Any, decoder: Decoder, streams: Sequence[KeyQueryStream]
 ) -> Callable[[], None]:
     cache, tokens = DynamicCache(config=module.config), streams[0].keys.shape[1]
-    for layer, told in zip(decoder.spec.layers, streams, strict=True):
+    for layer, stream in zip(decoder.spec.layers, streams, strict=True):
         values = draw_values(decoder.spec, layer, tokens)
-        cache.update(told.keys[None], values[None], layer.index)
+        cache.update(stream.keys[None], values[None], layer.index)
 
-    def go() -> None:
+    def run() -> None:
         for step in range(STEPS):
             places = torch.tensor([[tokens + step]])
-            given = torch.tensor([[7 + step]])
-            module(given, position_ids=places, past_key_values=cache, logits_to_keep=1)
+            ids = torch.tensor([[7 + step]])
+            module(ids, position_ids=places, past_key_values=cache, logits_to_keep=1)
         cache.crop(-STEPS)
 
-    go()
-    return go
+    run()
+    return run
 
 
-def _parts(go: Callable[[], None], clock: Clock) -> dict[str, float]:
+def _parts(run: Callable[[], None], clock: Clock) -> dict[str, float]:
     """Milliseconds per step of each part."""
-    with profile_steps(clock) as spent:
-        parts = spent.step(go)
+    with profile_steps(clock) as profiler:
+        parts = profiler.step(run)
     return {name: round(1e3 * seconds / STEPS, 2) for name, seconds in parts.items()}
 
 

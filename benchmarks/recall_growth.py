@@ -1,11 +1,11 @@
-"""Generate for a long time over two tiers: what a token costs and what is held as the index grows.
+"""Long generation over two tiers: cost per token and memory as the index grows.
 
     python benchmarks/recall_growth.py [--tokens 16384] [--policy icecache] [--budget 256]
 
-The bundled model reads the conversation of the examples and goes on writing, drawn at random from
-what it finds likely, so that it does not repeat itself. After every 2,048 tokens one line: process
-seconds per token, bytes of both tiers, entries parked per head, pages asked for that lay in the
-fast tier, and whether every parked entry lies in exactly one page. JSONL goes to --out.
+The bundled model reads the conversation of the examples and generates with sampling, so that it
+does not repeat itself. After every 2,048 tokens it prints one line: process seconds per token,
+bytes of both tiers, offloaded entries per head, the share of requested pages that were in the fast
+tier, and whether every offloaded entry is in exactly one page. JSONL goes to --out.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ QUESTION = "Tell me everything, and go on."
 
 @dataclass
 class GrowthReporter:
-    """Prints a line after every so many tokens."""
+    """Callback that prints a line after every `every` tokens."""
 
     cache: SequenceCache
     every: int
     out: Path
-    said: int = 0
-    begun: float = field(default_factory=time.process_time)
+    generated: int = 0
+    started: float = field(default_factory=time.process_time)
 
     def __call__(self, row: int, token: int) -> bool:
-        self.said += 1
-        if self.said % self.every == 0:
+        self.generated += 1
+        if self.generated % self.every == 0:
             line = self._figures() | {"commit": checkout_commit()}
             print(json.dumps(line), flush=True)
             with self.out.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(line) + "\n")
-            self.begun = time.process_time()
+            self.started = time.process_time()
         return True
 
     def _figures(self) -> dict[str, object]:
-        asked, moved = self.cache.pages
+        requested, moved = self.cache.pages
         parked = [int(n) for tier in self.cache.tiers for n in tier.finder.shared_index.known]
         return {
-            "generated": self.said,
-            "seconds_per_token": round((time.process_time() - self.begun) / self.every, 5),
+            "generated": self.generated,
+            "seconds_per_token": round((time.process_time() - self.started) / self.every, 5),
             "fast_bytes": self.cache.device_nbytes,
             "bytes": self.cache.nbytes,
             "parked_per_head": [min(parked), max(parked)],
-            "hit_rate": round(1 - moved / asked, 3) if asked else None,
+            "hit_rate": round(1 - moved / requested, 3) if requested else None,
             "in_one_page": all(map(_once, self.cache.tiers)),
         }
 
 
 def _once(tier: TieredLayer) -> bool:
-    """Whether the pages of a layer's index hold every entry it knows once."""
+    """Test if the pages of a layer's index contain every known entry exactly once."""
     index, lengths = tier.finder.shared_index.index, tier.finder.shared_index.known
     for head, (pages, length) in enumerate(zip(index.counts, lengths, strict=True)):
         heads = torch.full((len(index.counts), pages), -1)
@@ -89,7 +89,7 @@ def main() -> None:
     engine = Engine.load(policy=options.policy, budget=options.budget)
     memory = engine.read(read_conversation(options.file))
     cache = memory.activate_for(QUESTION)[0].fork()
-    tending = decode_planner(engine.runtime, memory.policy, [cache])
+    planner = decode_planner(engine.runtime, memory.policy, [cache])
     generate(
         engine.loaded.decoder,
         [cache],
@@ -97,7 +97,7 @@ def main() -> None:
         SamplingParams(temperature=1.0, seed=0),
         StoppingCriteria(options.tokens),
         GrowthReporter(cache, options.every, options.out),
-        *([] if tending is None else [tending.observer]),
+        *([] if planner is None else [planner.observer]),
     )
 
 

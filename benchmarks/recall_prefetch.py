@@ -1,17 +1,17 @@
-"""What fetching ahead and sharing a search gain and lose, layer by layer, on real text.
+"""Gains and losses of prefetching and of shared searches, layer by layer, on real text.
 
     python benchmarks/recall_prefetch.py DIALOGUE [--tokens 8192] [--steps 32] [--policy icecache]
 
-The seed model reads the last tokens of a conversation and goes on writing, the same tokens in every
-case, over pages that are found in turn; ahead, by what the layer before foretells of the queries;
-and by the first of every --layers layers for all of them. Per layer that parks anything:
+The seed model reads the last tokens of a conversation and decodes the same tokens in every case,
+over pages that are searched in turn; ahead, with queries predicted from the layer before; and by
+the first of every --layers layers for all of them. For each layer with offloaded entries:
 
-    ahead      the share of pages found in turn that were fetched ahead as well
-    shared     the share of entries found in turn that the first layer of its cycle found
-    hit        the share of pages asked for that lay in the fast tier already: in turn / shared
-    find       microseconds a step for searching and moving, in turn / shared
-    worker     microseconds a step of the worker's search and moves
-    waited     of these, what the layer still had to wait for
+    ahead      share of pages found in turn that were prefetched as well
+    shared     share of entries found in turn that the first layer of its cycle found
+    hit        share of requested pages that were in the fast tier already: in turn / shared
+    find       microseconds per step of searching and moving, in turn / shared
+    worker     microseconds per step of the worker's search and moves
+    waited     part of these that the layer had to wait for
     hidden     1 - waited / worker
 
 JSONL goes to results/recall_prefetch.jsonl.
@@ -49,7 +49,7 @@ WARMUPS = 4
 
 @dataclass
 class PrefetchStats:
-    """What one way made of each layer, over all steps but the first few."""
+    """Measurements of one variant by layer, over all steps but the first few."""
 
     seconds: dict[str, dict[int, float]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(float))
@@ -69,26 +69,30 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--policy", default="icecache")
     parser.add_argument("--budget", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=3, help="that share a search")
-    parser.add_argument("--dense", type=int, default=None, help="layers that park nothing")
+    parser.add_argument(
+        "--layers", type=int, default=3, help="number of layers that share a search"
+    )
+    parser.add_argument("--dense", type=int, default=None, help="number of dense layers")
     options = parser.parse_args()
     loaded = load("seed")
-    scribe = TokenizerAdapter(loaded.tokenizer)
-    ids = scribe.encode_conversation(read_conversation(options.dialogue)).ids
+    tokenizer = TokenizerAdapter(loaded.tokenizer)
+    ids = tokenizer.encode_conversation(read_conversation(options.dialogue)).ids
     ids = (ids * (1 + options.tokens // len(ids)))[-options.tokens :]
-    runtime = ModelRuntime(loaded.decoder, scribe, _no_embedder, lambda names: {})
+    runtime = ModelRuntime(loaded.decoder, tokenizer, _no_embedder, lambda names: {})
     policy = Policy.parse(options.policy).with_sizes(options.budget, None)
     if options.dense is not None:
         policy = replace(policy, recall=replace(policy.recall, dense=options.dense))
-    ways = {
+    variants = {
         "turn": policy,
         "ahead": replace(policy, recall=replace(policy.recall, fetch=FetchMode.AHEAD)),
         "compared": replace(policy, recall=replace(policy.recall, fetch=FetchMode.COMPARED)),
         "shared": replace(policy, recall=replace(policy.recall, layers=options.layers)),
     }
-    asked = tuple(ids[: options.steps + WARMUPS])
-    told = {name: _run_variant(runtime, way, ids, asked) for name, way in ways.items()}
-    rows = _rows(told, options.steps, options.layers)
+    decoded = tuple(ids[: options.steps + WARMUPS])
+    stats = {
+        name: _run_variant(runtime, variant, ids, decoded) for name, variant in variants.items()
+    }
+    rows = _rows(stats, options.steps, options.layers)
     settings = {name: str(value) for name, value in vars(options).items()} | {"policy": str(policy)}
     print(*(f"{name:>8}" for name in rows[0]))
     for row in rows:
@@ -97,42 +101,42 @@ def main() -> None:
 
 
 def _no_embedder(name: str) -> Any:
-    raise SystemExit(f"{name} was asked for: take a policy without episodes.")
+    raise SystemExit(f"{name} is needed: take a policy without episodes.")
 
 
 @torch.no_grad()
 def _run_variant(
-    runtime: ModelRuntime, policy: Policy, ids: tuple[int, ...], asked: tuple[int, ...]
+    runtime: ModelRuntime, policy: Policy, ids: tuple[int, ...], decoded: tuple[int, ...]
 ) -> PrefetchStats:
     cache = build_caches(runtime, policy, ids, [{}], PeakMemoryMeter()).activate(0)
-    tending = decode_planner(runtime, policy, [cache])
-    told = PrefetchStats()
-    for step, token in enumerate(asked):
+    planner = decode_planner(runtime, policy, [cache])
+    stats = PrefetchStats()
+    for step, token in enumerate(decoded):
         if step == WARMUPS:
             before = {tier.layer.index: tier.pages for tier in cache.tiers}
-            told.seconds.clear()
-        with _clocks(told):
-            _read(runtime.decoder, cache, token, tending, step)
+            stats.seconds.clear()
+        with _clocks(stats):
+            _read(runtime.decoder, cache, token, planner, step)
         if step >= WARMUPS:
-            told.found.append(_found(cache))
+            stats.found.append(_found(cache))
     for tier in cache.tiers:
-        asked_pages, moved = (
+        requested, moved = (
             now - then for now, then in zip(tier.pages, before[tier.layer.index], strict=True)
         )
-        if asked_pages:
-            told.hits[tier.layer.index] = round(1 - moved / asked_pages, 3)
-        told.agreement[tier.layer.index] = tier.finder.agreement
-    return told
+        if requested:
+            stats.hits[tier.layer.index] = round(1 - moved / requested, 3)
+        stats.agreement[tier.layer.index] = tier.finder.agreement
+    return stats
 
 
-def _read(decoder: Decoder, cache: SequenceCache, token: int, tending: Any, step: int) -> None:
+def _read(decoder: Decoder, cache: SequenceCache, token: int, planner: Any, step: int) -> None:
     row = BatchSegment(cache, (token,))
-    observer = None if tending is None else tending.observer([0], [row], [step])
+    observer = None if planner is None else planner.observer([0], [row], [step])
     decoder.forward_logits([row], Mode.APPEND, [0], observer)
 
 
 def _found(cache: SequenceCache) -> dict[int, list[set[int]]]:
-    """Entries of each set that each layer's own search found in this step."""
+    """Entries of each set that each layer's own search found in this step, by layer."""
     found: dict[int, list[set[int]]] = {}
     for tier in cache.tiers:
         choice = tier.finder.choice
@@ -142,8 +146,8 @@ def _found(cache: SequenceCache) -> dict[int, list[set[int]]]:
 
 
 @contextmanager
-def _clocks(told: PrefetchStats) -> Iterator[None]:
-    """Clocks around what finds: `find` in turn, `worker` ahead of it, `waited` for the worker."""
+def _clocks(stats: PrefetchStats) -> Iterator[None]:
+    """Measure page search and transfer: `find` in turn, `worker` ahead, `waited` for the worker."""
     names = {
         "_found": "find",
         "attend_selection": "find",
@@ -151,19 +155,19 @@ def _clocks(told: PrefetchStats) -> Iterator[None]:
         "_take_prefetched": "waited",
     }
     former = {name: getattr(PageFetcher, name) for name in names}
-    inside = [False]  # a worker's search is no search in turn
+    inside = [False]  # a worker's search does not count as one in turn
 
     def clocked(name: str) -> Any:
-        def run(self: PageFetcher, *given: Any) -> Any:
+        def run(self: PageFetcher, *args: Any) -> Any:
             if name == "_found" and inside[0]:
-                return former[name](self, *given)
+                return former[name](self, *args)
             inside[0] = inside[0] or name == "fetch"
             started = time.perf_counter()
             try:
-                return former[name](self, *given)
+                return former[name](self, *args)
             finally:
                 spent = time.perf_counter() - started
-                told.seconds[names[name]][self.layer.index] += spent
+                stats.seconds[names[name]][self.layer.index] += spent
                 if name == "fetch":
                     inside[0] = False
 
@@ -178,23 +182,23 @@ def _clocks(told: PrefetchStats) -> Iterator[None]:
             setattr(PageFetcher, name, inner)
 
 
-def _rows(told: dict[str, PrefetchStats], steps: int, layers: int) -> list[dict[str, Any]]:
-    turn, parking = told["turn"], sorted(told["turn"].found[0])
+def _rows(stats: dict[str, PrefetchStats], steps: int, layers: int) -> list[dict[str, Any]]:
+    turn, parking = stats["turn"], sorted(stats["turn"].found[0])
     rows: list[dict[str, Any]] = []
     for place, layer in enumerate(parking):
         leader = parking[place - place % layers]
-        pages, common = told["compared"].agreement[layer]
-        worker = told["ahead"].micros("worker", layer, steps)
-        waited = told["ahead"].micros("waited", layer, steps)
+        pages, common = stats["compared"].agreement[layer]
+        worker = stats["ahead"].micros("worker", layer, steps)
+        waited = stats["ahead"].micros("waited", layer, steps)
         rows.append(
             {
                 "layer": layer,
                 "ahead": round(common / pages, 3) if pages else None,
                 "shared": _overlap(turn, layer, leader) if leader != layer else None,
                 "hit": turn.hits.get(layer),
-                "hit_sh": told["shared"].hits.get(layer),
+                "hit_sh": stats["shared"].hits.get(layer),
                 "find": turn.micros("find", layer, steps),
-                "find_sh": told["shared"].micros("find", layer, steps),
+                "find_sh": stats["shared"].micros("find", layer, steps),
                 "worker": worker or None,
                 "waited": waited if worker else None,
                 "hidden": round(1 - waited / worker, 3) if worker else None,
@@ -203,10 +207,10 @@ def _rows(told: dict[str, PrefetchStats], steps: int, layers: int) -> list[dict[
     return rows
 
 
-def _overlap(told: PrefetchStats, layer: int, leader: int) -> float | None:
-    """The share of a layer's own entries that another one found in the same steps."""
+def _overlap(stats: PrefetchStats, layer: int, leader: int) -> float | None:
+    """Share of a layer's entries that another layer found in the same steps."""
     own = common = 0
-    for found in told.found:
+    for found in stats.found:
         if layer in found and leader in found:
             for mine, other in zip(found[layer], found[leader], strict=True):
                 own, common = own + len(mine), common + len(mine & other)

@@ -1,19 +1,19 @@
-"""What a search costs: a query step of 8 kv heads of 128 dimensions, two query heads to each.
+"""Cost of a search: a query step of 8 kv heads of 128 dimensions with two query heads each.
 
     python benchmarks/recall_search.py FILE... [--tokens 32400] [--sizes 16384,65536,262144]
 
-FILE is a conversation, which the seed model reads to so many tokens (--tokens), over and over if it
-is shorter; what it made of it is kept in results/recall_keys. Keys are these real ones: two of its
-heads of 64 dimensions side by side make one of 128, texts follow each other, turned to the
-positions where they then stand. Where there are too few, they come again with noise of a fifth of
-their spread. Queries are those of answers to the last text. Independent random numbers would say
-nothing: nothing is near anything among them. On a machine that others use, look at the least times.
+FILE is a conversation, of which the seed model reads --tokens tokens, repeated if it is shorter;
+the recorded keys and queries are cached in results/recall_keys. Keys are real: two heads of 64
+dimensions side by side make one of 128, and texts follow each other, rotated to their new
+positions. If there are too few, they are repeated with noise of a fifth of their standard
+deviation. Queries are those of answers to the last text. Independent random numbers would be
+meaningless, because they have no neighbors. On shared machines, use the minimum times.
 
-In turn, in one run: `dci` as it is, `dci.code`, `flat` with pages of 16, a numpy product with a
-partial sort, and usearch's HNSW (M 16), if it is installed, with the least breadth whose recall@5
-is that of `dci`; it is asked for 12 keys, not for pages. HNSW is built for the first `--peers` kv
-heads only, and its times are scaled up.
-JSONL goes to results/recall_search.jsonl.
+The cases alternate in one run: `dci` with its defaults, `dci.code`, `flat` with pages of 16, a
+numpy product with a partial sort, and usearch's HNSW (M 16), if installed, with the smallest
+breadth whose recall@5 is that of `dci`; it returns 12 keys instead of pages. HNSW is built for the
+first `--peers` kv heads only, and its times are scaled up. JSONL goes to
+results/recall_search.jsonl.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ LAYER = LayerSpec(0, HEADS * GROUP, HEADS, 128, 128**-0.5)
 
 def main() -> None:
     options = _options()
-    heard = [load_or_record(file, options.tokens, COUNT, KEYS) for file in options.files]
-    texts = [[vars(layer) for layer in text] for text in heard]
+    recorded = [load_or_record(file, options.tokens, COUNT, KEYS) for file in options.files]
+    texts = [[vars(layer) for layer in text] for text in recorded]
     for size in map(int, options.sizes.split(",")):
         keys, queries = _stream(texts, size)
         entries = parked_entries(keys)
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _measure(entries: Entries, queries: list[Tensor], options: Any) -> dict[str, Any]:
-    """Build everything, time the searches in turn, compare what they find."""
+    """Build all indexes, time alternating searches, and compare their results."""
     row: dict[str, Any] = {}
     searches: dict[str, Callable[[Tensor], object]] = {}
     for name, variant in (("dci", Variant.LARDER), ("dci.code", Variant.CODE)):
@@ -96,7 +96,9 @@ def _measure(entries: Entries, queries: list[Tensor], options: Any) -> dict[str,
 def _peer(
     entries: Entries, queries: list[Tensor], wanted: float, heads: int, row: dict[str, Any]
 ) -> Callable[[Tensor], object]:
-    """HNSW over the first heads, with the least breadth that recalls as much."""
+    """HNSW search over the first heads, with the smallest breadth that reaches the wanted
+    recall.
+    """
     from usearch.index import Index
 
     indexes = []
@@ -113,8 +115,8 @@ def _peer(
     )
 
     def search(query: Tensor) -> list[Any]:
-        asked = query.numpy().reshape(HEADS, GROUP, -1)
-        return [index.search(asked[head], COUNT) for head, index in enumerate(indexes)]
+        queries = query.numpy().reshape(HEADS, GROUP, -1)
+        return [index.search(queries[head], COUNT) for head, index in enumerate(indexes)]
 
     for breadth in BREADTHS:
         for index in indexes:
@@ -128,7 +130,7 @@ def _peer(
 
 
 def _shared(found: list[Any], query: Tensor, entries: Entries) -> float:
-    """How many of the best 5 are among what HNSW found, per query head."""
+    """Share of the best 5 keys among those found by HNSW, over query heads."""
     hits = []
     for head, matches in enumerate(found):
         for own in range(GROUP):
@@ -140,7 +142,7 @@ def _shared(found: list[Any], query: Tensor, entries: Entries) -> float:
 
 
 def _recall(index: DciIndex, query: Tensor, entries: Entries) -> float:
-    """How many of the best 5 are in the pages found, per query head."""
+    """Share of the best 5 keys in the pages found, over query heads."""
     held = index.contents(index.find(query, entries, COUNT).pages).flatten(1).tolist()
     hits = []
     for head in range(HEADS * GROUP):
@@ -150,9 +152,9 @@ def _recall(index: DciIndex, query: Tensor, entries: Entries) -> float:
 
 
 def _by_numpy(query: Tensor, entries: Entries) -> list[Any]:
-    asked, best = query.numpy().reshape(HEADS, GROUP, -1), []
+    queries, best = query.numpy().reshape(HEADS, GROUP, -1), []
     for head in range(HEADS):
-        products = asked[head] @ entries.head_keys(head).numpy().T
+        products = queries[head] @ entries.head_keys(head).numpy().T
         best.append(np.argpartition(products, -192, axis=1)[:, -192:])
     return best
 
@@ -164,38 +166,38 @@ def _first(entries: Entries, fewer: int) -> Entries:
 
 
 def _stream(texts: list[Any], size: int) -> tuple[Float[Tensor, "K S D"], list[Tensor]]:
-    """Keys of so many tokens, and queries behind them."""
+    """Keys of `size` tokens, and queries after them."""
     needed, at, parts, number = size + 64, 0, [], 0
     source = torch.Generator().manual_seed(0)
     while at < needed:
         text = texts[(len(texts) - 1 - number) % len(texts)]
-        keys = _paired([heard["keys"] for heard in text[DENSE:]])[:, : needed - at]
+        keys = _paired([layer["keys"] for layer in text[DENSE:]])[:, : needed - at]
         if number >= len(texts):
             keys = keys + 0.2 * keys.std(1, keepdim=True) * torch.randn(
                 keys.shape, generator=source
             )
         parts.insert(0, keys)
         number, at = number + 1, at + keys.shape[1]
-    start, turned = 0, []
+    start, rotated = 0, []
     for part in parts:
-        turned.append(_turned(part, start))
+        rotated.append(_rotated(part, start))
         start += part.shape[1]
-    last = _turned(
-        _paired([heard["queries"] for heard in texts[-1][DENSE:]]), start - parts[-1].shape[1]
+    last = _rotated(
+        _paired([layer["queries"] for layer in texts[-1][DENSE:]]), start - parts[-1].shape[1]
     )
     chosen = torch.linspace(0, last.shape[1] - 1, STEPS).long()
-    return torch.cat(turned, 1), [last[:, step].contiguous() for step in chosen]
+    return torch.cat(rotated, 1), [last[:, step].contiguous() for step in chosen]
 
 
 def _paired(layers: list[Float[Tensor, "K S D"]]) -> Float[Tensor, "L S E"]:
-    """8 kv heads of 128 dimensions, or their query heads, of heads of 64 in 4 layers."""
+    """Keys of 8 kv heads of 128 dimensions, or their query heads, from heads of 64 in 4 layers."""
     groups = [layer.unflatten(0, (2, -1)) for layer in layers]  # [2, R, S, D]
     sides = [(a, b) for a in range(4) for b in (a, (a + 1) % 4)]
     return torch.cat([torch.cat([groups[a][0], groups[b][1]], -1) for a, b in sides])
 
 
-def _turned(rows: Float[Tensor, "K S E"], by: int) -> Float[Tensor, "K S E"]:
-    """Rows of two heads side by side, turned to positions that much later."""
+def _rotated(rows: Float[Tensor, "K S E"], by: int) -> Float[Tensor, "K S E"]:
+    """Rows of two heads side by side, rotated to later positions."""
     angles = by * THETA ** (-torch.arange(32, dtype=torch.float64) / 32)
     cos, sin = angles.cos().float(), angles.sin().float()
     halves = rows.unflatten(-1, (2, 2, 32))

@@ -1,14 +1,15 @@
-"""What it takes to have keys and values again: from memory, from residuals, from the text.
+"""Cost of restoring keys and values: from memory, from residuals, from the text.
 
     python benchmarks/recompute.py [--models seed,qwen3-0.6b] [--tokens 1024,4096] [--threads 2]
 
-bytes     A token in the shapes of known models, held as keys and values, as its id, as one residual
-          before the first or before the middle layer, or as a residual per layer; and the
-          operations that give its keys and values back in a text of 4,096 tokens.
-seconds   Per 1,000 tokens, for whole texts of random tokens, the ways in turn: `load` copies keys
-          and values from memory into a cache, `project` makes those of every layer from its own
-          residuals, `reread` runs all layers from the embeddings on, `reread half` from the middle
-          layer on, and `read` reads the token ids as a session does. Blocks of 512 tokens.
+bytes     Bytes of a token in the shapes of known models, stored as keys and values, as its id, as
+          one residual before the first or before the middle layer, or as a residual per layer; and
+          the operations that restore its keys and values in a text of 4,096 tokens.
+seconds   Seconds per 1,000 tokens, for whole texts of random tokens, methods alternating: `load`
+          copies keys and values from memory into a cache, `project` computes those of every layer
+          from its own residuals, `reread` runs all layers from the embeddings on, `reread half`
+          from the middle layer on, and `read` reads the token ids as a session does. Blocks of 512
+          tokens.
 
 `qwen3-0.6b` is a random-weight model in that shape. One JSONL line per case in
 results/recompute.jsonl.

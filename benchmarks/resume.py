@@ -1,18 +1,18 @@
-"""How much sooner a session's first token comes when its cache is restored instead of read again.
+"""Time to a session's first token if its cache is restored instead of prefilled again.
 
     python benchmarks/resume.py [--model NAME] [--layers N] [--policy full] [--tokens 16384]
         [--codecs raw int8 int4 entropy]
 
-A session of so many tokens is read and saved with each codec in a new folder. Then, in the same
-run: the session is restored, verified, and one token predicted behind it; and the session is read
-from its log, and the same token predicted. Model and store are open already, as in a server.
-`ratio` is reading to restoring, the best of some runs of each, once with the files in the system's
-page cache (`warm`) and once after it was asked to forget them (`cold`); `megabytes_per_second` is
-of what the cache takes in memory. `kl` is the divergence of the prediction from the exact one. One
-JSONL line per codec in results/resume.jsonl.
+A session of --tokens tokens is read and saved with each codec in a new folder. Then, in the same
+run, the session is restored, verified, and one token predicted after it; and the session is read
+from its log, and the same token predicted. Model and store are already open, as in a server.
+`ratio` is the time of reading divided by that of restoring, the best of several runs of each, once
+with the files in the system's page cache (`warm`) and once after it was asked to drop them
+(`cold`); `megabytes_per_second` refers to the cache's bytes in memory. `kl` is the divergence of
+the prediction from the exact one. One JSONL line per codec in results/resume.jsonl.
 
-Besides the bundled model and Hugging Face names, `random:qwen3-0.6b` has a true shape and random
-weights; with `--layers` it has only so many layers, which the rows tell.
+Besides the bundled model and Hugging Face names, `random:qwen3-0.6b` has a real model shape and
+random weights; `--layers` reduces its layers, which the rows record.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NAME, TEXT = "session", "What did I say?"
 
 
 class SavedSession:
-    """A session of one long turn, under an engine's policy."""
+    """Session of one long turn, under an engine's policy."""
 
     def __init__(self, engine: Engine, ids: Sequence[int]) -> None:
         self._engine = engine
@@ -58,17 +58,17 @@ class SavedSession:
         self.policy = sized_policy(engine, self.log)
 
     def read(self) -> tuple[ChatState, Tensor]:
-        """Read from the log, to the first token."""
+        """State read from the log, and the prediction of the first token."""
         state = ChatCache.prefill(self._engine.runtime, self.policy, self.log).state
         return state, self._first(state)
 
     def restored(
         self, folder: Path, codec: str, before: Callable[[], None]
     ) -> tuple[Tensor, float]:
-        """Restored from a store, to the first token; the best of its times in seconds.
+        """Prediction of the first token from a restored state; the best of its times in seconds.
 
         Args:
-            before: done before each run.
+            before: called before each run.
         """
         store, times = Store(str(folder), folder), list[float]()
         try:
@@ -76,18 +76,18 @@ class SavedSession:
             store.parts.throughput.know({"disk": 1e15})  # load, however slow that is
             for _ in range(RUNS):
                 before()
-                begun = time.perf_counter()
+                started = time.perf_counter()
                 resumed = keeper.load(NAME, self._engine.runtime, self.policy, self.log)
                 assert resumed.state is not None, resumed.reason
                 first = self._first(resumed.state)
-                times.append(time.perf_counter() - begun)
+                times.append(time.perf_counter() - started)
                 del resumed
             return first, min(times)
         finally:
             store.close()
 
     def saved(self, state: ChatState, folder: Path, codec: str) -> int:
-        """Save in a store; the bytes of its caches there."""
+        """Save in a store; return the stored bytes of the caches."""
         store = Store(str(folder), folder)
         try:
             StorePersistence(store, self._engine.loaded, codec=codec).save(NAME, state)
@@ -106,26 +106,26 @@ class SavedSession:
         ].log_softmax(-1)
 
 
-def measured(
+def measure_codec(
     session: SavedSession, codec: str, folder: Path, runs: dict[str, Any]
 ) -> dict[str, Any]:
-    """One codec.
+    """Row of a codec.
 
     Args:
-        runs: `state`, `first` and `seconds` of reading.
+        runs: `state`, `first` and `seconds` of the prefill.
     """
     stored, held = session.saved(runs["state"], folder, codec), runs["state"].memory.caches.nbytes
     exact = runs["first"].double()
-    told = {"codec": codec, "kv_bytes": held, "stored_bytes": stored}
-    told |= {"read_seconds": runs["seconds"]}
+    row = {"codec": codec, "kv_bytes": held, "stored_bytes": stored}
+    row |= {"read_seconds": runs["seconds"]}
     for name, before in (("warm", nothing), ("cold", lambda: forget(folder))):
         first, seconds = session.restored(folder, codec, before)
-        told[name] = {
+        row[name] = {
             "restore_seconds": seconds,
             "ratio": runs["seconds"] / seconds,
             "megabytes_per_second": held / seconds / 1e6,
         }
-    return told | {"kl": float((exact.exp() * (exact - first.double())).sum())}
+    return row | {"kl": float((exact.exp() * (exact - first.double())).sum())}
 
 
 def nothing() -> None:
@@ -133,8 +133,8 @@ def nothing() -> None:
 
 
 def forget(folder: Path) -> None:
-    """Have the system read a folder's files from the disk the next time, where it can be asked."""
-    os.sync()  # what is not yet written cannot be forgotten
+    """Ask the system to drop a folder's files from its page cache."""
+    os.sync()  # unwritten data cannot be dropped
     for path in folder.rglob("*"):
         if path.is_file():
             handle = os.open(path, os.O_RDONLY)
@@ -145,7 +145,7 @@ def forget(folder: Path) -> None:
 
 
 def model_of(name: str, layers: int | None, device: str) -> LoadedModel:
-    """A model by name, or one of random weights with fewer layers."""
+    """Model of a name, or one of random weights with fewer layers."""
     if layers is None or not name.startswith(RANDOM):
         return open_model(name, device)
     config = random_config(name.removeprefix(RANDOM))
@@ -155,8 +155,8 @@ def model_of(name: str, layers: int | None, device: str) -> LoadedModel:
     return LoadedModel(wrap_model(module), seed_tokenizer(), f"{name}, {layers} layers")
 
 
-def told_of(row: dict[str, Any]) -> str:
-    """A row in one line."""
+def summary(row: dict[str, Any]) -> str:
+    """One-line summary of a row."""
     ways = (
         f"{way} {row[way]['restore_seconds']:.3f} s, {row[way]['ratio']:.1f} times as soon"
         for way in ("warm", "cold")
@@ -175,21 +175,23 @@ def main() -> None:
     parser.add_argument("--budget", default=None)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--codecs", nargs="+", default=["raw", "int8", "int4", "entropy"])
-    parser.add_argument("--layers", type=int, help="of a model with random weights")
+    parser.add_argument(
+        "--layers", type=int, help="number of layers of a model with random weights"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=OUT)
-    given = parser.parse_args()
-    loaded = model_of(given.model, given.layers, given.device)
-    engine = Engine(loaded, given.policy, given.budget)
-    session = SavedSession(engine, text_ids(engine.loaded.tokenizer, given.tokens))
+    options = parser.parse_args()
+    loaded = model_of(options.model, options.layers, options.device)
+    engine = Engine(loaded, options.policy, options.budget)
+    session = SavedSession(engine, text_ids(engine.loaded.tokenizer, options.tokens))
     (state, first), seconds = shortest_run(session.read)
     runs = {"state": state, "first": first, "seconds": seconds}
-    told = {"model": loaded.name, "policy": str(session.policy), "tokens": given.tokens}
+    common = {"model": loaded.name, "policy": str(session.policy), "tokens": options.tokens}
     with tempfile.TemporaryDirectory() as folder:
-        for codec in given.codecs:
-            row = told | measured(session, codec, Path(folder) / codec, runs)
-            print(told_of(row), flush=True)
-            write(given.out, [row | {"environment": environment()}])
+        for codec in options.codecs:
+            row = common | measure_codec(session, codec, Path(folder) / codec, runs)
+            print(summary(row), flush=True)
+            write(options.out, [row | {"environment": environment()}])
 
 
 if __name__ == "__main__":

@@ -3,15 +3,15 @@
     python benchmarks/serving.py [--sessions 50] [--fitting 5] [--turns 3] [--tokens 600]
         [--policy none --policy keydiff ...] [--budget 256]
 
-Sessions are life-logs with questions. In the same run a `larder serve` of its own process answers,
-over HTTP and streaming: first each session alone, its turns in order and nobody else there; then,
-on a budget of bytes that holds `--fitting` of the sessions under the first policy, all of them at
-once, a client each that asks its next turn when the last one is answered. Greedy answers must be
-those of the session alone, token for token, up to a first place where the two best logits, computed
-anew here, are closer than 1e-3. All the while `/metrics` is asked for what is held.
+Sessions are life-logs with questions. In the same run a `larder serve` in its own process answers
+over HTTP with streaming: first each session alone, its turns in order; then, with a byte budget
+that holds `--fitting` of the sessions under the first policy, all of them at once, one client each
+that sends its next turn when the last one is answered. Greedy answers must equal those of the
+session alone, token for token, up to the first token at which the two best logits, recomputed here,
+differ by less than 1e-3. Meanwhile `/metrics` is polled for the held bytes.
 
-`none` keeps everything. Every policy gets the same bytes. One JSONL line per policy and way in
-results/serving.jsonl; exit status 1 where an answer differs or the budget was exceeded.
+`none` keeps everything. Every policy gets the same bytes. One JSONL line per policy and mode in
+results/serving.jsonl; the exit status is 1 if an answer differs or the budget was exceeded.
 """
 
 from __future__ import annotations
@@ -50,38 +50,38 @@ PEAK, VIOLATIONS = 'larder_peak_bytes{tier="device"}', "larder_budget_violations
 
 @dataclass(frozen=True)
 class ScriptedSession:
-    """A session: what is told in it, and what is asked turn by turn."""
+    """Session with its conversation and questions, one per turn."""
 
     name: str
     conversation: Conversation
     turns: int
     new_tokens: int
 
-    def hold(self, server: Server) -> list[StreamedAnswer]:
-        """Ask turn by turn, each when the one before is answered."""
-        told = [{"role": m.role, "content": m.content} for m in self.conversation.messages]
-        heard: list[StreamedAnswer] = []
+    def run(self, server: Server) -> list[StreamedAnswer]:
+        """Send the turns, each after the previous one was answered."""
+        messages = [{"role": m.role, "content": m.content} for m in self.conversation.messages]
+        answers: list[StreamedAnswer] = []
         for question in self.conversation.questions[: self.turns]:
-            told.append({"role": "user", "content": question.question})
-            body = {"messages": told, "session_id": self.name, "max_tokens": self.new_tokens}
-            heard.append(server.chat({**body, "model": "seed", "temperature": 0}))
-            if heard[-1].error:
-                raise RuntimeError(f"{self.name} was refused: {heard[-1].error}")
-            told.append({"role": "assistant", "content": heard[-1].text})
-        return heard
+            messages.append({"role": "user", "content": question.question})
+            body = {"messages": messages, "session_id": self.name, "max_tokens": self.new_tokens}
+            answers.append(server.chat({**body, "model": "seed", "temperature": 0}))
+            if answers[-1].error:
+                raise RuntimeError(f"{self.name} was refused: {answers[-1].error}")
+            messages.append({"role": "assistant", "content": answers[-1].text})
+        return answers
 
-    def right(self, heard: Sequence[StreamedAnswer]) -> float:
-        """The share of answers that are what the life-log says."""
-        asked = self.conversation.questions[: self.turns]
-        pairs = zip(heard, asked, strict=True)
+    def right(self, answers: Sequence[StreamedAnswer]) -> float:
+        """Share of answers that are correct according to the life-log."""
+        questions = self.conversation.questions[: self.turns]
+        pairs = zip(answers, questions, strict=True)
         return float(np.mean([exact_match(one.text, question.answer) for one, question in pairs]))
 
 
 @dataclass
 class MetricsPoller:
-    """Asks a server for its numbers until it is told to stop.
+    """Poller of a server's metrics, until it is stopped.
 
-    `most` is the most bytes seen on the device, `over` how often they were above the budget.
+    `most` is the maximum of the bytes on the device, `over` the number of polls above the budget.
     """
 
     server: Server
@@ -95,27 +95,27 @@ class MetricsPoller:
             self.look()
 
     def look(self) -> dict[str, float]:
-        """The numbers now."""
-        told = self.server.metrics()
+        """Current metrics."""
+        metrics = self.server.metrics()
         self.looks += 1
-        self.most = max(self.most, told[DEVICE], told[PEAK])
-        self.over += self.most > told.get(BUDGET, float("inf")) or told[VIOLATIONS] > 0
-        return told
+        self.most = max(self.most, metrics[DEVICE], metrics[PEAK])
+        self.over += self.most > metrics.get(BUDGET, float("inf")) or metrics[VIOLATIONS] > 0
+        return metrics
 
 
 @dataclass
 class ServingRun:
-    """All sessions served one way."""
+    """Results of serving all sessions in one mode."""
 
-    heard: list[list[StreamedAnswer]]
+    answers: list[list[StreamedAnswer]]
     exported: list[bytes]
     seconds: float
-    watcher: MetricsPoller
+    poller: MetricsPoller
     numbers: dict[str, float]
 
     def figures(self) -> dict[str, Any]:
         """Throughput and latency."""
-        every = [one for own in self.heard for one in own]
+        every = [one for session in self.answers for one in session]
         between = [_between(one) for one in every if one.tokens > 1 and len(one.times) > 1]
         new = sum(one.tokens for one in every)
         waits = {
@@ -129,60 +129,72 @@ class ServingRun:
             "new_tokens": new,
             "tokens_per_second": new / self.seconds,
             "requests_per_second": len(every) / self.seconds,
-            **{name: _quantiles(told) for name, told in waits.items()},
+            **{name: _quantiles(times) for name, times in waits.items()},
         }
 
 
 def main() -> int:
-    given = _given()
+    options = _options()
     sources = TaskSources(
         TokenizerAdapter(Engine.load("seed", policy="full").loaded.tokenizer).count_tokens
     )
-    task = parse_task(given.task or f"lifelog(questions={given.turns})")
-    made = [task.make(number, given.tokens, sources) for number in range(given.sessions)]
-    talks = [
-        ScriptedSession(f"n{n}", each, given.turns, given.new_tokens) for n, each in enumerate(made)
+    task = parse_task(options.task or f"lifelog(questions={options.turns})")
+    conversations = [
+        task.make(number, options.tokens, sources) for number in range(options.sessions)
+    ]
+    sessions = [
+        ScriptedSession(f"n{n}", each, options.turns, options.new_tokens)
+        for n, each in enumerate(conversations)
     ]
     budget: int | None = None
     failed = 0
-    for policy in given.policy or ["none"]:
-        budget, rows, wrong = compared(policy, talks, budget, given)
-        write(given.out, rows)
+    for policy in options.policy or ["none"]:
+        budget, rows, wrong = compared(policy, sessions, budget, options)
+        write(options.out, rows)
         failed += wrong
     return 1 if failed else 0
 
 
 def compared(
-    policy: str, talks: Sequence[ScriptedSession], budget: int | None, given: argparse.Namespace
+    policy: str,
+    sessions: Sequence[ScriptedSession],
+    budget: int | None,
+    options: argparse.Namespace,
 ) -> tuple[int, list[dict[str, Any]], int]:
-    """One policy: the bytes that it got, its rows, and what was wrong."""
+    """Measure one policy; return its byte budget, its rows, and the number of failures."""
     spelling = EVERYTHING.get(policy, policy)
     options = ["--policy", spelling]
-    options += [] if spelling == "full" else ["--budget", given.budget]
-    alone = one_by_one(talks, options)
+    options += [] if spelling == "full" else ["--budget", options.budget]
+    alone = one_by_one(sessions, options)
     largest = int(alone.numbers[PEAK])
-    budget = budget or given.fitting * largest
-    crowd = at_once(talks, [*options, "--kv-budget", f"{-(-budget // 1024)}KiB"])
-    sizes = {} if spelling == "full" else {"budget": given.budget}
-    differences = _differences(Engine.load("seed", policy=spelling, **sizes), alone, crowd)
-    told = {"policy": policy, "sessions": len(talks), "turns": given.turns, "tokens": given.tokens}
-    told |= {"budget_bytes": budget, "session_bytes": largest}
-    quicker = crowd.figures()["tokens_per_second"] / alone.figures()["tokens_per_second"]
+    budget = budget or options.fitting * largest
+    concurrent = at_once(sessions, [*options, "--kv-budget", f"{-(-budget // 1024)}KiB"])
+    sizes = {} if spelling == "full" else {"budget": options.budget}
+    differences = _differences(Engine.load("seed", policy=spelling, **sizes), alone, concurrent)
+    common = {"policy": policy, "sessions": len(sessions), "turns": options.turns}
+    common |= {"tokens": options.tokens, "budget_bytes": budget, "session_bytes": largest}
+    quicker = concurrent.figures()["tokens_per_second"] / alone.figures()["tokens_per_second"]
     outcome = differences | {
-        "most_bytes": int(crowd.watcher.most),
-        "looks": crowd.watcher.looks,
-        "over_budget": crowd.watcher.over,
-        "violations": int(crowd.numbers[VIOLATIONS]),
-        "steps": int(crowd.numbers["larder_decode_steps_total"]),
-        "moves": {name: n for name, n in crowd.numbers.items() if name.startswith("larder_kv_")},
+        "most_bytes": int(concurrent.poller.most),
+        "looks": concurrent.poller.looks,
+        "over_budget": concurrent.poller.over,
+        "violations": int(concurrent.numbers[VIOLATIONS]),
+        "steps": int(concurrent.numbers["larder_decode_steps_total"]),
+        "moves": {
+            name: n for name, n in concurrent.numbers.items() if name.startswith("larder_kv_")
+        },
         "throughput": quicker,
     }
-    right = {"right": float(np.mean([t.right(h) for t, h in zip(talks, crowd.heard, strict=True)]))}
+    right = {
+        "right": float(
+            np.mean([t.right(h) for t, h in zip(sessions, concurrent.answers, strict=True)])
+        )
+    }
     rows = [
-        told | {"way": "one by one"} | alone.figures() | {"environment": environment()},
-        told
+        common | {"way": "one by one"} | alone.figures() | {"environment": environment()},
+        common
         | {"way": "at once"}
-        | crowd.figures()
+        | concurrent.figures()
         | outcome
         | right
         | {"environment": environment()},
@@ -191,66 +203,68 @@ def compared(
     return budget, rows, outcome["different"] + outcome["over_budget"]
 
 
-def one_by_one(talks: Sequence[ScriptedSession], options: Sequence[str]) -> ServingRun:
-    """Each session alone; it is removed before the next one comes."""
+def one_by_one(sessions: Sequence[ScriptedSession], options: Sequence[str]) -> ServingRun:
+    """Serve each session alone; it is removed before the next one starts."""
     with tempfile.TemporaryDirectory() as home:
         with run_server(Path(home), [*options, "--kv-budget", AMPLE]) as server:
-            heard, exported, seconds = [], [], 0.0
-            talks[0].hold(server)  # what is compiled or read once is not measured
-            server.ask("DELETE", session_path(talks[0].name))
-            for talk in talks:
-                begun = time.perf_counter()
-                heard.append(talk.hold(server))
-                seconds += time.perf_counter() - begun
-                exported.append(server.ask("POST", session_path(talk.name, "export")).body)
-                server.ask("DELETE", session_path(talk.name))
-            watcher = MetricsPoller(server)
-            return ServingRun(heard, exported, seconds, watcher, watcher.look())
+            answers, exported, seconds = [], [], 0.0
+            sessions[0].run(server)  # warm-up
+            server.ask("DELETE", session_path(sessions[0].name))
+            for session in sessions:
+                started = time.perf_counter()
+                answers.append(session.run(server))
+                seconds += time.perf_counter() - started
+                exported.append(server.ask("POST", session_path(session.name, "export")).body)
+                server.ask("DELETE", session_path(session.name))
+            poller = MetricsPoller(server)
+            return ServingRun(answers, exported, seconds, poller, poller.look())
 
 
-def at_once(talks: Sequence[ScriptedSession], options: Sequence[str]) -> ServingRun:
-    """All sessions at the same time."""
+def at_once(sessions: Sequence[ScriptedSession], options: Sequence[str]) -> ServingRun:
+    """Serve all sessions at the same time."""
     with tempfile.TemporaryDirectory() as home, run_server(Path(home), options) as server:
-        ScriptedSession("first", talks[0].conversation, 1, 1).hold(server)
+        ScriptedSession("first", sessions[0].conversation, 1, 1).run(server)
         server.ask("DELETE", session_path("first"))
-        watcher = MetricsPoller(server)
-        watching = threading.Thread(target=watcher.run)
-        watching.start()
+        poller = MetricsPoller(server)
+        thread = threading.Thread(target=poller.run)
+        thread.start()
         try:
-            begun = time.perf_counter()
-            with ThreadPoolExecutor(len(talks)) as pool:
-                heard = list(pool.map(partial(_held, server), talks))
-            seconds = time.perf_counter() - begun
+            started = time.perf_counter()
+            with ThreadPoolExecutor(len(sessions)) as pool:
+                answers = list(pool.map(partial(_run_session, server), sessions))
+            seconds = time.perf_counter() - started
         finally:
-            watcher.ended.set()
-            watching.join()
-        numbers = watcher.look()
-        exported = [server.ask("POST", session_path(talk.name, "export")).body for talk in talks]
-        return ServingRun(heard, exported, seconds, watcher, numbers)
+            poller.ended.set()
+            thread.join()
+        numbers = poller.look()
+        exported = [
+            server.ask("POST", session_path(session.name, "export")).body for session in sessions
+        ]
+        return ServingRun(answers, exported, seconds, poller, numbers)
 
 
-def _held(server: Server, talk: ScriptedSession) -> list[StreamedAnswer]:
-    return talk.hold(server)
+def _run_session(server: Server, session: ScriptedSession) -> list[StreamedAnswer]:
+    return session.run(server)
 
 
-def _differences(engine: Engine, alone: ServingRun, crowd: ServingRun) -> dict[str, Any]:
-    """How many sessions went another way, and whether the model hardly cared there."""
-    pairs = zip(alone.exported, crowd.exported, strict=True)
+def _differences(engine: Engine, alone: ServingRun, concurrent: ServingRun) -> dict[str, Any]:
+    """Number of sessions that diverged, and whether rounding explains it."""
+    pairs = zip(alone.exported, concurrent.exported, strict=True)
     found = [
         first_divergence(engine, exported_turns(one), exported_turns(other)) for one, other in pairs
     ]
-    partings = [each for each in found if each is not None]
+    divergences = [each for each in found if each is not None]
     return {
-        "equal": len(found) - len(partings),
-        "parted": len(partings),
-        "different": sum(not each.is_close for each in partings),
-        "gaps": [each.gap for each in partings],
+        "equal": len(found) - len(divergences),
+        "parted": len(divergences),
+        "different": sum(not each.is_close for each in divergences),
+        "gaps": [each.gap for each in divergences],
     }
 
 
-def _between(heard: StreamedAnswer) -> float:
-    """Seconds between two tokens, on average over an answer."""
-    return (heard.times[-1] - heard.times[0]) / (heard.tokens - 1)
+def _between(answers: StreamedAnswer) -> float:
+    """Mean seconds between two tokens of an answer."""
+    return (answers.times[-1] - answers.times[0]) / (answers.tokens - 1)
 
 
 def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
@@ -265,26 +279,26 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
         )
         rate = f"{row['tokens_per_second']:8.1f} tokens/s"
         print(f"{row['policy']:12} {row['way']:10} {rate}  {waits}", flush=True)
-    told = rows[-1]
+    last = rows[-1]
     print(
-        f"{told['policy']:12} {told['equal']} of {told['sessions']} sessions equal, "
-        f"{told['parted']} parted, {told['different']} of them where it matters; at most "
-        f"{told['most_bytes']} of {told['budget_bytes']} bytes in {told['looks']} looks, "
-        f"{told['violations']} violations; throughput {told['throughput']:.2f}x",
+        f"{last['policy']:12} {last['equal']} of {last['sessions']} sessions equal, "
+        f"{last['parted']} diverged, {last['different']} of them beyond rounding; at most "
+        f"{last['most_bytes']} of {last['budget_bytes']} bytes in {last['looks']} polls, "
+        f"{last['violations']} violations; throughput {last['throughput']:.2f}x",
         flush=True,
     )
 
 
-def _given() -> argparse.Namespace:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--policy", action="append", help="may be given several times")
-    parser.add_argument("--budget", default="256", help="of policies that drop")
+    parser.add_argument("--budget", default="256", help="budget of policies that evict")
     parser.add_argument("--sessions", type=int, default=50)
     parser.add_argument("--fitting", type=int, default=5, help="sessions that the budget holds")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=600)
     parser.add_argument("--new-tokens", type=int, default=24)
-    parser.add_argument("--task", help="instead of life-logs, as larder bench has it")
+    parser.add_argument("--task", help="task of larder bench instead of life-logs")
     parser.add_argument("--out", type=Path, default=OUT)
     return parser.parse_args()
 

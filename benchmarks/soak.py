@@ -1,17 +1,17 @@
-"""A server under mixed load for a while: does its memory grow, or what it has open or written?
+"""Soak test of a server under mixed load: growth of its memory, open files and written data.
 
     python benchmarks/soak.py [--minutes 10] [--clients 4] [--policy full]
 
-Clients of two tenants talk to a `larder serve` of its own process on small budgets: new sessions,
-ones that come back, streams that are left in the middle, the same request again, forks, pins,
-releases, compactions, exports and imports, conversations and responses, removals, wrong keys and
-requests that are none. Each client holds at most `--sessions` sessions and removes the oldest one
-for every new one, so that nothing has a reason to grow. Every second resident memory, open files,
-threads, files of the store and their bytes are counted. After a warm-up (a third of the time) a
-line is laid through the counts: its slope with a 95 % interval. Something grows if the interval is
-above 0 and the line rises by more than a tolerance. In the end every session is removed, and what
-the store holds once that is forgotten is told. Rows go to results/soak.jsonl; exit status 1 where
-something grows or is left, an answer is a 5xx other than 503, or the budget was exceeded.
+Clients of two tenants send requests to a `larder serve` in its own process with small budgets: new
+sessions, resumed sessions, aborted streams, repeated requests, forks, pins, releases, compactions,
+exports and imports, conversations and responses, removals, wrong keys and invalid requests. Each
+client holds at most `--sessions` sessions and removes the oldest one for every new one, so that
+nothing should grow. Every second resident memory, open files, threads, files of the store and their
+bytes are counted. After a warm-up (a third of the time) a line is fitted to the counts: its slope
+with a 95 % interval. A quantity grows if the interval is above 0 and the increase exceeds a
+tolerance. At the end every session is removed, and the remaining files of the store are reported.
+Rows go to results/soak.jsonl; the exit status is 1 if something grows or remains, an answer is a
+5xx other than 503, or the budget was exceeded.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from larder.store.maintenance import TOMBSTONE_SECONDS
 OUT = Path("results/soak.jsonl")
 VIOLATIONS = "larder_budget_violations_total"
 WARM_UP = 1 / 3
-FORGOTTEN_SECONDS = 2 * TOMBSTONE_SECONDS  # in which the store forgets what was removed
+FORGOTTEN_SECONDS = 2 * TOMBSTONE_SECONDS  # after which removed sessions are deleted
 # Folders that are empty once every session is gone.
 OF_SESSIONS = ("store/blobs", "store/chunks", "store/families", "store/sessions")
 MIB = 1 << 20
-# What may come and go by chance between the first and the last sample.
+# Random variation allowed between the first and the last sample.
 TOLERANCES = {
     "resident_bytes": 4 * MIB,
     "open_files": 3.0,
@@ -52,21 +52,21 @@ TOLERANCES = {
 
 
 def sample(process: int, home: Path) -> dict[str, Any]:
-    """What a process holds now, and what lies in its folder."""
+    """Current counts of a process, and of the files in its folder."""
     status = Path(f"/proc/{process}/status").read_text().splitlines()
-    told = {line.partition(":")[0]: line.split()[1] for line in status if len(line.split()) > 1}
-    # os.walk passes over folders that are removed meanwhile, where Path.rglob raises.
+    fields = {line.partition(":")[0]: line.split()[1] for line in status if len(line.split()) > 1}
+    # os.walk skips folders that are removed meanwhile; Path.rglob raises.
     written = [Path(folder, name) for folder, _, names in os.walk(home) for name in names]
     sizes = []
     for each in written:
         try:
             sizes.append(each.stat().st_size)
-        except FileNotFoundError:  # gone since
+        except FileNotFoundError:  # deleted since
             continue
     return {
-        "resident_bytes": 1024.0 * int(told["VmRSS"]),
+        "resident_bytes": 1024.0 * int(fields["VmRSS"]),
         "open_files": float(len(list(Path(f"/proc/{process}/fd").iterdir()))),
-        "threads": float(told["Threads"]),
+        "threads": float(fields["Threads"]),
         "written_files": float(len(sizes)),
         "written_bytes": float(sum(sizes)),
         "written": dict(Counter("/".join(each.relative_to(home).parts[:2]) for each in written)),
@@ -74,28 +74,34 @@ def sample(process: int, home: Path) -> dict[str, Any]:
 
 
 def soaked(
-    given: argparse.Namespace, home: Path
+    options: argparse.Namespace, home: Path
 ) -> tuple[list[Any], Counter[str], float, dict[str, int]]:
-    """Samples with their seconds, outcomes, how often the budget was exceeded, and files that are
-    left by folder."""
-    options = ["--policy", given.policy, *(["--budget", given.budget] if given.budget else [])]
-    options += ["--kv-budget", given.kv_budget, "--host-budget", given.host_budget]
+    """Samples with their seconds, outcomes, number of budget violations, and remaining files by
+    folder.
+    """
+    options = [
+        "--policy",
+        options.policy,
+        *(["--budget", options.budget] if options.budget else []),
+    ]
+    options += ["--kv-budget", options.kv_budget, "--host-budget", options.host_budget]
     with run_server(home, options, KEYS) as server:
         clients = [
-            RandomClient(server, TENANTS[n % 2], f"c{n}", given.sessions, random.Random(n))
-            for n in range(given.clients)
+            RandomClient(server, TENANTS[n % 2], f"c{n}", options.sessions, random.Random(n))
+            for n in range(options.clients)
         ]
-        for each in clients:  # what there is at most is there before anything is counted
+        for each in clients:  # the maximum exists before anything is counted
             each.fill()
-        begun = time.monotonic()
-        until = begun + 60 * given.minutes
+
+        started = time.monotonic()
+        until = started + 60 * options.minutes
         threads = [threading.Thread(target=each.run, args=(until,)) for each in clients]
         for thread in threads:
             thread.start()
         samples: list[Any] = []
         while any(thread.is_alive() for thread in threads):
-            samples.append((time.monotonic() - begun, sample(server.process, home)))
-            time.sleep(given.seconds)
+            samples.append((time.monotonic() - started, sample(server.process, home)))
+            time.sleep(options.seconds)
         for key in TENANTS:
             owner = Server(server.url, server.process, key)
             for session in owner.sessions():
@@ -108,27 +114,27 @@ def soaked(
 
 
 def main() -> int:
-    given = _given()
+    options = _options()
     with tempfile.TemporaryDirectory() as folder:
-        samples, outcomes, violations, left = soaked(given, Path(folder))
-    kept = [each for each in samples if each[0] >= WARM_UP * samples[-1][0]]
-    seconds, rows, grown = [at for at, _ in kept], [], []
+        samples, outcomes, violations, left = soaked(options, Path(folder))
+    measured = [each for each in samples if each[0] >= WARM_UP * samples[-1][0]]
+    seconds, rows, grown = [at for at, _ in measured], [], []
     for name, tolerance in TOLERANCES.items():
-        found = growth(seconds, [told[name] for _, told in kept])
-        if found.is_real(tolerance):
+        line = growth(seconds, [counts[name] for _, counts in measured])
+        if line.is_real(tolerance):
             grown.append(name)
-        per_minute = {key: 60 * getattr(found, key) for key in ("slope", "low", "high")}
-        rows.append({"counted": name, "level": found.level, **per_minute, "gained": found.gained})
+        per_minute = {key: 60 * getattr(line, key) for key in ("slope", "low", "high")}
+        rows.append({"counted": name, "level": line.level, **per_minute, "gained": line.gained})
         print(
-            f"{name:15} {found.level:14,.0f}  {per_minute['slope']:+12,.2f} per minute "
+            f"{name:15} {line.level:14,.0f}  {per_minute['slope']:+12,.2f} per minute "
             f"[{per_minute['low']:+,.2f}, {per_minute['high']:+,.2f}]"
             f"{'  GROWS' if name in grown else ''}"
         )
-    told = {"minutes": given.minutes, "clients": given.clients, "policy": given.policy}
-    told |= {"outcomes": dict(outcomes), "violations": violations, "environment": environment()}
-    told["written"], told["left"] = samples[-1][1]["written"], left
-    write(given.out, [row | told for row in rows])
-    print(f"at the end {told['written']}\nonce every session is removed {left}")
+    summary = {"minutes": options.minutes, "clients": options.clients, "policy": options.policy}
+    summary |= {"outcomes": dict(outcomes), "violations": violations, "environment": environment()}
+    summary["written"], summary["left"] = samples[-1][1]["written"], left
+    write(options.out, [row | summary for row in rows])
+    print(f"at the end {summary['written']}\nonce every session is removed {left}")
     broken = sum(count for what, count in outcomes.items() if _is_broken(what))
     for what, count in sorted(outcomes.items()):
         print(f"{count:7} {what}")
@@ -141,16 +147,16 @@ def _is_broken(outcome: str) -> bool:
     return any(word.startswith("5") and word != "503" for word in words)
 
 
-def _given() -> argparse.Namespace:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--sessions", type=int, default=6, help="that one client holds")
+    parser.add_argument("--sessions", type=int, default=6, help="sessions per client")
     parser.add_argument("--policy", default="full")
-    parser.add_argument("--budget", help="of policies that drop")
+    parser.add_argument("--budget", help="budget of policies that evict")
     parser.add_argument("--kv-budget", default="8MiB")
     parser.add_argument("--host-budget", default="16MiB")
-    parser.add_argument("--seconds", type=float, default=1.0, help="between two samples")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds between two samples")
     parser.add_argument("--out", type=Path, default=OUT)
     return parser.parse_args()
 

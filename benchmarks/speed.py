@@ -1,12 +1,12 @@
-"""How fast reading and decoding are, as ratios in one run against what a user would pick instead.
+"""Speed of prefill and decoding, as ratios in one run against the usual alternatives.
 
     python benchmarks/speed.py [prefill] [decode] [scoring] [episodes] [--model seed|qwen3-0.6b]
 
 prefill   16K tokens read block by block at M = 1024 against the full cache, Larder's and
           transformers' own.
-decode    one token behind 16K entries per head against 1K, caches filled with random numbers:
+decode    one token after 16K entries per head against 1K, caches filled with random numbers:
           Larder's dense and ragged caches, transformers' DynamicCache.
-scoring   what judging costs: a policy's prefill against the same schedule with random scores.
+scoring   cost of scoring: a policy's prefill against the same schedule with random scores.
 episodes  E caches built one after the other against all in one batched pass: seconds and peak.
 
 `qwen3-0.6b` is a random-weight model in that shape. Medians over interleaved rounds; one JSONL line
@@ -37,7 +37,7 @@ from larder_bench.profiling.timing import interleaved, percentiles
 
 LONG, SHORT, BLOCK, MEAN = 16384, 1024, 512, 1024
 OUT = Path("results/speed.jsonl")
-JUDGED = {
+SCORED_POLICIES = {
     "random": "random() > uniform(tokens=1024)",
     "streaming_llm": "sinks_and_window() > uniform(tokens=1024)",
     "keydiff": "keydiff() > uniform(tokens=1024)",
@@ -65,7 +65,7 @@ def main() -> None:
     for part in options.parts:
         print(f"\n{part}: {options.model}, {options.tokens} tokens")
         seconds = parts[part](module, decoder, options.tokens, options.rounds)
-        _tell(part, options, seconds)
+        _print_results(part, options, seconds)
 
 
 def _prefill(module: Any, decoder: Decoder, tokens: int, rounds: int) -> dict[str, list[float]]:
@@ -100,7 +100,7 @@ def _scoring(module: Any, decoder: Decoder, tokens: int, rounds: int) -> dict[st
     del module
     ids = _ids(decoder, tokens)
     cases = {}
-    for name in JUDGED:
+    for name in SCORED_POLICIES:
         prompt = _ids(decoder, 64 if "64" in name else 400)
         policy = _blockwise(name)
         cases[name] = lambda p=policy, q=prompt: _read(decoder, p, [q], ids)
@@ -111,11 +111,11 @@ def _episodes(module: Any, decoder: Decoder, tokens: int, rounds: int) -> dict[s
     del module
     ids, prompts = _ids(decoder, tokens), [_ids(decoder, 400 + i) for i in range(4)]
     prompts = [prompt[:400] for prompt in prompts]
-    judged = JUDGED["patched (400 tokens)"]
+    policy_spelling = SCORED_POLICIES["patched (400 tokens)"]
     peaks: dict[str, int] = {}
     cases = {}
     for name, together in (("E passes", "1"), ("one batched pass", '"all"')):
-        policy = Policy.parse(f"episodic(tokens={BLOCK}, together={together}) > {judged}")
+        policy = Policy.parse(f"episodic(tokens={BLOCK}, together={together}) > {policy_spelling}")
 
         def run(policy: Policy = policy, name: str = name) -> None:
             peaks[name] = _read(decoder, policy, prompts, ids).peak_bytes
@@ -129,13 +129,13 @@ def _episodes(module: Any, decoder: Decoder, tokens: int, rounds: int) -> dict[s
 
 
 def _blockwise(name: str) -> Policy:
-    return Policy.parse(f"blockwise(tokens={BLOCK}) > {JUDGED[name]}")
+    return Policy.parse(f"blockwise(tokens={BLOCK}) > {SCORED_POLICIES[name]}")
 
 
 def _read(
     decoder: Decoder, policy: Policy, prompts: list[tuple[int, ...]], ids: tuple[int, ...]
 ) -> PeakMemoryMeter:
-    """Read ids into one cache per prompt, as a session does."""
+    """Prefill token ids into one cache per prompt, as a session does."""
     planner, meter = policy.planner, PeakMemoryMeter()
     tokens = policy.budget.tokens or MEAN
     layers = tuple(layer.index for layer in decoder.spec.managed)
@@ -191,7 +191,7 @@ def _own_step(module: Any, cache: DynamicCache, position: int) -> None:
     cache.crop(-1)
 
 
-def _tell(part: str, options: argparse.Namespace, seconds: dict[str, list[float]]) -> None:
+def _print_results(part: str, options: argparse.Namespace, seconds: dict[str, list[float]]) -> None:
     base = percentiles(next(iter(seconds.values())))["p50"]
     rows = []
     for name, values in seconds.items():

@@ -1,12 +1,12 @@
-"""What codecs of saved caches cost and save: bytes, error, divergence, and speed.
+"""Cost and savings of codecs for saved caches: bytes, error, divergence, and speed.
 
     python benchmarks/store_codecs.py [--model NAME] [--tokens 4096] [--continued 64]
 
-A text is read, its cache saved with each codec and taken back, and its continuation read over both
-caches: the Kullback-Leibler divergence of the next tokens' distributions from the exact one's is
-what a reader of the answer notices. One JSONL line per codec in results/store_codecs.jsonl;
-`write_mb_s` and `read_mb_s` are megabytes of the cache itself per second, container and digest
-included, the best of some runs.
+A text is read, its cache saved with each codec and restored, and its continuation read over both
+caches: the Kullback-Leibler divergence of the next-token distributions from the exact ones measures
+the effect on answers. One JSONL line per codec in results/store_codecs.jsonl; `write_mb_s` and
+`read_mb_s` are megabytes of the cache itself per second, container and digest included, the best of
+several runs.
 """
 
 from __future__ import annotations
@@ -33,29 +33,31 @@ OUT = Path("results/store_codecs.jsonl")
 BLOCK_TOKENS = 512
 
 
-def measured(name: str, cache: SequenceCache, follow: Callable[[SequenceCache], Tensor]) -> Any:
-    """One codec on one cache.
+def measure_codec(
+    name: str, cache: SequenceCache, follow: Callable[[SequenceCache], Tensor]
+) -> Any:
+    """Row of a codec for a cache.
 
     Args:
-        follow: log-probabilities of the continuation, [N, V].
+        follow: returns the log-probabilities of the continuation over a cache, [N, V].
     """
     state, layers = cache.state(), len(cache.spec.layers)
     codec = codec_named(name)
 
     def write() -> tuple[bytes, dict[str, Any]]:
-        tensors, told = encode_state(state, codec, name, layers)
-        return pack_container(tensors, {"coded": told}), told
+        tensors, meta = encode_state(state, codec, name, layers)
+        return pack_container(tensors, {"coded": meta}), meta
 
-    (data, told), write_seconds = shortest_run(write)
-    found, read_seconds = shortest_run(
-        lambda: decode_state(unpack_container(data)[0], told, state_nbytes(state))
+    (data, meta), write_seconds = shortest_run(write)
+    restored, read_seconds = shortest_run(
+        lambda: decode_state(unpack_container(data)[0], meta, state_nbytes(state))
     )
     exact, near = (
         follow(cache.fork()),
-        follow(SequenceCache.restore(cache.spec, found, cache.meta())),
+        follow(SequenceCache.restore(cache.spec, restored, cache.meta())),
     )
     errors = [
-        (found[key].double() - state[key].double()).abs().flatten()
+        (restored[key].double() - state[key].double()).abs().flatten()
         for key in state
         if key.endswith(("keys", "values"))
     ]
@@ -83,15 +85,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--continued", type=int, default=64)
     parser.add_argument("--out", type=Path, default=OUT)
-    given = parser.parse_args()
-    loaded = load(given.model)
+    options = parser.parse_args()
+    loaded = load(options.model)
     decoder = loaded.decoder
-    ids = text_ids(loaded.tokenizer, given.tokens + given.continued)
+    ids = text_ids(loaded.tokenizer, options.tokens + options.continued)
     cache = SequenceCache(decoder.spec, "dense")
-    for start in range(0, given.tokens, BLOCK_TOKENS):
-        block = ids[start : min(start + BLOCK_TOKENS, given.tokens)]
+    for start in range(0, options.tokens, BLOCK_TOKENS):
+        block = ids[start : min(start + BLOCK_TOKENS, options.tokens)]
         decoder.read([BatchSegment(cache, block)], Mode.APPEND)
-    rest = ids[given.tokens :]
+    rest = ids[options.tokens :]
 
     def follow(over: SequenceCache) -> Tensor:
         logits = decoder.forward_logits([BatchSegment(over, rest)], Mode.APPEND, range(len(rest)))
@@ -99,9 +101,11 @@ def main() -> None:
 
     rows = []
     for name in CODECS.names():
-        rows.append({"model": given.model, "tokens": given.tokens, **measured(name, cache, follow)})
+        rows.append(
+            {"model": options.model, "tokens": options.tokens, **measure_codec(name, cache, follow)}
+        )
         print(json.dumps(rows[-1]), flush=True)
-    write(given.out, [row | {"environment": environment()} for row in rows])
+    write(options.out, [row | {"environment": environment()} for row in rows])
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Rules of eviction compared on traces of agents, workflows and people.
+"""Comparison of eviction policies on traces of agents, workflows and people.
 
     python benchmarks/store_eviction.py [--traces agents,chat] [--forms whole,parts]
         [--budgets 1/16,1/8,1/4,1/2] [--events 20000] [--seeds 3]
         [--rules 'lru();marconi(alpha=0.1)'] [--out results/store_eviction.jsonl]
 
-A budget is a share of the bytes that a trace needs: with those somebody who knows the future never
-computes anything twice. Beside the rules stand `clairvoyant`, which knows the future and lets go
-what saves least per byte and second until its next read (`belady`: what is read last),
-`marconi tuned`, with alpha found on the first tenth of the trace, and `bound`, which nothing can
-pass. Nothing is timed: seconds are those of a device with 2e14 operations a second, in the shape of
-Llama 3.1 8B.
+A budget is a share of the bytes that a trace needs: with all of them, a policy that knows the
+future never computes anything twice. Also compared are `clairvoyant`, which knows the future and
+evicts what saves least per byte and second until its next read (`belady`: what is read last),
+`marconi tuned`, with alpha chosen on the first tenth of the trace, and `bound`, an upper bound.
+Nothing is timed: seconds are those of a device with 2e14 operations a second, in the shape of Llama
+3.1 8B.
 
 One JSONL line per trace, seed, budget and rule; `larder plot FILE --figure eviction` draws them.
 """
@@ -36,7 +36,7 @@ ALPHAS = (0.0, 0.01, 0.1, 0.5, 2.0)
 
 @dataclass(frozen=True)
 class EvictionCase:
-    """A trace, and all that is known of it at once."""
+    """Trace with its derived data."""
 
     workload: Workload
     seed: int
@@ -49,7 +49,7 @@ class EvictionCase:
         trace = workload.make(seed, events)
         return EvictionCase(workload, seed, trace, ReuseIntervals.of(trace), FutureReads.of(trace))
 
-    def row(self, policy: str, spelling: str, budget: Fraction, told: Row) -> Row:
+    def row(self, policy: str, spelling: str, budget: Fraction, fields: Row) -> Row:
         head: Row = {"schema": 1, "row": "eviction", "study": "store eviction"}
         return {
             **head,
@@ -63,7 +63,7 @@ class EvictionCase:
             "budget": str(budget),
             "budget_bytes": int(self.held.needed_bytes() * budget),
             "needed_share": float(budget),
-            **told,
+            **fields,
         }
 
 
@@ -74,18 +74,18 @@ def main() -> None:
     parser.add_argument("--budgets", default="1/16,1/8,1/4,1/2")
     parser.add_argument("--events", type=int, default=20_000)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rules", default="", help="with ; between.  Default: all, and tuned")
+    parser.add_argument("--rules", default="", help="separated by ;.  Default: all, and tuned")
     parser.add_argument("--out", type=Path, default=Path("results/store_eviction.jsonl"))
     options = parser.parse_args()
-    surroundings = environment_row(1)
-    append_rows(options.out, [surroundings])
+    environment = environment_row(1)
+    append_rows(options.out, [environment])
     for name in options.traces.split(","):
         for form in map(StateForm, options.forms.split(",")):
             for seed in range(options.seeds):
                 case = EvictionCase.of(TRACES.load(name)(form=form), seed, options.events)
                 for budget in map(Fraction, options.budgets.split(",")):
                     for row in _rows(case, budget, options.rules):
-                        append_rows(options.out, [row | {"environment": surroundings["id"]}])
+                        append_rows(options.out, [row | {"environment": environment["id"]}])
                         _show(row)
 
 
@@ -101,16 +101,16 @@ def _rows(case: EvictionCase, budget: Fraction, rules: str) -> Iterator[Row]:
     yield case.row("bound", "bound", budget, _bound(case, size, counts))
 
 
-def _rules(case: EvictionCase, size: int, spelled: str) -> Iterator[tuple[str, EvictionPolicy]]:
-    if spelled:
-        for rule in spelled.split(";"):
+def _rules(case: EvictionCase, size: int, spellings: str) -> Iterator[tuple[str, EvictionPolicy]]:
+    if spellings:
+        for rule in spellings.split(";"):
             call = parse(rule, "rule")[0]
             yield rule, build(EVICTIONS.load(call.name), call.parameters)
         return
     for name in EVICTIONS.names():
         yield name, EVICTIONS.load(name)()
-    found = best_rule(case.trace, [Marconi(alpha=alpha) for alpha in ALPHAS], size)
-    yield "marconi tuned", found
+    tuned = best_rule(case.trace, [Marconi(alpha=alpha) for alpha in ALPHAS], size)
+    yield "marconi tuned", tuned
 
 
 def _bound(case: EvictionCase, size: int, counts: ReplayCounts) -> Row:

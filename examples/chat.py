@@ -1,4 +1,4 @@
-"""A chat that remembers within its budget, whatever is said."""
+"""Chat that remembers within its budget, however long it gets."""
 
 from larder import Chat, Engine
 

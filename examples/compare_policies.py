@@ -1,4 +1,4 @@
-"""The same conversation under several policies: a policy is a sentence of parts."""
+"""Comparison of policies on one conversation: a policy is a sentence of parts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A new method is a small class: keep the keys that are longest, and compare it with others."""
+"""Custom scorer: a new method is a small class that works with all other parts."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

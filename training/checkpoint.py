@@ -1,4 +1,4 @@
-"""What training goes on from: master weights and what the optimizers remember, beside the model."""
+"""Checkpoints of training: master weights and optimizer states, next to the model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 STATE = "training.safetensors"
-MASTER = "master"  # what a weight in float32 is called, beside the names of the optimizers
+MASTER = "master"  # key prefix of float32 weights, next to those of optimizer states
 
 
 def save_checkpoint(
     masters: Mapping[str, Parameter], optimizers: Sequence[Optimizer], out: Path
 ) -> None:
-    """Write all of it, in one step: a stop leaves the file of before or this one."""
+    """Write the checkpoint atomically: an interruption leaves the former file or this one."""
     state = {f"{MASTER} {name}": weight.detach().cpu() for name, weight in masters.items()}
     for name, weight, optimizer in _optimized_weights(masters, optimizers):
         for key, value in optimizer.state[weight].items():
@@ -31,8 +31,8 @@ def save_checkpoint(
 def load_checkpoint(
     masters: Mapping[str, Parameter], optimizers: Sequence[Optimizer], start: Path
 ) -> bool:
-    """Take over what `save_checkpoint` wrote; False, and nothing changed, where a folder holds
-    none.
+    """Load what `save_checkpoint` wrote; return False, and change nothing, if a folder has no
+    checkpoint.
     """
     if not (start / STATE).is_file():
         return False
@@ -47,7 +47,7 @@ def load_checkpoint(
 def _optimizer_state(
     name: str, state: Mapping[str, Tensor], weight: Parameter
 ) -> dict[str, Tensor]:
-    """What an optimizer remembers of one weight; counts stay on the host."""
+    """Optimizer state of one weight; counts stay on the host."""
     found: dict[str, Tensor] = {}
     for key, value in state.items():
         kind, _, owner = key.partition(" ")
@@ -59,7 +59,7 @@ def _optimizer_state(
 def _optimized_weights(
     masters: Mapping[str, Parameter], optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[str, Parameter, Optimizer]]:
-    """Each weight by name with the optimizer that updates it."""
+    """Each weight with its name and the optimizer that updates it."""
     names = {id(weight): name for name, weight in masters.items()}
     for optimizer in optimizers:
         for group in optimizer.param_groups:

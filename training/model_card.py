@@ -1,7 +1,7 @@
-"""Write the card of a trained model: what it does with its full cache, from rows of `larder bench`.
+"""Generator of a trained model's card: its scores with the full cache, from rows of `larder bench`.
 
-larder bench --study model --corpus CORPUS --model MODEL --out ROWS
-python -m training.model_card MODEL ROWS --made "Went on from an earlier model, on two CPU cores."
+larder bench --study model --corpus CORPUS --model MODEL --out ROWS python -m training.model_card
+MODEL ROWS --made "Went on from an earlier model, on two CPU cores."
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Scores = dict[str, dict[int, list[float]]]  # by task, then by tokens of its tex
 
 
 def scores_of(rows: Iterable[Row]) -> Scores:
-    """Exact match of every answer of the full cache, or of every item where answers have items."""
+    """Exact match of every answer with the full cache, or of every item of answers with items."""
     found: Scores = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row["policy"] == "full":
@@ -35,16 +35,18 @@ def scores_of(rows: Iterable[Row]) -> Scores:
 
 
 def table(scores: Scores) -> list[str]:
-    """A line per task, a column per length: the mean, and in brackets how many were scored."""
+    """Table with a line per task and a column per length: the mean, and the number of scores in
+    parentheses.
+    """
     lengths = sorted({tokens for by_length in scores.values() for tokens in by_length})
     lines = [_line("task", *map(str, lengths)), _line(*["---"] * (1 + len(lengths)))]
     for task, by_length in scores.items():
-        lines.append(_line(f"`{task}`", *(_shown(by_length.get(n, ())) for n in lengths)))
+        lines.append(_line(f"`{task}`", *(_formatted(by_length.get(n, ())) for n in lengths)))
     return lines
 
 
 def weak_cells(scores: Scores) -> str:
-    """Tasks and lengths where less than half is right, so that policies are hard to tell apart."""
+    """Tasks and lengths with less than half right, where policies are hard to distinguish."""
     found = [
         f"`{task}` at {', '.join(map(str, lengths))}"
         for task, by_length in scores.items()
@@ -54,11 +56,11 @@ def weak_cells(scores: Scores) -> str:
 
 
 def card(model: Path, rows: Iterable[Row], made: str = "") -> str:
-    """The card in Markdown.
+    """Model card in Markdown.
 
     Args:
-        model: folder of the model, with the log of its training where there is one.
-        made: what the log does not tell of its making, in whole sentences.
+        model: folder of the model, with the log of its training if there is one.
+        made: information about its training that the log lacks, in whole sentences.
     """
     config = AutoConfig.from_pretrained(model)
     log = existing_rows(model / LOG)
@@ -80,12 +82,12 @@ def card(model: Path, rows: Iterable[Row], made: str = "") -> str:
 
 
 def _parameters(model: Path) -> int:
-    """How many numbers the weights are."""
+    """Number of parameters of the weights."""
     with safe_open(model / "model.safetensors", "np") as file:
         return sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
 
 
-def _shown(exact: Sequence[float]) -> str:
+def _formatted(exact: Sequence[float]) -> str:
     return f"{sum(exact) / len(exact):.2f} ({len(exact)})" if exact else ""
 
 
@@ -97,7 +99,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path, help="folder of the model; its README.md is replaced")
     parser.add_argument("rows", type=Path, nargs="+", help="results of larder bench --study model")
-    parser.add_argument("--made", default="", help="where and from what, which no log tells")
+    parser.add_argument(
+        "--made", default="", help="where and from what it was trained, which no log has"
+    )
     options = parser.parse_args()
     text = card(options.model, read_results(options.rows).measured, options.made)
     (options.model / "README.md").write_text(text, encoding="utf-8")

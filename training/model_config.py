@@ -1,4 +1,4 @@
-"""The shapes in which the embedded model is trained, and a fresh model in one of them."""
+"""Shapes in which the embedded model is trained, and initialization of its weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ VOCABULARY = {"tiny": 4096, "small": 4096, "base": 8192}
 
 
 def config_of(size: str) -> Qwen3Config:
-    """The shape of a size, as transformers writes it down."""
+    """Configuration of a size, for transformers."""
     rest: dict[str, Any] = {
         "vocab_size": VOCABULARY[size],
         "rms_norm_eps": 1e-6,
@@ -61,7 +61,7 @@ def config_of(size: str) -> Qwen3Config:
 
 
 def initialize_model(size: str, seed: int = 0) -> Qwen3ForCausalLM:
-    """A model with random weights in float32; equal seeds, equal weights."""
+    """Model with random weights in float32; equal seeds give equal weights."""
     model = Qwen3ForCausalLM(config_of(size)).float()
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():

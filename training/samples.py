@@ -19,19 +19,19 @@ from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks.base import Task, parse_task
 from training.model_config import BOS, END, SPECIAL
 
-SKIPPED, TEXT, ANSWER = 0, 1, 2  # what a token is for the loss
+SKIPPED, TEXT, ANSWER = 0, 1, 2  # use of a token in the loss
 RECIPE = Path(__file__).with_name("recipe.toml")
 COPY, PLAIN = "copy", "plain"
 REPEAT = "Repeat the text."
 CHARACTERS_PER_TOKEN = 3  # at least, in prose
 TRIES = 200
 
-Turn = tuple[Message, int]  # and what its tokens are for the loss
+Turn = tuple[Message, int]  # and the use of its tokens in the loss
 
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """One row: token ids, and what each of them is for the loss."""
+    """Row of token ids, and the use of each of them in the loss."""
 
     ids: tuple[int, ...]
     uses: tuple[int, ...]
@@ -39,15 +39,15 @@ class TrainingSample:
 
 @dataclass(frozen=True)
 class MixtureComponent:
-    """One kind of sample.
+    """Kind of sample.
 
     Args:
-        spelling: a task; `{questions}` in it becomes as many as there is room for. Or `copy`, a
-            text to repeat, or `plain`, text alone.
-        share: of the samples, relative to the others.
-        asked: the share of a sample's tokens that questions and answers take.
-        each: tokens of one question with its answer, about.
-        most: the most that `{questions}` becomes.
+        spelling: a task, in which `{questions}` is replaced by the number that fits; or `copy`, a
+            text to repeat, or `plain`, only text.
+        share: share of the samples, relative to the others.
+        asked: share of a sample's tokens for questions and answers.
+        each: approximate number of tokens of a question with its answer.
+        most: maximum of `{questions}`.
     """
 
     spelling: str
@@ -59,7 +59,7 @@ class MixtureComponent:
 
 @dataclass(frozen=True)
 class Phase:
-    """A context length in tokens and the share of the training time spent on it."""
+    """Context length in tokens and the share of the training time spent on it."""
 
     context: int
     share: float
@@ -67,14 +67,14 @@ class Phase:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained on, in which order of lengths."""
+    """Mixture of training data, and the order of context lengths."""
 
     ingredients: tuple[MixtureComponent, ...]
     phases: tuple[Phase, ...]
 
     @staticmethod
     def read(path: Path = RECIPE) -> Recipe:
-        """The recipe of a TOML file."""
+        """Recipe of a TOML file."""
         fields: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
         return Recipe(
             tuple(MixtureComponent(**each) for each in fields["tasks"]),
@@ -84,10 +84,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class SampleMixture:
-    """Draws samples.
+    """Generator of samples.
 
     Args:
-        tokenizer: the trained `tokenizers.Tokenizer`, whose special tokens are those of `shapes`.
+        tokenizer: trained `tokenizers.Tokenizer` with the special tokens of `model_config`.
     """
 
     ingredients: Sequence[MixtureComponent]
@@ -95,24 +95,24 @@ class SampleMixture:
     tokenizer: Any
 
     def draw(self, random: Random, context: int) -> TrainingSample:
-        """A sample of at most `context` + 1 tokens: the last is only predicted.
+        """Sample of at most `context` + 1 tokens: the last one is only predicted.
 
         Raises:
-            BadParameter: no task of the recipe fits into so few tokens.
+            BadParameter: no task of the recipe fits.
         """
         shares = [each.share for each in self.ingredients]
         for _ in range(TRIES):
             ingredient = random.choices(self.ingredients, shares)[0]
             try:
-                return self._written(self._turns(ingredient, random, context), context + 1)
-            except BadParameter:  # this task needs more room
+                return self._encode(self._turns(ingredient, random, context), context + 1)
+            except BadParameter:  # this task needs more tokens
                 continue
         raise BadParameter(f"training.context must hold a task of the recipe, got {context}.")
 
     def rows(
         self, seed: int, context: int, count: int
     ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.uint8]]]:
-        """Batches without end: ids and uses of `count` rows of `context` + 1 tokens, padded."""
+        """Endless batches: ids and uses of `count` rows of `context` + 1 tokens, padded."""
         random = Random(seed)
         while True:
             ids = np.zeros((count, context + 1), np.int32)
@@ -130,27 +130,27 @@ class SampleMixture:
         if ingredient.spelling == COPY:
             text = self._passage(random, int(room * 0.9))
             return _exchange(f"{text} {REPEAT}", text)
-        questions = max(1, int(context * ingredient.asked) // ingredient.each)
-        questions = str(min(questions, ingredient.most))
-        task = _task(ingredient.spelling.replace("{questions}", questions))
+        count = max(1, int(context * ingredient.asked) // ingredient.each)
+        count = min(count, ingredient.most)
+        task = _task(ingredient.spelling.replace("{questions}", str(count)))
         conversation = task.make(random.randrange(2**31), room, self.sources)
-        told = [(message, TEXT) for message in conversation.messages]
-        asked = random.sample(conversation.questions, len(conversation.questions))
-        return told + [turn for q in asked for turn in _exchange(q.question, q.answer)]
+        turns = [(message, TEXT) for message in conversation.messages]
+        questions = random.sample(conversation.questions, len(conversation.questions))
+        return turns + [turn for q in questions for turn in _exchange(q.question, q.answer)]
 
     def _passage(self, random: Random, tokens: int) -> str:
-        """Prose of about so many tokens, and not more."""
+        """Prose of at most about `tokens` tokens."""
         text = random.choice(self.sources.prose)
         length = tokens * CHARACTERS_PER_TOKEN
         start = random.randrange(max(1, len(text) - length))
         ids = self.tokenizer.encode(text[start : start + length]).ids
         return self.tokenizer.decode(ids[: max(1, tokens - 8)])
 
-    def _written(self, turns: Sequence[Turn], most: int) -> TrainingSample:
-        """The turns in the form of the chat template; those that do not fit are left out whole.
+    def _encode(self, turns: Sequence[Turn], most: int) -> TrainingSample:
+        """Turns in the form of the chat template; turns that do not fit are left out completely.
 
         Raises:
-            BadParameter: no answer fits where there should be one.
+            BadParameter: no answer fits although the turns have one.
         """
         encoded = self.tokenizer.encode_batch([message.content for message, _ in turns])
         ids, uses = [BOS], [SKIPPED]
@@ -159,8 +159,8 @@ class SampleMixture:
                 break
             ids += [SPECIAL.index(f"<|{message.role}|>"), *text.ids, END]
             uses += [SKIPPED, *[use] * (len(text.ids) + 1)]
-        wanted = any(use == ANSWER for _, use in turns)
-        if wanted and ANSWER not in uses[:most]:
+        has_answer = any(use == ANSWER for _, use in turns)
+        if has_answer and ANSWER not in uses[:most]:
             raise BadParameter("training.context holds no answer of this task.")
         return TrainingSample(tuple(ids[:most]), tuple(uses[:most]))
 

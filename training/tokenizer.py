@@ -1,4 +1,4 @@
-"""Train the tokenizer: byte-level byte-pair encoding with every digit a token of its own.
+"""Training of the tokenizer: byte-level byte-pair encoding with every digit a token of its own.
 
     python -m training.tokenizer CORPUS OUT [--size small]
 
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def texts(sources: TaskSources, logs: int = LOGS) -> Iterator[str]:
-    """What the vocabulary is counted on: dialogues, prose, and the words of the tasks."""
+    """Texts that the vocabulary is trained on: dialogues, prose, and the words of the tasks."""
     for dialogue in sources.dialogues:
         yield from (message.content for message in dialogue.messages)
     yield from sources.prose
@@ -51,7 +51,7 @@ def texts(sources: TaskSources, logs: int = LOGS) -> Iterator[str]:
 
 
 def trained(lines: Iterator[str], vocabulary: int) -> Tokenizer:
-    """A tokenizer with `vocabulary` tokens, the special ones first."""
+    """Tokenizer with `vocabulary` tokens, the special ones first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -71,7 +71,7 @@ def trained(lines: Iterator[str], vocabulary: int) -> Tokenizer:
 
 
 def folder(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """The tokenizer as transformers knows it, chat template included."""
+    """Tokenizer of transformers with its chat template."""
     pad, bos, end, *roles = SPECIAL
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -87,7 +87,7 @@ def folder(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _words(text: str) -> int:
-    """Tokens before there is a tokenizer, roughly."""
+    """Approximate number of tokens, before there is a tokenizer."""
     return len(text) // 3 + 1
 
 

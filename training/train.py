@@ -1,12 +1,12 @@
-"""Train the embedded model, or go on training it.
+"""Training of the embedded model, from scratch or from a checkpoint.
 
     python -m training.train CORPUS OUT [--size base] [--start FOLDER] [--seconds 1500] ...
 
 Every phase of the recipe has a context length and a share of the time. Matrices inside the layers
 are updated by Muon, all else by AdamW; the model computes in bfloat16 over float32 master weights.
-OUT becomes a Hugging Face folder, renewed every few minutes, so that nothing is lost to a
-stop; `--start OUT` goes on from there, weights and optimizers as they were, with samples that were
-not drawn before and no second warm-up. `log.jsonl` in it has a line per report.
+OUT becomes a Hugging Face folder, saved every few minutes, so that an interruption loses little;
+`--start OUT` resumes from there with the same weights and optimizer states, with new samples and
+without a second warm-up. `log.jsonl` in it has a line per report.
 
 Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), no arXiv
 number: the variant of torch, with the learning rate matched to AdamW's.
@@ -47,14 +47,14 @@ CLIP = 1.0
 
 @dataclass(frozen=True)
 class TrainingSchedule:
-    """How training proceeds.
+    """Settings of the training.
 
     Args:
-        seconds: for all phases together.
-        tokens: of one update; `micro` of them are computed at a time.
-        rate: the highest learning rate; it falls to a fiftieth over the last part of the time.
-        text_share: of the tokens of texts that are predicted; those of answers all are.
-        text_weight: of the loss on texts beside that on answers.
+        seconds: time of all phases together.
+        tokens: tokens per update; `micro` of them are computed at a time.
+        rate: peak learning rate; it falls to a fiftieth over the last part of the time.
+        text_share: share of text tokens in the loss; answer tokens all count.
+        text_weight: weight of the loss on texts relative to that on answers.
     """
 
     seconds: float
@@ -65,22 +65,22 @@ class TrainingSchedule:
     text_weight: float = 0.5
 
     def rate_at(self, step: int, done: float) -> float:
-        """The learning rate of a step when a share of the time is over."""
+        """Learning rate of a step after a share `done` of the time."""
         rise = min(1.0, (step + 1) / WARMUP_STEPS)
         return self.rate * rise * min(1.0, max(LEAST_RATE, (1 - done) / DECAY))
 
 
 @dataclass
 class Trainer:
-    """A model under training with its optimizers.
+    """Model under training with its optimizers.
 
     Args:
-        steps: updates so far, those before it was last saved included.
-        seen: tokens that these read.
+        steps: number of updates so far, including those of former runs.
+        seen: number of tokens in these updates.
     """
 
     model: Qwen3ForCausalLM
-    pace: TrainingSchedule
+    schedule: TrainingSchedule
     masters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     steps: int = 0
@@ -104,29 +104,31 @@ class Trainer:
         ]
 
     def step(self, batches: Iterator[tuple[Any, Any]], context: int, done: float) -> TrainingLosses:
-        """One update from as many batches as it takes; losses in nats per token."""
-        accumulated = max(1, self.pace.tokens // max(self.pace.micro, context))
+        """One update from as many batches as it needs; losses in nats per token."""
+        accumulated = max(1, self.schedule.tokens // max(self.schedule.micro, context))
         sums = TrainingLosses(0.0, 0.0)
         for _ in range(accumulated):
             ids, uses = (torch.from_numpy(part).to(self.model.device) for part in next(batches))
-            total, losses = loss(self.model, ids.long(), uses, self.pace)
+            total, losses = loss(self.model, ids.long(), uses, self.schedule)
             (total / accumulated).backward()
             sums = sums + losses.scaled(1 / accumulated)
             self.seen += ids.shape[0] * context
-        self._update(self.pace.rate_at(self.steps, done))
+        self._update(self.schedule.rate_at(self.steps, done))
         self.steps += 1
         return sums
 
     def save(self, out: Path) -> None:
-        """The master weights in bfloat16, as transformers reads them, and what to go on from."""
+        """Save the master weights in bfloat16 for transformers, and a checkpoint."""
         state = {name: weight.detach().to(torch.bfloat16) for name, weight in self.masters.items()}
         self.model.save_pretrained(out, state_dict=state)
         save_checkpoint(self.masters, self.optimizers, out)
 
     def resume(self, start: Path) -> None:
-        """Go on from a folder that `save` wrote; a model alone has no more than its weights."""
+        """Resume from a folder that `save` wrote; a folder without a checkpoint only has
+        weights.
+        """
         if load_checkpoint(self.masters, self.optimizers, start):
-            self._hand_over()
+            self._copy_weights()
 
     def _update(self, rate: float) -> None:
         weights = dict(self.model.named_parameters())
@@ -139,10 +141,10 @@ class Trainer:
                 group["lr"] = rate
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self._hand_over()
+        self._copy_weights()
 
-    def _hand_over(self) -> None:
-        """The model computes with the masters' weights."""
+    def _copy_weights(self) -> None:
+        """Copy the master weights to the model."""
         weights = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, master in self.masters.items():
@@ -167,22 +169,22 @@ def loss(
     model: Qwen3ForCausalLM,
     ids: Int[Tensor, "B T"],
     uses: UInt8[Tensor, "B T"],
-    pace: TrainingSchedule,
+    schedule: TrainingSchedule,
 ) -> tuple[Float[Tensor, ""], TrainingLosses]:
-    """What is minimized, and its two halves. Only the tokens that count get logits."""
+    """Minimized loss and its two parts. Only the tokens that count get logits."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     use = uses[:, 1:].flatten()
-    drawn = torch.rand(use.shape, device=use.device) < pace.text_share
+    drawn = torch.rand(use.shape, device=use.device) < schedule.text_share
     chosen = ((use == ANSWER) | ((use == TEXT) & drawn)).nonzero()[:, 0]
     states, expected = hidden.flatten(0, 1)[chosen], ids[:, 1:].flatten()[chosen]
     parts = [
-        checkpoint(_cross_entropy, some, model.lm_head.weight, wanted, use_reentrant=False)
-        for some, wanted in zip(states.split(LOSS_ROWS), expected.split(LOSS_ROWS), strict=True)
+        checkpoint(_cross_entropy, some, model.lm_head.weight, targets, use_reentrant=False)
+        for some, targets in zip(states.split(LOSS_ROWS), expected.split(LOSS_ROWS), strict=True)
     ]
     each, is_answer = torch.cat(parts), use[chosen] == ANSWER
     answer = (each * is_answer).sum() / is_answer.sum().clamp(min=1)
     text = (each * ~is_answer).sum() / (~is_answer).sum().clamp(min=1)
-    return answer + pace.text_weight * text, TrainingLosses(
+    return answer + schedule.text_weight * text, TrainingLosses(
         float(answer.detach()), float(text.detach())
     )
 
@@ -196,27 +198,27 @@ def _cross_entropy(
 def train(
     trainer: Trainer, mixer: SampleMixture, phases: tuple[Phase, ...], out: Path, seed: int = 0
 ) -> None:
-    """All phases one after the other, within the time; the result lies in `out`.
+    """Train all phases one after the other within the time, and save the result in `out`.
 
     Samples depend on the seed and on the tokens that were seen before.
     """
-    begun = saved = time.perf_counter()
+    started = saved = time.perf_counter()
     first = (seed + trainer.seen) * 1000
     whole, over = sum(phase.share for phase in phases), 0.0
     for number, phase in enumerate(phases):
         over += phase.share / whole
-        rows = max(1, trainer.pace.micro // phase.context)
+        rows = max(1, trainer.schedule.micro // phase.context)
         batches = mixer.rows(first + number, phase.context, rows)
-        while (done := (time.perf_counter() - begun) / trainer.pace.seconds) < over:
+        while (done := (time.perf_counter() - started) / trainer.schedule.seconds) < over:
             losses = trainer.step(batches, phase.context, done)
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - started
             is_due = time.perf_counter() - saved > SAVE_SECONDS
-            if is_due or seconds >= trainer.pace.seconds or trainer.steps % REPORT_STEPS == 0:
+            if is_due or seconds >= trainer.schedule.seconds or trainer.steps % REPORT_STEPS == 0:
                 _report(out, trainer, phase, losses, seconds)
             if not math.isfinite(losses.answer + losses.text):
                 raise LarderError(
-                    f"The loss is not finite at step {trainer.steps}: take a lower --rate, and go "
-                    "on by --start from what was saved before."
+                    f"The loss is not finite at step {trainer.steps}: take a lower --rate, and "
+                    "resume with --start from the last save."
                 )
             if is_due:
                 trainer.save(out)
@@ -225,7 +227,7 @@ def train(
 
 
 def training_progress(start: Path) -> tuple[int, int]:
-    """Steps and tokens that a saved model was trained with; none where its folder does not say."""
+    """Steps and tokens of a saved model; zeros if its folder has no log."""
     lines = existing_rows(start / LOG)
     return (lines[-1]["step"], lines[-1]["tokens"]) if lines else (0, 0)
 
@@ -261,10 +263,10 @@ def main() -> None:
     sources = TaskSources(
         lambda text: len(backend.encode(text).ids), corpus=options.corpus, split="train"
     )
-    pace = TrainingSchedule(
+    schedule = TrainingSchedule(
         options.seconds, options.tokens, options.micro, options.rate, options.text_share
     )
-    trainer = Trainer(model.to(options.device).train(), pace, steps=steps, seen=seen)
+    trainer = Trainer(model.to(options.device).train(), schedule, steps=steps, seen=seen)
     if options.start:
         trainer.resume(Path(options.start))
     mixer, phases = (
@@ -287,11 +289,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("corpus", type=Path, help="folder with prose and training dialogues")
     parser.add_argument("out", type=Path)
     parser.add_argument("--size", default="small", choices=SIZES)
-    parser.add_argument("--start", help="folder of a model to go on from, instead of --size")
+    parser.add_argument("--start", help="folder of a model to resume from, instead of --size")
     parser.add_argument("--tokenizer", help="folder of a tokenizer; that of --start by default")
     parser.add_argument("--seconds", type=float, default=1500)
-    parser.add_argument("--tokens", type=int, default=65536, help="of one update")
-    parser.add_argument("--micro", type=int, default=16384, help="computed at a time")
+    parser.add_argument("--tokens", type=int, default=65536, help="tokens of one update")
+    parser.add_argument("--micro", type=int, default=16384, help="tokens computed at a time")
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--text-share", type=float, default=0.12)
     phases = "CONTEXT:SHARE,... instead of the recipe's"

@@ -1,4 +1,4 @@
-"""Cells of the comparison, and how each is run in a process of its own."""
+"""Cells of the comparison with other libraries, each run in a process of its own."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from larder_bench.tasks.base import Task, parse_task
 HERE = Path(__file__).parent
 STUDY = "peers"
 PROBE = "import json,importlib.metadata as m,sys;json.dump({d.metadata['Name']:d.version for d in m.distributions()},sys.stdout)"  # noqa: E501
-RANDOM_QUESTIONS = 2  # of a model whose answers mean nothing, unless it is said
-TOLD = ("torch", "transformers", "kvpress", "optimum-quanto", "hqq")
+RANDOM_QUESTIONS = 2  # default for a model with meaningless answers
+PEER_PACKAGES = ("torch", "transformers", "kvpress", "optimum-quanto", "hqq")
 
 
 @dataclass(frozen=True)
 class ComparisonJob:
-    """One conversation under one policy, of a peer or of ours.
+    """One conversation with one policy, of a peer or of Larder.
 
     Args:
-        made: how a peer is made; empty for ours.
-        written: our policy; empty for a peer.
+        made: constructor of a peer; empty for Larder.
+        written: Larder's policy; empty for a peer.
     """
 
     task: Task
@@ -61,11 +61,11 @@ class ComparisonJob:
 
 @dataclass(frozen=True, eq=False)
 class ComparisonSetup:
-    """What all cells share.
+    """Objects that all cells share.
 
     Args:
-        folder: of the model, as both sides load it.
-        environments: rows that say where each side runs.
+        folder: model folder that both sides load.
+        environments: environment rows of both sides.
     """
 
     options: argparse.Namespace
@@ -76,7 +76,7 @@ class ComparisonSetup:
 
     @staticmethod
     def of(options: argparse.Namespace, scratch: Path, command: str) -> ComparisonSetup:
-        """Load the model once, and have it lie where both sides find it."""
+        """Load the model once and save it where both sides can load it."""
         loaded = open_model(options.model)
         engine = Engine(loaded, policy="full")
         folder = Path(options.model)
@@ -91,26 +91,26 @@ class ComparisonSetup:
 
     @property
     def is_random(self) -> bool:
-        """Whether what the model says means nothing."""
+        """Test if the model has random weights, so that its answers are meaningless."""
         return self.options.model.startswith(RANDOM)
 
     @property
     def num_questions(self) -> int | None:
-        """Of each conversation; None for all."""
+        """Number of questions of each conversation; None for all."""
         return self.options.questions or (RANDOM_QUESTIONS if self.is_random else None)
 
     @property
-    def manner(self) -> str:
-        """What is measured, and how: a row of another manner stands for no cell of this run."""
+    def measure_label(self) -> str:
+        """Measure with its settings, so that rows with other settings count as other cells."""
         options = self.options
-        told = {} if self.num_questions is None else {"questions": self.num_questions}
-        told |= {"new_tokens": options.new_tokens, "repeats": options.repeats}
-        told |= {"threads": options.threads}
-        inner = ", ".join(f"{name}={number}" for name, number in told.items())
+        settings = {} if self.num_questions is None else {"questions": self.num_questions}
+        settings |= {"new_tokens": options.new_tokens, "repeats": options.repeats}
+        settings |= {"threads": options.threads}
+        inner = ", ".join(f"{name}={number}" for name, number in settings.items())
         return f"{'cost' if self.is_random else 'generated'}({inner})"
 
     def head(self, job: ComparisonJob) -> Row:
-        """What the row of a job starts with."""
+        """First fields of a job's row."""
         side = "peers" if job.made else LARDER
         spelling = job.made or str(Policy.parse(job.written))
         return {
@@ -127,7 +127,7 @@ class ComparisonSetup:
             "spelling": spelling,
             "budget": job.budget,
             "matched": "tokens",
-            "measure": self.manner,
+            "measure": self.measure_label,
             "device": self.options.device,
             "dtype": self.options.dtype,
             "environment": self.environments[side]["id"],
@@ -135,32 +135,32 @@ class ComparisonSetup:
         }
 
     def measure(self, job: ComparisonJob) -> Row:
-        """The rest of it.
+        """Measured fields of a job's row.
 
         Raises:
-            LarderError: the side could not do it, which is a result, too.
+            LarderError: the job failed, which is a result, too.
         """
         conversation = self.conversation(job.task, job.seed, job.tokens)
         sequences = number_questions(job.task, conversation)
         questions = [one for sequence in sequences for one in sequence]
         questions = questions[: self.num_questions]
-        asked = self._asked(job, conversation, [one.question.question for one in questions])
+        request = self._request(job, conversation, [one.question.question for one in questions])
         if job.written:
-            found = _run([sys.executable, str(HERE / "larder_worker.py")], asked)
+            result = _run([sys.executable, str(HERE / "larder_worker.py")], request)
         else:
-            found = _run([self.options.peer_python, str(HERE / "peer_worker.py")], asked)
-        scribe, items = self.engine.tokenizer, list[Row]()
-        for one, ids in zip(questions, found["answers"], strict=True):
+            result = _run([self.options.peer_python, str(HERE / "peer_worker.py")], request)
+        tokenizer, items = self.engine.tokenizer, list[Row]()
+        for one, ids in zip(questions, result["answers"], strict=True):
             if not self.is_random:
-                items += generated_items(one, scribe.decode(tuple(ids)).strip())
-        return self._figures(asked, found) | {"items": items}
+                items += generated_items(one, tokenizer.decode(tuple(ids)).strip())
+        return self._figures(request, result) | {"items": items}
 
-    def _asked(
+    def _request(
         self, job: ComparisonJob, conversation: Conversation, questions: list[str]
     ) -> dict[str, Any]:
-        """What a worker is told."""
-        options, scribe = self.options, self.engine.tokenizer
-        context = list(scribe.encode_conversation(conversation).ids)
+        """Input of a worker."""
+        options, tokenizer = self.options, self.engine.tokenizer
+        context = list(tokenizer.encode_conversation(conversation).ids)
         kept = MemoryBudget.parse(job.budget).tokens(len(context), self._token_bytes)
         wrap = conversation.question_prompt
         return {
@@ -170,7 +170,9 @@ class ComparisonSetup:
             "kept": kept / len(context),
             "model": str(self.folder),
             "context": context,
-            "questions": [list(scribe.encode_question(wrap.format(question=q))) for q in questions],
+            "questions": [
+                list(tokenizer.encode_question(wrap.format(question=q))) for q in questions
+            ],
             "stops": [] if self.is_random else sorted(self.engine.stop_ids),
             "task": spell(job.task),
             "tokens": job.tokens,
@@ -183,26 +185,26 @@ class ComparisonSetup:
             "max_new_tokens": options.new_tokens,
         }
 
-    def _figures(self, asked: dict[str, Any], found: dict[str, Any]) -> Row:
-        context = len(asked["context"])
-        full, held = self.engine.loaded.decoder.spec.full_bytes(context), found["kv_bytes"]
-        active = found.get("active_kv_bytes", held)
-        first = [times[1] - times[0] for times in found["stamps"] if len(times) > 1]
-        later = [b - a for times in found["stamps"] for a, b in zip(times[1:], times[2:])]  # noqa: B905
-        told = {"first_token": first, "token": later}
+    def _figures(self, request: dict[str, Any], result: dict[str, Any]) -> Row:
+        context = len(request["context"])
+        full, held = self.engine.loaded.decoder.spec.full_bytes(context), result["kv_bytes"]
+        active = result.get("active_kv_bytes", held)
+        first = [times[1] - times[0] for times in result["stamps"] if len(times) > 1]
+        later = [b - a for times in result["stamps"] for a, b in zip(times[1:], times[2:])]  # noqa: B905
+        timings = {"first_token": first, "token": later}
         row: Row = {
             "context_tokens": context,
-            "budget_tokens": context if asked["budget"] is None else int(asked["budget"]),
+            "budget_tokens": context if request["budget"] is None else int(request["budget"]),
             "full_kv_bytes": full,
             "bytes_share": round(active / full, 5),
             "active_kv_bytes": active,
-            "latency": {name: percentiles(times) for name, times in told.items() if times},
+            "latency": {name: percentiles(times) for name, times in timings.items() if times},
         }
         if self.is_random and later:
             row["tokens_per_second"] = round(1 / statistics.median(later), 3)
         same = ("kv_bytes", "peak_kv_bytes", "prefill_seconds", "masked_entries", "counted_bytes")
         peaks = ("process_peak_bytes", "working_peak_bytes")
-        return row | {name: found[name] for name in (*same, *peaks) if name in found}
+        return row | {name: result[name] for name in (*same, *peaks) if name in result}
 
     @property
     def _token_bytes(self) -> int:
@@ -220,10 +222,10 @@ def jobs_of(
     tokens: Sequence[int],
     budgets: Sequence[str],
 ) -> list[ComparisonJob]:
-    """All cells: on each conversation peers and ours by turns; what two share only once.
+    """Jobs of all cells: peers and Larder alternate on each conversation; shared cells occur once.
 
     Raises:
-        LarderError: a peer is not installed where peers run.
+        LarderError: a peer is not installed in the peers' environment.
     """
     options, jobs = setting.options, dict[ComparisonJob, None]()
     missing = {p.package for p in pairs if not setting.environments["peers"][p.package]}
@@ -238,9 +240,9 @@ def jobs_of(
                 for budget in budgets:
                     for pair in pairs:
                         size = pair.share or budget
-                        place = task, length, seed
-                        jobs[ComparisonJob(*place, pair.peer, size, made=pair.made)] = None
-                        jobs[ComparisonJob(*place, pair.name, size, written=pair.ours)] = None
+                        peer = ComparisonJob(task, length, seed, pair.peer, size, made=pair.made)
+                        ours = ComparisonJob(task, length, seed, pair.name, size, written=pair.ours)
+                        jobs |= {peer: None, ours: None}
     return list(jobs)
 
 
@@ -251,33 +253,33 @@ def _maker(setting: ComparisonSetup) -> Any:
 
 
 def _environments(options: argparse.Namespace) -> dict[str, Row]:
-    """Where ours and the peers run."""
+    """Environment rows of Larder and of the peers."""
     ours = environment_row(options.threads)
     try:
-        asked = [options.peer_python, "-c", PROBE]
-        done = subprocess.run(asked, capture_output=True, text=True, check=True)
+        command = [options.peer_python, "-c", PROBE]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise LarderError(
-            f"{options.peer_python} does not run ({error}): name a Python by --peer-python."
+            f"{options.peer_python} cannot be run ({error}): give a Python by --peer-python."
         ) from error
-    held = {name.lower(): version for name, version in json.loads(done.stdout).items()}
-    versions = {name: held.get(name, "") for name in TOLD}
-    told = {name: ours[name] for name in ("python", "platform", "cpu", "threads")} | versions
-    digest = hashlib.blake2b(json.dumps(told).encode(), digest_size=ID_LENGTH // 2).hexdigest()
+    installed = {name.lower(): version for name, version in json.loads(done.stdout).items()}
+    versions = {name: installed.get(name, "") for name in PEER_PACKAGES}
+    fields = {name: ours[name] for name in ("python", "platform", "cpu", "threads")} | versions
+    digest = hashlib.blake2b(json.dumps(fields).encode(), digest_size=ID_LENGTH // 2).hexdigest()
     head = {name: ours[name] for name in ("schema", "row", "date")}
-    return {LARDER: ours, "peers": head | {"id": digest} | told}
+    return {LARDER: ours, "peers": head | {"id": digest} | fields}
 
 
 def _run(command: list[str], job: dict[str, Any]) -> dict[str, Any]:
-    """What a worker answers.
+    """Output of a worker.
 
     Raises:
-        LarderError: it failed; the message is its last line.
+        LarderError: the worker failed; the message is its last line.
     """
     done = subprocess.run(
         command, input=json.dumps(job), capture_output=True, text=True, check=False
     )
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
-        raise LarderError(said[-1])
+        lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+        raise LarderError(lines[-1])
     return json.loads(done.stdout[done.stdout.index("{") :])

@@ -1,6 +1,6 @@
-"""What is really held: bytes of storage behind anything, and the memory of this process.
+"""Memory actually held: bytes of tensor storage behind any object, and memory of this process.
 
-Needs torch and nothing of Larder, since peers run where Larder may not be.
+It needs torch and nothing of Larder, because peers run in environments without it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import torch
 from torch import Tensor, nn
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-# What holds no entries of its own, or leads everywhere.
+# Types without entries of their own, or that refer to everything.
 OPAQUE = (str, bytes, int, float, type, nn.Module, ModuleType, FunctionType, MethodType)
-RESET_PEAK = "5"  # what is written to CLEAR so that the highest resident size begins anew
+RESET_PEAK = "5"  # written to CLEAR to reset the peak resident size
 
 
 def held_bytes(*roots: Any) -> int:
-    """Bytes of all tensors that can be reached: each storage once, whole, however it is viewed.
+    """Bytes of all reachable tensors: each storage is counted once and completely, however it is
+    viewed.
 
-    Weights are left out: what a module holds beside them has to be named as a root.
+    Modules are skipped: tensors of a module other than weights must be given as roots.
     """
     storages = {}
     for tensor in _tensors(roots):
@@ -34,14 +35,16 @@ def held_bytes(*roots: Any) -> int:
 
 
 def masked_entries(model: nn.Module) -> tuple[int, list[Any]]:
-    """Entries that kvpress hides from attention without freeing them, and where it notes which."""
+    """Number of entries that kvpress masks in attention without freeing them, and its index
+    tensors.
+    """
     noted = [vars(module).get("masked_key_indices") for module in model.modules()]
     indices = [each for each in noted if each is not None]
     return sum(len(each[0]) for each in indices), indices
 
 
 class PeakMemory:
-    """The most memory from here on; of the accelerator's if there is one."""
+    """Peak memory from now on; of the accelerator if there is one."""
 
     def __init__(self, device: str) -> None:
         self._cuda = device.startswith("cuda")
@@ -53,8 +56,8 @@ class PeakMemory:
             self._resets = _reset()
             self._before = _resident("VmRSS")
 
-    def told(self) -> dict[str, int]:
-        """The highest, and how much of it came on top of what there was."""
+    def figures(self) -> dict[str, int]:
+        """Peak memory, and its increase since the start."""
         if self._cuda:
             highest = torch.cuda.max_memory_allocated()
         else:
@@ -63,7 +66,7 @@ class PeakMemory:
 
 
 def _tensors(roots: Any) -> Iterator[Tensor]:
-    """Breadth first; tensors that wrap others give those."""
+    """All reachable tensors, breadth first; wrapper tensors yield their inner ones."""
     waiting, known = list(roots), set[int]()
     while waiting:
         thing = waiting.pop()
@@ -84,7 +87,7 @@ def _tensors(roots: Any) -> Iterator[Tensor]:
 
 
 def _wrapped(tensor: Tensor) -> list[Any]:
-    """What a tensor of packed numbers consists of; nothing of a plain one."""
+    """Inner tensors of a packed tensor; empty for a plain one."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return []
     names, _ = tensor.__tensor_flatten__()  # pyright: ignore
@@ -92,13 +95,13 @@ def _wrapped(tensor: Tensor) -> list[Any]:
 
 
 def _fields(thing: Any) -> list[Any]:
-    named = list(getattr(thing, "__dict__", {}).values())
+    values = list(getattr(thing, "__dict__", {}).values())
     slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
-    return named + [getattr(thing, name) for name in slots if hasattr(thing, name)]
+    return values + [getattr(thing, name) for name in slots if hasattr(thing, name)]
 
 
 def _reset() -> bool:
-    """Whether the system lets a process begin its highest size anew."""
+    """Reset the peak resident size; return whether the system allows it."""
     try:
         CLEAR.write_text(RESET_PEAK)
     except OSError:

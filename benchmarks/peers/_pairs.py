@@ -1,7 +1,7 @@
-"""What is run beside what: a peer's way, and the nearest sentence of ours.
+"""Pairs of methods to compare: a peer's, and the nearest policy of Larder.
 
-Both read the whole context first, because kvpress reads in one pass, and nothing is protected on
-either side beyond what a method keeps by itself.
+Both read the whole context first, because kvpress prefills in one pass, and neither side protects
+entries beyond those that the method itself keeps.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _READ = "whole() > protect(sinks=0, recent=0)"
 
 @dataclass(frozen=True)
 class PeerPair:
-    """A peer and our own.
+    """Peer and the corresponding policy of Larder.
 
     Args:
-        peer: as tables name it.
-        made: how it is made, as its package has it, the share that it removes left out.
-        name: of ours.
-        ours: a policy with its budget open, or a preset.
-        share: of the full cache's bytes that the peer takes by itself; empty where it is told.
+        peer: name in tables.
+        made: constructor call of its package, without the compression ratio.
+        name: name of Larder's policy in tables.
+        ours: policy without a budget, or a preset.
+        share: fixed share of the full cache's bytes; empty if the peer takes a budget.
     """
 
     peer: str
@@ -35,7 +35,7 @@ class PeerPair:
 
     @property
     def package(self) -> str:
-        """Without which there is no such peer."""
+        """Package that the peer needs."""
         marks = {"Press(": KVPRESS, '"quanto"': "optimum-quanto", '"hqq"': "hqq"}
         return next((name for mark, name in marks.items() if mark in self.made), TRANSFORMERS)
 
@@ -44,8 +44,8 @@ def _cache(name: str, made: str, ours: str, policy: str, share: str = "1/1") -> 
     return PeerPair(f"{TRANSFORMERS}:{name}", made, ours, policy, share)
 
 
-def _rounded(name: str, made: str, bits: int) -> PeerPair:
-    """Both at the same bytes: a float32 scale and a zero point for 64 numbers are one bit each."""
+def _quantized(name: str, made: str, bits: int) -> PeerPair:
+    """Pair at equal bytes: a float32 scale and a zero point for 64 numbers are one bit each."""
     policy = f"{_READ} > sinks_and_window() > uniform() > quantized(bits={bits})"
     return _cache(name, made, f"{LARDER}:int{bits}", policy, f"{bits + 1}/32")
 
@@ -61,10 +61,10 @@ _OUR_EXPECTED = "expected(epsilon=0.01)"
 PAIRS = (
     _cache("dynamic", "DynamicCache()", "full", "full"),
     _cache("offloaded", "DynamicCache(offloading=True)", "full", "full"),
-    _rounded("quanto-int4", 'QuantizedCache(backend="quanto", nbits=4)', 4),
-    _rounded("quanto-int2", 'QuantizedCache(backend="quanto", nbits=2)', 2),
-    _rounded("hqq-int8", 'QuantizedCache(backend="hqq", nbits=8, axis_key=1, axis_value=1)', 8),
-    _rounded("hqq-int4", 'QuantizedCache(backend="hqq", nbits=4, axis_key=1, axis_value=1)', 4),
+    _quantized("quanto-int4", 'QuantizedCache(backend="quanto", nbits=4)', 4),
+    _quantized("quanto-int2", 'QuantizedCache(backend="quanto", nbits=2)', 2),
+    _quantized("hqq-int8", 'QuantizedCache(backend="hqq", nbits=8, axis_key=1, axis_value=1)', 8),
+    _quantized("hqq-int4", 'QuantizedCache(backend="hqq", nbits=4, axis_key=1, axis_value=1)', 4),
     _press("random", "RandomPress(seed=0)", "random", "random() > uniform()"),
     _press("knorm", "KnormPress()", "keynorm", "keynorm() > uniform()"),
     _press(
@@ -109,10 +109,11 @@ PAIRS = (
 
 
 def pairs_of(names: list[str]) -> list[PeerPair]:
-    """Those with one of these names, all if there are none; a side alone means all of its own.
+    """Pairs with one of these names, all if there are none; a package name selects all of its
+    pairs.
 
     Raises:
-        UnknownName: there is none of that name.
+        UnknownName: a name does not exist.
     """
     known = {pair.peer: pair for pair in PAIRS}
     sides = (KVPRESS, TRANSFORMERS)

@@ -1,4 +1,4 @@
-"""The tables: each peer beside ours, and by how much longer it takes."""
+"""Tables of peers compared with Larder: scores, bytes, and ratios of times."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMES: dict[str, Number] = {
     "first token": lambda row: row["latency"]["first_token"]["p50"],
     "token": lambda row: row["latency"]["token"]["p50"],
 }
-APART = ("model", "device", "dtype", "task", "tokens", "measure")  # a table each
+TABLE_KEYS = ("model", "device", "dtype", "task", "tokens", "measure")
 LONGEST_REFUSAL = 120
 LEGEND = (
     "exact and MiB: peer / Larder, medians over conversations; times: what the peer takes, as a "
@@ -31,43 +31,43 @@ LEGEND = (
 
 
 def tables(pairs: Sequence[PeerPair], rows: Sequence[Row]) -> Iterator[str]:
-    """Markdown: what can be compared in one table each, under what it has in common."""
+    """Markdown tables of comparable rows, each under its common fields."""
     yield LEGEND
-    for place in dict.fromkeys(tuple(row[name] for name in APART) for row in rows):
-        own = [row for row in rows if tuple(row[name] for name in APART) == place]
+    for place in dict.fromkeys(tuple(row[name] for name in TABLE_KEYS) for row in rows):
+        group = [row for row in rows if tuple(row[name] for name in TABLE_KEYS) == place]
         model, device, dtype, task, tokens, measure = place
-        count = len({row["seed"] for row in own})
+        count = len({row["seed"] for row in group})
         yield ""
         yield f"{model} ({device}, {dtype}): {task}, {tokens:,} tokens, files {count}, {measure}"
         yield ""
-        yield from lines(pairs, own)
+        yield from lines(pairs, group)
 
 
 def lines(pairs: Sequence[PeerPair], rows: Sequence[Row]) -> Iterator[str]:
-    """A line per pair and budget; pairs that were not run are left out."""
+    """Table with a line per pair and budget; pairs that were not run are left out."""
     heads = ["peer", "Larder", "budget", "exact", *(f"{name}, MiB" for name in SIZES), *TIMES]
     yield "| " + " | ".join(heads) + " |"
     yield "|" + "---|" * len(heads)
     for pair in pairs:
-        own = [row for row in rows if row["policy"] == pair.name]
+        ours = [row for row in rows if row["policy"] == pair.name]
         peers = [row for row in rows if row["policy"] == pair.peer]
         for budget in dict.fromkeys(row["budget"] for row in peers):
             cells = _cells(
                 [row for row in peers if row["budget"] == budget],
-                [row for row in own if row["budget"] == budget],
+                [row for row in ours if row["budget"] == budget],
             )
             yield "| " + " | ".join([pair.peer, pair.name, budget, *cells]) + " |"
 
 
-def _cells(peers: Sequence[Row], own: Sequence[Row]) -> list[str]:
-    """Of the conversations that both sides have read."""
-    by_seed = {_place(row): row for row in own if "refused" not in row}
-    both = [(row, by_seed[_place(row)]) for row in peers if _place(row) in by_seed]
-    both = [(peer, mine) for peer, mine in both if "refused" not in peer]
+def _cells(peer_rows: Sequence[Row], our_rows: Sequence[Row]) -> list[str]:
+    """Cells of a line, over the conversations that both sides have read."""
+    by_seed = {_place(row): row for row in our_rows if "refused" not in row}
+    both = [(row, by_seed[_place(row)]) for row in peer_rows if _place(row) in by_seed]
+    both = [(peer, ours) for peer, ours in both if "refused" not in peer]
     if not both:
-        why = [row["refused"] for row in (*peers, *own) if "refused" in row]
-        told = why[0][:LONGEST_REFUSAL].replace("|", r"\|") if why else ""
-        return [f"refused: {told}" if why else "not run", *[""] * len([*SIZES, *TIMES])]
+        why = [row["refused"] for row in (*peer_rows, *our_rows) if "refused" in row]
+        reason = why[0][:LONGEST_REFUSAL].replace("|", r"\|") if why else ""
+        return [f"refused: {reason}" if why else "not run", *[""] * len([*SIZES, *TIMES])]
     theirs, ours = ([row for row, _ in both], [row for _, row in both])
     sizes = [f"{_mib(name, theirs)} / {_mib(name, ours)}" for name in SIZES.values()]
     times = [_ratio(number, both) for number in TIMES.values()]
@@ -88,9 +88,9 @@ def _mib(name: str, rows: Sequence[Row]) -> str:
 
 
 def _ratio(number: Number, both: Sequence[tuple[Row, Row]]) -> str:
-    """Of the peer to ours; nothing where an answer was too short to be timed."""
+    """Median ratio of the peer to Larder; a dash if an answer was too short to be timed."""
     try:
-        found = [number(peer) / number(mine) for peer, mine in both]
+        ratios = [number(peer) / number(ours) for peer, ours in both]
     except KeyError:
         return "-"
-    return f"{statistics.median(found):.2f}x"
+    return f"{statistics.median(ratios):.2f}x"

@@ -1,4 +1,4 @@
-"""Runs Larder on one job as peer_worker.py runs the others: JSON in, JSON out."""
+"""Worker that runs Larder on one job, as peer_worker.py runs the others: JSON in, JSON out."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ WARM_TOKENS = 256
 
 @torch.no_grad()
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """What Larder makes of the job."""
+    """Result of a job."""
     torch.set_num_threads(job["threads"])
-    told = {"device": job["device"], "dtype": job["dtype"]}
-    base = Engine.load(job["model"], policy="full", **told)
+    base = Engine.load(job["model"], policy="full", device=job["device"], dtype=job["dtype"])
     engine, conversation = base.under(job["spelling"], job["budget"]), _conversation(base, job)
-    written = list(base.tokenizer.encode_conversation(conversation).ids)
-    if written != job["context"]:
-        raise RuntimeError("The conversation was written otherwise than for the peer.")
-    _warm_up(base, written)
+    ids = list(base.tokenizer.encode_conversation(conversation).ids)
+    if ids != job["context"]:
+        raise RuntimeError("The conversation has other token ids than the peer's.")
+    _warm_up(base, ids)
     peak, seconds = PeakMemory(job["device"]), list[float]()
-    memory = engine.read(conversation)  # untimed, as everything is at first
+    memory = engine.read(conversation)  # untimed warm-up
     _answer(engine, memory, job["questions"][0], job)
     for _ in range(job["repeats"]):
-        memory = None  # the one before is no longer held
+        memory = None  # free the previous one
         memory = engine.read(conversation)
         seconds.append(memory.figures.prefill_seconds)
     assert memory is not None
@@ -50,11 +49,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     held, counted = held_bytes(caches), memory.caches.nbytes
     highest, answers, stamps = memory.figures.peak_kv_bytes, list[list[int]](), list[list[float]]()
     for question in job["questions"]:
-        said, own, during = _answer(engine, memory, question, job)
-        answers.append(said)
-        stamps.append(own)
-        highest = max(highest, during)
-    return peak.told() | {
+        answer, times, held_during = _answer(engine, memory, question, job)
+        answers.append(answer)
+        stamps.append(times)
+        highest = max(highest, held_during)
+    return peak.figures() | {
         "prefill_seconds": statistics.median(seconds),
         "kv_bytes": held,
         "counted_bytes": counted,
@@ -73,7 +72,7 @@ def _conversation(engine: Engine, job: dict[str, Any]) -> Conversation:
 
 
 def _warm_up(engine: Engine, ids: list[int]) -> None:
-    """Kernels are compiled, or fetched, before anything is timed."""
+    """Compile or load kernels before anything is timed."""
     cache = SequenceCache(engine.loaded.decoder.spec, "dense")
     limits = StoppingCriteria(2, frozenset())
     generate(engine.loaded.decoder, [cache], [tuple(ids[:WARM_TOKENS])], SamplingParams(), limits)
@@ -82,28 +81,30 @@ def _warm_up(engine: Engine, ids: list[int]) -> None:
 def _answer(
     engine: Engine, memory: ConversationMemory, question: list[int], job: dict[str, Any]
 ) -> tuple[list[int], list[float], int]:
-    """Greedy tokens up to the end of turn, when each came, and what was held meanwhile."""
+    """Greedy tokens up to the end of turn, their times, and the bytes held meanwhile."""
     cache = memory.caches.activate(0)
-    tending = decode_planner(engine.runtime, memory.policy, [cache])
-    if tending is not None:
+    planner = decode_planner(engine.runtime, memory.policy, [cache])
+    if planner is not None:
         cache = cache.fork()  # as `Engine.ask` does
     mark, limits = (
         cache.next_position,
         StoppingCriteria(job["max_new_tokens"], frozenset(job["stops"])),
     )
-    cache.reserve(len(question) + (limits.max_new_tokens if tending is None else 1))
+    cache.reserve(len(question) + (limits.max_new_tokens if planner is None else 1))
     stamps = [time.perf_counter()]
 
-    def note(row: int, token: int) -> bool:
+    def record_time(row: int, token: int) -> bool:
         del row, token
         stamps.append(time.perf_counter())
         return True
 
-    observe = no_observer if tending is None else tending.observer
+    observe = no_observer if planner is None else planner.observer
     decoder = engine.loaded.decoder
-    [ids] = generate(decoder, [cache], [tuple(question)], SamplingParams(), limits, note, observe)
+    [ids] = generate(
+        decoder, [cache], [tuple(question)], SamplingParams(), limits, record_time, observe
+    )
     held = held_bytes(cache)
-    if tending is None:
+    if planner is None:
         cache.truncate(mark)
         cache.compact()
     return ids, stamps, held

@@ -1,8 +1,8 @@
-"""Runs NVIDIA/kvpress, or a cache of transformers, on one job: JSON in, JSON out.
+"""Worker that runs NVIDIA/kvpress, or a cache of transformers, on one job: JSON in, JSON out.
 
-Started by side_by_side.py in the peers' own environment; needs torch, transformers and what the job
-names, nothing of Larder. The context is read in one pass, as kvpress must; questions stand at their
-true positions, each behind a copy of the cache.
+It is started by side_by_side.py in the peers' own environment and needs torch, transformers and the
+job's packages, nothing of Larder. The context is read in one pass, as kvpress requires; questions
+are at their true positions, each on a copy of the cache.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from _memory import PeakMemory, held_bytes, masked_entries
 
 WARM_TOKENS = 256
 PACKAGES = ("torch", "transformers", "kvpress", "optimum-quanto", "hqq")
-EAGER = "ObservedAttentionPress"  # looks at the whole matrix of weights
+EAGER = "ObservedAttentionPress"  # needs the whole attention matrix
 
 
 def build_press(made: str, removed: float) -> Any:
-    """A press as the job writes it.
+    """Press of a job's constructor call.
 
     Args:
-        removed: the share of entries that it drops, or masks.
+        removed: share of entries that it drops or masks.
     """
     import kvpress
 
@@ -40,7 +40,7 @@ def build_press(made: str, removed: float) -> Any:
 
 
 def build_cache(made: str, config: Any) -> Any:
-    """A cache of transformers as the job writes it."""
+    """Cache of transformers from a job's constructor call."""
     from transformers import DynamicCache, QuantizedCache
 
     known = {kind.__name__: partial(kind, config=config) for kind in (DynamicCache, QuantizedCache)}
@@ -48,70 +48,76 @@ def build_cache(made: str, config: Any) -> Any:
 
 
 class Peer:
-    """A model, and a way to hold its cache."""
+    """Model with a press or a cache."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         from transformers import AutoModelForCausalLM
 
         self.job, self.device, self.made = job, job["device"], job["made"]
         attention = "eager" if EAGER in self.made else "sdpa"
-        told = {"dtype": getattr(torch, job["dtype"]), "attn_implementation": attention}
-        model = AutoModelForCausalLM.from_pretrained(job["model"], **told)
+        dtype = getattr(torch, job["dtype"])
+        model = AutoModelForCausalLM.from_pretrained(
+            job["model"], dtype=dtype, attn_implementation=attention
+        )
         self.model = model.eval().to(self.device)
         self.is_press = "Press(" in self.made
 
     def press(self) -> Any:
-        """What the context is read under."""
+        """Context manager in which the context is read."""
         if not self.is_press:
             return contextlib.nullcontext()
         return build_press(self.made, 1 - self.job["kept"])(self.model)
 
     def read(self, ids: list[int], watch: Callable[[Any], None] | None = None) -> Any:
-        """The cache of a context.
+        """Cache of a context.
 
         Args:
-            watch: told of the cache after each layer, before a press has shortened that.
+            watch: called with the cache after each layer, before a press has compressed it.
         """
         cache = build_cache("DynamicCache()" if self.is_press else self.made, self.model.config)
-        tell = (lambda *_: None) if watch is None else (lambda *_: watch(cache))
+        hook = (lambda *_: None) if watch is None else (lambda *_: watch(cache))
         layers = self.model.model.layers if watch is not None else ()
-        hooks = [layer.self_attn.register_forward_hook(tell) for layer in layers]
+        handles = [layer.self_attn.register_forward_hook(hook) for layer in layers]
         try:
             with self.press():
                 self.model.model(input_ids=self.tensor(ids), past_key_values=cache)
         finally:
-            for hook in hooks:
-                hook.remove()
+            for handle in handles:
+                handle.remove()
         return cache
 
     def held(self, cache: Any) -> int:
-        """Of the cache, and of the notes on what it hides."""
+        """Bytes of the cache, and of the indices of masked entries."""
         return held_bytes(cache, masked_entries(self.model)[1])
 
     def tensor(self, ids: list[int]) -> torch.Tensor:
         return torch.tensor([ids], device=self.device)
 
     def answer(self, cache: Any, question: list[int], start: int) -> tuple[list[int], list[float]]:
-        """Greedy tokens up to the end of turn, and when each came.
-
-        The token that ends the turn is not among them, and its time is not either.
+        """Greedy tokens up to the end of turn, and their times, both without the token that ends
+        the turn.
         """
-        unread, position, said, stamps = question, start, list[int](), [time.perf_counter()]
-        while len(said) < self.job["max_new_tokens"]:
+        unread, position, tokens, stamps = question, start, list[int](), [time.perf_counter()]
+        while len(tokens) < self.job["max_new_tokens"]:
             stop = position + len(unread)
             places = torch.arange(position, stop, device=self.device)[None]
-            told = {"past_key_values": cache, "position_ids": places, "logits_to_keep": 1}
-            token = int(self.model(self.tensor(unread), **told).logits[0, -1].argmax())
+            output = self.model(
+                self.tensor(unread),
+                past_key_values=cache,
+                position_ids=places,
+                logits_to_keep=1,
+            )
+            token = int(output.logits[0, -1].argmax())
             if token in self.job["stops"]:
                 break
             stamps.append(time.perf_counter())
-            said.append(token)
+            tokens.append(token)
             position, unread = stop, [token]
-        return said, stamps
+        return tokens, stamps
 
 
 def fork(cache: Any) -> Any:
-    """A copy to go on with: caches of transformers grow by new tensors, never in place."""
+    """Copy of a cache: caches of transformers grow by new tensors, never in place."""
     twin = copy.copy(cache)
     twin.layers = [copy.copy(layer) for layer in cache.layers]
     return twin
@@ -119,33 +125,33 @@ def fork(cache: Any) -> Any:
 
 @torch.no_grad()
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """What the peer makes of the job."""
+    """Result of a job."""
     torch.set_num_threads(job["threads"])
     peer, context, highest = Peer(job), job["context"], [0]
 
     def watch(cache: Any) -> None:
         highest[0] = max(highest[0], peer.held(cache))
 
-    peer.read(context[:WARM_TOKENS])  # brings its package, which is no part of what a cache takes
+    peer.read(context[:WARM_TOKENS])  # imports its package, which is not part of the cache's memory
     peak, seconds = PeakMemory(job["device"]), list[float]()
-    cache = peer.read(context, watch)  # untimed, as everything is at first
+    cache = peer.read(context, watch)  # untimed warm-up
     peer.answer(fork(cache), job["questions"][0], len(context))
     for _ in range(job["repeats"]):
-        cache = None  # the one before is no longer held
+        cache = None  # free the previous one
         started = time.perf_counter()
         cache = peer.read(context)
-        peer.tensor([0]).cpu()  # waits for an accelerator
+        peer.tensor([0]).cpu()  # synchronizes the accelerator
         seconds.append(time.perf_counter() - started)
     held, masked = peer.held(cache), masked_entries(peer.model)[0]
     answers = list[list[int]]()
     stamps = list[list[float]]()
     for question in job["questions"]:
         twin = fork(cache)
-        said, own = peer.answer(twin, question, len(context))
-        answers.append(said)
-        stamps.append(own)
+        answer, times = peer.answer(twin, question, len(context))
+        answers.append(answer)
+        stamps.append(times)
         highest[0] = max(highest[0], peer.held(twin))
-    return peak.told() | {
+    return peak.figures() | {
         "prefill_seconds": statistics.median(seconds),
         "kv_bytes": held,
         "peak_kv_bytes": max(highest[0], held),

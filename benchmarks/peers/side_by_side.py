@@ -1,28 +1,29 @@
-"""Larder, NVIDIA/kvpress and caches of transformers on the same model, inputs and budget.
+"""Comparison of Larder, NVIDIA/kvpress and caches of transformers on equal models, inputs and
+budgets.
 
     python benchmarks/peers/side_by_side.py [TASK...] --peer-python PATH
         [--tokens 4000] [--files 3] [--budget 1/4] [--model seed] [--peer NAME]...
         [--estimate | --report]
 
 PATH is the interpreter of an environment in which the peers are installed from their packages; they
-need an older transformers than Larder is developed with. Made so (torch first, or it may come with
-gigabytes of libraries for accelerators):
+need an older transformers than Larder is developed with. Create it like this (torch first,
+otherwise it may bring gigabytes of libraries for accelerators):
 
     python3 -m venv peers
     peers/bin/pip install torch==2.13.0
     peers/bin/pip install kvpress optimum-quanto hqq torch==2.13.0
 
-Every cell runs in a process of its own, ours and theirs by turns on each conversation, over the
-same token ids, on as many threads. A row tells exact match of greedy answers; bytes of keys and
-values that are really held, counted by the storage behind them on either side (`_held.py`), what is
-masked and the notes on it included; the highest memory of the process, and how much of that came on
-top of the loaded model; seconds to read the context (median of `--repeats`), to the first token of
-an answer and from one to the next. Times mean something where nothing else runs, and as ratios.
+Every cell runs in a process of its own; Larder and peers alternate on each conversation, with the
+same token ids and number of threads. A row has exact match of greedy answers; bytes of keys and
+values actually held, counted by tensor storage on both sides (`_memory.py`), masked entries and
+their indices included; the peak memory of the process, and its increase over the loaded model;
+seconds of prefill (median of `--repeats`), to the first token of an answer and between tokens.
+Times are meaningful if nothing else runs, and as ratios.
 
-`--model random:qwen3-0.6b` gives the cost in a true shape: what it says means nothing, so no answer
-is scored and all are equally long; two questions are asked unless told. Rows go to
-results/peers.jsonl as those of `larder bench` do; `larder report` and `larder plot` take them, and
-a run that was stopped goes on. `--report` prints the tables of what was measured and runs nothing.
+`--model random:qwen3-0.6b` gives the cost in a real model shape: its output is meaningless, so no
+answer is scored and all have equal length; two questions are asked by default. Rows go to
+results/peers.jsonl like those of `larder bench`; `larder report` and `larder plot` read them, and
+an interrupted run resumes. `--report` prints the tables of measured rows and runs nothing.
 """
 
 from __future__ import annotations
@@ -56,44 +57,44 @@ def main() -> None:
             print("\n".join(tables(pairs_of(options.peer), rows)))
             return
         with tempfile.TemporaryDirectory() as folder:
-            _go(options, ComparisonSetup.of(options, Path(folder), _command(options)))
+            _compare(options, ComparisonSetup.of(options, Path(folder), _command(options)))
     except LarderError as error:
         sys.exit(str(error))
 
 
-def _go(options: argparse.Namespace, setting: ComparisonSetup) -> None:
+def _compare(options: argparse.Namespace, setting: ComparisonSetup) -> None:
     pairs = pairs_of(options.peer)
     jobs = jobs_of(setting, pairs, options.tasks, options.tokens, options.budget)
     if options.estimate:
-        found = estimate_seconds(jobs, lambda job: (job.policy, job.tokens), setting.measure)
-        for (policy, tokens), seconds in found.items():
+        estimates = estimate_seconds(jobs, lambda job: (job.policy, job.tokens), setting.measure)
+        for (policy, tokens), seconds in estimates.items():
             print(f"{policy:60} {tokens:9,} {seconds:8.0f} s")
-        print(f"{'all':70} {sum(found.values()):8.0f} s")
+        print(f"{'all':70} {sum(estimates.values()):8.0f} s")
         return
     run = ResumableRun(jobs, setting.head, cell_key, setting.measure, options.out, {})
     known = {row.get("id") for row in existing_rows(options.out)}
     append_rows(
         options.out, [row for row in setting.environments.values() if row["id"] not in known]
     )
-    run.run(_tell)
-    wanted = {cell_key(setting.head(job)) for job in jobs}
-    rows = [row for row in read_results([options.out]).cells if cell_key(row) in wanted]
+    run.run(_print_row)
+    keys = {cell_key(setting.head(job)) for job in jobs}
+    rows = [row for row in read_results([options.out]).cells if cell_key(row) in keys]
     print("\n".join(tables(pairs, rows)))
 
 
-def _tell(row: Row, pace: RunProgress) -> None:
-    shown = row.get("refused", "")
-    if not shown:
+def _print_row(row: Row, progress: RunProgress) -> None:
+    outcome = row.get("refused", "")
+    if not outcome:
         held = f"KV {row['kv_bytes'] / 2**20:.2f} MiB"
         exact = [item["exact"] for item in row["items"] if item["counts"]]
         right = f"exact {sum(exact)}/{len(exact)}, " if exact else ""
-        shown = f"{right}{held}, prefill {row['prefill_seconds']:.2f} s"
-    done = f"{pace.done}/{pace.total}, {pace.left_seconds:.0f} s left"
-    print(f"{done}  {row['policy']} {row['budget']} seed {row['seed']}: {shown}", file=sys.stderr)
+        outcome = f"{right}{held}, prefill {row['prefill_seconds']:.2f} s"
+    done = f"{progress.done}/{progress.total}, {progress.left_seconds:.0f} s left"
+    print(f"{done}  {row['policy']} {row['budget']} seed {row['seed']}: {outcome}", file=sys.stderr)
 
 
 def _command(options: argparse.Namespace) -> str:
-    """What gives the same rows elsewhere."""
+    """Command that reproduces the rows."""
     words = ["python", "benchmarks/peers/side_by_side.py", *options.tasks]
     words += ["--tokens", ",".join(map(str, options.tokens)), "--files", str(options.files)]
     words += ["--first-seed", str(options.first_seed)] if options.first_seed else []
@@ -125,12 +126,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=_from(1), default=1)
-    parser.add_argument("--repeats", type=_from(1), default=3, help="readings that are timed")
-    parser.add_argument("--questions", type=_from(0), default=0, help="of each conversation; all")
-    most = "of an answer, at most"
+    parser.add_argument("--repeats", type=_from(1), default=3, help="number of timed prefills")
+    parser.add_argument(
+        "--questions", type=_from(0), default=0, help="questions of each conversation; default all"
+    )
+    most = "maximum tokens of an answer"
     parser.add_argument("--new-tokens", type=_from(1), default=NEW_TOKENS, help=most)
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--estimate", action="store_true", help="run one cell of each way alone")
+    parser.add_argument("--estimate", action="store_true", help="run only one cell of each kind")
     parser.add_argument("--report", action="store_true", help="only print the tables of --out")
     options = parser.parse_args()
     options.budget = options.budget or ["1/4"]
@@ -138,7 +141,7 @@ def _options() -> argparse.Namespace:
 
 
 def _from(least: int) -> Callable[[str], int]:
-    """A whole number that is not less."""
+    """Parser of whole numbers from `least` on."""
 
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:

@@ -80,7 +80,7 @@ def test_a_peer_that_is_not_installed_is_told_before_anything_runs() -> None:
     with pytest.raises(LarderError, match="python3 has no hqq, kvpress: see --help"):
         jobs.jobs_of(setting, pairs.PAIRS, ["lifelog()"], [400], ["1/4"])
     absent = SimpleNamespace(peer_python="/no/such/python", threads=1)
-    with pytest.raises(LarderError, match="does not run"):
+    with pytest.raises(LarderError, match="cannot be run"):
         jobs._environments(absent)
 
 
@@ -192,7 +192,7 @@ def test_questions_are_told_as_many_as_are_asked() -> None:
 
 
 def found_by(options: dict[str, Any]) -> CellKey:
-    """By which the row of a cell is found again."""
+    """Key of a cell's row."""
     jobs, pair = import_module("_jobs"), import_module("_pairs").PAIRS[0]
     spec = SimpleNamespace(fingerprint="f")
     engine = SimpleNamespace(loaded=SimpleNamespace(decoder=SimpleNamespace(spec=spec)))
@@ -211,11 +211,11 @@ def test_a_worker_that_fails_is_a_result() -> None:
 def test_both_sides_say_the_same_with_the_whole_cache(seed_model: Any) -> None:
     """And hold the same; a cache that is cut is counted as it counts itself."""
     engine = Engine(seed_model, policy="full")
-    asked = asked_whole(engine)
-    theirs = import_module("peer_worker").run(asked)
-    ours = import_module("larder_worker").run(asked)
+    request = full_cache_request(engine)
+    theirs = import_module("peer_worker").run(request)
+    ours = import_module("larder_worker").run(request)
     assert ours["answers"] == theirs["answers"]
-    assert theirs["kv_bytes"] == engine.loaded.decoder.spec.full_bytes(len(asked["context"]))
+    assert theirs["kv_bytes"] == engine.loaded.decoder.spec.full_bytes(len(request["context"]))
     assert ours["kv_bytes"] == ours["counted_bytes"]
     assert 1 <= ours["kv_bytes"] / theirs["kv_bytes"] < 1.01  # positions
     assert theirs["peak_kv_bytes"] > theirs["kv_bytes"]
@@ -227,9 +227,9 @@ def test_a_peer_has_loaded_all_it_needs_before_memory_is_watched(
     worker, seen = import_module("peer_worker"), list[str]()
     read, peak = worker.Peer.read, worker.PeakMemory
 
-    def reads(*told: Any) -> Any:
+    def reads(*arguments: Any) -> Any:
         seen.append("read")
-        return read(*told)
+        return read(*arguments)
 
     def watches(device: str) -> Any:
         seen.append("watch")
@@ -237,12 +237,12 @@ def test_a_peer_has_loaded_all_it_needs_before_memory_is_watched(
 
     monkeypatch.setattr(worker.Peer, "read", reads)
     monkeypatch.setattr(worker, "PeakMemory", watches)
-    worker.run(asked_whole(Engine(seed_model, policy="full")))
+    worker.run(full_cache_request(Engine(seed_model, policy="full")))
     assert seen == ["read", "watch", "read", "read"]
 
 
-def asked_whole(engine: Engine) -> dict[str, Any]:
-    """What workers are told of a short conversation that is kept whole."""
+def full_cache_request(engine: Engine) -> dict[str, Any]:
+    """Request to a worker for a short conversation with the full cache."""
     jobs, pair = import_module("_jobs"), import_module("_pairs").PAIRS[0]
     options = Namespace(
         corpus=None, device="cpu", dtype="float32", threads=1, repeats=1, new_tokens=6
@@ -252,9 +252,6 @@ def asked_whole(engine: Engine) -> dict[str, Any]:
         options, engine, Path(str(files("larder.models") / "seed")), "", {}
     )
     job = jobs.ComparisonJob(parse_task("lifelog()"), 400, 0, pair.name, "1/1", written=pair.ours)
-    return setting._asked(job, *asked_of(setting, job)) | {"made": pair.made}
-
-
-def asked_of(setting: Any, job: Any) -> tuple[Any, list[str]]:
     conversation = setting.conversation(job.task, job.seed, job.tokens)
-    return conversation, [question.question for question in conversation.questions[:2]]
+    questions = [question.question for question in conversation.questions[:2]]
+    return setting._request(job, conversation, questions) | {"made": pair.made}

@@ -25,9 +25,9 @@ def grades(
     )
     for head, length in enumerate(entries.lengths):
         for row in range(entries.starts[head], entries.starts[head] + length):
-            told = next(weights_of), scored.storage_statistics.numbers[0]
+            arguments = next(weights_of), scored.storage_statistics.numbers[0]
             is_new = newest - int(entries.positions[row]) < part.window - 1
-            found.append(1 if is_new else wanted(part, entries, row, *told, length))
+            found.append(1 if is_new else wanted(part, entries, row, *arguments, length))
     held = standing(plan, entries)
     pairs = zip(plan.kept.tolist(), leaving, strict=True)
     return [found[e] if held[e] == 0 and leaves else held[e] for e, leaves in pairs]

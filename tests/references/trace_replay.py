@@ -42,7 +42,11 @@ class Loop(ReplayTier):
         return out
 
     def read(self, event: ReadEvent) -> None:
-        there = [object_id for object_id in self.chain(event.object_id, "before") if object_id in self.held]
+        there = [
+            object_id
+            for object_id in self.chain(event.object_id, "before")
+            if object_id in self.held
+        ]
         self.found[event.session] = self.trace.objects[there[0]].tokens if there else 0
         self.hit_tokens += self.found[event.session]
         for object_id in self.chain(there[0], "parent") if there else []:
@@ -65,10 +69,17 @@ class Loop(ReplayTier):
 
     def put(self, object_id: int, now: float) -> bool:
         cached = self.trace.objects[object_id]
-        if cached.bytes > self.budget_bytes or (cached.parent != NONE and cached.parent not in self.held):
+        if cached.bytes > self.budget_bytes or (
+            cached.parent != NONE and cached.parent not in self.held
+        ):
             return False
         coming = Candidate(
-            str(object_id), cached.bytes, cached.seconds, now, session=str(cached.session), parent=""
+            str(object_id),
+            cached.bytes,
+            cached.seconds,
+            now,
+            session=str(cached.session),
+            parent="",
         )
         if cached.parent != NONE:
             coming = replace(coming, parent=str(cached.parent))

@@ -59,10 +59,10 @@ def test_the_same_rows_are_learned():
 
 
 def test_the_rate_rises_and_falls():
-    pace = TrainingSchedule(seconds=1, rate=1.0)
-    assert pace.rate_at(0, 0.0) < pace.rate_at(49, 0.1) == 1.0
-    assert pace.rate_at(100, 0.775) == pytest.approx(0.5)
-    assert pace.rate_at(100, 1.0) == pytest.approx(0.02)
+    schedule = TrainingSchedule(seconds=1, rate=1.0)
+    assert schedule.rate_at(0, 0.0) < schedule.rate_at(49, 0.1) == 1.0
+    assert schedule.rate_at(100, 0.775) == pytest.approx(0.5)
+    assert schedule.rate_at(100, 1.0) == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -88,19 +88,19 @@ def test_what_is_saved_loads_again(tmp_path):
 
 
 def test_what_goes_on_draws_new_samples_and_warms_up_no_more(tmp_path):
-    pace, phases, mixer = (
+    schedule, phases, mixer = (
         TrainingSchedule(seconds=0.05, tokens=64, micro=64),
         (Phase(16, 1.0),),
         OneBatch(),
     )
     assert training_progress(tmp_path) == (0, 0)
-    trainer = Trainer(initialize_model("tiny"), pace)
+    trainer = Trainer(initialize_model("tiny"), schedule)
     train(trainer, mixer, phases, tmp_path, seed=3)
     with (tmp_path / "log.jsonl").open("a") as lines:
         lines.write('{"step": 99')  # stopped while it wrote
     assert training_progress(tmp_path) == (trainer.steps, trainer.seen)
     steps, seen = trainer.steps, trainer.seen
-    again = Trainer(trainer.model, pace, steps=steps, seen=seen)
+    again = Trainer(trainer.model, schedule, steps=steps, seen=seen)
     train(again, mixer, phases, tmp_path, seed=3)
     assert list(mixer.seeds) == [3000, (3 + seen) * 1000]
     assert training_progress(tmp_path) == (again.steps, again.seen) and again.seen > seen

@@ -91,14 +91,14 @@ class BookingLog:
             return None
         slot, value = self.random.choice(keys)
         if self.random.random() < SESSION_CHANCE:
-            asked = (
+            question = (
                 f"In which session did we talk about the {booking.noun} whose {slot} was {value}?"
             )
-            return Question(asked, f"session {stated.session}", "bksession", depth)
-        asked = self.random.choice(QUESTION_TEMPLATES).format(
+            return Question(question, f"session {stated.session}", "bksession", depth)
+        question = self.random.choice(QUESTION_TEMPLATES).format(
             noun=booking.noun, slot=slot, value=value, wanted=booking.slot
         )
-        return Question(asked, booking.value, "booking", depth)
+        return Question(question, booking.value, "booking", depth)
 
     def _numbers(self, noun: str, key: tuple[str, str]) -> set[int]:
         """Numbers of the dialogues that have something of that name with that slot and value."""

@@ -2,7 +2,7 @@
 
 Cheng-Ping Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?"
 (2024), arXiv:2404.06654, section 3.1 (S-NIAH). RULER hides one needle; here a text holds several
-unrelated ones, and each is asked for in a question of its retry_seed.
+unrelated ones, and each is asked for in a question of its own.
 """
 
 from __future__ import annotations

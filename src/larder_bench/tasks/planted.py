@@ -1,4 +1,4 @@
-"""Life-log facts planted in a transcript conversation, for models that answer no other questions.
+"""Life-log facts planted in a real conversation, for models that answer no other questions.
 
 No paper for the planting; the conversations are those of Adyasha Maharana et al., "Evaluating Very
 Long-Term Conversational Memory of LLM Agents" (2024), arXiv:2402.17753, or of Dong-Ho Lee et al.,
