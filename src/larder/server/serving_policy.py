@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from larder.cache.latest_activations import latest_queries_bytes
 from larder.cache.sequence import SequenceCache
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.engine.engine import Engine
@@ -24,7 +23,6 @@ from larder.prefill.schedules.episodic import Episodic
 from larder.server.tiers.device import MemoryDemand
 from larder.session.arrangements.single import Single
 from larder.session.capacity import (
-    HEAD_BYTES,
     NUMBER_BYTES,
     block_tokens,
     budget_tokens,
@@ -32,6 +30,7 @@ from larder.session.capacity import (
     check_recent_fits,
     empty_cache,
     entries_per_head,
+    fixed_bytes,
     recall_budget_tokens,
     resolve_budget_without_context,
 )
@@ -210,16 +209,13 @@ class ServingPolicy:
             length, new_tokens: as in `lossless_turn_demand`; layers without a budget grow with
                 them.
         """
-        spec, planner = self.runtime.decoder.spec, self.policy.planner
-        ledger = planner.ledger
+        spec = self.runtime.decoder.spec
         layers = [self._layer_bytes(layer, per_head, length, new_tokens) for layer in spec.layers]
         heads = sum(layer.kv_heads for layer in spec.layers)
-        fixed = heads * (HEAD_BYTES + NUMBER_BYTES * len(ledger.scalars))
-        tail = spec.width * spec.dtype.itemsize if planner.token_providers else 0
-        tail += latest_queries_bytes(ledger.queries, spec.managed, spec.dtype.itemsize)
+        fixed = fixed_bytes(self.policy, spec, heads)
         scratch = max(layer.bytes_per_token(spec.dtype) for layer in spec.layers) * self._scratch
         transient = TRANSIENT_LAYERS * max(layers) if self.is_limited else max(layers)
-        return MemoryDemand(sum(layers) + fixed + tail, transient + scratch)
+        return MemoryDemand(sum(layers) + fixed, transient + scratch)
 
     def _layer_bytes(self, layer: LayerSpec, per_head: int, length: int, new_tokens: int) -> int:
         spec, columns = self.runtime.decoder.spec, len(self.policy.planner.ledger.columns)

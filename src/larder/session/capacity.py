@@ -300,7 +300,7 @@ def amount_tokens(
 
 def _tokens_in_bytes(capacity_bytes: int, policy: Policy, spec: ModelSpec) -> int:
     """Entries per kv head at full precision that fit in a number of bytes, columns included."""
-    left = capacity_bytes - _fixed_bytes(policy, spec)
+    left = capacity_bytes - fixed_bytes(policy, spec, _num_managed_heads(spec))
     entry, columns = _entry_bytes(policy, spec)
     tokens = left // max(1, entry + columns)
     if tokens < 1 or not columns:
@@ -312,7 +312,8 @@ def _tokens_in_bytes(capacity_bytes: int, policy: Policy, spec: ModelSpec) -> in
 
 def _one_token_bytes(policy: Policy, spec: ModelSpec) -> int:
     """Bytes of a cache with one token, fixed bytes included."""
-    return sum(_entry_bytes(policy, spec)) + _fixed_bytes(policy, spec)
+    fixed = fixed_bytes(policy, spec, _num_managed_heads(spec))
+    return sum(_entry_bytes(policy, spec)) + fixed
 
 
 def _entry_bytes(policy: Policy, spec: ModelSpec) -> tuple[int, int]:
@@ -324,14 +325,12 @@ def _entry_bytes(policy: Policy, spec: ModelSpec) -> tuple[int, int]:
     return spec.managed_bytes_per_token() + heads * POSITION_BYTES, heads * columns
 
 
-def _fixed_bytes(policy: Policy, spec: ModelSpec) -> int:
-    """Bytes that do not depend on the number of entries: per kv head, and of the last token."""
+def fixed_bytes(policy: Policy, spec: ModelSpec, kv_heads: int) -> int:
+    """Bytes that do not depend on the number of entries: per kv head, and of the last tokens."""
     ledger = policy.planner.ledger
     tail = spec.width * spec.dtype.itemsize if policy.planner.token_providers else 0
     latest = latest_queries_bytes(ledger.queries, spec.managed, spec.dtype.itemsize)
-    return (
-        _num_managed_heads(spec) * (HEAD_BYTES + NUMBER_BYTES * len(ledger.scalars)) + tail + latest
-    )
+    return kv_heads * (HEAD_BYTES + NUMBER_BYTES * len(ledger.scalars)) + tail + latest
 
 
 def _num_managed_heads(spec: ModelSpec) -> int:

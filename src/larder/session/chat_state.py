@@ -135,7 +135,7 @@ class ActiveTurn:
 
     @property
     def is_planned(self) -> bool:
-        """Whether truncation can no longer undo the turn."""
+        """True once truncation can no longer undo the turn."""
         return self.is_copy or self.cache.plans != self.plans
 
     @property
@@ -145,7 +145,7 @@ class ActiveTurn:
 
     @property
     def can_be_undone(self) -> bool:
-        """Whether the cache can be restored to its state before the turn."""
+        """True if the cache can be restored to its state before the turn."""
         return not self.is_planned or self.is_copy or self.reader.snapshot is not None
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from larder.core.errors import BudgetError, SpellingError, UnknownName
@@ -168,6 +169,10 @@ class Policy:
     @property
     def planner(self) -> Planner:
         """Planner of the policy, which scores entries and makes plans."""
+        return self._planner
+
+    @cached_property
+    def _planner(self) -> Planner:
         return Planner(
             self.protect,
             self.scorer,

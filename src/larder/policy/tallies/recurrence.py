@@ -7,7 +7,7 @@ parameter. As there, an entry comes as if last needed one token before itself, s
 need that it has of itself is an interval of 1.
 
 Differs: text that is read counts as well, where the released code starts all entries of a prompt
-anew when generating begins; and of the query heads that share a kv head the neediest counts, where
+again when decode begins; and of the query heads that share a kv head the neediest counts, where
 that code keeps a copy of the entry for each.
 """
 
