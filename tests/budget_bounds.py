@@ -72,10 +72,10 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Peak]:
     """Watches every layer of every pass, whoever makes it."""
     peak, inner = Peak(), ForwardBatch.attend
 
-    def attend(self: ForwardBatch, *told: object) -> object:
+    def attend(self: ForwardBatch, *args: object) -> object:
         for row in self.segments:
             peak.note(row.cache)
-        out = inner(self, *told)  # pyright: ignore
+        out = inner(self, *args)  # pyright: ignore
         for row in self.segments:
             peak.note(row.cache)
         return out

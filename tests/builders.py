@@ -149,11 +149,21 @@ def a_view(
     begun = (places - places % SENTENCE_TOKENS + 1).float()
     sentences = {"sentence": torch.where(ends, -begun, begun)}
     remembered = replace(entries, columns=some_columns(len(entries.keys), seed) | sentences)
-    told = (layer, remembered, block.queries, block.positions, length, (0, length))
     facts = {"retrieval": head_numbers(layer.query_heads)}
     inputs = captured_inputs(layer, queries, seed)
     ids = tuple(range(queries))
-    return Observation(*told, ids=ids, keys=block.keys, facts=facts, inputs=inputs)
+    return Observation(
+        layer=layer,
+        entries=remembered,
+        queries=block.queries,
+        query_positions=block.positions,
+        length=length,
+        span=(0, length),
+        ids=ids,
+        keys=block.keys,
+        facts=facts,
+        inputs=inputs,
+    )
 
 
 def head_numbers(count: int) -> tuple[float, ...]:

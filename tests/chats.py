@@ -32,9 +32,9 @@ POLICIES = {"episodes": EPISODES, "single": SINGLE, "full": "full"}
 HISTORY = Conversation(
     "two topics",
     tuple(
-        Message(*told)
+        Message(role, text)
         for n in range(5)
-        for told in (
+        for role, text in (
             ("user", f"My dog number {n} is called Rex{n}."),
             ("assistant", f"A fine dog, number {n}."),
             ("user", f"The car in lot {n} is red."),

@@ -81,8 +81,8 @@ def unheard(persistence: StoreSessionPersistence, method: str = "append") -> Ite
     turns = persistence._store.sessions
     write = getattr(turns, method)
 
-    def late(*given: object) -> None:
-        write(*given)
+    def late(*args: object) -> None:
+        write(*args)
         raise SLOW
 
     with pytest.MonkeyPatch.context() as patch:
@@ -94,7 +94,7 @@ def unheard(persistence: StoreSessionPersistence, method: str = "append") -> Ite
 def failing(part: object, method: str, error: StoreError) -> Iterator[None]:
     """While nothing of this comes about."""
 
-    def fail(*given: object) -> None:
+    def fail(*args: object) -> None:
         raise error
 
     with pytest.MonkeyPatch.context() as patch:

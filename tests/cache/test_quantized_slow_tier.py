@@ -171,7 +171,7 @@ def test_what_cannot_be_rounded_or_carried_out_changes_nothing(monkeypatch) -> N
     append(store, draw(LAYER, 9, 70))
     kept = [[n - 1] for n in store.lengths]
 
-    def fail(*given: object) -> None:
+    def fail(*args: object) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:

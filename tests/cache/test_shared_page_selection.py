@@ -46,8 +46,7 @@ def a_cache(
     cache, ever = SequenceCache(spec, "tiered", Ledger(), parking=OffloadSpec(recall)), []
     for i, layer in enumerate(spec.layers):
         new = draw(layer, TOKENS, 0, i)
-        told = new.queries, new.keys, new.values, new.positions
-        cache.attend(i, *told, Mode.APPEND, (TOKENS,))
+        cache.attend(i, new.queries, new.keys, new.values, new.positions, Mode.APPEND, (TOKENS,))
         pairs = zip(new.keys[0], new.values[0], strict=True)
         ever.append([Entry(place, *pair) for place, pair in enumerate(pairs)])
     cache.advance(TOKENS)
@@ -63,8 +62,9 @@ def step(cache: SequenceCache, seed: int = 90) -> list[Tensor]:
     outs, place = [], cache.next_position
     for i, layer in enumerate(cache.spec.layers):
         new = draw(layer, 1, place, seed + i)
-        told = new.queries, new.keys, new.values, new.positions
-        outs.append(cache.attend(i, *told, Mode.APPEND, (1,)))
+        outs.append(
+            cache.attend(i, new.queries, new.keys, new.values, new.positions, Mode.APPEND, (1,))
+        )
     cache.advance(1)
     return outs
 
@@ -125,8 +125,7 @@ def test_what_was_taken_back_is_not_taken_over() -> None:
     cache.truncate(20)
     for i in range(LAYERS):
         new = draw(LAYER, 20, 20, 50 + i)
-        told = new.queries, new.keys, new.values, new.positions
-        cache.attend(i, *told, Mode.APPEND, (20,))
+        cache.attend(i, new.queries, new.keys, new.values, new.positions, Mode.APPEND, (20,))
     cache.advance(20)
     assert not any(tier.finder.shared_index.is_used for tier in cache.tiers)
     step(cache)

@@ -172,7 +172,7 @@ def test_the_exact_search_is_asked_for_by_name(monkeypatch) -> None:
     store = a_tiered(replace(EVERYTHING, search=SearchMode.EXACT))
     filled(store)
 
-    def refuse(*given: object) -> None:
+    def refuse(*args: object) -> None:
         raise AssertionError("asked")
 
     monkeypatch.setattr(type(store.finder.shared_index.index), "find", refuse)

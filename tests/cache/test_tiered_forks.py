@@ -128,7 +128,7 @@ def test_a_fork_whose_index_fails_leaves_the_others_alone(monkeypatch) -> None:
     fork, before = store.fork(), store.state()
     go_on(fork, 91, 1, 1)
 
-    def refuse(*given: object) -> None:
+    def refuse(*args: object) -> None:
         raise CacheError("no")
 
     with monkeypatch.context() as patch:

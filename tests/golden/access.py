@@ -67,7 +67,7 @@ def restored() -> Iterator[None]:
     Nothing is flushed to the disk, which no golden is about.
     """
     with (
-        patch.object(ThroughputEstimates, "choose", lambda *given: RestorePath.LOAD),
+        patch.object(ThroughputEstimates, "choose", lambda *args: RestorePath.LOAD),
         patch.object(os, "fsync"),
     ):
         yield

@@ -76,10 +76,10 @@ def _fields(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[str]]]:
         names.setdefault(" ".join(_kind(row)), []).append(set(row))
     return {
         kind: {
-            "all": sorted(set.intersection(*own)),
-            "some": sorted(set.union(*own) - set.intersection(*own)),
+            "all": sorted(set.intersection(*arguments)),
+            "some": sorted(set.union(*arguments) - set.intersection(*arguments)),
         }
-        for kind, own in sorted(names.items())
+        for kind, arguments in sorted(names.items())
     }
 
 

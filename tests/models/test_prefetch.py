@@ -64,10 +64,10 @@ def noting_threads(monkeypatch) -> list[tuple[int, bool]]:
     """The layer of each search, and whether a worker made it."""
     noted, find = [], PageFetcher._found
 
-    def note(self: PageFetcher, *given: object):
+    def note(self: PageFetcher, *args: object):
         is_worker = threading.current_thread() is not threading.main_thread()
         noted.append((self.layer.index, is_worker))
-        return find(self, *given)
+        return find(self, *args)
 
     monkeypatch.setattr(PageFetcher, "_found", note)
     return noted
@@ -87,9 +87,9 @@ def test_only_who_searches_fetches_ahead(decoder, monkeypatch) -> None:
     shared = replace(SOME, layers=2)
     fetch, asked = PageFetcher.fetch, {}
 
-    def note(self: PageFetcher, *given: object) -> None:
+    def note(self: PageFetcher, *args: object) -> None:
         asked[self.layer.index] = threading.current_thread() is not threading.main_thread()
-        fetch(self, *given)
+        fetch(self, *args)
 
     monkeypatch.setattr(PageFetcher, "fetch", note)
     cache = a_cache(decoder, shared, FetchMode.AHEAD)
@@ -106,9 +106,9 @@ def test_queries_ahead_are_those_of_the_next_layer_for_what_entered_this_one(
     """Recomputed by hand: the hidden states before each layer, its norm, the next projection."""
     asked, fetch = {}, PageFetcher.fetch
 
-    def note(self: PageFetcher, queries: torch.Tensor, *given: object) -> None:
+    def note(self: PageFetcher, queries: torch.Tensor, *args: object) -> None:
         asked[self.layer.index] = queries
-        fetch(self, queries, *given)
+        fetch(self, queries, *args)
 
     monkeypatch.setattr(PageFetcher, "fetch", note)
     model, entered, cache = decoder.module.base_model, {}, a_cache(decoder, SOME, FetchMode.AHEAD)
@@ -163,8 +163,8 @@ def test_a_worker_that_dies_is_told_of_once_and_changes_nothing(
     expected = steps(decoder, a_cache(decoder, SOME, FetchMode.IN_TURN))
     cache, fetch = a_cache(decoder, SOME, FetchMode.AHEAD), PageFetcher.fetch
 
-    def die(self: PageFetcher, queries: torch.Tensor, *given: object) -> None:
-        fetch(self, -queries, *given)  # leaves the wrong pages, and then
+    def die(self: PageFetcher, queries: torch.Tensor, *args: object) -> None:
+        fetch(self, -queries, *args)  # leaves the wrong pages, and then
         raise fault
 
     monkeypatch.setattr(PageFetcher, "fetch", die)

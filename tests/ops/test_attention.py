@@ -253,17 +253,17 @@ def test_causal_forms_equal_the_loop(seed, sections, num_kv_heads, group_len, wi
         random(seed + 1, num_kv_heads, total, 8),
         random(seed + 2, num_kv_heads, total, 8),
     )
-    case = (queries, keys, values, SCALING, tuple(sections), window)
-    expected = loop.causal(*case)
+    arguments = (queries, keys, values, SCALING, tuple(sections), window)
+    expected = loop.causal(*arguments)
     for form in (causal_attention, reference_causal):
-        agree(form(*case), expected, 2e-5)
+        agree(form(*arguments), expected, 2e-5)
 
 
 @pytest.mark.parametrize("window", [None, 1, 63, 64, 65, 199, 200, 500])
 def test_long_windows_cut_into_chunks_equal_the_readable_form(window):
     queries, keys, values = random(0, 4, 200, 8), random(1, 2, 200, 8), random(2, 2, 200, 8)
-    case = (queries, keys, values, SCALING, (200,), window)
-    agree(causal_attention(*case), reference_causal(*case), 2e-5)
+    arguments = (queries, keys, values, SCALING, (200,), window)
+    agree(causal_attention(*arguments), reference_causal(*arguments), 2e-5)
 
 
 @settings(max_examples=40)
@@ -272,8 +272,16 @@ def test_windowed_equals_the_loop(seed, query_len, cached_len, window, group_len
     queries = random(seed, 2 * group_len, query_len, 8)
     keys, values = random(seed + 1, 2, cached_len, 8), random(seed + 2, 2, cached_len, 8)
     positions = torch.arange(cached_len + query_len)
-    case = (queries, positions[cached_len:], keys, values, positions[:cached_len], window, SCALING)
-    agree(windowed_attention(*case), loop.windowed(*case), 2e-5)
+    arguments = (
+        queries,
+        positions[cached_len:],
+        keys,
+        values,
+        positions[:cached_len],
+        window,
+        SCALING,
+    )
+    agree(windowed_attention(*arguments), loop.windowed(*arguments), 2e-5)
 
 
 @settings(max_examples=30)

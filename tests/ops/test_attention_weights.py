@@ -85,20 +85,23 @@ def test_heads_of_many_pieces_equal_the_readable_form(group, dtype):
     keys, bias, starts, counts = storage(1, [1, 4000, 0, 33, 256, 257, 700], 64, dtype)
     queries = random(2, 14, 2, 64, dtype=dtype) * 3
     for added in (None, bias):
-        case = queries, keys, starts, counts, SCALING
-        fast = attention_weights(*case, group=group, bias=added)
-        close(fast, reference_attention_weights(*case, group=group, bias=added))
+        arguments = queries, keys, starts, counts, SCALING
+        fast = attention_weights(*arguments, group=group, bias=added)
+        close(fast, reference_attention_weights(*arguments, group=group, bias=added))
 
 
 @pytest.mark.parametrize("group", list(GroupReduction))
 def test_the_number_of_threads_changes_no_bit(group):
     keys, bias, starts, counts = storage(3, [3000, 17, 2000], 64, torch.float32)
-    case, before = (random(4, 6, 1, 64), keys, starts, counts, SCALING), torch.get_num_threads()
+    arguments, before = (
+        (random(4, 6, 1, 64), keys, starts, counts, SCALING),
+        torch.get_num_threads(),
+    )
     results = []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(attention_weights(*case, group=group, bias=bias))
+            results.append(attention_weights(*arguments, group=group, bias=bias))
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
@@ -147,11 +150,11 @@ def test_a_bias_of_ln_n_is_the_row_n_times(seed, times, dtype):
 
 def test_no_bias_is_a_bias_of_zero():
     keys, bias, starts, counts = storage(1, [300, 0, 33], 16, torch.float32)
-    case = random(2, 6, 1, 16), keys, starts, counts, SCALING
+    arguments = random(2, 6, 1, 16), keys, starts, counts, SCALING
     for form in FORMS:
-        zeros = form(*case, group=GroupReduction.MAX, bias=torch.zeros(len(bias)))
+        zeros = form(*arguments, group=GroupReduction.MAX, bias=torch.zeros(len(bias)))
         torch.testing.assert_close(
-            zeros, form(*case, group=GroupReduction.MAX), atol=1e-7, rtol=1e-6
+            zeros, form(*arguments, group=GroupReduction.MAX), atol=1e-7, rtol=1e-6
         )
 
 
@@ -203,11 +206,13 @@ def test_weights_carry_no_gradient():
 def test_threads_calling_at_once_all_get_their_own_answer():
     def worker(seed: int) -> bool:
         keys, bias, starts, counts = storage(seed, [3000, 500], 32, torch.float32)
-        case = random(seed, 4, 1, 32), keys, starts, counts, SCALING
-        expected = reference_attention_weights(*case, group=GroupReduction.SUM, bias=bias)
+        arguments = random(seed, 4, 1, 32), keys, starts, counts, SCALING
+        expected = reference_attention_weights(*arguments, group=GroupReduction.SUM, bias=bias)
         return all(
             torch.allclose(
-                attention_weights(*case, group=GroupReduction.SUM, bias=bias), expected, atol=2e-6
+                attention_weights(*arguments, group=GroupReduction.SUM, bias=bias),
+                expected,
+                atol=2e-6,
             )
             for _ in range(10)
         )
@@ -230,12 +235,12 @@ def test_every_group_has_a_number_in_the_kernels():
 def test_logits_left_by_attention_give_the_same_weights(seed, lengths, group_len, group):
     keys, bias, starts, counts = storage(seed, lengths, 24, torch.float32)
     queries = random(seed + 1, len(lengths) * group_len, 1, 24)
-    case = queries, keys, starts, counts, SCALING
+    arguments = queries, keys, starts, counts, SCALING
     for added in (None, bias):
         logits = torch.full((group_len, len(keys)), torch.nan)
         ragged_attention(queries, keys, keys, starts, counts, SCALING, added, logits)
         weights = weights_from_logits(logits, starts, counts, group)
-        close(weights, attention_weights(*case, group=group, bias=added))
+        close(weights, attention_weights(*arguments, group=group, bias=added))
         shares = head_weights_from_logits(logits, starts, counts)
         close(shares, reference_head_weights(logits, starts, counts))
         close(group.join(shares), weights)

@@ -33,13 +33,13 @@ def test_threads_calling_at_once_beside_matrix_products_all_get_their_own_answer
         generator = torch.Generator().manual_seed(seed)
         keys = torch.randn(5000, 32, generator=generator)
         queries = torch.randn(4, 1, 32, generator=generator)
-        case = (queries, keys, keys, torch.tensor([0, 4000]), torch.tensor([4000, 1000]), 0.2)
-        expected = reference_ragged(*case)[0]
+        arguments = (queries, keys, keys, torch.tensor([0, 4000]), torch.tensor([4000, 1000]), 0.2)
+        expected = reference_ragged(*arguments)[0]
         square = torch.randn(64, 64, generator=generator)
         same = []
         for _ in range(20):
             square = torch.tanh(square @ square)
-            given = decode_attention.decode_attention(*case)[0]
+            given = decode_attention.decode_attention(*arguments)[0]
             same.append(torch.allclose(given, expected, atol=2e-5))
         return all(same)
 

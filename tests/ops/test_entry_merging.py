@@ -25,8 +25,10 @@ def test_running_means_equal_the_loop(seed) -> None:
     if seed == 5:
         numbers[2] = math.nan
     before = torch.tensor([0.5, source.uniform(-1, 1), 0.25, math.nan, math.nan])
-    told = numbers, groups, before, 0.7
-    results = [form(*told) for form in (entry_merging.reference_updated_means, fast.updated_means)]
+    arguments = numbers, groups, before, 0.7
+    results = [
+        form(*arguments) for form in (entry_merging.reference_updated_means, fast.updated_means)
+    ]
     expected = loop.followed_means(numbers.tolist(), groups.tolist(), before.tolist(), 0.7)
     assert bits(results[0]) == bits(results[1])
     assert results[0].tolist() == pytest.approx(expected, abs=1e-6, nan_ok=True)
@@ -60,21 +62,22 @@ def test_what_is_alike_enough_equals_the_loop(seed) -> None:
     likeness = torch.tensor([source.uniform(-1, 1) for _ in heads], dtype=torch.float32)
     given, before = likeness + 2, torch.tensor([math.nan, 0.5, -0.5, -0.5])
     parts = (torch.tensor(part).long() for part in (range(20, 20 + count), targets, heads))
-    case = *parts, likeness, given, math.e, before, 0.7, 0.125
+    arguments = *parts, likeness, given, math.e, before, 0.7, 0.125
     (tau, folds), (other, others) = (
-        form(*case) for form in (entry_merging.reference_thresholded_folds, fast.thresholded_folds)
+        form(*arguments)
+        for form in (entry_merging.reference_thresholded_folds, fast.thresholded_folds)
     )
     assert bits(tau) == bits(other)
     assert all(torch.equal(*pair) for pair in zip(folds, others, strict=True))
     found = [place for place, target in enumerate(targets) if target >= 0]
     numbers = likeness.tolist()
-    own = [numbers[place] for place in found], [heads[place] for place in found]
-    taus = loop.followed_means(*own, before.tolist(), 0.7)
+    arguments = [numbers[place] for place in found], [heads[place] for place in found]
+    taus = loop.followed_means(*arguments, before.tolist(), 0.7)
     assert other.tolist() == pytest.approx(taus, abs=1e-6, nan_ok=True)
     alike = [place for place in found if numbers[place] >= taus[heads[place]] - 0.125]
     shares = [numbers[place] + 2 for place in alike]
-    told = [20 + place for place in alike], [targets[place] for place in alike]
-    expected = loop.weighed(*told, shares, shares, math.e)
+    arguments = [20 + place for place in alike], [targets[place] for place in alike]
+    expected = loop.weighed(*arguments, shares, shares, math.e)
     assert others[2].tolist() == pytest.approx([fold[2] for fold in expected])
     assert list(zip(*(part.tolist() for part in others[:2]), strict=True)) == [
         fold[:2] for fold in expected
@@ -91,9 +94,9 @@ def test_sums_of_rows_equal_the_loop(dtype, seed) -> None:
     sources, targets = ([source.randrange(12) for _ in range(count)] for _ in range(2))
     weights = [[source.uniform(-2, 2) for _ in range(count)] for _ in range(2)]
     folds = torch.tensor(sources).long(), torch.tensor(targets).long(), *map(torch.tensor, weights)
-    case = keys, values, starts, lengths, *folds
+    arguments = keys, values, starts, lengths, *folds
     forms = (entry_merging.reference_weighted_sums, fast.weighted_sums)
-    results = [form(*case) for form in forms]
+    results = [form(*arguments) for form in forms]
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
     rows = [s + i for s, n in zip(starts.tolist(), lengths.tolist(), strict=True) for i in range(n)]
@@ -126,14 +129,16 @@ def test_values_join_those_that_follow(seed) -> None:
     spans = list(zip(edges, edges[1:], strict=False))
     counts = tuple(sum(keep[start:stop]) for start, stop in spans)
     held = mass, torch.tensor(starts), torch.tensor(lengths)
-    case = *held, kept, counts, gone, window, drawn
-    results = [form(*case) for form in (entry_merging.reference_spread_folds, fast.spread_folds)]
+    arguments = *held, kept, counts, gone, window, drawn
+    results = [
+        form(*arguments) for form in (entry_merging.reference_spread_folds, fast.spread_folds)
+    ]
     for one, other in zip(*results, strict=True):
         assert torch.allclose(one, other, atol=1e-6)
     rows = [start + place for start, n in zip(starts, lengths, strict=True) for place in range(n)]
-    told = [float(mass[row]) for row in rows], spans, keep, window, drawn.tolist()
+    arguments = [float(mass[row]) for row in rows], spans, keep, window, drawn.tolist()
     sources, targets, of_keys, of_values = (part.tolist() for part in results[1])
-    expected = loop.spread_folds(*told)
+    expected = loop.spread_folds(*arguments)
     assert list(zip(sources, targets, strict=True)) == [fold[:2] for fold in expected]
     assert of_keys == [float(source == target) for source, target, _ in expected]
     assert of_values == pytest.approx([fold[2] for fold in expected])

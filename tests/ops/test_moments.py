@@ -23,9 +23,9 @@ def test_both_forms_equal_the_moments_of_all_numbers() -> None:
     for _ in range(7):
         counted = [place == 0 or source.random() < 0.6 for place in range(6)]
         numbers = [source.uniform(0, 1) for _ in range(6)]
-        case = *columns, torch.tensor(numbers), torch.tensor(counted)
-        columns = list(added_moments(*case))
-        for one, other in zip(columns, reference_added_moments(*case), strict=True):
+        arguments = *columns, torch.tensor(numbers), torch.tensor(counted)
+        columns = list(added_moments(*arguments))
+        for one, other in zip(columns, reference_added_moments(*arguments), strict=True):
             assert torch.equal(one, other)
         for own, number, is_counted in zip(told, numbers, counted, strict=True):
             own += [number] if is_counted else []
@@ -45,10 +45,10 @@ def test_those_that_vary_most_are_raised(share: float) -> None:
         by_variance = sorted(rows, key=lambda row: (-spread[row] / count[row], row))
         raised = by_variance[: int(share * length)]
         expected += [mean[row] + (row in raised) for row in rows]
-    case = *(torch.tensor(part) for part in (count, mean, spread, starts, lengths)), share
+    arguments = *(torch.tensor(part) for part in (count, mean, spread, starts, lengths)), share
     assert (
-        variance_boosted_means(*case).tolist()
-        == reference_variance_boosted_means(*case).tolist()
+        variance_boosted_means(*arguments).tolist()
+        == reference_variance_boosted_means(*arguments).tolist()
         == expected
     )
 

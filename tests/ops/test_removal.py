@@ -60,12 +60,12 @@ def plan(keep: list[list[bool]]) -> tuple[Tensor, tuple[int, ...]]:
     return packed.nonzero().flatten(), tuple(sum(head) for head in keep)
 
 
-def fast(tensors: list[Tensor], columns: Tensor, *case: Any) -> None:
-    remove_rows(tensors, *case[:4], columns, *case[4:])
+def fast(tensors: list[Tensor], columns: Tensor, *args: Any) -> None:
+    remove_rows(tensors, *args[:4], columns, *args[4:])
 
 
-def readable(tensors: list[Tensor], columns: Tensor, *case: Any) -> None:
-    starts, *rest = case
+def readable(tensors: list[Tensor], columns: Tensor, *args: Any) -> None:
+    starts, *rest = args
     *rest, new_starts = rest if len(rest) > 3 else (*rest, starts)
     assert reference_remove_rows([*tensors, *columns], starts, *rest, new_starts) is None
 

@@ -78,9 +78,9 @@ def test_the_kernel_is_taken_where_few_go(gone: int, monkeypatch: pytest.MonkeyP
     taken: list[int] = []
     kernel = cpu_topk.top_per_head
 
-    def counted(*case: object) -> torch.Tensor:
+    def counted(*args: object) -> torch.Tensor:
         taken.append(1)
-        return kernel(*case)  # type: ignore[arg-type]
+        return kernel(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(cpu_topk, "top_per_head", counted)
     top_per_head(torch.rand(40), (20, 20), 20 - gone)

@@ -25,8 +25,12 @@ class Layer:
 
     def scored(self, length: int) -> LayerScores:
         protected = [t < SINKS or t >= length - RECENT for t in self.tokens]
-        told = torch.zeros(len(protected)), torch.tensor(protected), (len(protected),)
-        return LayerScores(*told, scalars=self.scalars)
+        return LayerScores(
+            torch.zeros(len(protected)),
+            torch.tensor(protected),
+            (len(protected),),
+            scalars=self.scalars,
+        )
 
 
 def streamed(part: Ladder, layers: int, quota: int, steps: list[int]) -> list[Layer]:

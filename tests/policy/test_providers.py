@@ -70,8 +70,8 @@ def test_what_is_captured_is_what_the_loop_says(name, provider, attention) -> No
 def test_tensors_are_views_of_weights(name, provider, attention) -> None:
     layer = a_layer()
     got = provider.layer_tensor(attention, layer)
-    told = attention, layer.query_heads, layer.head_dim
-    torch.testing.assert_close(got, torch.tensor(loop(name).tensor(*told)))
+    arguments = attention, layer.query_heads, layer.head_dim
+    torch.testing.assert_close(got, torch.tensor(loop(name).tensor(*arguments)))
     owned = {weight.untyped_storage().data_ptr() for weight in attention.parameters()}
     assert got.untyped_storage().data_ptr() in owned
     with pytest.raises(ModelError):

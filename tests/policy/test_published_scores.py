@@ -146,9 +146,9 @@ def test_norms_are_those_behind_the_projection(loop_of) -> None:
     projection = torch.randn(2, 2, 3, generator=source)
     scores = torch.tensor([*WEIGHTS[:5], math.inf])
     for part in (Criticality(), Criticality(norms=Norms.SHARE)):
-        told = [scores.tolist()], [seen.entries.values.tolist()], [projection.tolist()]
+        arguments = [scores.tolist()], [seen.entries.values.tolist()], [projection.tolist()]
         got = part.weigh(scores, replace(seen, inputs={"projection": projection})).tolist()
-        assert got == pytest.approx(loop_of(part).weighed(part, *told)[0], rel=1e-4)
+        assert got == pytest.approx(loop_of(part).weighed(part, *arguments)[0], rel=1e-4)
 
 
 def test_the_preset_keeps_what_its_stages_say() -> None:

@@ -29,8 +29,16 @@ class Text:
         new = draw(LAYER, len(ids), self.position)
         self.store.append(new.keys, new.values, new.positions)
         self.position += len(ids)
-        told = (new.queries, new.positions, self.position, (0, self.position), ids)
-        seen = Observation(LAYER, self.store.entries(), *told, lexicon={ENDS: frozenset({DOT})})
+        seen = Observation(
+            LAYER,
+            self.store.entries(),
+            queries=new.queries,
+            query_positions=new.positions,
+            length=self.position,
+            span=(0, self.position),
+            ids=ids,
+            lexicon={ENDS: frozenset({DOT})},
+        )
         self.store.note(TALLIES.load("sentence")().update(seen))
 
     def sentences(self, head: int) -> list[float]:

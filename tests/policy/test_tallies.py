@@ -57,9 +57,16 @@ class Run:
         self.store.append(new.keys, new.values, new.positions)
         self.position += count
         entries = self.store.entries()
-        told = (new.queries * self._sharp, new.positions, self.position, (0, self.position))
         stage = Phase.DECODE if count == 1 else Phase.PREFILL
-        seen = Observation(LAYER, entries, *told, stage=stage)
+        seen = Observation(
+            LAYER,
+            entries,
+            queries=new.queries * self._sharp,
+            query_positions=new.positions,
+            length=self.position,
+            span=(0, self.position),
+            stage=stage,
+        )
         self.listener.hear(seen)
         for tally in self._tallies:
             self.store.note(tally.update(seen))
@@ -143,8 +150,15 @@ def test_an_update_writes_nothing(tally) -> None:
     done = run([tally], "blocks")
     new = draw(LAYER, 2, done.position)
     done.store.append(new.keys, new.values, new.positions)
-    told = (new.queries, new.positions, done.position + 2, (0, done.position + 2))
-    seen = Observation(LAYER, done.store.entries(), *told)
+    length = done.position + 2
+    seen = Observation(
+        LAYER,
+        done.store.entries(),
+        queries=new.queries,
+        query_positions=new.positions,
+        length=length,
+        span=(0, length),
+    )
     before = {name: column.clone() for name, column in seen.entries.columns.items()}
     update = tally.update(seen)
     assert set(update) == set(tally.columns)

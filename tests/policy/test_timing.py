@@ -146,9 +146,9 @@ def test_a_timing_is_frozen_and_cites_its_paper(timing) -> None:
 
 def test_only_what_was_read_is_spared(timing) -> None:
     protected = torch.tensor([False, True, False, False, True, False])
-    told = torch.arange(6, dtype=torch.int32), 3, 6, TOKENS
+    positions = torch.arange(6, dtype=torch.int32)
     own = isinstance(timing, Split)
-    shielded = timing.generation_protection(protected, *told).tolist()
+    shielded = timing.generation_protection(protected, positions, 3, 6, TOKENS).tolist()
     assert shielded == [own, True, own, False, True, own]  # two of the latest, under a split
 
 

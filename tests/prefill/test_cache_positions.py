@@ -38,8 +38,16 @@ def a_store() -> CompactLayer:
 
 
 def shown(store: CompactLayer, new: Tokens, own: int) -> Observation:
-    told = (store.layer, store.entries(), new.queries, new.positions, HELD + own, (0, HELD))
-    return rotate_to_cache_positions(Observation(*told, keys=new.keys), own)
+    seen = Observation(
+        layer=store.layer,
+        entries=store.entries(),
+        queries=new.queries,
+        query_positions=new.positions,
+        length=HELD + own,
+        span=(0, HELD),
+        keys=new.keys,
+    )
+    return rotate_to_cache_positions(seen, own)
 
 
 def looked_at(seen: Observation, new: Tokens, head: int, own: int) -> torch.Tensor:

@@ -61,8 +61,8 @@ class Overheard(Decoder):
         self.logits: list[Tensor] = []
         self.listener = Listener()  # of the first layer
 
-    def forward_logits(self, *given: Any) -> Tensor:
-        logits = super().forward_logits(*given)
+    def forward_logits(self, *args: Any) -> Tensor:
+        logits = super().forward_logits(*args)
         self.logits += list(logits)
         return logits
 
@@ -78,8 +78,15 @@ class Overheard(Decoder):
 
         def watch(number: int, layer: int, recorded: LayerActivations) -> None:
             if layer == 0:
-                told = (recorded.queries, recorded.positions, end, (0, end))
-                self.listener.hear(Observation(self.spec.layers[0], row.cache.entries(0), *told))
+                seen = Observation(
+                    self.spec.layers[0],
+                    row.cache.entries(0),
+                    queries=recorded.queries,
+                    query_positions=recorded.positions,
+                    length=end,
+                    span=(0, end),
+                )
+                self.listener.hear(seen)
             if observer is not None:
                 observer(number, layer, recorded)
 

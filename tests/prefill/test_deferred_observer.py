@@ -51,8 +51,8 @@ def test_single_tokens_are_judged_afterwards_where_a_look_copies_nothing(
     cache = build_caches(runtime, policy, some_ids(20), [{}], PeakMemoryMeter()).activate(0)
     tended, kinds = decode_planner(runtime, policy, [cache]), []
 
-    def observing(*given: Any) -> Any:
-        observer = tended.observer(*given)
+    def observing(*args: Any) -> Any:
+        observer = tended.observer(*args)
         kinds.append(isinstance(observer, DeferredObserver))
         return observer
 

@@ -25,9 +25,15 @@ def looked_at(decoder, cache, asked: tuple[ScratchPrompt, ...], length: int, loo
 
         def watch(row, layer, recorded, span=scratch.span):
             spec = cache.spec.layers[layer]
-            tensors = (recorded.queries, recorded.positions)
-            told = (spec, cache.entries(layer), *tensors, length, span)
-            seen = Observation(*told, keys=recorded.keys)
+            seen = Observation(
+                layer=spec,
+                entries=cache.entries(layer),
+                queries=recorded.queries,
+                query_positions=recorded.positions,
+                length=length,
+                span=span,
+                keys=recorded.keys,
+            )
             scores = loop.scores(scorer, seen)
             earlier = best.get(layer, scores)
             best[layer] = [

@@ -60,9 +60,9 @@ def counting(monkeypatch: Any, kind: type, name: str) -> list[Any]:
     calls: list[Any] = []
     called: Callable[..., Any] = getattr(kind, name)
 
-    def counted(self: Any, *given: Any) -> Any:
+    def counted(self: Any, *args: Any) -> Any:
         calls.append(self)
-        return called(self, *given)
+        return called(self, *args)
 
     monkeypatch.setattr(kind, name, counted)
     return calls

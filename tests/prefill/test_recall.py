@@ -155,8 +155,8 @@ def test_the_first_token_of_a_sentence_sees_everything(decoder, closing, monkeyp
     ).activate(0)
     recalled = PageFetcher.recalled
 
-    def noting(self: PageFetcher, *given: Any) -> Any:
-        parts = recalled(self, *given)
+    def noting(self: PageFetcher, *args: Any) -> Any:
+        parts = recalled(self, *args)
         seen.append(parts is None)
         return parts
 
@@ -245,7 +245,7 @@ def test_a_budget_for_everything_parks_nothing_and_equals_the_full_cache(decoder
 
 def test_a_block_of_one_token_and_a_question_of_one_are_exact(decoder, own, monkeypatch) -> None:
     wanted = policy("flat", 8)
-    monkeypatch.setattr(PageFetcher, "recalled", lambda *given: pytest.fail("recalled"))
+    monkeypatch.setattr(PageFetcher, "recalled", lambda *args: pytest.fail("recalled"))
     cache = read(decoder, wanted).activate(0)
     heard = said(decoder, wanted, cache, some_ids(1, seed=3), 1)[1]
     expected = own_logits(own, (*CONTEXT, *some_ids(1, seed=3)))[-1:]

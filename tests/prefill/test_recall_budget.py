@@ -70,14 +70,15 @@ def counts_of_steps(decoder: Decoder, wanted: Policy, context: int, steps: int) 
         ).activate(0)
         tending = decode_planner(runtime(decoder), wanted, [cache])
         assert tending is not None
-        told = (
+        generate(
+            decoder,
             [cache],
             [some_ids(3, seed=5)],
             SamplingParams(),
             StoppingCriteria(steps),
             keep_generating,
+            tending.observer,
         )
-        generate(decoder, *told, tending.observer)
     return counts
 
 

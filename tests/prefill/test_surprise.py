@@ -91,8 +91,8 @@ def test_generated_tokens_are_weighed_too(watched, reader_for, lane_for, timing)
     tending = DecodeEviction(planner, M, (reader.quotas,), (16,), watched.predict_token_numbers)
     logits, real = [], watched.forward_logits
 
-    def overheard(*given: Any) -> Any:
-        logits.append(real(*given))
+    def overheard(*args: Any) -> Any:
+        logits.append(real(*args))
         return logits[-1]
 
     object.__setattr__(watched, "forward_logits", overheard)
@@ -121,8 +121,8 @@ def test_generated_tokens_are_weighed_too(watched, reader_for, lane_for, timing)
 
 
 def test_who_does_not_ask_pays_nothing(watched, reader_for, lane_for, monkeypatch) -> None:
-    def refuse(*given: Any) -> None:
-        raise AssertionError(given)
+    def refuse(*args: Any) -> None:
+        raise AssertionError(args)
 
     for name in ("forward_token_numbers", "predict_token_numbers", "forward_logits"):
         monkeypatch.setattr(type(watched), name, refuse, raising=False)

@@ -179,11 +179,11 @@ def test_threads_share_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         _, shared = grown(SMALL, lengths)
         query = tier.queries()
-        both = [index.search(query, tier.entries(), 12)[0] for index in (alone, shared)]
+        arguments = [index.search(query, tier.entries(), 12)[0] for index in (alone, shared)]
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(value, shared.state()[name]) for name, value in alone.state().items())
-    assert torch.equal(*both)
+    assert torch.equal(*arguments)
 
 
 def test_a_key_beyond_the_sphere_builds_anew() -> None:

@@ -24,4 +24,4 @@ def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """What reading takes depends on the machine: here loading is always the quicker way."""
-    monkeypatch.setattr(ThroughputEstimates, "choose", lambda *told: RestorePath.LOAD)
+    monkeypatch.setattr(ThroughputEstimates, "choose", lambda *args: RestorePath.LOAD)

@@ -84,8 +84,8 @@ class FakeHub(EngineClient):
         self.held[request.tenant, name] = turns
         listener.on_done(_report(name, known, len(said), "length" if last == "long" else reason))
 
-    def call(self, operation: Operation[..., Any], *given: Any, **named: Any) -> Any:
-        return getattr(self, operation.name)(*given, **named)
+    def call(self, operation: Operation[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, operation.name)(*args, **kwargs)
 
     def models(self) -> tuple[ServedModel, ...]:
         return (ServedModel(NAME, "whole()", 4096, 1.0),)

@@ -82,7 +82,7 @@ def test_clients_of_many_threads_are_answered(hub: LocalEngineClient) -> None:
 def test_a_pin_that_is_not_written_is_none(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*told: object) -> None:
+    def full(*args: object) -> None:
         raise StoreFull("The disk is full: remove something.")
 
     store = Store(str(tmp_path / "blobs"), tmp_path / "home")
@@ -197,7 +197,7 @@ def test_tokens_that_share_a_character_have_it_once() -> None:
 def test_a_text_that_could_never_be_read_is_not_taken_apart(
     hub: LocalEngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*told: object) -> None:
+    def fail(*args: object) -> None:
         raise AssertionError("the model's thread is kept from others")
 
     monkeypatch.setattr(type(hub.context.core.engine.tokenizer), "encode", fail)
@@ -229,9 +229,9 @@ def test_a_session_is_not_taken_apart_on_the_thread_that_answers(
     def watched(name: str) -> None:
         own = getattr(session_file, name)
 
-        def call(*given: object) -> object:
+        def call(*args: object) -> object:
             threads.append((name, threading.current_thread().name))
-            return own(*given)
+            return own(*args)
 
         monkeypatch.setattr(session_file, name, call)
 

@@ -150,7 +150,7 @@ class ClientError(Exception):
 
 @pytest.mark.parametrize("act", ["create", "replace", "read", "size", "remove", "list_files"])
 def test_errors_of_a_client_are_the_disks(monkeypatch: pytest.MonkeyPatch, act: str) -> None:
-    def fails(*told: object, **named: object) -> None:
+    def fails(*args: object, **kwargs: object) -> None:
         raise ClientError("Could not connect to the endpoint.")
 
     place = open_file_system(f"memory://{uuid4().hex}")

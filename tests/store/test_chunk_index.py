@@ -116,7 +116,7 @@ def test_nothing_crosses_tenants_or_identities(tmp_path: Path) -> None:
 def test_13_digests_that_collide_are_told_apart_by_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "chunk_key", lambda *told: f"{0:064x}")
+    monkeypatch.setattr(module, "chunk_key", lambda *args: f"{0:064x}")
     monkeypatch.setattr(module, "prefix_digest", lambda ids: "0" * 64)
     chunks = chunks_at(tmp_path)
     texts = [[a, a, a, 9, 9, 9, b, b, b] for a in range(4) for b in range(3)]

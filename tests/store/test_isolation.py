@@ -30,7 +30,7 @@ def test_27_what_a_tenant_keeps_is_found_by_it_alone(tmp_path: Path, codec: str)
         assert again.sessions.heads(OTHER) == []
 
 
-def work(folder: Path, do: Callable[..., object], *told: object) -> list[str]:
+def work(folder: Path, do: Callable[..., object], *args: object) -> list[str]:
     """Every statement and every call to the disk that something takes, in a new process's store."""
     done: list[str] = []
     place = Faulty(
@@ -42,7 +42,7 @@ def work(folder: Path, do: Callable[..., object], *told: object) -> list[str]:
         lambda text: done.append(" ".join(text.split()[:4]))
     )
     done.clear()
-    do(store, *told)
+    do(store, *args)
     store.close()
     return done
 

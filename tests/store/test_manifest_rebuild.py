@@ -144,12 +144,12 @@ def test_3_nothing_is_lost_where_building_again_is_interrupted(
         "larder.store.manifest.Manifest.mark_built",
     )
 
-    def interrupted(*given: object) -> None:
+    def interrupted(*args: object) -> None:
         if next(steps) == step:
             raise KeyboardInterrupt
-        adopt(*given)  # pyright: ignore
+        adopt(*args)  # pyright: ignore
 
-    def stopped(*given: object) -> None:
+    def stopped(*args: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -187,7 +187,7 @@ def test_a_start_reads_no_record_that_the_index_has(
         assert listed(store) == (4, 4)
     read = list[str]()
     monkeypatch.setattr(
-        "larder.store.sessions.epochs.SessionEpochs._beside", lambda *given: read.append(given[1])
+        "larder.store.sessions.epochs.SessionEpochs._beside", lambda *args: read.append(args[1])
     )
     with opened(killed):
         assert read == []

@@ -70,13 +70,13 @@ class Near(ReplicaSet):
                 self.left.pop(number)
                 raise ReplicaLost("pulled the plug")
 
-    async def ask(self, key: str, method: str, *given: Any) -> ResultFrame | ErrorFrame:
+    async def ask(self, key: str, method: str, *args: Any) -> ResultFrame | ErrorFrame:
         if not self.left:
             raise ReplicaLost("nobody is left")
-        return await self.left[self.place(key)].ask(method, *given)
+        return await self.left[self.place(key)].ask(method, *args)
 
-    async def ask_all(self, method: str, *given: Any) -> list[ResultFrame | ErrorFrame]:
-        return [await each.ask(method, *given) for each in self.left.values()]
+    async def ask_all(self, method: str, *args: Any) -> list[ResultFrame | ErrorFrame]:
+        return [await each.ask(method, *args) for each in self.left.values()]
 
     def close(self) -> None:
         for number in list(self.left):

@@ -147,7 +147,7 @@ def test_forks_that_two_make_do_not_meet(two: Two) -> None:
 
 
 def test_a_store_that_fails_stops_no_answer(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(*given: object) -> None:
+    def slow(*args: object) -> None:
         raise StoreSlow("The disk is slow: see to it.")
 
     first, _ = two

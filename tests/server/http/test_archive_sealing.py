@@ -64,7 +64,7 @@ def test_an_adoption_that_is_interrupted_changes_nothing(
     in_the_open_at(tmp_path)
     path = tmp_path / "archive.sqlite"
 
-    def fail(*given: object, **named: object) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

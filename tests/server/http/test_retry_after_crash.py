@@ -55,13 +55,13 @@ def dying(patch: pytest.MonkeyPatch, step: int) -> Iterator[None]:
     them, before the client hears of it."""
     written, insert = list[object](), ArchiveRows._insert
 
-    def inserted(self: ArchiveRows, *given: Any) -> Any:
+    def inserted(self: ArchiveRows, *args: Any) -> Any:
         if len(written) == step:
             raise Dead
-        written.append(given)
-        return insert(self, *given)
+        written.append(args)
+        return insert(self, *args)
 
-    def told(*given: object, **named: object) -> None:
+    def told(*args: object, **kwargs: object) -> None:
         raise Dead
 
     with patch.context() as patched:

@@ -59,8 +59,8 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
     libc = ctypes.CDLL(None, use_errno=True)
-    told = b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={DISK_BYTES}".encode()
-    if not hasattr(libc, "mount") or libc.mount(*told) != 0:
+    arguments = b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={DISK_BYTES}".encode()
+    if not hasattr(libc, "mount") or libc.mount(*arguments) != 0:
         pytest.skip(f"no file system can be mounted here: {os.strerror(ctypes.get_errno())}")
     try:
         yield folder

@@ -21,8 +21,8 @@ def crowded(hub: LocalEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on whoever comes to memory has all leave it that may."""
     take, core = hub.context.core.restorer.install, hub.context.core
 
-    def taken(*told: object) -> object:
-        made = take(*told)  # pyright: ignore
+    def taken(*args: object) -> object:
+        made = take(*args)  # pyright: ignore
         for each in core.sessions:
             core._unload(each)
         return made

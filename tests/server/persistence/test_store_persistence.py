@@ -84,7 +84,7 @@ def test_4_a_full_disk_stops_no_answer(
     persistence = kept_in(tmp_path, small)
     served = Served(small, persistence=persistence)
 
-    def full(*told: object, **named: object) -> None:
+    def full(*args: object, **kwargs: object) -> None:
         raise StoreFull("The disk is full: remove something.")
 
     with monkeypatch.context() as patch:

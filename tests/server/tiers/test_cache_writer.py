@@ -114,12 +114,12 @@ def test_26_reading_where_loading_is_slower(
     first = Stored(small, tmp_path)
     turns = talk(first)
     first.close()
-    monkeypatch.setattr(ThroughputEstimates, "choose", lambda *told: RestorePath.RECOMPUTE)
+    monkeypatch.setattr(ThroughputEstimates, "choose", lambda *args: RestorePath.RECOMPUTE)
     again = Stored(small, tmp_path)
     last = again.ask(turns, "x")
     assert last.told.restored_tokens == 0 < last.told.recomputed_tokens
     assert again.disk.rejected() == {"slower": 1}
-    monkeypatch.setattr(ThroughputEstimates, "choose", lambda *told: RestorePath.LOAD)
+    monkeypatch.setattr(ThroughputEstimates, "choose", lambda *args: RestorePath.LOAD)
     again.core.tiers.evict(again.core.find("a", "x"))
     assert again.tier() == "disk"
 
