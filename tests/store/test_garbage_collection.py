@@ -139,7 +139,14 @@ class Stopped(BaseException):
 
 
 @pytest.mark.parametrize(
-    "where", ["branches.forget", "epochs.prune", "epochs._drop", "garbage.states", "chunks.leave"]
+    "where",
+    [
+        "branches.forget",
+        "epochs.prune",
+        "epochs._drop",
+        "garbage.states",
+        "chunks.remove_unreferenced",
+    ],
 )
 def test_3_a_removal_that_was_stopped_is_finished_by_a_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str

@@ -97,10 +97,10 @@ def test_11_what_only_tells_does_not_miss() -> None:
 
 
 def test_an_identity_comes_back_from_text() -> None:
-    assert ModelIdentity.of(made().told()) == made()
-    shorter = made(numerics="tf32").told()
+    assert ModelIdentity.from_dict(made().to_dict()) == made()
+    shorter = made(numerics="tf32").to_dict()
     del shorter["numerics"]
-    assert ModelIdentity.of(shorter).differences(made(numerics="tf32")) == ["numerics"]
+    assert ModelIdentity.from_dict(shorter).differences(made(numerics="tf32")) == ["numerics"]
 
 
 def test_12_models_of_equal_shapes_have_other_weights() -> None:

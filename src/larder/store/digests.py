@@ -41,7 +41,7 @@ def mac_of(secret: bytes, *parts: str | bytes) -> str:
 def tenant_of(secret: bytes, principal: str) -> str:
     """Tenant id of a principal: HMAC-SHA256 of its name.
 
-    Who does not know the secret cannot make the key of somebody else, nor tell whose one is.
+    Without the secret, nobody can compute the id of a principal or find the principal of an id.
     """
     return hmac.new(secret, principal.encode("utf-8", "surrogatepass"), "sha256").hexdigest()
 
@@ -65,7 +65,7 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        Damaged: it is none.
+        Damaged: it is not JSON.
     """
     try:
         return json.loads(text)
@@ -77,7 +77,7 @@ def sealed_json(secret: bytes, field: str, text: str, path: str = "") -> bytes:
     """JSON document that holds a text under `field`, and its seal.
 
     Args:
-        path: where the document lies, if it must not open at another place.
+        path: path of the document, if it must not open at another.
     """
     return canonical_json({field: text, "seal": _seal(secret, text, path)}).encode()
 

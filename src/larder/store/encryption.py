@@ -244,7 +244,7 @@ def store_secret(home: Path) -> bytes:
 KEY_PATH, KEY_FILE_VERSION = "key.json", 1  # version, salt and check of a store under a key
 RECORD_FOLDERS = ("sessions", "chunks")  # of which a store in use has one
 CHECK_PLAINTEXT = b"larder store"
-CHECK_TENANT = "nobody"  # whose key the check is under; no tenant is called so
+CHECK_TENANT = "nobody"  # owner of the check, in place of a tenant id
 
 
 def open_encryption(place: FileSystem, guard: DeadlineExecutor, key: bytes | None) -> Encryption:

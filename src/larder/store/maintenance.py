@@ -13,7 +13,7 @@ from larder.store.components import StoreComponents
 from larder.store.fs.base import QUARANTINE_FOLDER
 from larder.store.sessions.records import Record, SessionKey, decode_record, encode_record
 
-# Lifetime of the tombstone of a removed session, for writers that do not know of the removal.
+# Lifetime of a tombstone, for writers that do not know of the removal.
 TOMBSTONE_SECONDS = 60.0
 
 
@@ -84,11 +84,11 @@ class StoreMaintenance:
     def forget_removed(self, grace_seconds: float = TOMBSTONE_SECONDS) -> int:
         """Delete tombstones of removed sessions; return their number. Cheap, unlike a sweep."""
         parts = self._parts
-        gone = parts.manifest.removed(parts.clock() - grace_seconds)
-        for record in gone:
+        removed = parts.manifest.removed(parts.clock() - grace_seconds)
+        for record in removed:
             parts.epochs.forget(record)
         parts.blobs.settle()
-        return len(gone)
+        return len(removed)
 
     def _sync_removed(self, written: Collection[SessionKey]) -> None:
         """Index sessions that another machine has removed."""

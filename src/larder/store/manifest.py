@@ -39,7 +39,7 @@ class Manifest:
 
     Raises:
         Damaged: the file is no intact manifest: see `quarantine_database`.
-        StoreFull, StoreSlow: it cannot be written, or is held by others.
+        StoreFull, StoreSlow: it cannot be written, or is locked.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Manifest:
         return {SessionKey(tenant, session): head for tenant, session, head in found}
 
     def removed(self, before: float) -> list[Record]:
-        """Tombstones of sessions that nobody has read since a time."""
+        """Tombstones of sessions that were not read since a time."""
         with self.reading() as rows:
             found = rows(
                 "SELECT tenant, session, head, record FROM sessions JOIN epochs "
@@ -257,7 +257,7 @@ class Manifest:
         """Context that holds the database in this thread; fails fast after a recent timeout.
 
         Raises:
-            StoreSlow: it is held, or was.
+            StoreSlow: it is locked, or was a short time ago.
         """
         if self._breaker.is_open:
             raise StoreSlow(f"{self.path} was locked too long and is not retried for a while.")

@@ -78,14 +78,14 @@ class ModelIdentity:
         own, others = self._compared_fields(), other._compared_fields()
         return [name for name, value in own.items() if others[name] != value]
 
-    def told(self) -> dict[str, str]:
+    def to_dict(self) -> dict[str, str]:
         """All properties as text."""
         return asdict(self)
 
     @staticmethod
-    def of(told: Mapping[str, str]) -> ModelIdentity:
-        """Identity from `told`; properties missing in older records are empty, and so differ."""
-        return ModelIdentity(**{f.name: str(told.get(f.name, "")) for f in fields(ModelIdentity)})
+    def from_dict(known: Mapping[str, str]) -> ModelIdentity:
+        """Identity from `to_dict`; properties that older records lack are empty, and so differ."""
+        return ModelIdentity(**{f.name: str(known.get(f.name, "")) for f in fields(ModelIdentity)})
 
     def _compared_fields(self) -> dict[str, str]:
         counting = {
@@ -112,11 +112,11 @@ def model_identity(
     """Identity of a loaded model.
 
     Args:
-        config: as transformers has it, as a dictionary.
-        weights: as `digest_of_files` or `digest_of_weights` gives it.
-        tokenizer: all of it as text, as `tokenizers` writes it.
+        config: configuration of transformers, as a dictionary.
+        weights: from `digest_of_files` or `digest_of_weights`.
+        tokenizer: the whole tokenizer as text, in the format of `tokenizers`.
         chat_template: as text.
-        adapters: digests, in the order in which they are put on.
+        adapters: digests, in order.
     """
     known = {key: value for key, value in config.items() if key not in _INCIDENTAL}
     quantized = known.get("quantization_config")
@@ -159,14 +159,14 @@ def digest_of_files(files: Sequence[Path], memory: Path | None = None) -> str:
     """Digest of the content of files, in the order of their names.
 
     Args:
-        memory: where digests are kept by path, size and time of change, so that a file is read
-            once in its life.
+        memory: file of known digests by path, size and time of change, so that a file is read
+            only once.
     """
     known = {} if memory is None else _cached_digests(memory)
     found: dict[str, str] = {}
     for file in sorted(files, key=lambda file: file.name):
-        told = file.stat()
-        mark = f"{file.resolve()}:{told.st_size}:{told.st_mtime_ns}"
+        stat = file.stat()
+        mark = f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}"
         found[mark] = known.get(mark) or _digest_of_file(file)
     if memory is not None and not found.keys() <= known.keys():
         memory.parent.mkdir(parents=True, exist_ok=True)

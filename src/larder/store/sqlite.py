@@ -125,9 +125,9 @@ def prepare_schema(database: sqlite3.Connection, path: Path) -> None:
         f"wal_autocheckpoint = {CHECKPOINT_PAGES}",
     ):
         database.execute(f"PRAGMA {setting}").fetchall()
-    [(said,)] = database.execute("PRAGMA quick_check(1)").fetchall()
-    if said != "ok":
-        raise Damaged(f"{path} is damaged ({str(said)[:80]}): it is built again.")
+    [(result,)] = database.execute("PRAGMA quick_check(1)").fetchall()
+    if result != "ok":
+        raise Damaged(f"{path} is damaged ({str(result)[:80]}): it is built again.")
     there = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
     [(schema,)] = database.execute("PRAGMA user_version").fetchall()
     if there and not there >= REQUIRED_TABLES:

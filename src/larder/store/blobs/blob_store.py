@@ -2,9 +2,8 @@
 
     blobs/<aa>/<digest>.safetensors
 
-A blob never changes, so a reader sees all of it or nothing, and two writers of the same blob do not
-conflict. A blob that does not match its digest is quarantined when it is read, and can be written
-again.
+Blobs are immutable and written atomically, so that two writers of the same blob do not conflict. A
+blob that does not match its digest is quarantined when it is read, and can be written again.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class BlobStore:
     """Content-addressed blobs on a file system. Safe from threads and processes.
 
     Args:
-        place: where they are.
-        guard: carries out every call to it.
+        place: their file system.
+        guard: executor of calls to it.
         clock: seconds since 1970.
     """
 
@@ -56,8 +55,8 @@ class BlobStore:
             ended: as in `DeadlineExecutor.call`.
 
         Raises:
-            StoreFull, StoreError: the disk takes no more, or fails.
-            StoreSlow: it took too long; the bytes may be there later.
+            StoreFull, StoreError: the disk is full, or fails.
+            StoreSlow: it took too long; the blob may appear later.
         """
         ref = BlobRef(digest_of(data), len(data))
         self._guard.call(self._put, blob_path(ref.digest), data, ended=ended)
@@ -67,7 +66,7 @@ class BlobStore:
         """Read and verify a blob.
 
         Raises:
-            Damaged: they are missing, or not what was written; these are set aside.
+            Damaged: it is missing, or does not match its digest and is quarantined.
             StoreSlow: it took too long.
             StoreError: the disk fails.
         """
@@ -120,9 +119,10 @@ class BlobStore:
         """Remove unreferenced blobs and temporary files; return the bytes freed.
 
         Args:
-            live: digests that are referred to.
-            grace_seconds: how long what is not yet referred to may be in the making.
-            delete: by which blobs go that may go, and what that frees; None for any.
+            live: referenced digests.
+            grace_seconds: age up to which unreferenced blobs may be part of a save in progress.
+            delete: deletes a blob if it may be deleted, and returns the bytes freed; None deletes
+                directly.
         """
         keep, before, freed = frozenset(live), self._clock() - grace_seconds, 0
         for entry in self._guard.call(self._listed, BLOBS_FOLDER, TEMPORARY_FOLDER):
@@ -157,14 +157,14 @@ class BlobStore:
         try:
             self._guard.call(self.place.set_aside, path)
         except StoreError:
-            return  # a disk that takes no writing: what is damaged is refused again next time
+            return  # a disk that cannot be written: the next read finds the damage again
 
 
 def blob_path(digest: str) -> str:
     """Path of a blob.
 
     Raises:
-        Damaged: this is no digest.
+        Damaged: it is not a digest.
     """
     if not is_digest(digest):
         raise Damaged(f"{digest[:80]!r} is no digest: the record that refers to it is damaged.")

@@ -71,7 +71,7 @@ def decode_state(
     """Decode a cache state.
 
     Args:
-        max_bytes: that it may take; what claims more is not decoded.
+        max_bytes: limit of the decoded state; a larger one is not decoded.
 
     Raises:
         Damaged: codes and metadata do not match.
@@ -145,14 +145,14 @@ def same_state(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
     )
 
 
-SNAPSHOT_PART_BYTES = 32 * 2**20  # of a snapshot's blob, unless a single layer has more
+SNAPSHOT_PART_BYTES = 32 * 2**20  # largest blob of a snapshot, unless a single layer is larger
 
 
 def is_lossless_cache(cache: SequenceCache) -> bool:
     """True if every layer holds every token it has read, uncompressed.
 
-    Only of such a cache a beginning is the cache of the beginning: what a policy keeps of a text
-    depends on how it goes on.
+    Only then is the first part of the cache the cache of the first part of the text: what a policy
+    keeps depends on the whole text.
     """
     plain = cache.cache_spec.form == "dense" and not cache.plans
     windows = any(layer.sliding_window is not None for layer in cache.spec.layers)

@@ -90,7 +90,7 @@ def unpack_container(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read a container: tensors (read-only views of `data`) and metadata.
 
     Raises:
-        Damaged: this is not what was packed.
+        Damaged: the bytes are no intact container.
         Refused: it is of another version.
     """
     fields, head, body = _parse_header(data)

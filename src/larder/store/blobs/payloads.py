@@ -37,7 +37,7 @@ def strip_owner(data: bytes, tenant: str, *session: str) -> bytes:
     """Verify and strip the owner prefix; a session may also read blobs owned by its tenant alone.
 
     Raises:
-        Refused: they are somebody else's.
+        Refused: they have another owner.
     """
     for owner in ((tenant, *session), (tenant,)):
         spelled = _owner_prefix(owner)
@@ -55,8 +55,8 @@ def decode_token_log(data: bytes, count: int, tenant: str, session: str) -> tupl
     """Decode a token log of `count` ids.
 
     Raises:
-        Damaged: this is no log of so many.
-        Refused: it is somebody else's.
+        Damaged: it is no log of `count` ids.
+        Refused: it has another owner.
     """
     log = decompress(strip_owner(data, tenant, session), _ID_BYTES * count)
     ids = np.frombuffer(log, dtype="<i4")
@@ -87,7 +87,7 @@ def encode_snapshot(
     """Encode a part of a session's cache with a codec.
 
     Args:
-        layers: that the model has.
+        layers: number of layers of the model.
     """
     tensors, coded = encode_state(state, codec_named(codec), codec, layers)
     metadata = _metadata(SNAPSHOT_KIND, tenant, identity)
@@ -102,11 +102,11 @@ def decode_cache_blob(
     """Decode a blob of a cache; return its tensors and metadata.
 
     Args:
-        max_bytes: that they may take.
+        max_bytes: limit of the decoded tensors.
 
     Raises:
-        Damaged: it is not what was written.
-        Refused: it is somebody else's, another model's, or of another kind.
+        Damaged: it is damaged.
+        Refused: it is another tenant's or model's, or of another kind.
     """
     tensors, metadata = unpack_container(data)
     if metadata.get("kind") != kind:
@@ -136,6 +136,6 @@ def _metadata(kind: str, tenant: str, identity: ModelIdentity) -> dict[str, Any]
         "kind": kind,
         "tenant": tenant,
         "identity": identity.key,
-        "model": identity.told(),
+        "model": identity.to_dict(),
         "writer": f"larder/{larder.__version__}",
     }

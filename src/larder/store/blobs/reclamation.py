@@ -88,7 +88,7 @@ class DiskEviction:
         pinned_records = [record for record, is_head, *_ in states if is_head and record.is_pinned]
         pinned = {ref.digest for record in pinned_records for ref in record.spans}
         found: list[tuple[Candidate, _Victim]] = []
-        for whose, chunk, last_used, uses in chunks:
+        for owner, chunk, last_used, uses in chunks:
             name = f"chunk {chunk.row}"
             candidate = Candidate(
                 name=name,
@@ -100,7 +100,7 @@ class DiskEviction:
                 pinned_until=PINNED_FOREVER if chunk.ref.digest in pinned else NOT_PINNED,
                 parent=f"chunk {chunk.parent}" if chunk.parent else "",
             )
-            found.append((candidate, _Victim(whose, (chunk.ref,), chunk)))
+            found.append((candidate, _Victim(owner, (chunk.ref,), chunk)))
         # Blobs of a state's own: of no chunk, no other session and no newer state of the session.
         taken = shared | {digest for digest, count in num_sessions.items() if count > 1}
         for record, is_head, last_used, uses in states:
@@ -170,7 +170,8 @@ class GarbageCollection:
             refs = list(dict.fromkeys(ref for record in records for ref in record.refs))
             unused = self._chunks.unused(tenant, refs)
             free = parallel_map(lambda chunk, tenant=tenant: self._is_free(chunk, tenant), unused)
-            self._chunks.leave(tenant, (c for c, goes in zip(unused, free, strict=True) if goes))
+            unneeded = [c for c, is_free in zip(unused, free, strict=True) if is_free]
+            self._chunks.remove_unreferenced(tenant, unneeded)
             freed += self._blobs.drop(refs)
         return freed
 
@@ -188,7 +189,7 @@ class GarbageCollection:
         needed = {*needed, *self._blobs.pending_digests(since)}
         for tenant, chunks in unused.items():
             free = [c for c in chunks if c.ref.digest not in needed and (tenant, c.key) not in kept]
-            self._chunks.leave(tenant, free)
+            self._chunks.remove_unreferenced(tenant, free)
         return {digest for digest in kept.values() if digest}
 
     def _is_free(self, chunk: PrefixChunk, tenant: str) -> bool:

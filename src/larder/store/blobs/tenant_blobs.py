@@ -368,7 +368,7 @@ class DiskUsage:
                 self._charge(blob_bytes)
 
     def remove_blob(self, tenant: str, count: int, quarantined_bytes: int) -> None:
-        """Discharge a blob that has left the index; what is in quarantine is charged to nobody."""
+        """Discharge a blob that has left the index; a quarantined copy is charged to no tenant."""
         with self._lock:
             self._other_bytes += quarantined_bytes
             self._blob_bytes[tenant] -= count

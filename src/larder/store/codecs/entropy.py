@@ -4,7 +4,7 @@ Yuhan Liu et al., "CacheGen: KV Cache Compression and Streaming for Fast Large L
 Serving" (2024), arXiv:2310.07240, section 5.2: tokens of a text have keys and values like their
 neighbors', early layers matter more than late ones, and the steps that remain are far from equally
 frequent. As there, ten tokens form a group; the first is the anchor, in 8 bits, and the others are
-told by their difference from it, in steps of 0.5, 1 or 1.5 units in the first, second and last
+coded as the difference from it, in steps of 0.5, 1 or 1.5 units in the first, second and last
 third of the layers.
 
 What differs: a unit is the standard deviation of the differences of a channel of a head, times
@@ -39,7 +39,7 @@ class Entropy(StorageCodec):
 
     def encode(self, numbers: Float[Tensor, "T D"], rows: RowLayout) -> dict[str, Tensor]:
         check_range(numbers)
-        told: dict[str, list[Tensor]] = {name: [] for name in ("lows", "scales", "steps")}
+        shared: dict[str, list[Tensor]] = {name: [] for name in ("lows", "scales", "steps")}
         anchors, differences = [], []
         for head in rows.heads():
             own = numbers[head].float()
@@ -53,9 +53,8 @@ class Entropy(StorageCodec):
             anchors.append(codes)
             differences.append(counts.to(torch.int16))
             for name, tensor in (("lows", lows), ("scales", scales), ("steps", steps)):
-                told[name].append(tensor)
-        shared = {name: torch.stack(parts) for name, parts in told.items()}
-        return shared | {
+                shared[name].append(tensor)
+        return {name: torch.stack(parts) for name, parts in shared.items()} | {
             "anchors": _tensor(compress(raw_bytes(torch.cat(anchors)))),
             "differences": _tensor(compress(_planes(torch.cat(differences)))),
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from larder.store.codecs._affine import AffineCodec
+from larder.store.codecs.base import AffineCodec
 
 
 class Int8(AffineCodec):

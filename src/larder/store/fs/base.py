@@ -1,6 +1,6 @@
 """Contract of the store's file systems: a local folder, or any file system known to fsspec.
 
-An object appears whole or not at all. Paths are relative, made of digests and fixed words only.
+Writes are atomic. Paths are relative, made of digests and fixed words only.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-TEMPORARY_FOLDER = "temporary"  # folder of what is not yet whole
-QUARANTINE_FOLDER = "damaged"  # folder of what was found damaged
+TEMPORARY_FOLDER = "temporary"  # folder of incomplete files
+QUARANTINE_FOLDER = "damaged"  # folder of damaged objects
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class FileSystem(ABC):
         """Write a new object durably.
 
         Raises:
-            FileExistsError: somebody else has written it.
+            FileExistsError: it exists.
         """
 
     @abstractmethod
@@ -49,7 +49,7 @@ class FileSystem(ABC):
         """Content of an object.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: it does not exist.
         """
 
     @abstractmethod

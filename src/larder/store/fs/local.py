@@ -1,7 +1,7 @@
 """Local file system: a folder of this machine, or a mounted one.
 
-Content goes to a temporary file, which is flushed to the disk and then given its name; the folder
-is flushed as well. A crash leaves at most a temporary file behind.
+Content is written to a temporary file, flushed to the disk and renamed; the folder is flushed as
+well. A crash leaves at most a temporary file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from larder.store.fs.base import QUARANTINE_FOLDER, TEMPORARY_FOLDER, FileInfo, FileSystem
 
-# Of file systems that know no second name for a file.
+# Errors of file systems without hard links.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 MAX_ATTEMPTS = 8
 
@@ -64,7 +64,7 @@ class LocalFileSystem(FileSystem):
     def remove(self, path: str) -> None:
         target = self._at(path)
         target.unlink(missing_ok=True)
-        with suppress(OSError):  # the last one takes its folder along
+        with suppress(OSError):  # it fails unless the folder is empty
             target.parent.rmdir()
 
     def set_aside(self, path: str) -> None:
@@ -80,7 +80,7 @@ class LocalFileSystem(FileSystem):
                 file = Path(parent, name)
                 try:
                     found = file.stat()
-                except FileNotFoundError:  # gone since the folder was read
+                except FileNotFoundError:  # deleted since the folder was read
                     continue
                 path = file.relative_to(self.folder).as_posix()
                 yield FileInfo(path, found.st_size, found.st_mtime)

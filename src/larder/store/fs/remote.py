@@ -1,8 +1,8 @@
 """Remote file system: any that fsspec knows.
 
-Object stores write an object whole or not at all, and can refuse to replace one. On other
-file systems an object is uploaded under a temporary name and moved; there two machines that create
-the same object at the same time may both believe they did.
+Object stores write atomically and can refuse to replace an object. On other file systems an object
+is uploaded under a temporary name and moved; two machines that create the same object there at the
+same time may both succeed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsspec.core import url_to_fs
 from larder.core.errors import StoreError
 from larder.store.fs.base import TEMPORARY_FOLDER, FileInfo, FileSystem
 
-# Kinds whose writes are whole or nothing.
+# Protocols with atomic writes.
 ATOMIC_PROTOCOLS = frozenset(
     {"memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oci", "oss"}
 )

@@ -47,7 +47,8 @@ class _FileSystemWrapper(FileSystem):
 class EncryptedFileSystem(_FileSystemWrapper):
     """File system whose records are encrypted per tenant.
 
-    A path begins with a word and the tenant: what lies at another place does not open.
+    A path begins with a fixed word and the tenant. A record that was moved to another path does not
+    open.
     """
 
     def __init__(self, inner: FileSystem, encryption: Encryption) -> None:

@@ -136,11 +136,11 @@ class ChunkIndex:
                 "WHERE id IN (SELECT id FROM below)",
                 (chunk.row, chunk.key),
             )
-            gone = [_chunk_from_row(row) for row in found]
-            for each in gone:
-                rows("DELETE FROM chunks WHERE id = ?", (each.row,))
-        self._records.remove(tenant, (each.key for each in gone))
-        return gone
+            dropped = [_chunk_from_row(row) for row in found]
+            for chunk in dropped:
+                rows("DELETE FROM chunks WHERE id = ?", (chunk.row,))
+        self._records.remove(tenant, (chunk.key for chunk in dropped))
+        return dropped
 
     def unused(self, tenant: str, refs: Iterable[BlobRef]) -> list[PrefixChunk]:
         """Chunks of these blobs that no indexed session refers to."""
@@ -157,7 +157,7 @@ class ChunkIndex:
         return [_chunk_from_row(row) for row in found]
 
     def all_unused(self, since: float) -> dict[str, list[PrefixChunk]]:
-        """Chunks, by tenant, that no session refers to and nobody has read since a time."""
+        """Chunks, by tenant, that no session refers to and that were not read since a time."""
         found = defaultdict[str, list[PrefixChunk]](list)
         with self._manifest.reading() as rows:
             for tenant, *row in rows(
@@ -168,10 +168,7 @@ class ChunkIndex:
         return found
 
     def keep(self, tenant: str, identity: str, ids: Sequence[int]) -> None:
-        """Retain a prefix without any session until its chunks are dropped.
-
-        On other machines, too.
-        """
+        """Retain a prefix without a session, on all machines, until its chunks are dropped."""
         for each in self.match_prefix(tenant, identity, ids):
             if each.tokens == CHUNK_TOKENS:
                 self._records.keep(tenant, each.chunk.key)
@@ -190,13 +187,13 @@ class ChunkIndex:
         records = self._records
         return records.is_kept(tenant, chunk.key) or records.is_shared(tenant, chunk.key)
 
-    def leave(self, tenant: str, chunks: Iterable[PrefixChunk]) -> None:
+    def remove_unreferenced(self, tenant: str, chunks: Iterable[PrefixChunk]) -> None:
         """Remove the rows of unreferenced chunks without retained descendants; blobs remain."""
-        gone: list[str] = []
+        removed: list[str] = []
         with self._manifest.writing() as rows:
             for chunk in sorted(chunks, key=lambda chunk: -chunk.start):
-                gone += [chunk.key] if rows(_DELETE_LEAF, (chunk.row, chunk.key)) else []
-        parallel_map(lambda key: self._records.remove(tenant, [key]), gone)
+                removed += [chunk.key] if rows(_DELETE_LEAF, (chunk.row, chunk.key)) else []
+        parallel_map(lambda key: self._records.remove(tenant, [key]), removed)
 
     def used(self, shared: Sequence[ChunkMatch]) -> None:
         """Record reads of chunks."""

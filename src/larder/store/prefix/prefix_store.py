@@ -56,8 +56,8 @@ class PrefixStore:
         def unusable(each: ChunkMatch, error: LarderError) -> None:
             parts.refusals.note_error(error)
             if isinstance(error, Damaged | Refused):
-                gone = parts.chunks.drop(each.chunk, tenant)
-                parts.blobs.drop(chunk.ref for chunk in gone)
+                dropped = parts.chunks.drop(each.chunk, tenant)
+                parts.blobs.drop(chunk.ref for chunk in dropped)
 
         try:
             shared = parts.chunks.match_prefix(tenant, identity.key, ids[: max(len(ids) - 1, 0)])

@@ -106,7 +106,7 @@ class CacheBlobs:
         snapshot = self.snapshot
         return replace(
             record,
-            identity=snapshot.identity.told(),
+            identity=snapshot.identity.to_dict(),
             policy=snapshot.policy,
             codec=snapshot.codec,
             cache=snapshot.cache.meta(),

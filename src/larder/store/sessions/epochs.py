@@ -159,7 +159,7 @@ class SessionEpochs:
             Superseded, StoreFull: as `commit`.
         """
         self.commit(record, record.previous)
-        with suppress(StoreError):  # what is left is one more state, until they are pruned
+        with suppress(StoreError):  # otherwise the former state is pruned later
             self._drop(record.key, [record.previous])
 
     def remove_damaged(self, key: SessionKey, name: str, made: float) -> None:
@@ -170,7 +170,7 @@ class SessionEpochs:
         """
         lost = sorted({*self.manifest.epochs(key), *self.written(key)})
         last, nothing = max(lost, default=0), BlobRef(digest_of(b""), 0)
-        gone = Record(
+        tombstone = Record(
             key.tenant,
             key.session,
             name,
@@ -181,9 +181,9 @@ class SessionEpochs:
             made=made,
             removed=True,
         )
-        self._create(gone)
+        self._create(tombstone)
         self.manifest.roll_back_head(key, 0)
-        self.manifest.adopt(gone)
+        self.manifest.adopt(tombstone)
         self._drop(key, lost)
 
     def forget(self, record: Record) -> None:
@@ -298,7 +298,7 @@ class SessionEpochs:
             self._damaged(str(error))
             return None
         if (record.key, record.epoch) != (key, epoch):
-            self._damaged("A record lies in the place of another.")
+            self._damaged("A record is at the path of another.")
             return None
         return record
 
@@ -330,7 +330,7 @@ class BranchNotes:
     """Notes that name the branches of each session. Safe from threads and processes.
 
     Args:
-        place: where notes lie.
+        place: file system of the notes.
     """
 
     def __init__(self, place: FileSystem, guard: DeadlineExecutor, secret: bytes) -> None:

@@ -223,7 +223,7 @@ def decode_record(data: bytes, secret: bytes) -> Record:
     """Verify and decode a record that `encode_record` wrote.
 
     Raises:
-        Damaged: it is not what was written, or was written with another secret.
+        Damaged: it was changed, or sealed with another secret.
         Refused: it is of another schema.
     """
     fields = parse_json(open_sealed_json(secret, "record", data))

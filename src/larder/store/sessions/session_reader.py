@@ -60,7 +60,7 @@ class CacheRequirements:
         Raises:
             Refused: they were not, or are of another text.
         """
-        differing = self.identity.differences(ModelIdentity.of(record.identity))
+        differing = self.identity.differences(ModelIdentity.from_dict(record.identity))
         if differing:
             raise Refused(f"The cache differs in {', '.join(differing)}.", "identity")
         if record.policy != self.policy:
@@ -101,7 +101,7 @@ class SessionReader:
         """Token ids of a session.
 
         Raises:
-            Damaged, Refused: their log is none, or another's.
+            Damaged, Refused: the log is damaged, or another session's.
         """
         data = self._blobs.get(record.tokens, record.tenant)
         return decode_token_log(data, record.num_tokens, record.tenant, record.session)
@@ -110,7 +110,7 @@ class SessionReader:
         """Transcript of a session.
 
         Raises:
-            Damaged, Refused: it is not what was written, or another's.
+            Damaged, Refused: it is damaged, or another session's.
         """
         if record.transcript is None:
             raise Damaged("The session was saved without a transcript.")
@@ -121,7 +121,7 @@ class SessionReader:
         """Extra state saved with a session's caches; None if there is none.
 
         Raises:
-            Damaged, Refused: it is not what was written, or another's.
+            Damaged, Refused: it is damaged, or another session's.
         """
         if record.beside is None:
             return None
@@ -131,7 +131,7 @@ class SessionReader:
         """Token log and transcript re-encoded for another session of the tenant, by part.
 
         Raises:
-            Damaged, Refused: it is not what was written, or another's.
+            Damaged, Refused: it is damaged, or another session's.
         """
         tenant, parts = record.tenant, {"tokens": record.tokens}
         if record.transcript is not None:
@@ -161,11 +161,11 @@ class SessionReader:
         """Caches of a record.
 
         Args:
-            ids: its tokens, as its log has them.
+            ids: tokens that the caches have read.
 
         Raises:
-            Damaged: a blob is missing, or not what was written.
-            Refused: it is whole, but another's.
+            Damaged: a blob is missing or damaged.
+            Refused: it is intact, but another model's, policy's or tenant's.
             BudgetError: it does not fit in host memory.
             StoreError: the disk fails.
         """
@@ -261,7 +261,7 @@ def restore_cache(spec: ModelSpec, state: CacheTensors, meta: Mapping[str, str])
     """Cache from a decoded state.
 
     Raises:
-        Damaged: the two do not make one.
+        Damaged: they do not match each other, or the model.
     """
     check_fits(state, spec)
     try:
@@ -287,8 +287,8 @@ def _chunk_tensors(
     """Tensors of a chunk, verified to follow this prefix and to match the next tokens.
 
     Args:
-        behind: where it should stand; goes on behind it.
-        count: tokens that are wanted of it.
+        behind: prefix that it should follow; advanced past the chunk.
+        count: number of its tokens to return.
     """
     tensors, metadata = decode_cache_blob(data, CHUNK_KIND, tenant, identity, 2 * len(data))
     span, start = metadata.get("span"), behind.start
