@@ -27,7 +27,7 @@ from larder.engine.engine import Engine
 from larder.models.loader import LoadedModel, wrap_model
 from larder.models.tiny import tiny
 from larder.session.episodes.routing import NearestEpisodeRouter
-from larder.session.transcript.session_file import SessionFile, session_path
+from larder.session.transcript.chat_log_file import ChatLogFile, chat_log_path
 
 pytestmark = pytest.mark.usefixtures("read_once")
 
@@ -47,7 +47,7 @@ def test_a_chat_that_comes_back_is_as_if_read_anew(loaded: LoadedModel, policy: 
         assert all(same(a, b) for a, b in zip(states(back), states(chat), strict=True))
     said = [engine.ask(each.memory, "What is old?", max_new_tokens=6) for each in (back, chat)]
     assert said[0].ids == said[1].ids
-    kept = SessionFile("mine").load()
+    kept = ChatLogFile("mine").load()
     assert kept is not None and kept.log.turns == chat.turns
 
 
@@ -68,7 +68,7 @@ def test_an_interrupted_refresh_leaves_the_old_memory_and_is_made_up_for(engine:
             chat.say("My dog is big and my dog is old.", max_new_tokens=6)
     assert len(chat.turns) == len(turns) + 1, "the turn was finished before the refresh"
     assert chat.figures.refreshes == 0 and within(chat), "the old memory stays within its budget"
-    assert len(SessionFile("mine").load().log.turns) == len(chat.turns)  # pyright: ignore
+    assert len(ChatLogFile("mine").load().log.turns) == len(chat.turns)  # pyright: ignore
     assert chat.memory.router.prompts() == memory.router.prompts()
     stop = False
     heard: list[int] = []
@@ -85,10 +85,10 @@ def test_an_interrupted_turn_is_undone(
     chat = Chat(engine, "mine", history=HISTORY)
     chat.say("My dog is old.", max_new_tokens=6)
     before, turns = states(chat), chat.turns
-    file = session_path("mine").read_bytes()
+    file = chat_log_path("mine").read_bytes()
     with pytest.raises(error):
         chat.say(f"Tell me of the {topic}.", on_text=raising(error), max_new_tokens=6)
-    assert chat.turns == turns and session_path("mine").read_bytes() == file
+    assert chat.turns == turns and chat_log_path("mine").read_bytes() == file
     assert all(same(a, b) for a, b in zip(states(chat), before, strict=True))
 
 
@@ -101,13 +101,13 @@ def test_a_turn_that_cannot_be_filed_or_kept_is_undone(
         patch.setattr(NearestEpisodeRouter, "assign_turn", interrupt)
         with pytest.raises(KeyboardInterrupt):
             chat.say("Tell me of the star.", max_new_tokens=6)
-    session_path("mine").parent.mkdir(parents=True)
-    session_path("mine").write_text("someone else's")
+    chat_log_path("mine").parent.mkdir(parents=True)
+    chat_log_path("mine").write_text("someone else's")
     with pytest.raises(InputError, match="changed by someone else"):
         chat.say("Tell me of the star.", max_new_tokens=6)
     assert chat.turns == () and len(chat.episodes) == 2
     assert all(same(a, b) for a, b in zip(states(chat), before, strict=True))
-    assert session_path("mine").read_text() == "someone else's"
+    assert chat_log_path("mine").read_text() == "someone else's"
 
 
 def test_sliding_windows_come_back_whole_from_an_interrupted_turn(
@@ -131,10 +131,10 @@ def test_sliding_windows_come_back_whole_from_an_interrupted_turn(
 
 def test_the_file_is_written_after_every_turn(engine: Engine) -> None:
     chat = Chat(engine, "mine", history=HISTORY)
-    assert not session_path("mine").exists()
+    assert not chat_log_path("mine").exists()
     for count in (1, 2):
         chat.say("My dog is old.", max_new_tokens=6)
-        record = json.loads(session_path("mine").read_text(encoding="utf-8"))
+        record = json.loads(chat_log_path("mine").read_text(encoding="utf-8"))
         assert len(record["turns"]) == count
     assert record["policy"] == str(chat.policy)
     assert record["model"]["fingerprint"] == engine.loaded.decoder.spec.fingerprint
@@ -143,7 +143,7 @@ def test_the_file_is_written_after_every_turn(engine: Engine) -> None:
 
 def test_a_session_of_another_model_is_not_gone_on_with(engine: Engine) -> None:
     Chat(engine, "mine").say("My dog is old.", max_new_tokens=4)
-    path = session_path("mine")
+    path = chat_log_path("mine")
     record = json.loads(path.read_text(encoding="utf-8"))
     record["model"] = {"name": "other/model", "fingerprint": "0"}
     path.write_text(json.dumps(record), encoding="utf-8")

@@ -16,7 +16,7 @@ from larder.engine.engine import Engine
 from larder.engine.store_persistence import StorePersistence
 from larder.models.loader import LoadedModel
 from larder.session.chat_cache import ChatCache
-from larder.session.transcript.session_file import session_path
+from larder.session.transcript.chat_log_file import chat_log_path
 from larder.store.store import Store
 
 pytestmark = pytest.mark.usefixtures("read_once")
@@ -83,11 +83,11 @@ def test_a_damaged_state_is_read_anew(
 def test_a_fork_is_never_heard_of(engine: Engine) -> None:
     chat = Chat(engine, "mine", HISTORY)
     chat.say("My dog is old.", max_new_tokens=4)
-    before, file = states(chat), session_path("mine").read_bytes()
+    before, file = states(chat), chat_log_path("mine").read_bytes()
     side = chat.fork()
     assert equal(side, chat)
     side.say("Name my dog.", max_new_tokens=4)
-    assert session_path("mine").read_bytes() == file and len(chat.turns) == 1
+    assert chat_log_path("mine").read_bytes() == file and len(chat.turns) == 1
     assert all(same(a, b) for a, b in zip(states(chat), before, strict=True))
     named = side.fork("other")
     assert Chat(engine, "other").turns == named.turns == side.turns

@@ -22,7 +22,7 @@ from larder.server.http.archive import Archive
 from larder.server.http.auth import LOCAL, LoopbackAuth
 from larder.server.local_engine_client import LocalEngineClient
 from larder.server.request import ChatMessage
-from larder.session.transcript.session_file import session_path
+from larder.session.transcript.chat_log_file import chat_log_path
 from larder.store.sessions.records import SessionTurn as Written
 from server.http.running_server import listening
 from server_engine_clients import hub_in
@@ -194,7 +194,7 @@ def test_30_a_name_that_is_allowed_goes_all_the_way(
     for each in {name, other, fork}:
         assert client.delete(at(each)).status_code == 200
     assert not names(client) & {name, other, fork}
-    assert session_path(name).name.isascii()
+    assert chat_log_path(name).name.isascii()
 
 
 @pytest.mark.parametrize("name", REFUSED, ids=ascii)
@@ -236,7 +236,7 @@ def refuse_everywhere(client: httpx2.Client, hub: LocalEngineClient, name: str) 
     with pytest.raises(InputError, match="must"):
         store.sessions.save(LOCAL, name, (1, 2))
     with pytest.raises(InputError, match="must"):
-        session_path(name)
+        chat_log_path(name)
     with pytest.raises(Exception, match="must") as caught:
         hub.open(LOCAL, name, (ChatMessage("user", "Hi"),))
     assert caught.value.status == 400  # pyright: ignore

@@ -174,7 +174,7 @@ def seal(options: OutputOptions, key_file: KeyFile = None) -> None:
     """
     from larder.core.settings import home
     from larder.server.http.archive import seal_archive
-    from larder.session.transcript.session_file import seal_session_files
+    from larder.session.transcript.chat_log_file import seal_chat_logs
     from larder.store.encryption import encryption_for, read_key
 
     key = read_key(key_file)
@@ -183,7 +183,7 @@ def seal(options: OutputOptions, key_file: KeyFile = None) -> None:
     archive = home() / "server" / "archive.sqlite"
     documents = seal_archive(archive, encryption_for(key, "archive"))
     _print_result(
-        options, {"documents": documents, "chats": seal_session_files(encryption_for(key, "chats"))}
+        options, {"documents": documents, "chats": seal_chat_logs(encryption_for(key, "chats"))}
     )
 
 

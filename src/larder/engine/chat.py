@@ -26,10 +26,10 @@ from larder.session.files.json_fields import valid_unicode
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.transcript.chat_log import ChatLog, ChatTurn
-from larder.session.transcript.session_file import (
+from larder.session.transcript.chat_log_file import (
     ChatIdentity,
     ChatRecord,
-    session_path,
+    chat_log_path,
 )
 
 
@@ -340,7 +340,7 @@ def initial_log(
     if record.identity.fingerprint != engine.loaded.decoder.spec.fingerprint:
         model = record.identity.model
         raise InputError(
-            f"The session file {session_path(str(name))} was written with another model "
+            f"The session file {chat_log_path(str(name))} was written with another model "
             f"({model}): take --model {model}, or another session name."
         )
     if history is not None and replace(history, questions=()) != record.log.history:

@@ -13,7 +13,7 @@ from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime
 from larder.session.transcript.chat_log import ChatLog
-from larder.session.transcript.session_file import ChatLogStore, open_chat_log
+from larder.session.transcript.chat_log_file import ChatLogStore, open_chat_log
 
 NOT_SAVED = "new"
 # Text of each reason; the store counts by the keys.

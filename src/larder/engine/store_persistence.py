@@ -26,7 +26,7 @@ from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime
 from larder.session.transcript.chat_log import ChatLog, chat_log_record
-from larder.session.transcript.session_file import ChatLogStore, open_chat_log
+from larder.session.transcript.chat_log_file import ChatLogStore, open_chat_log
 from larder.store.blobs.cache_state import RAW_CODEC
 from larder.store.digests import key_of
 from larder.store.encryption import Encryption, NoEncryption

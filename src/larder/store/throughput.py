@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -23,13 +22,6 @@ class RestorePath(Enum):
     RECOMPUTE = "recompute"
 
 
-@dataclass
-class _Rate:
-    """Exponentially weighted rate, in amounts per second."""
-
-    per_second: float | None = None
-
-
 class ThroughputEstimates:
     """Throughput estimates of loading and prefill. Safe from threads.
 
@@ -45,29 +37,24 @@ class ThroughputEstimates:
             raise BadParameter(f"rates.weight must be in (0, 1], got {weight}.")
         self._weight = weight
         self._lock = threading.Lock()
-        self._loading: dict[Tier, _Rate] = {}
-        self._avoided: dict[Tier, int] = {}
-        self._reading = _Rate()
+        self._rates: dict[str, float] = {}  # per second, by `PREFILL_KEY` or name of the tier
+        self._avoided: dict[str, int] = {}  # choices since a tier was measured
 
     def loaded(self, tier: Tier, count: int, seconds: float) -> None:
         """Record a load of `count` bytes, verification and decoding included."""
-        with self._lock:
-            self._note(self._loading.setdefault(tier, _Rate()), count, seconds)
+        self._measure(tier.value, count, seconds)
 
     def read(self, tokens: int, seconds: float) -> None:
         """Record a prefill of `tokens` tokens."""
-        with self._lock:
-            self._note(self._reading, tokens, seconds)
+        self._measure(PREFILL_KEY, tokens, seconds)
 
     def load_seconds(self, tier: Tier, count: int) -> float | None:
         """Estimated seconds to load; None if unknown."""
-        with self._lock:
-            return _seconds(self._loading.get(tier, _Rate()), count)
+        return self._seconds(tier.value, count)
 
     def prefill_seconds(self, tokens: int) -> float | None:
         """Estimated seconds of prefill; None if unknown."""
-        with self._lock:
-            return _seconds(self._reading, tokens)
+        return self._seconds(PREFILL_KEY, tokens)
 
     def choose(self, tier: Tier, count: int, tokens: int) -> RestorePath:
         """Faster way to restore a cache.
@@ -80,37 +67,38 @@ class ThroughputEstimates:
         if load is None or read is None or load <= read:
             return RestorePath.LOAD
         with self._lock:
-            self._avoided[tier] = (self._avoided.get(tier, 0) + 1) % PROBE_INTERVAL
-            return RestorePath.RECOMPUTE if self._avoided[tier] else RestorePath.LOAD
+            avoided = (self._avoided.get(tier.value, 0) + 1) % PROBE_INTERVAL
+            self._avoided[tier.value] = avoided
+        return RestorePath.RECOMPUTE if avoided else RestorePath.LOAD
 
     def known(self) -> dict[str, float]:
         """All estimates, as initial values for another process."""
         with self._lock:
-            rates = {PREFILL_KEY: self._reading, **{t.value: r for t, r in self._loading.items()}}
-            known = {n: r.per_second for n, r in rates.items() if r.per_second is not None}
-            avoided = {f"{AVOIDED_PREFIX}{t.value}": float(n) for t, n in self._avoided.items()}
-            return known | avoided
+            avoided = {f"{AVOIDED_PREFIX}{name}": float(n) for name, n in self._avoided.items()}
+            return self._rates | avoided
 
     def know(self, known: Mapping[str, Any]) -> None:
         """Initialize unknown estimates from `known`; invalid rates are ignored."""
         numbers = {n: float(r) for n, r in known.items() if isinstance(r, (int, float))}
-        rates = {name: rate for name, rate in numbers.items() if 0 < rate < math.inf}
+        valid = {name: rate for name, rate in numbers.items() if 0 < rate < math.inf}
+        tiers = [tier.value for tier in Tier]
         with self._lock:
-            if self._reading.per_second is None:
-                self._reading.per_second = rates.get(PREFILL_KEY)
-            for tier in Tier:
-                if tier.value in rates and tier not in self._loading:
-                    self._loading[tier] = _Rate(rates[tier.value])
-                avoided = rates.get(f"{AVOIDED_PREFIX}{tier.value}", 0.0)
-                self._avoided.setdefault(tier, int(avoided) % PROBE_INTERVAL)
+            for name in (PREFILL_KEY, *tiers):
+                if name in valid:
+                    self._rates.setdefault(name, valid[name])
+            for name in tiers:
+                avoided = int(valid.get(f"{AVOIDED_PREFIX}{name}", 0.0))
+                self._avoided.setdefault(name, avoided % PROBE_INTERVAL)
 
-    def _note(self, rate: _Rate, amount: int, seconds: float) -> None:
+    def _measure(self, name: str, amount: int, seconds: float) -> None:
         if amount <= 0 or not 0 < seconds < math.inf:
             return
-        new = amount / seconds
-        old = new if rate.per_second is None else rate.per_second
-        rate.per_second = old + self._weight * (new - old)
+        rate = amount / seconds
+        with self._lock:
+            former = self._rates.get(name, rate)
+            self._rates[name] = former + self._weight * (rate - former)
 
-
-def _seconds(rate: _Rate, amount: int) -> float | None:
-    return None if rate.per_second is None else amount / rate.per_second
+    def _seconds(self, name: str, amount: int) -> float | None:
+        with self._lock:
+            rate = self._rates.get(name)
+        return None if rate is None else amount / rate

@@ -10,9 +10,9 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 from larder.core.errors import BadParameter, StoreError, StoreFull, StoreSlow
 
@@ -129,21 +129,33 @@ class DeadlineExecutor:
             ended()
             self.breaker.failed()
             raise self._late(function)
-        under_way = _Call(function, args, ended, self._room)
-        left = self.limits.seconds - (time.monotonic() - start)
-        if not under_way.done.wait(max(left, 0)):
-            self.breaker.failed()
-            raise self._late(function)
-        return self._result_of(under_way)
+        call, left = Future[Result](), self.limits.seconds - (time.monotonic() - start)
 
-    def _result_of(self, call: _Call) -> Any:
-        if isinstance(call.error, OSError) and not isinstance(call.error, EXPECTED_ERRORS):
+        def run() -> None:
+            outcome: Result | None = None
+            error: BaseException | None = None
+            try:
+                outcome = function(*args)
+            except BaseException as caught:  # raised again in the waiting thread
+                error = caught
+            self._room.release()
+            ended()
+            if error is None:
+                call.set_result(cast(Result, outcome))
+            else:
+                call.set_exception(error)
+
+        threading.Thread(target=run, daemon=True, name="larder-store").start()
+        try:
+            error = call.exception(max(left, 0))
+        except TimeoutError:
             self.breaker.failed()
-            raise self._disk_error(call.error) from call.error
+            raise self._late(function) from None
+        if isinstance(error, OSError) and not isinstance(error, EXPECTED_ERRORS):
+            self.breaker.failed()
+            raise self._disk_error(error) from error
         self.breaker.record_success()
-        if call.error is not None:
-            raise call.error
-        return call.result
+        return call.result()
 
     def _disk_error(self, error: OSError) -> StoreError:
         if error.errno in DISK_FULL_ERRNOS:
@@ -161,32 +173,6 @@ class DeadlineExecutor:
             f"The {self.tier} tier did not answer {function.__name__} within "
             f"{self.limits.seconds:g} s: see whether its disk or server is well."
         )
-
-
-@dataclass
-class _Call:
-    """Function call in its own thread."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    ended: Callable[[], None]
-    room: threading.Semaphore
-    done: threading.Event = field(default_factory=threading.Event)
-    result: Any = None
-    error: BaseException | None = None
-
-    def __post_init__(self) -> None:
-        threading.Thread(target=self._run, daemon=True, name="larder-store").start()
-
-    def _run(self) -> None:
-        try:
-            self.result = self.function(*self.args)
-        except BaseException as error:  # raised again in the waiting thread
-            self.error = error
-        finally:
-            self.room.release()
-            self.ended()
-            self.done.set()
 
 
 MAX_PARALLEL_CALLS = 8

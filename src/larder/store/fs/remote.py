@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
-from types import TracebackType
 from typing import Any
 
 from fsspec.core import url_to_fs
@@ -37,7 +37,7 @@ class RemoteFileSystem(FileSystem):
         self._is_atomic = url.partition("://")[0] in ATOMIC_PROTOCOLS
 
     def create(self, path: str, data: bytes) -> None:
-        with _TranslatedErrors():
+        with _translated_errors():
             if self._is_atomic:
                 self._system.pipe_file(self._at(path), data, mode="create")
                 return
@@ -46,19 +46,19 @@ class RemoteFileSystem(FileSystem):
             self._moved(path, data)
 
     def replace(self, path: str, data: bytes) -> None:
-        with _TranslatedErrors():
+        with _translated_errors():
             if self._is_atomic:
                 self._system.pipe_file(self._at(path), data)
                 return
             self._moved(path, data)
 
     def read(self, path: str) -> bytes:
-        with _TranslatedErrors():
+        with _translated_errors():
             return self._system.cat_file(self._at(path))
 
     def size(self, path: str) -> int | None:
         try:
-            with _TranslatedErrors():
+            with _translated_errors():
                 self._system.invalidate_cache()
                 return int(self._system.size(self._at(path)))
         except FileNotFoundError:
@@ -70,14 +70,14 @@ class RemoteFileSystem(FileSystem):
 
     def remove(self, path: str) -> None:
         try:
-            with _TranslatedErrors():
+            with _translated_errors():
                 self._system.rm_file(self._at(path))
         except FileNotFoundError:
             return
 
     def list_files(self, folder: str) -> Iterator[FileInfo]:
         try:
-            with _TranslatedErrors():
+            with _translated_errors():
                 self._system.invalidate_cache()
                 found = self._system.find(self._at(folder), detail=True)
         except FileNotFoundError:
@@ -97,20 +97,15 @@ class RemoteFileSystem(FileSystem):
         self._system.mv(temporary, self._at(path))
 
 
-class _TranslatedErrors:
+@contextmanager
+def _translated_errors() -> Iterator[None]:
     """Context that translates errors of a file system's client to `OSError`."""
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is not None and kind.__module__.partition(".")[0] not in ("builtins", "larder"):
-            raise OSError(f"{kind.__name__}: {error}") from error
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__module__.partition(".")[0] in ("builtins", "larder"):
+            raise
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def _open_url(url: str) -> tuple[Any, str]:

@@ -1,4 +1,4 @@
-"""Session files: chat logs as one JSON file each under `$LARDER_HOME/sessions`.
+"""Chat log files: the log of each chat as one JSON file under `$LARDER_HOME/sessions`.
 
 A file holds the log with its token ids, not the caches, which are prefilled again. It is replaced
 atomically after every turn; a reader or a crash finds the old version or the new one.
@@ -72,8 +72,8 @@ class NoLogStore(ChatLogStore):
         del log, identity
 
 
-class SessionFile(ChatLogStore):
-    """Session file of a chat. It never overwrites a version that it has not read or written.
+class ChatLogFile(ChatLogStore):
+    """Log file of a chat. It never overwrites a version that it has not read or written.
 
     Args:
         name: session name, valid by `larder.core.session_name`.
@@ -84,7 +84,7 @@ class SessionFile(ChatLogStore):
     """
 
     def __init__(self, name: str, sealing: Encryption = NoEncryption()) -> None:  # noqa: B008, no state
-        self.path, self._sealing = session_path(name), sealing
+        self.path, self._sealing = chat_log_path(name), sealing
         self._last_version: tuple[int, int, int] | None = None
 
     def load(self) -> ChatRecord | None:
@@ -166,11 +166,11 @@ def open_chat_log(name: str | None, encryption: Encryption = NoEncryption()) -> 
     Raises:
         InputError: the name is invalid.
     """
-    return NoLogStore() if name is None else SessionFile(name, encryption)
+    return NoLogStore() if name is None else ChatLogFile(name, encryption)
 
 
-def session_path(name: str) -> Path:
-    """Path of a session file: its name, or a digest where that is not a plain file name.
+def chat_log_path(name: str) -> Path:
+    """Path of a chat log: its name, or a digest where that is not a plain file name.
 
     Raises:
         InputError: the name is invalid.
@@ -180,8 +180,8 @@ def session_path(name: str) -> Path:
     return home() / "sessions" / f"{plain}.json"
 
 
-def seal_session_files(sealing: Encryption) -> int:
-    """Encrypt all unencrypted session files in place; the number of them.
+def seal_chat_logs(sealing: Encryption) -> int:
+    """Encrypt all unencrypted chat logs in place; return their number.
 
     Raises:
         InputError: a file cannot be read or written.

@@ -11,11 +11,11 @@ import pytest
 from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.core.errors import InputError
 from larder.session.transcript.chat_log import ChatLog, ChatTurn
-from larder.session.transcript.session_file import (
+from larder.session.transcript.chat_log_file import (
     ChatIdentity,
-    SessionFile,
-    seal_session_files,
-    session_path,
+    ChatLogFile,
+    chat_log_path,
+    seal_chat_logs,
 )
 from larder.store.encryption import encryption_for
 
@@ -33,19 +33,19 @@ LOG = ChatLog(
 
 
 def written(name: str = "mine") -> tuple[Path, dict[str, Any]]:
-    book = SessionFile(name)
+    book = ChatLogFile(name)
     book.save(LOG, STAMP)
     return book.path, json.loads(book.path.read_text(encoding="utf-8"))
 
 
 def test_what_is_saved_is_loaded() -> None:
     written()
-    kept = SessionFile("mine").load()
+    kept = ChatLogFile("mine").load()
     assert kept is not None and kept.log == LOG and kept.identity == STAMP
 
 
 def test_a_new_name_has_nothing_kept_and_leaves_no_folder(larder_home: Path) -> None:
-    assert SessionFile("mine").load() is None
+    assert ChatLogFile("mine").load() is None
     assert not larder_home.exists()
 
 
@@ -60,10 +60,10 @@ def test_the_file_says_what_was_said_in_plain_words() -> None:
 
 
 def test_every_save_replaces_the_file_and_leaves_nothing_beside_it() -> None:
-    book = SessionFile("mine")
+    book = ChatLogFile("mine")
     book.save(LOG, STAMP)
     book.save(LOG.with_turn(ChatTurn("More?", "No.", (4,))), STAMP)
-    kept = SessionFile("mine").load()
+    kept = ChatLogFile("mine").load()
     assert kept is not None and len(kept.log.turns) == 2
     assert [file.name for file in book.path.parent.iterdir()] == ["mine.json"]
 
@@ -73,24 +73,24 @@ def test_under_a_key_the_file_is_hidden() -> None:
     path, _ = written()
     before, sealing = path.read_bytes(), encryption_for(b"k" * 32, "chats")
     with pytest.raises(InputError, match="larder cache seal"):  # anybody may have written it
-        SessionFile("mine", sealing).load()
+        ChatLogFile("mine", sealing).load()
     assert (
         path.read_bytes() == before
-        and seal_session_files(sealing) == 1
-        and seal_session_files(sealing) == 0
+        and seal_chat_logs(sealing) == 1
+        and seal_chat_logs(sealing) == 0
     )
     assert b"What?" not in path.read_bytes() and b"seed" not in path.read_bytes()
-    again = SessionFile("mine", encryption_for(b"k" * 32, "chats")).load()
+    again = ChatLogFile("mine", encryption_for(b"k" * 32, "chats")).load()
     assert again is not None and again.log == LOG
     for key, said in ((b"o" * 32, "with this key"), (None, "give --key-file")):
         with pytest.raises(InputError, match=said):
-            SessionFile("mine", encryption_for(key, "chats")).load()
+            ChatLogFile("mine", encryption_for(key, "chats")).load()
 
 
 def test_a_crash_while_writing_leaves_the_old_file(monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = written()
     before = path.read_bytes()
-    book = SessionFile("mine")
+    book = ChatLogFile("mine")
     book.load()
 
     def fail(*_: object) -> None:
@@ -147,7 +147,7 @@ def test_a_damaged_file_is_named_and_not_overwritten(damage: str) -> None:
     path, record = written()
     path.write_text(DAMAGE[damage](record), encoding="utf-8")
     before = path.read_bytes()
-    book = SessionFile("mine")
+    book = ChatLogFile("mine")
     with pytest.raises(InputError, match="session name|Larder that wrote it") as caught:
         book.load()
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
@@ -160,12 +160,12 @@ def test_bytes_that_are_no_text_are_damage() -> None:
     path, _ = written()
     path.write_bytes(b"\xff\xfe\x00{")
     with pytest.raises(InputError, match="damaged"):
-        SessionFile("mine").load()
+        ChatLogFile("mine").load()
 
 
 def test_a_file_that_another_chat_has_changed_is_not_overwritten() -> None:
     path, _ = written()
-    first, second = SessionFile("mine"), SessionFile("mine")
+    first, second = ChatLogFile("mine"), ChatLogFile("mine")
     first.load(), second.load()
     second.save(LOG.with_turn(ChatTurn("More?", "No.", (4,))), STAMP)
     before = path.read_bytes()
@@ -177,28 +177,28 @@ def test_a_file_that_another_chat_has_changed_is_not_overwritten() -> None:
 def test_a_home_that_cannot_be_written_to_is_named(larder_home: Path) -> None:
     larder_home.write_text("a file, not a folder")
     with pytest.raises(InputError, match="LARDER_HOME"):
-        SessionFile("mine").save(LOG, STAMP)
+        ChatLogFile("mine").save(LOG, STAMP)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a\n", " a", "a" * 256, "a\0"])
 def test_names_that_are_none(name: str) -> None:
     with pytest.raises(InputError, match="session's name must"):
-        session_path(name)
+        chat_log_path(name)
 
 
 def test_any_other_name_is_a_file_of_its_own(larder_home: Path) -> None:
     names = ("a/b", "../a", "a\\b", "a b", "-a", ".a", "é", "a" * 101, "👩‍💻 notes", "~x")
-    files = {session_path(name) for name in names}
+    files = {chat_log_path(name) for name in names}
     assert len(files) == len(names) and {file.parent for file in files} == {
         larder_home / "sessions"
     }
     assert all(file.name.isascii() and len(file.name) < 100 for file in files)
-    book = SessionFile("👩‍💻 notes")
+    book = ChatLogFile("👩‍💻 notes")
     book.save(LOG, STAMP)
-    kept = SessionFile("👩‍💻 notes").load()
+    kept = ChatLogFile("👩‍💻 notes").load()
     assert kept is not None and kept.log == LOG
 
 
 @pytest.mark.parametrize("name", ["a", "Ann_2.v1-b", "7", "a" * 100])
 def test_names_that_are_some(name: str, larder_home: Path) -> None:
-    assert session_path(name) == larder_home / "sessions" / f"{name}.json"
+    assert chat_log_path(name) == larder_home / "sessions" / f"{name}.json"
