@@ -185,7 +185,7 @@ def test_what_continues_a_chunk_that_is_gone_is_not_kept(tmp_path: Path) -> None
     chunks = chunks_at(tmp_path)
     keep(chunks, [1, 2, 3])
     [first] = chunks.match_prefix(TENANT, IDENTITY, [1, 2, 3])
-    chunks.leave(TENANT, [first.chunk])
+    chunks.remove_unreferenced(TENANT, [first.chunk])
     keep(chunks, [7, 8, 9])  # in the row of the one that is gone
     assert chunks.add(TENANT, IDENTITY, first.chunk, [1, 2, 3, 4, 5, 6], a_ref("late")) is None
     assert held(chunks.match_prefix(TENANT, IDENTITY, [7, 8, 9, 4, 5, 6])) == 3
@@ -198,7 +198,7 @@ def test_a_chunk_that_others_continue_stays(tmp_path: Path) -> None:
     [first, second] = [
         each.chunk for each in chunks.match_prefix(TENANT, IDENTITY, [1, 2, 3, 4, 5, 6])
     ]
-    chunks.leave(TENANT, [first])
+    chunks.remove_unreferenced(TENANT, [first])
     assert held(chunks.match_prefix(TENANT, IDENTITY, [1, 2, 3, 4, 5, 6])) == 6
-    chunks.leave(TENANT, [first, second])
+    chunks.remove_unreferenced(TENANT, [first, second])
     assert chunks.all() == []
