@@ -6,7 +6,7 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +26,9 @@ from larder.core.settings import home
 if TYPE_CHECKING:
     from larder.server.engine_client import EngineClient
     from larder.server.http.auth import Authenticator
-    from larder.server.persistence.base import SessionPersistence
-    from larder.server.persistence.store import StoreSessionPersistence
+    from larder.server.persistence.base import SessionLocks
     from larder.store.ledger import ByteBudgets
     from larder.store.store import Store
-
-    PersistenceWrapper = Callable[[StoreSessionPersistence], SessionPersistence]
 
 # What the extra `serve` brings, as modules.
 REQUIRED_MODULES = ("fastapi", "msgspec", "prometheus_client", "pydantic", "starlette", "uvicorn")
@@ -278,11 +275,12 @@ def _bytes(option: str, text: str) -> int:
 @contextmanager
 def local_engine_client(options: ServeOptions) -> Iterator[EngineClient]:
     """Engine client in this process, over the store of the options."""
+    from larder.server.persistence.base import SessionLocks
     from larder.store.encryption import read_key
 
     store = _open_store(options, store_url(options), key=read_key(options.key_file))
     try:
-        with _local_engine_client(options, store, lambda base: base) as client:
+        with _local_engine_client(options, store, SessionLocks()) as client:
             yield client
     finally:
         store.close()
@@ -338,7 +336,7 @@ def replica_engine_client(
         key: encryption key; None leaves blobs unencrypted.
     """
     from larder.server.cluster.leases import (
-        LeasedSessionPersistence,
+        LeasedSessionLocks,
         LeaseHeartbeat,
         SessionLeases,
     )
@@ -348,9 +346,7 @@ def replica_engine_client(
     heartbeat = LeaseHeartbeat(leases)
 
     try:
-        with _local_engine_client(
-            options, store, lambda base: LeasedSessionPersistence(base, store, leases)
-        ) as client:
+        with _local_engine_client(options, store, LeasedSessionLocks(store, leases)) as client:
             yield client
     finally:
         heartbeat.close()
@@ -385,7 +381,7 @@ def _open_store(
 
 @contextmanager
 def _local_engine_client(
-    options: ServeOptions, store: Store, wrap: PersistenceWrapper
+    options: ServeOptions, store: Store, locks: SessionLocks
 ) -> Iterator[EngineClient]:
     from larder.cli.question_run import open_engine
     from larder.engine.snapshots import ModelSnapshots
@@ -396,14 +392,14 @@ def _local_engine_client(
     from larder.server.tiers.disk import StoreDiskTier
 
     engine = open_engine(options)
-    persistence = StoreSessionPersistence(store, engine.loaded.decoder.spec)
+    persistence = StoreSessionPersistence(store, engine.loaded.decoder.spec, locks)
     snapshots = ModelSnapshots(store, engine.loaded, options.codec)
     disk_tier = StoreDiskTier(persistence, snapshots, Durability(options.durability))
     client = LocalEngineClient(
         engine,
         tier_budgets(options),
         eviction=options.eviction,
-        persistence=wrap(persistence),
+        persistence=persistence,
         disk=disk_tier,
     )
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from larder.engine.engine import Engine
 from larder.models.loader import LoadedModel
-from larder.server.cluster.leases import LeasedSessionPersistence, SessionLeases
+from larder.server.cluster.leases import LeasedSessionLocks, SessionLeases
 from larder.server.cluster.replica import (
     ErrorFrame,
     Frame,
@@ -87,9 +87,8 @@ class Near(ReplicaSet):
 
 @contextmanager
 def _hub(loaded: LoadedModel, store: Store) -> Iterator[EngineClient]:
-    persistence = LeasedSessionPersistence(
-        StoreSessionPersistence(store, loaded.decoder.spec), store, SessionLeases(store.parts)
-    )
+    locks = LeasedSessionLocks(store, SessionLeases(store.parts))
+    persistence = StoreSessionPersistence(store, loaded.decoder.spec, locks)
     hub = LocalEngineClient(Engine(loaded, "full"), persistence=persistence)
     try:
         yield hub

@@ -12,7 +12,7 @@ import pytest
 
 from larder.core.errors import StoreSlow
 from larder.models.loader import LoadedModel
-from larder.server.cluster.leases import LeasedSessionPersistence, SessionLeases
+from larder.server.cluster.leases import LeasedSessionLocks, SessionLeases
 from larder.server.persistence.store import StoreSessionPersistence
 from larder.server.request import ApiError, ChatMessage
 from larder.store.store import Store
@@ -37,9 +37,9 @@ class Machine:
         home = folder / name
         self.store = Store(str(folder / "blobs"), home, secret=SECRET, clock=clock)
         self.claims = SessionLeases(self.store.parts)
-        persisting = StoreSessionPersistence(self.store, loaded.decoder.spec)
-        self.persistence = LeasedSessionPersistence(persisting, self.store, self.claims)
-        self.served = Served(loaded, persistence=self.persistence)
+        self.locks = LeasedSessionLocks(self.store, self.claims)
+        persistence = StoreSessionPersistence(self.store, loaded.decoder.spec, self.locks)
+        self.served = Served(loaded, persistence=persistence)
 
     def ask(self, turns: list[ChatMessage], session: str | None = "x", **options: object) -> Client:
         return self.served.ask(turns, session, **options)
@@ -155,7 +155,7 @@ def test_a_store_that_fails_stops_no_answer(two: Two, monkeypatch: pytest.Monkey
         monkeypatch.setattr(first.claims, name, slow)
     monkeypatch.setattr(first.store.sessions, "has_moved", slow)
     assert first.ask(told(1)).told.new_tokens
-    assert first.persistence.failed["StoreSlow"] >= 2
+    assert first.locks.failed["StoreSlow"] >= 2
 
 
 def test_another_secret_claims_nothing(small: LoadedModel, two: Two, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_another_secret_claims_nothing(small: LoadedModel, two: Two, tmp_path: P
     [path] = (tmp_path / "blobs" / "claims").glob("*/*/*.json")
     path.write_bytes(path.read_bytes().replace(b"holder", b"h0lder"))
     second.served.submit([user("Hello.")], "x")  # what is no claim holds nobody up
-    assert not first.claims.holds(first.persistence._active[1])
+    assert not first.claims.holds(first.locks._active[1])
 
 
 def test_what_the_dead_leave_is_deleted(two: Two, clock: Clock, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from larder.core.errors import StoreError, StoreFull
 from larder.models.loader import LoadedModel
-from larder.server.cluster.leases import LeasedSessionPersistence, SessionLeases
+from larder.server.cluster.leases import LeasedSessionLocks, SessionLeases
 from larder.server.persistence.store import StoreSessionPersistence
 from larder.server.request import ApiError, ChatMessage
 from larder.store.fs.base import open_file_system
@@ -278,9 +278,9 @@ def test_it_is_nobody_elses_to_who_shares_the_store(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence
 ) -> None:
     store = persistence._store
-    served = Served(
-        small, persistence=LeasedSessionPersistence(persistence, store, SessionLeases(store.parts))
-    )
+    locks = LeasedSessionLocks(store, SessionLeases(store.parts))
+    persistence = StoreSessionPersistence(store, small.decoder.spec, locks)
+    served = Served(small, persistence=persistence)
     text = begun(served)
     with unheard(persistence):
         text = answered(text, served.ask(text, "x"), "Really?")

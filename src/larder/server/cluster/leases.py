@@ -15,18 +15,15 @@ import logging
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from larder.core.errors import Damaged, LarderError, Refused, StoreError
+from larder.core.errors import Damaged, Refused, StoreError
 from larder.server.api_errors import session_held, session_superseded
-from larder.server.persistence.base import SessionPersistence, StoredSession
+from larder.server.persistence.base import SessionLocks
 from larder.server.persistence.fencing import EpochFence
-from larder.server.request import ChatMessage
-from larder.server.session_info import SessionInfo
-from larder.server.session_state import CompletedTurn, SessionState
+from larder.server.session_state import SessionState
 from larder.store.components import StoreComponents
 from larder.store.digests import (
     canonical_json,
@@ -207,87 +204,33 @@ class SessionLeases:
         return f"{HOLDERS_FOLDER}/{mac_of(self._parts.secret, holder)}.json"
 
 
-class LeasedSessionPersistence(SessionPersistence):
-    """Persistence that leases a session while it answers, around another one. For the model's
-    thread.
+class LeasedSessionLocks(SessionLocks):
+    """Leases as locks on sessions while they answer. For the model's thread.
 
     If the store fails, answers continue, and epochs alone decide which server's write counts.
-
-    Args:
-        persistence: writes and reads the sessions.
-        leases: those of this server.
 
     `failed` counts failed store operations by type of error.
     """
 
-    def __init__(
-        self, persistence: SessionPersistence, store: Store, leases: SessionLeases
-    ) -> None:
-        self._persistence, self._leases, self._fence = persistence, leases, EpochFence(store)
+    def __init__(self, store: Store, leases: SessionLeases) -> None:
+        self._leases, self._fence = leases, EpochFence(store)
         self._active: dict[int, SessionLease] = {}
         self.failed: Counter[str] = Counter()
-
-    def commit(
-        self, session: SessionState, turn: CompletedTurn
-    ) -> Future[LarderError | None] | None:
-        """Write the session, as `SessionPersistence.commit`.
-
-        Raises:
-            ApiError: 409 `session_superseded`, the lease is lost.
-        """
-        lease = self._active.get(session.key)
-        try:
-            if lease is not None and not self._leases.holds(lease):
-                session.is_superseded = True
-                raise session_superseded(session.name)
-        except StoreError as error:
-            self._note(error)
-        return self._persistence.commit(session, turn)
-
-    def discard_new(self, session: SessionState) -> None:
-        self._persistence.discard_new(session)
-
-    def load(self, tenant: str, name: str) -> StoredSession | None:
-        return self._persistence.load(tenant, name)
-
-    def candidates(self, tenant: str, turns: Sequence[ChatMessage]) -> Sequence[str]:
-        return self._persistence.candidates(tenant, turns)
-
-    def branches(self, tenant: str, root: str) -> Sequence[str]:
-        return self._persistence.branches(tenant, root)
-
-    def list_sessions(self, tenant: str) -> Sequence[SessionInfo]:
-        return self._persistence.list_sessions(tenant)
-
-    def compact_history(self, tenant: str, name: str) -> None:
-        self._persistence.compact_history(tenant, name)
-
-    def close(self) -> None:
-        self._persistence.close()
-
-    def pin(self, session: SessionState) -> Future[None] | None:
-        return self._persistence.pin(session)
-
-    def remove(self, session: SessionState) -> Future[None] | None:
-        return self._persistence.remove(session)
-
-    def discard(self, tenant: str, name: str) -> Future[None] | None:
-        return self._persistence.discard(tenant, name)
-
-    def is_outdated(self, session: SessionState) -> bool:
-        if session.pending_writes:  # the newest state is this server's own, being written
-            return False
-        try:
-            return self._fence.is_outdated(session)
-        except StoreError as error:
-            self._note(error)
-            return False
 
     def acquire(self, session: SessionState) -> None:
         try:
             self._active[session.key] = self._leases.take(session.tenant, session.name)
         except LeaseConflict as error:
             raise session_held(session.name, error.seconds) from error
+        except StoreError as error:
+            self._note(error)
+
+    def check(self, session: SessionState) -> None:
+        lease = self._active.get(session.key)
+        try:
+            if lease is not None and not self._leases.holds(lease):
+                session.is_superseded = True
+                raise session_superseded(session.name)
         except StoreError as error:
             self._note(error)
 
@@ -298,7 +241,15 @@ class LeasedSessionPersistence(SessionPersistence):
                 self._leases.release(lease)
         except StoreError as error:
             self._note(error)
-        self._persistence.release(session)
+
+    def is_outdated(self, session: SessionState) -> bool:
+        if session.pending_writes:  # the newest state is this server's own, being written
+            return False
+        try:
+            return self._fence.is_outdated(session)
+        except StoreError as error:
+            self._note(error)
+            return False
 
     def _note(self, error: StoreError) -> None:
         self.failed[type(error).__name__] += 1

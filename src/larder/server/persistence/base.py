@@ -49,6 +49,34 @@ class StoredSession:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
+class SessionLocks:
+    """Contract of locks on sessions of a store that several servers share, and its null object for
+    one server.
+    """
+
+    def acquire(self, session: SessionState) -> None:
+        """Lock a session against other servers until `release`.
+
+        Raises:
+            ApiError: 409 `session_held`.
+        """
+
+    def check(self, session: SessionState) -> None:
+        """Check that the lock of a session, if it has one, is not lost.
+
+        Raises:
+            ApiError: 409 `session_superseded`.
+        """
+
+    def release(self, session: SessionState) -> None:
+        """Unlock a session, if it was locked."""
+
+    def is_outdated(self, session: SessionState) -> bool:
+        """True if another server has written the session since."""
+        del session
+        return False
+
+
 class SessionPersistence:
     """Contract of session persistence, and its null object, which stores nothing."""
 

@@ -29,6 +29,7 @@ from larder.server.persistence import session_file
 from larder.server.persistence.base import (
     ANSWERED_LABEL,
     PAUSES_LABEL,
+    SessionLocks,
     SessionPersistence,
     StoredSession,
 )
@@ -52,10 +53,18 @@ class StoreSessionPersistence(SessionPersistence):
     """Sessions in a store. `commit`, `remove` and `compact_history` are for the model's thread.
 
     `failed` counts turns that could not be written, by type of error.
+
+    Args:
+        locks: of this server, where several share the store.
     """
 
-    def __init__(self, store: Store, spec: ModelSpec) -> None:
-        self._store, self._fingerprint = store, spec.fingerprint
+    def __init__(
+        self,
+        store: Store,
+        spec: ModelSpec,
+        locks: SessionLocks = SessionLocks(),  # noqa: B008, without state
+    ) -> None:
+        self._store, self._fingerprint, self._locks = store, spec.fingerprint, locks
         self._fence = EpochFence(store)
         self._pool = ThreadPoolExecutor(1, "larder writing")  # one thread keeps the order of turns
         self._names: dict[str, SessionNameIndex] = defaultdict(
@@ -70,6 +79,7 @@ class StoreSessionPersistence(SessionPersistence):
     def commit(
         self, session: SessionState, turn: CompletedTurn
     ) -> Future[LarderError | None] | None:
+        self._locks.check(session)
         transcript = session_file.take_snapshot(session)
         extra_labels = {
             "epoch": str(session.epoch),
@@ -162,6 +172,15 @@ class StoreSessionPersistence(SessionPersistence):
 
     def discard(self, tenant: str, name: str) -> Future[None] | None:
         return self._pool.submit(self._discard, tenant, name)
+
+    def is_outdated(self, session: SessionState) -> bool:
+        return self._locks.is_outdated(session)
+
+    def acquire(self, session: SessionState) -> None:
+        self._locks.acquire(session)
+
+    def release(self, session: SessionState) -> None:
+        self._locks.release(session)
 
     def close(self) -> None:
         self._pool.shutdown()
