@@ -1,4 +1,4 @@
-"""A tiny corpus and tiny data sets, in the formats of the public ones."""
+"""Tiny corpus and tiny data sets in the formats of the public ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def packed(path: Path, lines: list[object]) -> Path:
 
 
 def corpus(folder: Path) -> Path:
-    """Prose and dialogues, each of which books one thing."""
+    """Folder with prose and dialogues, each of which books one thing."""
     folder.mkdir(parents=True, exist_ok=True)
     packed(folder / PROSE, [". ".join(f"Sentence {n} of many" for n in range(90)) + "."])
     lines: list[object] = []
@@ -58,7 +58,7 @@ def lines_written(path: Path, entries: list[dict[str, Any]]) -> Path:
 
 
 def sessions(text: str) -> dict[str, Any]:
-    """Ten sessions of 14 utterances; `text` is the name of the field that holds what is said."""
+    """Ten sessions of 14 utterances; `text` is the field of the utterance."""
     found: dict[str, Any] = {}
     for session in range(1, 11):
         found[f"session_{session}_date_time"] = f"{session} May 2023"
@@ -74,7 +74,7 @@ def sessions(text: str) -> dict[str, Any]:
 
 
 def asked(categories: int) -> list[dict[str, Any]]:
-    """One question per session, some of two places, and one about nothing."""
+    """One question per session, some with two passages of evidence, and one about nothing."""
     found: list[dict[str, Any]] = []
     for session in range(1, 11):
         evidence = [f"D{session}:{session}"]
@@ -92,7 +92,7 @@ def asked(categories: int) -> list[dict[str, Any]]:
 
 
 def public_data(folder: Path) -> Path:
-    """Every public data set, in the format of its release."""
+    """Folder with every public data set, in the format of its release."""
     talk = {"speaker_a": "Ann", "speaker_b": "Bob", **sessions("text")}
     adversarial = {"question": "Who flew?", "category": 5, "evidence": ["D1:1"]}
     written(folder / "locomo" / "one.json", {"conversation": talk, "qa": [adversarial, *asked(4)]})
@@ -111,7 +111,7 @@ def public_data(folder: Path) -> Path:
 
 
 def stacked(number: int) -> dict[str, Any]:
-    """A question with two sessions of evidence, and others that all questions share."""
+    """Question with two sessions of evidence, and others shared by all questions."""
     own, shared = [f"answer_{number}_{n}" for n in (1, 2)], [f"other_{n}" for n in range(20)]
     said = f"My number {number} is N{number}."
     return {
@@ -154,7 +154,7 @@ def documents(answers: str) -> list[dict[str, Any]]:
 
 
 def chosen(number: int) -> dict[str, Any]:
-    """A document with four answers to choose from."""
+    """Document with four answers to choose from."""
     document = documents("answers")[number]
     return {
         "_id": str(number),
@@ -169,5 +169,5 @@ def chosen(number: int) -> dict[str, Any]:
 
 
 def sources(folder: Path) -> TaskSources:
-    """Everything that any task may ask for; tokens are words."""
+    """Sources of all tasks; tokens are words."""
     return TaskSources(words, corpus(folder / "corpus"), public_data(folder / "data"))

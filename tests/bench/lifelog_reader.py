@@ -1,4 +1,4 @@
-"""Read the facts of a life-log off its text, by nothing but the templates."""
+"""Reader of the facts of a life-log from its text, using only the templates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STATEMENTS = [
 
 
 def statement_in(sentence: str) -> tuple[tuple[str, str], str, re.Match[str]] | None:
-    """Which statement a sentence is an instance of, if any.
+    """Statement that a sentence is an instance of, if any.
 
     Of "E is V" and "E is kept at V" the longer one is meant where both fit.
     """
@@ -44,7 +44,7 @@ def sentences_of(text: str) -> list[str]:
 
 @cache
 def told(messages: tuple[Message, ...]) -> dict[tuple[str, str], list[tuple[int, str]]]:
-    """Read the facts off the text: per entity and attribute, session and value, in order.
+    """Facts of a text: session and value by entity and attribute, in order.
 
     Values are in lower case, for one that starts its sentence has lost its own.
     """

@@ -1,4 +1,4 @@
-"""The budget found is the largest that keeps within the bytes, or nearly so."""
+"""The budget search returns the largest budget within the bytes, approximately."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST = 2000
 
 
 def slow_best(per_token: float, fixed: int, wanted: int) -> int | None:
-    """The largest budget within the bytes, by trying all."""
+    """Largest budget within the bytes, by exhaustive search."""
     fitting = [t for t in range(1, MOST + 1) if int(per_token * t) + fixed <= wanted]
     return max(fitting, default=None)
 

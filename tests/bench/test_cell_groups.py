@@ -1,4 +1,4 @@
-"""Which cells wait for which, and that it does not matter when the others are measured."""
+"""Cells wait for the right cells, and the order of other measurements does not matter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def cells(files: int = 4, lengths: tuple[int, ...] = (180, 240)) -> list[Cell]:
 
 
 def came_to(cell: Cell, known: MeasuredCells) -> Row:
-    """A row that tells by what it was guessed; snapkv is refused for the first conversation."""
+    """Row with the guess that it was measured with; snapkv is refused for the first
+    conversation.
+    """
     guess = known.guess(cell)
     if cell.subject.name == "snapkv" and cell.seed == 0:
         return {"refused": "too little"}
@@ -43,7 +45,7 @@ def in_turn(wanted: list[Cell]) -> list[Row]:
 
 
 def at_once(wanted: list[Cell], seed: int) -> list[Row]:
-    """By several workers, each of which goes on with one cell at a time."""
+    """Measure with several workers, each of which measures one cell at a time."""
     luck, known = random.Random(seed), MeasuredCells([])
     rows: list[Row] = [{} for _ in wanted]
     left, running = (

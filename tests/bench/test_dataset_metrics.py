@@ -1,4 +1,4 @@
-"""Public data sets score as their released code does, but where the docstring says otherwise."""
+"""Metrics of public data sets equal their released code, except where documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked about bookings has one answer in the dialogues of the conversation."""
+"""Questions about bookings have exactly one answer in the conversation's dialogues."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _others(slots: dict[str, str], left_out: str) -> list[list[str]]:
 
 
 def told_in(conversation: Conversation) -> list[tuple[int, str, dict[str, str]]]:
-    """Read session, noun and slots of every booking off the text."""
+    """Session, noun and slots of every booking in the text."""
     found, session = [], 0
     for message in conversation.messages:
         if header := re.match(r"Session (\d+), ", message.content):

@@ -1,4 +1,4 @@
-"""Tables of pages say what committed rows say, and are found where they do not."""
+"""Tables of documentation pages equal those generated from committed rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of budgets and maps hold what the memory holds."""
+"""Exhibits of budgets and maps have the contents of the memory."""
 
 from __future__ import annotations
 

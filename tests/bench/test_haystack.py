@@ -1,4 +1,6 @@
-"""Every needle stands once in its text and answers its question, in the words of the lab."""
+"""Every needle appears once in its text and answers its question, with the training data's
+wording.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def made(seed: int, kind: str, tokens: int = 600, needles: int = 5) -> Conversat
 
 
 def answers_in(conversation: Conversation, kind: str) -> dict[str, list[str]]:
-    """All questions that the text answers, with every answer that it gives."""
+    """All questions that the text answers, with every answer."""
     found: dict[str, list[str]] = {}
     for line in re.finditer(LINES[kind], conversation.messages[0].content):
         question = ASKED[kind].format(line.groupdict().get("key"))
@@ -53,7 +55,7 @@ def answers_in(conversation: Conversation, kind: str) -> dict[str, list[str]]:
 
 
 def value_of(variable: str, text: str) -> str:
-    """Follow a chain of variables from its last to its first."""
+    """Value of a chain's last variable, followed to its first."""
     (found,) = re.findall(rf"VAR {variable} = (VAR \w+|\d+)\.", text)
     return value_of(found.removeprefix("VAR "), text) if found.startswith("VAR") else found
 

@@ -1,4 +1,4 @@
-"""The divergence is that of a slow loop over probabilities, whatever the chunks."""
+"""The divergence equals a slow loop over probabilities, for any chunks."""
 
 from __future__ import annotations
 

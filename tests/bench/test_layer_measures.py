@@ -41,7 +41,7 @@ def run(bench: ModelContext, out: Path, policies: tuple[str, ...], measure: str)
 
 
 def slowly(bench: ModelContext, policy: str, budget: str | None) -> list[tuple[float, float]]:
-    """KL and agreement of each answer, from the two distributions at each token of it."""
+    """KL and agreement of each answer, from the two distributions at each of its tokens."""
     conversation = bench.conversation(_task(), 0, 260)
     memories = [
         bench.engine.read(conversation),

@@ -1,4 +1,4 @@
-"""Life-logs are what the seed model knows, and every question has its answer in them."""
+"""Life-logs have the seed model's wording, and contain the answer of every question."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def session_of(single: Question, conversation: Conversation) -> int:
 
 
 def answer_of(question: Question, conversation: Conversation) -> str:
-    """The answer by going through everything that the text tells."""
+    """Answer, found by going through all facts of the text."""
     facts = told(conversation.messages)
     if question.kind == "single":
         return facts[SINGLES[question.question]][-1][1]

@@ -1,4 +1,4 @@
-"""What is known of measured cells makes first guesses and spares measuring the same again."""
+"""Measured cells give first guesses and results of equivalent cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What measures leave behind for figures, on a tiny model with random weights."""
+"""Exhibits of measures, on a tiny model with random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a paper reports is read with its study, kept in its rows, and stands beside ours."""
+"""Reported values are read with their study, stored in its rows, and compared with measured
+ones.
+"""
 
 from __future__ import annotations
 

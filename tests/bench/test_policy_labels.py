@@ -1,4 +1,4 @@
-"""Sentences go by what tells them apart, and every short name is told what it means."""
+"""Labels have the differences between sentences, and the legend explains every label."""
 
 from __future__ import annotations
 

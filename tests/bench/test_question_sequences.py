@@ -1,4 +1,6 @@
-"""Questions are put on forks, behind the turns before them, and read anew for whom that is due."""
+"""Questions are asked on forks, after the turns before them, and with a new prefill where
+needed.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def bench() -> ModelContext:
 
 @dataclass
 class Noting:
-    """Remembers over how much text each question was asked."""
+    """Scorer that records the length of text before each question."""
 
     asked: list[tuple[int, int]] = field(default_factory=list)
 

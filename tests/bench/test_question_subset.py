@@ -1,4 +1,4 @@
-"""Some questions of another task: by kind, by places needed, by how near episodes are."""
+"""Subsets of another task's questions: by kind, by number of sources, by similarity to episodes."""
 
 from __future__ import annotations
 

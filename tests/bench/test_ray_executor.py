@@ -1,4 +1,4 @@
-"""A study on a cluster has the rows that it has here."""
+"""A study on a cluster has the same rows as a local run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MORE = ["--control", "full", "--budget", "1/2", "--model", "random:qwen3-tiny"]
 
 
 def run(out: Path, *words: str, stop_after: int = 0) -> int:
-    """Its exit code; interrupted once the file holds so many lines."""
+    """Exit code of a run; interrupted once the file has a number of lines."""
     told = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     told |= {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | told
@@ -35,7 +35,7 @@ def run(out: Path, *words: str, stop_after: int = 0) -> int:
 
 
 def cells(out: Path) -> list[str]:
-    """Its rows but for what was timed, in an order that does not depend on who was first."""
+    """Rows without timings, in an order independent of the workers."""
     rows: list[Row] = [without_timings(row) for row in read_rows(out)]
     return sorted(json.dumps(row, sort_keys=True) for row in rows)
 

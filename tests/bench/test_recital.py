@@ -1,4 +1,4 @@
-"""Reminders are recited as they were told, in order, and answers come apart into items."""
+"""Reminders are recited in their order, and answers are split into items."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def reminders_in(conversation: Conversation) -> dict[int, str]:
 
 
 def slow_items(answer: str) -> list[str]:
-    """Word by word: an item starts at a number with a colon behind the end of another item."""
+    """Items found word by word: one starts at a number with a colon after the end of another
+    item.
+    """
     items, before = [""], ""
     for word in answer.split(" "):
         if before.endswith(".") and re.fullmatch(r"\d+:", word):

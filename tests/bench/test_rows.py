@@ -1,4 +1,6 @@
-"""Rows come back as they were written; half a line is no row, and nothing is glued to it."""
+"""Rows are read back as written; an incomplete line is not a row and is removed before
+appending.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stages of a long conversation add up, and only episodes have those of episodes."""
+"""The stages of a long conversation add up, and only episodic policies have episode stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Studies are read as they are written, and what nobody knows is refused with the nearest name."""
+"""Studies are read as written, and unknown names are refused with the nearest name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A study that is killed and taken up again has the rows of one that was not."""
+"""A study that is killed and resumed has the same rows as an uninterrupted one."""
 
 from __future__ import annotations
 

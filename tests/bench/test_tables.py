@@ -1,4 +1,4 @@
-"""Tables hold the means of what counts, and pairs compare only what both have read."""
+"""Tables have the means of scored items, and pairs compare only what both have read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a task expects is what a slow reader of its text finds."""
+"""The expected answers of tasks equal those of a slow reader of the text."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def looked_up(question: str, text: str) -> str:
 
 
 def followed(question: str, text: str) -> str:
-    """Step back from a variable until there is a number."""
+    """Value found by following a variable back to a number."""
     name = question.removesuffix("?").rpartition(" ")[2]
     while not name.isdigit():
         (name,) = re.findall(rf"VAR {name} = (?:VAR )?(\w+)\.", text)
@@ -64,7 +64,7 @@ def needle(question: str, text: str) -> str:
 
 
 def common(question: str, text: str) -> str:
-    """Count all words of the list; those asked for must come more often than any other."""
+    """Most frequent words of the list."""
     words = re.findall(r"\d+\. (\w+)", text)
     numbers = [int(number) for number in re.findall(r"(\d+)\. \w+", text)]
     assert numbers == list(range(1, len(words) + 1))
@@ -76,7 +76,7 @@ def common(question: str, text: str) -> str:
 
 
 def replayed(question: str, text: str) -> str:
-    """Go through the ledger that is asked for, purse by purse."""
+    """Balances of a ledger, replayed step by step."""
     who, ledger = re.findall(r"How much does (\w+) have in ledger (\d+)\?", question)[0]
     (line,) = re.findall(rf"^Ledger {ledger}: (.+)$", text, re.MULTILINE)
     purses = {name: int(sum) for name, sum in re.findall(r"(\w+) has (\d+)", line)}
@@ -161,7 +161,7 @@ def test_noise_is_noise(material: TaskSources) -> None:
 
 
 def last_told(question: Question, conversation: Conversation) -> list[str]:
-    """All values of what a question is about, in their order."""
+    """All values of a question's subject, in their order."""
     facts = told(conversation.messages)[SINGLES[question.question]]
     return [value for _, value in facts]
 
@@ -237,7 +237,7 @@ def test_sequences_do_not_hold_sequences(name: str) -> None:
 
 
 def test_folder_is_no_part_of_a_task(material: TaskSources, tmp_path: Path) -> None:
-    """The same conversation, wherever the corpus lies."""
+    """The conversation does not depend on the corpus folder's path."""
     elsewhere = sources(tmp_path)
     for name in ("bookings", "locomo", "text"):
         task = parse_task(name)

@@ -1,4 +1,4 @@
-"""Public data sets come out of their folders as they stand there, and what is wrong is named."""
+"""Public data sets are read from their folders, and errors name what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every task of the family, and how tasks are written."""
+"""Contract of every task of the family, and spelling of tasks."""
 
 from __future__ import annotations
 

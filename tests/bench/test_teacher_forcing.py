@@ -1,4 +1,4 @@
-"""Answers scored in one packed pass fare as those that are read alone, token by token."""
+"""Answers scored in one packed pass equal those that are read alone, token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replay holds what it may, counts what it saves, and nothing saves more than the bound."""
+"""A replay stays within its capacity, counts its savings, and never exceeds the bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces say the same again, in order, and in the sizes of a model."""
+"""Traces are reproducible, ordered, and in the sizes of a model."""
 
 from __future__ import annotations
 

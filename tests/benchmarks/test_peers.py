@@ -1,4 +1,4 @@
-"""The comparison with peers: what is counted, what is asked, and the table."""
+"""Comparison with peers: counted bytes, requests to workers, and the table."""
 
 from __future__ import annotations
 
@@ -209,7 +209,9 @@ def test_a_worker_that_fails_is_a_result() -> None:
 
 
 def test_both_sides_say_the_same_with_the_whole_cache(seed_model: Any) -> None:
-    """And hold the same; a cache that is cut is counted as it counts itself."""
+    """Both sides also hold the same bytes; a compressed cache's counted bytes equal its own
+    count.
+    """
     engine = Engine(seed_model, policy="full")
     request = full_cache_request(engine)
     theirs = import_module("peer_worker").run(request)

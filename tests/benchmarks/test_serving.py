@@ -1,4 +1,4 @@
-"""What the benchmarks of the server conclude from what they saw."""
+"""Conclusions that the server benchmarks draw from measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`larder bench`: a study said in words, its rows in a file, its errors in one line."""
+"""`larder bench`: a study from arguments, its rows in a file, its errors in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Committed rows are of their study, and what docs print draws the figures that docs show."""
+"""Committed rows belong to their study, and documented commands draw the documented figures."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def study_of(path: Path) -> str:
 
 
 def asked(row: Row) -> tuple[object, ...]:
-    """A cell whatever model and seed it is of: a study can be run with others."""
+    """Cell independent of model and seed: a study can be run with others."""
     return tuple(row[name] for name in ASKED)
 
 
 def faults(path: Path) -> Iterator[str]:
-    """What is wrong with a file of committed rows."""
+    """Faults of a file of committed rows."""
     if study_of(path) not in study_names():
         yield "of no study"
         return
@@ -66,7 +66,7 @@ def faults(path: Path) -> Iterator[str]:
 
 
 def plots_of(pages: list[Path]) -> list[list[str]]:
-    """The words of every command of docs that draws from committed rows that are there."""
+    """Arguments of every documented command that draws from existing committed rows."""
     found = [shlex.split(line) for page in pages for line in PLOT.findall(page.read_text())]
     return [words for words in found if all(map(Path.exists, rows_named(words)))]
 
@@ -99,14 +99,14 @@ def test_what_is_wrong_with_rows_is_found(tmp_path: Path) -> None:
 
 
 def draw_again(run: Run, words: list[str], out: Path) -> None:
-    """Run `larder plot` as it stands in docs, for SVG files in another folder."""
+    """Run `larder plot` as documented, for SVG files in another folder."""
     named = dict(zip(rows_named(words), ROWS.findall(" ".join(words)), strict=True))
     told = [next((p for p, name in named.items() if name == word), word) for word in words]
     assert run(*told[1:], "--out", out, "--format", "svg").exit_code == 0
 
 
 def differing(shown: list[Path], drawn: Path) -> list[str]:
-    """Figures that no command draws, or, with the matplotlib that is pinned, draws otherwise."""
+    """Figures that no command draws, or, with the pinned matplotlib, draws differently."""
     pins = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
     is_pinned = f"matplotlib=={version('matplotlib')}" in pins
     again = {path: drawn / path.name for path in shown}

@@ -1,4 +1,4 @@
-"""`larder plot` and `larder report` write files and say which."""
+"""`larder plot` and `larder report` write files and print their names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from result_rows import CELLS, EXHIBITS, cell, write_rows
 
 
 def run(*words: str) -> Result:
-    """No model is wanted here."""
+    """Run without a model."""
     return CliRunner().invoke(app, list(words))
 
 

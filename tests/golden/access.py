@@ -1,4 +1,4 @@
-"""Internal names that the goldens need: the one file of this folder that a rename touches.
+"""Internal names that the goldens need: the only file of this folder that a rename touches.
 
 Everything else in this folder goes through commands, HTTP, files and `import larder`.
 """
@@ -42,12 +42,12 @@ class Outcome:
 
 @cache
 def bundled() -> LoadedModel:
-    """The bundled model, loaded once in this process."""
+    """Bundled model, loaded once in this process."""
     return load()
 
 
 def run(*words: str | Path, stdin: str | None = None, home: Path | None = None) -> Outcome:
-    """A command line in this process, with the bundled model loaded once and caches restored.
+    """Run a command line in this process, with the bundled model loaded once and caches restored.
 
     Args:
         home: LARDER_HOME; None for the one that is set.
@@ -62,7 +62,7 @@ def run(*words: str | Path, stdin: str | None = None, home: Path | None = None) 
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Caches are loaded where recomputing them may be quicker, which depends on the machine.
+    """Load caches even if recomputing them may be faster, which depends on the machine.
 
     Nothing is flushed to the disk, which no golden is about.
     """
@@ -74,12 +74,12 @@ def restored() -> Iterator[None]:
 
 
 def commands() -> Command:
-    """The command line's tree of commands."""
+    """Tree of commands of the command line."""
     return get_command(app)
 
 
 def study_rows(path: Path) -> list[dict[str, Any]]:
-    """All rows of a file of results."""
+    """All rows of a results file."""
     from larder_bench.results.rows import read_rows
 
     return read_rows(path)
@@ -95,8 +95,9 @@ def architectures() -> tuple[str, ...]:
 def last_logits(
     architecture: str, policy: str, budget: str | None, text: str, more: str
 ) -> list[float]:
-    """Logits of a tiny random model behind the last character of `more`, read in one pass behind
-    the cache that a policy has made of `text`."""
+    """Logits of a tiny random model after the last character of `more`, read in one pass after the
+    cache that a policy builds from `text`.
+    """
     from larder.core.types import Mode
     from larder.models.forward_batch import BatchSegment
     from server_core import characters

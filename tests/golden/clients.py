@@ -1,4 +1,4 @@
-"""A client of the server's HTTP interface."""
+"""Client of the server's HTTP interface."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ SECONDS = 60
 
 
 def get(url: str) -> str:
-    """The text at an address."""
+    """Text at an address."""
     with urllib.request.urlopen(url, timeout=SECONDS) as answer:
         return answer.read().decode()
 
 
 def fetched(url: str) -> Any:
-    """The JSON document at an address."""
+    """JSON document at an address."""
     return json.loads(get(url))
 
 
 def post(url: str, document: Mapping[str, Any], **headers: str) -> Any:
-    """The JSON document that answers another."""
+    """JSON reply to a JSON document."""
     return json.loads(post_bytes(url, json.dumps(document).encode(), **headers))
 
 
 def post_bytes(url: str, content: bytes = b"", **headers: str) -> bytes:
-    """What answers a request with that body."""
+    """Reply to a request with that body."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     asked = urllib.request.Request(
         url, content, {"content-type": "application/json"} | named, method="POST"

@@ -1,4 +1,4 @@
-"""Goldens on disk, and how a value of today is compared with one.
+"""Goldens on disk, and comparison of current values with them.
 
 Numbers with a fraction agree to a tolerance, because processors round differently; all else is
 equal. What no two runs have in common (times, paths, versions) and sentences for people, which may
@@ -28,7 +28,7 @@ INDENT = re.compile(r"\n\s+")
 
 
 def differences(expected: Any, found: Any, tolerance: float = TOLERANCE) -> list[str]:
-    """One line for every place where a value differs from its golden."""
+    """Lines, one for every place where a value differs from its golden."""
     return list(_differences(expected, found, tolerance, "$"))
 
 

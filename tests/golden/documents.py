@@ -1,4 +1,4 @@
-"""Goldens of what commands print with `--json`, when they succeed and when they fail."""
+"""Goldens of the `--json` output of commands, successful and failed."""
 
 from __future__ import annotations
 
@@ -101,17 +101,17 @@ FAILING: dict[str, tuple[str, ...]] = {
 
 
 def answers() -> dict[str, Any]:
-    """`larder ask` under some policies."""
+    """`larder ask` with some policies."""
     return {name: _asked(name) for name in QUICK}
 
 
 def all_answers() -> dict[str, Any]:
-    """`larder ask` under policies of every form of cache."""
+    """`larder ask` with policies of every cache form."""
     return {name: _asked(name) for name in ASKED}
 
 
 def scores() -> dict[str, Any]:
-    """`larder eval` of one file, and of several under two policies."""
+    """`larder eval` of one file, and of several with two policies."""
     return {
         "one": _document("eval", _talk(1), *ASKED["full"]),
         "several": _document("eval", _talk(2), _talk(3), *ASKED["keydiff"], "--against", "full"),
@@ -124,13 +124,13 @@ def all_scores() -> dict[str, Any]:
 
 
 def demo() -> dict[str, Any]:
-    """`larder demo`; what bounded caches answer depends on the machine and is left out."""
+    """`larder demo`; answers of bounded caches depend on the machine and are left out."""
     rows = _document("demo")["rows"]
     return {row["name"]: row if row["name"] == "full" else masked(row, ANSWERED) for row in rows}
 
 
 def serve() -> Any:
-    """What `larder serve` tells of itself, and how it ends when it is interrupted."""
+    """Document of `larder serve`, and its end when it is interrupted."""
     words = (sys.executable, "-m", "larder", "serve", "--port", "0", "--json")
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -154,7 +154,7 @@ def chat() -> dict[str, Any]:
 
 
 def upkeep() -> dict[str, Any]:
-    """`larder cache` where it writes: export, import, remove, seal."""
+    """Writing commands of `larder cache`: export, import, remove, seal."""
     with opened("chats") as home, TemporaryDirectory() as folder:
         file = Path(folder) / "small.larder"
         told = {
@@ -169,7 +169,7 @@ def upkeep() -> dict[str, Any]:
 
 
 def failures() -> dict[str, Any]:
-    """Exit code, error type, and shape of what is printed, of commands that fail."""
+    """Exit code, error type, and shape of the output, of commands that fail."""
     with _mistakes() as folder:
         places = {"folder": str(folder), "talk": str(_talk(1))}
         return {name: _failed(words, places) for name, words in FAILING.items()}
@@ -208,7 +208,7 @@ def _document(*words: Any, stdin: str | None = None, home: Path | None = None) -
 
 
 def _placed(value: Any, folder: str) -> Any:
-    """A document in which paths do not tell where a folder is."""
+    """Document without the paths of a folder."""
     return json.loads(json.dumps(value).replace(folder, MASK))
 
 

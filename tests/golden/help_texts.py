@@ -1,4 +1,4 @@
-"""Goldens of `--help`: its text, and apart from wording the options that commands take."""
+"""Goldens of `--help`: its text, and the options of commands apart from their wording."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNWORDED = ("metavar", "required", "multiple", "nargs", "min", "max")
 
 
 def texts() -> dict[str, list[str]]:
-    """What every command prints for `--help`, 100 columns wide."""
+    """Output of `--help` of every command, 100 columns wide."""
     return {
         " ".join(("larder", *words)): [
             line.rstrip() for line in run(*words, "--help").stdout.splitlines()
@@ -24,7 +24,7 @@ def texts() -> dict[str, list[str]]:
 
 
 def options() -> dict[str, list[dict[str, Any]]]:
-    """The arguments and options of every command, without their wording."""
+    """Arguments and options of every command, without their wording."""
     return {
         " ".join(("larder", *words)): [_unworded(parameter) for parameter in command.params]
         for words, command in _walk(commands())

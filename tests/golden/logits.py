@@ -1,4 +1,4 @@
-"""Goldens of the numbers themselves: last logits of every architecture, full and bounded."""
+"""Goldens of numbers: last logits of every architecture, with full and bounded caches."""
 
 from __future__ import annotations
 

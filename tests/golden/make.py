@@ -1,4 +1,4 @@
-"""Writes the goldens anew: `PYTHONPATH=tests python -m golden.make [NAME...]`.
+"""Regenerate the goldens: `PYTHONPATH=tests python -m golden.make [NAME...]`.
 
 The name `homes` writes the kept homes as well, which without it stay as they are. Only on purpose:
 a golden says what must not change, so a commit that rewrites one says why.

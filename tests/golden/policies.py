@@ -41,7 +41,7 @@ def citations() -> dict[str, Any]:
 
 
 def spellings() -> dict[str, str]:
-    """Sentences, written out in full as stores and documents have them."""
+    """Sentences, spelled in full as in stores and documents."""
     return {sentence: str(Policy.parse(sentence)) for sentence in SENTENCES}
 
 

@@ -21,7 +21,7 @@ LIFELOG = ("lifelog", "--tokens", "400", "--policy", "snapkv_blockwise", *SMALL)
 
 
 def fields() -> dict[str, Any]:
-    """By study and kind of row: fields that all have, and fields that some have."""
+    """Fields that all rows have, and fields that some have, by study and kind of row."""
     return {
         path.name.partition(".")[0]: _fields(study_rows(path))
         for path in sorted(STUDIES.glob("*.jsonl.zst"))
@@ -29,12 +29,12 @@ def fields() -> dict[str, Any]:
 
 
 def rows() -> dict[str, Any]:
-    """A document and rows of `larder bench`, without times and the machine."""
+    """Document and rows of `larder bench`, without times and the machine."""
     return _ran((*NEEDLES, "--matched", "tokens"))
 
 
 def more_rows() -> dict[str, Any]:
-    """The same of other tasks and measures, matched by bytes as well."""
+    """Documents and rows of other tasks and measures, matched by bytes as well."""
     return {
         "lifelog": _ran(LIFELOG),
         "generated": _ran((*LIFELOG, "--measure", "generated", "--matched", "tokens")),
@@ -43,7 +43,7 @@ def more_rows() -> dict[str, Any]:
 
 
 def figures() -> Any:
-    """What `larder plot` and `larder bench --estimate` tell of a run."""
+    """Documents of `larder plot` and `larder bench --estimate` for a run."""
     with TemporaryDirectory() as folder:
         out = Path(folder) / "rows.jsonl"
         run("bench", *LIFELOG, "--out", out)

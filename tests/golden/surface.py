@@ -1,4 +1,4 @@
-"""Goldens of what programs rely on beside commands: HTTP, metrics, errors, names, environment."""
+"""Goldens of interfaces beside commands: HTTP, metrics, errors, names, environment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VARIABLE = re.compile(r"""["'$](LARDER_[A-Z_]+)""")
 
 
 def http() -> dict[str, Any]:
-    """`/openapi.json` without descriptions, and what `/metrics` tells after one answer."""
+    """`/openapi.json` without descriptions, and `/metrics` after one answer."""
     with TemporaryDirectory() as home, serving(Path(home)) as url:
         schema = json.loads(get(f"{url}/openapi.json"))
         asked = {"model": "seed", "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 2}
@@ -40,7 +40,7 @@ def http() -> dict[str, Any]:
 
 
 def errors() -> dict[str, Any]:
-    """The tree of errors: exit code and parent by name."""
+    """Tree of errors: exit code and parent by name."""
     return {
         kind.__name__: {"exit_code": kind.exit_code, "parent": kind.__base__.__name__}
         for kind in _below(larder.LarderError)
@@ -58,13 +58,13 @@ def api() -> dict[str, Any]:
 
 
 def environment() -> list[str]:
-    """Environment variables that the sources name."""
+    """Environment variables in the sources."""
     sources = [file.read_text(encoding="utf-8") for file in (ROOT / "src").rglob("*.py")]
     return sorted({name for text in sources for name in VARIABLE.findall(text)})
 
 
 def distribution_names() -> dict[str, Any]:
-    """What installing brings: commands, extras, and groups of entry points."""
+    """Contents of the installed distribution: commands, extras, and groups of entry points."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return {
         "name": project["name"],

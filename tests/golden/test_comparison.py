@@ -1,4 +1,4 @@
-"""A value that differs from its golden is told, with the place."""
+"""A value that differs from its golden is reported, with the place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from golden.every import GOLDENS, SLOW
 
 
 def changed(value: Any) -> Any:
-    """The same but for the last thing in it."""
+    """Copy that differs only in its last value."""
     if isinstance(value, dict) and value:
         return value | {(last := list(value)[-1]): changed(value[last])}
     if isinstance(value, list) and value:

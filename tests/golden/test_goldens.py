@@ -1,4 +1,4 @@
-"""Nothing that others rely on has changed: everything is as its golden.
+"""Nothing that others rely on has changed: everything equals its golden.
 
 A failure names the golden and the places in it. Where a change is meant, `golden.make` writes the
 golden anew.

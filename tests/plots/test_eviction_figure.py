@@ -1,4 +1,4 @@
-"""The figure of rules of eviction shows shares of what could be saved."""
+"""The figure of eviction policies shows shares of possible savings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures show what the rows hold, always in the same bytes, and no text lies over another."""
+"""Figures show the contents of rows, always in the same bytes, and no text overlaps another."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def drawn(spelling: str, path: Path, *policies: str) -> list[Drawing]:
 
 
 def lines(figure: Any) -> dict[str, list[tuple[float, float]]]:
-    """The points of each named line, over all panels."""
+    """Points of each named line, over all panels."""
     found: dict[str, list[tuple[float, float]]] = {}
     for axes in figure.axes:
         for line in axes.lines:
@@ -44,7 +44,7 @@ def lines(figure: Any) -> dict[str, list[tuple[float, float]]]:
 
 
 def clashes(figure: Any) -> list[str]:
-    """Texts that leave the figure or lie over each other."""
+    """Texts that leave the figure or overlap."""
     figure.draw_without_rendering()
     frame = figure.bbox
     texts = [text for text in figure.findobj(match=lambda a: hasattr(a, "get_text")) if shown(text)]

@@ -1,4 +1,6 @@
-"""Rows that no run gives are told in a line or left out, and names are short in each study."""
+"""Rows that no run writes give a one-line error or are left out, and labels are short in each
+study.
+"""
 
 from __future__ import annotations
 

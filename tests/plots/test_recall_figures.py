@@ -1,4 +1,4 @@
-"""What figures make of two tiers, and of recall by step."""
+"""Figures of two tiers, and of recall by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page holds tables, figures, commands and the environment, and reaches for nothing."""
+"""The page has tables, figures, commands and the environment, and loads nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOID = {"meta", "br", "path", "use", "rect"}
 
 
 class Reader(HTMLParser):
-    """What elements there are, and whether all that open are closed."""
+    """Parser that records elements and checks that all are closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One figure is as good as all."""
+    """Draw only one figure, which is enough."""
     monkeypatch.setattr("larder_bench.plots.figure_selection.FIGURE_ORDER", ("quality", "recall"))
 
 

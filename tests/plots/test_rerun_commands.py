@@ -1,4 +1,4 @@
-"""Commands say all that rows tell, and nothing of where somebody keeps folders."""
+"""Commands contain everything that rows have, and no local paths."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_rows_that_a_study_does_not_have_are_spelled_out() -> None:
 
 
 def cells_said(line: str) -> set[tuple[str, ...]]:
-    """All cells that a command stands for."""
+    """All cells that a command measures."""
     words = shlex.split(line)
     tasks = list(takewhile(lambda word: not word.startswith("--"), words[2:]))
     options: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Training samples hold a task's text and its answers, and nothing beyond the row."""
+"""Training samples have a task's text and its answers, within the row length."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _mixer(tokenizer, *ingredients: MixtureComponent, prose: tuple[str, ...] = (
 
 
 def _answers(sample: TrainingSample, tokenizer) -> list[str]:
-    """Texts of the runs of answer tokens, without their ends."""
+    """Texts of the runs of answer tokens, without their end tokens."""
     found, run = [], []
     for token, use in zip(sample.ids, sample.uses, strict=True):
         if use == ANSWER and token != END:

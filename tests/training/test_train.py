@@ -1,4 +1,4 @@
-"""Training lowers the loss, counts what it must, and leaves a folder that loads."""
+"""Training lowers the loss, counts steps and tokens, and saves a folder that loads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACE = TrainingSchedule(seconds=1, tokens=64, micro=64, rate=1e-2, text_share=1.
 
 
 class OneBatch:
-    """A mixer that always draws the same rows."""
+    """Mixture that always draws the same rows."""
 
     def __init__(self):
         self.seeds: list[int] = []

@@ -18,11 +18,11 @@ COST_FIELDS = ("budget_tokens", "kv_bytes", "active_kv_bytes", "peak_kv_bytes", 
 
 def comparable_groups(rows: Sequence[Row]) -> Iterator[tuple[str, Row, list[CellScores]]]:
     """Groups of comparable cells: title, common fields and scores."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row[name] for name in GROUP_FIELDS), []).append(row)
-    places = {key[1:3] for key in found}
-    for key, group in found.items():
+        groups.setdefault(tuple(row[name] for name in GROUP_FIELDS), []).append(row)
+    places = {key[1:3] for key in groups}
+    for key, group in groups.items():
         common: Row = dict(zip(GROUP_FIELDS, key, strict=True))
         title = "{model}: {task}, {tokens} tokens, {measure}, equal {matched}".format(**common)
         title += " ({device}, {dtype})".format(**common) if len(places) > 1 else ""

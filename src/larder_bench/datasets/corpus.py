@@ -54,8 +54,8 @@ def read_dialogues(path: Path) -> tuple[Dialogue, ...]:
     Raises:
         InputError: it cannot be read.
     """
-    found = (_dialogue(line) for line in _lines(path))
-    return tuple(dialogue for dialogue in found if dialogue.bookings)
+    dialogues = (_dialogue(line) for line in _lines(path))
+    return tuple(dialogue for dialogue in dialogues if dialogue.bookings)
 
 
 def sentences_of_prose(texts: Sequence[str], random: Random) -> Iterator[str]:

@@ -71,15 +71,15 @@ class BookingLog:
         Raises:
             TooLittle: the dialogues do not yield that many.
         """
-        found: dict[str, Question] = {}
+        questions: dict[str, Question] = {}
         for _ in range(TRIES):
-            if len(found) == count:
-                return tuple(found.values())
+            if len(questions) == count:
+                return tuple(questions.values())
             question = self._question(log)
             if question is not None:
-                found.setdefault(question.question, question)
+                questions.setdefault(question.question, question)
         raise TooLittle(
-            f"bookings.questions is {count}, but only {len(found)} can be distinguished: ask "
+            f"bookings.questions is {count}, but only {len(questions)} can be distinguished: ask "
             "fewer, or take more tokens."
         )
 

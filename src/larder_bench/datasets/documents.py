@@ -31,11 +31,11 @@ def document_conversation(
         BadParameter: no text fits.
     """
     count = sources.count_tokens
-    room = tokens - count(opening) - count(ACKNOWLEDGEMENT) - 2 * MESSAGE_MARKER_TOKENS
-    if room < 2:
+    max_tokens = tokens - count(opening) - count(ACKNOWLEDGEMENT) - 2 * MESSAGE_MARKER_TOKENS
+    if max_tokens < 2:
         task = name.partition("-")[0]
         raise BadParameter(f"{task}.tokens must hold a document, got {tokens}: take more.")
-    document = read_document(truncate_middle(text, room, count), name)
+    document = read_document(truncate_middle(text, max_tokens, count), name)
     return Conversation(
         name, document.messages, (question,), PromptLayout.DOCUMENT, opening, question_prompt
     )

@@ -85,8 +85,8 @@ def place_needles(
     Raises:
         BadParameter: the needles do not fit.
     """
-    room = tokens - count_tokens(ACKNOWLEDGEMENT) - 2 * MESSAGE_MARKER_TOKENS
-    text = _haystack_text(needles, sentences, random, count_tokens, room)
+    max_tokens = tokens - count_tokens(ACKNOWLEDGEMENT) - 2 * MESSAGE_MARKER_TOKENS
+    text = _haystack_text(needles, sentences, random, count_tokens, max_tokens)
     messages = (Message("user", text), Message("assistant", ACKNOWLEDGEMENT))
     questions = [_with_depth(needle, messages) for needle in random.sample(needles, len(needles))]
     return Conversation(name, messages, tuple(question for question in questions if question))
@@ -104,13 +104,13 @@ def _with_depth(needle: Needle, messages: Sequence[Message]) -> Question | None:
 def draw_distinct(
     draw: Callable[[Grammar, Random], Needle], grammar: Grammar, random: Random, count: int
 ) -> list[Needle]:
-    """Number of needles `count`, no two of which share a name."""
-    found: list[Needle] = []
-    while len(found) < count:
+    """Needles with distinct names, `count` of them."""
+    needles: list[Needle] = []
+    while len(needles) < count:
         needle = draw(grammar, random)
-        if all(needle.names.isdisjoint(other.names) for other in found):
-            found.append(needle)
-    return found
+        if all(needle.names.isdisjoint(other.names) for other in needles):
+            needles.append(needle)
+    return needles
 
 
 def _haystack_text(
@@ -118,14 +118,14 @@ def _haystack_text(
     sentences: Iterator[str],
     random: Random,
     count_tokens: Callable[[str], int],
-    room: int,
+    max_tokens: int,
 ) -> str:
     # Sentences are counted separately, each with the space before it: an upper bound of the whole.
-    left = room - sum(count_tokens(f" {line}") for needle in needles for line in needle.lines)
+    left = max_tokens - sum(count_tokens(f" {line}") for needle in needles for line in needle.lines)
     if left < 0:
         raise BadParameter(
-            f"needles.tokens must hold {len(needles)} needles, got {room} tokens for them: take "
-            "fewer needles or more tokens."
+            f"needles.tokens must hold {len(needles)} needles, got {max_tokens} tokens for them: "
+            "take fewer needles or more tokens."
         )
     filler: list[str] = []
     for sentence in sentences:

@@ -14,15 +14,11 @@ Fields = dict[str, Any]
 
 def load_sample(folder: str, name: str, seed: int, sources: TaskSources) -> Fields:
     """Sample of `FOLDER/NAME.jsonl`, or of `FOLDER/data/NAME.jsonl`; seeds select samples in
-    turn.$$
+    turn.
 
     Raises:
         UsageError: the folder was not given.
         InputError: the file does not exist, or cannot be read.
-
-    Raises:
-        UsageError: no such folder was named.
-        InputError: there is no such file, or it cannot be read.
     """
     place = sources.folder(folder)
     paths = sorted([*place.glob("*.jsonl"), *place.glob("data/*.jsonl")])
@@ -42,10 +38,10 @@ def read_lines(path: Path) -> list[Fields]:
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
-        found = [json.loads(line) for line in lines if line.strip()]
+        content = [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as lines of JSON: {error}.") from error
-    return _objects(found, path)
+    return _objects(content, path)
 
 
 def read_list(path: Path) -> list[Fields]:
@@ -55,10 +51,10 @@ def read_list(path: Path) -> list[Fields]:
         InputError: the file cannot be read, is empty, or is not such a list.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}.") from error
-    return _objects(found if isinstance(found, list) else [found], path)
+    return _objects(content if isinstance(content, list) else [content], path)
 
 
 def required_field(fields: Fields, name: str, place: str) -> Any:
@@ -72,10 +68,10 @@ def required_field(fields: Fields, name: str, place: str) -> Any:
     return fields[name]
 
 
-def _objects(found: list[Any], path: Path) -> list[Fields]:
-    if not found:
+def _objects(content: list[Any], path: Path) -> list[Fields]:
+    if not content:
         raise InputError(f"{path} is empty: name another folder.")
-    for number, each in enumerate(found, start=1):
+    for number, each in enumerate(content, start=1):
         if not isinstance(each, dict):
             raise InputError(f"{path}: entry {number} must be an object {{...}}.")
-    return found
+    return content

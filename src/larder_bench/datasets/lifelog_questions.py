@@ -70,21 +70,21 @@ def draw_questions(
     Raises:
         TooLittle: the log yields too few questions.
     """
-    found: dict[str, Question] = {}
+    questions: dict[str, Question] = {}
     weights = [KINDS[kind][0] for kind in kinds]
     for fact in _round_robin(log):
-        if len(found) >= count:
+        if len(questions) >= count:
             break
         (kind,) = log.random.choices(kinds, weights)
         question = KINDS[kind][1](fact, log)
         if question:
-            found.setdefault(question.question, question)
-    if len(found) < count:
+            questions.setdefault(question.question, question)
+    if len(questions) < count:
         raise TooLittle(
-            f"lifelog.questions is {count}, but the log holds only {len(found)} of the kinds "
+            f"lifelog.questions is {count}, but the log holds only {len(questions)} of the kinds "
             f"{', '.join(kinds)}: ask fewer, or take more tokens."
         )
-    return tuple(found.values())
+    return tuple(questions.values())
 
 
 def _round_robin(log: LifeLog) -> Iterator[LifeLogFact]:

@@ -46,11 +46,11 @@ class MeasuredCells:
         """Result of an equivalent cell that differs only in the matched quantity, or None."""
         if not cell.is_alike:
             return None
-        found = self._alike.get(_unmatched_place(cell.place, cell.seed, cell.measure))
-        if found is None or found["matched"] == cell.matched.value:
+        row = self._alike.get(_unmatched_place(cell.place, cell.seed, cell.measure))
+        if row is None or row["matched"] == cell.matched.value:
             return None
-        fields = {n: value for n, value in found.items() if n not in (*cell.head({}), EXHIBITS_KEY)}
-        return fields | {"shared_with": found["matched"]}
+        fields = {n: value for n, value in row.items() if n not in (*cell.head({}), EXHIBITS_KEY)}
+        return fields | {"shared_with": row["matched"]}
 
     def _keep(self, place: CellPlace, seed: int, measure: str, row: Row) -> None:
         self._alike.setdefault(_unmatched_place(place, seed, measure), row)

@@ -214,10 +214,10 @@ class CellGroup:
 
 def group_by_conversation(cells: Sequence[Cell]) -> list[CellGroup]:
     """Cells grouped by conversation, in order of first appearance."""
-    found: dict[tuple[TaskLength, int], list[int]] = {}
+    numbers: dict[tuple[TaskLength, int], list[int]] = {}
     for number, cell in enumerate(cells):
-        found.setdefault((cell.place[:2], cell.seed), []).append(number)
-    return [CellGroup(where, seed, tuple(each)) for (where, seed), each in found.items()]
+        numbers.setdefault((cell.place[:2], cell.seed), []).append(number)
+    return [CellGroup(where, seed, tuple(each)) for (where, seed), each in numbers.items()]
 
 
 def next_ready_group(

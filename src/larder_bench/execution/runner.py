@@ -288,10 +288,10 @@ def _canonical_paper(paper: Paper) -> Paper:
 def _cells_of_model(study: Study, model: str) -> list[Cell]:
     """Distinct cells of a model, measures in their canonical spelling."""
     measures = {one: parse_measure(one) for one in study.measure}
-    found: dict[tuple[object, ...], Cell] = {}
+    distinct: dict[tuple[object, ...], Cell] = {}
     for cell in cells_of(study, model):
         measure, amount = measures[cell.measure], cell.amount
         is_alike = amount is not None and measure.is_alike(amount)
         one = replace(cell, measure=short_spelling(measure), ignores_matching=is_alike)
-        found.setdefault((*one.place, one.seed, one.measure), one)
-    return list(found.values())
+        distinct.setdefault((*one.place, one.seed, one.measure), one)
+    return list(distinct.values())

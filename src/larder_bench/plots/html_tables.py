@@ -61,13 +61,10 @@ def _time_table(table: ScoreTable) -> Iterator[str]:
 
 def _means(table: ScoreTable, scale: ScoreScale) -> str:
     """Table with a line per policy; below each mean are its interval, the share of the bytes, and
-    the budget in tokens per kv head.$$
+    the budget in tokens per kv head.
 
     Budgets that only the full cache has, or a policy with a size of its own, have no column: their
     means span all columns.
-
-    Budgets that only the full cache has, or a policy with a size of its own, are no column: what
-    stands there goes across all.
     """
     columns = [budget for budget in table.budgets if budget not in (WHOLE, OWN)]
     columns = columns or list(table.budgets)

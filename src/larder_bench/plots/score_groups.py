@@ -80,11 +80,11 @@ def comparable_sheets(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
     The title is empty if there is only one family.
     """
-    found: dict[tuple[str, ...], list[Row]] = {}
+    by_key: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row.get(name, "") for name in _FAMILY), []).append(row)
-    varied = [len({key[place] for key in found}) > 1 for place in range(len(_FAMILY))]
-    return {_label(key, varied): group for key, group in found.items()}
+        by_key.setdefault(tuple(row.get(name, "") for name in _FAMILY), []).append(row)
+    varied = [len({key[place] for key in by_key}) > 1 for place in range(len(_FAMILY))]
+    return {_label(key, varied): group for key, group in by_key.items()}
 
 
 def repeat_unmatched(rows: Sequence[Row]) -> list[Row]:
@@ -92,7 +92,7 @@ def repeat_unmatched(rows: Sequence[Row]) -> list[Row]:
 
     They are equal there and were measured once.
     """
-    found = {exhibit_key(row): row for row in rows}
+    by_key = {exhibit_key(row): row for row in rows}
     matched_quantities: dict[tuple[Any, ...], dict[str, None]] = {}
     for row in rows:
         matched_quantities.setdefault(_conditions(row), {})[row.get("matched", "")] = None
@@ -101,16 +101,16 @@ def repeat_unmatched(rows: Sequence[Row]) -> list[Row]:
             continue
         for matched in matched_quantities[_conditions(row)]:
             repeated = row | {"matched": matched}
-            found.setdefault(exhibit_key(repeated), repeated)
-    return list(found.values())
+            by_key.setdefault(exhibit_key(repeated), repeated)
+    return list(by_key.values())
 
 
 def by_policy_and_budget(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, Row]]:
     """Rows of each policy and budget, by seed; of several rows the last one counts."""
-    found: dict[tuple[str, str], dict[int, Row]] = {}
+    by_key: dict[tuple[str, str], dict[int, Row]] = {}
     for row in rows:
-        found.setdefault((row["policy"], row["budget"]), {})[row["seed"]] = row
-    return found
+        by_key.setdefault((row["policy"], row["budget"]), {})[row["seed"]] = row
+    return by_key
 
 
 def scores_by_seed(rows: Mapping[int, Row], score: str, kind: str = "") -> ScoresBySeed:
@@ -120,12 +120,12 @@ def scores_by_seed(rows: Mapping[int, Row], score: str, kind: str = "") -> Score
         score: field of the items.
         kind: kind of the items; empty for all.
     """
-    found: dict[int, Sequence[float]] = {}
+    by_key: dict[int, Sequence[float]] = {}
     for seed, row in rows.items():
         items = [item for item in counted_items(row) if not kind or item.get("kind") == kind]
         if scores := [float(item[score]) for item in items if _is_number(item.get(score))]:
-            found[seed] = scores
-    return found
+            by_key[seed] = scores
+    return by_key
 
 
 def counted_items(row: Row) -> list[Row]:

@@ -91,8 +91,8 @@ def profile_steps(clock: Clock) -> Iterator[StepProfiler]:
 
 def part_percentiles(steps: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
     """Median and 95th percentile of each part of the steps, in the order of `PARTS`."""
-    found = [part for part in PARTS if any(part in step for step in steps)]
-    return [{"name": part} | percentiles([step.get(part, 0.0) for step in steps]) for part in found]
+    parts = [part for part in PARTS if any(part in step for step in steps)]
+    return [{"name": part} | percentiles([step.get(part, 0.0) for step in steps]) for part in parts]
 
 
 def _profiled_methods() -> Iterator[tuple[type, str, str]]:

@@ -162,15 +162,15 @@ def result_files(paths: Iterable[Path]) -> list[Path]:
     Raises:
         InputError: a folder holds none.
     """
-    found: list[Path] = []
+    result: list[Path] = []
     for path in paths:
         files = [path]
         if path.is_dir():
             files = sorted([*path.glob(f"*{SUFFIX}"), *path.glob(f"*{SUFFIX}{COMPRESSED}")])
         if not files:
             raise InputError(f"{path} holds no .jsonl file: name a folder with results, or files.")
-        found += files
-    return found
+        result += files
+    return result
 
 
 def rows_file(folder: Path, study: str) -> Path:

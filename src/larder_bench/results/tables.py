@@ -146,7 +146,7 @@ class ScoreTable:
     def count_label(self) -> str:
         """Number of files, and of scored items of the policy that refused fewest."""
         items = [self._items(name, budget) for name in self.names for budget in self.budgets]
-        most = max(sum(map(len, found.values())) for found in items)
+        most = max(sum(map(len, by_source.values())) for by_source in items)
         files = f"{len(self._sources)} {'file' if len(self._sources) == 1 else 'files'}"
         if set(self.scales_with_data(SCALES)) <= {*COSTS}:
             return f"{files}."
@@ -154,11 +154,12 @@ class ScoreTable:
 
     def refusals(self) -> list[str]:
         """Lines with the first refusal of each policy and its reason."""
-        found: dict[str, str] = {}
+
+        reasons: dict[str, str] = {}
         for one in self._entries.values():
             if one.why:
-                found.setdefault(one.policy, f"- {one.policy} at {one.budget} refused: {one.why}")
-        return [*found.values(), ""] if found else []
+                reasons.setdefault(one.policy, f"- {one.policy} at {one.budget} refused: {one.why}")
+        return [*reasons.values(), ""] if reasons else []
 
     def seconds_table(self) -> list[str]:
         """Table of mean seconds per policy and budget; empty if nothing was timed."""
@@ -181,8 +182,8 @@ class ScoreTable:
 
     def seconds(self, name: str, budget: str) -> dict[str, float]:
         """Mean durations of a policy at a budget, by the names of `TIMES`."""
-        found = (self._entries.get((name, budget, source)) for source in self._sources)
-        timings = [one.seconds for one in found if one is not None and one.seconds]
+        cells = (self._entries.get((name, budget, source)) for source in self._sources)
+        timings = [one.seconds for one in cells if one is not None and one.seconds]
         by_field = {key: [each[key] for each in timings if key in each] for key in TIMES}
         return {key: sum(values) / len(values) for key, values in by_field.items() if values}
 
@@ -206,10 +207,10 @@ class ScoreTable:
     def interval(self, scale: ScoreScale, name: str, budget: str) -> Interval | None:
         """Mean of a policy's items at a budget, with its interval; None without items."""
         scores = [
-            [float(item[scale.key]) for item in found if item.get(scale.key) is not None]
-            for found in self._items(name, budget).values()
+            [float(item[scale.key]) for item in items if item.get(scale.key) is not None]
+            for items in self._items(name, budget).values()
         ]
-        scores = [found for found in scores if found]
+        scores = [values for values in scores if values]
         return Bootstrap().mean(resampling_units(scores)) if scores else None
 
     def difference(
@@ -250,8 +251,8 @@ class ScoreTable:
 
     def refused(self, name: str, budget: str) -> int:
         """Number of refused cells."""
-        found = (self._entries.get((name, budget, source)) for source in self._sources)
-        return sum(one is not None and one.is_refused for one in found)
+        cells = (self._entries.get((name, budget, source)) for source in self._sources)
+        return sum(one is not None and one.is_refused for one in cells)
 
     def _mean(self, scale: ScoreScale, name: str, budget: str) -> str:
         interval, refused = self.interval(scale, name, budget), self.refused(name, budget)
@@ -266,8 +267,8 @@ class ScoreTable:
 
     def _items(self, name: str, budget: str) -> dict[str, tuple[Row, ...]]:
         """Scored items by source, without cells that were refused or have none."""
-        found = {source: self._entries.get((name, budget, source)) for source in self._sources}
-        return {source: one.items for source, one in found.items() if one is not None and one.items}
+        cells = {source: self._entries.get((name, budget, source)) for source in self._sources}
+        return {source: one.items for source, one in cells.items() if one is not None and one.items}
 
 
 def resampling_units(files: list[list[float]]) -> list[list[float]]:

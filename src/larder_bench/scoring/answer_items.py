@@ -15,7 +15,7 @@ def numbered_item_spans(answer: str) -> Spans:
     """Spans of the steps of "1: one. 2: two. Answer: three": characters [start, stop), with the
     space before each.
     """
-    starts = [0, *(found.start() for found in BORDER.finditer(answer))]
+    starts = [0, *(match.start() for match in BORDER.finditer(answer))]
     return tuple(zip(starts, [*starts[1:], len(answer)], strict=True))
 
 

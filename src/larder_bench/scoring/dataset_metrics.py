@@ -79,14 +79,14 @@ def share_of_numbers(answer: str, expected: str) -> float:
 
 def first_digits(answer: str, expected: str) -> float:
     """Test if the first digits of the answer are the expected ones."""
-    found = re.search(r"\d+", answer)
-    return float(found is not None and found[0] == expected)
+    match = re.search(r"\d+", answer)
+    return float(match is not None and match[0] == expected)
 
 
 def first_number(answer: str, expected: str) -> float:
     """Test if the first number of the answer is the expected one."""
-    found = NUMBER.search(answer)
-    return float(found is not None and float(found[0]) == float(expected))
+    match = NUMBER.search(answer)
+    return float(match is not None and float(match[0]) == float(expected))
 
 
 def last_number(answer: str, expected: str) -> float:
@@ -97,10 +97,10 @@ def last_number(answer: str, expected: str) -> float:
 
 def numbers_in_a_row(answer: str, expected: str) -> float:
     """Share of the expected numbers before the first wrong one."""
-    found, wanted = re.findall(r"\d+", answer), re.findall(r"\d+", expected)
-    pairs = [one == other for one, other in zip(found, wanted, strict=False)]
+    numbers, targets = re.findall(r"\d+", answer), re.findall(r"\d+", expected)
+    pairs = [one == other for one, other in zip(numbers, targets, strict=False)]
     right = pairs.index(False) if False in pairs else len(pairs)
-    return right / len(wanted) if wanted else 0.0
+    return right / len(targets) if targets else 0.0
 
 
 def among_words(answer: str, expected: str) -> float:
@@ -115,8 +115,8 @@ def choice(answer: str, expected: str) -> float:
     """
     if len(expected) != 1:
         return float(bool(answer.strip()) and answer.strip().startswith(expected))
-    found = CHOSEN.search(answer) or LETTER.search(answer)
-    return float(found is not None and found[1] == expected)
+    match = CHOSEN.search(answer) or LETTER.search(answer)
+    return float(match is not None and match[1] == expected)
 
 
 def _first_line(compare: AnswerMetric) -> AnswerMetric:
@@ -165,9 +165,9 @@ def _letters(text: str) -> str:
     return re.sub(r"[\W_]+", "", text.lower())
 
 
-def _overlap(found: Sequence[str], wanted: Sequence[str]) -> float:
-    common = (Counter(found) & Counter(wanted)).total()
-    return 2 * common / (len(found) + len(wanted)) if common else 0.0
+def _overlap(answer: Sequence[str], expected: Sequence[str]) -> float:
+    common = (Counter(answer) & Counter(expected)).total()
+    return 2 * common / (len(answer) + len(expected)) if common else 0.0
 
 
 class _WhitespaceTokenizer:

@@ -44,14 +44,11 @@ class ContextContinuation:
 def split_context(
     engine: Engine, conversation: Conversation, following: int
 ) -> ContextContinuation:
-    """Conversation cut before its last `following` tokens: after a message if one ends in the later
-    half of the context, else within one.$$
+    """Conversation cut where `following` tokens follow: after a message if one ends in the later
+    half of the context, else within one.
 
     Raises:
         BadParameter: the conversation is too short.
-
-    Raises:
-        BadParameter: it is too short for that.
     """
     transcript = engine.tokenizer.encode_conversation(conversation)
     spans = transcript.spans

@@ -156,14 +156,14 @@ def _methods(study: Study) -> list[ComparedMethod]:
     Raises:
         UsageError: two different methods have one name, so that tables would mix them up.
     """
-    found: dict[str, ComparedMethod] = {}
+    methods: dict[str, ComparedMethod] = {}
     for one in (*map(parse_method, study.policies), *map(parse_control, study.controls)):
-        found.setdefault(one.spelling, one)
-    names = [one.name for one in found.values()]
+        methods.setdefault(one.spelling, one)
+    names = [one.name for one in methods.values()]
     for name in names:
         if names.count(name) > 1:
             raise UsageError(
                 f"{name} is a policy and a control of the study, and they differ: write the policy "
                 f"out, as 'larder policy show {name}' does."
             )
-    return list(found.values())
+    return list(methods.values())

@@ -51,16 +51,11 @@ class Task(ABC):
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
         """Conversation of at most `tokens` tokens, and of nearly as many if the task can generate
         them. Markers around messages count; a template's prefix before the first message does
-        not.$$
+        not.
 
         Raises:
-            BadParameter: there is no room for the questions, or nothing to ask.
+            BadParameter: the questions do not fit, or there is nothing to ask.
             UsageError: a source that the task needs was not given.
-            InputError: a source cannot be read.
-
-        Raises:
-            BadParameter: there is no room for what is asked, or nothing to ask.
-            UsageError: a source that the task needs was not named.
             InputError: a source cannot be read.
         """
 

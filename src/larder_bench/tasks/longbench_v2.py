@@ -55,10 +55,10 @@ class LongbenchV2(Task):
 
     def _samples(self, sources: TaskSources) -> Sequence[Fields]:
         path = _file(sources.folder(FOLDER))
-        found = sources.once(path, read_list if path.suffix == ".json" else read_lines)
+        samples = sources.once(path, read_list if path.suffix == ".json" else read_lines)
         fields = {"difficulty": self.difficulty, "length": self.length}
         selected = {name: value for name, value in fields.items() if value}
-        kept = [one for one in found if all(one.get(n) == value for n, value in selected.items())]
+        kept = [one for one in samples if all(one.get(n) == value for n, value in selected.items())]
         if not kept:
             selection = " and ".join(f"{name} {value!r}" for name, value in selected.items())
             raise InputError(f"{path} has no sample of {selection}: ask for others.")

@@ -58,9 +58,9 @@ class TextTask(Task):
 
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
         count = sources.count_tokens
-        room = tokens - count(ACKNOWLEDGEMENT) - 2 * MESSAGE_MARKER_TOKENS
-        text = self._text(seed, max(0, room) + self.following, sources)
-        context = head_tokens(text, room, count)
+        limit = tokens - count(ACKNOWLEDGEMENT) - 2 * MESSAGE_MARKER_TOKENS
+        text = self._text(seed, max(0, limit) + self.following, sources)
+        context = head_tokens(text, limit, count)
         rest = text[len(context) :].strip()
         answer = head_tokens(rest, self.following, count)
         if not context or not answer:
@@ -93,13 +93,13 @@ def _passages(sources: TaskSources, random: Random) -> Iterator[str]:
 
 
 def _filled(parts: Iterator[str], tokens: int, joint: str) -> str:
-    found, letters = list[str](), 0
+    selected, characters = list[str](), 0
     for part in parts:
-        found.append(part)
-        letters += len(part) + len(joint)
-        if letters > tokens * LETTERS_PER_TOKEN:
-            return joint.join(found)
-    return joint.join(found)
+        selected.append(part)
+        characters += len(part) + len(joint)
+        if characters > tokens * LETTERS_PER_TOKEN:
+            return joint.join(selected)
+    return joint.join(selected)
 
 
 def _file(seed: int, sources: TaskSources) -> str:

@@ -164,7 +164,7 @@ def _bars(axes: Any, panel: BudgetPanel, most: float) -> None:
 
 
 def _ticks(count: int) -> tuple[list[float], list[str]]:
-    """The middles of some cells, with their numbers."""
+    """Centers of some cells, with their numbers."""
     step = next(step for step in (1, 2, 4, 8, 16, 32, 64) if count / step <= 8 or step == 64)
     shown = list(range(0, count, step))
     return [number + 0.5 for number in shown], [str(number) for number in shown]
