@@ -9,7 +9,8 @@ import pytest
 from chats import EPISODES, HISTORY, under
 from larder.core.errors import BadParameter
 from larder.models.loader import load
-from larder.session.episodes.routing import NearestEpisodeRouter, SingleCacheRouter
+from larder.session.episodes.matching import NearestEpisodeRouter
+from larder.session.episodes.routing import SingleCacheRouter
 from larder.session.memory import ConversationMemory
 from larder_bench.studies.exhibits import budget_rows, cluster_row, exhibit_rows
 

@@ -26,7 +26,7 @@ from larder.engine.chat import Chat
 from larder.engine.engine import Engine
 from larder.models.loader import LoadedModel, wrap_model
 from larder.models.tiny import tiny
-from larder.session.episodes.routing import NearestEpisodeRouter
+from larder.session.episodes.matching import NearestEpisodeRouter
 from larder.session.transcript.chat_log_file import ChatLogFile, chat_log_path
 
 pytestmark = pytest.mark.usefixtures("read_once")

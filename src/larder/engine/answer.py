@@ -13,7 +13,7 @@ from larder.engine.detokenizer import IncrementalDetokenizer
 from larder.engine.generate import ObserverFactory, StoppingCriteria, generate, no_observer
 from larder.engine.sampler import SamplingParams
 from larder.models.decoder import Decoder
-from larder.session.episodes.matching import EpisodeMatch
+from larder.session.episodes.routing import EpisodeMatch
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 

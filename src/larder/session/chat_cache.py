@@ -23,7 +23,7 @@ from larder.prefill.reader import PrefillSequence
 from larder.session.caches import SessionCaches
 from larder.session.capacity import block_tokens, budget_tokens, entry_bound
 from larder.session.chat_state import ActiveTurn, ChatState, TurnCommit, TurnUndo
-from larder.session.episodes.matching import EpisodeMatch
+from larder.session.episodes.routing import EpisodeMatch
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.prefill import (

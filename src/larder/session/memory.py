@@ -9,8 +9,7 @@ from larder.cache.sequence import SequenceCache
 from larder.core.conversation import Conversation
 from larder.core.observation import Prompts
 from larder.session.caches import SessionCaches
-from larder.session.episodes.matching import EpisodeMatch
-from larder.session.episodes.routing import Router
+from larder.session.episodes.routing import EpisodeMatch, Router
 from larder.session.policy import Policy
 from larder.session.transcript.tokenizer_adapter import Transcript
 

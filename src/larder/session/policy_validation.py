@@ -13,9 +13,7 @@ from larder.core.family import public_name
 from larder.core.recall import RecallPart
 from larder.core.spelling import spell
 from larder.policy.budgets.base import Budget
-from larder.policy.budgets.retrieval_heads import RetrievalHeads
 from larder.policy.compensation.base import Compensation
-from larder.policy.compensation.recompute import Recompute
 from larder.policy.protect import Protect
 from larder.policy.scorers.base import Scorer
 from larder.policy.storage.base import Storage
@@ -102,7 +100,7 @@ def check_heads(budget: Budget, compensation: Compensation) -> None:
     Raises:
         SpellingError: the budget does not separate retrieval heads from streaming heads.
     """
-    if compensation.separates_streaming_heads and not isinstance(budget, RetrievalHeads):
+    if compensation.separates_streaming_heads and not budget.separates_streaming_heads:
         raise SpellingError(
             f"{spell(compensation)} parks for retrieval heads only, but {spell(budget)} does not "
             "tell these from streaming heads: take retrieval_heads(), or another cut."
@@ -115,7 +113,7 @@ def check_recompute(compensation: Compensation, storage: Storage) -> None:
     Raises:
         SpellingError: the storage does not hold entries exactly.
     """
-    if isinstance(compensation, Recompute) and storage != Exact():
+    if compensation.rebuilding is not None and storage != Exact():
         raise SpellingError(
             f"{spell(compensation)} recomputes entries as the model made them, which "
             f"{spell(storage)} does not hold: leave the storage out, or take drop()."

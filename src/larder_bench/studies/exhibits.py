@@ -14,7 +14,7 @@ from jaxtyping import Float
 from larder.core.errors import BadParameter
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.session.episodes.clustering import episode_keywords
-from larder.session.episodes.routing import Episode, NearestEpisodeRouter
+from larder.session.episodes.matching import Episode, NearestEpisodeRouter
 from larder.session.memory import ConversationMemory
 from larder_bench.results.rows import Row
 

@@ -17,8 +17,7 @@ from larder.session.arrangements.episodes import Episodes
 from larder.session.arrangements.single import Single
 from larder.session.capacity import resolve_budget_without_context
 from larder.session.embedders.base import Embedder
-from larder.session.episodes.matching import MatchRule
-from larder.session.episodes.routing import Episode, NearestEpisodeRouter
+from larder.session.episodes.matching import Episode, MatchRule, NearestEpisodeRouter
 from larder.session.policy import Policy
 from topic_embedder import TopicEmbedder
 

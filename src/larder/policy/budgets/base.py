@@ -32,6 +32,7 @@ class Budget(PolicyPart, ABC):
     tokens: int | None = None
     kept: float | None = None
 
+    separates_streaming_heads: ClassVar[bool] = False  # from retrieval heads
     # Whether a protected share is relative to each layer's own entries, not to the average.
     protects_own_share: ClassVar[bool] = False
     # Whether all layers share one pool of entries, so that only their sum is bounded.

@@ -61,6 +61,7 @@ class RetrievalHeads(Budget):
 
     share: float = 0.15
     trial: Trial = Trial.REPEATS
+    separates_streaming_heads = True
     calibrations = frozenset({"echo", "induction", "streaming_error", "reconstruction"})
 
     def __post_init__(self) -> None:

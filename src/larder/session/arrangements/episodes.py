@@ -26,8 +26,14 @@ from larder.session.episodes.clustering import (
     cluster,
     representatives,
 )
-from larder.session.episodes.matching import MatchRule, calibrate_tau
-from larder.session.episodes.routing import Episode, NearestEpisodeRouter, Router, array_from_json
+from larder.session.episodes.matching import (
+    Episode,
+    MatchRule,
+    NearestEpisodeRouter,
+    array_from_json,
+    calibrate_tau,
+)
+from larder.session.episodes.routing import Router
 from larder.session.episodes.segments import HistoryTurn, SegmentUnit, cut_segments, history_turns
 
 MIN_SEGMENTS = 2  # per episode, before a chat that has grown is divided into topics
