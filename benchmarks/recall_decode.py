@@ -160,7 +160,7 @@ def _policy(
     tokens = streams[0].keys.shape[1]
     fast = entries_per_head(policy, decoder.spec)
     quotas = planner.quotas(fast, tokens, tuple(layer.index for layer in layers), {})
-    planner_observer = DecodeEviction(
+    eviction = DecodeEviction(
         planner, fast, (quotas,), (tokens,), decoder.predict_token_numbers
     )
     set_step, done = inject_streams([cache], streams), [0]
@@ -169,7 +169,7 @@ def _policy(
         for _ in range(STEPS):
             set_step(done[0])
             only = BatchSegment(cache, (7 + done[0],))
-            observer = planner_observer.observer([0], [only], [done[0]])
+            observer = eviction.observer([0], [only], [done[0]])
             decoder.forward_logits([only], Mode.APPEND, [0], observer)
             done[0] += 1
 
