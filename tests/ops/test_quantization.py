@@ -97,8 +97,8 @@ def grouped(counts: list[int]) -> Tensor:
 def coded(
     codec: Codec, side: str, rows: Tensor, counts: list[int], weights: Tensor
 ) -> QuantizedRows:
-    manner = codec.keys(rows.shape[1]) if side == "keys" else codec.values(rows.shape[1])
-    return quantize_rows(rows, torch.tensor(counts), manner, weights, torch.float32)
+    scheme = codec.keys(rows.shape[1]) if side == "keys" else codec.values(rows.shape[1])
+    return quantize_rows(rows, torch.tensor(counts), scheme, weights, torch.float32)
 
 
 @pytest.mark.parametrize("side", ["keys", "values"])
@@ -157,7 +157,7 @@ def test_outliers_leave_a_smaller_range() -> None:
         errors.append(
             (held.decoded(torch.arange(8), torch.zeros(8, dtype=torch.int64)) - rows).abs()
         )
-    assert len(held.strays) == 2 and sorted(held.strays.tolist()) == [-70.0, 50.0]
+    assert len(held.outliers) == 2 and sorted(held.outliers.tolist()) == [-70.0, 50.0]
     assert float(errors[1].max()) < 0.2 < 0.4 < float(errors[0].max())
 
 

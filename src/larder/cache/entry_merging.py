@@ -71,8 +71,9 @@ def merge_by_place(
     sources, rows = torch.unique(order[folds.sources.cpu()], return_inverse=True)
     targets = order[folds.targets.cpu()].to(device)
     layout = torch.tensor([0]), torch.tensor([len(sources)])
-    case = rows.to(device), targets, folds.key_weights, folds.value_weights
-    return MergedEntries(*weighted_sums(*numbers(sources), *layout, *case))
+    keys, values = numbers(sources)
+    weights = folds.key_weights, folds.value_weights
+    return MergedEntries(*weighted_sums(keys, values, *layout, rows.to(device), targets, *weights))
 
 
 def no_merges(keys: Float[Tensor, "C D"]) -> MergedEntries:

@@ -97,8 +97,8 @@ class QuantizedTier:
     def adopt(state: Mapping[str, Tensor], ledger: Ledger, head_dim: int) -> QuantizedTier:
         """Tier restored from `state`, which takes ownership of the tensors."""
         codec = codec_from_tensor(state["codec"])
-        keys = QuantizedRows(codec.keys(head_dim), **_with_prefix(state, "keys."))
-        values = QuantizedRows(codec.values(head_dim), **_with_prefix(state, "values."))
+        keys = QuantizedRows.adopt(codec.keys(head_dim), _with_prefix(state, "keys."))
+        values = QuantizedRows.adopt(codec.values(head_dim), _with_prefix(state, "values."))
         positions = state["positions"]
         columns = torch.zeros(len(ledger.columns), len(positions), device=positions.device)
         for place, name in enumerate(ledger.columns):

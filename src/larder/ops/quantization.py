@@ -14,7 +14,7 @@ i + 2B, ..., the first in the lowest bits, so that unpacking reads and writes ru
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -108,6 +108,7 @@ def _next_below(numbers: Shaped[Tensor, "*shape"]) -> Float16[Tensor, "*shape"]:
     return torch.where(numbers == 0, tiniest_negative, below).view(torch.float16)
 
 
+SAVED_NAMES = {"outlier_indices": "spots", "outliers": "strays"}  # in saved states
 MIN_FACTOR = 2.0**-8  # of the largest; divided by less, ordinary keys would leave float16
 
 
@@ -116,114 +117,121 @@ class QuantizedRows:
     """Quantized rows, group by group; W of D channels are stored.
 
     Args:
-        manner: the quantization scheme.
+        scheme: the quantization scheme.
         stored: packed codes [T, B], or the numbers [T, W] if the scheme has no bits.
         offsets, scales: per group and channel [G, W], or per entry and channel group
             [T, W / group].
         channels: indices of the stored channels, ascending [G, W]; empty if all are stored.
         factors: divisors applied before quantization [G, W]; empty if there are none.
-        spots: row x W + channel of each outlier, ascending.
-        strays: outliers, stored at half precision.
+        outlier_indices: row x W + channel of each outlier, ascending.
+        outliers: numbers stored at half precision instead of codes.
     """
 
-    manner: QuantizationScheme
+    scheme: QuantizationScheme
     stored: Shaped[Tensor, "T B"]
     offsets: Float16[Tensor, "P W"]
     scales: Float16[Tensor, "P W"]
     channels: Int16[Tensor, "G1 W1"]
     factors: Float16[Tensor, "G2 W2"]
-    spots: Int32[Tensor, " S"]
-    strays: Float16[Tensor, " S"]
+    outlier_indices: Int32[Tensor, " S"]
+    outliers: Float16[Tensor, " S"]
 
     @staticmethod
-    def nothing(manner: QuantizationScheme, like: Tensor) -> QuantizedRows:
+    def nothing(scheme: QuantizationScheme, like: Tensor) -> QuantizedRows:
         """Empty rows; numbers without quantization get the dtype of `like`."""
-        none = like.new_zeros(0, manner.head_dim, dtype=torch.promote_types(like.dtype, torch.half))
+        none = like.new_zeros(0, scheme.head_dim, dtype=torch.promote_types(like.dtype, torch.half))
         counts = torch.zeros(0, dtype=torch.int64)
-        return quantize_rows(none, counts, manner, none.new_empty(0, 0), like.dtype)
+        return quantize_rows(none, counts, scheme, none.new_empty(0, 0), like.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors by field name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "manner"}
+        """Tensors by saved name."""
+        names = (f.name for f in fields(self) if f.name != "scheme")
+        return {SAVED_NAMES.get(name, name): getattr(self, name) for name in names}
+
+    @staticmethod
+    def adopt(scheme: QuantizationScheme, tensors: Mapping[str, Tensor]) -> QuantizedRows:
+        """Rows that take ownership of the tensors, given by saved name."""
+        names = [f.name for f in fields(QuantizedRows) if f.name != "scheme"]
+        own = {name: tensors[SAVED_NAMES.get(name, name)] for name in names}
+        return QuantizedRows(scheme, **own)
 
     def decoded(
         self, rows: Int64[Tensor, " N"], groups: Int64[Tensor, " N"]
     ) -> Float[Tensor, "N D"]:
         """Numbers of some distinct rows of the given groups; float32 if they were quantized."""
-        manner, rows = self.manner, rows.to(self.stored.device)
+        scheme, rows = self.scheme, rows.to(self.stored.device)
         groups = groups.to(rows.device)
-        if manner.bits:
+        if scheme.bits:
             offsets = self._expanded(self.offsets, rows, groups)
             scales = self._expanded(self.scales, rows, groups)
-            codes = unpack_codes(self.stored[rows], manner.bits, manner.channels)
+            codes = unpack_codes(self.stored[rows], scheme.bits, scheme.channels)
             numbers = dequantize(codes, offsets, scales)
-            at, channels, outliers = self._outliers(rows)
+            at, channels, outliers = self._outliers_of(rows)
             numbers[at, channels] = outliers.float()
         else:
             numbers = self.stored[rows]
         if len(self.factors):
             numbers = numbers * self.factors[groups].float()
-        if numbers.shape[1] == manner.head_dim:
+        if numbers.shape[1] == scheme.head_dim:
             return numbers
-        whole = numbers.new_zeros(len(numbers), manner.head_dim)
+        whole = numbers.new_zeros(len(numbers), scheme.head_dim)
         return whole.scatter_(1, self.channels[groups].long(), numbers)
 
     def select(self, rows: Int64[Tensor, " N"], groups: Int64[Tensor, " M"]) -> QuantizedRows:
         """Some rows of some groups, both ascending, without requantization."""
         rows, groups = rows.to(self.stored.device), groups.to(self.stored.device)
-        shared = groups if self.manner.sharing is ScaleGranularity.CHANNEL else rows
-        at, channels, outliers = self._outliers(rows)
+        shared = groups if self.scheme.sharing is ScaleGranularity.CHANNEL else rows
+        at, channels, outliers = self._outliers_of(rows)
         return QuantizedRows(
-            self.manner,
+            self.scheme,
             self.stored[rows],
-            self.offsets[shared] if self.manner.bits else self.offsets.clone(),
-            self.scales[shared] if self.manner.bits else self.scales.clone(),
+            self.offsets[shared] if self.scheme.bits else self.offsets.clone(),
+            self.scales[shared] if self.scheme.bits else self.scales.clone(),
             self.channels[groups] if len(self.channels) else self.channels.clone(),
             self.factors[groups] if len(self.factors) else self.factors.clone(),
-            (at * self.manner.channels + channels).int(),
+            (at * self.scheme.channels + channels).int(),
             outliers,
         )
 
     def _expanded(
         self, shared: Float16[Tensor, "P V"], rows: Tensor, groups: Tensor
     ) -> Float16[Tensor, "N _"]:
-        if self.manner.sharing is ScaleGranularity.CHANNEL:
+        if self.scheme.sharing is ScaleGranularity.CHANNEL:
             return shared[groups]
-        return _expand_groups(shared[rows], self.manner)
+        return _expand_groups(shared[rows], self.scheme)
 
-    def _outliers(self, rows: Int64[Tensor, " N"]) -> tuple[Tensor, Tensor, Tensor]:
+    def _outliers_of(self, rows: Int64[Tensor, " N"]) -> tuple[Tensor, Tensor, Tensor]:
         """Outliers of some rows: index in `rows`, channel, and number of each."""
-        if not len(self.spots) or not len(rows):
+        if not len(self.outlier_indices) or not len(rows):
             none = rows.new_empty(0)
-            return none, none, self.strays[:0].clone()
+            return none, none, self.outliers[:0].clone()
         ordered, order = rows.sort()
-        width = self.manner.channels
+        width = self.scheme.channels
         edges = torch.stack([ordered[0] * width, (ordered[-1] + 1) * width])
-        first, stop = torch.searchsorted(self.spots, edges).tolist()
-        spots, strays = self.spots[first:stop].long(), self.strays[first:stop]
-        own = spots.div(width, rounding_mode="floor")
+        first, stop = torch.searchsorted(self.outlier_indices, edges).tolist()
+        indices, outliers = self.outlier_indices[first:stop].long(), self.outliers[first:stop]
+        own = indices.div(width, rounding_mode="floor")
         found = torch.searchsorted(ordered, own).clamp(max=len(rows) - 1)
         among = ordered[found] == own
-        return order[found[among]], spots[among] % width, strays[among]
+        return order[found[among]], indices[among] % width, outliers[among]
 
 
 def concat_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows:
     """Concatenated rows and groups."""
     shifts = [sum(len(part.stored) for part in parts[:i]) for i in range(len(parts))]
     moved = [
-        replace(part, spots=part.spots + shift * part.manner.channels)
+        replace(part, outlier_indices=part.outlier_indices + shift * part.scheme.channels)
         for part, shift in zip(parts, shifts, strict=True)
     ]
     named = [part.tensors() for part in moved]
-    return QuantizedRows(
-        parts[0].manner, **{n: torch.cat([part[n] for part in named]) for n in named[0]}
-    )
+    joined = {name: torch.cat([part[name] for part in named]) for name in named[0]}
+    return QuantizedRows.adopt(parts[0].scheme, joined)
 
 
 def quantize_rows(
     numbers: Float[Tensor, "N D"],
     counts: Int64[Tensor, " G"],
-    manner: QuantizationScheme,
+    scheme: QuantizationScheme,
     weights: Float[Tensor, "K D1"],
     dtype: torch.dtype,
 ) -> QuantizedRows:
@@ -239,30 +247,30 @@ def quantize_rows(
         CacheError: a number to quantize is beyond the range of float16.
     """
     groups = _Groups.of(counts, numbers.device)
-    none = numbers.new_empty(0, manner.channels)
+    none = numbers.new_empty(0, scheme.channels)
     channels, factors = none.short(), none.half()
-    if manner.channels < manner.head_dim:
+    if scheme.channels < scheme.head_dim:
         weighed = weights if len(weights) else _energy(numbers, groups)
-        channels = _top_channels(weighed, manner)
+        channels = _top_channels(weighed, scheme)
         numbers = numbers.gather(1, channels[groups.own])
-    if not manner.bits:
-        stored, spots = numbers.to(dtype).clone(), numbers.new_empty(0, dtype=torch.int32)
+    if not scheme.bits:
+        stored, outlier_indices = numbers.to(dtype).clone(), numbers.new_empty(0, dtype=torch.int32)
         return QuantizedRows(
-            manner=manner,
+            scheme=scheme,
             stored=stored,
             offsets=none.half(),
             scales=none.half(),
             channels=channels.short(),
             factors=factors,
-            spots=spots,
-            strays=spots.half(),
+            outlier_indices=outlier_indices,
+            outliers=outlier_indices.half(),
         )
-    if manner.balance:
+    if scheme.balance:
         weighed = weights if len(weights) else numbers[groups.rows].abs().amax(1)
-        factors = _balance_factors(weighed, manner)
+        factors = _balance_factors(weighed, scheme)
         numbers = numbers / factors[groups.own].to(numbers.dtype)
     check_range(numbers)
-    return _quantize_groups(numbers, groups, manner, channels.short(), factors)
+    return _quantize_groups(numbers, groups, scheme, channels.short(), factors)
 
 
 @dataclass(frozen=True)
@@ -291,32 +299,32 @@ class _Groups:
 def _quantize_groups(
     numbers: Float[Tensor, "N W"],
     groups: _Groups,
-    manner: QuantizationScheme,
+    scheme: QuantizationScheme,
     channels: Int16[Tensor, "G1 W1"],
     factors: Float16[Tensor, "G2 W2"],
 ) -> QuantizedRows:
     """Quantized rows of selected channels that were divided by their factors."""
-    is_outlier, inliers = _find_outliers(numbers, groups, manner)
-    lows, highs = _group_ranges(inliers, groups.rows, manner)
-    offsets, scales = scales_and_offsets(lows, highs, manner.bits)
-    if manner.sharing is ScaleGranularity.CHANNEL:
-        codes = quantize(inliers, offsets[groups.own], scales[groups.own], manner.bits)
+    is_outlier, inliers = _find_outliers(numbers, groups, scheme)
+    lows, highs = _group_ranges(inliers, groups.rows, scheme)
+    offsets, scales = scales_and_offsets(lows, highs, scheme.bits)
+    if scheme.sharing is ScaleGranularity.CHANNEL:
+        codes = quantize(inliers, offsets[groups.own], scales[groups.own], scheme.bits)
     else:
         expanded_offsets, expanded_scales = (
-            _expand_groups(offsets, manner),
-            _expand_groups(scales, manner),
+            _expand_groups(offsets, scheme),
+            _expand_groups(scales, scheme),
         )
-        codes = quantize(inliers, expanded_offsets, expanded_scales, manner.bits)
-    spots = is_outlier.flatten().nonzero().flatten()
+        codes = quantize(inliers, expanded_offsets, expanded_scales, scheme.bits)
+    outlier_indices = is_outlier.flatten().nonzero().flatten()
     return QuantizedRows(
-        manner=manner,
-        stored=pack_codes(codes.masked_fill(is_outlier, 0), manner.bits),
+        scheme=scheme,
+        stored=pack_codes(codes.masked_fill(is_outlier, 0), scheme.bits),
         offsets=offsets,
         scales=scales,
         channels=channels,
         factors=factors,
-        spots=spots.int(),
-        strays=numbers.flatten()[spots].half(),
+        outlier_indices=outlier_indices.int(),
+        outliers=numbers.flatten()[outlier_indices].half(),
     )
 
 
@@ -327,38 +335,38 @@ def _energy(numbers: Float[Tensor, "N D"], groups: _Groups) -> Float[Tensor, "G 
 
 
 def _top_channels(
-    weights: Float[Tensor, "G D"], manner: QuantizationScheme
+    weights: Float[Tensor, "G D"], scheme: QuantizationScheme
 ) -> Int64[Tensor, "G W"]:
     """Channels with the highest weights, ascending; ties go to the first."""
     order = weights.sort(dim=1, descending=True, stable=True).indices
-    return order[:, : manner.channels].sort(dim=1).values
+    return order[:, : scheme.channels].sort(dim=1).values
 
 
 def _balance_factors(
-    weights: Float[Tensor, "G D"], manner: QuantizationScheme
+    weights: Float[Tensor, "G D"], scheme: QuantizationScheme
 ) -> Float16[Tensor, "G D"]:
     """Powers of the weights, the largest of a group 1: a common factor would only move scales."""
     largest = weights.amax(1, keepdim=True)
     relative = torch.where(largest > 0, weights / largest, torch.ones_like(weights)).clamp(min=0)
-    return relative.pow(manner.balance).clamp(min=MIN_FACTOR).half()
+    return relative.pow(scheme.balance).clamp(min=MIN_FACTOR).half()
 
 
 def _find_outliers(
-    numbers: Float[Tensor, "N W"], groups: _Groups, manner: QuantizationScheme
+    numbers: Float[Tensor, "N W"], groups: _Groups, scheme: QuantizationScheme
 ) -> tuple[Tensor, Float[Tensor, "N W"]]:
     """Mask of the outliers, and the numbers with outliers replaced by medians."""
     rows, counts = groups.rows, groups.counts
     far = torch.zeros_like(numbers, dtype=torch.bool)
-    limits = torch.tensor([manner.outlier_count(count) for count in counts.tolist()])
+    limits = torch.tensor([scheme.outlier_count(count) for count in counts.tolist()])
     if not len(counts) or not int(limits.max()):
         return far, numbers
     true = (torch.arange(rows.shape[1]) < counts[:, None]).to(rows.device)[:, :, None]
-    if manner.sharing is ScaleGranularity.CHANNEL:
+    if scheme.sharing is ScaleGranularity.CHANNEL:
         ordered = numbers[rows].masked_fill(~true, torch.inf).sort(dim=1).values  # [G, n, W]
         middle = ((counts - 1) // 2).to(rows.device)
         middles = ordered[torch.arange(len(rows), device=rows.device), middle][groups.own]
     else:
-        middles = _expand_groups(_channel_groups(numbers, manner).median(2).values, manner)
+        middles = _expand_groups(_channel_groups(numbers, scheme).median(2).values, scheme)
     distances = (numbers - middles).abs()
     spread = distances[rows].masked_fill(~true, -1.0)
     order = spread.flatten(1).sort(dim=1, descending=True, stable=True).indices
@@ -372,25 +380,25 @@ def _find_outliers(
 
 
 def _group_ranges(
-    numbers: Float[Tensor, "N W"], rows: Int64[Tensor, "G n"], manner: QuantizationScheme
+    numbers: Float[Tensor, "N W"], rows: Int64[Tensor, "G n"], scheme: QuantizationScheme
 ) -> tuple[Float[Tensor, "P V"], Float[Tensor, "P V"]]:
     """Minimum and maximum of the numbers that share an offset."""
-    if manner.sharing is ScaleGranularity.ENTRY:
-        pieces = _channel_groups(numbers, manner)
+    if scheme.sharing is ScaleGranularity.ENTRY:
+        pieces = _channel_groups(numbers, scheme)
         return pieces.amin(2), pieces.amax(2)
     return numbers[rows].amin(1), numbers[rows].amax(1)
 
 
 def _channel_groups(
-    numbers: Float[Tensor, "N W"], manner: QuantizationScheme
+    numbers: Float[Tensor, "N W"], scheme: QuantizationScheme
 ) -> Float[Tensor, "N P group"]:
     """Channels in groups; the last group repeats its last channel."""
-    whole = manner.scales_per_entry * manner.group
-    last = torch.arange(whole, device=numbers.device).clamp(max=manner.channels - 1)
-    return numbers[:, last].unflatten(1, (manner.scales_per_entry, manner.group))
+    whole = scheme.scales_per_entry * scheme.group
+    last = torch.arange(whole, device=numbers.device).clamp(max=scheme.channels - 1)
+    return numbers[:, last].unflatten(1, (scheme.scales_per_entry, scheme.group))
 
 
 def _expand_groups(
-    pieces: Shaped[Tensor, "N P"], manner: QuantizationScheme
+    pieces: Shaped[Tensor, "N P"], scheme: QuantizationScheme
 ) -> Shaped[Tensor, "N W"]:
-    return pieces.repeat_interleave(manner.group, dim=1)[:, : manner.channels]
+    return pieces.repeat_interleave(scheme.group, dim=1)[:, : scheme.channels]

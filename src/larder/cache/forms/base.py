@@ -124,9 +124,11 @@ class CacheLayer(TensorOwner):
             positions: their true positions.
             answer: computes the attention of the new tokens, and appends them if required.
         """
-        told = self.layer.scaling, (len(positions),), self.layer.sliding_window
-        before = causal_attention(queries, keys, values, *told)[0].to(queries.dtype)
-        return torch.cat([before, answer()], 1)
+        layer, lengths = self.layer, (len(positions),)
+        before, _ = causal_attention(
+            queries, keys, values, layer.scaling, lengths, layer.sliding_window
+        )
+        return torch.cat([before.to(queries.dtype), answer()], 1)
 
     @property
     def _is_empty(self) -> bool:

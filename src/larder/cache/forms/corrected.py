@@ -74,8 +74,8 @@ class CorrectedLayer(TieredLayer):
 
     def record_ids(self, ids: Sequence[int]) -> None:
         """Record the ids of the tokens read last."""
-        told = torch.cat([self._ids, torch.tensor(ids, dtype=torch.int64)])
-        self._ids = told[len(told) - len(self._past) :]
+        latest = torch.cat([self._ids, torch.tensor(ids, dtype=torch.int64)])
+        self._ids = latest[len(latest) - len(self._past) :]
         self._count_bytes()
 
     def extend(self, queries: Queries, keys: Keys, values: Values, positions: Positions) -> Queries:
@@ -134,9 +134,9 @@ class CorrectedLayer(TieredLayer):
         self._count_bytes()
 
     def state(self) -> dict[str, Tensor]:
-        told, past = super().state(), self._past
+        state, past = super().state(), self._past
         if not past:
-            return told
+            return state
         parts = {
             OUTS: torch.stack([each.out for each in past]),
             SUMS: torch.stack([each.lse for each in past]),
@@ -146,7 +146,7 @@ class CorrectedLayer(TieredLayer):
             PARKED: torch.stack([each.parked for each in past]),
             IDS: self._ids.clone(),
         }
-        return told | {PAST + name: part for name, part in parts.items()}
+        return state | {PAST + name: part for name, part in parts.items()}
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> CorrectedLayer:
@@ -216,8 +216,8 @@ class CorrectedLayer(TieredLayer):
 def _selected_entries(choice: PageSelection) -> Int64[Tensor, " E"]:
     """Entries of the selected pages, numbered apart for each set."""
     numbers = choice.numbers.flatten(1)
-    told = numbers + SET_STRIDE * torch.arange(len(numbers))[:, None]
-    return told[numbers >= 0]
+    numbered = numbers + SET_STRIDE * torch.arange(len(numbers))[:, None]
+    return numbered[numbers >= 0]
 
 
 Part = CorrectedLayer

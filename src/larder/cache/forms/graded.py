@@ -160,10 +160,11 @@ class GradedLayer(CompositeLayer):
         return GradedTiers.of(finest, self._coded)
 
     def _attended(self, queries: Queries) -> Iterator[AttentionState]:
-        told, column = (queries, self.layer.kv_heads, self.layer.scaling), self._bias_column
+        column = self._bias_column
         for tier in self._coded:
             if len(tier):
-                yield tier.attend(*told, None if column is None else tier.columns[column])
+                bias = None if column is None else tier.columns[column]
+                yield tier.attend(queries, self.layer.kv_heads, self.layer.scaling, bias)
 
     def _planned(
         self, plan: Plan

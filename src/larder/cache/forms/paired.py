@@ -208,8 +208,10 @@ class PairedLayer(CompositeLayer):
 
     def _attended(self, queries: Queries) -> Iterator[AttentionState]:
         if self._is_mixed:
-            told = queries, self.layer.kv_heads, self.layer.scaling, self._bias_column
-            yield self._pair.shared.attend(self.side, *told)
+            layer, shared = self.layer, self._pair.shared
+            yield shared.attend(
+                self.side, queries, layer.kv_heads, layer.scaling, self._bias_column
+            )
 
     def _order(self) -> PairedOrder:
         own, shared = self._finest.entries(), self._pair.shared

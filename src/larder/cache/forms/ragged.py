@@ -125,11 +125,12 @@ class RaggedLayer(CacheLayer):
         if arrivals:
             self._make_room(int(arrivals.counts(len(plan.lengths)).max()))
         kept, lengths = plan.kept.cpu(), torch.tensor(plan.lengths, dtype=torch.int64)
-        case = self._starts, self._lengths, kept, plan.lengths
-        motion = plan_removal(*case, self._edges, MIN_ROAMING_SLACK)
+        starts, held, slack = self._starts, self._lengths, MIN_ROAMING_SLACK
+        motion = plan_removal(starts, held, kept, plan.lengths, self._edges, slack)
         writes = len(sums.targets) or plan.columns or plan.scalars
         changes = self._changes(plan, sums, motion.starts, lengths) if writes else None
-        move_rows(self._stored(), *case, self._columns.values, motion)
+        columns = self._columns.values
+        move_rows(self._stored(), starts, held, kept, plan.lengths, columns, motion)
         self._starts, self._room = motion.starts, motion.room
         self._set_lengths(lengths)
         if changes is not None:
@@ -291,8 +292,9 @@ class RaggedLayer(CacheLayer):
         won = self._room if self._room >= room else self._least_room(starts, self._lengths)
         if not self._room < room <= won:
             return
-        case = self._starts, self._lengths, torch.arange(sum(self.lengths)), self.lengths
-        remove_rows(self._stored(), *case, self._columns.values, starts)
+        former, held, columns = self._starts, self._lengths, self._columns.values
+        kept = torch.arange(sum(self.lengths))
+        remove_rows(self._stored(), former, held, kept, self.lengths, columns, starts)
         self._starts, self._room = starts, won
 
     def _lay_out(self, rows: list[Tensor], room: int | Int64[Tensor, " K"]) -> None:

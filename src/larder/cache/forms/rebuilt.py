@@ -149,12 +149,12 @@ class RecomputedLayer(RecoverableLayer):
         return 2 * self.layer.kv_heads * block * self.layer.head_dim * self.entries().keys.itemsize
 
     def state(self) -> dict[str, Tensor]:
-        told = self._fast.state() | {
+        state = self._fast.state() | {
             SOURCE_KEY: self._source.clone(),
             EVICTED_KEY: torch.cat(self._gone),
         }
-        told |= {LENGTHS_KEY: torch.tensor([len(own) for own in self._gone])}
-        return told | {SPEC_KEY: torch.tensor(list(self.rebuilding.to_text().encode())).byte()}
+        state |= {LENGTHS_KEY: torch.tensor([len(own) for own in self._gone])}
+        return state | {SPEC_KEY: torch.tensor(list(self.rebuilding.to_text().encode())).byte()}
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> RecomputedLayer:
@@ -163,8 +163,8 @@ class RecomputedLayer(RecoverableLayer):
                 f"Layer {layer.index} of the saved cache has no recompute spec, but its "
                 "description has one: build the cache again."
             )
-        like, told = state["keys"], bytes(state[SPEC_KEY].cpu().tolist()).decode()
-        store = cls(layer, like.dtype, like.device, Ledger(), RecomputeSpec.from_text(told))
+        like, text = state["keys"], bytes(state[SPEC_KEY].cpu().tolist()).decode()
+        store = cls(layer, like.dtype, like.device, Ledger(), RecomputeSpec.from_text(text))
         store._fast = store._attach(RaggedLayer.adopt(layer, state), store._fast)
         store._source = state[SOURCE_KEY]
         store._gone = list(state[EVICTED_KEY].cpu().split(state[LENGTHS_KEY].tolist()))

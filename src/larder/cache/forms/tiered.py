@@ -182,12 +182,12 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 
     def state(self) -> dict[str, Tensor]:
         self._learn()
-        told = self._fast.state() | {PARKING: offload_spec_tensor(self.parking)}
-        told |= {SLOW + name: tensor for name, tensor in self._slow.state().items()}
+        state = self._fast.state() | {PARKING: offload_spec_tensor(self.parking)}
+        state |= {SLOW + name: tensor for name, tensor in self._slow.state().items()}
         if self.finder.shared_index.is_used:
             own = self.finder.shared_index.index.state()
-            told |= {INDEX + name: tensor for name, tensor in own.items()}
-        return told | {OBSERVED: self._observed.clone()}
+            state |= {INDEX + name: tensor for name, tensor in own.items()}
+        return state | {OBSERVED: self._observed.clone()}
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> TieredLayer:

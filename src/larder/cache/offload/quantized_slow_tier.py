@@ -302,8 +302,10 @@ class QuantizedSlowTier(SlowTier):
     def _saved(self, state: Mapping[str, Tensor]) -> QuantizedKV:
         """Quantized groups of a saved state."""
         size = self._whole.head_dim
-        keys = QuantizedRows(self._codec.keys(size), **with_prefix(f"{CODED}keys.", state))
-        values = QuantizedRows(self._codec.values(size), **with_prefix(f"{CODED}values.", state))
+        keys = QuantizedRows.adopt(self._codec.keys(size), with_prefix(f"{CODED}keys.", state))
+        values = QuantizedRows.adopt(
+            self._codec.values(size), with_prefix(f"{CODED}values.", state)
+        )
         return QuantizedKV(keys, values, state[f"{CODED}lengths"])
 
     def _with(self, sheaf: OffloadBatch) -> QuantizedEntries:

@@ -32,7 +32,7 @@ def supports(
     """True for few query rows over codes on a CPU, without gradient."""
     return (
         keys.stored.device.type == "cpu"
-        and bool(keys.manner.bits and values.manner.bits)
+        and bool(keys.scheme.bits and values.scheme.bits)
         and queries.shape[0] // num_kv_heads * queries.shape[1] <= MAX_QUERY_ROWS
         and not (torch.is_grad_enabled() and queries.requires_grad)
     )
@@ -79,17 +79,17 @@ def quantized_attention(
 
 def _kernel_arguments(side: QuantizedRows) -> tuple[Any, ...]:
     """Keys or values as the tuple that the kernels document; float16 as its bits."""
-    manner = side.manner
+    scheme = side.scheme
     return (
-        manner.bits,
-        manner.channels,
-        manner.group,
-        manner.sharing is ScaleGranularity.ENTRY,
+        scheme.bits,
+        scheme.channels,
+        scheme.group,
+        scheme.sharing is ScaleGranularity.ENTRY,
         side.stored.numpy(),
         side.offsets.view(torch.uint16).numpy().reshape(-1),
         side.scales.view(torch.uint16).numpy().reshape(-1),
         side.channels.numpy(),
         side.factors.view(torch.uint16).numpy(),
-        side.spots.numpy(),
-        side.strays.view(torch.uint16).numpy(),
+        side.outlier_indices.numpy(),
+        side.outliers.view(torch.uint16).numpy(),
     )

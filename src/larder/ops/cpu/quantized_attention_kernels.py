@@ -101,12 +101,12 @@ def accumulate_coded_values(side, first, count, weights, rows, outs, offsets, sc
 @njit_kernel
 def accumulate_outlier_values(side, first, count, weights, outs, offsets, number):
     """Add the weighted outliers, which were summed as code 0; `offsets` are those of the block."""
-    spots, strays, width, piece = side[9], side[10], side[1], side[2]
+    outlier_indices, outliers, width, piece = side[9], side[10], side[1], side[2]
     pieces = (width + piece - 1) // piece
-    at = first_outlier(spots, first * width)
-    while at < spots.size and spots[at] < (first + count) * width:
-        load_float16(strays[at : at + 1], number)
-        place = spots[at] - first * width
+    at = first_outlier(outlier_indices, first * width)
+    while at < outlier_indices.size and outlier_indices[at] < (first + count) * width:
+        load_float16(outliers[at : at + 1], number)
+        place = outlier_indices[at] - first * width
         b, i = place // width, place % width
         more = number[0] - offsets[b * pieces + i // piece]
         for n in range(outs.shape[0]):
@@ -115,12 +115,12 @@ def accumulate_outlier_values(side, first, count, weights, outs, offsets, number
 
 
 @njit_kernel
-def first_outlier(spots, number):
+def first_outlier(outlier_indices, number):
     """Index of the first outlier at or behind a place."""
-    low, high = 0, spots.size
+    low, high = 0, outlier_indices.size
     while low < high:
         middle = (low + high) // 2
-        if spots[middle] < number:
+        if outlier_indices[middle] < number:
             low = middle + 1
         else:
             high = middle
@@ -130,11 +130,11 @@ def first_outlier(spots, number):
 @njit_kernel
 def place_outliers(side, first, count, rows, number):
     """Write the outliers into their rows."""
-    spots, strays, width = side[9], side[10], side[1]
-    at = first_outlier(spots, first * width)
-    while at < spots.size and spots[at] < (first + count) * width:
-        load_float16(strays[at : at + 1], number)
-        place = spots[at] - first * width
+    outlier_indices, outliers, width = side[9], side[10], side[1]
+    at = first_outlier(outlier_indices, first * width)
+    while at < outlier_indices.size and outlier_indices[at] < (first + count) * width:
+        load_float16(outliers[at : at + 1], number)
+        place = outlier_indices[at] - first * width
         rows[place // width, place % width] = number[0]
         at += 1
 
@@ -142,11 +142,11 @@ def place_outliers(side, first, count, rows, number):
 @njit_kernel
 def add_outlier_logits(side, first, count, queries, offsets, weights, number):
     """Add the outliers to logits in which they were code 0."""
-    spots, strays, width = side[9], side[10], side[1]
-    at = first_outlier(spots, first * width)
-    while at < spots.size and spots[at] < (first + count) * width:
-        load_float16(strays[at : at + 1], number)
-        place = spots[at] - first * width
+    outlier_indices, outliers, width = side[9], side[10], side[1]
+    at = first_outlier(outlier_indices, first * width)
+    while at < outlier_indices.size and outlier_indices[at] < (first + count) * width:
+        load_float16(outliers[at : at + 1], number)
+        place = outlier_indices[at] - first * width
         b, i = place // width, place % width
         for n in range(queries.shape[0]):
             weights[n, b] += queries[n, i] * (number[0] - offsets[i])
