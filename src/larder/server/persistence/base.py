@@ -69,15 +69,15 @@ class SessionLocks:
         """
 
     def release(self, session: SessionState) -> None:
-        """Unlock a session, if it was locked."""
+        """Unlock a session, if it was locked: its answer is complete or has failed."""
 
     def is_outdated(self, session: SessionState) -> bool:
-        """True if another server has written the session since."""
+        """True if another server has written the session since, so that it must be reloaded."""
         del session
         return False
 
 
-class SessionPersistence:
+class SessionPersistence(SessionLocks):
     """Contract of session persistence, and its null object, which stores nothing."""
 
     def commit(
@@ -135,21 +135,6 @@ class SessionPersistence:
     def discard(self, tenant: str, name: str) -> Future[None] | None:
         """Delete a stored session that cannot be read. From any thread."""
         del tenant, name
-
-    def is_outdated(self, session: SessionState) -> bool:
-        """True if another server has written the session since, so that it must be reloaded."""
-        del session
-        return False
-
-    def acquire(self, session: SessionState) -> None:
-        """Lock the session against other servers until `release`.
-
-        Raises:
-            ApiError: 409 `session_held`.
-        """
-
-    def release(self, session: SessionState) -> None:
-        """Unlock the session, if it was locked: its answer is complete or has failed."""
 
     def close(self) -> None:
         """Finish pending work."""
