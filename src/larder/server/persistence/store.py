@@ -67,13 +67,9 @@ class StoreSessionPersistence(SessionPersistence):
         self._store, self._fingerprint, self._locks = store, spec.fingerprint, locks
         self._fence = EpochFence(store)
         self._pool = ThreadPoolExecutor(1, "larder writing")  # one thread keeps the order of turns
-        self._names: dict[str, SessionNameIndex] = defaultdict(
-            SessionNameIndex
-        )  # by tenant, created on first use
+        self._names = defaultdict[str, SessionNameIndex](SessionNameIndex)  # by tenant
         self._names_lock = threading.Lock()
-        self._damaged: set[tuple[str, str]] = (
-            set()
-        )  # sessions that may be restarted under their names
+        self._damaged = set[tuple[str, str]]()  # sessions that may restart under their names
         self.failed: Counter[str] = Counter()
 
     def commit(
