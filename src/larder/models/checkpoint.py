@@ -24,9 +24,9 @@ from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.types import Keys, Values
 from larder.models.forward_batch import BatchSegment
+from larder.models.introspection import TOLERANCE
 from larder.models.kv_cost import KVSource
 from larder.models.recompute import BLOCK_TOKENS, KVRecompute, ResidualStream
-from larder.models.verification import TOLERANCE
 
 REBUILT = ("keys", "values")
 FORMS = ("dense", "ragged")

@@ -20,6 +20,7 @@ from larder.models import attention_backend
 from larder.models.attention_backend import PrivateConfigs
 from larder.models.forward_batch import BatchSegment, ForwardBatch, Observer
 from larder.models.introspection import (
+    SURVEY_TOKENS,
     AttentionSurvey,
     check_attention_kinds,
     fingerprint,
@@ -28,10 +29,9 @@ from larder.models.introspection import (
 from larder.models.kv_cost import ModelShape
 from larder.models.lm_head import LMHead, base_model_of
 from larder.models.prefetch import CONTEXT_KEYWORD, LayerPrefetch, attention_modules
+from larder.models.recompute import KVRecompute
 from larder.models.recompute_hooks import KVProjector, RecomputeHooks, with_reread_tokens
 from larder.policy.providers.base import ActivationProvider, TokenProvider, column_providers
-
-SURVEY_TOKENS = 8
 
 # Providers of activations, by name.
 Inputs = Mapping[str, ActivationProvider]
@@ -178,8 +178,6 @@ class Decoder:
     @cached_property
     def recompute(self) -> KVProjector:
         """Recomputation of keys and values with this model."""
-        from larder.models.recompute import KVRecompute  # imports this module
-
         return KVRecompute(self)
 
     @cached_property

@@ -20,6 +20,11 @@ from larder.ops.attention import causal_attention
 from larder.ops.rope import rotate
 from larder.policy.providers.base import WeightProvider, select_providers
 
+SURVEY_TOKENS = 8  # of a text that shows the attention calls of every layer
+# Largest difference that rounding explains, relative to the spread of the logits. bfloat16 keeps 8
+# bits, and sums taken in another order differ in the last few of them.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
+
 
 class AttentionSurvey:
     """Plain causal attention that records the attention spec of each layer."""

@@ -22,7 +22,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -32,12 +32,41 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, ModelError
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
-from larder.models.decoder import SURVEY_TOKENS, Decoder
 from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
-from larder.models.introspection import KeyProbe
-from larder.models.verification import TOLERANCE
+from larder.models.introspection import SURVEY_TOKENS, TOLERANCE, KeyProbe
 
 BLOCK_TOKENS = 512
+
+
+@runtime_checkable
+class SegmentReader(Protocol):
+    """Model that reads segments into their caches, as `larder.models.decoder.Decoder` does."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Specification of its caches."""
+        ...
+
+    @property
+    def module(self) -> Any:
+        """Model with its head, of transformers."""
+        ...
+
+    @property
+    def body(self) -> Any:
+        """Model without its head."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """V, size of the vocabulary."""
+        ...
+
+    def read(
+        self, segments: Sequence[BatchSegment], mode: Mode, observer: Observer | None = None
+    ) -> None:
+        """Read segments into their caches without logits."""
+        ...
 
 
 class KVRecompute:
@@ -47,7 +76,7 @@ class KVRecompute:
         ModelError: a layer's keys or values do not follow from what enters it and positions alone.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: SegmentReader) -> None:
         self._decoder = decoder
         self._base: Any = decoder.body
         self._stack = LayerStack(self._base, len(decoder.spec.layers))

@@ -14,13 +14,10 @@ from larder.core.errors import ModelError
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment
+from larder.models.introspection import TOLERANCE
 
 CHECKED_TOKENS = 24
 BLOCK_TOKENS = 10  # covers blocks, a short last block and single tokens
-
-# Largest difference that rounding explains, relative to the spread of the logits. bfloat16 keeps 8
-# bits, and sums taken in another order differ in the last few of them.
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
 
 CHANGING_ROPE = {"dynamic", "longrope"}
 
