@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from jaxtyping import AbstractArray, Float, Float32, Int, jaxtyped
 from jaxtyping._storage import get_shape_memo
 from torch import Tensor
 
-from type_checking import ASKED, PACKAGE, UNCHECKED, checked, checked_modules, fits
+from type_checking import ASKED, COMPILED, PACKAGE, UNCHECKED, checked, checked_modules, fits
 
 
 def test_the_network_is_out_of_reach() -> None:
@@ -95,6 +95,26 @@ def test_a_tensor_is_recognised_where_jaxtyping_recognises_it(kind: type[Abstrac
                     given = torch.ones(shape, dtype=dtype)
                     told.append((asked(kind, given), get_shape_memo()[:2]))
             assert told[0] == told[1]
+
+
+def adding(more: int) -> Callable[..., int]:
+    def add(number: int, factor: int = more) -> int:
+        return factor * number + more
+
+    return checked(add)
+
+
+def test_inner_functions_share_compiled_checks_and_nothing_else() -> None:
+    two, three = adding(2), adding(3)
+    assert (two(1), three(1), two(1, factor=5), three(5)) == (4, 6, 7, 18)
+    [compiled] = [each for each in COMPILED.values() if each.code.co_name == "add"]
+    assert adding(4)(1) == 8
+    assert [compiled] == [each for each in COMPILED.values() if each.code.co_name == "add"]
+    for function in (two, three, adding(5)):
+        with pytest.raises(Exception, match="number"):
+            function("1")
+        with pytest.raises(Exception, match="factor"):
+            function(1, factor="1")
 
 
 def test_results_and_generators_are_checked() -> None:

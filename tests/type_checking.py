@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -33,6 +33,20 @@ MARK = "__checked__"  # what the decorator is called in the modules
 ARRAYS: Any = type(AbstractArray)  # what decides whether a tensor is of an annotated kind
 ASKED = ARRAYS.__instancecheck__  # as jaxtyping does
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
+
+CHECKED = "__beartype_func"  # the default by which the checks of beartype hold their function
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The checks of a function; with its code, which keeps the code's id from being given anew."""
+
+    code: CodeType
+    check: FunctionType
+    is_scoped: bool
+
+
+COMPILED: dict[int, Compiled] = {}  # by the id of the code
 
 
 def checked_modules(package: Path, unchecked: str) -> list[str]:
@@ -132,7 +146,30 @@ def _when_called(function: FunctionType) -> Callable[..., Any]:
 
 
 def _strict(function: FunctionType) -> tuple[Callable[..., Any], bool]:
-    """The function with checks, and whether they name dimensions."""
+    """The function with checks, and whether they name dimensions.
+
+    What is defined inside a function is another function at every call of that one: its checks,
+    which are the same, are compiled once and bound to each.
+    """
+    known = COMPILED.get(id(function.__code__))
+    if known is not None:
+        return _bound(known.check, function), known.is_scoped
+    check, is_scoped = _compiled(function)
+    is_inner = "<locals>" in function.__qualname__
+    if is_inner and isinstance(check, FunctionType) and CHECKED in (check.__kwdefaults__ or {}):
+        if all(isinstance(hint, str) for hint in function.__annotations__.values()):
+            COMPILED[id(function.__code__)] = Compiled(function.__code__, check, is_scoped)
+    return check, is_scoped
+
+
+def _bound(check: FunctionType, function: FunctionType) -> FunctionType:
+    """The checks of one function around another of the same code."""
+    bound = FunctionType(check.__code__, check.__globals__, check.__name__, check.__defaults__)
+    bound.__kwdefaults__ = {**(check.__kwdefaults__ or {}), CHECKED: function}
+    return bound
+
+
+def _compiled(function: FunctionType) -> tuple[Callable[..., Any], bool]:
     try:
         hints = get_type_hints(function, include_extras=True)
     except NameError:  # imported for type checkers alone: jaxtyping lets any value pass there
