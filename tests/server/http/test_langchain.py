@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from langchain_core.messages import AIMessage, AIMessageChunk
-from langchain_openai import ChatOpenAI
+from typing import TYPE_CHECKING
 
 from server.fake_engine_client import NAME
 from server.http.conftest import ANNE
 from server.http.running_server import Running
 
+if TYPE_CHECKING:  # seconds to import, which each worker would spend to collect the tests
+    from langchain_openai import ChatOpenAI
+
 
 def model(served: Running, **more: object) -> ChatOpenAI:
+    from langchain_openai import ChatOpenAI
+
     headers = {"x-session-id": "one"}
     return ChatOpenAI(
         model=NAME,
@@ -23,6 +27,8 @@ def model(served: Running, **more: object) -> ChatOpenAI:
 
 
 def test_an_answer_tells_what_was_cached(served: Running) -> None:
+    from langchain_core.messages import AIMessage
+
     talk = model(served)
     talk.invoke("hello")
     answer = talk.invoke([("system", "Be short."), ("user", "again")])
@@ -35,6 +41,8 @@ def test_an_answer_tells_what_was_cached(served: Running) -> None:
 
 
 def test_an_answer_is_streamed(served: Running) -> None:
+    from langchain_core.messages import AIMessageChunk
+
     chunks = list(model(served, stream_usage=True).stream("hello"))
     whole = chunks[0]
     for chunk in chunks[1:]:
