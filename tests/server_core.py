@@ -146,9 +146,10 @@ class Served:
         assert core.reservations.violations == 0
         for tier in (Tier.DEVICE, Tier.HOST):
             assert core.ledger.used(tier) <= core.ledger.limit(tier)
-        held = sum(each.device_bytes for each in core.sessions)
+        held = sum(each.residency.device_bytes for each in core.sessions)
         assert held <= core.ledger.used(Tier.DEVICE)
-        parked = sum(each.host_bytes for each in core.sessions if each.has_resident_cache)
+        resident = [each.residency for each in core.sessions if each.residency.is_resident]
+        parked = sum(each.host_bytes for each in resident)
         assert parked <= core.ledger.used(Tier.HOST), (parked, core.ledger.used(Tier.HOST))
 
 

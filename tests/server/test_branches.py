@@ -157,9 +157,9 @@ def test_a_question_that_comes_twice_at_once_makes_a_branch_of_its_own(
     with hub_in(tmp_path, small) as hub:
         turns = [*hub.session("a", root).turns, user("And?")]
         [held] = hub.context.core.sessions
-        held.is_answering = True  # the same question, for somebody else
+        held.usage.is_answering = True  # the same question, for somebody else
         assert ask(hub, turns).told.session == f"{root}~3"
-        held.is_answering = False
+        held.usage.is_answering = False
         assert ask(hub, turns).told.session == f"{root}~3"
 
 

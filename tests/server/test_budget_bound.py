@@ -36,8 +36,8 @@ def serving(loaded: LoadedModel, sentence: str) -> Served:
 def check_rest(served: Served, name: str) -> tuple[int, int]:
     """Every cache of a session at rest; what one may hold, at rest and while a turn runs."""
     session = served.core.sessions.find("a", name)
-    assert session.chat_cache is not None
-    shelf, policy = session.chat_cache.caches, session.rule.policy
+    assert session.residency.chat_cache is not None
+    shelf, policy = session.residency.chat_cache.caches, session.rule.policy
     bounds = 0, 0
     for cache in shelf.copies():
         bounds = most(policy, cache, session.rule.block)

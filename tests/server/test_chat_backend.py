@@ -73,10 +73,10 @@ def test_answers_are_those_of_a_chat(deep: LoadedModel, kind: str) -> None:
     expected = [chat.say(text, max_new_tokens=5).text for text in SAID]
     assert talked(served, "x", HISTORY, SAID) == expected
     session = served.core.sessions.find("a", "x")
-    assert session.chat_cache is not None
-    session.chat_cache.refresh()  # a chat does so before it is asked again
-    assert session.chat_cache.state.refreshes == chat.figures.refreshes
-    assert len(session.chat_cache.caches) == len(chat.episodes)
+    assert session.residency.chat_cache is not None
+    session.residency.chat_cache.refresh()  # a chat does so before it is asked again
+    assert session.residency.chat_cache.state.refreshes == chat.figures.refreshes
+    assert len(session.residency.chat_cache.caches) == len(chat.episodes)
 
 
 @pytest.mark.parametrize("kind", ["d2o", "epicache", "snapkv"])
@@ -154,8 +154,10 @@ def test_the_map_shows_episodes_and_what_is_parked(small: LoadedModel) -> None:
     assert [each.number for each in held.episodes] == list(range(len(held.episodes)))
     assert [each.is_active for each in held.episodes].count(True) == 1
     assert all(each.about and each.segments for each in held.episodes)
-    assert held.tokens == session.tokens
-    assert max(max(head) for layer in held.layers for head in layer) == session.tokens - 1
+    assert held.tokens == session.transcript.tokens
+    assert (
+        max(max(head) for layer in held.layers for head in layer) == session.transcript.tokens - 1
+    )
     parking = serving(small, "icecache")
     parking.ask(told(2, 12), "x", max_new_tokens=2)
     held = cached_positions(parking.core.sessions.find("a", "x"))

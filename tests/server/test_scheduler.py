@@ -118,7 +118,7 @@ def test_19_a_cancelled_request_leaves_nothing(small: LoadedModel, policy: str, 
     assert client.told.reason == new.told.reason == "cancelled"
     assert served.core.ledger.used(Tier.DEVICE) <= used
     assert [each.name for each in served.core.sessions] == ["x"]
-    assert served.core.sessions.find("a", "x").epoch == 1
+    assert served.core.sessions.find("a", "x").transcript.epoch == 1
     again = answered(turns, before, "Which box?")
     assert served.ask(again, "x").text == other.ask(again, "x").text
 

@@ -61,13 +61,13 @@ def test_a_draw_that_fails_changes_no_other_answer(small: LoadedModel) -> None:
 def test_room_on_the_device_is_not_made_by_dropping_who_gets_it(small: LoadedModel) -> None:
     alone = Served(small)
     alone.ask(told(1), "x")
-    need, held = alone.core.reservations.peak, alone.core.sessions.find("a", "x").nbytes
+    need, held = alone.core.reservations.peak, alone.core.sessions.find("a", "x").residency.nbytes
     served = Served(small, device=int(1.2 * need), host=int(1.5 * held) + 20_000)
     for number, name in enumerate("xy"):
         served.ask(told(number), name)
     parked = served.core.sessions.find("a", "x")
-    assert parked.tier == "host"
-    assert served.core.prefetch("a", "x").result(0).tier == "device"
+    assert parked.residency.tier == "host"
+    assert served.core.prefetch("a", "x").result(0).residency.tier == "device"
     served.check()
 
 
@@ -105,7 +105,7 @@ class Late(SessionPersistence):
     """Somebody else has always written first."""
 
     def commit(self, session: SessionState, said: CompletedTurn) -> Future[None] | None:
-        session.is_superseded = True
+        session.durability.is_superseded = True
         raise session_superseded(session.name)
 
 
@@ -121,7 +121,7 @@ def test_a_turn_that_could_not_be_kept_leaves_nothing_behind(small: LoadedModel)
 def test_22_a_turn_whose_log_has_no_room_is_not_kept(small: LoadedModel) -> None:
     free = Served(small)
     free.ask(told(1), "x")
-    log_bytes = free.core.sessions.find("a", "x").transcript_bytes
+    log_bytes = free.core.sessions.find("a", "x").transcript.nbytes
     served = Served(small, host=2 * log_bytes + 500)
     first = served.ask(told(1), "x")
     more, _ = served.submit(answered(told(1), first, "Why? " * 20), "x")
@@ -129,7 +129,7 @@ def test_22_a_turn_whose_log_has_no_room_is_not_kept(small: LoadedModel) -> None
     assert isinstance(more.error, ApiError) and more.error.code == "kv_budget_exceeded"
     assert "--host-budget" in str(more.error)
     assert len(served.core.sessions.find("a", "x").turns) == 1
-    logs = sum(each.transcript_bytes for each in served.core.sessions)
+    logs = sum(each.transcript.nbytes for each in served.core.sessions)
     assert logs <= served.core.ledger.used(Tier.HOST)
     assert served.ask(answered(told(1), first, "Why?"), "x", max_new_tokens=1).told.new_tokens
 
@@ -151,7 +151,7 @@ def test_22_logs_of_one_tenant_leave_room_for_others(small: LoadedModel) -> None
 def pinned(served: Served, name: str) -> None:
     """A session of one turn without a cache, which is pinned in the store, too."""
     served.ask(told(1, 1), name)
-    served.core.find("a", name).is_pinned = True
+    served.core.find("a", name).usage.is_pinned = True
     written = served.core._persistence.pin(served.core.find("a", name))
     assert written is not None and written.result(30) is None
     served.core.release("a", name)
@@ -174,7 +174,7 @@ def test_22_logs_of_pinned_sessions_leave_room_for_others(
     for tenant in "ab":
         assert served.ask(first, "x", tenant=tenant).told.new_tokens
     assert sum(sessions.has("a", f"n{number}") for number in range(20)) < 20
-    assert served.core.find("a", "n0").is_pinned
+    assert served.core.find("a", "n0").usage.is_pinned
 
 
 def test_logs_of_pinned_sessions_leave_last(small: LoadedModel, tmp_path: Path) -> None:

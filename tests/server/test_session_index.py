@@ -35,7 +35,9 @@ def test_an_answer_keeps_the_tokens_that_were_generated(small: LoadedModel) -> N
     spaced = [*told(1), ChatMessage("assistant", f"  {client.text}\n"), user("Why?")]
     served.ask(spaced, "x")
     assert [each.name for each in served.core.sessions] == ["x"]
-    assert tuple(session.cached_ids) == tuple(session.ids[: len(session.cached_ids)])
+    assert tuple(session.residency.cached_ids) == tuple(
+        session.transcript.ids[: len(session.residency.cached_ids)]
+    )
 
 
 def test_18_the_same_request_again_is_the_same_turn(small: LoadedModel) -> None:
@@ -72,11 +74,11 @@ def test_14_another_text_goes_on_in_a_fork(small: LoadedModel, policy: str) -> N
     first = served.ask(turns, "x")
     served.ask(answered(turns, first, "Why?"), "x")
     before = served.core.sessions.find("a", "x")
-    said, read = list(before.turns), bytes(before.cached_ids)
+    said, read = list(before.turns), bytes(before.residency.cached_ids)
     edited = answered(turns, first, "Who?")
     fork = served.ask(edited, "x")
     assert fork.told.session == "x~2"
-    assert (before.turns, bytes(before.cached_ids)) == (said, read)
+    assert (before.turns, bytes(before.residency.cached_ids)) == (said, read)
     alone.ask(turns, "x")
     assert fork.text == alone.ask(edited, "x").text
     more = answered(edited, fork, "Sure?")

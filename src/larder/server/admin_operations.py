@@ -20,7 +20,7 @@ from larder.store.ledger import Reservation
 
 def idle_demand(session: SessionState) -> MemoryDemand:
     """Upper bound of the device memory of an idle session."""
-    rule, occupancy = session.rule, session.occupancy
+    rule, occupancy = session.rule, session.residency.occupancy
     return (
         chat_turn_demand(rule, occupancy.read, 0, 0, 1)
         if rule.is_chat
@@ -49,14 +49,14 @@ class AdminOperations:
         saving = self._tiers.save(session)
 
         def leave(_: Future[SavedCache] | None) -> None:
-            session.is_answering = False
+            session.usage.is_answering = False
             self._tiers.evict(session)
             done.set_result(session)
 
         if saving is None:
             leave(None)
         else:
-            session.is_answering = True
+            session.usage.is_answering = True
             self._completions.when_done(saving, leave)
         return done
 
@@ -66,13 +66,15 @@ class AdminOperations:
         Raises:
             ApiError: 503 `overloaded`, no memory is free now.
         """
+        usage = session.usage
+        residency = session.residency
         done: Future[SessionState] = Future()
-        saved = None if session.has_resident_cache else session.saved_cache
-        is_parked = session.has_resident_cache and session.active is None
+        saved = None if residency.is_resident else residency.saved_cache
+        is_parked = residency.is_resident and residency.active is None
         if not is_parked and saved is None:
             done.set_result(session)
             return done
-        reservation, session.is_running = None, True  # not a candidate for its own eviction
+        reservation, usage.is_running = None, True  # not a candidate for its own eviction
         try:
             self._tiers.grant(session, idle_demand(session))
             if saved is not None:
@@ -82,7 +84,7 @@ class AdminOperations:
         except BudgetError as error:
             raise overloaded(self._waiting()) from error
         finally:
-            session.is_running = False
+            usage.is_running = False
         if saved is None:
             self._tiers.restore_from_host(session)
             self._tiers.shrink_to_fit(session)
@@ -91,7 +93,7 @@ class AdminOperations:
             self._tiers.drop(session)
             raise overloaded(self._waiting())
         else:
-            session.is_answering = session.is_running = True
+            usage.is_answering = usage.is_running = True
             loading = self._tiers.disk.load(session, saved)
             self._completions.when_done(
                 loading, partial(self._on_loaded, session, saved, reservation, done)
@@ -126,7 +128,7 @@ class AdminOperations:
         done: Future[SessionState],
         loading: Future[LoadedCaches],
     ) -> None:
-        session.is_answering = session.is_running = False
+        session.usage.is_answering = session.usage.is_running = False
         is_loaded = loading.exception() is None
         try:
             if is_loaded:

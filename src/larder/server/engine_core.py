@@ -167,7 +167,7 @@ class EngineCore:
         self.unwritten.close()
         self.completions.drain()
         until = monotonic() + seconds
-        for session in sorted(self.sessions, key=lambda each: -each.last_used):
+        for session in sorted(self.sessions, key=lambda each: -each.usage.last_used):
             if monotonic() < until:
                 self.tiers.save(session)
                 self.completions.drain()
@@ -200,7 +200,7 @@ class EngineCore:
             job = self._request_state(request, resolved, listener, arrived)
             self._indexed_persistence.acquire(resolved.session)
         except BaseException:
-            if resolved.session.is_provisional:
+            if resolved.session.usage.is_provisional:
                 self.forget(resolved.session)
             raise
         self.scheduler.enqueue(job)
@@ -221,7 +221,7 @@ class EngineCore:
         """Create a session, as `EngineClient.open`."""
         self._load(tenant, name)
         session = self.sessions.open(tenant, name, self.rule)
-        session.opening_messages = tuple(turns)
+        session.transcript.opening_messages = tuple(turns)
         return self._charged(session)
 
     def fork(self, tenant: str, name: str, new_name: str | None) -> SessionState:
@@ -229,7 +229,7 @@ class EngineCore:
         self._load(tenant, new_name)
         source = self.idle(tenant, name)
         forked = self.sessions.fork(source, new_name, source.rule, len(source.turns))
-        forked.epoch = source.epoch
+        forked.transcript.epoch = source.transcript.epoch
         if forked.turns:
             self.sessions.index_session(forked)
         return self._persisted(self._charged(forked))
@@ -311,7 +311,7 @@ class EngineCore:
 
     def _reloaded(self, session: SessionState) -> bool:
         """Reload a session if another server has written it since; true if it was reloaded."""
-        if session.is_answering or not self._indexed_persistence.is_outdated(session):
+        if session.usage.is_answering or not self._indexed_persistence.is_outdated(session):
             return False
         self.forget(session)
         self._refresher.restore(session.tenant, session.name)
@@ -401,7 +401,7 @@ def replay_answer(
     stream = IncrementalDetokenizer(tokenizer.decode, completed_turn.params.stop, listener.on_text)
     all(stream.push(token) for token in ids)
     stream.finish()
-    prompt, view = session.tokens - len(completed_turn.answer_ids), session_info(session)
+    prompt, view = session.transcript.tokens - len(completed_turn.answer_ids), session_info(session)
     report = Report(
         session=session.name,
         prompt_tokens=prompt,
@@ -411,8 +411,8 @@ def replay_answer(
         new_tokens=len(ids),
         evicted_tokens=view.evicted_tokens,
         merged_tokens=view.merged_tokens,
-        lossless=session.is_lossless,
-        tier=session.tier,
+        lossless=session.residency.is_lossless,
+        tier=session.residency.tier,
         reason=completed_turn.reason,
         wait_seconds=0.0,
         first_seconds=seconds,
@@ -437,7 +437,7 @@ class IndexedSessionPersistence(SessionPersistence):
     def commit(
         self, session: SessionState, completed_turn: CompletedTurn
     ) -> Future[LarderError | None] | None:
-        if len(session.turns) == 1 or session.epoch == 1:
+        if len(session.turns) == 1 or session.transcript.epoch == 1:
             self._sessions.index_session(session)
         return self._persistence.commit(session, completed_turn)
 

@@ -137,7 +137,7 @@ def _plans(job: RequestState) -> int:
 def _mark_unrecoverable(job: RequestState, plans: int, error: Exception) -> Exception:
     """Mark a cache that a failed step has changed irreversibly; the error."""
     if _plans(job) != plans:
-        job.session.settled_tokens = len(job.session.cached_ids) + 1
+        job.session.residency.settled_tokens = len(job.session.residency.cached_ids) + 1
     return error
 
 

@@ -134,10 +134,10 @@ class CompletionQueue:
         if future is None:
             then(None)
             return
-        session.pending_writes += 1
+        session.durability.pending_writes += 1
 
         def on_written(done: Future[Any]) -> None:
-            session.pending_writes -= 1
+            session.durability.pending_writes -= 1
             then(done)
 
         self.when_done(future, on_written)

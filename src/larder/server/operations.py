@@ -165,7 +165,7 @@ def kept(context: EngineContext, tenant: str, name: str) -> CachedPositions:
     def positions_and_turns() -> CachedPositions:
         found = context.core.find(tenant, name)
         positions, transcript = cached_positions(found), session_transcript(found)
-        texts = context.token_texts.texts(found.ids) if positions.tokens else ()
+        texts = context.token_texts.texts(found.transcript.ids) if positions.tokens else ()
         return replace(positions, texts=texts, turns=transcript.turns, spans=transcript.spans)
 
     with context.resident(tenant, name):
@@ -316,7 +316,7 @@ def _set_pinned(context: EngineContext, tenant: str, name: str, is_pinned: bool)
 
     def pin() -> tuple[SessionState, bool, Future[None] | None]:
         session = core.find(tenant, name)
-        before, session.is_pinned = session.is_pinned, is_pinned
+        before, session.usage.is_pinned = session.usage.is_pinned, is_pinned
         written = context.persistence.pin(session)
         core.completions.track_write(session, written, lambda _: None)
         return session, before, written
@@ -325,7 +325,7 @@ def _set_pinned(context: EngineContext, tenant: str, name: str, is_pinned: bool)
         session, before, written = context.call(pin)
         if written is not None:
             if written.exception() is not None:
-                context.call(partial(setattr, session, "is_pinned", before))
+                context.call(partial(setattr, session.usage, "is_pinned", before))
             written.result()
         return context.call(lambda: session_info(session))
 

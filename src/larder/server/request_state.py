@@ -156,7 +156,7 @@ class RequestState(Ticket):
     @property
     def cache(self) -> SequenceCache:
         """The cache that answers."""
-        cache = self.session.cache if self.active_turn is None else self.active_turn.cache
+        cache = self.session.residency.cache if self.active_turn is None else self.active_turn.cache
         assert cache is not None
         return cache
 
@@ -209,7 +209,7 @@ class RequestState(Ticket):
 
     def report(self, reason: str, now: float) -> Report:
         """Measurements of the request."""
-        session, occupancy = self.session, self.session.occupancy
+        session, occupancy = self.session, self.session.residency.occupancy
         per_head = occupancy.entries // max(1, session.rule.heads)
         lost_entries = max(0, occupancy.read - per_head) if session.rule.is_limited else 0
         merges, times = session.rule.merges, self.times
@@ -222,7 +222,7 @@ class RequestState(Ticket):
             new_tokens=len(self.output_ids),
             evicted_tokens=0 if merges else lost_entries,
             merged_tokens=lost_entries if merges else 0,
-            lossless=session.is_lossless,
+            lossless=session.residency.is_lossless,
             tier=self.counts.tier,
             reason=reason,
             wait_seconds=(now if times.started is None else times.started) - times.asked,

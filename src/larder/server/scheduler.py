@@ -75,7 +75,7 @@ class Scheduler:
         if present and tenant not in present:
             least = min(self._served[each] for each in present)
             self._served[tenant] = max(self._served[tenant], least)
-        job.session.is_answering = True
+        job.session.usage.is_answering = True
         self.queue.add(job)
 
     def step(self) -> bool:
@@ -129,11 +129,11 @@ class Scheduler:
                     self._completions.when_done(job.load.future, partial(self._on_loaded, job))
 
     def _start(self, job: RequestState) -> None:
-        job.session.is_running = True
+        job.session.usage.is_running = True
         try:
             job.backend.start(job)
         except BaseException:
-            job.session.is_running = False
+            job.session.usage.is_running = False
             raise
         job.times.started = self._clock()
 
@@ -214,6 +214,7 @@ class Scheduler:
     def _finish(self, job: RequestState, reason: str) -> None:
         """The answer is complete: store the turn, then report."""
         session = job.session
+        usage = session.usage
         assert job.stream is not None
         try:
             turn = job.backend.prepare_turn(job, reason, self._runner.closing(job))
@@ -222,9 +223,9 @@ class Scheduler:
             self._fail(job, error)
             return
         session.turns.append(turn)
-        session.record_think_time(job.times.asked)
-        session.epoch += 1
-        job.was_new, session.is_provisional = session.is_provisional, False
+        usage.record_think_time(job.times.asked)
+        session.transcript.epoch += 1
+        job.was_new, usage.is_provisional = usage.is_provisional, False
         try:
             self._charge(session)
             written = self._persistence.commit(session, turn)
@@ -285,7 +286,10 @@ class Scheduler:
         """Roll back a turn that could not be stored."""
         session = job.session
         session.turns.pop()
-        session.epoch, session.is_provisional = session.epoch - 1, job.was_new
+        session.transcript.epoch, session.usage.is_provisional = (
+            session.transcript.epoch - 1,
+            job.was_new,
+        )
         job.backend.rollback(job)
         self._fail(job, error)
 
@@ -293,7 +297,7 @@ class Scheduler:
         now = self._clock()
         report = job.report(reason, now)
         if reason != "cancelled":
-            job.session.answered = now
+            job.session.usage.answered = now
         self._release(job, now)
         self.sums.update({name: getattr(report, name) for name in SUMMED_FIELDS})
         self.done[reason] += 1
@@ -307,14 +311,15 @@ class Scheduler:
     def _release(self, job: RequestState, now: float) -> None:
         """Release the session of a request that has ended in any way."""
         session = job.session
+        usage = session.usage
         for requests in (self.running, self.finishing):
             if job in requests:
                 requests.remove(job)
-        session.is_answering = session.is_running = False
-        session.last_used, session.uses = now, session.uses + 1
-        session.workflow_steps = job.workflow_steps
+        usage.is_answering = usage.is_running = False
+        usage.last_used, usage.uses = now, usage.uses + 1
+        usage.workflow_steps = job.workflow_steps
         self._persistence.release(session)
-        if session.is_provisional or session.is_superseded:
+        if usage.is_provisional or session.durability.is_superseded:
             self._persistence.discard_new(session)
         else:
             self._tiers.charge_transcript(session)

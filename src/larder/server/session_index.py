@@ -29,6 +29,7 @@ from larder.server.session_state import (
     TOKEN_TYPECODE,
     CompletedTurn,
     GenerationParams,
+    SessionIdentity,
     SessionState,
 )
 from larder.session.transcript.chat_template import TemplateMessage
@@ -75,7 +76,7 @@ class SessionIndex:
     def of(self, tenant: str) -> list[SessionState]:
         """Sessions of a tenant, most recently used first."""
         own = [each for (whose, _), each in self._sessions.items() if whose == tenant]
-        return sorted(own, key=lambda each: -each.last_used)
+        return sorted(own, key=lambda each: -each.usage.last_used)
 
     def has(self, tenant: str, name: str) -> bool:
         """True if the session is in memory."""
@@ -99,7 +100,7 @@ class SessionIndex:
             ApiError: 404 `session_not_found`, or 409 `session_busy`.
         """
         found = self.find(tenant, name)
-        if found.is_answering:
+        if found.usage.is_answering:
             raise session_busy(name)
         return found
 
@@ -114,7 +115,8 @@ class SessionIndex:
             raise session_exists(name)
         self._count += 1
         now = self._clock()
-        session = SessionState(self._count, tenant, name, rule, now, last_used=now)
+        session = SessionState(SessionIdentity(self._count, tenant, name, now), rule)
+        session.usage.last_used = now
         self._sessions[tenant, name] = session
         self._families[tenant, session.root][session.key] = session
         return session
@@ -124,15 +126,18 @@ class SessionIndex:
     ) -> SessionState:
         """Create a session that begins with turns of another; without a name, as a numbered branch
         of it."""
-        number, avoided = len(self.family(source)), self._avoided.get((source.tenant, source.root))
+        number, avoided = (
+            len(self.family(source)),
+            self._avoided.get((source.tenant, source.root)),
+        )
         while name is None:
             number += 1
             candidate = branch_name(source.root, number)
             is_taken = self.has(source.tenant, candidate) or candidate in (avoided or ())
             name = None if is_taken else candidate
         forked = self.open(source.tenant, name, rule)
-        forked.turns, forked.origin = list(source.turns[:exchanges]), source
-        forked.opening_messages = () if exchanges else source.opening_messages
+        forked.transcript.turns, forked.residency.origin = list(source.turns[:exchanges]), source
+        forked.transcript.opening_messages = () if exchanges else source.transcript.opening_messages
         return forked
 
     def index_session(self, session: SessionState) -> None:
@@ -156,7 +161,7 @@ class SessionIndex:
         for name, count in steps.items():
             session = self._sessions.get((tenant, name))
             if session is not None:
-                session.workflow_steps = float(count)
+                session.usage.workflow_steps = float(count)
 
     def forget(self, session: SessionState) -> None:
         """Remove a session from all indexes."""
@@ -190,11 +195,11 @@ class SessionIndex:
         """
         key = prefix_key(session.tenant, prompt_tokens)
         ranked = [
-            (each.usable_prefix_len(prompt_tokens), each.has_resident_cache, each.key, each)
+            (each.usable_prefix_len(prompt_tokens), each.residency.is_resident, each.key, each)
             for each in self._prefixes.get(key, {}).values()
             if each is not session
             and each.rule is session.rule
-            and (each.is_lossless or each.root == session.root)
+            and (each.residency.is_lossless or each.root == session.root)
         ]
         usable, *_, best = max(ranked, default=(0, None))
         return best if usable else None
@@ -222,7 +227,7 @@ class SessionIndex:
 
     def _provisional(self, session: SessionState) -> SessionState:
         """Mark a session that is removed if its first turn fails."""
-        session.is_provisional = True
+        session.usage.is_provisional = True
         return session
 
     def _create(self, request: Request, rule: ServingPolicy) -> SessionState:
@@ -242,7 +247,9 @@ class SessionIndex:
         if is_same and session.rule is rule:
             return ResolvedSession(session, repeated_turn=last[0])
         self.idle(request.tenant, name)
-        turns = request.turns if session.turns else session.opening_messages + request.turns
+        turns = (
+            request.turns if session.turns else session.transcript.opening_messages + request.turns
+        )
         past_turns = tuple(session.turns)
         prompt_tokens = self._prompt_ids(past_turns, turns)
         if session.rule is not rule:
@@ -254,7 +261,7 @@ class SessionIndex:
         best, match = self._best(candidates, request, rule)
         if best is not None and self._is_repeated(best, match, request, rule):
             return ResolvedSession(best, repeated_turn=best.turns[-1])
-        waiting = [each for each in candidates if each.is_answering]
+        waiting = [each for each in candidates if each.usage.is_answering]
         is_whole = best is not None and match.exchanges == len(best.turns)
         if request.session is not None and waiting and (not is_whole or best in waiting):
             raise session_busy(request.session)
@@ -263,7 +270,7 @@ class SessionIndex:
         prompt_tokens = self._prompt_ids(past_turns, match.rest)
         if best is None or (not exchanges and self._is_free(request)):
             return ResolvedSession(self._create(request, rule), (), request.turns, prompt_tokens)
-        if not is_whole or best.is_answering or best.rule is not rule:
+        if not is_whole or best.usage.is_answering or best.rule is not rule:
             best = self._provisional(self.fork(best, None, rule, exchanges))
         return ResolvedSession(best, past_turns, match.rest, prompt_tokens)
 
@@ -280,7 +287,7 @@ class SessionIndex:
         if best is None or is_first or self._is_repeated(best, match, request, rule):
             return None
         is_whole = match.exchanges == len(best.turns) and best.rule is rule
-        return None if is_whole and not best.is_answering else best.root
+        return None if is_whole and not best.usage.is_answering else best.root
 
     def _is_free(self, request: Request) -> bool:
         """True if a new session can have the name that the request gives."""
@@ -309,7 +316,7 @@ class SessionIndex:
             match = match_prefix(each.turns, request.turns)
             is_whole = match.exchanges == len(each.turns)
             is_again = self._is_repeated(each, match, request, rule)
-            own = match.exchanges, is_again or is_whole, not each.is_answering, each.key
+            own = match.exchanges, is_again or is_whole, not each.usage.is_answering, each.key
             if own > rank:
                 best, rank, found = each, own, match
         return best, found

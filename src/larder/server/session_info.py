@@ -162,36 +162,38 @@ class ServedModel:
 
 def session_status(session: SessionState) -> str:
     """State of a session, as in `SessionInfo`."""
-    if session.is_running:
+    if session.usage.is_running:
         return "running"
-    return "waiting" if session.is_answering else "idle"
+    return "waiting" if session.usage.is_answering else "idle"
 
 
 def session_info(session: SessionState) -> SessionInfo:
     """Summary of a session in memory."""
-    held, rule = session.occupancy, session.rule
+    residency = session.residency
+    held, rule = residency.occupancy, session.rule
     kept = held.entries // max(1, rule.heads) if rule.is_limited else held.read
     lost = max(0, held.read - kept)
     return SessionInfo(
         name=session.name,
         state=session_status(session),
-        turns=len(session.opening_messages) + sum(len(each.messages) + 1 for each in session.turns),
-        tokens=session.tokens,
-        tier=session.tier,
+        turns=len(session.transcript.opening_messages)
+        + sum(len(each.messages) + 1 for each in session.turns),
+        tokens=session.transcript.tokens,
+        tier=residency.tier,
         tier_bytes={
-            "device": session.device_bytes,
-            "host": session.host_bytes,
-            "disk": 0 if session.saved_cache is None else session.saved_cache.nbytes,
+            "device": residency.device_bytes,
+            "host": residency.host_bytes,
+            "disk": 0 if residency.saved_cache is None else residency.saved_cache.nbytes,
         },
         kept_tokens=kept,
         evicted_tokens=0 if rule.merges else lost,
         merged_tokens=lost if rule.merges else 0,
-        lossless=session.is_lossless,
-        pinned=session.is_pinned,
-        epoch=session.epoch,
-        made=session.made,
-        last_used=session.last_used,
-        durable=session.durable_epoch > 0 and session.durable_turns == len(session.turns),
+        lossless=residency.is_lossless,
+        pinned=session.usage.is_pinned,
+        epoch=session.transcript.epoch,
+        made=session.identity.made,
+        last_used=session.usage.last_used,
+        durable=session.is_durable,
         held_tokens=_max_cache_entries(session) // max(1, rule.heads),
         budget_tokens=rule.budget_tokens,
     )
@@ -199,9 +201,10 @@ def session_info(session: SessionState) -> SessionInfo:
 
 def _max_cache_entries(session: SessionState) -> int:
     """Entries of the largest cache of a session, over layers and heads."""
-    if session.chat_cache is None:
-        return session.occupancy.entries
-    return max((held.entries for held in session.chat_cache.caches.usage()), default=0)
+    residency = session.residency
+    if residency.chat_cache is None:
+        return residency.occupancy.entries
+    return max((held.entries for held in residency.chat_cache.caches.usage()), default=0)
 
 
 def stored_session_info(record: Record, has_cache: bool) -> SessionInfo:
@@ -242,26 +245,30 @@ def session_transcript(session: SessionState) -> SessionTranscript:
         spans.append((middle, start))
         turns += [*each.messages, ChatMessage(ASSISTANT, each.text)]
     if not turns:
-        turns, spans = list(session.opening_messages), [(0, 0)] * len(session.opening_messages)
+        turns, spans = (
+            list(session.transcript.opening_messages),
+            [(0, 0)] * len(session.transcript.opening_messages),
+        )
     return SessionTranscript(session_info(session), tuple(turns), tuple(spans))
 
 
 def cached_positions(session: SessionState) -> CachedPositions:
     """Positions in the session's cache; empty if the cache is not in memory."""
-    cache, tier = session.active, session.tier
-    if session.offloaded_cache is not None:
-        cache = session.offloaded_cache.shown(session.rule.runtime.decoder.spec)
+    residency = session.residency
+    cache, tier = residency.active, residency.tier
+    if residency.offloaded_cache is not None:
+        cache = residency.offloaded_cache.shown(session.rule.runtime.decoder.spec)
     if cache is None:
         return CachedPositions(0, (), episodes=_episodes(session), tier=tier)
-    maps, tokens = session.position_maps.of(session.episode), cache.next_position
+    maps, tokens = residency.position_maps.of(residency.episode), cache.next_position
     layers = tuple(_positions(cache.entries(layer.index), maps) for layer in cache.spec.layers)
     slow = {each.layer.index: each for each in cache.tiers if each.has_offloaded}
     parked = tuple(
         _positions(slow[layer.index].parked(), maps) if layer.index in slow else ()
         for layer in cache.spec.layers
     )
-    if session.chat_cache is not None:
-        tokens = max(tokens, session.chat_cache.num_tokens)
+    if residency.chat_cache is not None:
+        tokens = max(tokens, residency.chat_cache.num_tokens)
     held = parked if slow else ()
     return CachedPositions(tokens, layers, parked=held, episodes=_episodes(session), tier=tier)
 
@@ -274,9 +281,10 @@ def _positions(held: Entries, maps: PositionMap) -> tuple[tuple[int, ...], ...]:
 
 def _episodes(session: SessionState) -> tuple[EpisodeInfo, ...]:
     """Caches of a session with episodes."""
-    if session.chat_cache is None:
+    residency = session.residency
+    if residency.chat_cache is None:
         return ()
-    caches, router = session.chat_cache.caches, session.chat_cache.state.memory.router
+    caches, router = residency.chat_cache.caches, residency.chat_cache.state.memory.router
     about, segments = router.prompts(), router.segments()
     return tuple(
         EpisodeInfo(

@@ -1,4 +1,4 @@
-"""State of one session: transcript, cache residency, durability.
+"""State of one session: identity, transcript, residency of its caches, durability, usage.
 
 The transcript has the generated token ids of each answer: tokenizing its text again could give
 other ids, and nothing after them could be reused.
@@ -71,7 +71,7 @@ class PositionMaps:
 
 
 TOKEN_TYPECODE = "i"  # of arrays: four bytes per token id
-MAX_PAUSES = 16
+MAX_THINK_TIMES = 16
 OVERHEAD_BYTES = 1024  # of a session in memory, without its texts and tokens
 ASSISTANT = "assistant"
 
@@ -148,91 +148,45 @@ class SavedCache:
     caches: int = 1
 
 
-@dataclass
-class SessionState:
-    """State of one session. For the model's thread.
+@dataclass(frozen=True)
+class SessionIdentity:
+    """Names of a session.
 
     Args:
         key: unique number.
-        opening_messages: messages before the first request.
-        turns: completed turns, from which everything else can be recomputed.
-        cache, offloaded_cache: the cache on the device or in host memory, if there is one.
-        chat_cache: the caches of a chat session, instead of these two.
-        episode: number of the cache that answered last.
-        rebuilt_turns: completed turns when the chat caches were last rebuilt.
-        position_maps: transcript positions of the entries of chat caches.
-        chat_occupancy: occupancy of the chat cache that answered last.
-        cached_ids: tokens that the cache has read.
-        settled_tokens: length of the prefix of them that cannot be truncated.
-        origin: session that it was forked from, until it has a cache of its own.
-        saved_cache: cache in the store, of this state or an earlier one.
-        is_coded: the cache came from a lossy codec.
-        failed_write_tokens: length of the cache that the store did not accept; -1 if the last write
-            succeeded.
-        is_saving: the cache is being written, and its tensors must not change.
-        pending_writes: number of writes in progress.
-        durable_turns: number of turns in the store.
-        durable_epoch: epoch of the newest state in the store; 0 if there is none.
-        write_mark: mark of writes after that epoch whose outcome is unknown; or empty.
-        is_provisional: created by a request and without a turn; removed if the request fails.
-        is_superseded: another server has written a newer state; this one is not used any more.
-        is_answering: a request for it is waiting or running.
-        is_running: its cache is in use and stays on the device.
-        think_times: seconds between the latest answers and the requests after them.
-        answered: time of the last answer; 0 if there was none.
-        workflow_steps: until it is used again; infinite if unknown.
-        clock: eviction clock of its tier at the last use, for eviction policies with aging.
+        made: seconds since 1970.
     """
 
     key: int
     tenant: str
     name: str
-    rule: ServingPolicy
     made: float
-    opening_messages: tuple[ChatMessage, ...] = ()
-    turns: list[CompletedTurn] = field(default_factory=list)
-    cache: SequenceCache | None = None
-    offloaded_cache: OffloadedCache | None = None
-    chat_cache: ChatCache | None = None
-    episode: int = 0
-    rebuilt_turns: int = 0
-    position_maps: PositionMaps = field(default_factory=PositionMaps)
-    chat_occupancy: CacheOccupancy = CacheOccupancy()
-    cached_ids: array = field(default_factory=lambda: array(TOKEN_TYPECODE))
-    settled_tokens: int = 0
-    is_lossless: bool = True
-    origin: SessionState | None = None
-    saved_cache: SavedCache | None = None
-    is_coded: bool = False
-    failed_write_tokens: int = -1
-    is_saving: bool = False
-    pending_writes: int = 0
-    durable_turns: int = 0
-    clock: float = 0.0
-    think_times: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_PAUSES))
-    answered: float = 0.0
-    workflow_steps: float = math.inf
-    is_provisional: bool = False
-    is_superseded: bool = False
-    is_answering: bool = False
-    is_running: bool = False
-    is_pinned: bool = False
-    last_used: float = 0.0
-    uses: int = 0
-    epoch: int = 0
-    durable_epoch: int = 0
-    write_mark: str = ""
-    host_reservation: Reservation | None = None
-    transcript_reservation: Reservation | None = None
 
     @property
     def root(self) -> str:
         """Name of the session that the family's branches were forked from."""
         return root_name(self.name)
 
+
+@dataclass
+class Transcript:
+    """Text of a session, from which everything else can be recomputed.
+
+    Args:
+        opening_messages: messages before the first request.
+        turns: completed turns.
+        epoch: turns committed so far, those of former states included.
+        reservation: host memory that the transcript is charged to.
+    """
+
+    opening_messages: tuple[ChatMessage, ...] = ()
+    turns: list[CompletedTurn] = field(default_factory=list)
+    epoch: int = 0
+    reservation: Reservation | None = None
+
     @property
     def ids(self) -> array:
-        """All tokens of the transcript."""
+        """All tokens."""
         ids = array(TOKEN_TYPECODE)
         for each in self.turns:
             ids += each.prompt_ids
@@ -244,8 +198,59 @@ class SessionState:
         return sum(each.tokens for each in self.turns)
 
     @property
+    def num_messages(self) -> int:
+        """Number of messages, answers included."""
+        return len(self.opening_messages) + sum(len(each.messages) + 1 for each in self.turns)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return OVERHEAD_BYTES + sum(each.nbytes for each in self.turns)
+
+
+@dataclass
+class Residency:
+    """Caches of a session, and the tier that they are on.
+
+    Args:
+        cache, offloaded_cache: the cache on the device or in host memory, if there is one.
+        chat_cache: the caches of a chat session, instead of these two.
+        episode: number of the cache that answered last.
+        rebuilt_turns: completed turns when the chat caches were last rebuilt.
+        position_maps: transcript positions of the entries of chat caches.
+        chat_occupancy: occupancy of the chat cache that answered last.
+        cached_ids: tokens that the cache has read.
+        settled_tokens: length of the prefix of them that cannot be truncated.
+        is_lossless: the cache holds everything that it has read, bit for bit.
+        is_coded: the cache came from a lossy codec.
+        origin: session that it was forked from, until it has a cache of its own.
+        saved_cache: cache in the store, of this state or an earlier one.
+        failed_write_tokens: length of the cache that the store did not accept; -1 if the last write
+            succeeded.
+        is_saving: the cache is being written, and its tensors must not change.
+        reservation: host memory of the caches.
+    """
+
+    cache: SequenceCache | None = None
+    offloaded_cache: OffloadedCache | None = None
+    chat_cache: ChatCache | None = None
+    episode: int = 0
+    rebuilt_turns: int = 0
+    position_maps: PositionMaps = field(default_factory=PositionMaps)
+    chat_occupancy: CacheOccupancy = CacheOccupancy()
+    cached_ids: array = field(default_factory=lambda: array(TOKEN_TYPECODE))
+    settled_tokens: int = 0
+    is_lossless: bool = True
+    is_coded: bool = False
+    origin: SessionState | None = None
+    saved_cache: SavedCache | None = None
+    failed_write_tokens: int = -1
+    is_saving: bool = False
+    reservation: Reservation | None = None
+
+    @property
     def tier(self) -> str:
-        """Tier of its cache."""
+        """Tier of the cache."""
         if self.active is not None:
             return "device"
         if self.offloaded_cache is not None or self.chat_cache is not None:
@@ -253,46 +258,49 @@ class SessionState:
         return "none" if self.saved_cache is None else "disk"
 
     @property
-    def has_resident_cache(self) -> bool:
-        """True if its cache is on the device or in host memory."""
+    def is_resident(self) -> bool:
+        """True if the cache is on the device or in host memory."""
         return any(each is not None for each in (self.cache, self.offloaded_cache, self.chat_cache))
 
     @property
     def is_saved(self) -> bool:
-        """True if the store has its present cache."""
+        """True if the store has the present cache."""
         return self.saved_cache is not None and self.saved_cache.tokens == len(self.cached_ids)
 
     @property
-    def can_leave_memory(self) -> bool:
-        """True if it is idle and the store has all its turns."""
-        is_idle = not (
-            self.is_answering or self.is_running or self.is_saving or self.pending_writes
-        )
-        return is_idle and self.durable_epoch > 0 and self.durable_turns == len(self.turns) > 0
-
-    @property
     def active(self) -> SequenceCache | None:
-        """Its cache that answers, if it is on the device."""
+        """The cache that answers, if it is on the device."""
         return self.cache if self.chat_cache is None else self.chat_cache.caches.active_cache
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of its caches on the device."""
+        """Bytes of the caches on the device."""
         return 0 if self.active is None else self.active.device_nbytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of its caches in host memory."""
+        """Bytes of the caches in host memory."""
         return self.nbytes - self.device_bytes
 
     @property
-    def transcript_bytes(self) -> int:
-        """Bytes in memory except for its caches."""
-        return OVERHEAD_BYTES + sum(each.nbytes for each in self.turns)
+    def reserved_bytes(self) -> int:
+        """Host memory that is reserved for the caches."""
+        return 0 if self.reservation is None else self.reservation.bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the caches, on any tier."""
+        if self.chat_cache is not None:
+            return self.chat_cache.caches.nbytes
+        if self.cache is not None:
+            return self.cache.nbytes
+        if self.offloaded_cache is not None:
+            return self.offloaded_cache.nbytes
+        return 0 if self.saved_cache is None else self.saved_cache.cache_bytes
 
     @property
     def occupancy(self) -> CacheOccupancy:
-        """Occupancy of its cache, on any tier."""
+        """Occupancy of the cache, on any tier."""
         if self.chat_cache is not None:
             return self.chat_occupancy
         if self.cache is not None:
@@ -305,43 +313,143 @@ class SessionState:
             else CacheOccupancy(self.saved_cache.entries, self.saved_cache.tokens)
         )
 
-    def usable_prefix_len(self, wanted: Sequence[int]) -> int:
-        """Tokens of a text that its cache can be used for; never the last one, which is always
-        read."""
-        if self.rule.is_chat:  # chat caches are extended by turns, not by tokens
-            return 0
-        read, settled = self.cached_ids, self.settled_tokens
-        if not self.has_resident_cache:
-            if self.saved_cache is None:
-                return 0
-            read, settled = self.ids[: self.saved_cache.tokens], self.saved_cache.settled_tokens
-        common = min(common_prefix_len(read, wanted), len(wanted) - 1)
-        if common == len(read):
-            return common
-        return common if self.rule.can_truncate and common >= settled else 0
+    def clear(self) -> None:
+        """Drop the caches from memory; the store keeps its own."""
+        self.cache = self.offloaded_cache = self.chat_cache = None
+        self.cached_ids = array(TOKEN_TYPECODE)
+        self.settled_tokens = 0
+        self.is_coded = False
+        self.is_lossless = self.saved_cache is None or self.saved_cache.is_lossless
+
+
+@dataclass
+class SessionDurability:
+    """State of a session in the store.
+
+    Args:
+        turns: number of turns in the store.
+        epoch: epoch of the newest state in the store; 0 if there is none.
+        write_mark: mark of writes after that epoch whose outcome is unknown; or empty.
+        pending_writes: number of writes in progress.
+        is_superseded: another server has written a newer state; this one is not used any more.
+    """
+
+    turns: int = 0
+    epoch: int = 0
+    write_mark: str = ""
+    pending_writes: int = 0
+    is_superseded: bool = False
+
+
+@dataclass
+class SessionUsage:
+    """Use of a session by requests: what it is busy with, and what eviction policies know of it.
+
+    Args:
+        is_provisional: created by a request and without a turn; removed if the request fails.
+        is_answering: a request for it is waiting or running.
+        is_running: its cache is in use and stays on the device.
+        is_pinned: evicted after all that are not pinned.
+        last_used: seconds since 1970.
+        uses: requests so far.
+        answered: time of the last answer; 0 if there was none.
+        think_times: seconds between the latest answers and the requests after them.
+        workflow_steps: until it is used again; infinite if unknown.
+        clock: eviction clock of its tier at the last use, for eviction policies with aging.
+    """
+
+    is_provisional: bool = False
+    is_answering: bool = False
+    is_running: bool = False
+    is_pinned: bool = False
+    last_used: float = 0.0
+    uses: int = 0
+    answered: float = 0.0
+    think_times: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_THINK_TIMES))
+    workflow_steps: float = math.inf
+    clock: float = 0.0
 
     def record_think_time(self, asked: float) -> None:
         """Record the time since the last answer; `asked` is when a request arrived."""
         if self.answered:
             self.think_times.append(max(0.0, asked - self.answered))
 
-    def update_occupancy(self) -> None:
-        """Record the cache's occupancy; after every turn."""
-        cache = self.active
-        assert cache is not None
-        self.is_lossless = not self.is_coded and self.rule.is_lossless(cache)
-        self.chat_occupancy = self.rule.occupancy(cache)
+
+@dataclass(eq=False)
+class SessionState:
+    """State of one session. For the model's thread.
+
+    Args:
+        rule: policy of its caches.
+    """
+
+    identity: SessionIdentity
+    rule: ServingPolicy
+    transcript: Transcript = field(default_factory=Transcript)
+    residency: Residency = field(default_factory=Residency)
+    durability: SessionDurability = field(default_factory=SessionDurability)
+    usage: SessionUsage = field(default_factory=SessionUsage)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of its caches, on any tier."""
-        if self.chat_cache is not None:
-            return self.chat_cache.caches.nbytes
-        if self.cache is not None:
-            return self.cache.nbytes
-        if self.offloaded_cache is not None:
-            return self.offloaded_cache.nbytes
-        return 0 if self.saved_cache is None else self.saved_cache.cache_bytes
+    def key(self) -> int:
+        return self.identity.key
+
+    @property
+    def tenant(self) -> str:
+        return self.identity.tenant
+
+    @property
+    def name(self) -> str:
+        return self.identity.name
+
+    @property
+    def root(self) -> str:
+        return self.identity.root
+
+    @property
+    def turns(self) -> list[CompletedTurn]:
+        return self.transcript.turns
+
+    @property
+    def is_durable(self) -> bool:
+        """True if the store has all its turns."""
+        return self.durability.epoch > 0 and self.durability.turns == len(self.turns)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request and no write uses it."""
+        usage = self.usage
+        return not (usage.is_answering or usage.is_running or self.residency.is_saving)
+
+    @property
+    def can_leave_memory(self) -> bool:
+        """True if it is idle and the store has all its turns."""
+        is_written = self.is_durable and len(self.turns) > 0
+        return self.is_idle and not self.durability.pending_writes and is_written
+
+    def usable_prefix_len(self, wanted: Sequence[int]) -> int:
+        """Tokens of a text that its cache can be used for; never the last one, which is always
+        read."""
+        if self.rule.is_chat:  # chat caches are extended by turns, not by tokens
+            return 0
+        residency = self.residency
+        read, settled = residency.cached_ids, residency.settled_tokens
+        if not residency.is_resident:
+            saved = residency.saved_cache
+            if saved is None:
+                return 0
+            read, settled = self.transcript.ids[: saved.tokens], saved.settled_tokens
+        common = min(common_prefix_len(read, wanted), len(wanted) - 1)
+        if common == len(read):
+            return common
+        return common if self.rule.can_truncate and common >= settled else 0
+
+    def update_occupancy(self) -> None:
+        """Record the cache's occupancy; after every turn."""
+        residency, cache = self.residency, self.residency.active
+        assert cache is not None
+        residency.is_lossless = not residency.is_coded and self.rule.is_lossless(cache)
+        residency.chat_occupancy = self.rule.occupancy(cache)
 
 
 def common_prefix_len(first: Sequence[int], second: Sequence[int]) -> int:

@@ -32,7 +32,7 @@ def said_in(folder: Path, loaded: LoadedModel) -> list[object]:
 
 def pin(served: Served, persistence: StoreSessionPersistence) -> None:
     session = served.core.find("a", "x")
-    session.is_pinned = True
+    session.usage.is_pinned = True
     written = persistence.pin(session)
     assert written is not None
     written.result(30)
@@ -98,7 +98,7 @@ def test_a_session_can_be_pinned_behind_it(
         with unheard(persistence):
             served.ask(text, "x")
     pin(served, persistence)
-    assert Served(small, persistence=keeper_in(tmp_path, small)).core.find("a", "x").is_pinned
+    assert Served(small, persistence=keeper_in(tmp_path, small)).core.find("a", "x").usage.is_pinned
     assert len(said_in(tmp_path, small)) == turns
 
 
@@ -110,18 +110,18 @@ def test_a_cache_is_attached_behind_it(small: LoadedModel, tmp_path: Path, metho
     session = stored.core.find("a", "x")
     with unheard(stored.persistence, method):
         if method == "label":
-            session.is_pinned = True
+            session.usage.is_pinned = True
             written = stored.persistence.pin(session)
             assert written is not None and written.exception(30) is not None
         else:
             saving = stored.core.tiers.save(session)
             assert saving is not None and saving.exception(30) is not None
             stored.run()
-            session.failed_write_tokens = -1
+            session.residency.failed_write_tokens = -1
     saving = stored.core.tiers.save(session)
     assert saving is not None and saving.exception(30) is None
     stored.run()
-    assert session.is_saved
+    assert session.residency.is_saved
     [view] = stored.persistence.list_sessions("a")
     assert view.tier == "disk" and view.pinned == (method == "label")
 
@@ -258,7 +258,7 @@ def test_20_what_another_has_made_of_what_was_given_up_supersedes(
     late, _ = served.submit(text, "x")
     served.run()
     assert isinstance(late.error, ApiError) and late.error.code == "session_superseded"
-    assert served.core.find("a", "x").is_pinned
+    assert served.core.find("a", "x").usage.is_pinned
 
 
 def test_whether_a_session_has_gone_on_elsewhere_is_not_known_of_a_slow_store(

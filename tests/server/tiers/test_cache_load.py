@@ -25,7 +25,7 @@ HELD = {
 
 def has_only_logs(stored: Stored) -> bool:
     """Whether nothing is charged in host memory but what was said."""
-    logs = [each.transcript_reservation for each in stored.core.sessions]
+    logs = [each.transcript.reservation for each in stored.core.sessions]
     return stored.core.ledger.used(Tier.HOST) == sum(log.bytes for log in logs if log is not None)
 
 
@@ -50,6 +50,6 @@ def test_the_room_of_what_could_not_be_taken_in_is_given_back(
         assert isinstance(client.error, failure) and has_only_logs(stored)
         moved = stored.core.prefetch("a", "x")
         stored.run()
-        assert moved.result(0).tier == "disk" and has_only_logs(stored)
+        assert moved.result(0).residency.tier == "disk" and has_only_logs(stored)
     assert stored.ask(turns, "x").told.tier == "disk"
     stored.close()

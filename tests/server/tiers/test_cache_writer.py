@@ -38,7 +38,7 @@ def cache_bytes(loaded: LoadedModel, policy: str = "full") -> int:
     """What a conversation of two turns takes in memory."""
     served = Served(loaded, policy)
     talk(served)
-    return served.core.sessions.find("a", "x").nbytes
+    return served.core.sessions.find("a", "x").residency.nbytes
 
 
 def turn_bytes(loaded: LoadedModel, policy: str) -> int:
@@ -233,14 +233,14 @@ def test_a_session_is_let_go_and_had_back(small: LoadedModel, tmp_path: Path) ->
     turns = talk(stored)
     done = stored.core.release("a", "x")
     stored.run()
-    assert done.result().tier == "disk" == stored.tier()
+    assert done.result().residency.tier == "disk" == stored.tier()
     assert not stored.core.sessions.has("a", "x")
     [view] = stored.persistence.list_sessions("a")
     assert view.turns == 4 and view.epoch == 2 and view.tier_bytes["disk"] > 0
     assert view.kept_tokens + view.evicted_tokens > view.kept_tokens > 0 and not view.lossless
     back = stored.core.prefetch("a", "x")
     stored.run()
-    assert back.result().tier == "device"
+    assert back.result().residency.tier == "device"
     assert stored.ask(turns, "x").told.tier == "device"
 
 
@@ -251,7 +251,7 @@ def test_a_cache_in_the_store_stays_there_when_it_is_looked_at(
     talk(stored)
     done = stored.core.release("a", "x")
     stored.run()
-    assert done.result().tier == "disk"
+    assert done.result().residency.tier == "disk"
     stored.close()
     again = Stored(small, tmp_path)
     with closing(hub_over(small, again)) as hub:
@@ -273,7 +273,7 @@ def test_a_pin_outlives_the_server(small: LoadedModel, tmp_path: Path) -> None:
         "y": False,
     }
     second.ask(turns, "x")
-    assert second.core.find("a", "x").is_pinned
+    assert second.core.find("a", "x").usage.is_pinned
     second.close()
     third = Stored(small, tmp_path)
     with closing(hub_over(small, third)) as hub:
@@ -290,15 +290,19 @@ def test_a_cache_is_made_as_small_as_its_policy_wants(small: LoadedModel, tmp_pa
     turns = talk(stored)
     talk(never)
     session = stored.core.find("a", "x")
-    before, bound = session.occupancy, session.rule.heads * session.rule.tokens
+    before, bound = session.residency.occupancy, session.rule.heads * session.rule.tokens
     assert before.entries <= bound, "at rest it is as small as its budget already"
     done = stored.core.compact("a", "x")
     stored.run()
-    assert done.result().occupancy.entries <= bound and done.result().occupancy.read == before.read
+    assert (
+        done.result().residency.occupancy.entries <= bound
+        and done.result().residency.occupancy.read == before.read
+    )
     stored.served.check()
     stored.close()
     again = Stored(small, tmp_path, policy="limited")
     assert again.ask(turns, "x").told.recomputed_tokens == 0
     assert (
-        again.core.find("a", "x").occupancy.entries <= never.core.find("a", "x").occupancy.entries
+        again.core.find("a", "x").residency.occupancy.entries
+        <= never.core.find("a", "x").residency.occupancy.entries
     )

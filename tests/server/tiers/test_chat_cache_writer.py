@@ -61,11 +61,11 @@ def test_a_restarted_server_goes_on_from_the_restored_caches(
     first, never = stored(deep, tmp_path, kind), unstored(deep, kind)
     turns = talk(first)
     assert talk(never) == turns
-    caches = first.core.find("a", "x").chat_cache
+    caches = first.core.find("a", "x").residency.chat_cache
     first.close()
     again = stored(deep, tmp_path, kind)
     assert again.tier() == "disk"
-    assert again.core.find("a", "x").saved_cache.caches == len(caches.caches)  # pyright: ignore
+    assert again.core.find("a", "x").residency.saved_cache.caches == len(caches.caches)  # pyright: ignore
     last, expected = blocks(again.served, turns), blocks(never, turns)
     assert last == expected  # no block more than without the restart
     more = answered(turns, again.served.ask(turns, "x"), "And?")
@@ -75,10 +75,10 @@ def test_a_restarted_server_goes_on_from_the_restored_caches(
     before = sum(each.tokens for each in again.core.find("a", "x").turns[:-2])
     assert again.core.scheduler.sums["restored_tokens"] == before
     sessions = [each.core.sessions.find("a", "x") for each in (again, never)]
-    assert sessions[0].occupancy == sessions[1].occupancy
+    assert sessions[0].residency.occupancy == sessions[1].residency.occupancy
     assert (
-        sessions[0].position_maps == sessions[1].position_maps
-        and sessions[0].rebuilt_turns == sessions[1].rebuilt_turns
+        sessions[0].residency.position_maps == sessions[1].residency.position_maps
+        and sessions[0].residency.rebuilt_turns == sessions[1].residency.rebuilt_turns
     )
 
 
@@ -188,7 +188,7 @@ def test_many_chats_take_turns_in_little_memory(small: LoadedModel, tmp_path: Pa
     measured = unstored(small, "epicache")
     talk(measured)
     [session] = measured.core.sessions
-    size, limit = session.nbytes, measured.core.reservations.peak
+    size, limit = session.residency.nbytes, measured.core.reservations.peak
     own = stored(small, tmp_path, "epicache", device=limit, host=host_need(measured) + 4 * size)
     alone = unstored(small, "epicache")
     turns = {f"n{number}": [*HISTORY, user(SAID[number % 2])] for number in range(6)}
@@ -222,7 +222,7 @@ def test_who_leaves_while_it_waits_for_memory_leaves_nothing_there(
     own.run()
     assert late.told.reason == "cancelled" and busy.told.new_tokens == 40
     session, tiers = own.core.find("a", "x"), own.core.tiers
-    assert session.host_reservation is None and session.key not in tiers.in_host
+    assert session.residency.reservation is None and session.key not in tiers.in_host
     assert tiers.offload(own.core.find("a", "y"))  # what is there is looked through for the store
     own.run()
     last = own.ask(turns, "x")
@@ -232,7 +232,7 @@ def test_who_leaves_while_it_waits_for_memory_leaves_nothing_there(
 def host_need(served: Served) -> int:
     """What a turn may ask of host memory."""
     [session] = served.core.sessions
-    return chat_turn_demand(session.rule, session.tokens + 64, 32, 5, 4).host
+    return chat_turn_demand(session.rule, session.transcript.tokens + 64, 32, 5, 4).host
 
 
 def test_a_session_is_let_go_and_had_back(small: LoadedModel, tmp_path: Path) -> None:
@@ -241,11 +241,11 @@ def test_a_session_is_let_go_and_had_back(small: LoadedModel, tmp_path: Path) ->
     talk(never)
     done = own.core.release("a", "x")
     own.run()
-    assert done.result().tier == "disk" == own.tier()
+    assert done.result().residency.tier == "disk" == own.tier()
     assert not own.core.sessions.has("a", "x")
     back = own.core.prefetch("a", "x")
     own.run()
-    assert back.result().tier == "device"
+    assert back.result().residency.tier == "device"
     last = own.ask(turns, "x")
     assert last.text == never.ask(turns, "x").text
     assert last.told.tier == "device" and last.told.recomputed_tokens == 0
@@ -260,7 +260,7 @@ def test_who_asks_while_its_caches_are_written_gets_its_answer(
     assert talk(never, said=SAID[:3]) == turns
     session = own.core.find("a", "x")
     assert own.core.tiers.offload(session)
-    assert session.is_saving and session.tier == "host"
+    assert session.residency.is_saving and session.residency.tier == "host"
     last = own.ask(turns, "x", max_new_tokens=5)
     assert last.text == never.ask(turns, "x", max_new_tokens=5).text
     turns = answered(turns, last, SAID[3])

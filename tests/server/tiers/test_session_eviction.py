@@ -24,15 +24,15 @@ def test_who_is_asked_again_last_leaves_first(
 ) -> None:
     probe = Served(small)
     probe.ask(told(1), "x")
-    size = probe.core.sessions.find("a", "x").nbytes
+    size = probe.core.sessions.find("a", "x").residency.nbytes
     served = Served(small, device=3 * size + size // 2, eviction=eviction)
     for number, (name, steps) in enumerate({"soon": 1, "late": 5}.items()):
         served.ask(told(number), name, steps={"": steps})
     others = 0
-    while all(each.tier == "device" for each in served.core.sessions):
+    while all(each.residency.tier == "device" for each in served.core.sessions):
         served.ask(told(7 + others), f"new {others}", steps={f"new {others}": 2})
         others += 1
-    assert served.core.sessions.find("a", leaves).tier == "host"
+    assert served.core.sessions.find("a", leaves).residency.tier == "host"
 
 
 class Waiting(Client):
@@ -58,10 +58,10 @@ def test_steps_of_others_are_told_by_name_and_within_a_tenant(small: LoadedModel
             ask(hub, "planner", tenant, {"": 2})
         ask(hub, "critic", "a", {"planner": 7, "critic": 3, "nobody": 1})
         sessions = hub.context.core.sessions
-        told_of = {(each.tenant, each.name): each.workflow_steps for each in sessions}
+        told_of = {(each.tenant, each.name): each.usage.workflow_steps for each in sessions}
         assert told_of == {("a", "planner"): 7, ("b", "planner"): 2, ("a", "critic"): 3}
         ask(hub, "critic", "b", {})
-        assert sessions.find("b", "critic").workflow_steps == math.inf
+        assert sessions.find("b", "critic").usage.workflow_steps == math.inf
 
 
 def test_pauses_between_answers_are_seen_and_outlive_the_server(
@@ -71,16 +71,16 @@ def test_pauses_between_answers_are_seen_and_outlive_the_server(
     turns, ends = told(1), list[float]()
     for _ in range(3):
         turns = answered(turns, first.ask(turns, "x"), "Why?")
-        ends.append(first.core.find("a", "x").answered)
+        ends.append(first.core.find("a", "x").usage.answered)
     session = first.core.find("a", "x")
     client, ticket = first.served.submit(turns, "x")
     ticket.cancel()
     first.run()
-    assert client.told.reason == "cancelled" and session.answered == ends[-1]
-    pauses = list(session.think_times)
+    assert client.told.reason == "cancelled" and session.usage.answered == ends[-1]
+    pauses = list(session.usage.think_times)
     assert len(pauses) == 2 and 0 < pauses[0] < ends[1] - ends[0]
     first.close()
     again = Stored(small, tmp_path)
     back = again.core.find("a", "x")
-    assert list(back.think_times) == pauses and back.answered > 0
+    assert list(back.usage.think_times) == pauses and back.usage.answered > 0
     again.close()

@@ -58,7 +58,7 @@ class EpochFence:
         newest = self._own_attempt(session)
         if newest is None:
             return False
-        session.durable_epoch, session.write_mark = newest.epoch, ""
+        session.durability.epoch, session.durability.write_mark = newest.epoch, ""
         return True
 
     def is_outdated(self, session: SessionState) -> bool:
@@ -67,7 +67,9 @@ class EpochFence:
         Raises:
             StoreError: the store cannot be read.
         """
-        moved = self._store.sessions.has_moved(session.tenant, session.name, session.durable_epoch)
+        moved = self._store.sessions.has_moved(
+            session.tenant, session.name, session.durability.epoch
+        )
         return moved and self._own_attempt(session) is None
 
     def remove(self, session: SessionState) -> None:
@@ -84,28 +86,30 @@ class EpochFence:
             except Superseded:
                 continue
             except InputError:  # not in the store
-                if not session.write_mark or not self._occupies_first_epoch(session):
+                if not session.durability.write_mark or not self._occupies_first_epoch(session):
                     return
         sessions.remove(session.tenant, session.name)
 
     def _attempt(
         self, session: SessionState, write: Callable[[int, Mapping[str, str]], Record]
     ) -> Record:
-        session.write_mark = session.write_mark or secrets.token_hex(MARK_BYTES)
-        record = write(session.durable_epoch, {WRITE_MARK_LABEL: session.write_mark})
-        session.durable_epoch, session.write_mark = record.epoch, ""
+        durability = session.durability
+        durability.write_mark = durability.write_mark or secrets.token_hex(MARK_BYTES)
+        record = write(durability.epoch, {WRITE_MARK_LABEL: durability.write_mark})
+        durability.epoch, durability.write_mark = record.epoch, ""
         return record
 
     def _own_attempt(self, session: SessionState) -> Record | None:
         """The newest stored state, if it is an own write with unknown outcome."""
-        if not session.write_mark:
+        durability = session.durability
+        if not durability.write_mark:
             return None
         newest = self._store.sessions.head(session.tenant, session.name)
-        if newest is None or newest.labels.get(WRITE_MARK_LABEL) != session.write_mark:
+        if newest is None or newest.labels.get(WRITE_MARK_LABEL) != durability.write_mark:
             return None
         # Other servers copy labels to their states, so the previous epoch is compared, too; that
         # of a first state is unknown.
-        return newest if session.durable_epoch in (0, newest.previous) else None
+        return newest if durability.epoch in (0, newest.previous) else None
 
     def _occupies_first_epoch(self, session: SessionState) -> bool:
         """True if the first epoch is occupied, so that a delayed first write cannot take effect; an

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from larder.core.errors import InputError
@@ -115,9 +116,9 @@ class SessionRestorer:
             ApiError: 409 `session_exists`.
         """
         session = self._sessions.open(tenant, name, self._rules[0])
-        session.opening_messages = transcript.opening_messages
-        session.turns = transcript.turns
-        session.epoch = len(transcript.turns)
+        session.transcript.opening_messages = transcript.opening_messages
+        session.transcript.turns = transcript.turns
+        session.transcript.epoch = len(transcript.turns)
         if transcript.turns:
             self._sessions.index_session(session)
         return session
@@ -133,16 +134,18 @@ class SessionRestorer:
         if self._sessions.has(tenant, name):
             return self._sessions.find(tenant, name)
         session = self.create(tenant, name, transcript)
-        session.durable_epoch, session.durable_turns = stored.epoch, len(session.turns)
-        session.epoch = int(stored.labels.get("epoch", len(session.turns)))
-        session.made = float(stored.labels.get("made", session.made))
-        session.answered = float(stored.labels.get(ANSWERED_LABEL, 0.0))
-        session.think_times.extend(map(float, stored.labels.get(PAUSES_LABEL, "").split()))
-        session.is_pinned = stored.labels.get(PINNED_LABEL) == YES
+        usage = session.usage
+        session.durability.epoch, session.durability.turns = stored.epoch, len(session.turns)
+        session.transcript.epoch = int(stored.labels.get("epoch", len(session.turns)))
+        made = float(stored.labels.get("made", session.identity.made))
+        session.identity = replace(session.identity, made=made)
+        usage.answered = float(stored.labels.get(ANSWERED_LABEL, 0.0))
+        usage.think_times.extend(map(float, stored.labels.get(PAUSES_LABEL, "").split()))
+        usage.is_pinned = stored.labels.get(PINNED_LABEL) == YES
         for rule in self._rules:
             if stored.saved_cache is not None and str(rule.policy) == stored.policy:
-                session.rule, session.saved_cache = rule, stored.saved_cache
-                session.is_lossless = stored.saved_cache.is_lossless
+                session.rule, session.residency.saved_cache = rule, stored.saved_cache
+                session.residency.is_lossless = stored.saved_cache.is_lossless
                 break
         return self._weigh(session)
 

@@ -64,7 +64,7 @@ class WriteRetryQueue:
 
     def durable(self, session: SessionState) -> bool | None:
         """True if the store has all turns of a session; None if that is unknown."""
-        if session.durable_epoch and session.durable_turns == len(session.turns):
+        if session.durability.epoch and session.durability.turns == len(session.turns):
             return True
         return False if session.key in self._pending else None
 
@@ -107,7 +107,7 @@ class WriteRetryQueue:
             return
         self._plan(RETRY_SECONDS)
         for session in self._pending.values():
-            if not (session.is_answering or session.pending_writes):
+            if not (session.usage.is_answering or session.durability.pending_writes):
                 self._write(session)
                 return
 

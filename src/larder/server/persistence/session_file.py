@@ -140,7 +140,9 @@ def encode(session: TranscriptSnapshot, fingerprint: str) -> bytes:
 
 def take_snapshot(session: SessionState) -> TranscriptSnapshot:
     """Copy of a session's transcript, unaffected by later turns."""
-    return TranscriptSnapshot(session.root, session.opening_messages, list(session.turns))
+    return TranscriptSnapshot(
+        session.root, session.transcript.opening_messages, list(session.turns)
+    )
 
 
 def encode_session(session: SessionState) -> bytes:

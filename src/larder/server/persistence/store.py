@@ -78,10 +78,12 @@ class StoreSessionPersistence(SessionPersistence):
         self._locks.check(session)
         transcript = session_file.take_snapshot(session)
         extra_labels = {
-            "epoch": str(session.epoch),
-            PAUSES_LABEL: " ".join(map(str, session.think_times)),
+            "epoch": str(session.transcript.epoch),
+            PAUSES_LABEL: " ".join(map(str, session.usage.think_times)),
         }
-        return self._pool.submit(self._write, session, transcript, session.ids, extra_labels)
+        return self._pool.submit(
+            self._write, session, transcript, session.transcript.ids, extra_labels
+        )
 
     def attach(
         self, session: SessionState, prepared: StagedCache, labels: Mapping[str, str]
@@ -193,6 +195,7 @@ class StoreSessionPersistence(SessionPersistence):
         Raises:
             ApiError: 409 `session_superseded`.
         """
+        durability = session.durability
         tenant, name = own = session.tenant, session.name
         *_, first = self._message_hashes(transcript.turns[0].messages)
         *_, whole = self._message_hashes(map(_stripped, _messages(transcript.turns)))
@@ -202,10 +205,10 @@ class StoreSessionPersistence(SessionPersistence):
             MODEL_LABEL: self._fingerprint,
             ROOT_LABEL: transcript.root,
             "turns": str(sum(len(each.messages) + 1 for each in transcript.turns)),
-            "made": str(session.made),
+            "made": str(session.identity.made),
             ANSWERED_LABEL: str(self._store.parts.clock()),
             **extra_labels,
-            PINNED_LABEL: YES if session.is_pinned else NO,
+            PINNED_LABEL: YES if session.usage.is_pinned else NO,
         }
         data = session_file.encode(transcript, self._fingerprint)
 
@@ -214,17 +217,17 @@ class StoreSessionPersistence(SessionPersistence):
             return self._store.sessions.append(tenant, name, turn, epoch)
 
         try:
-            if not session.durable_epoch and own in self._damaged:
-                session.durable_epoch = self._store.sessions.restart_epoch(tenant, name)
+            if not durability.epoch and own in self._damaged:
+                durability.epoch = self._store.sessions.restart_epoch(tenant, name)
             self._fence.write(session, appended)
             self._damaged.discard(own)
         except Superseded as error:
-            session.is_superseded = True
+            durability.is_superseded = True
             raise session_superseded(session.name) from error
         except (BudgetError, StoreError) as error:
             self._note(error)
             return error
-        session.durable_turns = len(transcript.turns)
+        durability.turns = len(transcript.turns)
         with self._names_lock:
             index = self._names.get(session.tenant)
         if index is not None:  # otherwise the index is loaded on first use
@@ -245,7 +248,7 @@ class StoreSessionPersistence(SessionPersistence):
         Raises:
             ApiError: 409 `session_superseded`, or 503 `session_unwritten`.
         """
-        pinned = YES if session.is_pinned else NO
+        pinned = YES if session.usage.is_pinned else NO
 
         def labeled(epoch: int, mark: Mapping[str, str]) -> Record:
             return self._store.sessions.label(
@@ -253,7 +256,7 @@ class StoreSessionPersistence(SessionPersistence):
             )
 
         try:
-            if session.durable_epoch or self._fence.adopts_own_write(
+            if session.durability.epoch or self._fence.adopts_own_write(
                 session
             ):  # otherwise the first turn carries the flag
                 self._fence.write(session, labeled)
@@ -277,7 +280,7 @@ class StoreSessionPersistence(SessionPersistence):
         try:
             self._fence.remove(session)
         except (BudgetError, StoreError) as error:
-            if session.durable_epoch or session.write_mark:
+            if session.durability.epoch or session.durability.write_mark:
                 raise
             self._note(error)
         self._unindex(session.tenant, session.name)

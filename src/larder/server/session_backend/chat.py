@@ -43,12 +43,15 @@ class ChatBackend(SessionBackend):
 
     def start(self, job: RequestState) -> None:
         session, past_tokens = job.session, _tokens(job.past_turns)
-        if session.chat_cache is not None and not self._prefill.extends(job, session.chat_cache):
+        residency = session.residency
+        if residency.chat_cache is not None and not self._prefill.extends(
+            job, residency.chat_cache
+        ):
             self._tiers.drop(session)
-        job.counts.tier, held, source = session.tier, session.chat_cache, self._source(job)
+        job.counts.tier, held, source = residency.tier, residency.chat_cache, self._source(job)
         episodes = 0 if held is None else len(held.caches)
-        if source is not None and source.saved_cache is not None:
-            episodes = max(episodes, source.saved_cache.caches)
+        if source is not None and source.residency.saved_cache is not None:
+            episodes = max(episodes, source.residency.saved_cache.caches)
         length = len(job.prompt_ids)
         job.new_ids = (
             job.prompt_ids[past_tokens:]
@@ -61,7 +64,7 @@ class ChatBackend(SessionBackend):
         )
         if held is None:
             job.counts.tier = self._copy_from_origin(job)
-            if session.chat_cache is None and source is not None and self._fetch(job, source):
+            if residency.chat_cache is None and source is not None and self._fetch(job, source):
                 return
         self._tiers.restored["host"] += job.counts.tier == "host"
         self._plan_prefill(job)
@@ -69,8 +72,8 @@ class ChatBackend(SessionBackend):
     def _plan_prefill(self, job: RequestState) -> None:
         """Prepare the prefill: the caches are present, or are to be rebuilt."""
         session, past_tokens = job.session, _tokens(job.past_turns)
-        if session.chat_cache is not None:
-            num_turns = len(session.chat_cache.state.log.turns)
+        if session.residency.chat_cache is not None:
+            num_turns = len(session.residency.chat_cache.state.log.turns)
             job.cached_len = job.counts.cached = _tokens(job.past_turns[:num_turns])
             job.counts.restored = job.cached_len if job.counts.tier in ("host", "disk") else 0
         job.counts.recomputed = past_tokens - job.cached_len
@@ -124,12 +127,14 @@ class ChatBackend(SessionBackend):
     ) -> CompletedTurn:
         session = job.session
         if job.completed_turn is None:
-            assert session.chat_cache is not None and job.active_turn is not None
+            assert session.residency.chat_cache is not None and job.active_turn is not None
             turn = job.completed_turn = job.complete_turn(closing, len(job.closing_ids), reason)
             chat_turn = ChatTurn(
                 job.new_messages[-1].text, turn.text, (*job.new_ids, *turn.answer_ids)
             )
-            job.turn_commit = session.chat_cache.prepare_commit(job.active_turn, chat_turn)
+            job.turn_commit = session.residency.chat_cache.prepare_commit(
+                job.active_turn, chat_turn
+            )
         return job.completed_turn
 
     def _closing_steps(
@@ -144,35 +149,37 @@ class ChatBackend(SessionBackend):
 
     def commit_turn(self, job: RequestState) -> None:
         session, active_turn = job.session, job.active_turn
+        residency = session.residency
         assert (
-            session.chat_cache is not None
+            residency.chat_cache is not None
             and active_turn is not None
             and job.turn_commit is not None
         )
-        start = session.chat_cache.num_tokens
-        session.chat_cache.commit(active_turn, job.turn_commit)
-        session.position_maps.file(
+        start = residency.chat_cache.num_tokens
+        residency.chat_cache.commit(active_turn, job.turn_commit)
+        residency.position_maps.file(
             active_turn.number, job.turn_commit.number, active_turn.start_position, start
         )
         active_turn.cache.compact()
-        job.active_turn, session.episode = None, active_turn.number
-        session.cached_ids = session.ids
+        job.active_turn, residency.episode = None, active_turn.number
+        residency.cached_ids = session.transcript.ids
         session.update_occupancy()
 
     def rollback(self, job: RequestState) -> None:
         session, active_turn = job.session, job.active_turn
+        residency = session.residency
         if job.prefill_steps is not None:
             job.prefill_steps.close()
         job.prefill_steps = job.active_turn = None
-        if active_turn is not None and session.chat_cache is not None:
+        if active_turn is not None and residency.chat_cache is not None:
             if active_turn.can_be_undone:
-                session.chat_cache.abort_turn(active_turn)
+                residency.chat_cache.abort_turn(active_turn)
             else:
                 self._tiers.drop(session)
-        if session.chat_cache is None:
+        if residency.chat_cache is None:
             self._tiers.drop(session)
         elif not _is_complete(
-            session.chat_cache, job
+            residency.chat_cache, job
         ):  # the turn was not stored, or the replay is incomplete
             self._tiers.drop(session)
         else:
@@ -197,8 +204,8 @@ class ChatBackend(SessionBackend):
             self._tiers.chats.return_reservation(session, load.reservation)
             job.counts.tier = "none"
             if not isinstance(error, Refused) or error.reason != SLOWER_THAN_RECOMPUTE:
-                load.source.saved_cache = None
-        session.origin = None
+                load.source.residency.saved_cache = None
+        session.residency.origin = None
         self._plan_prefill(job)
 
     def abandon_load(self, job: RequestState) -> None:
@@ -208,7 +215,7 @@ class ChatBackend(SessionBackend):
             job.load = None
 
     def _grant(self, session: SessionState, demand: MemoryDemand) -> None:
-        before = 0 if session.host_reservation is None else session.host_reservation.bytes
+        before = session.residency.reserved_bytes
         self._tiers.chats.reserve(session, max(before, demand.host))
         try:
             self._tiers.grant(session, demand)
@@ -220,15 +227,19 @@ class ChatBackend(SessionBackend):
         """Session whose stored caches this one can use: its own, or those of the session it was
         forked from."""
         session, past_tokens = job.session, _tokens(job.past_turns)
-        for each in (session, session.origin):
-            if each is not None and each.saved_cache is not None and each.rule is session.rule:
-                if each.saved_cache.tokens <= past_tokens:
+        for each in (session, session.residency.origin):
+            if (
+                each is not None
+                and each.residency.saved_cache is not None
+                and each.rule is session.rule
+            ):
+                if each.residency.saved_cache.tokens <= past_tokens:
                     return each
         return None
 
     def _fetch(self, job: RequestState, source: SessionState) -> bool:
         """Start a cache load; False if there is no host memory for it."""
-        kept = source.saved_cache
+        kept = source.residency.saved_cache
         assert kept is not None
         reservation = self._tiers.chats.detach(
             job.session, kept.nbytes + WRITE_COPIES * kept.cache_bytes
@@ -243,33 +254,38 @@ class ChatBackend(SessionBackend):
     def _copy_from_origin(self, job: RequestState) -> str:
         """Copy the caches of the session it was forked from, if they match;
         the tier of the result."""
-        session, origin = job.session, job.session.origin
-        session.origin = None
-        if origin is None or origin.chat_cache is None or origin.is_running:
+        session, origin = job.session, job.session.residency.origin
+        residency = session.residency
+        residency.origin = None
+        if origin is None or origin.residency.chat_cache is None or origin.usage.is_running:
             return "none"
         if origin.rule is not session.rule:
             return "none"
-        session.chat_cache = origin.chat_cache.copy_before(len(job.past_turns))
-        if session.chat_cache is not None:
-            session.cached_ids, session.is_coded = session.ids, origin.is_coded
-        session.episode = origin.episode
-        session.rebuilt_turns = min(origin.rebuilt_turns, len(job.past_turns))
-        session.chat_occupancy = origin.chat_occupancy
-        session.position_maps = PositionMaps(dict(origin.position_maps.own))
-        return session.tier
+        residency.chat_cache = origin.residency.chat_cache.copy_before(len(job.past_turns))
+        if residency.chat_cache is not None:
+            residency.cached_ids, residency.is_coded = (
+                session.transcript.ids,
+                origin.residency.is_coded,
+            )
+        residency.episode = origin.residency.episode
+        residency.rebuilt_turns = min(origin.residency.rebuilt_turns, len(job.past_turns))
+        residency.chat_occupancy = origin.residency.chat_occupancy
+        residency.position_maps = PositionMaps(dict(origin.residency.position_maps.own))
+        return residency.tier
 
     def _check(self, job: RequestState) -> None:
         """Compare the bytes in use with the reservations."""
         session, active_turn = job.session, job.active_turn
-        device, host = session.device_bytes, session.host_bytes
+        residency = session.residency
+        device, host = residency.device_bytes, residency.host_bytes
         copy = None if active_turn is None else active_turn.copy
         if copy is not None:
             device += copy.device_nbytes
             host += copy.nbytes - copy.device_nbytes - copy.shared_nbytes
-        if session.chat_cache is not None:
-            device = max(device, session.chat_cache.refresh_meter.peak_live_bytes)
+        if residency.chat_cache is not None:
+            device = max(device, residency.chat_cache.refresh_meter.peak_live_bytes)
         self._reservations.check(session.key, device)
-        if host > (0 if session.host_reservation is None else session.host_reservation.bytes):
+        if host > (residency.reserved_bytes):
             self._tiers.chats.reserve(session, host)
 
 

@@ -34,18 +34,19 @@ class ChatPrefill:
     def steps(self, job: RequestState) -> PrefillSteps:
         """From what there is of a session to a cache that has read all but the prompt's end."""
         session = job.session
-        if session.chat_cache is None:
-            session.chat_cache = yield from self._rebuild(job)
+        residency = session.residency
+        if residency.chat_cache is None:
+            residency.chat_cache = yield from self._rebuild(job)
             if job.counts.recomputed > session.rule.block:  # short prefills are slower per token
                 self._disk.note_reading(job.counts.recomputed, job.prefill_seconds)
         else:
-            session.chat_cache.refresh_meter = PeakMemoryMeter()
-            yield from self._catch_up(job, session.chat_cache)
-        session.cached_ids = session.ids
-        yield from _refresh_steps(session, session.chat_cache)
+            residency.chat_cache.refresh_meter = PeakMemoryMeter()
+            yield from self._catch_up(job, residency.chat_cache)
+        residency.cached_ids = session.transcript.ids
+        yield from _refresh_steps(session, residency.chat_cache)
         room = len(job.new_ids) + job.new_tokens + len(self._tokenizer.end_of_turn_ids())
         active_turn, prompt_tail = yield from self._open_turn(
-            session, session.chat_cache, job.new_messages[-1].text, job.new_ids, room
+            session, residency.chat_cache, job.new_messages[-1].text, job.new_ids, room
         )
         job.active_turn = active_turn
         job.prompt_tail = yield from active_turn.reader.message_steps(prompt_tail)
@@ -71,8 +72,8 @@ class ChatPrefill:
         """Rebuild the caches from the transcript."""
         session, runtime = job.session, job.session.rule.runtime
         log = self._log(job)
-        before = replace(log, turns=log.turns[: session.rebuilt_turns])
-        session.position_maps = PositionMaps()
+        before = replace(log, turns=log.turns[: session.residency.rebuilt_turns])
+        session.residency.position_maps = PositionMaps()
         meter, source = PeakMemoryMeter(), before.prefill_input(before.transcript(self._tokenizer))
         memory = yield from prefill_memory_steps(runtime, source, session.rule.policy, {}, meter)
         chat_cache = ChatCache(runtime, ChatState(memory, before))
@@ -120,7 +121,7 @@ class ChatPrefill:
         generated = len(answer) - (len(closing) if answer[-len(closing) :] == closing else 0)
         yield from turn.closing_steps(answer[stop:], generated)
         commit = chat_cache.prepare_commit(active_turn, exchange)
-        session.position_maps.file(
+        session.residency.position_maps.file(
             active_turn.number, commit.number, active_turn.start_position, chat_cache.num_tokens
         )
         chat_cache.commit(active_turn, commit)
@@ -155,6 +156,6 @@ def _refresh_steps(session: SessionState, chat_cache: ChatCache) -> PrefillSteps
     before = chat_cache.state.refreshes
     yield from chat_cache.refresh_steps()
     if chat_cache.state.refreshes > before:
-        session.rebuilt_turns = len(chat_cache.state.log.turns)
+        session.residency.rebuilt_turns = len(chat_cache.state.log.turns)
         read = [held.next_position for held in chat_cache.caches.usage()]
-        session.position_maps.refresh(read, chat_cache.num_tokens)
+        session.residency.position_maps.refresh(read, chat_cache.num_tokens)

@@ -25,19 +25,20 @@ SCHEMA = 1
 
 def has_all_turns(session: SessionState) -> bool:
     """True if a session's caches contain exactly its completed turns."""
-    chat_cache = session.chat_cache
+    chat_cache = session.residency.chat_cache
     return chat_cache is not None and len(chat_cache.state.log.turns) == len(session.turns)
 
 
 def encode_chat_state(session: SessionState) -> bytes:
     """The record that `restore_chat` needs beside caches and transcript."""
-    assert session.chat_cache is not None
-    maps_by_cache = session.position_maps.own.items()
+    residency = session.residency
+    assert residency.chat_cache is not None
+    maps_by_cache = residency.position_maps.own.items()
     record = {
         "schema": SCHEMA,
-        "chat": chat_state_record(session.chat_cache.state).decode(),
-        "base": session.rebuilt_turns,
-        "episode": session.episode,
+        "chat": chat_state_record(residency.chat_cache.state).decode(),
+        "base": residency.rebuilt_turns,
+        "episode": residency.episode,
         "spots": [[number, each.starts, each.texts] for number, each in maps_by_cache],
     }
     return json.dumps(record, ensure_ascii=False).encode()
@@ -56,6 +57,7 @@ def restore_chat(
     Raises:
         Damaged: caches and record do not match the transcript; the session is unchanged.
     """
+    residency = session.residency
     decoded, rule = _parsed(beside), session.rule
     try:
         base, episode = int(decoded["base"]), int(decoded["episode"])
@@ -74,8 +76,12 @@ def restore_chat(
         raise Damaged("The chat state beside the caches does not match them: discard it.")
     log = session_log(session.root, session.turns, rule.runtime.tokenizer)
     state = restore_chat_state(data, ids, caches, rule.runtime, rule.policy, log, 0.0)
-    session.chat_cache = ChatCache(rule.runtime, state)
-    session.rebuilt_turns, session.episode, session.position_maps = base, episode, position_maps
+    residency.chat_cache = ChatCache(rule.runtime, state)
+    residency.rebuilt_turns, residency.episode, residency.position_maps = (
+        base,
+        episode,
+        position_maps,
+    )
 
 
 def _parsed(beside: bytes | None) -> Mapping[str, Any]:

@@ -46,14 +46,15 @@ class PrefixBackend(SessionBackend):
 
     def start(self, job: RequestState) -> None:
         session = job.session
-        job.counts.tier = session.tier
+        residency = session.residency
+        job.counts.tier = residency.tier
         usable = _usable_tokens(job, session)
-        if not usable and session.has_resident_cache:
+        if not usable and residency.is_resident:
             self._tiers.drop(session)
             usable = _usable_tokens(job, session)  # the store may have an earlier state
         if not usable:
             self._start_over(job)
-        elif session.has_resident_cache:
+        elif residency.is_resident:
             self._continue(job, usable)
         elif not self._fetch(job, session, usable):
             self._start_over(job)
@@ -68,12 +69,12 @@ class PrefixBackend(SessionBackend):
         if error is not None:
             load.reservation.release()
             if not isinstance(error, Refused) or error.reason != SLOWER_THAN_RECOMPUTE:
-                load.source.saved_cache = None
+                load.source.residency.saved_cache = None
             self._reset(session)
         else:
             self._install(session, load)
             self._truncate(session, load.usable_tokens)
-            session.origin = None
+            session.residency.origin = None
             session.update_occupancy()
         self._plan_prefill(job)
 
@@ -83,7 +84,9 @@ class PrefixBackend(SessionBackend):
                 session, load.source, load.saved_cache, load.future.result(), load.reservation
             )
         except BaseException:
-            if session.host_reservation is not load.reservation:  # otherwise the session owns it
+            if (
+                session.residency.reservation is not load.reservation
+            ):  # otherwise the session owns it
                 load.reservation.release()
             raise
 
@@ -95,7 +98,7 @@ class PrefixBackend(SessionBackend):
 
     def _plan_prefill(self, job: RequestState) -> None:
         """Count cached tokens and split the rest into blocks: the cache is present."""
-        cache = job.session.cache
+        cache = job.session.residency.cache
         assert cache is not None
         job.cached_len = cache.next_position
         past_tokens = sum(each.tokens for each in job.past_turns) - sum(
@@ -108,14 +111,14 @@ class PrefixBackend(SessionBackend):
 
     def prefill_block(self, job: RequestState) -> int:
         session, block = job.session, job.prefill_blocks[job.next_block]
-        cache = session.cache
+        cache = session.residency.cache
         assert cache is not None
         reader, started = session.rule.reader(len(job.prompt_ids)), perf_counter()
         cache.reserve(len(block))
         reader.append([PrefillSequence(cache, {})], block)
         if 2 * len(block) > session.rule.block:  # short prefills are slower per token
             self._tiers.disk.note_reading(len(block), perf_counter() - started)
-        session.cached_ids.extend(block)
+        session.residency.cached_ids.extend(block)
         self._reservations.check(session.key, max(cache.nbytes, reader.meter.peak_bytes))
         job.next_block += 1
         if job.is_prefilled:
@@ -124,18 +127,19 @@ class PrefixBackend(SessionBackend):
 
     def restart_prefill(self, job: RequestState) -> None:
         session = job.session
-        session.cache = session.rule.empty_cache()
-        session.cached_ids = array(TOKEN_TYPECODE)
-        session.settled_tokens = 0
+        residency = session.residency
+        residency.cache = session.rule.empty_cache()
+        residency.cached_ids = array(TOKEN_TYPECODE)
+        residency.settled_tokens = 0
         job.cached_len = 0
         self._split_prefill(job, (*job.prompt_ids, *job.output_ids))
 
     def on_step(self, job: RequestState, plans: int) -> None:
         session = job.session
         self._reservations.check(session.key, job.cache.nbytes)
-        session.cached_ids.append(job.step_ids[0])
+        session.residency.cached_ids.append(job.step_ids[0])
         if job.cache.plans != plans:
-            session.settled_tokens = job.cache.next_position
+            session.residency.settled_tokens = job.cache.next_position
 
     def needs_closing_pass(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> bool:
         """False: the next turn reads the end of this one with its prompt."""
@@ -147,7 +151,9 @@ class PrefixBackend(SessionBackend):
     ) -> CompletedTurn:
         session, read = job.session, job.cache.next_position
         unread = len(job.prompt_ids) + len(job.output_ids) + len(closing) - read
-        session.cached_ids = array(TOKEN_TYPECODE, (*job.prompt_ids, *job.output_ids)[:read])
+        session.residency.cached_ids = array(
+            TOKEN_TYPECODE, (*job.prompt_ids, *job.output_ids)[:read]
+        )
         session.update_occupancy()
         return job.complete_turn(closing, unread, reason)
 
@@ -155,27 +161,30 @@ class PrefixBackend(SessionBackend):
         """No effect: the cache contains the turn already."""
 
     def rollback(self, job: RequestState) -> None:
-        session, cache = job.session, job.session.cache
+        session, cache = job.session, job.session.residency.cache
+        residency = session.residency
         mark = job.cached_len
         can_undo = session.rule.can_truncate and cache is not None and mark > 0
-        if cache is None or not can_undo or mark < session.settled_tokens:
+        if cache is None or not can_undo or mark < residency.settled_tokens:
             self._tiers.drop(session)
             return
         cache.truncate(mark)
-        session.cached_ids = session.cached_ids[:mark]
+        residency.cached_ids = residency.cached_ids[:mark]
         session.update_occupancy()
         self._tiers.shrink_to_fit(session)
 
     def _split_prefill(self, job: RequestState, text: tuple[int, ...]) -> None:
         session = job.session
-        job.prefill_blocks = split_blocks(text[len(session.cached_ids) : -1], session.rule.block)
+        job.prefill_blocks = split_blocks(
+            text[len(session.residency.cached_ids) : -1], session.rule.block
+        )
         job.next_block = 0
         if job.is_prefilled:
             self._prepare(job)
 
     def _prepare(self, job: RequestState) -> None:
         """Prepare decoding: the prompt is read."""
-        session, cache = job.session, job.session.cache
+        session, cache = job.session, job.session.residency.cache
         assert cache is not None
         cache.reserve(job.new_tokens - len(job.output_ids))
         self._reservations.check(session.key, cache.nbytes)
@@ -188,16 +197,17 @@ class PrefixBackend(SessionBackend):
         """Continue with the session's own cache."""
         session = job.session
         self._tiers.grant(session, self._demand(job, session))
-        if session.cache is None:
+        if session.residency.cache is None:
             self._tiers.restore_from_host(session)
         self._truncate(session, usable)
 
     def _truncate(self, session: SessionState, usable: int) -> None:
         """Truncate the cache to the common prefix."""
-        assert session.cache is not None
-        if usable < session.cache.next_position:
-            session.cache.truncate(usable)
-            session.cached_ids = session.cached_ids[:usable]
+        residency = session.residency
+        assert residency.cache is not None
+        if usable < residency.cache.next_position:
+            residency.cache.truncate(usable)
+            residency.cached_ids = residency.cached_ids[:usable]
 
     def _fetch(self, job: RequestState, source: SessionState, usable: int) -> bool:
         """Start a cache load; False if there is no host memory for it.
@@ -205,7 +215,7 @@ class PrefixBackend(SessionBackend):
         Raises:
             BudgetError: no device memory is free now.
         """
-        session, saved = job.session, source.saved_cache
+        session, saved = job.session, source.residency.saved_cache
         assert saved is not None
         demands = self._demand(job, source), self._demand(job, None)
         self._tiers.grant(
@@ -220,17 +230,18 @@ class PrefixBackend(SessionBackend):
         if reservation is None:
             return False
         future = self._tiers.disk.load(source, saved)
-        job.counts.tier = source.tier
+        job.counts.tier = source.residency.tier
         job.load = CacheLoad(source, saved, usable, reservation, future)
         return True
 
     def _reset(self, session: SessionState) -> None:
         """Start with an empty cache, in memory that is reserved."""
-        session.origin = None
-        session.cache = session.rule.empty_cache()
-        session.cached_ids = array(TOKEN_TYPECODE)
-        session.settled_tokens = 0
-        session.is_coded, session.is_lossless = False, True
+        residency = session.residency
+        residency.origin = None
+        residency.cache = session.rule.empty_cache()
+        residency.cached_ids = array(TOKEN_TYPECODE)
+        residency.settled_tokens = 0
+        residency.is_coded, residency.is_lossless = False, True
 
     def _start_over(self, job: RequestState) -> None:
         """Start with a copy of another session's cache, or with an empty one."""
@@ -238,7 +249,7 @@ class PrefixBackend(SessionBackend):
         source = self._source(job)
         if source is not None:
             try:
-                if not source.has_resident_cache:
+                if not source.residency.is_resident:
                     if self._fetch(job, source, source.usable_prefix_len(job.prompt_ids)):
                         return
                 else:
@@ -253,32 +264,33 @@ class PrefixBackend(SessionBackend):
     def _copy(self, job: RequestState, source: SessionState) -> bool:
         """Copy the prefix from another session; False if its cache is no longer in memory."""
         session = job.session
-        usable = source.usable_prefix_len(job.prompt_ids) if source.has_resident_cache else 0
+        residency = session.residency
+        usable = source.usable_prefix_len(job.prompt_ids) if source.residency.is_resident else 0
         cache = self._fork_cache(source) if usable else None
         if cache is None:
             return False
         if usable < cache.next_position:
             cache.truncate(usable)
             cache.compact()
-        job.counts.tier = source.tier
-        session.cache, session.cached_ids = cache, source.cached_ids[:usable]
-        session.settled_tokens = min(source.settled_tokens, usable)
-        session.is_coded, session.origin = source.is_coded, None
+        job.counts.tier = source.residency.tier
+        residency.cache, residency.cached_ids = cache, source.residency.cached_ids[:usable]
+        residency.settled_tokens = min(source.residency.settled_tokens, usable)
+        residency.is_coded, residency.origin = source.residency.is_coded, None
         session.update_occupancy()
         return True
 
     def _fork_cache(self, source: SessionState) -> SequenceCache | None:
-        if source.cache is not None:
-            return source.cache.fork()
-        if source.offloaded_cache is not None:
-            return source.offloaded_cache.copied(source.rule.runtime.decoder.spec)
+        if source.residency.cache is not None:
+            return source.residency.cache.fork()
+        if source.residency.offloaded_cache is not None:
+            return source.residency.offloaded_cache.copied(source.rule.runtime.decoder.spec)
         return None
 
     def _source(self, job: RequestState) -> SessionState | None:
         """Session with the longest common prefix, among the fork's origin and
         shareable sessions."""
         session = job.session
-        origin = session.origin
+        origin = session.residency.origin
         own_len = (
             0 if origin is None or origin.rule is not session.rule else _usable_tokens(job, origin)
         )
@@ -289,13 +301,15 @@ class PrefixBackend(SessionBackend):
 
     def _demand(self, job: RequestState, source: SessionState | None) -> MemoryDemand:
         """Memory demand of the turn over the cache of `source`."""
-        occupancy = job.session.occupancy if source is None else source.occupancy
+        occupancy = (
+            job.session.residency.occupancy if source is None else source.residency.occupancy
+        )
         demand = job.session.rule.lossless_turn_demand(
             occupancy, len(job.prompt_ids), job.new_tokens
         )
         if source is None:
             return demand
-        nbytes = source.nbytes
+        nbytes = source.residency.nbytes
         return replace(
             demand,
             bytes=max(demand.bytes, nbytes),
@@ -305,6 +319,6 @@ class PrefixBackend(SessionBackend):
 
 def _usable_tokens(job: RequestState, session: SessionState) -> int:
     """Length of the usable common prefix; 0 for an exact request if the cache is lossy."""
-    if job.request.exact and not session.is_lossless:
+    if job.request.exact and not session.residency.is_lossless:
         return 0
     return session.usable_prefix_len(job.prompt_ids)

@@ -120,13 +120,14 @@ class StoreDiskTier(DiskTier):
     def save(
         self, session: SessionState, caches: Sequence[SequenceCache], beside: bytes | None
     ) -> Future[SavedCache]:
-        ids, policy = tuple(session.cached_ids), str(session.rule.policy)
-        is_coded = session.is_coded or not is_lossless_codec(self._snapshots.codec)
-        is_lossless = session.is_lossless and not is_coded
+        residency = session.residency
+        ids, policy = tuple(residency.cached_ids), str(session.rule.policy)
+        is_coded = residency.is_coded or not is_lossless_codec(self._snapshots.codec)
+        is_lossless = residency.is_lossless and not is_coded
         view = session_info(session)
         labels = {
-            "settled": str(session.settled_tokens),
-            "entries": str(session.occupancy.entries),
+            "settled": str(residency.settled_tokens),
+            "entries": str(residency.occupancy.entries),
             "coded": "yes" if is_coded else "no",
             "whole": "yes" if is_lossless else "no",
             "kept": str(view.kept_tokens),
@@ -152,7 +153,7 @@ class StoreDiskTier(DiskTier):
 
     def load(self, source: SessionState, stored: SavedCache) -> Future[LoadedCaches]:
         policy = str(source.rule.policy)
-        ids = tuple(source.ids[: stored.tokens])
+        ids = tuple(source.transcript.ids[: stored.tokens])
 
         def loaded() -> LoadedCaches:
             found = self._snapshots.load(source.tenant, source.name, policy)
@@ -211,10 +212,11 @@ def write_memory_bytes(session: SessionState) -> int:
     Chat caches are written one by one. Their full size may be held twice meanwhile: offloading and
     activation can both need it.
     """
-    if session.chat_cache is None:
-        return WRITE_COPIES * session.nbytes
-    largest = max(held.nbytes for held in session.chat_cache.caches.usage())
-    return session.nbytes + WRITE_COPIES * largest
+    residency = session.residency
+    if residency.chat_cache is None:
+        return WRITE_COPIES * residency.nbytes
+    largest = max(held.nbytes for held in residency.chat_cache.caches.usage())
+    return residency.nbytes + WRITE_COPIES * largest
 
 
 class DiskTierWriter:
@@ -252,18 +254,21 @@ class DiskTierWriter:
 
     def may_write(self, session: SessionState) -> bool:
         """True if an idle session's cache may be written and is not in the store."""
-        is_idle = not (session.is_answering or session.is_running or session.is_saving)
-        return is_idle and self.can_write(session) and not session.pending_writes
+        is_idle = not (
+            session.usage.is_answering or session.usage.is_running or session.residency.is_saving
+        )
+        return is_idle and self.can_write(session) and not session.durability.pending_writes
 
     def can_write(self, session: SessionState) -> bool:
         """True if the store could have the session's cache, but does not."""
-        if not session.has_resident_cache:  # reservations precede the cache
+        residency = session.residency
+        if not residency.is_resident:  # reservations precede the cache
             return False
-        is_written = session.durable_epoch > 0 and session.durable_turns == len(session.turns) > 0
-        if session.chat_cache is not None and not has_all_turns(session):
+        is_written = session.is_durable and len(session.turns) > 0
+        if residency.chat_cache is not None and not has_all_turns(session):
             return False
-        is_refused = session.failed_write_tokens == len(session.cached_ids)
-        return self._disk.is_open and is_written and not session.is_saved and not is_refused
+        is_refused = residency.failed_write_tokens == len(residency.cached_ids)
+        return self._disk.is_open and is_written and not residency.is_saved and not is_refused
 
     def start(self, session: SessionState) -> Future[SavedCache] | None:
         """Write a session's caches; None if there is no host memory for the copies."""
@@ -277,39 +282,41 @@ class DiskTierWriter:
 
     def release_after_write(self, session: SessionState, reservation: Reservation) -> None:
         """Release a reservation once the session's write is done; at once if there is none."""
-        if session.is_saving:
+        if session.residency.is_saving:
             self._reservations[session.key].append(reservation)
         else:
             reservation.release()
 
     def _begin(self, session: SessionState, reservation: Reservation) -> Future[SavedCache]:
-        chat_cache = session.chat_cache
+        residency = session.residency
+        chat_cache = residency.chat_cache
         beside = None if chat_cache is None else encode_chat_state(session)
         caches = (
             (_read_only_cache(session),) if chat_cache is None else chat_cache.caches.lend_views()
         )
-        session.is_saving = True
-        session.pending_writes += 1
+        residency.is_saving = True
+        session.durability.pending_writes += 1
         self._reservations[session.key] = [reservation]
         future = self._futures[session.key] = self._disk.save(session, caches, beside)
         self._completions.when_done(
-            future, partial(self._on_written, session, len(session.cached_ids))
+            future, partial(self._on_written, session, len(residency.cached_ids))
         )
         return future
 
     def _on_written(self, session: SessionState, tokens: int, future: Future[SavedCache]) -> None:
-        session.is_saving = False
-        session.pending_writes -= 1
-        if session.chat_cache is not None:
-            session.chat_cache.caches.end_lending()
+        residency = session.residency
+        residency.is_saving = False
+        session.durability.pending_writes -= 1
+        if residency.chat_cache is not None:
+            residency.chat_cache.caches.end_lending()
         del self._futures[session.key]
         for reservation in self._reservations.pop(session.key):
             reservation.release()
         if future.exception() is None:
-            session.saved_cache, session.failed_write_tokens = future.result(), -1
+            residency.saved_cache, residency.failed_write_tokens = future.result(), -1
             self.saved += 1
         else:
-            session.failed_write_tokens = tokens
+            residency.failed_write_tokens = tokens
         self._ended()
 
 
@@ -328,21 +335,23 @@ def install_caches(
     Raises:
         Damaged: the chat caches do not match the transcript; nothing has changed.
     """
-    read = source.ids[: stored.tokens]
+    residency = session.residency
+    read = source.transcript.ids[: stored.tokens]
     if session.rule.is_chat:
         restore_chat(session, read, loaded_caches.caches, loaded_caches.beside)
     else:
-        session.offloaded_cache = offload(loaded_caches.caches[0])
-        reservation.shrink(session.offloaded_cache.nbytes)
-    session.host_reservation = reservation
-    session.cached_ids = read
-    session.settled_tokens = stored.settled_tokens
-    session.is_coded = stored.is_coded
+        residency.offloaded_cache = offload(loaded_caches.caches[0])
+        reservation.shrink(residency.offloaded_cache.nbytes)
+    residency.reservation = reservation
+    residency.cached_ids = read
+    residency.settled_tokens = stored.settled_tokens
+    residency.is_coded = stored.is_coded
 
 
 def _read_only_cache(session: SessionState) -> SequenceCache:
     """The session's cache, for serialization."""
-    if session.cache is not None:
-        return session.cache
-    assert session.offloaded_cache is not None
-    return session.offloaded_cache.shown(session.rule.runtime.decoder.spec)
+    residency = session.residency
+    if residency.cache is not None:
+        return residency.cache
+    assert residency.offloaded_cache is not None
+    return residency.offloaded_cache.shown(session.rule.runtime.decoder.spec)

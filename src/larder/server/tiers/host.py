@@ -41,46 +41,50 @@ class ChatHostMemory:
         Raises:
             BudgetError: sessions in use hold too much.
         """
-        reserved = 0 if session.host_reservation is None else session.host_reservation.bytes
+        residency = session.residency
+        reserved = residency.reserved_bytes
         if count > reserved:
             self._room(session, count - reserved)
         extra = self._ledger.reserve(Tier.HOST, session.tenant, max(0, count - reserved))
-        if session.host_reservation is None:
-            session.host_reservation = extra
+        if residency.reservation is None:
+            residency.reservation = extra
         else:
-            session.host_reservation.bytes += extra.bytes
-            session.host_reservation.shrink(count)
+            residency.reservation.bytes += extra.bytes
+            residency.reservation.shrink(count)
         self._in_host[session.key] = session
 
     def shrink(self, session: SessionState, count: int) -> None:
         """Reduce the session's reservation to `count` bytes; without caches it is released."""
-        assert session.host_reservation is not None
-        session.host_reservation.shrink(count)
-        if not session.has_resident_cache:
-            session.host_reservation.release()
-            session.host_reservation = None
+        residency = session.residency
+        assert residency.reservation is not None
+        residency.reservation.shrink(count)
+        if not residency.is_resident:
+            residency.reservation.release()
+            residency.reservation = None
             del self._in_host[session.key]
 
     def detach(self, session: SessionState, count: int) -> Reservation | None:
         """Detach the session's reservation, enlarged to `count` bytes if smaller, for a cache load;
         None if there is no room, with nothing changed."""
-        assert session.host_reservation is not None
+        residency = session.residency
+        assert residency.reservation is not None
         try:
-            self.reserve(session, max(session.host_reservation.bytes, count))
+            self.reserve(session, max(residency.reservation.bytes, count))
         except BudgetError:
             return None
-        room, session.host_reservation = session.host_reservation, None
+        room, residency.reservation = residency.reservation, None
         del self._in_host[session.key]
         return room
 
     def return_reservation(self, session: SessionState, room: Reservation) -> None:
         """Undo `detach`."""
-        session.host_reservation = room
+        session.residency.reservation = room
         self._in_host[session.key] = session
 
     def shrink_to_fit(self, session: SessionState) -> None:
         """Release slack after a turn, and reduce the reservations to the bytes in use."""
-        cache, need = session.active, MemoryDemand()
+        residency = session.residency
+        cache, need = residency.active, MemoryDemand()
         if cache is not None:
             cache.compact()
             self._reservations.check(session.key, cache.device_nbytes)
@@ -88,29 +92,31 @@ class ChatHostMemory:
                 cache.device_nbytes, max(store.device_nbytes for store in cache.stores)
             )
         self._reservations.grant(session.key, session.tenant, need)
-        if session.chat_cache is None:
+        if residency.chat_cache is None:
             return
         try:
-            self.reserve(session, session.host_bytes)
+            self.reserve(session, residency.host_bytes)
         except BudgetError:
             self._drop(session)
 
     def offload(self, session: SessionState) -> bool:
         """Move the active cache to host memory; False if there is no room."""
-        assert session.chat_cache is not None
-        if not self._room(session, session.device_bytes):
+        residency = session.residency
+        assert residency.chat_cache is not None
+        if not self._room(session, residency.device_bytes):
             return False
-        self.reserve(session, session.nbytes)
-        session.chat_cache.caches.offload_active()
-        self.reserve(session, session.nbytes)
+        self.reserve(session, residency.nbytes)
+        residency.chat_cache.caches.offload_active()
+        self.reserve(session, residency.nbytes)
         return True
 
 
 def idle_bytes(session: SessionState) -> int:
     """Bytes of a session's caches between two turns."""
-    if session.chat_cache is not None:
-        return session.nbytes
-    stores = () if session.cache is None else session.cache.stores
+    residency = session.residency
+    if residency.chat_cache is not None:
+        return residency.nbytes
+    stores = () if residency.cache is None else residency.cache.stores
     return sum(tensor.nbytes for store in stores for tensor in store.tensors())
 
 
@@ -132,8 +138,8 @@ class TranscriptMemory:
 
     def missing(self, session: SessionState) -> int:
         """Bytes of a transcript beyond its reservation."""
-        return session.transcript_bytes - (
-            0 if session.transcript_reservation is None else session.transcript_reservation.bytes
+        return session.transcript.nbytes - (
+            0 if session.transcript.reservation is None else session.transcript.reservation.bytes
         )
 
     def exceeds_share(self, session: SessionState) -> bool:
@@ -142,7 +148,7 @@ class TranscriptMemory:
         if not self._is_above_share(session):
             return False
         for each in self._charged.values():
-            if each.durable_epoch:  # written since the charge
+            if each.durability.epoch:  # written since the charge
                 self._count(each, 0)
         return self._is_above_share(session)
 
@@ -152,10 +158,10 @@ class TranscriptMemory:
         Raises:
             BudgetError: there is no room.
         """
-        size, reservation = session.transcript_bytes, session.transcript_reservation
+        size, reservation = session.transcript.nbytes, session.transcript.reservation
         extra = self._ledger.reserve(Tier.HOST, session.tenant, max(0, self.missing(session)))
         if reservation is None:
-            session.transcript_reservation = extra
+            session.transcript.reservation = extra
         else:
             reservation.bytes += extra.bytes
             reservation.shrink(size)
@@ -166,13 +172,13 @@ class TranscriptMemory:
         """Release the reservation of a session that leaves memory."""
         self._charged.pop(session.key, None)
         self._count(session, 0)
-        if session.transcript_reservation is not None:
-            session.transcript_reservation.release()
-            session.transcript_reservation = None
+        if session.transcript.reservation is not None:
+            session.transcript.reservation.release()
+            session.transcript.reservation = None
 
     def unload_idle(self) -> None:
         """Unload sessions without a cache in memory, except for the most recently used ones."""
-        idle = [each for each in self._idle() if not each.is_pinned]
+        idle = [each for each in self._idle() if not each.usage.is_pinned]
         for each in idle[: max(0, len(idle) - MAX_IDLE_TRANSCRIPTS)]:
             self._unload(each)
 
@@ -190,7 +196,7 @@ class TranscriptMemory:
         return extra > 0 and own > self._ledger.limit(Tier.HOST) - reserved
 
     def _unstored_bytes(self, session: SessionState) -> int:
-        return 0 if session.durable_epoch else session.transcript_bytes
+        return 0 if session.durability.epoch else session.transcript.nbytes
 
     def _count(self, session: SessionState, staying: int) -> None:
         self._tenant_bytes[session.tenant] += staying - self._pinned_bytes.pop(session.key, 0)
@@ -202,5 +208,5 @@ class TranscriptMemory:
     def _idle(self) -> list[SessionState]:
         """Idle sessions of which only the transcript is in memory, in order of unloading."""
         idle = [each for each in self._charged.values() if each.can_leave_memory]
-        idle = [each for each in idle if not each.has_resident_cache]
-        return sorted(idle, key=lambda each: (each.is_pinned, each.last_used))
+        idle = [each for each in idle if not each.residency.is_resident]
+        return sorted(idle, key=lambda each: (each.usage.is_pinned, each.usage.last_used))

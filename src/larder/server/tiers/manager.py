@@ -9,7 +9,6 @@ the budget is never exceeded.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -17,7 +16,7 @@ from concurrent.futures import Future
 from larder.core.errors import LarderError
 from larder.server.model_thread import CompletionQueue
 from larder.server.persistence.base import Durability
-from larder.server.session_state import TOKEN_TYPECODE, SavedCache, SessionState
+from larder.server.session_state import SavedCache, SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.disk import (
     WRITE_COPIES,
@@ -83,7 +82,7 @@ class TierManager:
             missing = self._reservations.missing_bytes(session.key, session.tenant, demand)
         self._reservations.grant(session.key, session.tenant, demand)
         self.on_device[session.key] = session
-        session.clock = self._order.clock(Tier.DEVICE)
+        session.usage.clock = self._order.clock(Tier.DEVICE)
 
     def shrink_to_fit(self, session: SessionState) -> None:
         """Release slack after a turn, and reduce the reservations to the bytes in use."""
@@ -126,42 +125,44 @@ class TierManager:
 
     def restore_from_host(self, session: SessionState) -> None:
         """Bring an offloaded cache to the device, where memory is reserved."""
-        if session.chat_cache is not None:
-            session.chat_cache.caches.activate(session.episode)
+        residency = session.residency
+        if residency.chat_cache is not None:
+            residency.chat_cache.caches.activate(residency.episode)
             self.restored[Tier.HOST.value] += 1
             return
-        assert session.offloaded_cache is not None
-        parked, session.offloaded_cache = session.offloaded_cache, None
+        assert residency.offloaded_cache is not None
+        parked, residency.offloaded_cache = residency.offloaded_cache, None
         spec = session.rule.runtime.decoder.spec
         try:
-            session.cache = parked.copied(spec) if session.is_saving else parked.restore(spec)
+            residency.cache = parked.copied(spec) if residency.is_saving else parked.restore(spec)
         finally:
             self._release_host(session)
         self.restored[Tier.HOST.value] += 1
 
     def offload(self, session: SessionState) -> bool:
         """Move a cache from the device to host memory; False if there is no room, and it stays."""
-        if session.chat_cache is not None:
+        residency = session.residency
+        if residency.chat_cache is not None:
             soon = self._writer.start_bytes(write_memory_bytes(session))
-            self._free_written_host(session, session.device_bytes + soon)
+            self._free_written_host(session, residency.device_bytes + soon)
             return self._parked(session, self.chats.offload(session))
-        cache = session.cache
+        cache = residency.cache
         assert cache is not None
         count = idle_bytes(session)
         self._free_written_host(session, count + self._writer.start_bytes(WRITE_COPIES * count))
         reservation = self.host_room(session, count)
         if reservation is None:
             return False
-        session.offloaded_cache, session.cache = offload(cache), None
-        reservation.shrink(session.offloaded_cache.nbytes)
-        session.host_reservation = reservation
+        residency.offloaded_cache, residency.cache = offload(cache), None
+        reservation.shrink(residency.offloaded_cache.nbytes)
+        residency.reservation = reservation
         self.in_host[session.key] = session
         return self._parked(session, True)
 
     def _parked(self, session: SessionState, is_done: bool) -> bool:
         if is_done:
             self._leave(session)
-            session.clock = self._order.clock(Tier.HOST)
+            session.usage.clock = self._order.clock(Tier.HOST)
             self.parked[Tier.HOST.value] += 1
             self.write_next()
         return is_done
@@ -184,22 +185,19 @@ class TierManager:
 
     def save(self, session: SessionState) -> Future[SavedCache] | None:
         """Start writing a session's cache, if possible and necessary."""
-        if session.is_saving:
+        if session.residency.is_saving:
             return self._writer.write_in_progress(session)
-        if not session.has_resident_cache or not self._writer.can_write(session):
+        if not session.residency.is_resident or not self._writer.can_write(session):
             return None
         self._host_room(session, write_memory_bytes(session))
         return self._writer.start(session)
 
     def drop(self, session: SessionState) -> None:
         """Drop a session's cache from memory; the store may have it, or it is recomputed."""
-        if session.has_resident_cache and not session.is_saved:
+        residency = session.residency
+        if residency.is_resident and not residency.is_saved:
             self.dropped += 1
-        session.cache = session.offloaded_cache = session.chat_cache = None
-        session.cached_ids = array(TOKEN_TYPECODE)
-        session.settled_tokens = 0
-        session.is_coded = False
-        session.is_lossless = session.saved_cache is None or session.saved_cache.is_lossless
+        residency.clear()
         self._release_host(session)
         self._leave(session)
 
@@ -243,7 +241,7 @@ class TierManager:
         if self.offload(session):
             return True
         may_fit = 0 < idle_bytes(session) <= self._host_limit(session.tenant)
-        if may_fit and self.is_writing and not session.is_saved:
+        if may_fit and self.is_writing and not session.residency.is_saved:
             return False
         self.evict(session)
         return True
@@ -251,7 +249,11 @@ class TierManager:
     def evict(self, session: SessionState) -> None:
         """Drop a cache; the session is unloaded, too, if the store has everything."""
         self.drop(session)
-        if session.can_leave_memory and session.saved_cache is not None and not session.is_pinned:
+        if (
+            session.can_leave_memory
+            and session.residency.saved_cache is not None
+            and not session.usage.is_pinned
+        ):
             self._unload(session)
 
     def _host_room(self, session: SessionState, count: int) -> bool:
@@ -313,10 +315,11 @@ class TierManager:
         self.on_device.pop(session.key, None)
 
     def _release_host(self, session: SessionState) -> None:
+        residency = session.residency
         self.in_host.pop(session.key, None)
-        if session.host_reservation is not None:
-            self._writer.release_after_write(session, session.host_reservation)
-            session.host_reservation = None
+        if residency.reservation is not None:
+            self._writer.release_after_write(session, residency.reservation)
+            residency.reservation = None
 
 
 FOREVER = float("inf")
@@ -353,7 +356,9 @@ class SessionEvictionOrder:
         tenant: str | None = None,
     ) -> list[SessionState]:
         """Sessions to evict for this many bytes, except for running ones and ones being written."""
-        idle = [each for each in sessions if not (each.is_running or each.is_saving)]
+        idle = [
+            each for each in sessions if not (each.usage.is_running or each.residency.is_saving)
+        ]
         idle = [each for each in idle if each is not excluded]
         idle = [each for each in idle if tenant in (None, each.tenant)]
         columns = CandidateColumns.of([self._candidate(each) for each in idle])
@@ -362,18 +367,20 @@ class SessionEvictionOrder:
         return [idle[row] for row in leaving.rows]
 
     def _candidate(self, session: SessionState) -> Candidate:
-        parked = session.host_bytes if session.has_resident_cache else 0
+        usage = session.usage
+        residency = session.residency
+        parked = residency.host_bytes if residency.is_resident else 0
         return Candidate(
             name=str(session.key),
             bytes=max(1, self._reservations.bytes_of(session.key) + parked),
-            seconds=self._disk.seconds_to_read(len(session.cached_ids)),
-            last_used=session.last_used,
-            uses=session.uses,
-            clock=session.clock,
+            seconds=self._disk.seconds_to_read(len(residency.cached_ids)),
+            last_used=usage.last_used,
+            uses=usage.uses,
+            clock=usage.clock,
             session=str(session.key),
-            pinned_until=FOREVER if session.is_pinned else -FOREVER,
-            steps=session.workflow_steps,
-            pauses=tuple(session.think_times),
+            pinned_until=FOREVER if usage.is_pinned else -FOREVER,
+            steps=usage.workflow_steps,
+            pauses=tuple(usage.think_times),
         )
 
 
@@ -381,6 +388,6 @@ def can_unload(session: SessionState, family: Iterable[SessionState]) -> bool:
     """True if a session and all its family may leave memory: the store has them, and no pinned
     session would leave with an unpinned one."""
     others = [each for each in family if each is not session]
-    if any(each.has_resident_cache or not each.can_leave_memory for each in others):
+    if any(each.residency.is_resident or not each.can_leave_memory for each in others):
         return False
-    return session.is_pinned or not any(each.is_pinned for each in others)
+    return session.usage.is_pinned or not any(each.usage.is_pinned for each in others)
