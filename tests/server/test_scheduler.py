@@ -126,7 +126,7 @@ def test_19_a_cancelled_request_leaves_nothing(small: LoadedModel, policy: str, 
 def test_a_row_that_fails_ends_alone(small: LoadedModel) -> None:
     served, alone = Served(small, "tended"), Served(small, "tended")
     clients = [served.submit(told(number), max_new_tokens=20)[0] for number in range(3)]
-    while len([job for job in served.core.scheduler.running if job.output_ids]) < 3:
+    while len([job for job in served.core.scheduler.running if job.answer.output_ids]) < 3:
         served.step()
     broken = served.core.scheduler.running[1]
     broken.cache.invalidate()
@@ -255,7 +255,7 @@ def test_a_long_prompt_is_read_though_shorter_ones_keep_coming(small: LoadedMode
     long, _ = served.submit(told(1, 6), max_new_tokens=1)
     served.step()
     [job] = scheduler.running
-    most = (job.remaining_blocks + 1) * (MAX_PASSED_BLOCKS + 3)
+    most = (job.prefill.remaining_blocks + 1) * (MAX_PASSED_BLOCKS + 3)
     while long.report is None and scheduler.blocks < most:
         while len(scheduler.queue) + len(scheduler.running) < 3:
             number += 1

@@ -354,10 +354,7 @@ class EngineCore:
         return RequestState(
             request=request,
             listener=listener,
-            session=resolved.session,
-            past_turns=resolved.past_turns,
-            new_messages=resolved.new_messages,
-            prompt_ids=resolved.prompt_ids,
+            resolved=resolved,
             new_tokens=new_tokens,
             times=RequestTimes(arrived),
             wake=self._wake,

@@ -86,16 +86,16 @@ class ModelRunner:
         logits = self._decoder.forward_logits(rows, Mode.APPEND, ends, observer)
         tokens = list[int | Exception]()
         for job, row_logits in zip(jobs, logits, strict=True):
-            assert job.generator is not None
+            assert job.answer.generator is not None
             try:
-                tokens.append(job.request.sampling.sample(row_logits, job.generator))
+                tokens.append(job.request.sampling.sample(row_logits, job.answer.generator))
             except failures as error:
                 tokens.append(error)
         return tokens
 
     def _segment(self, job: RequestState) -> BatchSegment:
-        coming = AppendKind.STEP if job.output_ids else AppendKind.QUESTION
-        kind = AppendKind.TEXT if job.finish_reason else coming
+        coming = AppendKind.STEP if job.answer.output_ids else AppendKind.QUESTION
+        kind = AppendKind.TEXT if job.answer.finish_reason else coming
         return BatchSegment(job.cache, job.step_ids, append_kind=kind)
 
     def _outcome(
@@ -110,8 +110,8 @@ class ModelRunner:
             return _mark_unrecoverable(job, plans, token)
         try:
             job.backend.on_step(job, plans)
-            if job.finish_reason:
-                return job.finish_reason
+            if job.answer.finish_reason:
+                return job.answer.finish_reason
             reason = self._append(job, token)
         except failures as error:
             return error
@@ -121,13 +121,13 @@ class ModelRunner:
 
     def _append(self, job: RequestState, token: int) -> str:
         """Append a token and stream its text; the finish reason, if the answer ends with it."""
-        assert job.stream is not None
+        assert job.answer.stream is not None
         if token in self._stops:
             return STOP
-        job.output_ids.append(token)
-        if not job.stream.push(token):
+        job.answer.output_ids.append(token)
+        if not job.answer.stream.push(token):
             return STOP
-        return LENGTH if len(job.output_ids) >= job.new_tokens else CONTINUES
+        return LENGTH if len(job.answer.output_ids) >= job.new_tokens else CONTINUES
 
 
 def _plans(job: RequestState) -> int:
@@ -145,12 +145,12 @@ def _observer(jobs: Sequence[RequestState], rows: Sequence[BatchSegment]) -> Obs
     """Observer that lets each cache's policy act on its own row while text is generated."""
     observers: dict[int, Observer] = {}
     for number, (job, row) in enumerate(zip(jobs, rows, strict=True)):
-        if job.active_turn is None:
+        if job.answer.active_turn is None:
             continue
-        turn, generated = job.active_turn.reader, len(job.output_ids)
+        turn, generated = job.answer.active_turn.reader, len(job.answer.output_ids)
         row_logits = (
             turn.last_observer(row, generated)
-            if job.finish_reason
+            if job.answer.finish_reason
             else turn.observer([0], [row], [generated])
         )
         if row_logits is not None:

@@ -12,8 +12,9 @@ import torch
 
 from larder.cache.sequence import SequenceCache
 from larder.engine.detokenizer import IncrementalDetokenizer
-from larder.server.request import ChatMessage, Listener, Report, Request, Ticket
+from larder.server.request import Listener, Report, Request, Ticket
 from larder.server.session_backend.base import SessionBackend
+from larder.server.session_index import ResolvedSession
 from larder.server.session_state import (
     TOKEN_TYPECODE,
     CompletedTurn,
@@ -62,118 +63,136 @@ class CacheLoad:
     future: Future[LoadedCaches]
 
 
-@dataclass(eq=False)
-class RequestState(Ticket):
-    """State of one request. All but `cancel` is for the model's thread.
+@dataclass
+class PrefillProgress:
+    """Progress of a request's prefill.
 
     Args:
-        past_turns: completed turns that the prompt begins with.
-        new_messages: messages after them.
-        prompt_ids: all tokens before the answer.
-        new_tokens: maximum number of generated tokens.
-        wake: requests a step of the model's thread.
-        backend: how the session holds its caches.
         cached_len: tokens in the cache before this request.
-        prefill_blocks: blocks to prefill before the last prompt token; `next_block` is the index of
-            the next one.
-        prefill_steps: for chat sessions instead, a generator that prefills one block per step;
-            `estimated_blocks` is an estimate of those left, `prefill_seconds` the time spent so
-            far.
-        load: cache load that must finish before the prefill.
-        was_new: the session was created for this request.
-        active_turn: the chat cache that answers.
+        load: cache load that must finish first.
+        blocks: blocks to prefill before the last prompt token; `next_block` is the index of the
+            next one.
+        steps: for chat sessions instead, a generator that prefills one block per step;
+            `estimated_blocks` is an estimate of those left, `seconds` the time spent so far.
         new_ids: the part of the prompt that a chat session's caches lack.
         prompt_tail: end of the prompt, read by the first decode step.
+        passed_blocks: blocks given to other requests of the tenant since this one had one.
+    """
+
+    cached_len: int = 0
+    load: CacheLoad | None = None
+    blocks: list[tuple[int, ...]] = field(default_factory=list)
+    next_block: int = 0
+    steps: Generator[object, None, None] | None = None
+    estimated_blocks: int = 0
+    seconds: float = 0.0
+    new_ids: tuple[int, ...] = ()
+    prompt_tail: tuple[int, ...] = ()
+    passed_blocks: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        """True if only the end of the prompt is left, which the first decode step reads."""
+        return self.load is None and self.steps is None and self.next_block == len(self.blocks)
+
+    @property
+    def remaining_blocks(self) -> int:
+        """Blocks left to prefill."""
+        if self.steps is not None:
+            return max(1, self.estimated_blocks)
+        return len(self.blocks) - self.next_block
+
+
+@dataclass
+class AnswerProgress:
+    """Progress of a request's answer.
+
+    Args:
+        stream, generator: text and randomness of the answer; None until the prompt is read.
+        output_ids: generated tokens.
+        active_turn: the chat cache that answers.
         finish_reason: set once the answer has ended while `closing_ids`, the end of the turn, is
             yet to be read.
         completed_turn: the turn to store, if its end was read in separate steps; else the last
             decode step completes it.
         turn_commit: the chat state after the turn.
-        passed_blocks: blocks given to other requests of the tenant since this one had one.
+    """
+
+    stream: IncrementalDetokenizer | None = None
+    generator: torch.Generator | None = None
+    output_ids: list[int] = field(default_factory=list)
+    active_turn: ActiveTurn | None = None
+    finish_reason: str = ""
+    closing_ids: tuple[int, ...] = ()
+    completed_turn: CompletedTurn | None = None
+    turn_commit: TurnCommit | None = None
+
+
+@dataclass(eq=False)
+class RequestState(Ticket):
+    """State of one request. All but `cancel` is for the model's thread.
+
+    Args:
+        resolved: the session that it continues, and its prompt.
+        new_tokens: maximum number of generated tokens.
+        wake: requests a step of the model's thread.
+        backend: how the session holds its caches.
+        was_new: the session was created for this request.
         durable: as in `Report`.
     """
 
     request: Request
     listener: Listener
-    session: SessionState
-    past_turns: tuple[CompletedTurn, ...]
-    new_messages: tuple[ChatMessage, ...]
-    prompt_ids: tuple[int, ...]
+    resolved: ResolvedSession
     new_tokens: int
     times: RequestTimes
     wake: Callable[[], None]
     backend: SessionBackend
     counts: PromptTokenCounts = field(default_factory=PromptTokenCounts)
-    cached_len: int = 0
-    prefill_blocks: list[tuple[int, ...]] = field(default_factory=list)
-    next_block: int = 0
-    prefill_steps: Generator[object, None, None] | None = None
-    estimated_blocks: int = 0
-    prefill_seconds: float = 0.0
-    active_turn: ActiveTurn | None = None
-    new_ids: tuple[int, ...] = ()
-    prompt_tail: tuple[int, ...] = ()
-    finish_reason: str = ""
-    closing_ids: tuple[int, ...] = ()
-    completed_turn: CompletedTurn | None = None
-    turn_commit: TurnCommit | None = None
-    stream: IncrementalDetokenizer | None = None
-    generator: torch.Generator | None = None
-    output_ids: list[int] = field(default_factory=list)
-    load: CacheLoad | None = None
+    prefill: PrefillProgress = field(default_factory=PrefillProgress)
+    answer: AnswerProgress = field(default_factory=AnswerProgress)
     was_new: bool = False
-    passed_blocks: int = 0
     durable: bool | None = None
     is_cancelled: bool = False
+
+    @property
+    def session(self) -> SessionState:
+        return self.resolved.session
 
     def cancel(self) -> None:
         self.is_cancelled = True
         self.wake()
 
     @property
-    def is_prefilled(self) -> bool:
-        """True if only the end of the prompt is left, which the first decode step reads."""
-        return (
-            self.load is None
-            and self.prefill_steps is None
-            and self.next_block == len(self.prefill_blocks)
-        )
-
-    @property
     def has_ended(self) -> bool:
         """True if the turn is complete and nothing is left to read."""
-        return self.completed_turn is not None and self.is_prefilled
-
-    @property
-    def remaining_blocks(self) -> int:
-        """Blocks left to prefill."""
-        return (
-            max(1, self.estimated_blocks)
-            if self.prefill_steps is not None
-            else len(self.prefill_blocks) - self.next_block
-        )
+        return self.answer.completed_turn is not None and self.prefill.is_done
 
     @property
     def cache(self) -> SequenceCache:
         """The cache that answers."""
-        cache = self.session.residency.cache if self.active_turn is None else self.active_turn.cache
+        cache = (
+            self.session.residency.cache
+            if self.answer.active_turn is None
+            else self.answer.active_turn.cache
+        )
         assert cache is not None
         return cache
 
     @property
     def reads_prompt_tail(self) -> bool:
         """True if the next decode step reads a prompt tail, which may be as long as a block."""
-        return not self.output_ids and len(self.step_ids) > 1
+        return not self.answer.output_ids and len(self.step_ids) > 1
 
     @property
     def step_ids(self) -> tuple[int, ...]:
         """Input tokens of the next decode step."""
-        if self.finish_reason:
-            return self.closing_ids
+        if self.answer.finish_reason:
+            return self.answer.closing_ids
         return (
-            (self.output_ids[-1],)
-            if self.output_ids
-            else self.prompt_tail or (self.prompt_ids[-1],)
+            (self.answer.output_ids[-1],)
+            if self.answer.output_ids
+            else self.prefill.prompt_tail or (self.resolved.prompt_ids[-1],)
         )
 
     @property
@@ -185,8 +204,8 @@ class RequestState(Ticket):
     @property
     def prompt(self) -> array:
         """Prompt tokens that this request adds to the transcript."""
-        before = sum(each.tokens for each in self.past_turns)
-        return array(TOKEN_TYPECODE, self.prompt_ids[before:])
+        before = sum(each.tokens for each in self.resolved.past_turns)
+        return array(TOKEN_TYPECODE, self.resolved.prompt_ids[before:])
 
     def complete_turn(self, closing: Sequence[int], unread: int, reason: str) -> CompletedTurn:
         """The completed turn.
@@ -195,12 +214,12 @@ class RequestState(Ticket):
             closing: tokens that end the answer's turn.
             unread: as `CompletedTurn.unread_tokens`.
         """
-        assert self.stream is not None
-        answer = array(TOKEN_TYPECODE, [*self.output_ids, *closing])
+        assert self.answer.stream is not None
+        answer = array(TOKEN_TYPECODE, [*self.answer.output_ids, *closing])
         return CompletedTurn(
-            messages=self.new_messages,
+            messages=self.resolved.new_messages,
             prompt_ids=self.prompt,
-            text=self.stream.text.strip(),
+            text=self.answer.stream.text.strip(),
             answer_ids=answer,
             unread_tokens=unread,
             params=GenerationParams.of(self.request),
@@ -215,11 +234,11 @@ class RequestState(Ticket):
         merges, times = session.rule.merges, self.times
         return Report(
             session=session.name,
-            prompt_tokens=len(self.prompt_ids),
+            prompt_tokens=len(self.resolved.prompt_ids),
             cached_tokens=self.counts.cached,
             restored_tokens=self.counts.restored,
             recomputed_tokens=self.counts.recomputed,
-            new_tokens=len(self.output_ids),
+            new_tokens=len(self.answer.output_ids),
             evicted_tokens=0 if merges else lost_entries,
             merged_tokens=lost_entries if merges else 0,
             lossless=session.residency.is_lossless,

@@ -125,8 +125,10 @@ class Scheduler:
             else:
                 self.queue.remove(job)
                 self.running.append(job)
-                if job.load is not None:
-                    self._completions.when_done(job.load.future, partial(self._on_loaded, job))
+                if job.prefill.load is not None:
+                    self._completions.when_done(
+                        job.prefill.load.future, partial(self._on_loaded, job)
+                    )
 
     def _start(self, job: RequestState) -> None:
         job.session.usage.is_running = True
@@ -154,7 +156,7 @@ class Scheduler:
 
         At most one of them starts with a prompt tail.
         """
-        ready = [job for job in self.running if job.is_prefilled]
+        ready = [job for job in self.running if job.prefill.is_done]
         with_tail = [job for job in ready if job.reads_prompt_tail]
         later = (
             set(map(id, with_tail)) - {id(min(with_tail, key=self._priority))}
@@ -186,13 +188,13 @@ class Scheduler:
 
     def _prefill(self) -> bool:
         """One prefill block of one request."""
-        left = [job for job in self.running if not job.is_prefilled and job.load is None]
+        left = [job for job in self.running if not job.prefill.is_done and job.prefill.load is None]
         if not left:
             return False
         job = min(left, key=self._priority)
         for each in left:
-            each.passed_blocks += each.session.tenant == job.session.tenant
-        job.passed_blocks = 0
+            each.prefill.passed_blocks += each.session.tenant == job.session.tenant
+        job.prefill.passed_blocks = 0
         self.blocks += 1
         try:
             self._served[job.session.tenant] += job.backend.prefill_block(job)
@@ -201,21 +203,21 @@ class Scheduler:
             job.backend.rollback(job)
             self._fail(job, error)
         if job in self.running and job.has_ended:
-            self._finish(self.running.pop(self.running.index(job)), job.finish_reason)
+            self._finish(self.running.pop(self.running.index(job)), job.answer.finish_reason)
         return True
 
     def _priority(self, job: RequestState) -> tuple[float, int, int]:
         return (
             self._served[job.session.tenant],
-            -(job.passed_blocks // MAX_PASSED_BLOCKS),
-            job.remaining_blocks,
+            -(job.prefill.passed_blocks // MAX_PASSED_BLOCKS),
+            job.prefill.remaining_blocks,
         )
 
     def _finish(self, job: RequestState, reason: str) -> None:
         """The answer is complete: store the turn, then report."""
         session = job.session
         usage = session.usage
-        assert job.stream is not None
+        assert job.answer.stream is not None
         try:
             turn = job.backend.prepare_turn(job, reason, self._runner.closing(job))
         except FAILURES as error:
@@ -270,9 +272,9 @@ class Scheduler:
 
     def _turn_stored(self, job: RequestState, reason: str) -> None:
         """The turn is stored as far as it will be: commit it."""
-        assert job.stream is not None
+        assert job.answer.stream is not None
         try:
-            job.stream.finish()
+            job.answer.stream.finish()
             job.backend.commit_turn(job)
             self._tiers.shrink_to_fit(job.session)
         except FAILURES as error:

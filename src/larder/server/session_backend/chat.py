@@ -42,7 +42,8 @@ class ChatBackend(SessionBackend):
         self._prefill = ChatPrefill(tokenizer, tiers.disk)
 
     def start(self, job: RequestState) -> None:
-        session, past_tokens = job.session, _tokens(job.past_turns)
+        resolved = job.resolved
+        session, past_tokens = job.session, _tokens(resolved.past_turns)
         residency = session.residency
         if residency.chat_cache is not None and not self._prefill.extends(
             job, residency.chat_cache
@@ -52,11 +53,11 @@ class ChatBackend(SessionBackend):
         episodes = 0 if held is None else len(held.caches)
         if source is not None and source.residency.saved_cache is not None:
             episodes = max(episodes, source.residency.saved_cache.caches)
-        length = len(job.prompt_ids)
-        job.new_ids = (
-            job.prompt_ids[past_tokens:]
-            if job.past_turns
-            else job.prompt_ids[self._prefill.opening_len(job) :]
+        length = len(resolved.prompt_ids)
+        job.prefill.new_ids = (
+            resolved.prompt_ids[past_tokens:]
+            if resolved.past_turns
+            else resolved.prompt_ids[self._prefill.opening_len(job) :]
         )
         self._grant(
             session,
@@ -71,106 +72,123 @@ class ChatBackend(SessionBackend):
 
     def _plan_prefill(self, job: RequestState) -> None:
         """Prepare the prefill: the caches are present, or are to be rebuilt."""
-        session, past_tokens = job.session, _tokens(job.past_turns)
+        resolved = job.resolved
+        session, past_tokens = job.session, _tokens(resolved.past_turns)
         if session.residency.chat_cache is not None:
             num_turns = len(session.residency.chat_cache.state.log.turns)
-            job.cached_len = job.counts.cached = _tokens(job.past_turns[:num_turns])
-            job.counts.restored = job.cached_len if job.counts.tier in ("host", "disk") else 0
-        job.counts.recomputed = past_tokens - job.cached_len
-        unread = len(job.prompt_ids) - job.cached_len
-        job.estimated_blocks = unread // session.rule.block
-        job.prefill_steps = self._prefill.steps(job)
+            job.prefill.cached_len = job.counts.cached = _tokens(resolved.past_turns[:num_turns])
+            job.counts.restored = (
+                job.prefill.cached_len if job.counts.tier in ("host", "disk") else 0
+            )
+        job.counts.recomputed = past_tokens - job.prefill.cached_len
+        unread = len(resolved.prompt_ids) - job.prefill.cached_len
+        job.prefill.estimated_blocks = unread // session.rule.block
+        job.prefill.steps = self._prefill.steps(job)
 
     def prefill_block(self, job: RequestState) -> int:
+        prefill = job.prefill
+        answer = job.answer
         session = job.session
-        assert job.prefill_steps is not None
-        job.estimated_blocks -= 1
+        assert prefill.steps is not None
+        prefill.estimated_blocks -= 1
         started = perf_counter()
         try:
-            next(job.prefill_steps)
-            job.prefill_seconds += perf_counter() - started
+            next(prefill.steps)
+            prefill.seconds += perf_counter() - started
         except StopIteration:
-            job.prefill_steps = None
-            if job.stream is None:
+            prefill.steps = None
+            if answer.stream is None:
                 stop = job.request.stop
-                job.stream = IncrementalDetokenizer(
+                answer.stream = IncrementalDetokenizer(
                     self._tokenizer.decode, stop, job.listener.on_text
                 )
-                job.generator = job.request.sampling.generator()
+                answer.generator = job.request.sampling.generator()
         self._check(job)
         return session.rule.block
 
     def restart_prefill(self, job: RequestState) -> None:
-        job.active_turn = job.completed_turn = job.turn_commit = None
-        job.prefill_steps = self._prefill.steps(job)
+        answer = job.answer
+        answer.active_turn = answer.completed_turn = answer.turn_commit = None
+        job.prefill.steps = self._prefill.steps(job)
 
     def on_step(self, job: RequestState, plans: int) -> None:
+        answer = job.answer
         del plans
         self._check(job)
-        assert job.active_turn is not None
-        if not job.finish_reason and job.active_turn.reader.free_tokens < 1:
-            job.prefill_steps = job.active_turn.reader.end_block_steps(1)
+        assert answer.active_turn is not None
+        if not answer.finish_reason and answer.active_turn.reader.free_tokens < 1:
+            job.prefill.steps = answer.active_turn.reader.end_block_steps(1)
 
     def needs_closing_pass(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> bool:
-        active_turn = job.active_turn
+        prefill = job.prefill
+        answer = job.answer
+        active_turn = answer.active_turn
         assert active_turn is not None
-        ids, job.prefill_steps = (*job.new_ids, *job.output_ids, *closing), None
-        job.closing_ids = ids[active_turn.cache.next_position - active_turn.start_position :]
-        job.finish_reason = reason
-        if active_turn.reader.is_within_after(len(job.closing_ids)):
-            return bool(job.closing_ids)
-        job.prefill_steps = self._closing_steps(job, active_turn, closing)
+        ids, prefill.steps = (*prefill.new_ids, *answer.output_ids, *closing), None
+        answer.closing_ids = ids[active_turn.cache.next_position - active_turn.start_position :]
+        answer.finish_reason = reason
+        if active_turn.reader.is_within_after(len(answer.closing_ids)):
+            return bool(answer.closing_ids)
+        prefill.steps = self._closing_steps(job, active_turn, closing)
         return True
 
     def prepare_turn(
         self, job: RequestState, reason: str, closing: tuple[int, ...]
     ) -> CompletedTurn:
+        answer = job.answer
         session = job.session
-        if job.completed_turn is None:
-            assert session.residency.chat_cache is not None and job.active_turn is not None
-            turn = job.completed_turn = job.complete_turn(closing, len(job.closing_ids), reason)
+        if answer.completed_turn is None:
+            assert session.residency.chat_cache is not None and answer.active_turn is not None
+            turn = answer.completed_turn = job.complete_turn(
+                closing, len(answer.closing_ids), reason
+            )
             chat_turn = ChatTurn(
-                job.new_messages[-1].text, turn.text, (*job.new_ids, *turn.answer_ids)
+                job.resolved.new_messages[-1].text,
+                turn.text,
+                (*job.prefill.new_ids, *turn.answer_ids),
             )
-            job.turn_commit = session.residency.chat_cache.prepare_commit(
-                job.active_turn, chat_turn
+            answer.turn_commit = session.residency.chat_cache.prepare_commit(
+                answer.active_turn, chat_turn
             )
-        return job.completed_turn
+        return answer.completed_turn
 
     def _closing_steps(
         self, job: RequestState, active_turn: ActiveTurn, closing: tuple[int, ...]
     ) -> PrefillSteps:
         """Read the end of a turn, and bring the cache that holds it back to its budget."""
-        yield from active_turn.reader.closing_steps(job.closing_ids, len(job.output_ids))
-        self.prepare_turn(job, job.finish_reason, closing)
-        assert job.turn_commit is not None
-        if job.turn_commit.number == active_turn.number:
+        answer = job.answer
+        yield from active_turn.reader.closing_steps(answer.closing_ids, len(answer.output_ids))
+        self.prepare_turn(job, answer.finish_reason, closing)
+        assert answer.turn_commit is not None
+        if answer.turn_commit.number == active_turn.number:
             yield from active_turn.reader.end_turn_steps()
 
     def commit_turn(self, job: RequestState) -> None:
-        session, active_turn = job.session, job.active_turn
+        answer = job.answer
+        session, active_turn = job.session, answer.active_turn
         residency = session.residency
         assert (
             residency.chat_cache is not None
             and active_turn is not None
-            and job.turn_commit is not None
+            and answer.turn_commit is not None
         )
         start = residency.chat_cache.num_tokens
-        residency.chat_cache.commit(active_turn, job.turn_commit)
+        residency.chat_cache.commit(active_turn, answer.turn_commit)
         residency.position_maps.file(
-            active_turn.number, job.turn_commit.number, active_turn.start_position, start
+            active_turn.number, answer.turn_commit.number, active_turn.start_position, start
         )
         active_turn.cache.compact()
-        job.active_turn, residency.episode = None, active_turn.number
+        answer.active_turn, residency.episode = None, active_turn.number
         residency.cached_ids = session.transcript.ids
         session.update_occupancy()
 
     def rollback(self, job: RequestState) -> None:
-        session, active_turn = job.session, job.active_turn
+        prefill = job.prefill
+        session, active_turn = job.session, job.answer.active_turn
         residency = session.residency
-        if job.prefill_steps is not None:
-            job.prefill_steps.close()
-        job.prefill_steps = job.active_turn = None
+        if prefill.steps is not None:
+            prefill.steps.close()
+        prefill.steps = job.answer.active_turn = None
         if active_turn is not None and residency.chat_cache is not None:
             if active_turn.can_be_undone:
                 residency.chat_cache.abort_turn(active_turn)
@@ -187,7 +205,7 @@ class ChatBackend(SessionBackend):
 
     def on_loaded(self, job: RequestState) -> None:
         """Install the loaded caches, or rebuild them if the load failed."""
-        load, job.load = job.load, None
+        load, job.prefill.load = job.prefill.load, None
         assert load is not None
         session, error = job.session, load.future.exception()
         if error is None:
@@ -210,9 +228,10 @@ class ChatBackend(SessionBackend):
 
     def abandon_load(self, job: RequestState) -> None:
         """Release the cache load of a cancelled request."""
-        if job.load is not None:
-            job.load.reservation.release()
-            job.load = None
+        prefill = job.prefill
+        if prefill.load is not None:
+            prefill.load.reservation.release()
+            prefill.load = None
 
     def _grant(self, session: SessionState, demand: MemoryDemand) -> None:
         before = session.residency.reserved_bytes
@@ -226,7 +245,7 @@ class ChatBackend(SessionBackend):
     def _source(self, job: RequestState) -> SessionState | None:
         """Session whose stored caches this one can use: its own, or those of the session it was
         forked from."""
-        session, past_tokens = job.session, _tokens(job.past_turns)
+        session, past_tokens = job.session, _tokens(job.resolved.past_turns)
         for each in (session, session.residency.origin):
             if (
                 each is not None
@@ -248,7 +267,7 @@ class ChatBackend(SessionBackend):
             return False
         future = self._tiers.disk.load(source, kept)
         job.counts.tier = Tier.DISK.value
-        job.load = CacheLoad(source, kept, kept.tokens, reservation, future)
+        job.prefill.load = CacheLoad(source, kept, kept.tokens, reservation, future)
         return True
 
     def _copy_from_origin(self, job: RequestState) -> str:
@@ -261,21 +280,21 @@ class ChatBackend(SessionBackend):
             return "none"
         if origin.rule is not session.rule:
             return "none"
-        residency.chat_cache = origin.residency.chat_cache.copy_before(len(job.past_turns))
+        residency.chat_cache = origin.residency.chat_cache.copy_before(len(job.resolved.past_turns))
         if residency.chat_cache is not None:
             residency.cached_ids, residency.is_coded = (
                 session.transcript.ids,
                 origin.residency.is_coded,
             )
         residency.episode = origin.residency.episode
-        residency.rebuilt_turns = min(origin.residency.rebuilt_turns, len(job.past_turns))
+        residency.rebuilt_turns = min(origin.residency.rebuilt_turns, len(job.resolved.past_turns))
         residency.chat_occupancy = origin.residency.chat_occupancy
         residency.position_maps = PositionMaps(dict(origin.residency.position_maps.own))
         return residency.tier
 
     def _check(self, job: RequestState) -> None:
         """Compare the bytes in use with the reservations."""
-        session, active_turn = job.session, job.active_turn
+        session, active_turn = job.session, job.answer.active_turn
         residency = session.residency
         device, host = residency.device_bytes, residency.host_bytes
         copy = None if active_turn is None else active_turn.copy
@@ -291,7 +310,7 @@ class ChatBackend(SessionBackend):
 
 def _is_complete(chat_cache: ChatCache, job: RequestState) -> bool:
     """True if the caches contain all turns before the request."""
-    return len(chat_cache.state.log.turns) == len(job.past_turns)
+    return len(chat_cache.state.log.turns) == len(job.resolved.past_turns)
 
 
 def _tokens(turns: Sequence[CompletedTurn]) -> int:

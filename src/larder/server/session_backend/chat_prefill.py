@@ -33,40 +33,42 @@ class ChatPrefill:
 
     def steps(self, job: RequestState) -> PrefillSteps:
         """From what there is of a session to a cache that has read all but the prompt's end."""
+        prefill = job.prefill
+        answer = job.answer
         session = job.session
         residency = session.residency
         if residency.chat_cache is None:
             residency.chat_cache = yield from self._rebuild(job)
             if job.counts.recomputed > session.rule.block:  # short prefills are slower per token
-                self._disk.note_reading(job.counts.recomputed, job.prefill_seconds)
+                self._disk.note_reading(job.counts.recomputed, prefill.seconds)
         else:
             residency.chat_cache.refresh_meter = PeakMemoryMeter()
             yield from self._catch_up(job, residency.chat_cache)
         residency.cached_ids = session.transcript.ids
         yield from _refresh_steps(session, residency.chat_cache)
-        room = len(job.new_ids) + job.new_tokens + len(self._tokenizer.end_of_turn_ids())
+        room = len(prefill.new_ids) + job.new_tokens + len(self._tokenizer.end_of_turn_ids())
         active_turn, prompt_tail = yield from self._open_turn(
-            session, residency.chat_cache, job.new_messages[-1].text, job.new_ids, room
+            session, residency.chat_cache, job.resolved.new_messages[-1].text, prefill.new_ids, room
         )
-        job.active_turn = active_turn
-        job.prompt_tail = yield from active_turn.reader.message_steps(prompt_tail)
-        if job.output_ids:  # replay of generated tokens
-            active_turn.reader.read_last_part(job.prompt_tail)
-            yield from active_turn.reader.replay_steps(tuple(job.output_ids[:-1]))
+        answer.active_turn = active_turn
+        prefill.prompt_tail = yield from active_turn.reader.message_steps(prompt_tail)
+        if answer.output_ids:  # replay of generated tokens
+            active_turn.reader.read_last_part(prefill.prompt_tail)
+            yield from active_turn.reader.replay_steps(tuple(answer.output_ids[:-1]))
 
     def extends(self, job: RequestState, chat_cache: ChatCache) -> bool:
         """True if the caches contain a prefix of the completed turns, so that
         they can be extended."""
         cached = chat_cache.state.log.turns
-        if len(cached) == len(job.past_turns):  # completed turns never change
+        if len(cached) == len(job.resolved.past_turns):  # completed turns never change
             return True
         return self._log(job).turns[: len(cached)] == cached
 
     def opening_len(self, job: RequestState) -> int:
         """Tokens of a first prompt that precede its question."""
-        return opening_history(job.session.root, job.new_messages, job.prompt_ids, self._tokenizer)[
-            1
-        ]
+        return opening_history(
+            job.session.root, job.resolved.new_messages, job.resolved.prompt_ids, self._tokenizer
+        )[1]
 
     def _rebuild(self, job: RequestState) -> Generator[object, None, ChatCache]:
         """Rebuild the caches from the transcript."""
@@ -84,19 +86,22 @@ class ChatPrefill:
     def _catch_up(self, job: RequestState, chat_cache: ChatCache) -> PrefillSteps:
         """Replay completed turns that the caches lack."""
         done = len(chat_cache.state.log.turns)
-        if done == len(job.past_turns):
+        if done == len(job.resolved.past_turns):
             return
         exchanges = self._log(job).turns
-        for completed, exchange in list(zip(job.past_turns, exchanges, strict=True))[done:]:
+        for completed, exchange in list(zip(job.resolved.past_turns, exchanges, strict=True))[
+            done:
+        ]:
             yield from _refresh_steps(job.session, chat_cache)
             yield from self._replay(job.session, chat_cache, completed, exchange)
 
     def _log(self, job: RequestState) -> ChatLog:
         """Log of the turns before the request."""
-        if job.past_turns:
-            return session_log(job.session.root, job.past_turns, self._tokenizer)
+        resolved = job.resolved
+        if resolved.past_turns:
+            return session_log(job.session.root, resolved.past_turns, self._tokenizer)
         history, _ = opening_history(
-            job.session.root, job.new_messages, job.prompt_ids, self._tokenizer
+            job.session.root, resolved.new_messages, resolved.prompt_ids, self._tokenizer
         )
         return ChatLog(history)
 

@@ -58,12 +58,12 @@ class PrefixBackend(SessionBackend):
             self._continue(job, usable)
         elif not self._fetch(job, session, usable):
             self._start_over(job)
-        if job.load is None:
+        if job.prefill.load is None:
             self._plan_prefill(job)
 
     def on_loaded(self, job: RequestState) -> None:
         """Install the loaded cache, or start with an empty one if the load failed."""
-        load, job.load = job.load, None
+        load, job.prefill.load = job.prefill.load, None
         assert load is not None
         session, error = job.session, load.future.exception()
         if error is not None:
@@ -92,36 +92,40 @@ class PrefixBackend(SessionBackend):
 
     def abandon_load(self, job: RequestState) -> None:
         """Release the cache load of a cancelled request."""
-        if job.load is not None:
-            job.load.reservation.release()
-            job.load = None
+        prefill = job.prefill
+        if prefill.load is not None:
+            prefill.load.reservation.release()
+            prefill.load = None
 
     def _plan_prefill(self, job: RequestState) -> None:
         """Count cached tokens and split the rest into blocks: the cache is present."""
+        resolved = job.resolved
+        prefill = job.prefill
         cache = job.session.residency.cache
         assert cache is not None
-        job.cached_len = cache.next_position
-        past_tokens = sum(each.tokens for each in job.past_turns) - sum(
-            each.unread_tokens for each in job.past_turns[-1:]
+        prefill.cached_len = cache.next_position
+        past_tokens = sum(each.tokens for each in resolved.past_turns) - sum(
+            each.unread_tokens for each in resolved.past_turns[-1:]
         )
-        job.counts.cached = job.cached_len
-        job.counts.restored = job.cached_len if job.counts.tier in ("host", "disk") else 0
-        job.counts.recomputed = max(0, past_tokens - job.cached_len)
-        self._split_prefill(job, job.prompt_ids)
+        job.counts.cached = prefill.cached_len
+        job.counts.restored = prefill.cached_len if job.counts.tier in ("host", "disk") else 0
+        job.counts.recomputed = max(0, past_tokens - prefill.cached_len)
+        self._split_prefill(job, job.resolved.prompt_ids)
 
     def prefill_block(self, job: RequestState) -> int:
-        session, block = job.session, job.prefill_blocks[job.next_block]
+        prefill = job.prefill
+        session, block = job.session, prefill.blocks[prefill.next_block]
         cache = session.residency.cache
         assert cache is not None
-        reader, started = session.rule.reader(len(job.prompt_ids)), perf_counter()
+        reader, started = session.rule.reader(len(job.resolved.prompt_ids)), perf_counter()
         cache.reserve(len(block))
         reader.append([PrefillSequence(cache, {})], block)
         if 2 * len(block) > session.rule.block:  # short prefills are slower per token
             self._tiers.disk.note_reading(len(block), perf_counter() - started)
         session.residency.cached_ids.extend(block)
         self._reservations.check(session.key, max(cache.nbytes, reader.meter.peak_bytes))
-        job.next_block += 1
-        if job.is_prefilled:
+        prefill.next_block += 1
+        if prefill.is_done:
             self._prepare(job)
         return len(block)
 
@@ -131,8 +135,8 @@ class PrefixBackend(SessionBackend):
         residency.cache = session.rule.empty_cache()
         residency.cached_ids = array(TOKEN_TYPECODE)
         residency.settled_tokens = 0
-        job.cached_len = 0
-        self._split_prefill(job, (*job.prompt_ids, *job.output_ids))
+        job.prefill.cached_len = 0
+        self._split_prefill(job, (*job.resolved.prompt_ids, *job.answer.output_ids))
 
     def on_step(self, job: RequestState, plans: int) -> None:
         session = job.session
@@ -150,9 +154,9 @@ class PrefixBackend(SessionBackend):
         self, job: RequestState, reason: str, closing: tuple[int, ...]
     ) -> CompletedTurn:
         session, read = job.session, job.cache.next_position
-        unread = len(job.prompt_ids) + len(job.output_ids) + len(closing) - read
+        unread = len(job.resolved.prompt_ids) + len(job.answer.output_ids) + len(closing) - read
         session.residency.cached_ids = array(
-            TOKEN_TYPECODE, (*job.prompt_ids, *job.output_ids)[:read]
+            TOKEN_TYPECODE, (*job.resolved.prompt_ids, *job.answer.output_ids)[:read]
         )
         session.update_occupancy()
         return job.complete_turn(closing, unread, reason)
@@ -163,7 +167,7 @@ class PrefixBackend(SessionBackend):
     def rollback(self, job: RequestState) -> None:
         session, cache = job.session, job.session.residency.cache
         residency = session.residency
-        mark = job.cached_len
+        mark = job.prefill.cached_len
         can_undo = session.rule.can_truncate and cache is not None and mark > 0
         if cache is None or not can_undo or mark < residency.settled_tokens:
             self._tiers.drop(session)
@@ -174,24 +178,28 @@ class PrefixBackend(SessionBackend):
         self._tiers.shrink_to_fit(session)
 
     def _split_prefill(self, job: RequestState, text: tuple[int, ...]) -> None:
+        prefill = job.prefill
         session = job.session
-        job.prefill_blocks = split_blocks(
+        prefill.blocks = split_blocks(
             text[len(session.residency.cached_ids) : -1], session.rule.block
         )
-        job.next_block = 0
-        if job.is_prefilled:
+        prefill.next_block = 0
+        if prefill.is_done:
             self._prepare(job)
 
     def _prepare(self, job: RequestState) -> None:
         """Prepare decoding: the prompt is read."""
+        answer = job.answer
         session, cache = job.session, job.session.residency.cache
         assert cache is not None
-        cache.reserve(job.new_tokens - len(job.output_ids))
+        cache.reserve(job.new_tokens - len(answer.output_ids))
         self._reservations.check(session.key, cache.nbytes)
-        if job.stream is None:
+        if answer.stream is None:
             stop = job.request.stop
-            job.stream = IncrementalDetokenizer(self._tokenizer.decode, stop, job.listener.on_text)
-            job.generator = job.request.sampling.generator()
+            answer.stream = IncrementalDetokenizer(
+                self._tokenizer.decode, stop, job.listener.on_text
+            )
+            answer.generator = job.request.sampling.generator()
 
     def _continue(self, job: RequestState, usable: int) -> None:
         """Continue with the session's own cache."""
@@ -231,7 +239,7 @@ class PrefixBackend(SessionBackend):
             return False
         future = self._tiers.disk.load(source, saved)
         job.counts.tier = source.residency.tier
-        job.load = CacheLoad(source, saved, usable, reservation, future)
+        job.prefill.load = CacheLoad(source, saved, usable, reservation, future)
         return True
 
     def _reset(self, session: SessionState) -> None:
@@ -250,7 +258,7 @@ class PrefixBackend(SessionBackend):
         if source is not None:
             try:
                 if not source.residency.is_resident:
-                    if self._fetch(job, source, source.usable_prefix_len(job.prompt_ids)):
+                    if self._fetch(job, source, source.usable_prefix_len(job.resolved.prompt_ids)):
                         return
                 else:
                     self._tiers.grant(session, self._demand(job, source))
@@ -265,7 +273,9 @@ class PrefixBackend(SessionBackend):
         """Copy the prefix from another session; False if its cache is no longer in memory."""
         session = job.session
         residency = session.residency
-        usable = source.usable_prefix_len(job.prompt_ids) if source.residency.is_resident else 0
+        usable = (
+            source.usable_prefix_len(job.resolved.prompt_ids) if source.residency.is_resident else 0
+        )
         cache = self._fork_cache(source) if usable else None
         if cache is None:
             return False
@@ -294,7 +304,7 @@ class PrefixBackend(SessionBackend):
         own_len = (
             0 if origin is None or origin.rule is not session.rule else _usable_tokens(job, origin)
         )
-        other = self._find(session, job.prompt_ids)
+        other = self._find(session, job.resolved.prompt_ids)
         if other is not None and _usable_tokens(job, other) > own_len:
             return other
         return origin if own_len else None
@@ -305,7 +315,7 @@ class PrefixBackend(SessionBackend):
             job.session.residency.occupancy if source is None else source.residency.occupancy
         )
         demand = job.session.rule.lossless_turn_demand(
-            occupancy, len(job.prompt_ids), job.new_tokens
+            occupancy, len(job.resolved.prompt_ids), job.new_tokens
         )
         if source is None:
             return demand
@@ -321,4 +331,4 @@ def _usable_tokens(job: RequestState, session: SessionState) -> int:
     """Length of the usable common prefix; 0 for an exact request if the cache is lossy."""
     if job.request.exact and not session.residency.is_lossless:
         return 0
-    return session.usable_prefix_len(job.prompt_ids)
+    return session.usable_prefix_len(job.resolved.prompt_ids)
