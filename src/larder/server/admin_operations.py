@@ -7,25 +7,15 @@ from concurrent.futures import Future
 from functools import partial
 
 from larder.core.errors import BudgetError
-from larder.server.admission import chat_turn_demand
 from larder.server.api_errors import overloaded
 from larder.server.model_thread import CompletionQueue
 from larder.server.scheduler import FAILURES
+from larder.server.serving_policy import ServingPolicy
+from larder.server.session_backend.base import SessionBackend
 from larder.server.session_state import SavedCache, SessionState
-from larder.server.tiers.device import MemoryDemand
 from larder.server.tiers.disk import WRITE_COPIES, LoadedCaches
 from larder.server.tiers.manager import TierManager
 from larder.store.ledger import Reservation
-
-
-def idle_demand(session: SessionState) -> MemoryDemand:
-    """Upper bound of the device memory of an idle session."""
-    rule, occupancy = session.rule, session.residency.occupancy
-    return (
-        chat_turn_demand(rule, occupancy.read, 0, 0, 1)
-        if rule.is_chat
-        else rule.lossless_turn_demand(occupancy, occupancy.read, 0)
-    )
 
 
 class AdminOperations:
@@ -35,13 +25,19 @@ class AdminOperations:
     busy.
 
     Args:
+        backend_of: session backend of a policy.
         waiting: the number of queued requests.
     """
 
     def __init__(
-        self, tiers: TierManager, completions: CompletionQueue, waiting: Callable[[], int]
+        self,
+        tiers: TierManager,
+        completions: CompletionQueue,
+        backend_of: Callable[[ServingPolicy], SessionBackend],
+        waiting: Callable[[], int],
     ) -> None:
-        self._tiers, self._completions, self._waiting = tiers, completions, waiting
+        self._tiers, self._completions = tiers, completions
+        self._backend_of, self._waiting = backend_of, waiting
 
     def release(self, session: SessionState) -> Future[SessionState]:
         """Evict a session from memory, once the store has its cache or cannot take it."""
@@ -76,7 +72,7 @@ class AdminOperations:
             return done
         reservation, usage.is_running = None, True  # not a candidate for its own eviction
         try:
-            self._tiers.grant(session, idle_demand(session))
+            self._tiers.grant(session, self._backend_of(session.rule).idle_demand(session))
             if saved is not None:
                 reservation = self._tiers.host_room(
                     session, saved.nbytes + WRITE_COPIES * saved.cache_bytes

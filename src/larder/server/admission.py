@@ -3,13 +3,10 @@ of it is allocated."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from larder.cache.forms.ragged import GROWTH_TOKENS
 from larder.core.spec import RecomputeSource
 from larder.prefill.schedules.whole import BLOCK_TOKENS, Whole
-from larder.server.serving_policy import CacheOccupancy, ServingPolicy
-from larder.server.session_state import CompletedTurn
+from larder.server.serving_policy import ServingPolicy
 from larder.server.tiers.device import MemoryDemand
 from larder.session.arrangements.single import Single
 from larder.session.capacity import budgeted_layers, recall_slot_entries
@@ -119,13 +116,3 @@ def _host_bytes(rule: ServingPolicy, length: int, idle_entries: int, episodes: i
     return cache_bytes + UNDO_COPIES * (
         length * offloaded * (1 + INDEX_FACTOR) + heads * INDEX_HEAD_BYTES
     )
-
-
-def turn_demand(
-    rule: ServingPolicy, turns: Sequence[CompletedTurn], length: int, new_tokens: int
-) -> MemoryDemand:
-    """Upper bound of the memory of a turn that starts from text alone, under either backend."""
-    if rule.is_chat:
-        prompt = length - sum(each.tokens for each in turns)
-        return chat_turn_demand(rule, length, prompt, new_tokens, 0)
-    return rule.lossless_turn_demand(CacheOccupancy(), length, new_tokens)

@@ -11,7 +11,6 @@ from larder.core.errors import BudgetError, LarderError
 from larder.engine.detokenizer import IncrementalDetokenizer
 from larder.engine.engine import Engine
 from larder.server.admin_operations import AdminOperations
-from larder.server.admission import turn_demand
 from larder.server.api_errors import (
     context_length_exceeded,
     invalid_request,
@@ -41,9 +40,7 @@ from larder.server.request_queue import RequestQueue
 from larder.server.request_state import RequestState, RequestTimes
 from larder.server.scheduler import Scheduler
 from larder.server.serving_policy import ServingPolicy
-from larder.server.session_backend.base import SessionBackend
-from larder.server.session_backend.chat import ChatBackend
-from larder.server.session_backend.prefix import PrefixBackend
+from larder.server.session_backend.selection import session_backends
 from larder.server.session_index import ResolvedSession, SessionIndex
 from larder.server.session_info import session_info
 from larder.server.session_state import CompletedTurn, SessionState
@@ -101,11 +98,8 @@ class EngineCore:
         self.tiers = TierManager(
             self.ledger, self.reservations, rule, clock, disk, completions, unload
         )
-        self._backends: tuple[SessionBackend, SessionBackend] = (
-            PrefixBackend(
-                self.tiers, self.reservations, engine.tokenizer, self.sessions.find_shared_prefix
-            ),
-            ChatBackend(self.tiers, self.reservations, engine.tokenizer),
+        self._backend_of = session_backends(
+            self.tiers, self.reservations, engine.tokenizer, self.sessions.find_shared_prefix
         )
         indexed = self._indexed_persistence = IndexedSessionPersistence(
             self.sessions, self.forget, persistence
@@ -121,7 +115,9 @@ class EngineCore:
             RequestQueue(waiting),
             rows,
         )
-        self._admin = AdminOperations(self.tiers, completions, lambda: len(self.scheduler.queue))
+        self._admin = AdminOperations(
+            self.tiers, completions, self._backend_of, lambda: len(self.scheduler.queue)
+        )
         self._persistence, self._loads_candidates = persistence, lookup is None
         self.restorer = self._session_restorer(lookup or persistence.load)
         self._refresher = self._session_restorer(persistence.load)
@@ -342,7 +338,9 @@ class EngineCore:
         if length >= self.context:
             raise context_length_exceeded(length, self.context)
         new_tokens = min(request.max_new_tokens, self.context - length)
-        demand = turn_demand(resolved.session.rule, resolved.past_turns, length, new_tokens)
+        rule = resolved.session.rule
+        backend = self._backend_of(rule)
+        demand = backend.turn_demand(rule, resolved.past_turns, length, new_tokens)
         if not self.reservations.fits(request.tenant, demand):
             raise kv_budget_exceeded(
                 BudgetError(
@@ -358,7 +356,7 @@ class EngineCore:
             new_tokens=new_tokens,
             times=RequestTimes(arrived),
             wake=self._wake,
-            backend=self._backends[resolved.session.rule.is_chat],
+            backend=backend,
         )
 
     def _charged(self, session: SessionState) -> SessionState:

@@ -3,15 +3,48 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from larder.core.errors import Refused
+from larder.engine.detokenizer import IncrementalDetokenizer
+from larder.server.serving_policy import ServingPolicy
+from larder.server.session_state import CompletedTurn, SessionState
+from larder.server.tiers.device import DeviceReservations, MemoryDemand
+from larder.server.tiers.disk import SLOWER_THAN_RECOMPUTE
+from larder.server.tiers.manager import TierManager
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+
 if TYPE_CHECKING:
-    from larder.server.request_state import RequestState
-    from larder.server.session_state import CompletedTurn
+    from larder.server.request_state import CacheLoad, RequestState
+
+# Finds another session of the tenant whose cache has a prefix of the text.
+FindPrefix = Callable[[SessionState, tuple[int, ...]], SessionState | None]
 
 
 class SessionBackend(ABC):
     """Steps of a request on its session's caches. For the model's thread."""
+
+    def __init__(
+        self, tiers: TierManager, reservations: DeviceReservations, tokenizer: TokenizerAdapter
+    ) -> None:
+        self._tiers, self._reservations, self._tokenizer = tiers, reservations, tokenizer
+
+    @abstractmethod
+    def turn_demand(
+        self, rule: ServingPolicy, turns: Sequence[CompletedTurn], length: int, new_tokens: int
+    ) -> MemoryDemand:
+        """Upper bound of the memory of a turn that starts from text alone.
+
+        Args:
+            turns: completed turns that the text begins with.
+            length: tokens of the whole text once the prompt is read.
+            new_tokens: the longest answer.
+        """
+
+    @abstractmethod
+    def idle_demand(self, session: SessionState) -> MemoryDemand:
+        """Upper bound of the device memory of an idle session."""
 
     @abstractmethod
     def start(self, job: RequestState) -> None:
@@ -25,9 +58,11 @@ class SessionBackend(ABC):
     def on_loaded(self, job: RequestState) -> None:
         """Install a cache load that has ended, or fall back to prefill if it failed."""
 
-    @abstractmethod
     def abandon_load(self, job: RequestState) -> None:
         """Release the cache load of a request that was cancelled."""
+        if job.prefill.load is not None:
+            job.prefill.load.reservation.release()
+            job.prefill.load = None
 
     @abstractmethod
     def prefill_block(self, job: RequestState) -> int:
@@ -66,3 +101,21 @@ class SessionBackend(ABC):
     @abstractmethod
     def rollback(self, job: RequestState) -> None:
         """Restore the session's caches to the state before the request, or drop them."""
+
+    def _start_answer(self, job: RequestState) -> None:
+        """Prepare the text and the randomness of the answer, unless they continue after a retry."""
+        if job.answer.stream is None:
+            decode, request = self._tokenizer.decode, job.request
+            job.answer.stream = IncrementalDetokenizer(decode, request.stop, job.listener.on_text)
+            job.answer.generator = request.sampling.generator()
+
+    def _count_cached(self, job: RequestState, cached: int) -> None:
+        """Count the tokens that the cache has before the prefill."""
+        counts = job.counts
+        job.prefill.cached_len = counts.cached = cached
+        counts.restored = cached if counts.tier in ("host", "disk") else 0
+
+    def _note_failed_load(self, load: CacheLoad, error: BaseException) -> None:
+        """Forget a cache in the store that cannot be loaded; one that is only slow stays."""
+        if not isinstance(error, Refused) or error.reason != SLOWER_THAN_RECOMPUTE:
+            load.source.residency.saved_cache = None

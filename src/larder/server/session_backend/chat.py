@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
-from larder.core.errors import BudgetError, LarderError, Refused
-from larder.engine.detokenizer import IncrementalDetokenizer
+from larder.core.errors import BudgetError, LarderError
 from larder.server.admission import chat_turn_demand
 from larder.server.request_state import CacheLoad, RequestState
+from larder.server.serving_policy import ServingPolicy
 from larder.server.session_backend.base import SessionBackend
 from larder.server.session_backend.chat_prefill import ChatPrefill, PrefillSteps
 from larder.server.session_state import CompletedTurn, PositionMaps, SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
-from larder.server.tiers.disk import SLOWER_THAN_RECOMPUTE, WRITE_COPIES
+from larder.server.tiers.disk import WRITE_COPIES
 from larder.server.tiers.manager import TierManager
 from larder.session.chat_cache import ChatCache
 from larder.session.chat_state import ActiveTurn
@@ -38,8 +38,16 @@ class ChatBackend(SessionBackend):
     def __init__(
         self, tiers: TierManager, reservations: DeviceReservations, tokenizer: TokenizerAdapter
     ) -> None:
-        self._tiers, self._reservations, self._tokenizer = tiers, reservations, tokenizer
+        super().__init__(tiers, reservations, tokenizer)
         self._prefill = ChatPrefill(tokenizer, tiers.disk)
+
+    def turn_demand(
+        self, rule: ServingPolicy, turns: Sequence[CompletedTurn], length: int, new_tokens: int
+    ) -> MemoryDemand:
+        return chat_turn_demand(rule, length, length - _tokens(turns), new_tokens, 0)
+
+    def idle_demand(self, session: SessionState) -> MemoryDemand:
+        return chat_turn_demand(session.rule, session.residency.occupancy.read, 0, 0, 1)
 
     def start(self, job: RequestState) -> None:
         resolved = job.resolved
@@ -76,10 +84,7 @@ class ChatBackend(SessionBackend):
         session, past_tokens = job.session, _tokens(resolved.past_turns)
         if session.residency.chat_cache is not None:
             num_turns = len(session.residency.chat_cache.state.log.turns)
-            job.prefill.cached_len = job.counts.cached = _tokens(resolved.past_turns[:num_turns])
-            job.counts.restored = (
-                job.prefill.cached_len if job.counts.tier in ("host", "disk") else 0
-            )
+            self._count_cached(job, _tokens(resolved.past_turns[:num_turns]))
         job.counts.recomputed = past_tokens - job.prefill.cached_len
         unread = len(resolved.prompt_ids) - job.prefill.cached_len
         job.prefill.estimated_blocks = unread // session.rule.block
@@ -87,7 +92,6 @@ class ChatBackend(SessionBackend):
 
     def prefill_block(self, job: RequestState) -> int:
         prefill = job.prefill
-        answer = job.answer
         session = job.session
         assert prefill.steps is not None
         prefill.estimated_blocks -= 1
@@ -97,12 +101,7 @@ class ChatBackend(SessionBackend):
             prefill.seconds += perf_counter() - started
         except StopIteration:
             prefill.steps = None
-            if answer.stream is None:
-                stop = job.request.stop
-                answer.stream = IncrementalDetokenizer(
-                    self._tokenizer.decode, stop, job.listener.on_text
-                )
-                answer.generator = job.request.sampling.generator()
+            self._start_answer(job)
         self._check(job)
         return session.rule.block
 
@@ -221,17 +220,9 @@ class ChatBackend(SessionBackend):
         if error is not None:
             self._tiers.chats.return_reservation(session, load.reservation)
             job.counts.tier = "none"
-            if not isinstance(error, Refused) or error.reason != SLOWER_THAN_RECOMPUTE:
-                load.source.residency.saved_cache = None
+            self._note_failed_load(load, error)
         session.residency.origin = None
         self._plan_prefill(job)
-
-    def abandon_load(self, job: RequestState) -> None:
-        """Release the cache load of a cancelled request."""
-        prefill = job.prefill
-        if prefill.load is not None:
-            prefill.load.reservation.release()
-            prefill.load = None
 
     def _grant(self, session: SessionState, demand: MemoryDemand) -> None:
         before = session.residency.reserved_bytes

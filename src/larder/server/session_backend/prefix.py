@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 
 from larder.cache.sequence import SequenceCache
-from larder.core.errors import BudgetError, Refused
-from larder.engine.detokenizer import IncrementalDetokenizer
+from larder.core.errors import BudgetError
 from larder.prefill.base import split_blocks
 from larder.prefill.reader import PrefillSequence
 from larder.server.request_state import CacheLoad, RequestState
-from larder.server.session_backend.base import SessionBackend
+from larder.server.serving_policy import CacheOccupancy, ServingPolicy
+from larder.server.session_backend.base import FindPrefix, SessionBackend
 from larder.server.session_state import TOKEN_TYPECODE, CompletedTurn, SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
-from larder.server.tiers.disk import SLOWER_THAN_RECOMPUTE, WRITE_COPIES
+from larder.server.tiers.disk import WRITE_COPIES
 from larder.server.tiers.manager import TierManager
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
-
-# Finds another session of the tenant whose cache has a prefix of the text.
-FindPrefix = Callable[[SessionState, tuple[int, ...]], SessionState | None]
 
 
 class PrefixBackend(SessionBackend):
@@ -39,10 +36,17 @@ class PrefixBackend(SessionBackend):
         tokenizer: TokenizerAdapter,
         find: FindPrefix,
     ) -> None:
-        self._tiers = tiers
-        self._reservations = reservations
-        self._tokenizer = tokenizer
+        super().__init__(tiers, reservations, tokenizer)
         self._find = find
+
+    def turn_demand(
+        self, rule: ServingPolicy, turns: Sequence[CompletedTurn], length: int, new_tokens: int
+    ) -> MemoryDemand:
+        return rule.lossless_turn_demand(CacheOccupancy(), length, new_tokens)
+
+    def idle_demand(self, session: SessionState) -> MemoryDemand:
+        occupancy = session.residency.occupancy
+        return session.rule.lossless_turn_demand(occupancy, occupancy.read, 0)
 
     def start(self, job: RequestState) -> None:
         session = job.session
@@ -68,8 +72,7 @@ class PrefixBackend(SessionBackend):
         session, error = job.session, load.future.exception()
         if error is not None:
             load.reservation.release()
-            if not isinstance(error, Refused) or error.reason != SLOWER_THAN_RECOMPUTE:
-                load.source.residency.saved_cache = None
+            self._note_failed_load(load, error)
             self._reset(session)
         else:
             self._install(session, load)
@@ -90,25 +93,16 @@ class PrefixBackend(SessionBackend):
                 load.reservation.release()
             raise
 
-    def abandon_load(self, job: RequestState) -> None:
-        """Release the cache load of a cancelled request."""
-        prefill = job.prefill
-        if prefill.load is not None:
-            prefill.load.reservation.release()
-            prefill.load = None
-
     def _plan_prefill(self, job: RequestState) -> None:
         """Count cached tokens and split the rest into blocks: the cache is present."""
         resolved = job.resolved
         prefill = job.prefill
         cache = job.session.residency.cache
         assert cache is not None
-        prefill.cached_len = cache.next_position
         past_tokens = sum(each.tokens for each in resolved.past_turns) - sum(
             each.unread_tokens for each in resolved.past_turns[-1:]
         )
-        job.counts.cached = prefill.cached_len
-        job.counts.restored = prefill.cached_len if job.counts.tier in ("host", "disk") else 0
+        self._count_cached(job, cache.next_position)
         job.counts.recomputed = max(0, past_tokens - prefill.cached_len)
         self._split_prefill(job, job.resolved.prompt_ids)
 
@@ -194,12 +188,7 @@ class PrefixBackend(SessionBackend):
         assert cache is not None
         cache.reserve(job.new_tokens - len(answer.output_ids))
         self._reservations.check(session.key, cache.nbytes)
-        if answer.stream is None:
-            stop = job.request.stop
-            answer.stream = IncrementalDetokenizer(
-                self._tokenizer.decode, stop, job.listener.on_text
-            )
-            answer.generator = job.request.sampling.generator()
+        self._start_answer(job)
 
     def _continue(self, job: RequestState, usable: int) -> None:
         """Continue with the session's own cache."""
