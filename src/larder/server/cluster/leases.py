@@ -229,7 +229,7 @@ class LeasedSessionLocks(SessionLocks):
         lease = self._active.get(session.key)
         try:
             if lease is not None and not self._leases.holds(lease):
-                session.is_superseded = True
+                session.durability.is_superseded = True
                 raise session_superseded(session.name)
         except StoreError as error:
             self._note(error)
@@ -243,7 +243,7 @@ class LeasedSessionLocks(SessionLocks):
             self._note(error)
 
     def is_outdated(self, session: SessionState) -> bool:
-        if session.pending_writes:  # the newest state is this server's own, being written
+        if session.durability.pending_writes:  # this server is writing the newest state
             return False
         try:
             return self._fence.is_outdated(session)
