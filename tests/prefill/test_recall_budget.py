@@ -55,7 +55,7 @@ def attended(tier: TieredLayer) -> list[int]:
 
 def counts_of_steps(decoder: Decoder, wanted: Policy, context: int, steps: int) -> list[int]:
     """`attended` of every layer and every generated token that was read behind a text."""
-    counts, attention = list[int](), TieredLayer._attention
+    counts, attention = list[int](), TieredLayer.attention
 
     def noting(self: TieredLayer, queries: Any, positions: Any, own: int, shift: int) -> Any:
         out = attention(self, queries, positions, own, shift)
@@ -64,7 +64,7 @@ def counts_of_steps(decoder: Decoder, wanted: Policy, context: int, steps: int) 
         return out
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TieredLayer, "_attention", noting)
+        patch.setattr(TieredLayer, "attention", noting)
         cache = build_caches(
             runtime(decoder), wanted, some_ids(context), [{}], PeakMemoryMeter()
         ).activate(0)
