@@ -24,7 +24,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from type_checking import PACKAGE, UNCHECKED, check_imports, checked_modules
+from type_checking import PACKAGE, UNCHECKED, begin_test, check_imports, checked_modules
 
 SEED = 0
 check_imports(checked_modules(PACKAGE, UNCHECKED))
@@ -38,6 +38,7 @@ settings.load_profile("larder")
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
+    begin_test()
     random.seed(SEED)
     np.random.seed(SEED)
     torch.default_generator.manual_seed(SEED)

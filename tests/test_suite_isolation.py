@@ -16,7 +16,17 @@ from jaxtyping import AbstractArray, Float, Float32, Int, jaxtyped
 from jaxtyping._storage import get_shape_memo
 from torch import Tensor
 
-from type_checking import ASKED, COMPILED, PACKAGE, UNCHECKED, checked, checked_modules, fits
+from type_checking import (
+    ASKED,
+    CHECKED_CALLS,
+    COMPILED,
+    PACKAGE,
+    UNCHECKED,
+    begin_test,
+    checked,
+    checked_modules,
+    fits,
+)
 
 
 def test_the_network_is_out_of_reach() -> None:
@@ -115,6 +125,19 @@ def test_inner_functions_share_compiled_checks_and_nothing_else() -> None:
             function("1")
         with pytest.raises(Exception, match="factor"):
             function(1, factor="1")
+
+
+def test_the_first_calls_of_every_test_are_checked() -> None:
+    double = adding(2)
+    for _ in range(CHECKED_CALLS - 1):
+        double(1)
+    with pytest.raises(Exception, match="number"):
+        double("1")
+    with pytest.raises(TypeError, match="can only concatenate"):  # of the function itself
+        double("1")
+    begin_test()
+    with pytest.raises(Exception, match="number"):
+        double("1")
 
 
 def test_results_and_generators_are_checked() -> None:

@@ -3,7 +3,8 @@
 As `jaxtyping.install_import_hook` with beartype, at a fraction of its time: that one compiles two
 checks of every function at import and checks the arguments of a call twice, with a scope for
 dimension names around functions that name none. Here a function gets its check at its first call,
-and a tensor that fits is recognised without jaxtyping, which has the word on all others.
+a tensor that fits is recognised without jaxtyping, which has the word on all others, and in one
+test the first calls of a function are checked (`CHECKED_CALLS`): a loop repeats the same types.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ ARRAYS: Any = type(AbstractArray)  # what decides whether a tensor is of an anno
 ASKED = ARRAYS.__instancecheck__  # as jaxtyping does
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
 
+CHECKED_CALLS = 16  # of a function in each test, and in all fixtures of wider scope together
 CHECKED = "__beartype_func"  # the default by which the checks of beartype hold their function
 
 
@@ -47,6 +49,23 @@ class Compiled:
 
 
 COMPILED: dict[int, Compiled] = {}  # by the id of the code
+
+
+@dataclass
+class CheckedCalls:
+    """Number of a test, and calls of a function that were checked in it."""
+
+    test: int = 0
+    calls: int = 0
+
+
+CALLS: dict[CodeType, CheckedCalls] = {}
+RUNNING = CheckedCalls()  # its number is that of the test that runs
+
+
+def begin_test() -> None:
+    """Check the first calls of every function again."""
+    RUNNING.test += 1
 
 
 def checked_modules(package: Path, unchecked: str) -> list[str]:
@@ -128,10 +147,16 @@ def _when_called(function: FunctionType) -> Callable[..., Any]:
     """
     strict: Callable[..., Any] | None = None
     is_scoped = False
+    count = CALLS.setdefault(function.__code__, CheckedCalls())
 
     @wraps(function)
     def guarded(*args: Any, **named: Any) -> Any:
         nonlocal strict, is_scoped
+        if count.test != RUNNING.test:
+            count.test, count.calls = RUNNING.test, 0
+        elif count.calls == CHECKED_CALLS:
+            return function(*args, **named)
+        count.calls += 1
         if strict is None:
             strict, is_scoped = _strict(function)
         if not is_scoped:
