@@ -1,13 +1,17 @@
-"""Admission control: upper bound of the memory of a turn, computed before any
-of it is allocated."""
+"""Admission control: upper bound of the memory of a turn, and whether it can ever fit.
+
+A turn that fits waits in the queue until `Scheduler` finds the memory free.
+"""
 
 from __future__ import annotations
 
 from larder.cache.forms.ragged import GROWTH_TOKENS
+from larder.core.errors import BudgetError
 from larder.core.spec import RecomputeSource
 from larder.prefill.schedules.whole import BLOCK_TOKENS, Whole
+from larder.server.api_errors import kv_budget_exceeded
 from larder.server.serving_policy import ServingPolicy
-from larder.server.tiers.device import MemoryDemand
+from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.session.arrangements.single import Single
 from larder.session.capacity import budgeted_layers, recall_slot_entries
 
@@ -16,6 +20,21 @@ MOST_EPISODES = 16  # twice the default
 # Size of a recall index: a factor of the offloaded bytes, and a constant per head.
 INDEX_FACTOR, INDEX_HEAD_BYTES = 2, 8192
 UNDO_COPIES = 2  # while a turn may be rolled back
+
+
+def check_demand(tenant: str, demand: MemoryDemand, reservations: DeviceReservations) -> None:
+    """Raise if a turn could not be granted its memory even on an otherwise empty device.
+
+    Raises:
+        ApiError: 400 `kv_budget_exceeded`.
+    """
+    if not reservations.fits(tenant, demand):
+        raise kv_budget_exceeded(
+            BudgetError(
+                f"The conversation may need {demand.total} bytes of keys and values, more than the "
+                "budget allows: shorten it, ask for fewer new tokens, or raise the budget."
+            )
+        )
 
 
 def chat_turn_demand(

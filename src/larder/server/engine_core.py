@@ -11,6 +11,7 @@ from larder.core.errors import BudgetError, LarderError
 from larder.engine.detokenizer import IncrementalDetokenizer
 from larder.engine.engine import Engine
 from larder.server.admin_operations import AdminOperations
+from larder.server.admission import check_demand
 from larder.server.api_errors import (
     context_length_exceeded,
     invalid_request,
@@ -174,7 +175,7 @@ class EngineCore:
         """Queue a request, as `EngineClient.submit`.
 
         Args:
-            asked: arrival time of the request.
+            arrived: arrival time of the request.
         """
         self.scheduler.queue.check(request.tenant)
         if request.max_new_tokens < 1:
@@ -341,14 +342,7 @@ class EngineCore:
         rule = resolved.session.rule
         backend = self._backend_of(rule)
         demand = backend.turn_demand(rule, resolved.past_turns, length, new_tokens)
-        if not self.reservations.fits(request.tenant, demand):
-            raise kv_budget_exceeded(
-                BudgetError(
-                    f"The conversation may need {demand.total} bytes of keys and values, more "
-                    "than the budget allows: shorten it, ask for fewer new tokens, or raise the "
-                    "budget."
-                )
-            )
+        check_demand(request.tenant, demand, self.reservations)
         return RequestState(
             request=request,
             listener=listener,

@@ -71,8 +71,8 @@ class ModelRunner:
                 job.backend.restart_prefill(job)
                 return CONTINUES
             [token] = self._tokens([job], failures)
-        except failures as row_logits:
-            return _mark_unrecoverable(job, plans, row_logits)
+        except failures as retry_error:
+            return _mark_unrecoverable(job, plans, retry_error)
         return self._outcome(job, token, plans, failures)
 
     def _tokens(

@@ -71,10 +71,10 @@ class CacheUsage:
         entries: managed entries over all layers and heads.
         nbytes: bytes of all tensors.
         next_position: number of tokens read.
-        finest: entries at full precision.
+        full_precision_entries: entries at full precision.
         fast_tier_bytes: bytes in device memory when the cache answers: all, or those of the fast
             tier and of the page slots.
-        paged: capacity of the page slots, over all layers and heads, once entries are
+        slot_entries: capacity of the page slots, over all layers and heads, once entries are
             offloaded.
         layers: bytes of `fast_tier_bytes` by layer.
     """

@@ -327,12 +327,12 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         if self.is_dense:
             refuse_eviction(len(gone), self.layer)
         parked = gone[~torch.isin(gone, plan.dropped.cpu())] if len(plan.dropped) else gone
-        sheaf = OffloadBatch.of(held, parked)
-        self._slow.add(sheaf, self._index_bytes(len(parked)))
+        batch = OffloadBatch.of(held, parked)
+        self._slow.add(batch, self._index_bytes(len(parked)))
         try:
             change(plan)
         except BaseException:
-            self._slow.undo_add(sheaf.lengths)
+            self._slow.undo_add(batch.lengths)
             raise
         self.replaced_bytes = self._fast.replaced_bytes + self._slow.replaced_bytes
 

@@ -217,12 +217,12 @@ class QuantizedSlowTier(SlowTier):
         self._former, self._whole, self._codec = self._numbers, layer, codec
         super().__init__(replace(layer, head_dim=0), dtype, columns, is_pinned)
 
-    def add(self, sheaf: OffloadBatch, index_bytes: int = 0) -> None:
-        numbers = self._with(sheaf)
+    def add(self, batch: OffloadBatch, index_bytes: int = 0) -> None:
+        numbers = self._with(batch)
         itemsize = self._keys.itemsize
         each = self._codec.bytes_per_entry(self._whole.head_dim, itemsize)
-        none = {"keys": sheaf.keys[:, :0], "values": sheaf.values[:, :0]}
-        super().add(replace(sheaf, **none), index_bytes + int(each * len(sheaf.keys)))
+        none = {"keys": batch.keys[:, :0], "values": batch.values[:, :0]}
+        super().add(replace(batch, **none), index_bytes + int(each * len(batch.keys)))
         self._former, self._numbers = self._numbers, numbers
         self._count_bytes()
 
@@ -308,15 +308,15 @@ class QuantizedSlowTier(SlowTier):
         )
         return QuantizedKV(keys, values, state[f"{CODED}lengths"])
 
-    def _with(self, sheaf: OffloadBatch) -> QuantizedEntries:
+    def _with(self, batch: OffloadBatch) -> QuantizedEntries:
         """All entries after a batch was added.
 
         Raises:
             CacheError: a number to quantize exceeds float16.
         """
-        counts, group = sheaf.lengths.tolist(), self._codec.group
+        counts, group = batch.lengths.tolist(), self._codec.group
         coming = [
-            side.to("cpu", self._keys.dtype).split(counts) for side in (sheaf.keys, sheaf.values)
+            side.to("cpu", self._keys.dtype).split(counts) for side in (batch.keys, batch.values)
         ]
         ready: list[KeysAndValues] = []
         waiting: list[KeysAndValues] = []

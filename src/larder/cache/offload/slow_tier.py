@@ -101,7 +101,7 @@ class SlowTier(TensorOwner):
     def __len__(self) -> int:
         return int(self._lengths.sum())
 
-    def add(self, sheaf: OffloadBatch, index_bytes: int = 0) -> None:
+    def add(self, batch: OffloadBatch, index_bytes: int = 0) -> None:
         """Append entries; they get the next numbers of their heads.
 
         Args:
@@ -111,20 +111,20 @@ class SlowTier(TensorOwner):
             BudgetError: the host memory budget would be exceeded; nothing has changed.
         """
         self.replaced_bytes = 0
-        more = self._lengths + sheaf.lengths
-        ends, is_full = tuple(more.tolist()), bool((sheaf.lengths > self._slack).any())
+        more = self._lengths + batch.lengths
+        ends, is_full = tuple(more.tolist()), bool((batch.lengths > self._slack).any())
         if is_full or not self._owners.claim(self, ends):
-            self._grow(sheaf.lengths, index_bytes)
+            self._grow(batch.lengths, index_bytes)
             self._owners.claim(self, ends)
         else:
             self.room.check(0, index_bytes)
-        rows = packed_rows(self._starts + self._lengths, sheaf.lengths)
-        self._keys[rows] = sheaf.keys.to("cpu")
-        self._values[rows] = sheaf.values.to("cpu")
-        self._positions[rows] = sheaf.positions.to("cpu", torch.int32)
-        self._columns[:, rows] = sheaf.columns.to("cpu")
+        rows = packed_rows(self._starts + self._lengths, batch.lengths)
+        self._keys[rows] = batch.keys.to("cpu")
+        self._values[rows] = batch.values.to("cpu")
+        self._positions[rows] = batch.positions.to("cpu", torch.int32)
+        self._columns[:, rows] = batch.columns.to("cpu")
         self._lengths = more
-        self._slack = self._slack - sheaf.lengths
+        self._slack = self._slack - batch.lengths
 
     def undo_add(self, lengths: Int64[Tensor, " K"]) -> None:
         """Remove the last `lengths` entries of each head."""

@@ -42,7 +42,7 @@ class SessionRestorer:
     Args:
         lookup: finds the stored state of a tenant's session.
         rules: policies that sessions may have; the first is the default.
-        weigh: charges a new session, or raises.
+        charge: charges a new session, or raises.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SessionRestorer:
         charge: Callable[[SessionState], SessionState],
     ) -> None:
         self._decoder, self._sessions, self._lookup = decoder, sessions, lookup
-        self._rules, self._weigh = rules, charge
+        self._rules, self._charge = rules, charge
         self.passed_over, self.restarted = ReasonCounter(), ReasonCounter()
 
     def restore(self, tenant: str, *names: str | None) -> None:
@@ -147,7 +147,7 @@ class SessionRestorer:
                 session.rule, session.residency.saved_cache = rule, stored.saved_cache
                 session.residency.is_lossless = stored.saved_cache.is_lossless
                 break
-        return self._weigh(session)
+        return self._charge(session)
 
 
 Result = TypeVar("Result")

@@ -107,10 +107,11 @@ class TierManager:
 
         Args:
             source: session that they belonged to.
-            room: reservation of host memory that they are in.
+            reservation: host memory that they are in.
 
         Raises:
-            LarderError: the chat caches do not match the transcript; `room` is still the caller's.
+            LarderError: the chat caches do not match the transcript; `reservation` is still the
+                caller's.
         """
         try:
             install_caches(session, source, saved, loaded, reservation)
