@@ -32,7 +32,11 @@ COMMANDS = {
 }
 # Commands that load much, and either end soon or call `resume_collection`.
 LOADING_COMMANDS = (*COMMANDS, "policy")
-COMMAND_GROUPS = {"policy": "larder.cli.policy:app", "cache": "larder.cli.cache:app"}
+COMMAND_GROUPS = {
+    "model": "larder.cli.model:app",
+    "policy": "larder.cli.policy:app",
+    "cache": "larder.cli.cache:app",
+}
 # Base class of all errors of the parser; typer exports only subclasses.
 ParserError: Any = typer.BadParameter.__base__
 

