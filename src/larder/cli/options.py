@@ -66,6 +66,13 @@ class ModelOptions(OutputOptions):
             "is fast at it, else float32."
         ),
     ] = None
+    adapter: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="LoRA adapter of the model, as peft saves it."),
+    ] = None
+    adapter_mode: Annotated[
+        str, typer.Option(help="merged into the weights, or live beside them.")
+    ] = "merged"
     seed: Annotated[int, typer.Option(help="Random seed of sampling.")] = 0
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0

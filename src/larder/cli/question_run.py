@@ -106,7 +106,9 @@ def open_engine(options: ModelOptions) -> Engine:
     """
     policy = check_model_options(options)
     with progress_bar(f"Loading {options.model}"):
-        loaded = load(options.model, options.device, options.dtype)
+        loaded = load(
+            options.model, options.device, options.dtype, options.adapter, options.adapter_mode
+        )
     engine = Engine(loaded, policy, options.budget, options.block)
     resume_collection()
     if engine.beyond_budget:

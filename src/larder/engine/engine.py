@@ -78,12 +78,16 @@ class Engine:
         block: int | None = None,
         device: str = "cpu",
         dtype: str | torch.dtype | None = None,
+        adapter: str | None = None,
+        adapter_mode: str = "merged",
     ) -> Engine:
         """Load a model under a policy; the bundled model is the default.
 
         Args:
             dtype: `"float32"` or `torch.float32` and the like; `"auto"` for the dtype of the
                 weights.
+            adapter: folder with a LoRA adapter that peft saved.
+            adapter_mode: `"merged"` into the weights, or `"live"` beside them.
 
         Raises:
             LarderError: the model cannot be loaded or is not supported, the policy does not parse,
@@ -91,7 +95,8 @@ class Engine:
         """
         chosen = _parse_policy(policy)
         SizeOptions(budget, block)  # validated before a model is loaded
-        return cls(load(model, device, dtype), chosen, budget, block)
+        loaded = load(model, device, dtype, adapter, adapter_mode)
+        return cls(loaded, chosen, budget, block)
 
     def under(
         self,

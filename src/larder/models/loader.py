@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from larder.core.arguments import check_type
 from larder.core.errors import BadParameter, ModelError
+from larder.models.adapter import AdapterMode, apply_adapter
 from larder.models.decoder import Decoder
 from larder.models.gguf import SUFFIX, convert_gguf
 from larder.models.packaged import PACKAGED_MODELS
@@ -54,7 +55,11 @@ class LoadedModel:
 
 
 def load(
-    name: str = SEED, device: str = "cpu", dtype: str | torch.dtype | None = None
+    name: str = SEED,
+    device: str = "cpu",
+    dtype: str | torch.dtype | None = None,
+    adapter: str | None = None,
+    adapter_mode: str = AdapterMode.MERGED.value,
 ) -> LoadedModel:
     """Verified model by name.
 
@@ -66,17 +71,37 @@ def load(
             the saved weights. Default on a CPU: `bfloat16` where the weights are saved so and the
             CPU has AMX or AVX512-BF16, else `float32`, and always `float32` for `seed`; elsewhere
             `bfloat16`.
+        adapter: folder with an adapter that peft saved, such as LoRA.
+        adapter_mode: `merged` into the weights, or `live` beside them.
 
     Raises:
-        BadParameter: unknown device or dtype.
-        ModelError: the model cannot be loaded, or uses an unsupported feature.
+        BadParameter: unknown device, dtype or mode.
+        ModelError: the model or its adapter cannot be loaded, or uses an unsupported feature.
     """
     check_type("model", name, str, "a name or a folder as a string")
     check_type("device", device, str, "a string such as cpu or cuda:0")
+    mode = _adapter_mode(adapter_mode)
+    from transformers import AutoTokenizer
+
     with silence_transformers():
         source = _source(name)
         _check_folder(source)
-        return _load(name, source, device, dtype)
+        module = _load(name, source, device, dtype)
+        if adapter is not None:
+            module = apply_adapter(module, adapter, mode)
+        module = move_to_device(module, device).eval()
+        tokenizer = _call_transformers(
+            name, AutoTokenizer.from_pretrained, source, trust_remote_code=False
+        )
+        return LoadedModel(wrap_model(module), tokenizer, name)
+
+
+def _adapter_mode(mode: str) -> AdapterMode:
+    try:
+        return AdapterMode(mode)
+    except ValueError as error:
+        modes = " or ".join(one.value for one in AdapterMode)
+        raise BadParameter(f"adapter_mode must be {modes}, got {mode!r}.") from error
 
 
 def _source(name: str) -> str:
@@ -90,8 +115,9 @@ def _source(name: str) -> str:
     return name
 
 
-def _load(name: str, source: str, device: str, dtype: str | torch.dtype | None) -> LoadedModel:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _load(name: str, source: str, device: str, dtype: str | torch.dtype | None) -> Any:
+    """Model of transformers, on the CPU."""
+    from transformers import AutoModelForCausalLM
 
     kind = AUTO if dtype == AUTO else torch_dtype(dtype, device)
     config = _call_transformers(name, _read_config, source)
@@ -103,11 +129,7 @@ def _load(name: str, source: str, device: str, dtype: str | torch.dtype | None) 
     options = {"trust_remote_code": False, **_dtype_option(kind)}
     module = _call_transformers(name, AutoModelForCausalLM.from_pretrained, source, **options)
     _check_dtype(name, module.dtype)
-    module = move_to_device(module, device).eval()
-    tokenizer = _call_transformers(
-        name, AutoTokenizer.from_pretrained, source, trust_remote_code=False
-    )
-    return LoadedModel(wrap_model(module), tokenizer, name)
+    return module
 
 
 def seed_tokenizer() -> Any:

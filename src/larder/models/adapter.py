@@ -1,0 +1,92 @@
+"""LoRA adapters: folders saved by peft, merged into a model's weights or held beside them."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+from safetensors import SafetensorError
+
+from larder.core.errors import ModelError
+from larder.models.transformers_logging import silence_transformers
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+LOAD_FAILURES = (
+    KeyError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    SafetensorError,
+    UnpicklingError,
+)
+
+
+class AdapterMode(Enum):
+    """How an adapter is applied.
+
+    MERGED: added to the weights once; a step takes no longer than without it.
+    LIVE: computed beside the weights, which stay as they are and can be quantized.
+    """
+
+    MERGED = "merged"
+    LIVE = "live"
+
+
+def apply_adapter(module: Any, folder: str, mode: AdapterMode = AdapterMode.MERGED) -> Any:
+    """Model with an adapter, in eval mode; the module given is changed.
+
+    Args:
+        folder: as `save_pretrained` of peft writes it, with adapter_config.json.
+
+    Raises:
+        ModelError: the folder holds no adapter, the adapter is of another model or damaged, or peft
+            is missing.
+    """
+    files = {one.name for one in Path(folder).glob("adapter_*")}
+    if CONFIG not in files or not files.intersection(WEIGHTS):
+        missing = WEIGHTS[0] if CONFIG in files else CONFIG
+        raise ModelError(
+            f"{folder} has no {missing}: give --adapter a folder that peft has saved an adapter in."
+        )
+    try:
+        from peft import PeftConfig, PeftModel  # pyright: ignore
+    except ImportError as error:
+        raise ModelError(
+            "An adapter needs the package peft: pip install 'larder[adapter]'."
+        ) from error
+    try:
+        config = PeftConfig.from_pretrained(folder)
+        if config.is_prompt_learning:
+            raise ModelError(
+                f"The adapter {folder} is {config.peft_type.value}, which adds keys and values "
+                "that no token has: Larder takes adapters of weights, such as LoRA."
+            )
+        with silence_transformers():
+            adapted = PeftModel.from_pretrained(module, folder, config=config)
+        _check_names(adapted, folder)
+    except LOAD_FAILURES as error:
+        reason = " ".join(str(error).split())[:200].rstrip(".")
+        raise ModelError(
+            f"The adapter {folder} cannot be applied ({reason}): give one that was trained on this "
+            "model."
+        ) from error
+    if mode is AdapterMode.MERGED:
+        return adapted.merge_and_unload().eval()
+    return adapted.get_base_model().eval()
+
+
+def _check_names(adapted: Any, folder: str) -> None:
+    """Raise ValueError if the adapter's tensors are not those that the model takes.
+
+    peft ignores tensors of an adapter that fit no layer, and leaves those that are missing at zero.
+    """
+    from peft import get_peft_model_state_dict  # pyright: ignore
+    from peft.utils import load_peft_weights  # pyright: ignore
+
+    saved, taken = set(load_peft_weights(folder, "cpu")), set(get_peft_model_state_dict(adapted))
+    if different := sorted(saved ^ taken):
+        raise ValueError(f"{len(different)} tensors differ in name, such as {different[0]}")
