@@ -18,8 +18,12 @@ from larder.models.loader import SEED, LoadedModel, load
 def run(seed_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command line; the bundled model is not loaded anew each time."""
 
-    def loaded(name: str, device: str, dtype: str | None) -> LoadedModel:
-        return seed_model if name == SEED else load(name, device, dtype)
+    def loaded(
+        name: str, device: str, dtype: str | None, adapter: str | None, mode: str
+    ) -> LoadedModel:
+        if name == SEED and adapter is None:
+            return seed_model
+        return load(name, device, dtype, adapter, mode)
 
     monkeypatch.setattr(question_run, "load", loaded)
 

@@ -175,5 +175,7 @@ def _listening(application: Any) -> Iterator[str]:
         assert not thread.is_alive(), "the server did not stop"
 
 
-def _load(name: str, device: str, dtype: str | None) -> LoadedModel:
-    return bundled() if (name, device, dtype) == (SEED, "cpu", None) else load(name, device, dtype)
+def _load(name: str, device: str, dtype: str | None, adapter: str | None, mode: str) -> LoadedModel:
+    if (name, device, dtype, adapter) == (SEED, "cpu", None, None):
+        return bundled()
+    return load(name, device, dtype, adapter, mode)

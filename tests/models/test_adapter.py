@@ -12,7 +12,6 @@ from peft import LoraConfig, PrefixTuningConfig, TaskType, get_peft_model  # pyr
 from typer.testing import CliRunner
 
 from larder.cache.sequence import SequenceCache
-from larder.cache.spec import CacheForm
 from larder.cli.main import app
 from larder.core.errors import BadParameter, ModelError
 from larder.core.types import Mode
@@ -42,7 +41,7 @@ def test_logits_are_those_of_peft(tmp_path: Path, architecture: str, mode: Adapt
     expected = save_adapter(tmp_path, tiny(architecture))
     plain = wrap_model(tiny(architecture))
     with wrap_model(apply_adapter(tiny(architecture), str(tmp_path), mode)) as decoder:
-        cache = SequenceCache(decoder.spec, CacheForm.RAGGED)
+        cache = SequenceCache(decoder.spec, "ragged")
         segment = BatchSegment(cache, tuple(IDS[0].tolist()))
         logits = decoder.forward_logits([segment], Mode.APPEND, range(IDS.shape[1]))
         assert torch.allclose(logits, expected[0], atol=1e-4)

@@ -62,7 +62,7 @@ def apply_adapter(module: Any, folder: str, mode: AdapterMode = AdapterMode.MERG
         config = PeftConfig.from_pretrained(folder)
         if config.is_prompt_learning:
             raise ModelError(
-                f"The adapter {folder} is {config.peft_type.value}, which adds keys and values "
+                f"The adapter {folder} is {config.peft_type}, which adds keys and values "
                 "that no token has: Larder takes adapters of weights, such as LoRA."
             )
         with silence_transformers():

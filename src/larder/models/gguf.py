@@ -132,7 +132,7 @@ def _check_requirements() -> None:
     """Raise ModelError if a package that reads GGUF is missing."""
     try:
         import gguf  # noqa: F401  # pyright: ignore
-        from transformers.integrations.gguf import get_gguf_tokenizer  # noqa: F401
+        from transformers.integrations.gguf import gguf_tokenizer_mapping  # noqa: F401
     except ImportError as error:
         raise ModelError(f"A GGUF file needs more packages ({error}): {REQUIREMENTS}.") from error
 
@@ -239,7 +239,10 @@ def _tensor_table_end(data: mmap.mmap, start: int, tensors: int) -> int:
 def _save_tokenizer(path: Path, folder: Path) -> int:
     """Write the tokenizer's files; number of its tokens."""
     from transformers import PreTrainedTokenizerFast
-    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+        convert_gguf_tokenizer,
+        get_gguf_tokenizer,
+    )
 
     architecture, vocabulary, options = get_gguf_tokenizer(str(path))
     backend, more = convert_gguf_tokenizer(architecture, vocabulary)
@@ -274,7 +277,7 @@ def _weights(path: Path, header: _ShortHeader, config: Any) -> Iterator[tuple[st
     )
 
     reader = GGUFReader(header.path)
-    [architecture] = read_field(reader, "general.architecture")
+    architecture = str(read_field(reader, "general.architecture")[0])
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
     with torch.device("meta"):
         names = tuple(AutoModelForCausalLM.from_config(config).state_dict())
