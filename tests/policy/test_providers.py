@@ -22,6 +22,7 @@ from larder.policy.providers.base import (
     column_providers,
     select_providers,
 )
+from larder.session.policy import Policy
 
 VOCAB, TOKENS = 11, 7
 
@@ -118,3 +119,11 @@ def test_a_provider_is_found_by_its_file_and_an_unknown_one_is_refused() -> None
     assert not column_providers(("surprise",), ActivationProvider)
     with pytest.raises(UnknownName, match="No provider named 'surprises'"):
         select_providers(["surprises"], TokenProvider)
+
+
+def test_a_scorer_of_decode_alone_does_not_decide_how_a_prompt_is_read() -> None:
+    press = "kvpress(press='ExpectedAttentionPress()')"
+    prefill = Policy.parse(f"whole() > {press} > uniform(tokens=64)").planner
+    decode = f'whole() > snapkv() > uniform(tokens=64) > split(scorer="{press}")'
+    assert prefill.observes_whole_text
+    assert not Policy.parse(decode).planner.observes_whole_text

@@ -242,6 +242,16 @@ def refuse_everywhere(client: httpx2.Client, hub: LocalEngineClient, name: str) 
     assert caught.value.status == 400  # pyright: ignore
 
 
+def test_an_empty_name_in_a_path_is_refused_by_every_operation(client: httpx2.Client) -> None:
+    answers = [client.get("/v1/sessions/"), client.delete("/v1/sessions/")]
+    answers += [client.get("/v1/sessions//kept")]
+    answers += [client.post(f"/v1/sessions//{verb}") for verb in ("pin", "fork", "export")]
+    answers += [client.post("/v1/sessions//import", content=b"x")]
+    for answer in answers:
+        said = answer.json()["error"]
+        assert (answer.status_code, said["code"]) == (400, "invalid_session_id"), answer.request.url
+
+
 def test_bytes_that_are_no_text_are_no_name(client: httpx2.Client) -> None:
     for answer in (
         ask(client, "Hi", headers={"x-session-id": b"caf\xe9"}),

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import Damaged
 from larder.store.ledger import Tier
 from larder.store.sessions.records import Record, SessionTurn
+from larder.store.sessions.session_reader import restore_cache
 from larder.store.store import Store
-from store.caches import IDS, TALK, WHO, blob_files, compressed, load, snapshot, store_at
+from store.caches import IDS, SPEC, TALK, WHO, blob_files, compressed, load, snapshot, store_at
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 BESIDE = b"the way to the right one"
@@ -60,3 +62,9 @@ def test_damage_is_found(tmp_path: Path) -> None:
         store.parts.reader.beside(record)
     [checked] = store.maintenance.verify(store.sessions.heads())
     assert [each.startswith("The state beside") for each in checked.problems] == [True]
+
+
+def test_a_cache_in_a_form_that_this_version_does_not_have_is_damaged() -> None:
+    cache = SequenceCache(SPEC, "dense")
+    with pytest.raises(Damaged, match="No cache form named 'folded'"):
+        restore_cache(SPEC, cache.state(), cache.meta() | {"form": "folded"})

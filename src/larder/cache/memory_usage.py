@@ -15,7 +15,8 @@ Owner = TypeVar("Owner", bound="TensorOwner")
 class MemoryUsage:
     """Bytes and entries in use; a usage that joined a total passes its changes on to it.
 
-    Thread-safe: pages of one layer are prefetched while another layer appends.
+    A total may be shared between threads, as pages of one layer are prefetched while another layer
+    appends; each usage is changed by one thread at a time.
 
     Args:
         nbytes: bytes of all tensors.

@@ -84,11 +84,16 @@ class Planner:
     )
 
     @cached_property
-    def parts(self) -> tuple[PolicyPart, ...]:
-        """All parts that read inputs, those of the decode phase included."""
+    def prefill_parts(self) -> tuple[PolicyPart, ...]:
+        """Parts that read inputs in prefill."""
         own = (self.scorer, self.reduction.heads, self.values, self.unit, self.budget)
-        own += (self.compensation, self.storage, self.timing, *self.timing.parts)
+        own += (self.compensation, self.storage, self.timing)
         return own if self.recall is None else (*own, self.recall)
+
+    @cached_property
+    def parts(self) -> tuple[PolicyPart, ...]:
+        """All parts that read inputs, those of the decode phase alone included."""
+        return (*self.prefill_parts, *self.timing.parts)
 
     @cached_property
     def providers(self) -> frozenset[str]:
@@ -102,8 +107,12 @@ class Planner:
 
     @cached_property
     def activation_providers(self) -> Mapping[str, ActivationProvider]:
-        """Providers that capture activations of a pass, by name."""
-        return select_providers(self.providers, ActivationProvider)
+        """Providers that capture activations of a pass, by name: those of prefill, and those with
+        a column."""
+        readers = (*self.prefill_parts, *self._tallies)
+        in_prefill = _union(part.required_providers() for part in readers)
+        found = select_providers(self.providers, ActivationProvider).items()
+        return {name: each for name, each in found if name in in_prefill or each.has_column}
 
     @cached_property
     def calibrations(self) -> frozenset[str]:
@@ -135,8 +144,8 @@ class Planner:
 
     @cached_property
     def observes_whole_text(self) -> bool:
-        """True if a part needs the queries of a whole context in one pass."""
-        return any(part.observes_whole_text() for part in self.parts)
+        """True if a part of prefill needs the queries of a whole context in one pass."""
+        return any(part.observes_whole_text() for part in self.prefill_parts)
 
     @property
     def has_state(self) -> bool:

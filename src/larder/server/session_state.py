@@ -129,7 +129,7 @@ class SavedCache:
 
     Args:
         tokens: number of tokens that it has read, a prefix of the transcript.
-        settled_tokens: as in `SessionState`.
+        settled_tokens: as in `Residency`.
         entries: over all managed layers and heads.
         nbytes: size in the store.
         cache_bytes: size in memory.

@@ -76,9 +76,11 @@ def _bound(
     http: HttpRequest, operation: Operation[..., Any], arguments: dict[str, Any]
 ) -> tuple[Callable[..., Any], str]:
     """Operation of the request's tenant on the session of its path, and the session's name."""
-    name = arguments.pop("name", "")
-    own = (tenant_of(http), validate_session_name(name, "name")) if name else (tenant_of(http),)
-    return partial(app_state(http).client.call, operation, *own, **arguments), name
+    call = partial(app_state(http).client.call, operation, tenant_of(http))
+    if "name" not in arguments:
+        return partial(call, **arguments), ""
+    name = validate_session_name(arguments.pop("name"), "name")
+    return partial(call, name, **arguments), name
 
 
 def _response(value: Any, name: str) -> Response:

@@ -12,7 +12,7 @@ from larder.server.request import ChatMessage
 from larder.server.session_info import SessionInfo
 from larder.server.session_state import CompletedTurn, SavedCache, SessionState
 
-ANSWERED_LABEL, PAUSES_LABEL = "answered", "pauses"  # labels of `SessionState` fields in records
+ANSWERED_LABEL, PAUSES_LABEL = "answered", "pauses"  # labels of `SessionUsage` fields in records
 
 
 class Durability(Enum):

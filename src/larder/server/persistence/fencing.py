@@ -23,8 +23,8 @@ MAX_REMOVALS = 4  # attempts, if other writes interfere
 class EpochFence:
     """Expected epoch of each session in a store. For the thread that writes them.
 
-    `SessionState.durable_epoch` is the epoch that the next state follows; `SessionState.write_mark`
-    marks writes behind it whose outcome is unknown.
+    `SessionState.durability.epoch` is the epoch that the next state follows;
+    `durability.write_mark` marks writes behind it whose outcome is unknown.
     """
 
     def __init__(self, store: Store) -> None:

@@ -117,7 +117,7 @@ Part = TypeVar("Part", bound=msgspec.Struct)
 
 @dataclass(frozen=True)
 class TranscriptSnapshot:
-    """The stored part of a session; fields as in `SessionState`."""
+    """The stored part of a session; fields as in `SessionIdentity` and `Transcript`."""
 
     root: str
     opening_messages: tuple[ChatMessage, ...]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
 from larder.cache.spec import CacheSpec
-from larder.core.errors import CacheError, Damaged, LarderError, Refused
+from larder.core.errors import CacheError, Damaged, LarderError, Refused, UnknownName
 from larder.core.spec import ModelSpec
 from larder.store.blobs.cache_state import check_fits, join_chunks
 from larder.store.blobs.container import peek_metadata
@@ -266,7 +266,7 @@ def restore_cache(spec: ModelSpec, state: CacheTensors, meta: Mapping[str, str])
     check_fits(state, spec)
     try:
         return SequenceCache.adopt(spec, state, meta)
-    except CacheError as error:
+    except (CacheError, UnknownName) as error:  # UnknownName: a form of another version or plug-in
         raise Damaged(f"The saved cache does not fit the model: {error}") from error
     except (KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
         raise Damaged(f"The saved cache cannot be restored ({error}).") from error
