@@ -160,9 +160,7 @@ def _policy(
     tokens = streams[0].keys.shape[1]
     fast = entries_per_head(policy, decoder.spec)
     quotas = planner.quotas(fast, tokens, tuple(layer.index for layer in layers), {})
-    eviction = DecodeEviction(
-        planner, fast, (quotas,), (tokens,), decoder.predict_token_numbers
-    )
+    eviction = DecodeEviction(planner, fast, (quotas,), (tokens,), decoder.predict_token_numbers)
     set_step, done = inject_streams([cache], streams), [0]
 
     def run() -> None:

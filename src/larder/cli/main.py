@@ -113,7 +113,8 @@ def _command_of(point: EntryPoint) -> Any:
 def _usage_error(error: Any) -> UsageError:
     message = " ".join(error.format_message().split())
     where = "larder" if error.ctx is None else error.ctx.command_path
-    return UsageError(f"{message.rstrip('.')}. See '{where} --help'.")
+    ended = message if message.endswith("?") else f"{message.rstrip('.')}."
+    return UsageError(f"{ended} See '{where} --help'.")
 
 
 app = typer.Typer(
