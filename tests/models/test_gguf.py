@@ -106,6 +106,13 @@ def damaged_magic(content: bytes) -> bytes:
     return b"GGML" + content[4:]
 
 
+def no_alignment(content: bytes) -> bytes:
+    del content
+    key = b"general.alignment"
+    value = struct.pack("<II", 4, 0)  # an unsigned integer, 0
+    return b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key + value
+
+
 def huge_count(content: bytes) -> bytes:
     return content[:16] + struct.pack("<Q", 2**40) + content[24:]
 
@@ -115,6 +122,7 @@ def huge_count(content: bytes) -> bytes:
     [
         (damaged_magic, "does not start with GGUF"),
         (huge_count, "cannot be read as GGUF"),
+        (no_alignment, "cannot be read as GGUF"),
         (lambda content: content[: len(content) // 2], "cannot be read as GGUF"),
         (lambda content: content[:100], "cannot be read as GGUF"),
         (lambda content: content.replace(b"llama", b"bamba"), "bamba is not supported"),

@@ -34,6 +34,15 @@ WIDTHS = {0: 1, 1: 1, 7: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 10: 8, 11: 8, 12: 8}
 STRING, ARRAY = 8, 9
 HEADER_START = 24  # bytes of the magic, the version and the counts of tensors and of keys
 ALIGNMENT_KEY, DEFAULT_ALIGNMENT = b"general.alignment", 32
+# What damaged or hostile files make this module, gguf and transformers raise.
+READ_FAILURES = (
+    ArithmeticError,
+    LookupError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
 REQUIREMENTS = "pip install 'larder[gguf]'"
 
 
@@ -169,7 +178,7 @@ def _convert(path: Path, folder: Path, short: Path) -> None:
         tokens = _save_tokenizer(path, folder)
         config = _read_config(header, tokens)
         tensors = dict(_weights(path, header, config))
-    except (LookupError, NotImplementedError, TypeError, ValueError, struct.error) as error:
+    except READ_FAILURES as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise ModelError(
             f"{path} cannot be read as GGUF ({reason}): download it again, or take a folder in "
@@ -179,7 +188,11 @@ def _convert(path: Path, folder: Path, short: Path) -> None:
 
 
 def _write_short_header(path: Path, target: Path) -> _ShortHeader:
-    """Raises: ValueError, struct.error: the file is no whole GGUF file of one part."""
+    """Copy a header without the arrays of the tokenizer.
+
+    Raises:
+        ArithmeticError, LookupError, ValueError, struct.error: the file is no GGUF file.
+    """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if data[:4] != b"GGUF":
             raise ValueError("it does not start with GGUF")
