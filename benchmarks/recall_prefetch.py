@@ -150,7 +150,7 @@ def _clocks(stats: PrefetchStats) -> Iterator[None]:
     """Measure page search and transfer: `find` in turn, `worker` ahead, `waited` for the worker."""
     names = {
         "_found": "find",
-        "attend_selection": "find",
+        "selection_calls": "find",
         "fetch": "worker",
         "_take_prefetched": "waited",
     }

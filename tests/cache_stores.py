@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from builders import Tokens
-from larder.cache.forms.base import CacheLayer
+from larder.cache.forms.base import AttentionState, CacheLayer
+from larder.core.types import Mode
+from larder.ops.attention import merge_attention
 from references.cache.ragged import RaggedLoop
 
 
@@ -57,7 +59,10 @@ def places(store: CacheLayer) -> list[int]:
 
 def attend_held(store: CacheLayer, new: Tokens) -> Tensor:
     """Attention of tokens to all entries, their own included."""
-    return store.attention(new.queries, new.positions, new.queries.shape[1], 0)[0]
+    count, states = new.queries.shape[1], list[AttentionState]()
+    for call in store.attention_calls(new.queries, new.positions, Mode.APPEND, -count):
+        states.append(call())
+    return merge_attention([out for out, _ in states], [lse for _, lse in states])[0]
 
 
 def attend(
@@ -72,7 +77,8 @@ def append(store: CacheLayer | RaggedLoop, new: Tokens) -> None:
 
 
 def extend(store: CacheLayer, new: Tokens) -> Tensor:
-    return store.extend(new.queries, new.keys, new.values, new.positions)
+    parts = (new.queries.shape[1],)
+    return store.attend(new.queries, new.keys, new.values, new.positions, parts, Mode.APPEND)
 
 
 def assert_close(got: Tensor, expected: Tensor) -> None:

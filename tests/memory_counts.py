@@ -19,7 +19,7 @@ from larder.cache.spec import FORMS
 
 LAYERS = [FORMS.load(name) for name in FORMS.names()]
 CHANGES = (
-    *("append", "extend", "attend", "again", "record_logits", "heard", "apply", "evict", "note"),
+    *("append", "attend", "again", "record_logits", "heard", "apply", "evict", "note"),
     *("allocate", "reserve", "compact", "truncate", "forget", "entries", "fork", "state", "adopt"),
     *("keep", "record_ids", "fetch", "expect", "link", "give_up"),
 )

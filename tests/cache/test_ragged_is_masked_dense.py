@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import a_layer, a_plan, draw
+from cache_stores import extend
 from larder.cache.forms.dense import DenseLayer
 from larder.cache.forms.ragged import RaggedLayer
 
@@ -29,7 +30,7 @@ def test_ragged_attention_is_masked_dense_attention(case, count, seed) -> None:
     store = RaggedLayer(layer, torch.float32, torch.device("cpu"))
     store.append(old.keys, old.values, old.positions)
     store.apply(a_plan(kept, [held] * kv_heads))
-    got = store.extend(new.queries, new.keys, new.values, new.positions)
+    got = extend(store, new)
 
     keys = torch.cat([old.keys, new.keys], 1).repeat_interleave(group, 0)
     values = torch.cat([old.values, new.values], 1).repeat_interleave(group, 0)
@@ -49,7 +50,6 @@ def test_ragged_and_dense_agree_while_nothing_is_evicted(kv_heads, group, blocks
     start = 0
     for size in blocks:
         new = draw(layer, size, start)
-        parts = (new.queries, new.keys, new.values, new.positions)
-        dense, ragged = (store.extend(*parts) for store in stores)
+        dense, ragged = (extend(store, new) for store in stores)
         torch.testing.assert_close(ragged, dense, atol=2e-5, rtol=1e-4)
         start += size

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from builders import a_layer, draw
+from cache_stores import extend
 from larder.cache.forms.ragged import RaggedLayer
 from larder.core.plan import Plan
 
@@ -25,7 +26,7 @@ def a_store() -> RaggedLayer:
 
 def read_one(store: RaggedLayer, position: int) -> torch.Tensor:
     new = draw(store.layer, 1, position)
-    store.extend(new.queries, new.keys, new.values, new.positions)
+    extend(store, new)
     return new.queries
 
 

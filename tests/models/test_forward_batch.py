@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
-from importlib import import_module
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from builders import a_plan
 from larder.cache.sequence import SequenceCache
+from larder.core.codec import Codec
 from larder.core.errors import CacheError, InputError, ModelError
-from larder.core.types import Mode
+from larder.core.plan import Plan
+from larder.core.recall import OffloadSpec
+from larder.core.spec import LayerPairing, RecomputeSource, RecomputeSpec
+from larder.core.types import AppendKind, Mode
 from larder.models.forward_batch import BatchSegment, ForwardBatch, LayerActivations
+from larder.ops import attention, quantized_attention
+from larder.recall.flat import Flat
+from larder.recall.sparq import SparQ
+from larder.recall.wave import Wave
 from model_runs import read_on, some_ids
 
 CPU = torch.device("cpu")
@@ -45,28 +57,86 @@ def test_probing_records_and_touches_nothing(architecture, adopted) -> None:
     assert torch.equal(cache.entries(1).head_keys(0)[-4:], appended[1].keys[0])
 
 
-@pytest.mark.parametrize("form", ["dense", "ragged"])
-@pytest.mark.parametrize("count, hand_overs", [(1, 5), (4, 6)])
-def test_few_functions_stand_between_the_model_and_the_kernel(
-    three_layers, monkeypatch, form, count, hand_overs
-) -> None:
-    """The walk of docs/structure.md, from the attention function to the kernel."""
-    walks: list[list[str]] = []
-    module = import_module(f"larder.cache.forms.{form}")
-    kernel = module.ragged_attention
+HAND_OVERS = 6
+RECALLED = Flat(tokens=4, page=2, dense=0)
+FORMS_OF_A_LAYER: dict[str, dict[str, Any]] = {
+    "dense": {"form": "dense"},
+    "window": {"form": "ragged"},
+    "ragged": {"form": "ragged"},
+    "graded": {"form": "ragged", "codecs": (Codec(4, 4, 4),)},
+    "paired": {"form": "paired", "pairing": LayerPairing(start=0.0)},
+    "compact": {"form": "compact"},
+    "tiered": {"form": "tiered", "parking": OffloadSpec(RECALLED, None)},
+    "all recalled": {"form": "tiered", "parking": OffloadSpec(replace(RECALLED, tokens=64), None)},
+    "quantized slow tier": {
+        "form": "tiered",
+        "parking": OffloadSpec(RECALLED, None, Codec(4, 4, 4)),
+    },
+    "union": {"form": "tiered", "parking": OffloadSpec(replace(RECALLED, union=4), None)},
+    "estimated": {
+        "form": "tiered",
+        "parking": OffloadSpec(Wave(tokens=16, page=2, size=2, update=4, dense=0), None),
+    },
+    "sampled": {"form": "tiered", "parking": OffloadSpec(SparQ(tokens=4, dense=0), None)},
+    "corrected": {"form": "tiered", "parking": OffloadSpec(replace(RECALLED, corrected=2), None)},
+    "rebuilt": {"form": "rebuilt", "rebuilding": RecomputeSpec()},
+    "read again": {"form": "rebuilt", "rebuilding": RecomputeSpec(RecomputeSource.IDS)},
+}
 
+
+@pytest.mark.parametrize("name", FORMS_OF_A_LAYER)
+@pytest.mark.parametrize("kind", AppendKind)
+@pytest.mark.parametrize("count", [1, 4])
+def test_few_functions_stand_between_the_model_and_the_kernel(
+    adopted, monkeypatch, name, kind, count
+) -> None:
+    """The walk of docs/structure.md, from the attention function to each kernel that it reaches."""
+    decoder = adopted("gemma3" if name == "window" else "llama")
+    cache = SequenceCache(decoder.spec, **FORMS_OF_A_LAYER[name])
+    read_on(decoder, cache, some_ids(24), 24)
+    for layer in decoder.spec.managed:
+        cache.apply(layer.index, _rejection(cache, layer.index, name))
+    walks = _watch_kernels(monkeypatch)
+    for step in range(3):  # later steps correct or read again
+        decoder.read(
+            [BatchSegment(cache, some_ids(count, seed=step), append_kind=kind)], Mode.APPEND
+        )
+    decoder.read([BatchSegment(cache, some_ids(count))], Mode.SCRATCH)
+    assert walks and len(max(walks, key=len)) <= HAND_OVERS, max(walks, key=len)
+
+
+def _rejection(cache: SequenceCache, layer: int, name: str) -> Plan:
+    """A plan that puts entries of every head wherever the form puts them."""
+    count = cache.lengths()[layer]
+    if name in ("graded", "paired", "dense"):
+        grades = torch.zeros(sum(count), dtype=torch.int8)
+        grades[::2] = name != "dense"
+        return Plan(torch.arange(sum(count)), count, grades=grades)
+    return a_plan([range(length - 4, length) for length in count], count)
+
+
+def _watch_kernels(monkeypatch) -> list[list[str]]:
+    """Functions between the model and each kernel, for every call from now on."""
+    walks: list[list[str]] = []
+    kernels = {
+        id(vars(attention)[f"{kind}_attention"]) for kind in ("causal", "ragged", "windowed")
+    }
+    kernels.add(id(quantized_attention.quantized_attention))
+    for module in [m for n, m in sys.modules.items() if n.startswith("larder.cache.")]:
+        for own, kernel in list(vars(module).items()):
+            if id(kernel) in kernels:
+                monkeypatch.setattr(module, own, _watched(kernel, walks))
+    return walks
+
+
+def _watched(kernel: Callable[..., Any], walks: list[list[str]]) -> Callable[..., Any]:
     def watch(*args: object) -> object:
-        names = [
-            frame.name for frame in traceback.extract_stack() if "src/larder" in frame.filename
-        ]
-        walks.append(names[names.index("attend") :])
+        frames = [f for f in traceback.extract_stack() if "src/larder" in f.filename]
+        names = [f"{Path(f.filename).stem}.{f.name}" for f in frames]
+        walks.append(names[names.index("attention_backend.attend") :])
         return kernel(*args)
 
-    cache = SequenceCache(three_layers.spec, form)
-    read_on(three_layers, cache, some_ids(6), 6)
-    monkeypatch.setattr(module, "ragged_attention", watch)
-    read_on(three_layers, cache, some_ids(count), count)
-    assert {len(walk) for walk in walks} == {hand_overs}  # the kernel comes behind the last
+    return watch
 
 
 def test_scratch_leaves_every_bit(architecture, adopted) -> None:

@@ -139,7 +139,9 @@ def test_where_everything_is_recalled_blocks_of_a_text_are_read_exactly(
     wanted = policy("votes", 320)
     wanted = replace(wanted, recall=replace(wanted.recall, prefill=PrefillRecall.RECALLED))
     park_at_once(monkeypatch)
-    monkeypatch.setattr(SlowTier, "attend", lambda self, queries: pytest.fail("attended to all"))
+    monkeypatch.setattr(
+        SlowTier, "attention_calls", lambda self, queries: pytest.fail("attended to all")
+    )
     cache = read(decoder, wanted).activate(0)
     tokens, heard = said(decoder, wanted, cache, QUESTION, 5)
     expected = own_logits(own, (*CONTEXT, *QUESTION, *tokens))[-6:-1]
@@ -153,14 +155,14 @@ def test_the_first_token_of_a_sentence_sees_everything(decoder, closing, monkeyp
     cache = build_caches(
         runtime(decoder, closing), wanted, CONTEXT, [{}], PeakMemoryMeter()
     ).activate(0)
-    recalled = PageFetcher.recalled
+    recalled = PageFetcher.step_calls
 
     def noting(self: PageFetcher, *args: Any) -> Any:
         parts = recalled(self, *args)
         seen.append(parts is None)
         return parts
 
-    monkeypatch.setattr(PageFetcher, "recalled", noting)
+    monkeypatch.setattr(PageFetcher, "step_calls", noting)
     observer = decode_planner(runtime(decoder, closing), wanted, [cache]).observer
     generate(
         decoder, [cache], [QUESTION], Hearing(), StoppingCriteria(steps), lambda *_: True, observer
@@ -245,7 +247,7 @@ def test_a_budget_for_everything_parks_nothing_and_equals_the_full_cache(decoder
 
 def test_a_block_of_one_token_and_a_question_of_one_are_exact(decoder, own, monkeypatch) -> None:
     wanted = policy("flat", 8)
-    monkeypatch.setattr(PageFetcher, "recalled", lambda *args: pytest.fail("recalled"))
+    monkeypatch.setattr(PageFetcher, "step_calls", lambda *args: pytest.fail("recalled"))
     cache = read(decoder, wanted).activate(0)
     heard = said(decoder, wanted, cache, some_ids(1, seed=3), 1)[1]
     expected = own_logits(own, (*CONTEXT, *some_ids(1, seed=3)))[-1:]

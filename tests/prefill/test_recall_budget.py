@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from larder.cache.forms.base import AttentionState
 from larder.cache.forms.tiered import TieredLayer
 from larder.core.errors import BudgetError
 from larder.core.types import AppendKind
@@ -55,16 +56,15 @@ def attended(tier: TieredLayer) -> list[int]:
 
 def counts_of_steps(decoder: Decoder, wanted: Policy, context: int, steps: int) -> list[int]:
     """`attended` of every layer and every generated token that was read behind a text."""
-    counts, attention = list[int](), TieredLayer.attention
+    counts, observe = list[int](), TieredLayer.observe
 
-    def noting(self: TieredLayer, queries: Any, positions: Any, own: int, shift: int) -> Any:
-        out = attention(self, queries, positions, own, shift)
-        if own == queries.shape[1] == 1 and self._coming is AppendKind.STEP:
+    def noting(self: TieredLayer, queries: Any, positions: Any, state: AttentionState) -> None:
+        observe(self, queries, positions, state)
+        if len(positions) == 1 and self._coming is AppendKind.STEP:
             counts.extend(attended(self))
-        return out
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TieredLayer, "attention", noting)
+        patch.setattr(TieredLayer, "observe", noting)
         cache = build_caches(
             runtime(decoder), wanted, some_ids(context), [{}], PeakMemoryMeter()
         ).activate(0)

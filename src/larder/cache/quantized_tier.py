@@ -16,14 +16,12 @@ import torch
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
-from larder.cache.forms.base import AttentionState
 from larder.cache.memory_usage import storage_bytes
 from larder.core.codec import Codec
 from larder.core.ledger import Ledger
-from larder.core.types import Queries
 from larder.ops.packing import starts_of
 from larder.ops.quantization import QuantizedRows, concat_rows, quantize_rows
-from larder.ops.quantized_attention import QuantizedKV, quantized_attention
+from larder.ops.quantized_attention import QuantizedKV
 
 
 @dataclass(frozen=True)
@@ -57,12 +55,6 @@ class QuantizedTier:
         """Entries of each kv head."""
         owners, counts = self.rows.lengths.long().unbind(1)
         return torch.zeros(heads, dtype=torch.int64).index_add_(0, owners, counts)
-
-    def attend(
-        self, queries: Queries, num_kv_heads: int, scaling: float, bias: Tensor | None
-    ) -> AttentionState:
-        """Attention of queries to all entries."""
-        return quantized_attention(queries, self.rows, num_kv_heads, scaling, bias)
 
     def select(self, rows: Int64[Tensor, " N"]) -> QuantizedTier:
         """Tier with only these rows (ascending), bit for bit; groups without rows are removed."""

@@ -106,11 +106,9 @@ class SequenceCache:
             )
         if mode is Mode.PROBE:
             return torch.zeros_like(queries)
-        if mode is Mode.SCRATCH:
-            return store.attend(queries, keys, values, positions, sections, shift)
-        if len(sections) != 1:
+        if mode is Mode.APPEND and len(sections) != 1:
             raise CacheError(f"Cannot append {len(sections)} sections at once: append one.")
-        return store.extend(queries, keys, values, positions)
+        return store.attend(queries, keys, values, positions, sections, mode, shift)
 
     def record_logits(self, layers: Iterable[int]) -> None:
         """Record the logits of the next decode step in some layers, for `heard`."""

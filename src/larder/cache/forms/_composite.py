@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.forms.base import AttentionState, CacheLayer
+from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.memory_usage import TensorOwner
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
-from larder.core.types import Keys, Positions, Queries, Values
-from larder.ops.attention import merge_attention
+from larder.core.types import Keys, Mode, Positions, Queries, Values
 
 COLUMN_BYTES = 4  # of a number of the ledger
 GRADE_BYTES = 1  # of a grade in what `entries` shows
@@ -42,8 +41,8 @@ class CompositeLayer(CacheLayer):
         """True if any entry is outside the ragged tier."""
 
     @abstractmethod
-    def _attended(self, queries: Queries) -> Iterator[AttentionState]:
-        """Attention to each part outside the ragged tier."""
+    def _other_calls(self, queries: Queries) -> list[AttentionCall]:
+        """Kernel calls for the entries outside the ragged tier."""
 
     def allocate(self, room: int) -> None:
         self._finest.allocate(room)
@@ -69,14 +68,13 @@ class CompositeLayer(CacheLayer):
         names = self._finest.ledger.columns
         return names.index(LOG_COUNT) if LOG_COUNT in names else None
 
-    def attention(
-        self, queries: Queries, positions: Positions, own: int, shift: int
-    ) -> AttentionState:
-        del own
-        parts = list(self._attended(queries))
-        if any(self._finest.lengths) or not parts:
-            parts.insert(0, self._finest.attention(queries, positions, 0, shift))
-        return merge_attention([out for out, _ in parts], [lse for _, lse in parts])
+    def attention_calls(
+        self, queries: Queries, positions: Positions, mode: Mode, shift: int
+    ) -> list[AttentionCall]:
+        calls = self._other_calls(queries)
+        if any(self._finest.lengths) or not calls:
+            calls = self._finest.attention_calls(queries, positions, mode, shift) + calls
+        return calls
 
 
 class RecoverableLayer(CacheLayer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -16,10 +16,11 @@ from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import Keys, Positions, Queries, Values
+from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.ops.attention import causal_attention, merge_attention
 
 AttentionState = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]  # output and log-sum-exp
+AttentionCall = Callable[[], AttentionState]  # call of a kernel, with its arguments
 
 
 class CacheLayer(TensorOwner):
@@ -75,39 +76,61 @@ class CacheLayer(TensorOwner):
         values: Values,
         positions: Positions,
         sections: tuple[int, ...],
+        mode: Mode = Mode.SCRATCH,
         shift: int = 0,
     ) -> Queries:
-        """Attention of new tokens to the cache and causally among themselves, without side effects.
+        """Attention of new tokens to the cache and causally among themselves.
+
+        A single token to append sees everything including itself, so it is appended first and
+        needs no attention beside that to the entries; if that fails, the caller takes it back with
+        `truncate`.
 
         Args:
             queries, keys, values: of the new tokens, post-RoPE.
             positions: their true positions, later than all cached ones unless `shift` is negative.
             sections: lengths that partition Q into sequences that do not see each other.
+            mode: `APPEND` to append the tokens, `SCRATCH` for no side effects.
             shift: offset of `positions` from the end of the sequence; negative for earlier ones.
         """
-        window = self.layer.sliding_window
-        among = causal_attention(queries, keys, values, self.layer.scaling, sections, window)
-        if self._is_empty:
-            return among[0].to(queries.dtype)
-        cached = self.attention(queries, positions, 0, shift)
-        return merge_attention((cached[0], among[0]), (cached[1], among[1]))[0].to(queries.dtype)
+        is_step = mode is Mode.APPEND and queries.shape[1] == 1
+        if is_step:
+            self.append(keys, values, positions)
+        states: list[AttentionState] = []
+        if is_step or not self._is_empty:
+            start = -1 if is_step else shift
+            for call in self.attention_calls(queries, positions, mode, start):
+                states.append(call())
+        if not is_step:
+            scaling, window = self.layer.scaling, self.layer.sliding_window
+            states.append(causal_attention(queries, keys, values, scaling, sections, window))
+        out, lse = merge_attention([out for out, _ in states], [lse for _, lse in states])
+        if mode is Mode.APPEND:
+            if not is_step:
+                self.append(keys, values, positions)
+            self.observe(queries, positions, (out, lse))
+        return out.to(queries.dtype)
+
+    @abstractmethod
+    def attention_calls(
+        self, queries: Queries, positions: Positions, mode: Mode, shift: int
+    ) -> Iterable[AttentionCall]:
+        """Kernel calls whose merged results are the attention of queries to all entries.
+
+        Each call is made before the next one is asked for, so that copies need not coexist.
+
+        Args:
+            positions: true positions of the queries.
+            mode: `APPEND` if the tokens are, or will be, appended.
+            shift: offset of the first query from the end of the entries; -1 if it was appended.
+        """
 
     @abstractmethod
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         """Append new entries to every head."""
 
-    def extend(self, queries: Queries, keys: Keys, values: Values, positions: Positions) -> Queries:
-        """Attention to the cache and causally among new tokens, which are then appended.
-
-        A single token sees everything including itself, so it is appended first and needs only one
-        attention; if that fails, the caller takes it back with `truncate`.
-        """
-        if queries.shape[1] == 1:
-            self.append(keys, values, positions)
-            return self.attention(queries, positions, 1, 0)[0].to(queries.dtype)
-        out = self.attend(queries, keys, values, positions, (queries.shape[1],))
-        self.append(keys, values, positions)
-        return out
+    def observe(self, queries: Queries, positions: Positions, state: AttentionState) -> None:
+        """Record the attention of appended tokens, in forms that use it later."""
+        del queries, positions, state
 
     def again(
         self,
@@ -134,18 +157,6 @@ class CacheLayer(TensorOwner):
     def _is_empty(self) -> bool:
         """True if there is no entry to attend to."""
         return not any(self.lengths)
-
-    @abstractmethod
-    def attention(
-        self, queries: Queries, positions: Positions, own: int, shift: int
-    ) -> AttentionState:
-        """Attention of queries to all entries in float32, with its log-sum-exp.
-
-        Args:
-            positions: true positions of the queries.
-            own: number of last entries of each head that are the queries' own tokens.
-            shift: see `attend`.
-        """
 
     def record_logits(self) -> None:
         """Record the attention of the next decode step, in forms that support it.

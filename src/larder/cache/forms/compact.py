@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from larder.cache.entry_merging import MergedEntries, merge_entries
-from larder.cache.forms.base import AttentionState, CacheLayer
+from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.memory_usage import TensorOwner
 from larder.cache.spec import CacheSpec
@@ -33,7 +34,7 @@ from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Folds, Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec, ModelSpec
-from larder.core.types import Keys, Positions, Queries, Values
+from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.packing import starts_of, storage_rows
 from larder.ops.rope import rerotate_per_head, rotate
@@ -157,22 +158,20 @@ class CompactLayer(CacheLayer):
             into.copy_(rotate(keys[None], at, radians)[0])
         return turned, places
 
-    def attention(
-        self, queries: Queries, positions: Positions, own: int, shift: int
-    ) -> AttentionState:
-        if own:
-            self._keep()
+    def attention_calls(
+        self, queries: Queries, positions: Positions, mode: Mode, shift: int
+    ) -> list[AttentionCall]:
         held = self.entries()
-        if own and self._listens and queries.shape[1] == 1:
+        if mode is Mode.APPEND and queries.shape[1] == 1 and self._listens:
             self._listens = False
             self._keep(held.keys, held.rope_positions)
         lengths = torch.tensor(held.lengths)
         layout = (torch.tensor(held.starts), lengths, self.layer.scaling)
-        first = (lengths - own + shift).clamp(min=0).to(positions.device)
+        first = (lengths + shift).clamp(min=0).to(positions.device)
         places = first[:, None] + positions - positions[0]
         turned = rerotate_per_head(queries, positions, places, self._radians(queries))
         bias = held.columns.get(LOG_COUNT)
-        return ragged_attention(turned, held.keys, held.values, *layout, bias)
+        return [partial(ragged_attention, turned, held.keys, held.values, *layout, bias)]
 
     def _carry_out(self, plan: Plan, carry: Callable[[Plan], None]) -> None:
         check_counts(plan, self.layer.kv_heads)

@@ -17,19 +17,19 @@ without offload repeat their former outputs, which are unchanged below the first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.cache.forms.base import AttentionState
+from larder.cache.forms.base import AttentionCall, AttentionState
 from larder.cache.forms.tiered import TieredLayer
 from larder.cache.offload.page_fetch import PageSelection
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
-from larder.core.types import AppendKind, Keys, Positions, Queries, Values
+from larder.core.types import AppendKind, Keys, Mode, Positions, Queries, Values
 from larder.ops.attention import merge_attention, ragged_attention
 from larder.ops.packing import starts_of
 
@@ -64,7 +64,6 @@ class CorrectedLayer(TieredLayer):
 
     _past: tuple[PastAnswer, ...] = ()
     _ids: Int64[Tensor, " P"] = NO_ENTRIES
-    _latest: PastAnswer | None = None
     _used: PageSelection | None = None
 
     @property
@@ -78,13 +77,16 @@ class CorrectedLayer(TieredLayer):
         self._ids = latest[len(latest) - len(self._past) :]
         self._count_bytes()
 
-    def extend(self, queries: Queries, keys: Keys, values: Values, positions: Positions) -> Queries:
-        out = super().extend(queries, keys, values, positions)
-        latest, self._latest = self._latest, None
-        kept = () if latest is None else (*self._past, latest)
-        self._past = kept[-self.parking.recall.corrected :]
+    def observe(self, queries: Queries, positions: Positions, state: AttentionState) -> None:
+        super().observe(queries, positions, state)
+        if len(positions) > 1 or self._coming is not AppendKind.STEP:
+            self._past = ()  # texts attend to everything: nothing to correct
+        else:
+            used = NO_ENTRIES if self._used is None else _selected_entries(self._used)
+            parked = torch.tensor(self._slow.lengths)
+            latest = PastAnswer(int(positions[0]), *state, used, parked)
+            self._past = (*self._past, latest)[-self.parking.recall.corrected :]
         self._count_bytes()
-        return out
 
     def again(
         self,
@@ -172,23 +174,17 @@ class CorrectedLayer(TieredLayer):
         own = [part for past in self._past for part in (past.out, past.lse, past.seen, past.parked)]
         return (*super().own_tensors(), *own, self._ids)
 
-    def attention(
-        self, queries: Queries, positions: Positions, own: int, shift: int
-    ) -> AttentionState:
+    def attention_calls(
+        self, queries: Queries, positions: Positions, mode: Mode, shift: int
+    ) -> Iterator[AttentionCall]:
         self._used = None
-        out, lse = super().attention(queries, positions, own, shift)
-        is_step = own == queries.shape[1] == 1 and self._coming is AppendKind.STEP
-        if self._appends and is_step:
-            used = NO_ENTRIES if self._used is None else _selected_entries(self._used)
-            parked = torch.tensor(self._slow.lengths)
-            self._latest = PastAnswer(int(positions[0]), out, lse, used, parked)
-        return out, lse
+        return super().attention_calls(queries, positions, mode, shift)
 
-    def _attend_offloaded(self, queries: Queries, own: int) -> list[AttentionState]:
-        parts = super()._attend_offloaded(queries, own)
+    def _offloaded_calls(self, queries: Queries, mode: Mode) -> Iterable[AttentionCall]:
+        calls = super()._offloaded_calls(queries, mode)
         taken = self._choice_for(self._slow.entries())
         self._used = self.finder.choice if taken is None else taken
-        return parts
+        return calls
 
     def _mended(self, past: PastAnswer, query: Float[Tensor, "H 1 D"]) -> PastAnswer:
         """Corrected output of a token, with the newly fetched entries it has not seen."""

@@ -7,17 +7,19 @@ One row of positions serves all heads, so a plan must keep the same entries in e
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from larder.cache.forms.base import AttentionState, CacheLayer
+from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.spec import CacheSpec
 from larder.cache.validation import check_kept, check_single_precision
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import Keys, Positions, Queries, Values
+from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.removal import remove_rows
 
@@ -84,7 +86,7 @@ class DenseLayer(CacheLayer):
         return Entries(
             self._keys.flatten(0, 1),
             self._values.flatten(0, 1),
-            _repeat_per_head(self._positions, self.layer.kv_heads),
+            self._positions.repeat(self.layer.kv_heads),
             tuple(starts.tolist()),
             tuple(lengths.tolist()),
         )
@@ -134,13 +136,12 @@ class DenseLayer(CacheLayer):
             )
         return chosen[0]
 
-    def attention(
-        self, queries: Queries, positions: Positions, own: int, shift: int
-    ) -> AttentionState:
-        del positions, own, shift
-        keys, values = self._keys.flatten(0, 1), self._values.flatten(0, 1)
-        starts, lengths = self._layout()
-        return ragged_attention(queries, keys, values, starts, lengths, self.layer.scaling)
+    def attention_calls(
+        self, queries: Queries, positions: Positions, mode: Mode, shift: int
+    ) -> list[AttentionCall]:
+        del positions, mode, shift
+        rows = self._keys.flatten(0, 1), self._values.flatten(0, 1)
+        return [partial(ragged_attention, queries, *rows, *self._layout(), self.layer.scaling)]
 
     def _layout(self) -> tuple[Tensor, Tensor]:
         heads = torch.arange(self.layer.kv_heads)
@@ -164,11 +165,6 @@ class DenseLayer(CacheLayer):
     def _set_length(self, length: int) -> None:
         self._length = length
         self.usage.set_entries(length * self.layer.kv_heads)
-
-
-def _repeat_per_head(positions: Tensor, heads: int) -> Tensor:
-    """Positions repeated for every head."""
-    return positions.repeat(heads)
 
 
 Part = DenseLayer

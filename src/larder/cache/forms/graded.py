@@ -21,8 +21,9 @@ Attention reads codes, never a whole dequantized layer; merges dequantize the en
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -32,7 +33,7 @@ from larder.cache.entry_columns import check_columns
 from larder.cache.entry_merging import MergedEntries
 from larder.cache.forms._composite import CompositeLayer
 from larder.cache.forms._graded_tiers import GradedTiers
-from larder.cache.forms.base import AttentionState
+from larder.cache.forms.base import AttentionCall
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.quantized_tier import QuantizedTier, saved_tiers, tier_prefix
 from larder.cache.row_updates import InsertedEntries
@@ -44,6 +45,7 @@ from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Positions, Queries, Values
+from larder.ops.quantized_attention import quantized_attention
 
 
 class GradedLayer(CompositeLayer):
@@ -159,12 +161,14 @@ class GradedLayer(CompositeLayer):
         finest = self._finest.entries()
         return GradedTiers.of(finest, self._coded)
 
-    def _attended(self, queries: Queries) -> Iterator[AttentionState]:
-        column = self._bias_column
-        for tier in self._coded:
-            if len(tier):
-                bias = None if column is None else tier.columns[column]
-                yield tier.attend(queries, self.layer.kv_heads, self.layer.scaling, bias)
+    def _other_calls(self, queries: Queries) -> list[AttentionCall]:
+        column, sizes = self._bias_column, (self.layer.kv_heads, self.layer.scaling)
+        biases = (None if column is None else tier.columns[column] for tier in self._coded)
+        return [
+            partial(quantized_attention, queries, tier.rows, *sizes, bias)
+            for tier, bias in zip(self._coded, biases, strict=True)
+            if len(tier)
+        ]
 
     def _planned(
         self, plan: Plan

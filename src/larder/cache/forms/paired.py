@@ -13,8 +13,9 @@ layer's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int64
@@ -32,7 +33,7 @@ from larder.cache.forms._shared_entries import (
     SharedEntries,
     SharingRequest,
 )
-from larder.cache.forms.base import AttentionState, CacheLayer
+from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.row_updates import InsertedEntries
 from larder.cache.spec import CacheSpec
@@ -206,12 +207,11 @@ class PairedLayer(CompositeLayer):
     def _is_mixed(self) -> bool:
         return len(self._pair.shared) > 0
 
-    def _attended(self, queries: Queries) -> Iterator[AttentionState]:
-        if self._is_mixed:
-            layer, shared = self.layer, self._pair.shared
-            yield shared.attend(
-                self.side, queries, layer.kv_heads, layer.scaling, self._bias_column
-            )
+    def _other_calls(self, queries: Queries) -> list[AttentionCall]:
+        if not self._is_mixed:
+            return []
+        sizes = self.layer.kv_heads, self.layer.scaling
+        return [partial(self._pair.shared.attend, self.side, queries, *sizes, self._bias_column)]
 
     def _order(self) -> PairedOrder:
         own, shared = self._finest.entries(), self._pair.shared

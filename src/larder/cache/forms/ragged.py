@@ -11,6 +11,7 @@ Attention reads the entries, never the slack.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int64
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from larder.cache.entry_columns import EntryColumns
 from larder.cache.entry_merging import MergedEntries, merge_entries, no_merges
-from larder.cache.forms.base import AttentionState, CacheLayer
+from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.row_updates import InsertedEntries, PlanWrites, insert_entries, relocate_rows
 from larder.cache.spec import FORMS, CacheSpec
 from larder.cache.validation import check_counts, check_kept, check_single_precision
@@ -26,7 +27,7 @@ from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import Keys, Positions, Queries, Values, empty_tensor
+from larder.core.types import Keys, Mode, Positions, Queries, Values, empty_tensor
 from larder.ops.attention import ragged_attention
 from larder.ops.packing import packed_rows, sorted_places, starts_of, storage_rows
 from larder.ops.removal import move_rows, plan_removal, remove_rows
@@ -217,20 +218,20 @@ class RaggedLayer(CacheLayer):
     def lengths(self) -> tuple[int, ...]:
         return tuple(self._lengths.tolist())
 
-    def attention(
-        self, queries: Queries, positions: Positions, own: int, shift: int
-    ) -> AttentionState:
-        """Attention with log-sum-exp; records logits of a decode step after `record_logits`."""
+    def attention_calls(
+        self, queries: Queries, positions: Positions, mode: Mode, shift: int
+    ) -> list[AttentionCall]:
+        """Call of the kernel; it records the logits of a decode step after `record_logits`."""
         del positions, shift
         logits = None
-        if own and self._listens and queries.shape[1] == 1:
-            self._listens, group_len = False, queries.shape[0] // self.layer.kv_heads
-            logits = torch.empty(group_len, len(self._keys), device=queries.device)
-        if own:
+        if mode is Mode.APPEND and queries.shape[1] == 1:
+            if self._listens:
+                self._listens, group_len = False, queries.shape[0] // self.layer.kv_heads
+                logits = torch.empty(group_len, len(self._keys), device=queries.device)
             self._hold_logits(logits)
         bias = self._columns.by_name().get(LOG_COUNT)
-        layout = (self._starts, self._lengths, self.layer.scaling)
-        return ragged_attention(queries, self._keys, self._values, *layout, bias, logits)
+        rows = self._keys, self._values, self._starts, self._lengths
+        return [partial(ragged_attention, queries, *rows, self.layer.scaling, bias, logits)]
 
     def _changes(
         self, plan: Plan, sums: MergedEntries, starts: Tensor, lengths: Tensor

@@ -13,13 +13,14 @@ layer serves all layers, the others have none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.cache.forms._composite import RecoverableLayer
-from larder.cache.forms.base import AttentionState, CacheLayer
+from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.offload.slow_tier import rejected_entries
 from larder.cache.spec import CacheSpec
@@ -28,8 +29,8 @@ from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec, RecomputeSpec
-from larder.core.types import Keys, Positions, Queries, Values
-from larder.ops.attention import merge_attention, ragged_attention
+from larder.core.types import Keys, Mode, Positions, Queries, Values
+from larder.ops.attention import causal_attention, ragged_attention
 from larder.ops.packing import heads_of_packed, starts_of
 
 BLOCK_TOKENS = 512  # tokens recomputed at once
@@ -98,10 +99,12 @@ class RecomputedLayer(RecoverableLayer):
         """Attention of replayed tokens, whose keys and values are lent to the tokens after them."""
         self._lent = keys, values
         self.tokens += len(positions)
+        before = torch.zeros_like(queries)
+        if self.layer.index >= self.rebuilding.depth:  # outputs are unused before that layer
+            whole = self.layer.scaling, (len(positions),)
+            before = causal_attention(queries, keys, values, *whole)[0].to(queries.dtype)
         try:
-            if self.layer.index < self.rebuilding.depth:  # outputs of replayed tokens are unused
-                return torch.cat([torch.zeros_like(queries), answer()], 1)
-            return super().again(queries, keys, values, positions, answer)
+            return torch.cat([before, answer()], 1)
         finally:
             self._lent = None
 
@@ -178,13 +181,13 @@ class RecomputedLayer(RecoverableLayer):
     def _is_empty(self) -> bool:
         return not any(self.lengths) and not any(map(len, self._gone))
 
-    def attention(
-        self, queries: Queries, positions: Positions, own: int, shift: int
-    ) -> AttentionState:
-        parts = [self._fast.attention(queries, positions, own, shift)]
+    def attention_calls(
+        self, queries: Queries, positions: Positions, mode: Mode, shift: int
+    ) -> Iterator[AttentionCall]:
+        yield from self._fast.attention_calls(queries, positions, mode, shift)
         for places, keys, values in self._blocks():
-            parts.append(self._attended(queries, places, keys, values))
-        return merge_attention([out for out, _ in parts], [lse for _, lse in parts])
+            layout, numbers = self._evicted_rows(places, keys, values)
+            yield partial(ragged_attention, queries, *numbers, *layout, self.layer.scaling)
 
     def _blocks(self) -> Iterator[tuple[Int64[Tensor, " B"], RecomputedKV, RecomputedKV]]:
         """Blocks of recomputed keys and values of all evicted entries, with their positions."""
@@ -204,21 +207,16 @@ class RecomputedLayer(RecoverableLayer):
             self.tokens += len(places)
             yield places, *self.project(self.layer.index, self._source[there], there)
 
-    def _attended(
-        self,
-        queries: Queries,
-        places: Int64[Tensor, " B"],
-        keys: RecomputedKV,
-        values: RecomputedKV,
-    ) -> AttentionState:
-        """Attention to the recomputed tokens that are evicted from each kv head."""
+    def _evicted_rows(
+        self, places: Int64[Tensor, " B"], keys: RecomputedKV, values: RecomputedKV
+    ) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
+        """Starts and lengths, keys and values of the tokens that are evicted from each kv head."""
         rows = [torch.nonzero(torch.isin(places, own)).flatten() for own in self._gone]
         lengths = torch.tensor([len(own) for own in rows])
         flat = torch.cat([own + head * len(places) for head, own in enumerate(rows)])
         flat = flat.to(keys.device)
         held = [part.flatten(0, 1)[flat].contiguous() for part in (keys, values)]
-        layout = starts_of(lengths), lengths, self.layer.scaling
-        return ragged_attention(queries, held[0], held[1], *layout)
+        return (starts_of(lengths), lengths), held
 
     def _carry_out(self, plan: Plan, change: Callable[[Plan], None]) -> None:
         """Record the positions that a plan rejects, then apply it to the ragged part."""

@@ -15,13 +15,13 @@ offloads nothing. A fork shares slow tier and index until one of both has to cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from larder.cache.forms._composite import RecoverableLayer
-from larder.cache.forms.base import AttentionState, CacheLayer
+from larder.cache.forms.base import AttentionCall, AttentionState, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.memory_usage import TensorOwner
 from larder.cache.offload.host_memory import MIB, HostMemoryBudget, HostMemoryUser
@@ -29,7 +29,7 @@ from larder.cache.offload.page_fetch import (
     EntryNumberCheck,
     PageFetcher,
     PageSelection,
-    RecallAttention,
+    RecallCalls,
     SharedIndex,
 )
 from larder.cache.offload.quantized_slow_tier import create_slow_tier
@@ -53,8 +53,7 @@ from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.recall import OffloadSpec, PrefillRecall
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import AppendKind, Keys, Positions, Queries, Values
-from larder.ops.attention import merge_attention
+from larder.core.types import AppendKind, Mode, Positions, Queries
 
 
 class TieredLayer(RecoverableLayer, HostMemoryUser):
@@ -85,7 +84,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         self.finder = self._attach(PageFetcher(layer, parking.recall, dtype, device))
         self.leader: TieredLayer | None = None  # the layer whose pages it uses
         self._numbering = EntryNumberCheck(layer.kv_heads)
-        self._coming, self._appends = AppendKind.STEP, False
+        self._coming = AppendKind.STEP
         self._observed = torch.empty(layer.query_heads, 0, layer.head_dim)
         self._count_bytes()
 
@@ -134,18 +133,13 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
     def own_tensors(self) -> tuple[Tensor, ...]:
         return (self._observed,)
 
-    def extend(self, queries: Queries, keys: Keys, values: Values, positions: Positions) -> Queries:
-        self._appends = True
-        try:
-            out = super().extend(queries, keys, values, positions)
-        finally:
-            self._appends = False
+    def observe(self, queries: Queries, positions: Positions, state: AttentionState) -> None:
+        del positions, state
         wanted = self.parking.recall.observed
         if wanted and not self.is_dense:
             latest = torch.cat([self._observed, queries.detach().float().cpu()], 1)
             self._observed = latest[:, -wanted:].contiguous()
             self._count_bytes()
-        return out
 
     def expect(self, coming: AppendKind) -> None:
         """Set the kind of the tokens of the next passes."""
@@ -259,37 +253,36 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         """True for the first layers, which offload nothing."""
         return self.layer.index < self.parking.recall.dense
 
-    def attention(
-        self, queries: Queries, positions: Positions, own: int, shift: int
-    ) -> AttentionState:
-        parts = [self._fast.attention(queries, positions, own, shift)]
+    def attention_calls(
+        self, queries: Queries, positions: Positions, mode: Mode, shift: int
+    ) -> Iterator[AttentionCall]:
+        yield from self._fast.attention_calls(queries, positions, mode, shift)
         if len(self._slow):
-            parts += self._attend_offloaded(queries, own)
-        return merge_attention([out for out, _ in parts], [lse for _, lse in parts])
+            yield from self._offloaded_calls(queries, mode)
 
-    def _attend_offloaded(self, queries: Queries, own: int) -> list[AttentionState]:
-        """Attention to the recalled part of the slow tier, or to all of it."""
-        held, look = self._slow.entries(), self._search(queries, own)
-        if look is None:
-            return self._slow.attend(queries)
+    def _offloaded_calls(self, queries: Queries, mode: Mode) -> Iterable[AttentionCall]:
+        """Kernel calls for the recalled part of the slow tier, or for all of it."""
+        held, search = self._slow.entries(), self._search(queries, mode)
+        if search is None:
+            return self._slow.attention_calls(queries)
         if (choice := self._choice_for(held)) is not None:
-            return self.finder.attend_selection(queries, held, choice)
-        parts = look(queries, held, self._observed)
-        return self._slow.attend(queries) if parts is None else parts
+            return self.finder.selection_calls(queries, held, choice)
+        calls = search(queries, held, self._observed)
+        return self._slow.attention_calls(queries) if calls is None else calls
 
-    def _search(self, queries: Queries, own: int) -> RecallAttention | None:
+    def _search(self, queries: Queries, mode: Mode) -> RecallCalls | None:
         """Search for a decode step, question or block; None for attention to all entries."""
         recall, finder = self.parking.recall, self.finder
-        if own == queries.shape[1] == 1 and self._coming is AppendKind.STEP:
+        if mode is not Mode.APPEND:
+            return None
+        if queries.shape[1] == 1 and self._coming is AppendKind.STEP:
             if recall.follows:
                 held, stays = self._slow.entries(), self._fast.entries()
                 finder.follow(queries, held, self._observed, stays)
-            return finder.recalled
-        if not self._appends:
-            return None
+            return finder.step_calls
         if self._coming is AppendKind.QUESTION and recall.union is not None:
-            return finder.attend_union
-        return finder.block if recall.prefill is PrefillRecall.RECALLED else None
+            return finder.union_calls
+        return finder.block_calls if recall.prefill is PrefillRecall.RECALLED else None
 
     def _choice_for(self, held: Entries) -> PageSelection | None:
         """Page selection of the leader in this step; None if its slow tier differs."""

@@ -8,16 +8,18 @@ window are dropped with the next block, so that a pass that fails in a later lay
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from larder.cache.forms.base import AttentionState, CacheLayer
+from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.spec import CacheSpec
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import Keys, Positions, Queries, Values
+from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.ops.attention import windowed_attention
 
 
@@ -114,19 +116,13 @@ class SlidingWindowLayer(CacheLayer):
     def lengths(self) -> tuple[int, ...]:
         return (len(self._positions),) * self.layer.kv_heads
 
-    def attention(
-        self, queries: Queries, positions: Positions, own: int, shift: int
-    ) -> AttentionState:
-        del own, shift
-        return windowed_attention(
-            queries,
-            positions,
-            self._keys,
-            self._values,
-            self._positions,
-            self._window,
-            self.layer.scaling,
-        )
+    def attention_calls(
+        self, queries: Queries, positions: Positions, mode: Mode, shift: int
+    ) -> list[AttentionCall]:
+        del mode, shift
+        rows, window = (self._keys, self._values, self._positions), self._window
+        scaling = self.layer.scaling
+        return [partial(windowed_attention, queries, positions, *rows, window, scaling)]
 
     def _seen_from(self, position: int) -> slice:
         """Rows visible to a query at `position` or later."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from weakref import WeakSet
 
 import torch
@@ -15,9 +16,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
-from larder.cache.forms.base import AttentionState
+from larder.cache.forms.base import AttentionCall
 from larder.cache.memory_usage import TensorOwner
-from larder.cache.offload.page_pool import PagePool, attend_estimate, attend_mean
+from larder.cache.offload.page_pool import PagePool, attend_estimate, attend_with_mean
 from larder.core.observation import Entries
 from larder.core.recall import (
     SAMPLE_ENTRIES,
@@ -33,8 +34,8 @@ from larder.ops.search import interleaved
 
 GROWTH = 2  # times the slots, when there are more pages than slots
 ObservedQueries = Float[Tensor, "H O D"]
-# Attention of queries to some of the entries; None for attention to all of them.
-RecallAttention = Callable[[Queries, Entries, ObservedQueries], list[AttentionState] | None]
+# Kernel calls for the entries that queries recall; None for attention to all of them.
+RecallCalls = Callable[[Queries, Entries, ObservedQueries], list[AttentionCall] | None]
 
 
 class PageFetcher(TensorOwner):
@@ -57,12 +58,12 @@ class PageFetcher(TensorOwner):
         self._arrived: Callable[[], bool] | None = None
         self._fetched: RecallResult | None = None
 
-    def attend_selection(
+    def selection_calls(
         self, queries: Queries, entries: Entries, choice: PageSelection
-    ) -> list[AttentionState]:
+    ) -> list[AttentionCall]:
         """Attention to the pages that another layer selected."""
         fill = self._loaded if queries.shape[1] == 1 else self._loaded_once
-        return [fill(choice, entries).attend(queries)]
+        return [fill(choice, entries).attention_call(queries)]
 
     def follow(
         self, queries: Queries, entries: Entries, observed: ObservedQueries, stays: Entries
@@ -75,9 +76,9 @@ class PageFetcher(TensorOwner):
         self.learn(entries, observed)
         self.shared_index.observe_step(queries[:, 0].detach().float().cpu(), stays)
 
-    def recalled(
+    def step_calls(
         self, queries: Queries, entries: Entries, observed: ObservedQueries
-    ) -> list[AttentionState] | None:
+    ) -> list[AttentionCall] | None:
         """Attention to the pages found for one query per head; None for attention to everything."""
         found = self._take_prefetched(queries, entries, observed)
         if found is None:
@@ -85,16 +86,16 @@ class PageFetcher(TensorOwner):
         if found.attends_all:
             return None
         assert self._pool is not None  # made for what was found
-        parts = [self._pool.attend(queries)]
-        if found.estimate is not None:
-            parts.append(attend_estimate(queries, found.estimate, self.layer))
+        fetched = self._pool.attention_call(queries)
         if found.share is not None and found.mean is not None:
-            parts.append(attend_mean(parts[0], found.share, found.mean, self.layer))
-        return parts
+            fetched = partial(attend_with_mean, fetched, found.share, found.mean, self.layer)
+        if found.estimate is None:
+            return [fetched]
+        return [fetched, partial(attend_estimate, queries, found.estimate, self.layer)]
 
-    def attend_union(
+    def union_calls(
         self, queries: Queries, entries: Entries, observed: ObservedQueries
-    ) -> list[AttentionState]:
+    ) -> list[AttentionCall]:
         """Attention of several queries to the union of the pages found for each."""
         rows = [
             self._look(row, entries, observed).pages.clone()
@@ -104,17 +105,17 @@ class PageFetcher(TensorOwner):
         lists = torch.stack([pad(pages, (0, wide - pages.shape[1]), value=-1) for pages in rows], 1)
         most = (self.recall.union or 0) // self.recall.page
         self.choice = self._chosen(interleaved(lists.flatten(0, 1), sets, most), most, entries)
-        return [self._loaded_once(self.choice, entries).attend(queries)]
+        return [self._loaded_once(self.choice, entries).attention_call(queries)]
 
-    def block(
+    def block_calls(
         self, queries: Queries, entries: Entries, observed: ObservedQueries
-    ) -> list[AttentionState]:
+    ) -> list[AttentionCall]:
         """Attention of a block of queries to the pages found for their mean."""
         self.learn(entries, observed)
         mean = queries.detach().float().mean(1).cpu()
         found = self.shared_index.search(mean, entries, SearchMode.EXACT)
         self.choice = self._chosen(found.pages, self.recall.pages, entries)
-        return [self._loaded_once(self.choice, entries).attend(queries)]
+        return [self._loaded_once(self.choice, entries).attention_call(queries)]
 
     def expect(self, arrived: Callable[[], bool] | None) -> None:
         """Use the result of `fetch` in the next decode step.

@@ -11,6 +11,8 @@ Rows without a requested entry, page padding included, get a bias that masks the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,13 +20,13 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.cache.forms.base import AttentionState
+from larder.cache.forms.base import AttentionCall, AttentionState
 from larder.cache.memory_usage import TensorOwner
 from larder.core.observation import Entries
 from larder.core.recall import Estimate
 from larder.core.spec import LayerSpec
 from larder.core.types import Queries
-from larder.ops.attention import ragged_attention
+from larder.ops.attention import merge_attention, ragged_attention
 from larder.ops.packing import starts_of, storage_rows
 
 MASKED_BIAS = -1e30  # finite, as biases must be; its weight is 0 beside anything seen
@@ -95,17 +97,10 @@ class PagePool(TensorOwner):
         some = torch.from_numpy(filled.any((1, 2)))
         self._counts = some * (self.slots * self.page)
 
-    def attend(self, queries: Queries) -> AttentionState:
+    def attention_call(self, queries: Queries) -> AttentionCall:
         """Attention to the pages loaded last."""
-        return ragged_attention(
-            queries,
-            self._keys,
-            self._values,
-            self._starts,
-            self._counts,
-            self._layer.scaling,
-            self._biases,
-        )
+        rows = self._keys, self._values, self._starts, self._counts
+        return partial(ragged_attention, queries, *rows, self._layer.scaling, self._biases)
 
     @staticmethod
     def foreseen_bytes(layer: LayerSpec, rows: int, itemsize: int) -> int:
@@ -202,20 +197,19 @@ class PagePool(TensorOwner):
 MAX_ROWS = 1 << 14  # slow-tier rows moved to an accelerator at once
 
 
-def attend_all(queries: Queries, held: Entries, layer: LayerSpec) -> list[AttentionState]:
+def calls_to_all(queries: Queries, held: Entries, layer: LayerSpec) -> Iterator[AttentionCall]:
     """Attention of several queries to all offloaded entries, in chunks on an accelerator."""
-    starts, lengths = held.layout
+    (starts, lengths), scaling = held.layout, layer.scaling
     if queries.device.type == "cpu":
-        return [ragged_attention(queries, held.keys, held.values, starts, lengths, layer.scaling)]
+        rows = held.keys, held.values, starts, lengths
+        yield partial(ragged_attention, queries, *rows, scaling)
+        return
     piece = max(1, MAX_ROWS // layer.kv_heads)
-    parts: list[AttentionState] = []
     for first in range(0, max(held.lengths), piece):
         counts = (lengths - first).clamp(0, piece)
         rows = storage_rows(torch.arange(int(counts.sum())), starts + first, counts)
         keys, values = (part[rows].to(queries.device) for part in (held.keys, held.values))
-        packed = starts_of(counts)
-        parts.append(ragged_attention(queries, keys, values, packed, counts, layer.scaling))
-    return parts
+        yield partial(ragged_attention, queries, keys, values, starts_of(counts), counts, scaling)
 
 
 def attend_estimate(queries: Queries, estimate: Estimate, layer: LayerSpec) -> AttentionState:
@@ -228,14 +222,18 @@ def attend_estimate(queries: Queries, estimate: Estimate, layer: LayerSpec) -> A
     return ragged_attention(queries, flat[0], flat[1], starts, lengths, layer.scaling, bias)
 
 
-def attend_mean(
-    fetched: AttentionState,
+def attend_with_mean(
+    fetched: AttentionCall,
     share: Float[Tensor, " H"],
     mean: Float[Tensor, "K D"],
     layer: LayerSpec,
 ) -> AttentionState:
-    """Attention state of entries that were not fetched: their mean value, with their share."""
-    out, lse = fetched
+    """Attention to fetched entries, and to the mean value of the others.
+
+    Args:
+        share: of the fetched entries in the weight of all.
+    """
+    out, lse = fetched()
     left = ((1 - share) / share).log().clamp(min=MASKED_BIAS).to(lse)
     values = mean.to(out).repeat_interleave(layer.group, 0)[:, None]
-    return values.expand_as(out), lse + left[:, None]
+    return merge_attention([out, values.expand_as(out)], [lse, lse + left[:, None]])

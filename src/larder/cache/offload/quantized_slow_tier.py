@@ -13,16 +13,16 @@ numbers, the index too. If entries are removed from the middle, later entries ar
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.cache.forms.base import AttentionState
+from larder.cache.forms.base import AttentionCall
 from larder.cache.offload.page_pool import MAX_ROWS
 from larder.cache.offload.slow_tier import OffloadBatch, SlowTier, with_prefix
 from larder.cache.quantized_tier import EncodingBatch, encode_tier
@@ -234,20 +234,20 @@ class QuantizedSlowTier(SlowTier):
     def entries(self) -> Entries:
         return DequantizedEntries(super().entries(), self._keys.dtype, self._numbers)
 
-    def attend(self, queries: Queries) -> list[AttentionState]:
-        layer, parts = self._whole, list[AttentionState]()
+    def attention_calls(self, queries: Queries) -> Iterator[AttentionCall]:
+        layer = self._whole
         for piece in self._numbers.pieces:
             if queries.device.type == "cpu":
-                parts.append(quantized_attention(queries, piece, layer.kv_heads, layer.scaling))
+                sizes = layer.kv_heads, layer.scaling
+                yield partial(quantized_attention, queries, piece, *sizes)
             else:
-                parts += _attend_on_device(queries, piece, layer)
+                yield from _calls_on_device(queries, piece, layer)
         lengths = torch.tensor([len(keys) for keys, _ in self._numbers.waiting])
         if int(lengths.sum()):
             sides = zip(*self._numbers.waiting, strict=True)
             keys, values = (torch.cat(side).to(queries.device) for side in sides)
-            starts = starts_of(lengths)
-            parts.append(ragged_attention(queries, keys, values, starts, lengths, layer.scaling))
-        return parts
+            layout = starts_of(lengths), lengths, layer.scaling
+            yield partial(ragged_attention, queries, keys, values, *layout)
 
     def without_range(self, start: int, stop: int | None = None) -> SlowTier | None:
         stays = self._staying(start, stop)
@@ -348,19 +348,17 @@ def _concat_pieces(pieces: tuple[QuantizedKV, ...]) -> QuantizedKV:
     return QuantizedKV(keys, values, torch.cat([piece.lengths for piece in pieces]))
 
 
-def _attend_on_device(
+def _calls_on_device(
     queries: Queries, piece: QuantizedKV, layer: LayerSpec
-) -> list[AttentionState]:
+) -> Iterator[AttentionCall]:
     """Attention to codes that are dequantized and moved to the queries' device chunk by chunk."""
-    parts: list[AttentionState] = []
     heads = piece.heads()
     for rows in torch.arange(len(piece)).split(MAX_ROWS):
         order = rows[heads[rows].argsort(stable=True)]
         lengths = torch.bincount(heads[rows], minlength=layer.kv_heads)
         keys, values = (side.to(queries.device) for side in piece.decoded(order))
-        starts = starts_of(lengths)
-        parts.append(ragged_attention(queries, keys, values, starts, lengths, layer.scaling))
-    return parts
+        layout = starts_of(lengths), lengths, layer.scaling
+        yield partial(ragged_attention, queries, keys, values, *layout)
 
 
 def create_slow_tier(

@@ -12,7 +12,7 @@ lives allocates its own storage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from threading import Lock
 from weakref import WeakKeyDictionary
@@ -21,10 +21,10 @@ import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-from larder.cache.forms.base import AttentionState
+from larder.cache.forms.base import AttentionCall
 from larder.cache.memory_usage import TensorOwner
 from larder.cache.offload.host_memory import HostMemoryBudget
-from larder.cache.offload.page_pool import attend_all
+from larder.cache.offload.page_pool import calls_to_all
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
@@ -172,9 +172,9 @@ class SlowTier(TensorOwner):
         copy._owners.join(copy, copy.lengths)
         return copy
 
-    def attend(self, queries: Queries) -> list[AttentionState]:
+    def attention_calls(self, queries: Queries) -> Iterator[AttentionCall]:
         """Attention of several queries to all entries."""
-        return attend_all(queries, self.entries(), self.layer)
+        return calls_to_all(queries, self.entries(), self.layer)
 
     def _staying(self, start: int, stop: int | None) -> Bool[Tensor, " T"]:
         """Mask of the packed entries outside positions [start, stop)."""
