@@ -123,8 +123,8 @@ def test_each_study_has_its_own_file(tmp_path: Path) -> None:
 def test_another_is_spelled_out() -> None:
     assert measuring(model="./mine", task="locomo()") == (
         "larder bench 'locomo()' --tokens 1000 --files 2 --model MODEL_FOLDER --measure forced "
-        "--matched bytes --budget 1/4 --policy h2o --control none --name small --data FOLDER "
-        "--out rows.jsonl"
+        "--matched bytes --budget 1/4 --policy h2o --control none --wording seed --name small "
+        "--data FOLDER --out rows.jsonl"
     )
 
 

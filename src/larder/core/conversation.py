@@ -12,12 +12,22 @@ class PromptLayout(Enum):
     CHAT: messages keep their roles and go through the tokenizer's chat template.
     TRANSCRIPT: a dialogue of two named people; the whole text is one user message (LoCoMo,
         RealTalk).
-    DOCUMENT: one long text is one user message.
+    DOCUMENT: one long text is one user message, acknowledged by the assistant.
+    SINGLE_TURN: one long text and the question after it share one user message (RULER, LongBench).
+    PLAIN: one long text, the question and the answer without any chat format, for models that were
+        not trained on one.
     """
 
     CHAT = "chat"
     TRANSCRIPT = "transcript"
     DOCUMENT = "document"
+    SINGLE_TURN = "single_turn"
+    PLAIN = "plain"
+
+    @property
+    def is_document(self) -> bool:
+        """Test if the conversation is one long text."""
+        return self in (PromptLayout.DOCUMENT, PromptLayout.SINGLE_TURN, PromptLayout.PLAIN)
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,7 @@ class Question:
         sources: number of passages that hold the needed facts; None where unknown.
         scorer: name of the data set's own scorer in the benchmark; empty for the usual scores.
         classes: possible answers, where the data set scores by classification.
+        answer_prefix: beginning of the answer, given to the model; `answer` goes on from there.
     """
 
     question: str
@@ -64,15 +75,25 @@ class Question:
     sources: int | None = None
     scorer: str = ""
     classes: tuple[str, ...] = ()
+    answer_prefix: str = ""
+
+    @property
+    def prefixed_answer(self) -> str:
+        """Expected answer as it follows the answer prefix: after a space, if there is a prefix."""
+        return f" {self.answer}" if self.answer_prefix and self.answer else self.answer
 
 
 @dataclass(frozen=True)
 class Conversation:
     """Conversation or document: messages in order, and questions about it.
 
-    For `PromptLayout.TRANSCRIPT` and `PromptLayout.DOCUMENT` the model sees `opening` and the
-    unchanged contents, joined in one user message; `question_prompt` is a format string with
-    `{question}` that wraps a bare question.
+    For every layout but `PromptLayout.CHAT` the model sees `opening` and the unchanged contents,
+    joined in one text; `question_prompt` is a format string with `{question}` that wraps a bare
+    question.
+
+    Args:
+        inside: question that the context ends with, so that it is read and compressed with the
+            text; None where questions come after compression.
     """
 
     name: str
@@ -81,3 +102,4 @@ class Conversation:
     form: PromptLayout = PromptLayout.CHAT
     opening: str = ""
     question_prompt: str = "{question}"
+    inside: Question | None = None

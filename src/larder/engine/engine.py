@@ -230,9 +230,7 @@ class Engine:
         on_text: Callable[[str], None],
     ) -> Answer:
         cache, match = memory.activate_for(question)
-        prompt = self.tokenizer.encode_question(
-            memory.conversation.question_prompt.format(question=question)
-        )
+        prompt = self.tokenizer.encode_question_about(memory.conversation, question)
         check_prompt_fits(prompt, budget_tokens(memory.policy))
         is_copy, start = memory.policy.timing.excess() is not None, cache.next_position
         saved = cache if is_copy else None

@@ -30,6 +30,8 @@ OVERRIDABLE_FIELDS = {
     "files": "files",
     "budget": "budgets",
     "measure": "measure",
+    "question": "question",
+    "wording": "wording",
 }
 FIELD_OF_OPTION = {"policy": "policies", "control": "controls", **OVERRIDABLE_FIELDS}
 
@@ -68,6 +70,20 @@ class BenchOptions(OutputOptions):
             metavar="WHAT",
             help="Quantity held equal: bytes, tokens, or total (of all caches).  Default: bytes "
             "and tokens, separately.",
+        ),
+    ] = None
+    question: Annotated[
+        Names | None,
+        typer.Option(
+            metavar="after|inside",
+            help="Place of the question: after the compressed context, or inside it, read and "
+            "compressed with it.  Default: after.",
+        ),
+    ] = None
+    wording: Annotated[
+        str | None,
+        typer.Option(
+            metavar="seed|instruct|plain", help="Of the prompts.  Default: what the model follows."
         ),
     ] = None
     measure: Annotated[
@@ -226,6 +242,7 @@ def _study_run(study: Study, options: BenchOptions) -> StudyRunner:
     from larder.cli.console import progress_bar
     from larder.engine.engine import Engine
     from larder_bench.datasets.sources import TaskSources
+    from larder_bench.datasets.wording import Wording
     from larder_bench.execution.runner import StudyRunner
     from larder_bench.studies.model_context import ModelContext
 
@@ -234,9 +251,12 @@ def _study_run(study: Study, options: BenchOptions) -> StudyRunner:
 
         with progress_bar(f"Loading {model}"):
             engine = Engine(open_model(model, options.device, options.dtype), "full")
-        return ModelContext(
-            engine, TaskSources(engine.tokenizer.count_tokens, options.corpus, options.data)
+        template = engine.tokenizer.tokenizer.chat_template
+        wording = (
+            Wording(study.wording) if study.wording else Wording.of_model(model, bool(template))
         )
+        count = engine.tokenizer.count_tokens
+        return ModelContext(engine, TaskSources(count, options.corpus, options.data, wording))
 
     out = options.out or RESULTS / f"{study.name}.jsonl"
     threads = get_num_threads()

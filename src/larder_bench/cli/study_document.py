@@ -12,7 +12,8 @@ from larder_bench.reports.paper_comparison import comparison_document
 from larder_bench.results.rows import Row
 from larder_bench.results.tables import SCALES, CellScores, ScoreTable, cell_scores
 
-GROUP_FIELDS = ("model", "device", "dtype", "task", "tokens", "measure", "matched")
+CONDITIONS = {"question": "after", "wording": "seed"}  # and their usual values
+GROUP_FIELDS = ("model", "device", "dtype", "task", "tokens", "measure", "matched", *CONDITIONS)
 COST_FIELDS = ("budget_tokens", "kv_bytes", "active_kv_bytes", "peak_kv_bytes", "tokens_per_second")
 
 
@@ -26,6 +27,10 @@ def comparable_groups(rows: Sequence[Row]) -> Iterator[tuple[str, Row, list[Cell
         common: Row = dict(zip(GROUP_FIELDS, key, strict=True))
         title = "{model}: {task}, {tokens} tokens, {measure}, equal {matched}".format(**common)
         title += " ({device}, {dtype})".format(**common) if len(places) > 1 else ""
+        if common["question"] != CONDITIONS["question"]:
+            title += ", question inside the compressed context"
+        if common["wording"] != CONDITIONS["wording"]:
+            title += ", {wording} wording".format(**common)
         yield title, common, [cell_scores(row) for row in group]
 
 

@@ -1,37 +1,48 @@
 """Needles in a haystack: facts that appear once in a long, unrelated text.
 
-The wording is the one that the bundled seed model was trained on, after Cheng-Ping Hsieh et al.,
-"RULER: What's the Real Context Size of Your Long-Context Language Models?" (2024),
-arXiv:2404.06654.
+After Cheng-Ping Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language
+Models?" (2024), arXiv:2404.06654, in its wording (`larder_bench.datasets.wording`) or in the one
+that the bundled models were trained on; keys are invented.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from random import Random
 from string import ascii_uppercase
 
-from larder.core.conversation import Conversation, Message, Question
+from larder.core.conversation import Conversation, Question
 from larder.core.errors import BadParameter, UnknownName
 from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
 from larder_bench.datasets.grammar import Grammar, draw_value, load_grammar
-from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS, relative_depth
+from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
+from larder_bench.datasets.prompt_templates import PROMPTS, worded_text
 from larder_bench.datasets.sources import TaskSources
+from larder_bench.datasets.wording import Wording
+from larder_bench.scoring.answer_items import Spans, join_items
 
 NAMES_PER_CHAIN = (2, 4)
 
 
 @dataclass(frozen=True)
 class Needle:
-    """Lines to hide, in order, their names, and the question that they answer; distractors have
-    none.
+    """Lines to hide, and what they answer.
+
+    Args:
+        lines: lines in their order.
+        names: names that the lines give a value to.
+        subject: what the question asks for.
+        answer: expected answer; empty for a distractor, which is not asked for.
+        items: character ranges of the answer that are scored separately.
     """
 
     lines: tuple[str, ...]
     names: frozenset[str]
-    question: Question | None
+    subject: str
+    answer: str = ""
+    items: Spans = ()
 
 
 def needles_conversation(
@@ -41,6 +52,7 @@ def needles_conversation(
     sentences: Callable[[Random], Iterator[str]],
     kind: str,
     needles: int,
+    wording: Wording = Wording.SEED,
 ) -> Conversation:
     """Text of at most `tokens` tokens with needles in it; equal seeds give equal texts.
 
@@ -62,43 +74,72 @@ def needles_conversation(
     if needles < 1:
         raise BadParameter(f"needles.needles must be 1 or more, got {needles}.")
     random, grammar = Random(seed), load_grammar()
-    hidden = draw_distinct(KINDS[kind], grammar, random, 1 if kind == "passkey" else needles)
-    return place_needles(
-        f"needles-{tokens}-{seed}", hidden, sentences(random), random, count_tokens, tokens
-    )
+    draw = KINDS[kind] if kind != "vars" or wording is Wording.SEED else _chain_of_names
+    hidden = draw_distinct(draw, grammar, random, 1 if kind == "passkey" else needles)
+    haystack = HaystackText(sentences(random), random, count_tokens, tokens, wording)
+    return haystack.conversation(f"needles-{tokens}-{seed}", f"niah_{kind}", hidden)
 
 
-def place_needles(
-    name: str,
-    needles: Sequence[Needle],
-    sentences: Iterator[str],
-    random: Random,
-    count_tokens: Callable[[str], int],
-    tokens: int,
-) -> Conversation:
-    """Text of at most `tokens` tokens with needles, its acknowledgment, and the needles' questions.
+@dataclass(frozen=True)
+class HaystackText:
+    """Text to hide needles in.
 
     Args:
         sentences: endless haystack.
         random: source of the positions of needles and the order of questions.
-
-    Raises:
-        BadParameter: the needles do not fit.
+        count_tokens: returns the number of tokens of a text.
+        tokens: maximum number of tokens of the whole conversation, markers included.
+        wording: wording of the prompts.
     """
-    max_tokens = tokens - count_tokens(ACKNOWLEDGEMENT) - 2 * MESSAGE_MARKER_TOKENS
-    text = _haystack_text(needles, sentences, random, count_tokens, max_tokens)
-    messages = (Message("user", text), Message("assistant", ACKNOWLEDGEMENT))
-    questions = [_with_depth(needle, messages) for needle in random.sample(needles, len(needles))]
-    return Conversation(name, messages, tuple(question for question in questions if question))
 
+    sentences: Iterator[str]
+    random: Random
+    count_tokens: Callable[[str], int]
+    tokens: int
+    wording: Wording = Wording.SEED
 
-def _with_depth(needle: Needle, messages: Sequence[Message]) -> Question | None:
-    """Question with the depth of the line that answers it, if it is a single line."""
-    line, *others = needle.lines
-    if needle.question is None or others:
-        return needle.question
-    start = messages[0].content.index(line)
-    return replace(needle.question, depth=relative_depth(messages, 0, start))
+    @staticmethod
+    def of(sources: TaskSources, hay: Haystack, random: Random, tokens: int) -> HaystackText:
+        """Haystack of a kind, in the wording of the sources.
+
+        Raises:
+            UsageError: it needs a corpus, and none was given.
+        """
+        sentences = hay.sentences(sources, random)
+        return HaystackText(sentences, random, sources.count_tokens, tokens, sources.wording)
+
+    def conversation(
+        self, name: str, prompts: str, needles: Sequence[Needle], kind: str = ""
+    ) -> Conversation:
+        """Text with needles, and the needles' questions.
+
+        Args:
+            prompts: name of the prompts, see `larder_bench.datasets.prompt_templates.PROMPTS`.
+            kind: kind of the questions; empty for the name of the prompts.
+
+        Raises:
+            BadParameter: the needles do not fit.
+        """
+        prompt = PROMPTS[prompts].of(self.wording)
+        room = self.tokens - self.count_tokens(prompt.opening)
+        room -= self.count_tokens(ACKNOWLEDGEMENT) + 2 * MESSAGE_MARKER_TOKENS
+        text = _haystack_text(needles, self.sentences, self.random, self.count_tokens, room)
+        asked = [one for one in self.random.sample(needles, len(needles)) if one.answer]
+        questions = [
+            prompt.ask(
+                Question("", needle.answer, kind or prompts, items=needle.items), needle.subject
+            )
+            for needle in asked
+        ]
+        single = [needle.lines[0] if len(needle.lines) == 1 else "" for needle in asked]
+        return worded_text(
+            name,
+            text,
+            questions,
+            self.wording,
+            prompt.opening,
+            starts=[text.index(line) if line else None for line in single],
+        )
 
 
 def draw_distinct(
@@ -170,42 +211,48 @@ def magic_line(key: str, number: str) -> str:
 def draw_magic_number(grammar: Grammar, random: Random) -> Needle:
     """Needle with one number of one thing."""
     key, number = draw_key(grammar, random), draw_number(random)
-
-    text = f"What is the special magic number for {key} mentioned in the text?"
-    question = Question(text, number, "niah_magic")
-    return Needle((magic_line(key, number),), frozenset({key}), question)
+    return Needle((magic_line(key, number),), frozenset({key}), key, number)
 
 
 def _pass_key(grammar: Grammar, random: Random) -> Needle:
     del grammar
     value = str(random.randint(10**4, 10**5 - 1))
     line = f"The pass key is {value}. Remember it. {value} is the pass key."
-    return Needle((line,), frozenset(), Question("What is the pass key?", value, "niah_passkey"))
+    return Needle((line,), frozenset(), "", value)
 
 
 def _key_value(grammar: Grammar, random: Random) -> Needle:
     key, code = (draw_value(kind, grammar.words, random) for kind in ("brand", "code"))
     value = f"{code}{random.randint(10, 99)}"
-    question = f"What is the value of {key}?"
-    line = f"{key}: {value}."
-    return Needle((line,), frozenset({key}), Question(question, value, "niah_kv"))
+    return Needle((f"{key}: {value}.",), frozenset({key}), key, value)
 
 
-def variable_chain(random: Random, length: int) -> Needle:
-    """Chain of `length` variables, each but the first referring to the one before it."""
+def variable_chain(random: Random, length: int, asks_names: bool = False) -> Needle:
+    """Chain of `length` variables, each but the first referring to the one before it.
+
+    Args:
+        asks_names: whether the names of all variables of the value are asked for, as RULER does;
+            else the value of the last variable.
+    """
     value, names = str(random.randint(10**4, 10**5 - 1)), list[str]()
     while len(names) < length:
         name = "".join(random.choice(ascii_uppercase) for _ in range(3))
         names += [] if name in names else [name]
     follow = (f"VAR {new} = VAR {old}." for old, new in zip(names, names[1:], strict=False))
-    question = f"What is the value of the variable {names[-1]}?"
     lines = (f"VAR {names[0]} = {value}.", *follow)
-    return Needle(lines, frozenset(names), Question(question, value, "niah_vars"))
+    if not asks_names:
+        return Needle(lines, frozenset(names), names[-1], value)
+    return Needle(lines, frozenset(names), value, *join_items(names))
 
 
 def _chain(grammar: Grammar, random: Random) -> Needle:
     del grammar
     return variable_chain(random, random.randint(*NAMES_PER_CHAIN))
+
+
+def _chain_of_names(grammar: Grammar, random: Random) -> Needle:
+    del grammar
+    return variable_chain(random, random.randint(*NAMES_PER_CHAIN), asks_names=True)
 
 
 KINDS: Mapping[str, Callable[[Grammar, Random], Needle]] = {

@@ -22,6 +22,7 @@ from larder_bench.datasets.corpus import (
     sentences_of_small_talk,
 )
 from larder_bench.datasets.grammar import Grammar, load_grammar
+from larder_bench.datasets.wording import Wording
 
 T = TypeVar("T")
 PROSE, DIALOGUES = "prose.jsonl.xz", "sgd_{split}.jsonl.xz"
@@ -34,6 +35,7 @@ class TaskSources:
     Args:
         count_tokens: returns the number of the model's tokens of a text.
         corpus: folder of `--corpus`, with prose and dialogues as `datasets/corpus.py` reads them.
+        wording: wording of the prompts, chosen by the model.
         split: dialogues of the corpus: `dev`, or `train`, which models are trained on.
         data: folder of `--data`, with a folder for each public data set, such as `locomo`.
     """
@@ -41,6 +43,7 @@ class TaskSources:
     count_tokens: Callable[[str], int]
     corpus: Path | None = None
     data: Path | None = None
+    wording: Wording = Wording.SEED
     split: str = "dev"
     _read: dict[Path, Any] = field(default_factory=dict[Path, Any], compare=False, repr=False)
 

@@ -8,7 +8,7 @@ from larder_bench.results.rows import EXHIBITS_KEY, Row
 from larder_bench.studies.cells import Cell
 
 CellPlace = tuple[str, ...]
-_HEAD = ("task", "tokens", "spelling", "budget", "matched")
+_HEAD = ("task", "tokens", "spelling", "budget", "question", "matched")
 
 
 class MeasuredCells:

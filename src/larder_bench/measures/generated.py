@@ -95,8 +95,7 @@ def generate_timed(engine: Engine, memory: ConversationMemory, question: Questio
         InputError: the question is longer than the budget.
     """
     cache, _ = memory.activate_for(question.question)
-    wrapped = memory.conversation.question_prompt.format(question=question.question)
-    prompt = engine.tokenizer.encode_question(wrapped)
+    prompt = engine.tokenizer.encode_question_about(memory.conversation, question)
     check_prompt_fits(prompt, budget_tokens(memory.policy))
     longest = max(
         engine.tokenizer.count_tokens(answer) for answer in (question.answer, *question.others)

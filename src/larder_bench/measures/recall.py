@@ -88,10 +88,10 @@ class RecallMeasure(Measure):
     ) -> SequenceCache:
         """Decode the expected answer on a fork of the cache and record the recall of each step."""
         cache = memory.activate_for(one.question.question)[0].fork()
-        wrapped = memory.conversation.question_prompt.format(question=one.question.question)
         decoder, tokenizer = engine.loaded.decoder, engine.tokenizer
-        decoder.read([Tokens(cache, tokenizer.encode_question(wrapped))], Mode.APPEND)
-        answer = tokenizer.encode(one.question.answer)[: self.steps]
+        prompt = tokenizer.encode_question_about(memory.conversation, one.question)
+        decoder.read([Tokens(cache, prompt)], Mode.APPEND)
+        answer = tokenizer.encode(one.question.prefixed_answer)[: self.steps]
         for step, token in enumerate(answer):
 
             def observe(

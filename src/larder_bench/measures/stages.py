@@ -147,9 +147,7 @@ def _time_turn(engine: Engine, memory: ConversationMemory, question: Question, a
     """Seconds of matching the cache, and of reading the question and answering."""
     _, match = _time_call(lambda: memory.router.route(question.question))
     cache, _ = memory.activate_for(question.question)
-    prompt = engine.tokenizer.encode_question(
-        memory.conversation.question_prompt.format(question=question.question)
-    )
+    prompt = engine.tokenizer.encode_question_about(memory.conversation, question)
     fork, decoder = cache.fork(), engine.loaded.decoder
     fork.reserve(len(prompt) + answer)
     planner = decode_planner(engine.runtime, memory.policy, [fork])

@@ -9,9 +9,10 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from larder_bench.datasets.wording import Wording
 from larder_bench.reports.study_index import folder_options
 from larder_bench.results.budget_labels import OWN, WHOLE
-from larder_bench.results.rows import Results, Row, read_results, result_files
+from larder_bench.results.rows import CellKey, Results, Row, read_results, result_files
 from larder_bench.studies.study import CONTROLS, Study, read_study, study_names
 
 
@@ -101,6 +102,14 @@ def _device(device: str, dtype: str) -> Iterator[str]:
         yield f"--dtype {dtype}"
 
 
+def _question(placement: str, wording: str, model: str) -> Iterator[str]:
+    """Options that differ from the defaults."""
+    if placement != "after":
+        yield f"--question {placement}"
+    if wording != Wording.of_model(model, has_chat_template=True).value:
+        yield f"--wording {wording}"
+
+
 def _model(name: str) -> str:
     is_local = name.startswith(("/", ".", "~")) or ("/" in name and Path(name).exists())
     return f"--model {'MODEL_FOLDER' if is_local else shlex.quote(name)}"
@@ -124,6 +133,7 @@ def _block_options(study: str, block: Block) -> str:
     ):
         words += [f"{option} {shlex.quote(str(value))}" for value in values]
     words += _device(str(block["device"][0]), str(block["dtype"][0]))
+    words += _question(str(block["question"][0]), str(block["wording"][0]), str(block["model"][0]))
     return " ".join([*words, f"--name {shlex.quote(study)}", *folder_options(tasks)])
 
 
@@ -138,12 +148,13 @@ DIMENSIONS = (
     "task",
     "model",
 )
-SINGLE = ("device", "dtype")  # one value each per command
+SINGLE = ("device", "dtype", "question", "wording")  # one value each per command
 Block = dict[str, tuple[str | int, ...]]  # by dimension; budgets are empty for policies without one
 
 
 def cell_blocks(rows: Sequence[Row]) -> list[Block]:
     """Blocks that contain every cell once: each value of a dimension with each of all others."""
+    rows = [CellKey._field_defaults | row for row in rows]
     blocks: list[Block] = [{name: (row[name],) for name in (*DIMENSIONS, *SINGLE)} for row in rows]
     blocks = _merged(blocks, "seed")
     blocks = [part for block in blocks for part in _consecutive_seeds(block)]

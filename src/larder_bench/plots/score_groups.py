@@ -39,9 +39,11 @@ class ComparisonGroup(NamedTuple):
     measure: str
     device: str = ""
     dtype: str = ""
+    question: str = ""
+    wording: str = ""
 
 
-_FAMILY = ("study", "model", "matched", "measure", "device", "dtype")
+_FAMILY = ("study", "model", "matched", "measure", "device", "dtype", "question", "wording")
 EQUAL = {"bytes": "bytes of the cache that answers", "total": "bytes of all caches together"}
 _BLANK: dict[str, Any] = dict.fromkeys(ComparisonGroup._fields, "") | {"tokens": 0}
 
@@ -189,15 +191,27 @@ def _title(group: ComparisonGroup, varied: Collection[str], is_alone: bool) -> s
     parts += [group.study] if "study" in varied and group.study else []
     parts += [f"equal {group.matched}"] if "matched" in varied and group.matched else []
 
-    others = ("measure", "device", "dtype")
-    parts += [getattr(group, name) for name in others if name in varied and getattr(group, name)]
+    others = ("measure", "device", "dtype", "question", "wording")
+    parts += [
+        _condition(name, getattr(group, name))
+        for name in others
+        if name in varied and getattr(group, name)
+    ]
     return ", ".join(parts)
 
 
 def _label(key: Sequence[str], varied: Sequence[bool]) -> str:
     fields = zip(_FAMILY, key, varied, strict=True)
     shown = [(name, word) for name, word, is_varied in fields if word and is_varied]
-    return ", ".join(f"equal {word}" if name == "matched" else word for name, word in shown)
+    return ", ".join(_condition(name, word) for name, word in shown)
+
+
+_NAMED = {"matched": "equal {}", "question": "question {}", "wording": "{} wording"}
+
+
+def _condition(name: str, word: str) -> str:
+    """Value of a field as titles write it."""
+    return _NAMED.get(name, "{}").format(word)
 
 
 def matched_title(matched: str) -> str:

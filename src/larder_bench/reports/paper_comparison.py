@@ -12,7 +12,13 @@ from dataclasses import asdict, dataclass, field, replace
 
 from larder.evaluation.bootstrap import Bootstrap, Interval
 from larder_bench.results.budget_labels import OWN, WHOLE
-from larder_bench.results.papers import CellCost, Paper, ReportedValue, paper_budget
+from larder_bench.results.papers import (
+    DISAMBIGUATING_KEYS,
+    CellCost,
+    Paper,
+    ReportedValue,
+    paper_budget,
+)
 from larder_bench.results.rows import Row
 from larder_bench.results.tables import cell_scores, cell_seconds, resampling_units
 
@@ -187,7 +193,7 @@ def _scores(
 def _matches_value(row: Row, value: ReportedValue, policy: str, budget: str) -> bool:
     """Test if a cell is part of the measured value."""
     selection = {"task": value.task, "tokens": value.tokens}
-    selection |= {"measure": value.measure, "matched": value.matched}
+    selection |= {name: getattr(value, name) for name in DISAMBIGUATING_KEYS}
     fields = {name: field for name, field in selection.items() if field is not None}
     fields |= {"policy": policy, "budget": budget}
     return all(row[name] == field for name, field in fields.items())

@@ -15,8 +15,9 @@ them.
     says = "MF-en"                # row or column of the paper
 
 The measured value is over all tasks and lengths unless `task`, `tokens` or `kind` (of items) select
-some. `measure` and `matched` are required where a study has several. `against` names a policy that
-the measured value is divided by, as in a speedup; `above` one that it is a difference to.
+some. `measure`, `matched` and `question` are required where a study has several. `against` names a
+policy that the measured value is divided by, as in a speedup; `above` one that it is a difference
+to.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from larder_bench.results.toml_tables import convert_table
 
 MIB = float(2**20)
 REFERENCE_KEYS = ("against", "above")  # name another policy
-DISAMBIGUATING_KEYS = ("measure", "matched")  # required where a study has several
+DISAMBIGUATING_KEYS = ("measure", "matched", "question")  # required where a study has several
 PAPER_KEYS = ("cite", "setup", "differs", "values")  # of a row
 FULL = "full"  # budget of a policy that keeps everything, in a study's file
 
@@ -80,7 +81,7 @@ class ReportedValue:
         unit: of the paper.
         says: row or column of the paper.
         task, tokens, kind: selection of measured values; all by default.
-        measure, matched: of the measured value, required if the study has several.
+        measure, matched, question: of the measured value, required if the study has several.
         against: policy whose value the measured value is divided by.
         above: policy whose value is subtracted, question by question.
     """
@@ -96,6 +97,7 @@ class ReportedValue:
     kind: str | None = None
     measure: str | None = None
     matched: str | None = None
+    question: str | None = None
     against: str | None = None
     above: str | None = None
 

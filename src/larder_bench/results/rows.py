@@ -31,7 +31,7 @@ ENVIRONMENT, CELL, PAPER = "environment", "cell", "paper"
 # Fields of a row about what was read and how, before its data.
 HEAD_KEYS = ("study", "model", "task", "tokens", "seed", "policy", "spelling", "budget")
 # Fields that were added later, in rows of studies.
-CONDITION_KEYS = ("matched", "measure", "device", "dtype")
+CONDITION_KEYS = ("matched", "measure", "device", "dtype", "question", "wording")
 # Kinds of exhibits, and the fields beside those above that identify one.
 #   budgets     `lengths`: entries that each kv head of each layer keeps, of one `episode`
 #   clusters    `segments` on a map, and their `episodes`
@@ -84,6 +84,8 @@ class CellKey(NamedTuple):
     measure: str
     device: str = "cpu"
     dtype: str = "float32"
+    question: str = "after"
+    wording: str = "seed"
 
 
 # Values of fields that early files lack.

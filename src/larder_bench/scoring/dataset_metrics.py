@@ -1,7 +1,8 @@
 """Answer metrics of public data sets, in addition to the scores that every task has.
 
 LongBench: Yushi Bai et al. (2023), arXiv:2308.14508, table 1 and the released code. InfiniteBench:
-Xinrong Zhang et al. (2024), arXiv:2402.13718, and the released code. ROUGE-L: Chin-Yew Lin, "ROUGE:
+Xinrong Zhang et al. (2024), arXiv:2402.13718, and the released code. RULER: Cheng-Ping Hsieh et al.
+(2024), arXiv:2404.06654, section 4. ROUGE-L: Chin-Yew Lin, "ROUGE:
 A Package for Automatic Evaluation of Summaries" (2004), as implemented by the package rouge-score,
 whose words are lower-case letters and digits; LongBench's code uses another package. Chinese is
 compared by characters, as InfiniteBench does; LongBench's code segments it into words.
@@ -109,6 +110,11 @@ def among_words(answer: str, expected: str) -> float:
     return float(expected.upper() in words)
 
 
+def string_match(answer: str, expected: str) -> float:
+    """Test if the answer contains the expected text, ignoring case (RULER, `string_match_all`)."""
+    return float(expected.lower() in answer.lower())
+
+
 def choice(answer: str, expected: str) -> float:
     """Test if the chosen letter is the expected one: the letter after "answer is", else the first
     that stands alone. For an expected text, test if the answer starts with it.
@@ -140,6 +146,7 @@ SCORERS: Mapping[str, AnswerMetric] = {
     "numbers_in_a_row": numbers_in_a_row,
     "among_words": among_words,
     "choice": choice,
+    "string_match": string_match,
 }
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from larder.core.conversation import Question
 from larder.evaluation.answer_metrics import exact_match, stemmed_f1, token_f1
@@ -75,7 +75,9 @@ def generated_items(numbered: NumberedQuestion, text: str) -> list[Row]:
     parts = _parts(text)
     expected = [_strip_part(question.answer[start:stop]) for start, stop in question.items]
     return [
-        numbered.item(n) | _generated_fields(parts, [one], numbered)
+        numbered.item(n)
+        | _generated_fields(parts, [one], numbered)
+        | _dataset_fields(text, replace(question, answer=one))
         for n, one in enumerate(expected)
     ]
 

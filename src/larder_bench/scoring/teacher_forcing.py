@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
-from larder.core.conversation import Question
+from larder.core.conversation import PromptLayout, Question
 from larder.core.types import Mode
 from larder.engine.engine import Engine
 from larder.models.forward_batch import BatchSegment
@@ -70,7 +70,9 @@ def split_by_spans(
 
     A token belongs to the part that contains its first character. The end of turn belongs to none.
     """
-    starts = tokenizer.token_starts(forced.question.answer)
+    text = forced.question.prefixed_answer
+    shift = len(text) - len(forced.question.answer)
+    starts = [max(0, start - shift) for start in tokenizer.token_starts(text)]
     borders = [(bisect_left(starts, start), bisect_left(starts, stop)) for start, stop in spans]
     return [forced.part(start, stop) for start, stop in borders]
 
@@ -129,7 +131,6 @@ def answer_logits(
     engine: Engine, memory: ConversationMemory, questions: Sequence[Question]
 ) -> Iterator[AnswerLogits]:
     """Logits at the tokens of all answers; answers of one episode are read side by side."""
-    wrap = memory.conversation.question_prompt
     matches = [memory.router.route(question.question) for question in questions]
     episodes = [None if match is None else match.episode for match in matches]
     for episode in sorted(set(episodes), key=lambda number: number or 0):
@@ -137,8 +138,8 @@ def answer_logits(
         sections = [
             _PackedAnswer(
                 place,
-                engine.tokenizer.encode_question(wrap.format(question=question.question)),
-                _answer_ids(engine, question.answer),
+                engine.tokenizer.encode_question_about(memory.conversation, question),
+                _answer_ids(engine, memory, question),
             )
             for place, question in enumerate(questions)
             if episodes[place] == episode
@@ -156,12 +157,11 @@ def answer_logits_stepwise(
 
     A question is read in one pass. Nothing is evicted.
     """
-    wrap = memory.conversation.question_prompt
     for place, question in enumerate(questions):
         cache, match = memory.activate_for(question.question)
         fork, rows = cache.fork(), list[Tensor]()
-        ids = engine.tokenizer.encode_question(wrap.format(question=question.question))
-        answer = _answer_ids(engine, question.answer)
+        ids = engine.tokenizer.encode_question_about(memory.conversation, question)
+        answer = _answer_ids(engine, memory, question)
         for token in answer:
             segment = BatchSegment(fork, ids)
             rows.append(
@@ -179,9 +179,14 @@ def _in_order(
     return [results[place] for place in range(len(questions))]
 
 
-def _answer_ids(engine: Engine, answer: str) -> tuple[int, ...]:
-    """Token ids of an answer and of the end of turn."""
-    return engine.tokenizer.encode(answer) + engine.tokenizer.end_of_turn_ids()[:1]
+def _answer_ids(engine: Engine, memory: ConversationMemory, question: Question) -> tuple[int, ...]:
+    """Token ids of an answer and of the end of turn; without the end if the answer was begun for
+    the model, or no chat format ends it.
+    """
+    ids = engine.tokenizer.encode(question.prefixed_answer)
+    if question.answer_prefix or memory.conversation.form is PromptLayout.PLAIN:
+        return ids
+    return ids + engine.tokenizer.end_of_turn_ids()[:1]
 
 
 def _packed_groups(sections: Sequence[_PackedAnswer]) -> Iterator[list[_PackedAnswer]]:

@@ -22,7 +22,7 @@ from larder_bench.studies.methods import (
     parse_method,
 )
 from larder_bench.studies.study import Study
-from larder_bench.tasks.base import Task, parse_task
+from larder_bench.tasks.base import QuestionPlacement, Task, parse_task
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Cell:
     Args:
         model: name of the model, as in the study.
         measure: spelling of the measure.
+        question: place of the question.
         budget: amount, `1/1` if nothing is dropped, or `own` if the policy's spelling contains it.
         has_exhibits: whether its row comes with exhibits of the caches.
         ignores_matching: whether its measure interprets the budget the same way for every matched
@@ -47,6 +48,7 @@ class Cell:
     budget: str
     matched: MatchedQuantity
     measure: str
+    question: QuestionPlacement = QuestionPlacement.AFTER
     has_exhibits: bool = False
     ignores_matching: bool = False
 
@@ -59,7 +61,7 @@ class Cell:
     def place(self) -> tuple[str, ...]:
         """Key shared by cells of different seeds."""
         head = spell(self.task), str(self.tokens), self.subject.spelling
-        return (*head, self.budget, self.matched.value)
+        return (*head, self.budget, self.question.value, self.matched.value)
 
     @property
     def is_alike(self) -> bool:
@@ -88,6 +90,7 @@ class Cell:
             "budget": self.budget,
             "matched": self.matched.value,
             "measure": self.measure,
+            "question": self.question.value,
         }
 
 
@@ -101,8 +104,9 @@ def cells_of(study: Study, model: str) -> list[Cell]:
     for budget in study.budgets:
         MemoryBudget.parse(budget)
     cells = [
-        Cell(study.name, model, task, tokens, seed, one, budget, matched, measure)
+        Cell(study.name, model, task, tokens, seed, one, budget, matched, measure, question)
         for task, tokens in _lengths(study)
+        for question in map(QuestionPlacement, study.question)
         for seed in range(study.first_seed, study.first_seed + study.files)
         for measure in study.measure
         for matched in map(MatchedQuantity, study.matched)
@@ -138,6 +142,7 @@ def _with_exhibits(cells: Sequence[Cell]) -> list[Cell]:
         if (
             isinstance(cell.subject, PolicyMethod)
             and cell.subject.prefill_scope is not QuestionScope.EACH
+            and cell.question is QuestionPlacement.AFTER
         ):
             first.setdefault(cell.place[:3], cell)
     selected = {id(cell) for cell in first.values()}

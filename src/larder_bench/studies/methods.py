@@ -174,6 +174,7 @@ class RetrievalMethod(ComparedMethod):
         tokens: int | None,
         question: Question,
     ) -> ConversationMemory:
+        conversation = replace(conversation, inside=None)  # the question selects the text
         limit = self.retrieval.tokens if tokens is None else tokens
         assert limit is not None  # given if the spelling has none
         passages = bench.passages(conversation, self.retrieval.embedder, self.retrieval.segment)

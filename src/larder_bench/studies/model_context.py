@@ -12,6 +12,7 @@ from torch import Tensor
 
 from larder.core.conversation import Conversation
 from larder.engine.engine import Engine
+from larder_bench.datasets.prompt_templates import worded_chat
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.results.rows import Row
 from larder_bench.retrievals.base import SegmentIndex
@@ -54,6 +55,7 @@ class ModelContext:
             "model_fingerprint": spec.fingerprint,
             "device": spec.device.type,
             "dtype": str(spec.dtype).removeprefix("torch."),
+            "wording": self.sources.wording.value,
         }
 
     def accelerator(self) -> str:
@@ -66,7 +68,7 @@ class ModelContext:
         return SegmentIndex(conversation, self.engine.tokenizer, loaded, size)
 
     def _build(self, task: Task, seed: int, tokens: int) -> Conversation:
-        return task.make(seed, tokens, self.sources)
+        return worded_chat(task.make(seed, tokens, self.sources), self.sources.wording)
 
     def _read(self, conversation: Conversation, following: int) -> FullCacheReference:
         return FullCacheReference.of(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
-from larder.core.conversation import Conversation, Question
+from larder.core.conversation import Conversation, PromptLayout, Question
 from larder.core.memory_budget import MemoryBudget
 from larder.core.types import Mode
 from larder.engine.engine import Engine
@@ -27,7 +27,7 @@ from larder_bench.studies.exhibits import exhibit_rows
 from larder_bench.studies.methods import ComparedMethod, QuestionScope
 from larder_bench.studies.model_context import ModelContext
 from larder_bench.studies.size_matching import TargetSize, matched_bytes, row_figures
-from larder_bench.tasks.base import QuestionStyle, Task
+from larder_bench.tasks.base import QuestionPlacement, QuestionStyle, Task
 
 
 @runtime_checkable
@@ -49,6 +49,7 @@ class ContextReader:
         amount: budget; None if there is nothing to choose.
         guess: tokens per byte of an earlier prefill, if known.
         takes_exhibits: whether exhibits are taken of the first prefill.
+        placement: place of the questions.
     """
 
     bench: ModelContext
@@ -58,6 +59,7 @@ class ContextReader:
     matched: MatchedQuantity
     guess: float | None = None
     takes_exhibits: bool = False
+    placement: QuestionPlacement = QuestionPlacement.AFTER
     _figures: list[Row] = field(default_factory=list)
     _tries: int = 0
 
@@ -73,20 +75,26 @@ class ContextReader:
             matched=cell.matched,
             guess=guess,
             takes_exhibits=cell.has_exhibits,
+            placement=cell.question,
         )
 
     def read(self, question: Question) -> ConversationMemory:
-        """Read the conversation; methods that need a question in advance get this one."""
+        """Read the conversation; methods that need a question in advance get this one, and it ends
+        the conversation if questions are inside.
+        """
+        conversation = self.conversation
+        if self.placement is QuestionPlacement.INSIDE:
+            conversation = replace(conversation, inside=question)
 
         def under(tokens: int | None) -> ConversationMemory:
             self._tries += 1
-            return self.subject.read(self.bench, self.conversation, tokens, question)
+            return self.subject.read(self.bench, conversation, tokens, question)
 
         if self.amount is None:
             memory = under(None)
         else:
             spec = self.bench.engine.loaded.decoder.spec
-            context = len(self.bench.engine.tokenizer.encode_conversation(self.conversation).ids)
+            context = len(self.bench.engine.tokenizer.encode_conversation(conversation).ids)
             matched = self.subject.matched(self.matched)
             fit = TargetSize(self.amount, matched, context, spec).read(under, self.guess)
             memory = fit.result
@@ -109,6 +117,8 @@ def ask_all(reader: ContextReader, task: Task, scorer: AnswerScorer) -> list[Row
     engine, items = reader.bench.engine, list[Row]()
     sequences = number_questions(task, reader.conversation)
     scope = reader.subject.scope
+    if scope is QuestionScope.CONTEXT and reader.placement is QuestionPlacement.INSIDE:
+        scope = QuestionScope.FIRST
     if scope is QuestionScope.FIRST and task.style in (
         QuestionStyle.INDEPENDENT,
         QuestionStyle.RECITAL,
@@ -118,8 +128,8 @@ def ask_all(reader: ContextReader, task: Task, scorer: AnswerScorer) -> list[Row
         for sequence in sequences:
             for one in sequence:
                 memory = reader.read(one.question)
-                _append_turns(engine, memory, [before.question for before in sequence[: one.turn]])
-                items += scorer.ask(engine, memory, [one])
+                before = [other.question for other in sequence[: one.turn]]
+                items += scorer.ask(engine, _after_turns(engine, memory, before), [one])
         return items
     memory = reader.read(sequences[0][0].question)
     for batch in _batches(sequences):
@@ -158,7 +168,7 @@ def _ask_in_turns(
     memory, items = fork_memory(engine, memory), list[Row]()
     for one in sequence:
         items += scorer.ask(engine, memory, [one])
-        _append_turns(engine, memory, [one.question])
+        memory = _after_turns(engine, memory, [one.question])
     return items
 
 
@@ -169,17 +179,26 @@ def fork_memory(engine: Engine, memory: ConversationMemory) -> ConversationMemor
     return replace(memory, caches=SessionCaches(engine.loaded.decoder.spec, caches))
 
 
-def _append_turns(
+def _after_turns(
     engine: Engine, memory: ConversationMemory, questions: Sequence[Question]
-) -> None:
-    """Append questions and expected answers to the caches that answer them."""
+) -> ConversationMemory:
+    """Memory after questions and expected answers, appended to the caches that answer them."""
     tokenizer, decoder = engine.tokenizer, engine.loaded.decoder
     for question in questions:
         cache, _ = memory.activate_for(question.question)
-        wrapped = memory.conversation.question_prompt.format(question=question.question)
         planner = decode_planner(engine.runtime, memory.policy, [cache])
-        answer = tokenizer.encode_answer(question.answer)
-        for ids, generated in ((tokenizer.encode_question(wrapped), 0), (answer, len(answer))):
+        prompt = tokenizer.encode_question_about(memory.conversation, question)
+        answer = tokenizer.encode_answer_about(memory.conversation, question)
+        for ids, generated in ((prompt, 0), (answer, len(answer))):
             segment = Tokens(cache, ids)
             observer = None if planner is None else planner.observer([0], [segment], [generated])
             decoder.read([segment], Mode.APPEND, observer)
+        memory = replace(memory, conversation=_after_turn(memory.conversation))
+    return memory
+
+
+def _after_turn(conversation: Conversation) -> Conversation:
+    """Conversation whose next question begins a turn of its own."""
+    is_open = conversation.form is PromptLayout.SINGLE_TURN
+    form = PromptLayout.DOCUMENT if is_open else conversation.form
+    return replace(conversation, form=form, inside=None)

@@ -5,6 +5,8 @@
     models = ["seed"]
     measure = "forced"            # or another; see bench/measures; one or a list
     matched = ["bytes", "tokens"] # or total; one or a list
+    question = ["after", "inside"] # the compressed context; one or a list
+    wording = "instruct"          # or seed, plain; default: what the model follows
     budgets = ["1/4", "1/8"]
     files = 9
     policies = ["snapkv", "keydiff"]
@@ -28,13 +30,17 @@ from typing import Any
 
 from larder.core.errors import InputError, UnknownName, UsageError
 from larder.core.family import unknown_name_message
+from larder_bench.datasets.wording import Wording
 from larder_bench.results.papers import Paper, nameable_budgets
 from larder_bench.results.toml_tables import convert_table
+from larder_bench.tasks.base import QuestionPlacement
 
 CONTROLS = ("full", "random", "oracle", "exact_topk", "rag_2k", "rag_episodic")
 FOLDER = "studies"
 CHECKOUT = Path(__file__).parents[3]
 MATCHED = ("bytes", "total", "tokens")
+PLACEMENTS = tuple(placement.value for placement in QuestionPlacement)
+WORDINGS = tuple(wording.value for wording in Wording)
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,9 @@ class Study:
         models: models as `--model` takes them.
         measure: spellings of measures.
         matched: matched quantities, `bytes`, `total` or `tokens`, each measured separately.
+        question: places of the question, `after` or `inside` the compressed context, each
+            measured separately (`larder_bench.tasks.base.QuestionPlacement`).
+        wording: `seed`, `instruct` or `plain`; empty for the one that the model follows.
         budgets: `1/8` or `12.5%` of the full cache, `512` tokens, `64MiB`.
         files: number of conversations of each task and length, one per seed.
         first_seed: seed of the first conversation.
@@ -68,6 +77,8 @@ class Study:
     models: tuple[str, ...] = ("seed",)
     measure: tuple[str, ...] = ("forced",)
     matched: tuple[str, ...] = ("bytes", "tokens")
+    question: tuple[str, ...] = ("after",)
+    wording: str = ""
     budgets: tuple[str, ...] = ("1/4", "1/8")
     files: int = 9
     first_seed: int = 0
@@ -89,15 +100,20 @@ class Study:
             raise UsageError(f"The study {self.name!r} compares nothing: name policies.")
         if self.files < 1:
             raise UsageError(f"files must be 1 or more, got {self.files}.")
-        for name in ("models", "measure", "matched", "budgets"):
+        for name in ("models", "measure", "matched", "budgets", "question"):
             if not getattr(self, name):
                 raise UsageError(f"The study {self.name!r} names no {name}: name one or more.")
         lengths = [tokens for task in self.tasks for tokens in task.tokens]
         if min(lengths) < 1:
             raise UsageError(f"tokens must be 1 or more, got {min(lengths)}.")
-        for matched in self.matched:
-            if matched not in MATCHED:
-                raise UnknownName(unknown_name_message("quantity to match", matched, list(MATCHED)))
+        for what, names, known in (
+            ("quantity to match", self.matched, MATCHED),
+            ("place of the question", self.question, PLACEMENTS),
+            ("wording", (self.wording,) if self.wording else (), WORDINGS),
+        ):
+            for name in names:
+                if name not in known:
+                    raise UnknownName(unknown_name_message(what, name, list(known)))
         if self.paper is not None:
             self.paper.check(f"The study {self.name!r}", self._named())
 
@@ -113,6 +129,7 @@ class Study:
             "tokens": [tokens for task in self.tasks for tokens in task.tokens],
             "measure": self.measure,
             "matched": self.matched,
+            "question": self.question,
         }
 
 

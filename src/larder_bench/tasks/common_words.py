@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
-from larder.core.conversation import Conversation, Message, Question
+from larder.core.conversation import Conversation, Question
 from larder.core.errors import BadParameter
 from larder_bench.datasets.grammar import draw_value
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
+from larder_bench.datasets.prompt_templates import PROMPTS, worded_text
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.scoring.answer_items import join_items
 from larder_bench.tasks.base import QuestionStyle, Task
 
 KIND = "common_words"
-LEAD = "Below is a numbered list of words."
 NOTED = "Noted."
 
 
@@ -55,7 +55,8 @@ class CommonWords(Task):
         drawn = _words(sources, random)
         common = [next(drawn) for _ in range(self.common)]
         words = common * self.often
-        left = tokens - count(LEAD) - count(NOTED) - 2 * MESSAGE_MARKER_TOKENS
+        prompt = PROMPTS[KIND].of(sources.wording)
+        left = tokens - count(prompt.opening.strip()) - count(NOTED) - 2 * MESSAGE_MARKER_TOKENS
         left -= sum(count(f" {n}. {word}") for n, word in enumerate(words, start=1))
         if left < 0:
             raise BadParameter(
@@ -70,14 +71,10 @@ class CommonWords(Task):
             words += more
         random.shuffle(words)
         numbered = " ".join(f"{n}. {word}" for n, word in enumerate(words, start=1))
-        messages = (Message("user", f"{LEAD} {numbered}"), Message("assistant", NOTED))
-        question_text = (
-            f"Which {self.common} words come most often in the list? Name them in the order in "
-            "which they first come."
-        )
         answer, items = join_items(sorted(common, key=words.index))
-        question = Question(question_text, answer, KIND, items=items)
-        return Conversation(f"{KIND}-{tokens}-{seed}", messages, (question,))
+        question = prompt.ask(Question("", answer, KIND, items=items), str(self.common))
+        name = f"{KIND}-{tokens}-{seed}"
+        return worded_text(name, numbered, [question], sources.wording, prompt.opening, NOTED)
 
 
 def _words(sources: TaskSources, random: Random) -> Iterator[str]:

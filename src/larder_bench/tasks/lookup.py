@@ -2,19 +2,20 @@
 
 Yucheng Li et al., "SCBench: A KV Cache-Centric Analysis of Long-Context Methods" (2024),
 arXiv:2412.10319, section 3 (Retr.KV). Names are invented and values short codes instead of the
-paper's UUIDs in JSON; the wording is the one that the bundled seed model was trained on.
+paper's UUIDs in JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
-from larder.core.conversation import Conversation, Message, Question
+from larder.core.conversation import Conversation, Question
 from larder.core.errors import BadParameter
 from larder_bench.datasets.grammar import Grammar, draw_value
-from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS, relative_depth
+from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
+from larder_bench.datasets.prompt_templates import PROMPTS, worded_text
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks.base import Task
 
@@ -37,7 +38,9 @@ class Lookup(Task):
 
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
         random, lines = Random(seed), dict[str, str]()
-        left = tokens - sources.count_tokens(NOTED) - 2 * MESSAGE_MARKER_TOKENS
+        prompt = PROMPTS["niah_kv"].of(sources.wording)
+        left = tokens - sum(map(sources.count_tokens, (NOTED, prompt.opening)))
+        left -= 2 * MESSAGE_MARKER_TOKENS
         for name, value in _pairs(sources.grammar, random):
             if name in lines:
                 continue
@@ -51,18 +54,17 @@ class Lookup(Task):
                 "lines: ask fewer, or write more tokens."
             )
         text = " ".join(f"{name}: {value}." for name, value in lines.items())
-        messages = (Message("user", text), Message("assistant", NOTED))
-        questions = tuple(
-            _question(name, lines[name], messages)
-            for name in random.sample(list(lines), self.questions)
+        asked = random.sample(list(lines), self.questions)
+        questions = [prompt.ask(Question("", lines[name], "lookup"), name) for name in asked]
+        return worded_text(
+            f"lookup-{tokens}-{seed}",
+            text,
+            questions,
+            sources.wording,
+            prompt.opening,
+            NOTED,
+            starts=[text.index(f"{name}: {lines[name]}.") for name in asked],
         )
-        return Conversation(f"lookup-{tokens}-{seed}", messages, questions)
-
-
-def _question(name: str, value: str, messages: Sequence[Message]) -> Question:
-    start = messages[0].content.index(f"{name}: {value}.")
-    question = f"What is the value of {name}?"
-    return Question(question, value, "lookup", relative_depth(messages, 0, start))
 
 
 def _pairs(grammar: Grammar, random: Random) -> Iterator[tuple[str, str]]:

@@ -15,13 +15,13 @@ from larder.core.conversation import Conversation
 from larder.core.errors import BadParameter
 from larder_bench.datasets.haystack import (
     Haystack,
+    HaystackText,
     Needle,
     draw_distinct,
     draw_key,
     draw_magic_number,
     draw_number,
     magic_line,
-    place_needles,
 )
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks.base import Task
@@ -57,18 +57,12 @@ class MultiKey(Task):
         drawn = draw_distinct(
             draw_magic_number, sources.grammar, random, self.keys or self.questions
         )
-        needles = [self._with_question(number, needle) for number, needle in enumerate(drawn)]
-        sentences = self.hay.sentences(sources, random)
+        distractors = [replace(needle, answer="") for needle in drawn[self.questions :]]
+        haystack = HaystackText.of(sources, self.hay, random, tokens)
         if self.keys is None:
-            sentences = _distractors(drawn, sources, random)
-        name = f"{KIND}-{tokens}-{seed}"
-        return place_needles(name, needles, sentences, random, sources.count_tokens, tokens)
-
-    def _with_question(self, number: int, needle: Needle) -> Needle:
-        """Needle with a question if it is one of the first; the others are distractors."""
-        if needle.question is None or number >= self.questions:
-            return replace(needle, question=None)
-        return replace(needle, question=replace(needle.question, kind=KIND))
+            haystack = replace(haystack, sentences=_distractors(drawn, sources, random))
+        needles = [*drawn[: self.questions], *distractors]
+        return haystack.conversation(f"{KIND}-{tokens}-{seed}", "niah_magic", needles, KIND)
 
 
 def _distractors(needles: list[Needle], sources: TaskSources, random: Random) -> Iterator[str]:

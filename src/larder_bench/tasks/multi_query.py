@@ -13,7 +13,8 @@ from typing import ClassVar
 
 from larder.core.conversation import Conversation, Question
 from larder.core.errors import BadParameter
-from larder_bench.datasets.haystack import Haystack, draw_distinct, draw_magic_number, place_needles
+from larder_bench.datasets.haystack import Haystack, HaystackText, draw_distinct, draw_magic_number
+from larder_bench.datasets.prompt_templates import PROMPTS, PromptTemplate
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.scoring.answer_items import join_items
 from larder_bench.tasks.base import QuestionStyle, Task
@@ -47,25 +48,22 @@ class MultiQuery(Task):
         needles = draw_distinct(
             draw_magic_number, sources.grammar, random, self.queries * self.questions
         )
-        sentences = self.hay.sentences(sources, random)
-        name = f"{KIND}-{tokens}-{seed}"
-        conversation = place_needles(name, needles, sentences, random, sources.count_tokens, tokens)
-        numbers = {
-            key: needle.question.answer
-            for needle in needles
-            if needle.question
-            for key in needle.names
-        }
+        haystack = HaystackText.of(sources, self.hay, random, tokens)
+        conversation = haystack.conversation(f"{KIND}-{tokens}-{seed}", KIND, needles)
+        numbers = {needle.subject: needle.answer for needle in needles}
         keys = random.sample(list(numbers), len(numbers))
         groups = (keys[start :: self.questions] for start in range(self.questions))
-        return replace(conversation, questions=tuple(_question(group, numbers) for group in groups))
+        prompt, scorer = PROMPTS[KIND].of(sources.wording), conversation.questions[0].scorer
+        questions = tuple(_question(group, numbers, prompt, scorer) for group in groups)
+        return replace(conversation, questions=questions)
 
 
-def _question(keys: list[str], numbers: dict[str, str]) -> Question:
+def _question(
+    keys: list[str], numbers: dict[str, str], prompt: PromptTemplate, scorer: str
+) -> Question:
     names = f"{', '.join(keys[:-1])} and {keys[-1]}"
     answer, items = join_items([numbers[key] for key in keys])
-    question = f"What are the special magic numbers for {names} mentioned in the text?"
-    return Question(question, answer, KIND, items=items)
+    return prompt.ask(Question("", answer, KIND, items=items, scorer=scorer), names)
 
 
 Part = MultiQuery

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
-from larder.core.conversation import Conversation, Question
+from larder.core.conversation import Conversation
 from larder.core.errors import BadParameter
 from larder_bench.datasets.grammar import Grammar
 from larder_bench.datasets.haystack import (
     Haystack,
+    HaystackText,
     Needle,
     draw_distinct,
     draw_key,
     draw_number,
     magic_line,
-    place_needles,
 )
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.scoring.answer_items import join_items
@@ -54,17 +54,14 @@ class MultiValue(Task):
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
         random = Random(seed)
         needles = draw_distinct(self._needle, sources.grammar, random, self.keys)
-        sentences = self.hay.sentences(sources, random)
-        name = f"{KIND}-{tokens}-{seed}"
-        return place_needles(name, needles, sentences, random, sources.count_tokens, tokens)
+        haystack = HaystackText.of(sources, self.hay, random, tokens)
+        return haystack.conversation(f"{KIND}-{tokens}-{seed}", KIND, needles)
 
     def _needle(self, grammar: Grammar, random: Random) -> Needle:
         key = draw_key(grammar, random)
         numbers = list(dict.fromkeys(draw_number(random) for _ in range(self.values)))
-        answer, items = join_items(numbers)
-        question = f"What are all the special magic numbers for {key} mentioned in the text?"
         lines = tuple(magic_line(key, number) for number in numbers)
-        return Needle(lines, frozenset({key}), Question(question, answer, KIND, items=items))
+        return Needle(lines, frozenset({key}), key, *join_items(numbers))
 
 
 Part = MultiValue

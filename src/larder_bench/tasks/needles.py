@@ -64,6 +64,7 @@ class NeedlesTask(Task):
                 lambda random: self.hay.sentences(sources, random),
                 kind.value,
                 self.needles,
+                sources.wording,
             )
 
         return make_with_retries("needles", seed, tokens, generate)

@@ -33,6 +33,7 @@ class Passkey(Task):
                 lambda random: self.hay.sentences(sources, random),
                 "passkey",
                 1,
+                sources.wording,
             )
 
         return make_with_retries("passkey", seed, tokens, generate)

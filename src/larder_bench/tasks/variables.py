@@ -2,7 +2,8 @@
 
 Cheng-Ping Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?"
 (2024), arXiv:2404.06654, section 3.2 (variable tracking). RULER asks for all variables of a value;
-here the value of the last variable of each chain is asked for, so that every answer is one number.
+in the bundled models' wording the value of the last variable of each chain is asked for, so that
+every answer is one number.
 """
 
 from __future__ import annotations
@@ -12,8 +13,16 @@ from random import Random
 
 from larder.core.conversation import Conversation
 from larder.core.errors import BadParameter
-from larder_bench.datasets.haystack import Haystack, draw_distinct, place_needles, variable_chain
+from larder_bench.datasets.grammar import Grammar
+from larder_bench.datasets.haystack import (
+    Haystack,
+    HaystackText,
+    Needle,
+    draw_distinct,
+    variable_chain,
+)
 from larder_bench.datasets.sources import TaskSources
+from larder_bench.datasets.wording import Wording
 from larder_bench.tasks.base import Task
 
 
@@ -39,12 +48,15 @@ class Variables(Task):
 
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:
         random = Random(seed)
-        drawn = draw_distinct(
-            lambda _, rng: variable_chain(rng, self.hops + 1), sources.grammar, random, self.chains
-        )
-        sentences = self.hay.sentences(sources, random)
-        name = f"variables-{tokens}-{seed}"
-        return place_needles(name, drawn, sentences, random, sources.count_tokens, tokens)
+        asks_names = sources.wording is not Wording.SEED
+
+        def draw(grammar: Grammar, random: Random) -> Needle:
+            del grammar
+            return variable_chain(random, self.hops + 1, asks_names)
+
+        drawn = draw_distinct(draw, sources.grammar, random, self.chains)
+        haystack = HaystackText.of(sources, self.hay, random, tokens)
+        return haystack.conversation(f"variables-{tokens}-{seed}", "niah_vars", drawn)
 
 
 Part = Variables

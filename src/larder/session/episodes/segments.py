@@ -150,7 +150,7 @@ def _spans(spoken: str, form: PromptLayout, unit: SegmentUnit) -> list[tuple[int
         borders = [0, *stops, len(spoken)]
         return list(zip(borders, borders[1:], strict=False))
     is_long = form is PromptLayout.CHAT and len(spoken) > LONG_CHARACTERS
-    if spoken and (is_long or form is PromptLayout.DOCUMENT):
+    if spoken and (is_long or form.is_document):
         return sentences(spoken)
     return [(0, len(spoken))]
 
@@ -313,7 +313,7 @@ def _turn_texts(conversation: Conversation) -> list[tuple[str, tuple[MessageSpan
     if conversation.form is PromptLayout.CHAT:
         return [_joined_messages(messages, turn) for turn in _turns(messages)]
     pairs = cut_segments(conversation, SegmentUnit.UTTERANCES, UTTERANCES_PER_TURN)
-    if conversation.form is PromptLayout.DOCUMENT:
+    if conversation.form.is_document:
         return [(pair.text, pair.pieces) for pair in pairs]
     return [_joined_messages(messages, list(pair.messages)) for pair in pairs]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from larder.core.conversation import Conversation, PromptLayout
+from larder.core.conversation import Conversation, PromptLayout, Question
 from larder.core.observation import Lexicon
 from larder.policy.providers.base import VocabularyProvider, select_providers
 from larder.session.transcript.chat_template import ChatTemplate, PromptEnd, TemplateMessage
@@ -64,16 +64,15 @@ class TokenizerAdapter:
         """Encode a whole conversation.
 
         A document or a transcript becomes one user message with an acknowledgement, so that a
-        question after it is an ordinary turn.
+        question after it is an ordinary turn. In `PromptLayout.SINGLE_TURN` the message stays open
+        for the question. A question inside (`Conversation.inside`) is the end of the context.
         """
         text, ids, starts = self._encoded(conversation)
         marked = tuple(
             replace(message, content=_placeholder(n))
             for n, message in enumerate(conversation.messages)
         )
-        frame = self._template.render(
-            _template_messages(replace(conversation, messages=marked)), PromptEnd.CLOSED
-        )
+        frame = self._context_text(replace(conversation, messages=marked))
         stops = _content_stops(text, frame, [message.content for message in conversation.messages])
         cuts = [0, *(bisect_left(starts, stop) for stop in stops)]
         return Transcript(ids, tuple(zip(cuts, cuts[1:], strict=False)))
@@ -84,13 +83,60 @@ class TokenizerAdapter:
         return text, starts
 
     def _encoded(self, conversation: Conversation) -> tuple[str, tuple[int, ...], list[int]]:
-        text = self._template.render(_template_messages(conversation), PromptEnd.CLOSED)
+        text = self._context_text(conversation)
         # Not verbose: the tokenizer would warn about long texts on stderr.
         encoded = self.tokenizer(
             text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
         starts = [start for start, _ in encoded["offset_mapping"]]
         return text, tuple(encoded["input_ids"]), starts
+
+    def encode_question_about(
+        self, conversation: Conversation, question: Question | str
+    ) -> tuple[int, ...]:
+        """Encode a question after the context of a conversation, in the conversation's prompt, up
+        to the beginning of the answer and the question's own prefix of it.
+
+        The question inside the context (`Conversation.inside`) is not repeated: only what leads to
+        the answer is left of it.
+        """
+        question = Question(question) if isinstance(question, str) else question
+        asked, answered = self._question_texts(conversation, question)
+        text = answered if question == conversation.inside else asked + answered
+        return self.encode(text)
+
+    def _context_text(self, conversation: Conversation) -> str:
+        """Rendered text of a conversation, with the question inside it."""
+        text = self._rendered(conversation)
+        if conversation.inside is not None:
+            text += self._question_texts(conversation, conversation.inside)[0]
+        return text
+
+    def _rendered(self, conversation: Conversation) -> str:
+        form, turns = conversation.form, _template_messages(conversation)
+        if form is PromptLayout.PLAIN:
+            return turns[0].content
+        if form is PromptLayout.SINGLE_TURN:
+            return self._around(PromptEnd.CLOSED)[0] + turns[0].content
+        return self._template.render(turns, PromptEnd.CLOSED)
+
+    def _question_texts(self, conversation: Conversation, question: Question) -> tuple[str, str]:
+        """Text that asks a question after a context, and text from there to the answer."""
+        text = conversation.question_prompt.format(question=question.question)
+        if conversation.form is PromptLayout.PLAIN:
+            return text, question.answer_prefix or "\n"
+        if conversation.form is PromptLayout.SINGLE_TURN:
+            return text, self._around(PromptEnd.ANSWER)[1] + question.answer_prefix
+        added = self._template.user_message(text, PromptEnd.ANSWER)
+        stop = _end_of_content(added, text, max(0, added.find(text.strip())))
+        return added[:stop], added[stop:] + question.answer_prefix
+
+    def _around(self, end: PromptEnd) -> tuple[str, str]:
+        """Text of the template before and after the first user message."""
+        placeholder = _placeholder(0)
+        rendered = self._template.render([TemplateMessage("user", placeholder)], end)
+        before, _, after = rendered.partition(placeholder)
+        return before, after
 
     def lexicon(self, names: Iterable[str]) -> Lexicon:
         """Token sets of the vocabulary providers among the named ones."""
@@ -125,6 +171,14 @@ class TokenizerAdapter:
     def encode_answer(self, text: str) -> tuple[int, ...]:
         """Encode an answer as it follows a question, end of turn included."""
         return self.encode(text + self._template.end_of_turn())
+
+    def encode_answer_about(
+        self, conversation: Conversation, question: Question
+    ) -> tuple[int, ...]:
+        """Encode the expected answer as it follows the question, end of turn included."""
+        is_plain = conversation.form is PromptLayout.PLAIN
+        end = "\n" if is_plain else self._template.end_of_turn()
+        return self.encode(question.prefixed_answer + end)
 
     def end_of_turn_ids(self) -> tuple[int, ...]:
         """Token ids that end the assistant's turn."""

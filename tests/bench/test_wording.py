@@ -1,0 +1,207 @@
+"""Wording of tasks: what a model reads, what it is asked, and how its answers are scored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bench.corpus_files import words
+from larder.core.conversation import Conversation, Message, PromptLayout, Question
+from larder.core.errors import UnknownName
+from larder.core.memory_budget import MemoryBudget
+from larder.engine.engine import Engine
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder_bench.datasets.prompt_templates import PROMPTS, worded_chat, worded_text
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.datasets.wording import Wording
+from larder_bench.measures.forced import ForcedAnswers
+from larder_bench.random_models import open_model
+from larder_bench.results.budget_labels import MatchedQuantity
+from larder_bench.scoring.item_scores import NumberedQuestion, generated_items
+from larder_bench.scoring.teacher_forcing import score_answers
+from larder_bench.studies.cells import Cell, cells_of
+from larder_bench.studies.methods import parse_method
+from larder_bench.studies.model_context import ModelContext
+from larder_bench.studies.question_sequences import ContextReader, ask_all
+from larder_bench.studies.study import Study, StudyTask
+from larder_bench.tasks.base import QuestionPlacement, parse_task
+
+RULER = {
+    'needles(kind="magic")': "niah_magic",
+    "passkey": "niah_passkey",
+    "multi_key(questions=2)": "multi_key",
+    "multi_value": "multi_value",
+    "multi_query": "multi_query",
+    "variables": "niah_vars",
+    "lookup(questions=4)": "lookup",
+    "common_words": "common_words",
+}
+OTHERS = [Wording.INSTRUCT, Wording.PLAIN]
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModelContext:
+    engine = Engine(open_model("random:qwen3-tiny"), "full")
+    return ModelContext(engine, TaskSources(engine.tokenizer.count_tokens))
+
+
+def a_text(wording: Wording, *questions: Question) -> Conversation:
+    return worded_text("text", "Mira is a cat. Vera is a vet.", questions, wording, "Read. ")
+
+
+def test_a_wording_follows_from_the_model() -> None:
+    assert Wording.of_model("seed", True) is Wording.of_model("random:tiny", True) is Wording.SEED
+    assert Wording.of_model("smollm2-dialogue", True) is Wording.SEED
+    assert Wording.of_model("smollm2", True) is Wording.INSTRUCT
+    assert Wording.of_model("gemma3-270m", False) is Wording.PLAIN
+
+
+@pytest.mark.parametrize("task", RULER)
+@pytest.mark.parametrize("wording", OTHERS)
+def test_published_prompts_ask_for_what_the_text_holds(task: str, wording: Wording) -> None:
+    made = parse_task(task).make(1, 500, TaskSources(words, wording=wording))
+    assert made.form is wording.layout and made.opening
+    [message] = made.messages
+    assert words(made.opening) + words(message.content) <= 500
+    for question in made.questions:
+        assert question.kind == RULER[task] and question.scorer == "string_match"
+        assert question.answer_prefix and "{" not in question.question + question.answer_prefix
+        parts = [question.answer[a:b].strip() for a, b in question.items] or [question.answer]
+        assert all(part in message.content for part in parts)
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_the_seeds_prompts_begin_no_answer(kind: str) -> None:
+    assert not PROMPTS[kind].of(Wording.SEED).answer_prefix
+    assert PROMPTS[kind].of(Wording.PLAIN).answer_prefix
+
+
+def test_variables_are_asked_for_by_value_in_the_published_wording() -> None:
+    seed, other = (
+        parse_task("variables(chains=1)").make(0, 300, TaskSources(words, wording=wording))
+        for wording in (Wording.SEED, Wording.INSTRUCT)
+    )
+    assert seed.questions[0].answer in other.questions[0].question
+    assert len(other.questions[0].items) == 3
+
+
+@pytest.mark.parametrize("placement", QuestionPlacement)
+@pytest.mark.parametrize("form", PromptLayout)
+def test_context_and_question_are_one_prompt_wherever_the_question_stands(
+    bench: ModelContext, form: PromptLayout, placement: QuestionPlacement
+) -> None:
+    tokenizer: TokenizerAdapter = bench.engine.tokenizer
+    question = Question("Who is Mira?", "A cat.", answer_prefix="Mira is")
+    talk = Conversation("talk", (Message("user", "Mira is a cat."),), (question,), form)
+    talk = replace(talk, opening="" if form is PromptLayout.CHAT else "Read. ")
+    talk = replace(talk, question_prompt="\n{question}\n")
+    expected = tokenizer.encode_conversation(talk).ids + tokenizer.encode_question_about(
+        talk, question
+    )
+    if placement is QuestionPlacement.INSIDE:
+        talk = replace(talk, inside=question)
+    context = tokenizer.encode_conversation(talk).ids
+    rest = tokenizer.encode_question_about(talk, question)
+    assert tokenizer.decode(context + rest) == tokenizer.decode(expected)
+    asked = tokenizer.decode(context)
+    assert ("Who is Mira?" in asked) == (placement is QuestionPlacement.INSIDE)
+    assert tokenizer.decode(rest).endswith("Mira is")
+
+
+def test_one_turn_holds_text_and_question(bench: ModelContext) -> None:
+    tokenizer, made = bench.engine.tokenizer, a_text(Wording.INSTRUCT, Question("Who?", "Mira"))
+    ids = tokenizer.encode_conversation(made).ids
+    ids += tokenizer.encode_question_about(made, made.questions[0])
+    text = made.opening + made.messages[0].content + "\nWho?"
+    assert ids == tokenizer.encode_first_question(text)
+
+
+def test_messages_become_lines_where_there_is_no_chat_format() -> None:
+    talk = Conversation("talk", (Message("user", "Hi."), Message("assistant", "Hello.")))
+    talk = replace(talk, questions=(Question("Who?", "You."),))
+    assert worded_chat(talk, Wording.SEED) is talk
+    plain = worded_chat(talk, Wording.PLAIN)
+    assert "".join(m.content for m in plain.messages) == "User: Hi.\nAssistant: Hello.\n"
+    assert plain.questions[0].answer_prefix == "Answer:" and plain.form is PromptLayout.PLAIN
+    asked = worded_chat(talk, Wording.INSTRUCT)
+    assert asked.messages == talk.messages and "{question}" in asked.question_prompt
+    assert worded_chat(plain, Wording.INSTRUCT) is plain
+
+
+def test_string_match_scores_each_part_in_the_whole_answer() -> None:
+    made = a_text(
+        Wording.INSTRUCT,
+        Question("Who?", "Mira, Vera", items=((0, 4), (5, 10))),
+        Question("Who?", "Olga", others=("Vera",)),
+    )
+    both, other = made.questions
+    items = generated_items(NumberedQuestion(both, 0, 0), "It is VERA, I think.")
+    assert [item["own"] for item in items] == [0.0, 1.0]
+    [item] = generated_items(NumberedQuestion(other, 1, 0), "It is VERA, I think.")
+    assert item["own"] == 1.0 and item["scored_by"] == "string_match" and not item["exact"]
+
+
+def test_a_begun_answer_is_scored_without_the_end_of_the_turn(bench: ModelContext) -> None:
+    question = Question("Who is Mira?", "a cat")
+    begun = replace(question, answer_prefix="Mira is")
+    made = a_text(Wording.INSTRUCT, question, begun)
+    memory = bench.engine.read(made)
+    ended, open_ended = score_answers(bench.engine, memory, made.questions)
+    tokenizer = bench.engine.tokenizer
+    assert ended.tokens == len(tokenizer.encode("a cat")) + 1
+    assert open_ended.tokens == len(tokenizer.encode(" a cat"))
+
+
+@pytest.mark.parametrize("task", ["lifelog(questions=2)", "turns(of='lifelog(questions=2)')"])
+@pytest.mark.parametrize("wording", Wording)
+def test_the_full_cache_answers_the_same_wherever_the_question_stands(
+    bench: ModelContext, task: str, wording: Wording
+) -> None:
+    spelled = parse_task(task)
+    sources = replace(bench.sources, wording=wording)
+    conversation = worded_chat(spelled.make(0, 300, sources), wording)
+    found = [
+        ask_all(reader, spelled, ForcedAnswers())
+        for placement in QuestionPlacement
+        for reader in [_reader(bench, conversation, placement, "full")]
+    ]
+    after, inside = found
+    assert len(after) == len(inside) == 2
+    for one, other in zip(after, inside, strict=True):
+        assert one["log_likelihood"] == pytest.approx(other["log_likelihood"], abs=2e-3)
+
+
+def test_a_policy_sees_the_question_only_inside(bench: ModelContext) -> None:
+    conversation = parse_task("lifelog(questions=1)").make(0, 400, bench.sources)
+    kept: dict[QuestionPlacement, int] = {}
+    for placement in QuestionPlacement:
+        reader = _reader(bench, conversation, placement, "streaming_llm")
+        memory = reader.read(conversation.questions[0])
+        kept[placement] = memory.activate_for("?")[0].next_position
+    tokenizer = bench.engine.tokenizer
+    asked = tokenizer.encode(conversation.questions[0].question)
+    assert kept[QuestionPlacement.INSIDE] - kept[QuestionPlacement.AFTER] >= len(asked)
+
+
+def test_placements_are_cells_of_their_own() -> None:
+    tasks = (StudyTask("lifelog", (300,)),)
+    study = Study("both", tasks, question=("after", "inside"), policies=("snapkv",), controls=())
+    cells: list[Cell] = cells_of(study, "seed")
+    assert {cell.question for cell in cells} == set(QuestionPlacement)
+    assert len({(*cell.place, cell.seed) for cell in cells}) == len(cells)
+    assert {cell.head({})["question"] for cell in cells} == {"after", "inside"}
+    with pytest.raises(UnknownName, match="place of the question named 'before'"):
+        replace(study, question=("before",))
+    with pytest.raises(UnknownName, match="wording named 'formal'"):
+        replace(study, wording="formal")
+
+
+def _reader(
+    bench: ModelContext, conversation: Conversation, placement: QuestionPlacement, policy: str
+) -> ContextReader:
+    method = parse_method(policy)
+    amount = None if policy == "full" else MemoryBudget.parse("64")
+    return ContextReader(
+        bench, method, conversation, amount, MatchedQuantity.TOKENS, placement=placement
+    )
