@@ -25,7 +25,7 @@ FORBIDDEN_CLASSES = frozenset(
 # Gerunds that are the field's own nouns.
 FIELD_GERUNDS = frozenset(
     """routing pooling packing sampling timing streaming spelling clustering matching merging
-    fencing embedding scoring reasoning forcing logging""".split()
+    fencing embedding scoring reasoning forcing logging wording""".split()
 )
 PARTS = frozenset({"larder_bench/measures/reading.py"})  # their file names are their spelling
 PUBLIC_ENUMS = frozenset({"Trial", "Threshold"})  # `larder policy show` prints their names
