@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from larder.ops.approximate_products import (
     channel_products,
     pq_products,
-    reference_channel_products,
-    reference_pq_products,
 )
 from larder.ops.cpu import approximate_products
+from without_kernels import reference
 
 
 @settings(max_examples=20)
@@ -38,7 +37,7 @@ def test_channels(shape, length, dtype, seed) -> None:
                 wanted[k, g] += float(weights[k, g, n]) * row
     for form in (
         channel_products,
-        reference_channel_products,
+        reference(channel_products),
         approximate_products.channel_products,
     ):
         assert torch.allclose(form(tables, picks, weights, length).double(), wanted, atol=1e-5)
@@ -56,7 +55,7 @@ def test_codes(shape, length, seed) -> None:
     tables = torch.randn(heads, group, parts, width, generator=source)
     numbers = torch.randint(width, (heads, parts, length), generator=source)
     held = torch.nn.functional.pad(numbers, (0, 3), value=255).to(torch.uint8)
-    for form in (pq_products, reference_pq_products, approximate_products.pq_products):
+    for form in (pq_products, reference(pq_products), approximate_products.pq_products):
         sums = form(tables, held, length)
         for k in range(heads):
             for g in range(group):
@@ -79,5 +78,5 @@ def test_threads_share_what_is_long() -> None:
     tables = torch.randn(2, 16, 5000, generator=source)
     picks = torch.randint(16, (2, 2, 8), generator=source)
     weights = torch.randn(2, 2, 8, generator=source)
-    sums = reference_channel_products(tables, picks, weights, 5000)
+    sums = reference(channel_products)(tables, picks, weights, 5000)
     assert torch.allclose(channel_products(tables, picks, weights, 5000), sums, atol=1e-4)

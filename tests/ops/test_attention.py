@@ -13,20 +13,19 @@ from torch import Tensor
 from larder.ops.attention import (
     attention,
     causal_attention,
+    masked_attention,
     merge_attention,
     ragged_attention,
-    reference_causal,
-    reference_masked,
-    reference_ragged,
     windowed_attention,
 )
 from larder.ops.cpu import decode_attention, flash_attention
 from references.ops import attention as loop
+from without_kernels import reference
 
 SCALING = 0.3
 FORMS = (
     ragged_attention,
-    reference_ragged,
+    reference(ragged_attention),
     decode_attention.decode_attention,
     flash_attention.ragged,
 )
@@ -157,8 +156,8 @@ def test_spans_across_heads_equal_the_readable_form(dtype, threads):
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
-    agree(result, reference_ragged(queries, *cached, SCALING), 2e-5)
-    agree(biased, reference_ragged(queries, *cached, SCALING, bias), 2e-5)
+    agree(result, reference(ragged_attention)(queries, *cached, SCALING), 2e-5)
+    agree(biased, reference(ragged_attention)(queries, *cached, SCALING, bias), 2e-5)
 
 
 def test_dispatch_takes_the_kernel_for_few_queries_only():
@@ -175,7 +174,7 @@ def test_gradients_are_those_of_the_readable_form(query_len):
     queries = random(4, 4, query_len, 8).requires_grad_()
     ragged_attention(queries, *cached, SCALING)[0].sum().backward()
     again = queries.detach().clone().requires_grad_()
-    reference_ragged(again, *cached, SCALING)[0].sum().backward()
+    reference(ragged_attention)(again, *cached, SCALING)[0].sum().backward()
     torch.testing.assert_close(queries.grad, again.grad)
 
 
@@ -187,7 +186,7 @@ def test_a_bias_that_needs_a_gradient_gets_one():
 
 
 @pytest.mark.parametrize(
-    "form", [reference_ragged, decode_attention.decode_attention, flash_attention.ragged]
+    "form", [reference(ragged_attention), decode_attention.decode_attention, flash_attention.ragged]
 )
 def test_large_logits_neither_overflow_nor_vanish(form):
     cached = ragged_storage(5, [50, 3], 16, torch.float32)
@@ -198,7 +197,7 @@ def test_large_logits_neither_overflow_nor_vanish(form):
 
 
 @pytest.mark.parametrize(
-    "form", [reference_ragged, decode_attention.decode_attention, flash_attention.ragged]
+    "form", [reference(ragged_attention), decode_attention.decode_attention, flash_attention.ragged]
 )
 def test_a_query_reads_the_kv_head_of_its_group(form):
     keys, starts, lengths = torch.zeros(3, 4), torch.arange(3), torch.ones(3, dtype=torch.int64)
@@ -208,7 +207,7 @@ def test_a_query_reads_the_kv_head_of_its_group(form):
 
 
 @pytest.mark.parametrize(
-    "form", [reference_ragged, decode_attention.decode_attention, flash_attention.ragged]
+    "form", [reference(ragged_attention), decode_attention.decode_attention, flash_attention.ragged]
 )
 def test_nan_stays_in_its_own_head(form):
     keys, values, starts, lengths = ragged_storage(7, [40, 41], 8, torch.float32)
@@ -222,7 +221,7 @@ def test_empty_caches_give_zero_and_minus_infinity():
     none = torch.zeros(2, dtype=torch.int64)
     for query_len in (1, 64):
         queries = random(0, 4, query_len, 8)
-        for form in (ragged_attention, reference_ragged):
+        for form in (ragged_attention, reference(ragged_attention)):
             out, lse = form(queries, torch.zeros(0, 8), torch.zeros(0, 8), none, none, SCALING)
             assert not out.any() and lse.isneginf().all()
     out, lse = attention(random(0, 2, 3, 8), torch.zeros(0, 8), torch.zeros(0, 8), SCALING)
@@ -232,7 +231,7 @@ def test_empty_caches_give_zero_and_minus_infinity():
 def test_a_query_that_sees_nothing_gives_zero_and_minus_infinity():
     mask = torch.tensor([[True, False, True], [False, False, False]])
     queries, keys, values = random(0, 4, 2, 8), random(1, 2, 3, 8), random(2, 2, 3, 8)
-    for form in (reference_masked, flash_attention.masked):
+    for form in (reference(masked_attention), flash_attention.masked):
         out, lse = form(queries, keys, values, SCALING, mask)
         assert not out[:, 1].any() and lse[:, 1].isneginf().all()
         assert out[:, 0].any() and lse[:, 0].isfinite().all()
@@ -255,7 +254,7 @@ def test_causal_forms_equal_the_loop(seed, sections, num_kv_heads, group_len, wi
     )
     arguments = (queries, keys, values, SCALING, tuple(sections), window)
     expected = loop.causal(*arguments)
-    for form in (causal_attention, reference_causal):
+    for form in (causal_attention, reference(causal_attention)):
         agree(form(*arguments), expected, 2e-5)
 
 
@@ -263,7 +262,7 @@ def test_causal_forms_equal_the_loop(seed, sections, num_kv_heads, group_len, wi
 def test_long_windows_cut_into_chunks_equal_the_readable_form(window):
     queries, keys, values = random(0, 4, 200, 8), random(1, 2, 200, 8), random(2, 2, 200, 8)
     arguments = (queries, keys, values, SCALING, (200,), window)
-    agree(causal_attention(*arguments), reference_causal(*arguments), 2e-5)
+    agree(causal_attention(*arguments), reference(causal_attention)(*arguments), 2e-5)
 
 
 @settings(max_examples=40)

@@ -11,20 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from column_statistics import columns
-from larder.ops.attention import ragged_attention, reference_logits
+from larder.ops.attention import ragged_attention
 from larder.ops.attention_weights import (
     attention_weights,
     head_weights_from_logits,
-    reference_attention_weights,
-    reference_head_weights,
     weights_from_logits,
 )
 from larder.ops.column_statistics import GroupReduction
 from larder.ops.cpu import attention_weights as cpu_attention_weights
 from references.ops import rows as loop
+from without_kernels import reference
 
 SCALING = 0.3
-FORMS = (attention_weights, reference_attention_weights)
+FORMS = (attention_weights, reference(attention_weights))
 
 seeds = st.integers(0, 2**31)
 groups = st.sampled_from(list(GroupReduction))
@@ -87,7 +86,7 @@ def test_heads_of_many_pieces_equal_the_readable_form(group, dtype):
     for added in (None, bias):
         arguments = queries, keys, starts, counts, SCALING
         fast = attention_weights(*arguments, group=group, bias=added)
-        close(fast, reference_attention_weights(*arguments, group=group, bias=added))
+        close(fast, reference(attention_weights)(*arguments, group=group, bias=added))
 
 
 @pytest.mark.parametrize("group", list(GroupReduction))
@@ -207,7 +206,7 @@ def test_threads_calling_at_once_all_get_their_own_answer():
     def worker(seed: int) -> bool:
         keys, bias, starts, counts = storage(seed, [3000, 500], 32, torch.float32)
         arguments = random(seed, 4, 1, 32), keys, starts, counts, SCALING
-        expected = reference_attention_weights(*arguments, group=GroupReduction.SUM, bias=bias)
+        expected = reference(attention_weights)(*arguments, group=GroupReduction.SUM, bias=bias)
         return all(
             torch.allclose(
                 attention_weights(*arguments, group=GroupReduction.SUM, bias=bias),
@@ -242,7 +241,7 @@ def test_logits_left_by_attention_give_the_same_weights(seed, lengths, group_len
         weights = weights_from_logits(logits, starts, counts, group)
         close(weights, attention_weights(*arguments, group=group, bias=added))
         shares = head_weights_from_logits(logits, starts, counts)
-        close(shares, reference_head_weights(logits, starts, counts))
+        close(shares, reference(head_weights_from_logits)(logits, starts, counts))
         close(group.join(shares), weights)
 
 
@@ -253,6 +252,6 @@ def test_both_forms_leave_the_same_logits(seed, lengths, query_len, dtype):
     queries = random(seed + 1, len(lengths) * 2, query_len, 16, dtype=dtype)
     fast, readable = (torch.full((2 * query_len, len(keys)), -7.0) for _ in range(2))
     ragged_attention(queries, keys, keys, starts, counts, SCALING, bias, fast)
-    reference_logits(queries, keys, starts, counts, SCALING, bias, readable)
+    reference(ragged_attention)(queries, keys, keys, starts, counts, SCALING, bias, readable)
     close(fast, readable)
     assert (fast[:, keys.float().isnan().any(-1)] == -7.0).all()

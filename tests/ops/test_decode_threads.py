@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from larder.ops.attention import reference_ragged
+from larder.ops.attention import ragged_attention
 from larder.ops.cpu import decode_attention
+from without_kernels import reference
 
 FORKING = """
 import os
@@ -34,7 +35,7 @@ def test_threads_calling_at_once_beside_matrix_products_all_get_their_own_answer
         keys = torch.randn(5000, 32, generator=generator)
         queries = torch.randn(4, 1, 32, generator=generator)
         arguments = (queries, keys, keys, torch.tensor([0, 4000]), torch.tensor([4000, 1000]), 0.2)
-        expected = reference_ragged(*arguments)[0]
+        expected = reference(ragged_attention)(*arguments)[0]
         square = torch.randn(64, 64, generator=generator)
         same = []
         for _ in range(20):

@@ -11,10 +11,9 @@ import torch
 from larder.ops.cpu import moments as fast
 from larder.ops.moments import (
     added_moments,
-    reference_added_moments,
-    reference_variance_boosted_means,
     variance_boosted_means,
 )
+from without_kernels import reference
 
 
 def test_both_forms_equal_the_moments_of_all_numbers() -> None:
@@ -25,7 +24,7 @@ def test_both_forms_equal_the_moments_of_all_numbers() -> None:
         numbers = [source.uniform(0, 1) for _ in range(6)]
         arguments = *columns, torch.tensor(numbers), torch.tensor(counted)
         columns = list(added_moments(*arguments))
-        for one, other in zip(columns, reference_added_moments(*arguments), strict=True):
+        for one, other in zip(columns, reference(added_moments)(*arguments), strict=True):
             assert torch.equal(one, other)
         for own, number, is_counted in zip(told, numbers, counted, strict=True):
             own += [number] if is_counted else []
@@ -48,7 +47,7 @@ def test_those_that_vary_most_are_raised(share: float) -> None:
     arguments = *(torch.tensor(part) for part in (count, mean, spread, starts, lengths)), share
     assert (
         variance_boosted_means(*arguments).tolist()
-        == reference_variance_boosted_means(*arguments).tolist()
+        == reference(variance_boosted_means)(*arguments).tolist()
         == expected
     )
 

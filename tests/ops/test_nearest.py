@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from larder.ops.cpu import search as fast
-from larder.ops.search import nearest_rows, reference_nearest_rows
+from larder.ops.search import nearest_rows
 from references.ops import nearest as loop
+from without_kernels import reference
 
 
 @settings(max_examples=40)
@@ -30,7 +31,7 @@ def test_every_form_equals_the_loop(seed, marks, head_dim, dtype) -> None:
     marked = torch.tensor(flat, dtype=torch.bool)
     gone = torch.nonzero(~marked).flatten()
     expected = loop.nearest_rows(rows, starts.tolist(), lengths.tolist(), flat)
-    for form in (nearest_rows, reference_nearest_rows, fast.nearest_rows):
+    for form in (nearest_rows, reference(nearest_rows), fast.nearest_rows):
         cosines, places = form(rows, starts, lengths, marked, gone)
         assert cosines.tolist() == pytest.approx([u for u, _ in expected], abs=2e-6)
         assert places.tolist() == [place for _, place in expected]
@@ -39,7 +40,7 @@ def test_every_form_equals_the_loop(seed, marks, head_dim, dtype) -> None:
 def test_of_equals_the_first_and_never_another_head() -> None:
     rows = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [5.0, 0.0], [0.0, 1.0]])
     marked = torch.tensor([False, True, True, False, True])
-    for form in (reference_nearest_rows, fast.nearest_rows):
+    for form in (reference(nearest_rows), fast.nearest_rows):
         layout = torch.tensor([0, 3]), torch.tensor([3, 2])
         cosines, places = form(rows, *layout, marked, torch.tensor([0, 3]))
         assert cosines.tolist() == [1.0, 0.0]
@@ -49,7 +50,7 @@ def test_of_equals_the_first_and_never_another_head() -> None:
 def test_a_row_of_zeros_is_like_nothing() -> None:
     rows = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
     marked = torch.tensor([False, True])
-    for form in (reference_nearest_rows, fast.nearest_rows):
+    for form in (reference(nearest_rows), fast.nearest_rows):
         layout = torch.tensor([0]), torch.tensor([2])
         cosines, places = form(rows, *layout, marked, torch.tensor([0]))
         assert (cosines.tolist(), places.tolist()) == ([0.0], [1])

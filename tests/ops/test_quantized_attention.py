@@ -15,9 +15,9 @@ from larder.ops.quantization import quantize_rows
 from larder.ops.quantized_attention import (
     QuantizedKV,
     quantized_attention,
-    reference_quantized_attention,
 )
 from references.ops.coded_attention import attended
+from without_kernels import reference
 
 SCALING = 0.3
 NONE = torch.empty(0, 0)
@@ -50,7 +50,7 @@ def check(rows: QuantizedKV, queries: Tensor, bias: Tensor | None, heads: int) -
     keys, values = rows.decoded(torch.arange(len(rows)))
     added = torch.zeros(len(rows)) if bias is None else bias
     expected = attended(queries, keys, values, rows.heads().tolist(), SCALING, added)
-    for form in (quantized_attention, reference_quantized_attention):
+    for form in (quantized_attention, reference(quantized_attention)):
         got = form(queries, rows, heads, SCALING, bias)
         for part, wanted in zip(got, expected, strict=True):
             torch.testing.assert_close(part.double(), wanted, atol=1e-5, rtol=1e-5)
@@ -78,7 +78,7 @@ def test_groups_longer_than_a_block() -> None:
 
 def test_a_head_without_entries_gives_nothing() -> None:
     rows = some_rows(CODECS["four"], [1, 1], [3, 2])
-    for form in (quantized_attention, reference_quantized_attention):
+    for form in (quantized_attention, reference(quantized_attention)):
         out, lse = form(torch.randn(6, 1, 12), rows, 3, SCALING)
         assert not out[:2].any() and not out[4:].any() and out[2:4].all()
         assert lse[[0, 1, 4, 5]].isneginf().all() and lse[2:4].isfinite().all()

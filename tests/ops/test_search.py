@@ -12,6 +12,7 @@ from larder.ops import search
 from larder.ops.cpu import search as fast
 from references import flat as loop
 from slow_tiers import Tier
+from without_kernels import reference
 
 
 @settings(max_examples=30)
@@ -25,7 +26,7 @@ def test_bests_of_pages(lengths, page, dtype, seed) -> None:
     tier = Tier(a_layer(), seed, dtype)
     tier.grow(lengths)
     query, entries = tier.queries(), tier.entries()
-    for form in (search.page_max_scores, search.reference_page_max_scores, fast.page_max_scores):
+    for form in (search.page_max_scores, reference(search.page_max_scores), fast.page_max_scores):
         found = form(query, entries.keys, *entries.layout, page)
         for row, bests in enumerate(found.tolist()):
             wanted = loop.bests(query[row].tolist(), tier.keys[row // 2].tolist(), page)
@@ -45,16 +46,16 @@ def test_threads_find_the_same() -> None:
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(shared, fast.page_max_scores(query, entries.keys, *entries.layout, 16))
-    assert torch.equal(ranked, search.reference_top_rows(shared, 50))
+    assert torch.equal(ranked, reference(search.top_rows)(shared, 50))
 
 
 def test_chunks_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = Tier(a_layer())
     tier.grow((95, 40))
     query, entries = tier.queries(), tier.entries()
-    whole = search.reference_page_max_scores(query, entries.keys, *entries.layout, 16)
+    whole = reference(search.page_max_scores)(query, entries.keys, *entries.layout, 16)
     monkeypatch.setattr(search, "MAX_SCORES", 70)
-    parts = search.reference_page_max_scores(query, entries.keys, *entries.layout, 16)
+    parts = reference(search.page_max_scores)(query, entries.keys, *entries.layout, 16)
     assert torch.allclose(whole, parts)
 
 
@@ -69,7 +70,7 @@ def test_chunks_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_top_of_rows(rows, count) -> None:
     scores = torch.tensor(rows)
     found = search.top_rows(scores, count)
-    assert torch.equal(found, search.reference_top_rows(scores, count))
+    assert torch.equal(found, reference(search.top_rows)(scores, count))
     for row, numbers in zip(rows, found.tolist(), strict=True):
         real = [number for number in numbers if number >= 0]
         finite = [value for value in row if value != -torch.inf]
@@ -83,7 +84,7 @@ def test_the_top_of_rows(rows, count) -> None:
 def test_interleaving(lists, count) -> None:
     ranked = torch.tensor(lists)
     found = search.interleaved(ranked, 2, count)
-    assert torch.equal(found, search.reference_interleaved(ranked, 2, count))
+    assert torch.equal(found, reference(search.interleaved)(ranked, 2, count))
     for group, numbers in zip((lists[:2], lists[2:]), found.tolist(), strict=True):
         columns = [page for place in zip(*group, strict=True) for page in place if page >= 0]
         wanted = list(dict.fromkeys(columns))[:count]

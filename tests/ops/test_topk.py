@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from larder.ops.cpu import topk as cpu_topk
-from larder.ops.topk import reference_top_masks, reference_top_per_head, top_masks, top_per_head
+from larder.ops.topk import top_masks, top_per_head
+from without_kernels import reference
 
 levels = st.sampled_from([-torch.inf, -1.0, 0.0, 0.5, 0.5000001, 2.0, torch.inf])
 heads = st.lists(st.lists(levels, max_size=9), min_size=1, max_size=4)
@@ -29,7 +30,7 @@ def by_sorting(scores: list[list[float]], count: int) -> list[int]:
 def test_both_forms_equal_a_sort(scores: list[list[float]], count: int) -> None:
     packed = torch.tensor([score for head in scores for score in head], dtype=torch.float32)
     lengths = tuple(map(len, scores))
-    for form in (top_per_head, reference_top_per_head):
+    for form in (top_per_head, reference(top_per_head)):
         assert form(packed, lengths, count).tolist() == by_sorting(scores, count)
 
 
@@ -42,7 +43,7 @@ def test_what_is_spared_stands_above_the_others(scores, count, source) -> None:
     raised = [[torch.inf if mark else score for score, mark in head] for head in pairs]
     packed = torch.tensor([score for head in scores for score in head], dtype=torch.float32)
     marks = torch.tensor([mark for head in spared for mark in head], dtype=torch.bool)
-    for form in (top_per_head, reference_top_per_head):
+    for form in (top_per_head, reference(top_per_head)):
         kept = form(packed, tuple(map(len, scores)), count, marks)
         assert kept.tolist() == by_sorting(raised, count)
 
@@ -55,13 +56,13 @@ near = st.sampled_from([0.25, 0.25 + 2**-24, 0.25 + 2**-23]) | st.floats(width=3
 )
 def test_both_masks_equal_a_sort(pairs: list[tuple[float, float]], count: int) -> None:
     rows = [[pair[row] for pair in pairs] for row in range(2)]
-    for form in (top_masks, reference_top_masks):
+    for form in (top_masks, reference(top_masks)):
         marks = form(torch.tensor(rows), count)
         assert torch.nonzero(marks.flatten()).flatten().tolist() == by_sorting(rows, count)
 
 
 def test_a_zero_is_a_zero_whatever_its_sign() -> None:
-    for form in (top_masks, reference_top_masks):
+    for form in (top_masks, reference(top_masks)):
         assert form(torch.tensor([[-0.0, 0.0, -1.0, 0.0]]), 2).tolist() == [
             [True, True] + [False] * 2
         ]
@@ -93,6 +94,6 @@ def test_a_count_below_zero_keeps_nothing() -> None:
 
 @pytest.mark.parametrize("gone", range(1, cpu_topk.MAX_REJECTED + 1))
 def test_of_equals_the_latest_go(gone: int) -> None:
-    for form in (cpu_topk.top_per_head, reference_top_per_head):
+    for form in (cpu_topk.top_per_head, reference(top_per_head)):
         kept = form(torch.tensor([0.5] * 6 + [0.0] * 6), (6, 6), 6 - gone).tolist()
         assert kept == [*range(6 - gone), *range(6, 12 - gone)]

@@ -21,6 +21,7 @@ from larder.recall._dci_build import LevelAssigner
 from larder.recall.dci import Dci, DciIndex
 from references import dci as loop
 from slow_tiers import Tier, pages_of
+from without_kernels import reference
 
 LAYER = a_layer(kv_heads=2, group=2)
 SMALL = Dci(page=4, first=0.2, further=0.3)
@@ -119,7 +120,7 @@ def readable(index: DciIndex, tier: Tier, query: Tensor, count: int) -> Tensor:
     form = (coarse(query), coarse(entries.keys), *layout, beams, count)
     assert all(
         np.array_equal(one, other)
-        for one, other in zip(ops.reference_search(*form), fast.search(*form), strict=True)
+        for one, other in zip(reference(ops.search)(*form), fast.search(*form), strict=True)
     )
     return torch.from_numpy(fast.search(*form)[0])
 

@@ -1,6 +1,6 @@
 """Approximate query-key products: over a few channels, or over product-quantization codes.
 
-Reference implementation here; the CPU kernels are in `larder.ops.cpu.approximate_products`.
+The CPU kernels are in `larder.ops.cpu.approximate_products`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,6 @@ def channel_products(
     """Weighted sums of the picked rows of each head's table over its first `length` columns (S)."""
     if fast.supports_channel_tables(tables):
         return fast.channel_products(tables, picks, weights, length)
-    return reference_channel_products(tables, picks, weights, length)
-
-
-def reference_channel_products(
-    tables: Float[Tensor, "K X C"],
-    picks: Int64[Tensor, "K R N"],
-    weights: Float[Tensor, "K R N"],
-    length: int,
-) -> Float[Tensor, "K R S"]:
-    """Reference of `channel_products` for every device and type: a matrix product per head."""
     return torch.stack(
         [
             torch.stack([w @ table[p, :length].float() for p, w in zip(ps, ws, strict=True)])
@@ -51,13 +41,6 @@ def pq_products(
     """
     if fast.supports_codes(codes):
         return fast.pq_products(tables, codes, length)
-    return reference_pq_products(tables, codes, length)
-
-
-def reference_pq_products(
-    tables: Float[Tensor, "K R V N"], codes: UInt8[Tensor, "K V C"], length: int
-) -> Float[Tensor, "K R S"]:
-    """Reference of `pq_products` for every device: one gather per head."""
     heads, group, parts, _ = tables.shape
     places = codes[:, None, :, :length].long().expand(heads, group, parts, length)
     return tables.gather(3, places).sum(2)

@@ -7,9 +7,8 @@ that merging parts rounds once, at the end. A query that sees nothing gets outpu
 Ragged storage is one flat buffer: kv head h owns rows [starts[h], starts[h] + lengths[h]) of keys
 and values, with slack between heads. Dense storage is the case of equal lengths.
 
-Every function has a reference implementation here and a CPU kernel in `larder.ops.cpu`, which is
-used where it applies. Only the reference implementations support gradients; they are used when an
-input requires one.
+A CPU kernel in `larder.ops.cpu` is used where it applies. Kernels support no gradients: where an
+input requires one, and on other devices, torch computes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from larder.ops.cpu import decode_attention, flash_attention
 
-MOST_LOGITS = 1 << 22  # float32 logits in memory at a time in reference implementations: 16 MiB
+MOST_LOGITS = 1 << 22  # float32 logits in memory at a time without a kernel: 16 MiB
 
 
 def attention(
@@ -73,11 +72,26 @@ def ragged_attention(
         return decode_attention.decode_attention(
             queries, keys, values, starts, lengths, scaling, bias, logits
         )
-    if logits is not None:
-        reference_logits(queries, keys, starts, lengths, scaling, bias, logits)
-    if is_plain and flash_attention.supports(queries, keys, values):
+    if is_plain and logits is None and flash_attention.supports(queries, keys, values):
         return flash_attention.ragged(queries, keys, values, starts, lengths, scaling, bias)
-    return reference_ragged(queries, keys, values, starts, lengths, scaling, bias)
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    owned = zip(starts.tolist(), lengths.tolist(), strict=True)
+    groups = queries.unflatten(0, (lengths.shape[0], -1))  # [K, R, Q, D]
+    for group, (start, length) in zip(groups, owned, strict=True):
+        chunk = max(MOST_LOGITS // max(group.shape[0] * length, 1), 1)
+        own = slice(start, start + length)
+        added = None if bias is None else bias[own]
+        if logits is not None:
+            rows = group.flatten(0, 1).float() @ keys[own].float().T * scaling
+            logits[:, own] = rows if added is None else rows + added
+        parts = [
+            attention(some, keys[own], values[own], scaling, bias=added)
+            for some in group.split(chunk, dim=1)
+        ]
+        outs.append(torch.cat([out for out, _ in parts], dim=1))
+        lses.append(torch.cat([lse for _, lse in parts], dim=1))
+    return torch.cat(outs), torch.cat(lses)
 
 
 def causal_attention(
@@ -94,11 +108,17 @@ def causal_attention(
         sections: lengths that partition Q into independent sequences, in order.
         window: a query at offset i sees offsets above i - window only.
     """
-    if flash_attention.supports(queries, keys, values) and not _needs_gradient(
-        queries, keys, values
-    ):
+    if _uses_flash(queries, keys, values):
         return flash_attention.causal(queries, keys, values, scaling, sections, window)
-    return reference_causal(queries, keys, values, scaling, sections, window)
+    parts: list[tuple[Tensor, Tensor]] = []
+    split = (tensor.split(sections, dim=1) for tensor in (queries, keys, values))
+    for own_queries, own_keys, own_values in zip(*split, strict=True):
+        offsets = torch.arange(own_queries.shape[1], device=queries.device)
+        back = offsets.unsqueeze(-1) - offsets  # distance from each query back to each key
+        mask = back >= 0 if window is None else (back >= 0) & (back < window)
+        parts.append(masked_attention(own_queries, own_keys, own_values, scaling, mask))
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 
 def windowed_attention(
@@ -118,91 +138,28 @@ def windowed_attention(
         starts = torch.arange(num_kv_heads, dtype=torch.int64) * cached_len
         flat = keys.reshape(-1, head_dim), values.reshape(-1, head_dim)
         return ragged_attention(queries, *flat, starts, lengths, scaling)
-    if flash_attention.supports(queries, keys, values) and not _needs_gradient(
-        queries, keys, values
-    ):
-        return flash_attention.masked(queries, keys, values, scaling, mask)
-    return reference_masked(queries, keys, values, scaling, mask)
+    return masked_attention(queries, keys, values, scaling, mask)
 
 
-def reference_ragged(
-    queries: Float[Tensor, "H Q D"],
-    keys: Float[Tensor, "C D"],
-    values: Float[Tensor, "C D"],
-    starts: Int[Tensor, " K"],
-    lengths: Int[Tensor, " K"],
-    scaling: float,
-    bias: Float[Tensor, " C"] | None = None,
-) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """Reference of `ragged_attention` for every device and type: head by head, in query chunks."""
-    outs: list[Tensor] = []
-    lses: list[Tensor] = []
-    owned = zip(starts.tolist(), lengths.tolist(), strict=True)
-    groups = queries.unflatten(0, (lengths.shape[0], -1))  # [K, R, Q, D]
-    for group, (start, length) in zip(groups, owned, strict=True):
-        chunk = max(MOST_LOGITS // max(group.shape[0] * length, 1), 1)
-        own = slice(start, start + length)
-        added = None if bias is None else bias[own]
-        parts = [
-            attention(some, keys[own], values[own], scaling, bias=added)
-            for some in group.split(chunk, dim=1)
-        ]
-        outs.append(torch.cat([out for out, _ in parts], dim=1))
-        lses.append(torch.cat([lse for _, lse in parts], dim=1))
-    return torch.cat(outs), torch.cat(lses)
-
-
-def reference_logits(
-    queries: Float[Tensor, "H Q D"],
-    keys: Float[Tensor, "C D"],
-    starts: Int[Tensor, " K"],
-    lengths: Int[Tensor, " K"],
-    scaling: float,
-    bias: Float[Tensor, " C"] | None,
-    logits: Float[Tensor, "N C"],
-) -> None:
-    """Reference of the `logits` of `ragged_attention` for every device and type, head by head."""
-    owned = zip(starts.tolist(), lengths.tolist(), strict=True)
-    groups = queries.unflatten(0, (lengths.shape[0], -1)).flatten(1, 2)  # [K, R * Q, D]
-    for group, (start, length) in zip(groups, owned, strict=True):
-        own = slice(start, start + length)
-        logits[:, own] = group.float() @ keys[own].float().T * scaling
-        if bias is not None:
-            logits[:, own] += bias[own]
-
-
-def reference_causal(
-    queries: Float[Tensor, "H Q D"],
-    keys: Float[Tensor, "K Q D"],
-    values: Float[Tensor, "K Q D"],
-    scaling: float,
-    sections: tuple[int, ...],
-    window: int | None = None,
-) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """Reference of `causal_attention` for every device and type: section by section."""
-    parts: list[tuple[Tensor, Tensor]] = []
-    split = (tensor.split(sections, dim=1) for tensor in (queries, keys, values))
-    for own_queries, own_keys, own_values in zip(*split, strict=True):
-        offsets = torch.arange(own_queries.shape[1], device=queries.device)
-        back = offsets.unsqueeze(-1) - offsets  # distance from each query back to each key
-        mask = back >= 0 if window is None else (back >= 0) & (back < window)
-        parts.append(reference_masked(own_queries, own_keys, own_values, scaling, mask))
-    outs, lses = zip(*parts, strict=True)
-    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
-
-
-def reference_masked(
+def masked_attention(
     queries: Float[Tensor, "H Q D"],
     keys: Float[Tensor, "K S D"],
     values: Float[Tensor, "K S D"],
     scaling: float,
     mask: Bool[Tensor, "Q S"],
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """Attention under one mask for all heads, head by head."""
+    """Attention under one mask for all heads; S is at least 1."""
+    if _uses_flash(queries, keys, values):
+        return flash_attention.masked(queries, keys, values, scaling, mask)
     groups = queries.unflatten(0, (keys.shape[0], -1))  # [K, R, Q, D]
     heads = zip(groups, keys, values, strict=True)
     outs, lses = zip(*[attention(q, k, v, scaling, mask) for q, k, v in heads], strict=True)
     return torch.cat(outs), torch.cat(lses)
+
+
+def _uses_flash(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+    fits = flash_attention.supports(queries, keys, values)
+    return fits and not _needs_gradient(queries, keys, values)
 
 
 def _needs_gradient(*tensors: Tensor) -> bool:

@@ -4,8 +4,8 @@ Weights are those of `ragged_attention` over the same storage: softmax in float3
 of a kv head, biases included. Meant for a decode step, where a score that accumulates attention
 reads the keys once more and the values not at all. Weights carry no gradient.
 
-Reference implementation here; the CPU kernels in `larder.ops.cpu.attention_weights` are used for
-the number of query rows that decode attention supports.
+The CPU kernels in `larder.ops.cpu.attention_weights` are used for the number of query rows that
+decode attention supports.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from larder.ops.attention import MOST_LOGITS
 from larder.ops.column_statistics import GroupReduction
-from larder.ops.cpu import attention_weights as cpu_attention_weights
+from larder.ops.cpu import attention_weights as fast
 from larder.ops.cpu import decode_attention
 
 
@@ -40,25 +40,7 @@ def attention_weights(
     queries, keys = queries.detach(), keys.detach()
     bias = bias if bias is None else bias.detach()
     if decode_attention.supports(queries, keys, keys, lengths.shape[0]):
-        return cpu_attention_weights.attention_weights(
-            queries, keys, starts, lengths, scaling, group.value, bias
-        )
-    return reference_attention_weights(
-        queries, keys, starts, lengths, scaling, group=group, bias=bias
-    )
-
-
-def reference_attention_weights(
-    queries: Float[Tensor, "H Q D"],
-    keys: Float[Tensor, "C D"],
-    starts: Int[Tensor, " K"],
-    lengths: Int[Tensor, " K"],
-    scaling: float,
-    *,
-    group: GroupReduction,
-    bias: Float[Tensor, " C"] | None = None,
-) -> Float[Tensor, " C"]:
-    """Reference of `attention_weights` for every device and type: head by head, query chunks."""
+        return fast.attention_weights(queries, keys, starts, lengths, scaling, group.value, bias)
     weights = keys.new_zeros(keys.shape[0], dtype=torch.float32)
     owned = zip(starts.tolist(), lengths.tolist(), strict=True)
     heads = queries.unflatten(0, (lengths.shape[0], -1))  # [K, R, Q, D]
@@ -85,24 +67,17 @@ def weights_from_logits(
     Args:
         logits: float32, from `ragged_attention`.
     """
-    if logits.device.type == "cpu":
-        return cpu_attention_weights.weights_from_logits(logits, starts, lengths, group.value)
-    return group.join(reference_head_weights(logits, starts, lengths))
+    if fast.supports(logits):
+        return fast.weights_from_logits(logits, starts, lengths, group.value)
+    return group.join(head_weights_from_logits(logits, starts, lengths))
 
 
 def head_weights_from_logits(
     logits: Float[Tensor, "R C"], starts: Int[Tensor, " K"], lengths: Int[Tensor, " K"]
 ) -> Float[Tensor, "R C"]:
     """`weights_from_logits` of each of the R heads of a group, without reduction."""
-    if logits.device.type == "cpu":
-        return cpu_attention_weights.head_weights_from_logits(logits, starts, lengths)
-    return reference_head_weights(logits, starts, lengths)
-
-
-def reference_head_weights(
-    logits: Float[Tensor, "R C"], starts: Int[Tensor, " K"], lengths: Int[Tensor, " K"]
-) -> Float[Tensor, "R C"]:
-    """Reference of `head_weights_from_logits` for every device: kv head by kv head."""
+    if fast.supports(logits):
+        return fast.head_weights_from_logits(logits, starts, lengths)
     shares = torch.zeros_like(logits)
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         own = slice(start, start + length)

@@ -1,8 +1,8 @@
 """Dynamic continuous indexing: search in trees of keys, and insertion into them.
 
 `larder.ops.cpu.dci_kernels` documents the arrays of a tree; the CPU kernels, for float32 and
-bfloat16, are in `larder.ops.cpu.dci`. Both they and the reference implementations here visit the
-same pages; they may differ where two products are equal but for rounding.
+bfloat16, are in `larder.ops.cpu.dci`. Both they and the loops here visit the same pages; they may
+differ where two products are equal but for rounding.
 """
 
 from __future__ import annotations
@@ -32,21 +32,8 @@ def search(
     count: int,
 ) -> tuple[Array, Array]:
     """Best pages [H, count] of each query, padded with -1, and the count of keys compared."""
-    form = fast.search if fast.supports(keys) else reference_search
-    return form(queries, keys, starts, tree, bases, levels, beams, count)
-
-
-def reference_search(
-    queries: Float[Tensor, "H D"],
-    keys: Float[Tensor, "C D"],
-    starts: Array,
-    tree: tuple[Array, ...],
-    bases: Array,
-    levels: Array,
-    beams: Array,
-    count: int,
-) -> tuple[Array, Array]:
-    """Reference of `search`, query by query and page by page."""
+    if fast.supports(keys):
+        return fast.search(queries, keys, starts, tree, bases, levels, beams, count)
     ranked = np.full((len(queries), count), -1, np.int64)
     seen = np.zeros(len(queries), np.int64)
     for number, query in enumerate(queries.float()):
@@ -83,24 +70,11 @@ def insert(
         known: number of entries that each head had.
         counts: live pages and cells of each head [K, 2]; updated in place.
     """
-    form = fast.insert if fast.supports(keys) else reference_insert
-    form(targets, known, keys, starts, squares, direction, tree, bases, levels, beams, counts)
-
-
-def reference_insert(
-    targets: Array,
-    known: Array,
-    keys: Float[Tensor, "C D"],
-    starts: Array,
-    squares: Array,
-    direction: Array,
-    tree: tuple[Array, ...],
-    bases: Array,
-    levels: Array,
-    beams: Array,
-    counts: Array,
-) -> None:
-    """Reference of `insert`, entry by entry."""
+    if fast.supports(keys):
+        fast.insert(
+            targets, known, keys, starts, squares, direction, tree, bases, levels, beams, counts
+        )
+        return
     for head, first in enumerate(known.tolist()):
         one = _Head.of(tree, bases, head, keys[int(starts[head]) :])
         for at, target in enumerate(targets[head].tolist()):

@@ -1,7 +1,7 @@
 """Merging of entries into weighted sums: thresholds, weights and sums.
 
-All in float32 and in the order of the sources. Reference implementations here; the CPU kernels in
-`larder.ops.cpu.entry_merging` give the same bits.
+All in float32 and in the order of the sources. The CPU kernels in `larder.ops.cpu.entry_merging`
+give the same bits as torch.
 """
 
 from __future__ import annotations
@@ -37,16 +37,6 @@ def updated_means(
     """
     if fast.supports(numbers):
         return fast.updated_means(numbers, groups, before, rate)
-    return reference_updated_means(numbers, groups, before, rate)
-
-
-def reference_updated_means(
-    numbers: Float[Tensor, " F"],
-    groups: Int64[Tensor, " F"],
-    before: Float[Tensor, " K"],
-    rate: float,
-) -> Float[Tensor, " K"]:
-    """Reference of `updated_means` for every device."""
     return update_ema(before, group_means(numbers, groups, len(before)), rate)
 
 
@@ -88,17 +78,6 @@ def normalized_folds(
     """
     if fast.supports(given):
         return fast.normalized_folds(sources, targets, given, counted, own)
-    return reference_normalized_folds(sources, targets, given, counted, own)
-
-
-def reference_normalized_folds(
-    sources: Int64[Tensor, " F"],
-    targets: Int64[Tensor, " F"],
-    given: Float[Tensor, " F"],
-    counted: Float[Tensor, " F"],
-    own: float,
-) -> FoldRows:
-    """Reference of `normalized_folds` for every device."""
     into, places = torch.unique(targets, return_inverse=True)
     owned = given.new_full((len(into),), own)
     totals = owned.index_add(0, places, counted)
@@ -129,27 +108,15 @@ def thresholded_folds(
     Returns:
         The new thresholds, and the folds.
     """
-    form = fast.thresholded_folds if fast.supports(likeness) else reference_thresholded_folds
-    return form(sources, targets, heads, likeness, given, own, before, rate, slack)
-
-
-def reference_thresholded_folds(
-    sources: Int64[Tensor, " F"],
-    targets: Int64[Tensor, " F"],
-    heads: Int64[Tensor, " F"],
-    likeness: Float[Tensor, " F"],
-    given: Float[Tensor, " F"],
-    own: float,
-    before: Float[Tensor, " K"],
-    rate: float,
-    slack: float,
-) -> tuple[Float[Tensor, " K"], FoldRows]:
-    """Reference of `thresholded_folds` for every device."""
+    if fast.supports(likeness):
+        return fast.thresholded_folds(
+            sources, targets, heads, likeness, given, own, before, rate, slack
+        )
     found = targets >= 0
-    moved = reference_updated_means(likeness[found], heads[found], before, rate)
+    moved = updated_means(likeness[found], heads[found], before, rate)
     alike = found & (likeness >= moved[heads] - slack)
     shares = given[alike]
-    return moved, reference_normalized_folds(sources[alike], targets[alike], shares, shares, own)
+    return moved, normalized_folds(sources[alike], targets[alike], shares, shares, own)
 
 
 def spread_folds(
@@ -177,22 +144,8 @@ def spread_folds(
     Returns:
         The sources in order, then every target as its own source, ascending.
     """
-    is_small = fast.supports(mass[:0]) and len(gone) * window <= fast.MAX_FOLDS
-    form = fast.spread_folds if is_small else reference_spread_folds
-    return form(mass, starts, lengths, kept, new_lengths, gone, window, drawn)
-
-
-def reference_spread_folds(
-    mass: Float[Tensor, " C"],
-    starts: Int64[Tensor, " K"],
-    lengths: Int64[Tensor, " K"],
-    kept: Int64[Tensor, " N"],
-    new_lengths: tuple[int, ...],
-    gone: Int64[Tensor, " F"],
-    window: int,
-    drawn: Float[Tensor, " _"],
-) -> SpreadFolds:
-    """Reference of `spread_folds` for every device and size."""
+    if fast.supports(mass[:0]) and len(gone) * window <= fast.MAX_FOLDS:
+        return fast.spread_folds(mass, starts, lengths, kept, new_lengths, gone, window, drawn)
     device = gone.device
     rows = packed_rows(starts, lengths).to(device)
     places = torch.searchsorted(kept, gone)[:, None] + torch.arange(window, device=device)
@@ -230,22 +183,10 @@ def weighted_sums(
         starts, lengths: rows of each kv head in the flat storage; int64 in host memory.
         sources, targets: packed entries.
     """
-    is_small = fast.supports_rows(keys, values, len(sources))
-    form = fast.weighted_sums if is_small else reference_weighted_sums
-    return form(keys, values, starts, lengths, sources, targets, key_weights, value_weights)
-
-
-def reference_weighted_sums(
-    keys: Float[Tensor, "C D"],
-    values: Float[Tensor, "C D"],
-    starts: Int64[Tensor, " K"],
-    lengths: Int64[Tensor, " K"],
-    sources: Int64[Tensor, " F"],
-    targets: Int64[Tensor, " F"],
-    key_weights: Float[Tensor, " F"],
-    value_weights: Float[Tensor, " F"],
-) -> MergedSums:
-    """Reference of `weighted_sums` for every device, type and size, in chunks of sources."""
+    if fast.supports_rows(keys, values, len(sources)):
+        return fast.weighted_sums(
+            keys, values, starts, lengths, sources, targets, key_weights, value_weights
+        )
     into, places = torch.unique(targets, return_inverse=True)
     rows = storage_rows(sources.cpu(), starts, lengths).to(keys.device)
     key_sums = keys.new_zeros(len(into), keys.shape[1], dtype=torch.float32)

@@ -1,6 +1,6 @@
 """Running moments per entry: count, mean and sum of squared deviations (Welford).
 
-Reference implementations here; the CPU kernels in `larder.ops.cpu.moments` give the same bits.
+The CPU kernels in `larder.ops.cpu.moments` give the same bits as torch.
 """
 
 from __future__ import annotations
@@ -23,18 +23,8 @@ def added_moments(
     counted: Bool[Tensor, " S"],
 ) -> Moments:
     """Count, mean and sum of squared deviations after one more number, where it is counted."""
-    form = fast.added_moments if fast.supports(numbers) else reference_added_moments
-    return form(count, mean, spread, numbers, counted)
-
-
-def reference_added_moments(
-    count: Float[Tensor, " S"],
-    mean: Float[Tensor, " S"],
-    spread: Float[Tensor, " S"],
-    numbers: Float[Tensor, " S"],
-    counted: Bool[Tensor, " S"],
-) -> Moments:
-    """Reference of `added_moments` for every device."""
+    if fast.supports(numbers):
+        return fast.added_moments(count, mean, spread, numbers, counted)
     fresh = counted.to(count.dtype)
     total, shift = count + fresh, numbers - mean
     share = fresh / total.clamp(min=1)
@@ -57,19 +47,8 @@ def variance_boosted_means(
         starts, lengths: rows of each kv head in the storage; int64 in host memory.
         share: of the entries of a head, in [0, 1], that get the 1; ties go to the first.
     """
-    form = fast.variance_boosted_means if fast.supports(mean) else reference_variance_boosted_means
-    return form(count, mean, spread, starts, lengths, share)
-
-
-def reference_variance_boosted_means(
-    count: Float[Tensor, " C"],
-    mean: Float[Tensor, " C"],
-    spread: Float[Tensor, " C"],
-    starts: Int64[Tensor, " K"],
-    lengths: Int64[Tensor, " K"],
-    share: float,
-) -> Float[Tensor, " T"]:
-    """Reference of `variance_boosted_means` for every device, head by head."""
+    if fast.supports(mean):
+        return fast.variance_boosted_means(count, mean, spread, starts, lengths, share)
     parts = [mean[:0]]
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         own = slice(start, start + length)
@@ -92,18 +71,8 @@ def layer_mean(
         numbers, positions: one per row of a flat storage.
         starts, lengths: rows of each kv head in the storage; int64 in host memory.
     """
-    is_fast = fast.supports_layer_mean(numbers, positions)
-    form = fast.layer_mean if is_fast else reference_layer_mean
-    return form(numbers, positions, starts, lengths)
-
-
-def reference_layer_mean(
-    numbers: Float[Tensor, "R C"],
-    positions: Int[Tensor, " C"],
-    starts: Int64[Tensor, " K"],
-    lengths: Int64[Tensor, " K"],
-) -> Float[Tensor, " S"] | None:
-    """Reference of `layer_mean` for every device."""
+    if fast.supports_layer_mean(numbers, positions):
+        return fast.layer_mean(numbers, positions, starts, lengths)
     counts = lengths.tolist()
     if len(set(counts)) > 1:
         return None

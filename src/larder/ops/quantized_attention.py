@@ -1,8 +1,8 @@
 """Attention over quantized entries, without dequantizing all of them at once.
 
 Groups of entries are stored end to end; the groups of the kv heads may alternate in any order.
-Reference implementation here; the CPU kernel in `larder.ops.cpu.quantized_attention` is used for a
-few queries.
+The CPU kernel in `larder.ops.cpu.quantized_attention` is used for a few queries, chunks of
+dequantized entries for many and on other devices.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from larder.ops.attention import merge_attention, ragged_attention
-from larder.ops.cpu import quantized_attention as cpu_quantized_attention
+from larder.ops.cpu import quantized_attention as fast
 from larder.ops.packing import starts_of
 from larder.ops.quantization import QuantizedRows
 
@@ -60,21 +60,9 @@ def quantized_attention(
     bias: Float[Tensor, " T"] | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
     """`ragged_attention` over quantized entries, in float32."""
-    if cpu_quantized_attention.supports(queries, entries.keys, entries.values, num_kv_heads):
-        return cpu_quantized_attention.quantized_attention(
-            queries, entries.keys, entries.values, entries.lengths, num_kv_heads, scaling, bias
-        )
-    return reference_quantized_attention(queries, entries, num_kv_heads, scaling, bias)
-
-
-def reference_quantized_attention(
-    queries: Float[Tensor, "H Q D"],
-    entries: QuantizedKV,
-    num_kv_heads: int,
-    scaling: float,
-    bias: Float[Tensor, " T"] | None = None,
-) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """Reference of `quantized_attention` for every device, in chunks of `DECODE_CHUNK` entries."""
+    if fast.supports(queries, entries.keys, entries.values, num_kv_heads):
+        numbers = entries.keys, entries.values, entries.lengths
+        return fast.quantized_attention(queries, *numbers, num_kv_heads, scaling, bias)
     starts = starts_of(entries.lengths[:, 1].long())
     outs: list[Tensor] = []
     lses: list[Tensor] = []

@@ -5,8 +5,8 @@
     after    [ a c d e | slack     | g | slack   ]
 
 The kept rows of a head move within the head's own region: either the rows behind a removed entry
-move up, or, if fewer lie before it, those move down and the head starts a row later. Reference
-implementation here; the CPU kernel in `larder.ops.cpu.removal` is used for contiguous storage.
+move up, or, if fewer lie before it, those move down and the head starts a row later. The CPU kernel
+in `larder.ops.cpu.removal` is used for contiguous storage.
 """
 
 from __future__ import annotations
@@ -131,29 +131,6 @@ def plan_removal(
     if bad is not None:
         raise _kept_error(bad, lengths)
     return RemovalPlan(new_starts, room, rows)
-
-
-def reference_plan_removal(
-    starts: Int[Tensor, " K"],
-    lengths: Int[Tensor, " K"],
-    kept: Int64[Tensor, " kept"],
-    new_lengths: tuple[int, ...],
-    edges: tuple[int, ...],
-    roomy: int,
-) -> RemovalPlan:
-    """Reference of `plan_removal` for valid kept entries, head by head."""
-    result, room, rows, offset = starts.clone(), [len(kept)], 0, 0
-    for h, own in enumerate(kept.split(list(new_lengths))):
-        gone, region = int(lengths[h]) - len(own), edges[h + 1] - edges[h]
-        shifts = own - offset - torch.arange(len(own))  # rows removed before each kept one
-        down, up = int((shifts < gone).sum()), int((shifts > 0).sum())
-        if region - len(own) >= roomy and down < up:
-            result[h] += gone
-            up = down
-        rows += up
-        room.append(edges[h + 1] - int(result[h]) - len(own))
-        offset += int(lengths[h])
-    return RemovalPlan(result, min(room[1:]), rows)
 
 
 def move_rows(

@@ -1,7 +1,7 @@
 """Search of stored keys: largest products with queries, top pages, and nearest neighbors.
 
-Rows of scores are padded with -inf. Ties go to the lower index. Reference implementations here; the
-CPU kernels are in `larder.ops.cpu.search`.
+Rows of scores are padded with -inf. Ties go to the lower index. The CPU kernels are in
+`larder.ops.cpu.search`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,6 @@ def page_max_scores(
     """
     if fast.supports(queries, keys):
         return fast.page_max_scores(queries, keys, starts, lengths, page)
-    return reference_page_max_scores(queries, keys, starts, lengths, page)
-
-
-def reference_page_max_scores(
-    queries: Float[Tensor, "H D"],
-    keys: Float[Tensor, "C D"],
-    starts: Int[Tensor, " K"],
-    lengths: Int[Tensor, " K"],
-    page: int = 1,
-) -> Float[Tensor, "H N"]:
-    """Reference of `page_max_scores` for every device and type, in chunks of whole pages."""
     group = queries.shape[0] // lengths.shape[0]
     num_pages = -(-int(lengths.max()) // page)
     bests = queries.new_full((queries.shape[0], num_pages), -torch.inf, dtype=torch.float32)
@@ -75,13 +64,8 @@ def scatter_page_max(
 
 def top_rows(scores: Float[Tensor, "F N"], count: int) -> Int64[Tensor, "F P"]:
     """Indices of the `count` highest scores of each row, highest first; -1 in place of -inf."""
-    if scores.device.type == "cpu":
+    if fast.supports_ranking(scores):
         return fast.top_rows(scores, count)
-    return reference_top_rows(scores, count)
-
-
-def reference_top_rows(scores: Float[Tensor, "F N"], count: int) -> Int64[Tensor, "F P"]:
-    """Reference of `top_rows` for every device."""
     values, numbers = torch.sort(scores, dim=1, descending=True, stable=True)
     return numbers[:, :count].masked_fill(values[:, :count].isneginf(), -1)
 
@@ -91,15 +75,8 @@ def interleaved(ranked: Int64[Tensor, "H P"], kv_heads: int, count: int) -> Int6
 
     All first ranks, then all second ranks, and so on, without duplicates, truncated to `count`.
     """
-    if ranked.device.type == "cpu":
+    if fast.supports_ranking(ranked):
         return fast.interleaved(ranked, kv_heads, count)
-    return reference_interleaved(ranked, kv_heads, count)
-
-
-def reference_interleaved(
-    ranked: Int64[Tensor, "H P"], kv_heads: int, count: int
-) -> Int64[Tensor, "K L"]:
-    """Reference of `interleaved` for every device."""
     group = ranked.shape[0] // kv_heads
     width = min(count, group * ranked.shape[1])
     united = torch.full((kv_heads, width), -1, device=ranked.device)
@@ -138,17 +115,6 @@ def nearest_rows(
     """
     if fast.supports_nearest(rows, len(asked), lengths.shape[0]):
         return fast.nearest_rows(rows, starts, lengths, marked, asked)
-    return reference_nearest_rows(rows, starts, lengths, marked, asked)
-
-
-def reference_nearest_rows(
-    rows: Float[Tensor, "C D"],
-    starts: Int[Tensor, " K"],
-    lengths: Int[Tensor, " K"],
-    marked: Bool[Tensor, " T"],
-    asked: Int64[Tensor, " F"],
-) -> tuple[Float[Tensor, " F"], Int64[Tensor, " F"]]:
-    """Reference of `nearest_rows` for every device and type: a matrix product per head, chunked."""
     cosines: list[Tensor] = [rows.new_empty(0, dtype=torch.float32)]
     places: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=rows.device)]
     first = 0

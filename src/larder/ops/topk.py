@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from larder.ops.cpu import topk
+from larder.ops.cpu import topk as fast
 
 
 def top_mask(scores: Float[Tensor, " T"], count: int) -> Bool[Tensor, " T"]:
@@ -16,13 +16,8 @@ def top_mask(scores: Float[Tensor, " T"], count: int) -> Bool[Tensor, " T"]:
 
 def top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor, "K S"]:
     """`top_mask` of every row; by the kernel in `larder.ops.cpu.topk` where it applies."""
-    if topk.supports(scores, count):
-        return topk.top_masks(scores, count)
-    return reference_top_masks(scores, count)
-
-
-def reference_top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor, "K S"]:
-    """Reference of `top_masks` for every device and count."""
+    if fast.supports(scores, count):
+        return fast.top_masks(scores, count)
     rejected = scores.shape[1] - max(count, 0)
     if rejected <= 0:
         return torch.ones_like(scores, dtype=torch.bool)
@@ -49,18 +44,8 @@ def top_per_head(
         lengths: number of scores of each head.
         spared: mask of entries that rank above all others, as if their scores were infinite.
     """
-    if topk.supports_per_head(scores, lengths, count):
-        return topk.top_per_head(scores, lengths, count, spared)
-    return reference_top_per_head(scores, lengths, count, spared)
-
-
-def reference_top_per_head(
-    scores: Float[Tensor, " T"],
-    lengths: tuple[int, ...],
-    count: int,
-    spared: Bool[Tensor, " T"] | None = None,
-) -> Int64[Tensor, " N"]:
-    """Reference of `top_per_head` for every device and count."""
+    if fast.supports_per_head(scores, lengths, count):
+        return fast.top_per_head(scores, lengths, count, spared)
     if spared is not None:
         scores = scores.masked_fill(spared, torch.inf)
     if len(set(lengths)) == 1:

@@ -19,7 +19,7 @@ from larder.core.errors import BadParameter
 from larder.core.types import Keys, Queries, Values
 from larder.models.decoder import Decoder
 from larder.models.measurements.base import Granularity, Measurement, SampleText
-from larder.ops.attention import reference_masked
+from larder.ops.attention import masked_attention
 
 CHUNK_TOKENS = 256  # queries whose attention is computed at a time
 
@@ -137,7 +137,7 @@ class _MaskedAttention:
             if sliding_window is not None:
                 mask = mask & (columns > rows[:, None] - sliding_window)
             own = (keys[:, : len(columns)], values[:, : len(columns)])
-            out, _ = reference_masked(queries[:, rows], *own, scaling, mask)
+            out, _ = masked_attention(queries[:, rows], *own, scaling, mask)
             parts.append(out.to(queries.dtype))
         return torch.cat(parts, dim=1)
 

@@ -54,6 +54,11 @@ def attention_weights(
     return weights
 
 
+def supports(logits: Tensor) -> bool:
+    """True for logits in host memory."""
+    return logits.device.type == "cpu"
+
+
 def weights_from_logits(
     logits: Float[Tensor, "R C"], starts: Int[Tensor, " K"], lengths: Int[Tensor, " K"], join: str
 ) -> Float[Tensor, " C"]:

@@ -39,7 +39,7 @@ def updated_means(
     before: Float[Tensor, " K"],
     rate: float,
 ) -> Float[Tensor, " K"]:
-    """Kernel of `updated_means`; the same bits as the reference."""
+    """Kernel of `updated_means`; the same bits as torch."""
     from larder.ops.cpu import entry_merging_kernels as kernels  # compiles: not before it is needed
 
     moved = torch.empty(len(before))
@@ -61,7 +61,7 @@ def normalized_folds(
     counted: Float[Tensor, " F"],
     own: float,
 ) -> tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"]]:
-    """Kernel of `normalized_folds`; the same bits as the reference."""
+    """Kernel of `normalized_folds`; the same bits as torch."""
     from larder.ops.cpu import entry_merging_kernels as kernels
 
     froms, intos, weights = kernels.normalize_folds(
@@ -87,7 +87,7 @@ def thresholded_folds(
 ) -> tuple[
     Float[Tensor, " K"], tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"]]
 ]:
-    """Kernel of `thresholded_folds`; the same bits as the reference."""
+    """Kernel of `thresholded_folds`; the same bits as torch."""
     from larder.ops.cpu import entry_merging_kernels as kernels
 
     moved = torch.empty(len(before))
@@ -118,7 +118,7 @@ def spread_folds(
     window: int,
     drawn: Float[Tensor, " _"],
 ) -> tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"], Float[Tensor, " G"]]:
-    """Kernel of `spread_folds`; sums are in another order than in the reference."""
+    """Kernel of `spread_folds`; sums are in another order than with torch."""
     from larder.ops.cpu import entry_merging_kernels as kernels
 
     folds = kernels.spread_folds(
@@ -145,7 +145,7 @@ def weighted_sums(
     key_weights: Float[Tensor, " F"],
     value_weights: Float[Tensor, " F"],
 ) -> tuple[Int64[Tensor, " N"], Float[Tensor, "N D"], Float[Tensor, "N D"]]:
-    """Kernel of `weighted_sums`; the same bits as the reference."""
+    """Kernel of `weighted_sums`; the same bits as torch."""
     from larder.ops.cpu import entry_merging_kernels as kernels
 
     into, key_sums, value_sums = kernels.sum_rows(

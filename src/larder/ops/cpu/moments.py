@@ -46,7 +46,7 @@ def variance_boosted_means(
     lengths: Int64[Tensor, " K"],
     share: float,
 ) -> Float[Tensor, " T"]:
-    """Kernel of `variance_boosted_means`; the same bits as the reference."""
+    """Kernel of `variance_boosted_means`; the same bits as torch."""
     from larder.ops.cpu import moments_kernels as kernels
 
     raised = torch.empty(int(lengths.sum()))
@@ -77,7 +77,7 @@ def layer_mean(
     starts: Int64[Tensor, " K"],
     lengths: Int64[Tensor, " K"],
 ) -> Float[Tensor, " S"] | None:
-    """Kernel of `layer_mean`; sums are in another order than in the reference."""
+    """Kernel of `layer_mean`; sums are in another order than with torch."""
     from larder.ops.cpu import moments_kernels as kernels  # compiles: not before it is needed
 
     mean = torch.zeros(int(lengths[0]))

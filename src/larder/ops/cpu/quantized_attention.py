@@ -9,7 +9,7 @@ shares the scales and offsets of its channels,
 so both are folded into the query once per group; scales and offsets of values go into the weights
 of their entries. Only keys with scales per entry are dequantized, block by block. Spans cover
 groups instead of entries, otherwise as in `larder.ops.cpu.decode_attention`. Unquantized keys or
-values, and many queries, are left to the reference implementation.
+values, and many queries, are left to torch.
 """
 
 from __future__ import annotations

@@ -40,6 +40,11 @@ def page_max_scores(
     return torch.from_numpy(bests).view(queries.shape[0], num_pages)
 
 
+def supports_ranking(numbers: Tensor) -> bool:
+    """True for scores or ranks in host memory."""
+    return numbers.device.type == "cpu"
+
+
 def top_rows(scores: Float[Tensor, "F N"], count: int) -> Int64[Tensor, "F P"]:
     """Kernel of `top_rows`; thread-safe."""
     from larder.ops.cpu import search_kernels as kernels
