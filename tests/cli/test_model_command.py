@@ -12,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from larder.cli.main import app
-from larder.models import packaged
+from larder.core.errors import ModelError
+from larder.models import calibration, packaged
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -79,3 +80,33 @@ def test_pins_are_those_of_the_constraints() -> None:
     constraints = (Path(__file__).parents[2] / "constraints.txt").read_text().split()
     for name in ("smollm2",):
         assert set(packaged.PACKAGED_MODELS[name].requirements) <= set(constraints)
+
+
+def test_calibrations_are_made_once_and_tell_their_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LARDER_HOME", str(tmp_path))
+    status, text, _ = run("calibrate", "seed", "streaming_error", "squeeze", "--json")
+    document = json.loads(text)
+    first = document["calibrations"]
+    assert status == 0 and [one["name"] for one in first] == ["streaming_error", "squeeze"]
+    assert all(one["numbers"] and not one["is_cached"] and not one["refusal"] for one in first)
+    folder = tmp_path / document["model_fingerprint"]
+    assert sorted(file.stem for file in folder.glob("*.json")) == ["squeeze", "streaming_error"]
+    status, text, _ = run("calibrate", "seed", "squeeze")
+    assert status == 0 and "was there" in text and "streaming_error" not in text
+    status, _, error = run("calibrate", "seed", "sensitivty")
+    assert status == 2 and "sensitivity" in error
+
+
+def test_a_calibration_that_does_not_apply_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> Any:
+        raise ModelError("layers differ")
+
+    monkeypatch.setenv("LARDER_HOME", str(tmp_path))
+    monkeypatch.setattr(calibration, "_expected_count", refused)
+    status, text, _ = run("calibrate", "seed", "squeeze", "--json")
+    [one] = json.loads(text)["calibrations"]
+    assert status == 0 and one["refusal"] == "layers differ" and one["numbers"] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -83,6 +84,59 @@ def show(name: Name, options: OutputOptions) -> None:
     for key, value in document.items():
         if key != "schema" and value not in ("", None):
             console.print(f"{key.replace('_', ' ')}: {value}", soft_wrap=True)
+
+
+@app.command("calibrate")
+@command
+def calibrate(
+    options: OutputOptions,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Any model, as --model of `ask` takes it.")
+    ],
+    measurements: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MEASUREMENT", help="Such as sensitivity.  Default: all."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device of the model.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="As of `ask`.")] = None,
+) -> None:
+    """Measure what policies need to know of a model, once; they measure it themselves otherwise.
+
+    Numbers are kept under LARDER_HOME by the model's fingerprint; take the device and dtype that
+    the model will run with.
+    """
+    from larder.cli.console import progress_bar
+    from larder.models.calibration import MEASUREMENTS, CalibrationOutcome, calibrate_each
+    from larder.models.loader import load
+    from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+
+    known = MEASUREMENTS.names()
+    for name in measurements or ():
+        if name not in known:
+            raise UnknownName(unknown_name_message("calibration", name, known))
+    with progress_bar(f"Loading {model}"):
+        loaded = load(model, device, dtype)
+    encode = TokenizerAdapter(loaded.tokenizer).encode
+    names, outcomes = measurements or known, list[CalibrationOutcome]()
+    with progress_bar(f"Calibrating {model}", "measurements") as update:
+        for one in calibrate_each(loaded.decoder, encode, names):
+            outcomes.append(one)
+            update(len(outcomes), len(names))
+    if options.json:
+        print_document(
+            {
+                "schema": SCHEMA,
+                "model": model,
+                "model_fingerprint": loaded.decoder.spec.fingerprint,
+                "calibrations": [asdict(one) for one in outcomes],
+            }
+        )
+        return
+    table = make_table("measurement", "outcome", "numbers", "seconds", texts=2)
+    for one in outcomes:
+        outcome = one.refusal or ("was there" if one.is_cached else "measured")
+        table.add_row(one.name, outcome, str(one.numbers), f"{one.seconds:.1f}")
+    results_console().print(table)
 
 
 def _models() -> list[dict[str, Any]]:

@@ -9,8 +9,9 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,51 @@ def calibrate(
     return {name: _cached_measurement(decoder, sample, name) for name in sorted(names)}
 
 
+@dataclass(frozen=True)
+class CalibrationOutcome:
+    """Measurement of a model by `calibrate_each`.
+
+    Args:
+        numbers: count of its numbers; 0 if it was refused.
+        seconds: duration, almost 0 if the numbers were cached.
+        is_cached: whether the numbers were cached before.
+        refusal: why the measurement does not apply to the model; else empty.
+    """
+
+    name: str
+    numbers: int
+    seconds: float
+    is_cached: bool
+    refusal: str = ""
+
+
+def calibrate_each(
+    decoder: Decoder, encode: Callable[[str], Sequence[int]], names: Sequence[str]
+) -> Iterator[CalibrationOutcome]:
+    """Measure or load each calibration in turn, with its cost.
+
+    Raises:
+        UnknownName: there is no such measurement.
+    """
+    sample = SampleText(encode)
+    for name in names:
+        started = time.perf_counter()
+        is_cached = _calibration_file(decoder, name).is_file()
+        try:
+            numbers, refusal = len(_cached_measurement(decoder, sample, name)), ""
+        except ModelError as error:
+            numbers, refusal = 0, str(error)
+        yield CalibrationOutcome(name, numbers, time.perf_counter() - started, is_cached, refusal)
+
+
+def _calibration_file(decoder: Decoder, name: str) -> Path:
+    return home() / decoder.spec.fingerprint / f"{name}.json"
+
+
 def _cached_measurement(decoder: Decoder, sample: SampleText, name: str) -> tuple[float, ...]:
     measurement: Measurement = MEASUREMENTS.load(name)()
     count = _expected_count(decoder, measurement, name)
-    path, profile = home() / decoder.spec.fingerprint / f"{name}.json", _profile(measurement)
+    path, profile = _calibration_file(decoder, name), _profile(measurement)
     known = _load_values(path, profile, count)
     if known is not None:
         return known
