@@ -54,6 +54,17 @@ def test_document(run: Run, talk: Path) -> None:
     assert (told["summary"]["questions"], told["summary"]["errors"]) == (2, 0)
 
 
+def test_the_policy_follows_from_the_file_unless_one_is_given(
+    run: Run, talk: Path, tmp_path: Path
+) -> None:
+    text = write(tmp_path / "text.txt", "Mira is a cat. Vera is a vet. " * 12)
+    few = ("-q", CAT, "--budget", "64", "--max-new-tokens", "2", "--json")
+    assert document(run("ask", talk, *few))["policy"].startswith("episodes(")
+    assert "> reconstruct(" in document(run("ask", text, *few))["policy"]
+    given = document(run("ask", text, *few, "--policy", "random"))
+    assert "> random(" in given["policy"]
+
+
 def test_what_is_parked_is_not_in_use_and_what_is_recalled_is_told(run: Run, talk: Path) -> None:
     policy = (
         "protect(sinks=2, recent=4) > uniform() > park() > flat(page=4, dense=0) > lagged(tokens=4)"

@@ -56,7 +56,7 @@ def ask(
 
     Questions are independent. A question whose answer is in FILE is scored.
     """
-    from larder.cli.question_run import open_engine
+    from larder.cli.question_run import choose_policy, open_engine
     from larder.session.files import read_conversation
 
     _check_page(explain)
@@ -67,6 +67,7 @@ def ask(
         )
     conversation = read_conversation(file)
     questions = [_question_of(conversation, text) for text in question]
+    options = choose_policy(options, [conversation])
     engine = open_engine(options)
     with open_persistence(engine, store, codec, key_file) if keep else nullcontext() as keeper:
         run, is_whole = _run_questions(engine, keeper, options, conversation, questions)

@@ -38,8 +38,13 @@ class ModelOptions(OutputOptions):
         ),
     ] = "seed"
     policy: Annotated[
-        str, typer.Option(metavar="SPELLING", help="A name or sentence; see 'larder policy list'.")
-    ] = "epicache"
+        str | None,
+        typer.Option(
+            metavar="SPELLING",
+            help="A name or sentence; see 'larder policy list'.  "
+            "Default: epicache; for a document, kvzip_blockwise.",
+        ),
+    ] = None
     budget: Annotated[
         str | None,
         typer.Option(

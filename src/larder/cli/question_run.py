@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from larder.cli.console import format_bytes, progress_bar, progress_console
@@ -26,6 +26,8 @@ from larder.session.policy import Policy
 if TYPE_CHECKING:
     from larder.engine.persistence import ChatPersistence
 
+CONVERSATION_POLICY = "epicache"
+DOCUMENT_POLICY = "kvzip_blockwise"
 QUESTION_PROMPT = "question"  # the scoring prompt that needs the question before prefill
 
 
@@ -99,6 +101,21 @@ def score_answer(text: str, question: Question) -> AnswerScores | None:
     )
 
 
+def choose_policy(options: ModelOptions, conversations: Iterable[Conversation]) -> ModelOptions:
+    """Options with a policy for what will be read, unless one was given.
+
+    Episodes suit conversations, which return to their topics; a document has few, so it gets one
+    cache that can reconstruct the text. Prints the choice on a terminal.
+    """
+    if options.policy is not None:
+        return options
+    is_document = all(one.form.is_document for one in conversations)
+    policy = DOCUMENT_POLICY if is_document else CONVERSATION_POLICY
+    what = "a document" if is_document else "a conversation"
+    progress_console().print(f"Policy {policy}, because this is {what}; --policy takes another.")
+    return replace(options, policy=policy)
+
+
 def open_engine(options: ModelOptions) -> Engine:
     """Engine of the options; options are validated before the model loads.
 
@@ -122,7 +139,7 @@ def check_model_options(options: ModelOptions) -> Policy:
     Raises:
         LarderError: an option has an invalid value.
     """
-    policy = parse_policy_option("--policy", options.policy)
+    policy = parse_policy_option("--policy", options.policy or CONVERSATION_POLICY)
     _check_sizes(options)
     _check_decoding(options)
     return policy
