@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from threading import Event
 
@@ -12,7 +13,10 @@ from larder.models.loader import LoadedModel, wrap_model
 from larder.models.tiny import tiny
 from larder.server.engine_core import EngineCore
 from larder.server.persistence.base import SessionPersistence
-from larder.server.request import ChatMessage, Report, Request, Ticket
+from larder.server.persistence.restore import CandidateLoader
+from larder.server.persistence.session_file import TranscriptSnapshot
+from larder.server.request import ChatMessage, Listener, Report, Request, Ticket
+from larder.server.session_state import SessionState
 from larder.server.tiers.disk import DiskTier
 from larder.session.embedders.base import Embedder
 from larder.store.ledger import ByteBudgets, Tier
@@ -70,6 +74,39 @@ class Client:
         return self.report
 
 
+class LoadingCore(EngineCore):
+    """A core that loads stored sessions as they are named, on the thread that calls it."""
+
+    def submit(self, request: Request, listener: Listener, arrived: float) -> Ticket:
+        submit = partial(super().submit, request, listener, arrived)
+        loader = CandidateLoader(
+            self.sessions,
+            self._persistence,
+            self.residency_locks,
+            lambda act: act(),
+            self.restorer.restore,
+            self.restorer,
+        )
+        return loader.resolve_resident(request, self.rule_of(request), submit)
+
+    def open(self, tenant: str, name: str, turns: Sequence[ChatMessage]) -> SessionState:
+        self.restorer.restore(tenant, name)
+        return super().open(tenant, name, turns)
+
+    def fork(self, tenant: str, name: str, new_name: str | None) -> SessionState:
+        if new_name is not None:
+            self.restorer.restore(tenant, new_name)
+        return super().fork(tenant, name, new_name)
+
+    def import_(self, tenant: str, name: str, transcript: TranscriptSnapshot) -> SessionState:
+        self.restorer.restore(tenant, name)
+        return super().import_(tenant, name, transcript)
+
+    def find(self, tenant: str, name: str) -> SessionState:
+        self.restorer.restore(tenant, name)
+        return super().find(tenant, name)
+
+
 class Served:
     """A core whose budget is looked at after every step."""
 
@@ -95,7 +132,7 @@ class Served:
         totals = {Tier.DEVICE: device, Tier.HOST: host}
         budgets = ByteBudgets({tier: size for tier, size in totals.items() if size is not None})
         times, self.news = count(1_700_000_000), Event()
-        self.core = EngineCore(
+        self.core = LoadingCore(
             engine,
             budgets,
             eviction,

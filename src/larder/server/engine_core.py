@@ -21,12 +21,7 @@ from larder.server.api_errors import (
 from larder.server.model_runner import ModelRunner
 from larder.server.model_thread import CompletionQueue
 from larder.server.persistence.base import SessionPersistence, StoredSession
-from larder.server.persistence.restore import (
-    CandidateLoader,
-    Lookup,
-    ResidencyLocks,
-    SessionRestorer,
-)
+from larder.server.persistence.restore import ResidencyLocks, SessionRestorer
 from larder.server.persistence.retry_queue import WriteRetryQueue
 from larder.server.persistence.session_file import TOKEN_CHARACTERS, TranscriptSnapshot
 from larder.server.request import (
@@ -66,7 +61,6 @@ class EngineCore:
         engine, budgets, eviction, rows, waiting, persistence, disk, clock: as in
             `LocalEngineClient`.
         wake: called, from any thread, when a step would have work to do.
-        lookup: finds sessions that are not in memory; None: `persistence.load`.
 
     Raises:
         UsageError: the policy cannot be served.
@@ -83,7 +77,6 @@ class EngineCore:
         disk: DiskTier,
         clock: Callable[[], float],
         wake: Callable[[], None],
-        lookup: Lookup | None = None,
     ) -> None:
         self.engine, self.clock, self._wake = engine, clock, wake
         self.rule = ServingPolicy.of(engine)
@@ -119,24 +112,11 @@ class EngineCore:
         self._admin = AdminOperations(
             self.tiers, completions, self._backend_of, lambda: len(self.scheduler.queue)
         )
-        self._persistence, self._loads_candidates = persistence, lookup is None
-        self.restorer = self._session_restorer(lookup or persistence.load)
-        self._refresher = self._session_restorer(persistence.load)
-        self._candidates = CandidateLoader(
-            self.sessions,
-            persistence,
-            self.residency_locks,
-            lambda act: act(),
-            self._load,
-            self.restorer,
+        rules = (self.rule,) if self._exact is self.rule else (self.rule, self._exact)
+        self.restorer = SessionRestorer(
+            engine.loaded.decoder, self.sessions, persistence, rules, self._charged
         )
         self.refused = ReasonCounter()
-
-    def _session_restorer(self, lookup: Lookup) -> SessionRestorer:
-        rules = (self.rule,) if self._exact is self.rule else (self.rule, self._exact)
-        return SessionRestorer(
-            self.engine.loaded.decoder, self.sessions, lookup, rules, self._charged
-        )
 
     @property
     def context(self) -> int:
@@ -216,14 +196,12 @@ class EngineCore:
 
     def open(self, tenant: str, name: str, turns: Sequence[ChatMessage]) -> SessionState:
         """Create a session, as `EngineClient.open`."""
-        self._load(tenant, name)
         session = self.sessions.open(tenant, name, self.rule)
         session.transcript.opening_messages = tuple(turns)
         return self._charged(session)
 
     def fork(self, tenant: str, name: str, new_name: str | None) -> SessionState:
         """Copy a session, as `EngineClient.fork`."""
-        self._load(tenant, new_name)
         source = self.idle(tenant, name)
         forked = self.sessions.fork(source, new_name, source.rule, len(source.turns))
         forked.transcript.epoch = source.transcript.epoch
@@ -245,16 +223,14 @@ class EngineCore:
 
     def import_(self, tenant: str, name: str, transcript: TranscriptSnapshot) -> SessionState:
         """Create a session from a transcript that `SessionRestorer.decode` has returned."""
-        self._load(tenant, name)
         return self._persisted(self._charged(self.restorer.create(tenant, name, transcript)))
 
     def find(self, tenant: str, name: str) -> SessionState:
-        """A session; loaded from the store if necessary.
+        """A session in memory, at its newest state.
 
         Raises:
             ApiError: 404 `session_not_found`.
         """
-        self._load(tenant, name)
         self._reloaded(self.sessions.find(tenant, name))
         return self.sessions.find(tenant, name)
 
@@ -284,14 +260,6 @@ class EngineCore:
         """The session that a request continues, at its newest state."""
         rule = self.rule_of(request)
         self.check_length(request.raw_prompt or "", *(turn.text for turn in request.turns))
-        resolve = partial(self._resolve, request, rule)
-        return (
-            self._candidates.resolve_resident(request, rule, resolve)
-            if self._loads_candidates
-            else resolve()
-        )
-
-    def _resolve(self, request: Request, rule: ServingPolicy) -> ResolvedSession:
         resolved = self.sessions.resolve(request, rule)
         for _ in range(MAX_REFRESHES):
             try:
@@ -311,11 +279,8 @@ class EngineCore:
         if session.usage.is_answering or not self._indexed_persistence.is_outdated(session):
             return False
         self.forget(session)
-        self._refresher.restore(session.tenant, session.name)
+        self.restorer.restore(session.tenant, session.name)
         return True
-
-    def _load(self, tenant: str, *names: str | None) -> None:
-        self.restorer.restore(tenant, *names)
 
     def _persisted(self, session: SessionState) -> SessionState:
         """Write a session that was copied or imported to the store."""

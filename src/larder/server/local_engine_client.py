@@ -62,7 +62,6 @@ class LocalEngineClient(EngineClient):
             disk or DiskTier(),
             clock,
             self._wake,
-            lookup=lambda tenant, name: None,
         )
         self.context = EngineContext(core, persistence)
 

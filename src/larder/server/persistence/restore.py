@@ -30,7 +30,6 @@ from larder.server.stats import ReasonCounter
 from larder.store.sessions.records import PINNED_LABEL, YES
 
 LOG = logging.getLogger(__name__)
-Lookup = Callable[[str, str], StoredSession | None]
 
 
 class SessionRestorer:
@@ -40,7 +39,7 @@ class SessionRestorer:
     `restarted` those with a damaged transcript, restarted from the text of a request.
 
     Args:
-        lookup: finds the stored state of a tenant's session.
+        persistence: has the stored sessions.
         rules: policies that sessions may have; the first is the default.
         charge: charges a new session, or raises.
     """
@@ -49,22 +48,21 @@ class SessionRestorer:
         self,
         decoder: Decoder,
         sessions: SessionIndex,
-        lookup: Lookup,
+        persistence: SessionPersistence,
         rules: Sequence[ServingPolicy],
         charge: Callable[[SessionState], SessionState],
     ) -> None:
-        self._decoder, self._sessions, self._lookup = decoder, sessions, lookup
+        self._decoder, self._sessions, self._persistence = decoder, sessions, persistence
         self._rules, self._charge = rules, charge
         self.passed_over, self.restarted = ReasonCounter(), ReasonCounter()
 
-    def restore(self, tenant: str, *names: str | None) -> None:
-        """Load sessions that are stored but not in memory."""
-        for name in names:
-            if name is None or self._sessions.has(tenant, name):
-                continue
-            stored = self._lookup(tenant, name)
-            if stored is not None:
-                self.install(tenant, name, stored, self.decode(stored.data, "session"))
+    def restore(self, tenant: str, name: str) -> None:
+        """Load a session, if it is stored but not in memory."""
+        if self._sessions.has(tenant, name):
+            return
+        stored = self._persistence.load(tenant, name)
+        if stored is not None:
+            self.install(tenant, name, stored, self.decode(stored.data, "session"))
 
     @contextmanager
     def tolerate_failures(self, name: str) -> Iterator[None]:
