@@ -67,7 +67,9 @@ def test_room_on_the_device_is_not_made_by_dropping_who_gets_it(small: LoadedMod
         served.ask(told(number), name)
     parked = served.core.sessions.find("a", "x")
     assert parked.residency.tier == "host"
-    assert served.core.prefetch("a", "x").result(0).residency.tier == "device"
+    assert (
+        served.core.admin.prefetch(served.core.idle("a", "x")).result(0).residency.tier == "device"
+    )
     served.check()
 
 
@@ -154,7 +156,7 @@ def pinned(served: Served, name: str) -> None:
     served.core.find("a", name).usage.is_pinned = True
     written = served.core._persistence.pin(served.core.find("a", name))
     assert written is not None and written.result(30) is None
-    served.core.release("a", name)
+    served.core.admin.release(served.core.idle("a", name))
 
 
 @pytest.mark.parametrize("forks", [0, 1])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
@@ -13,8 +12,7 @@ from larder.server.engine_core import EngineCore
 from larder.server.model_thread import ModelThread
 from larder.server.persistence.base import SessionPersistence
 from larder.server.persistence.restore import CandidateLoader
-from larder.server.session_info import SessionInfo, TokenTexts, session_info
-from larder.server.session_state import SessionState
+from larder.server.session_info import TokenTexts
 
 T = TypeVar("T")
 
@@ -52,11 +50,6 @@ class EngineContext:
             ApiError: a stored session cannot be loaded.
         """
         return self.candidates.resident(tenant, *names)
-
-    def wait_until_moved(self, move: Callable[[], Future[SessionState]]) -> SessionInfo:
-        """Wait until a session has moved, while other requests are answered."""
-        session = self.call(move).result()
-        return self.call(lambda: session_info(session))
 
     def _load(self, tenant: str, name: str) -> None:
         """Load a stored session into memory; a slow store does not block the model's thread."""

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 from time import monotonic
 
-from larder.core.errors import BudgetError, LarderError
+from larder.core.errors import BudgetError
 from larder.engine.detokenizer import IncrementalDetokenizer
 from larder.engine.engine import Engine
 from larder.server.admin_operations import AdminOperations
@@ -20,7 +20,7 @@ from larder.server.api_errors import (
 )
 from larder.server.model_runner import ModelRunner
 from larder.server.model_thread import CompletionQueue
-from larder.server.persistence.base import SessionPersistence, StoredSession
+from larder.server.persistence.base import SessionPersistence
 from larder.server.persistence.restore import ResidencyLocks, SessionRestorer
 from larder.server.persistence.retry_queue import WriteRetryQueue
 from larder.server.persistence.session_file import TOKEN_CHARACTERS, TranscriptSnapshot
@@ -36,7 +36,9 @@ from larder.server.request_queue import RequestQueue
 from larder.server.request_state import RequestState, RequestTimes
 from larder.server.scheduler import Scheduler
 from larder.server.serving_policy import ServingPolicy
-from larder.server.session_backend.selection import session_backends
+from larder.server.session_backend.base import SessionBackend
+from larder.server.session_backend.chat import ChatBackend
+from larder.server.session_backend.prefix import PrefixBackend
 from larder.server.session_index import ResolvedSession, SessionIndex
 from larder.server.session_info import session_info
 from larder.server.session_state import CompletedTurn, SessionState
@@ -92,24 +94,25 @@ class EngineCore:
         self.tiers = TierManager(
             self.ledger, self.reservations, rule, clock, disk, completions, unload
         )
-        self._backend_of = session_backends(
+        self._chat = ChatBackend(self.tiers, self.reservations, engine.tokenizer)
+        self._prefix = PrefixBackend(
             self.tiers, self.reservations, engine.tokenizer, self.sessions.find_shared_prefix
         )
-        indexed = self._indexed_persistence = IndexedSessionPersistence(
-            self.sessions, self.forget, persistence
-        )
+        self._persistence = persistence
         self.unwritten = WriteRetryQueue(persistence, completions, disk.durability, clock, wake)
         self.scheduler = Scheduler(
             ModelRunner(engine.loaded.decoder, engine.tokenizer, engine.stop_ids),
             self.tiers,
-            indexed,
+            self.sessions,
+            self.forget,
+            persistence,
             completions,
             self.unwritten,
             clock,
             RequestQueue(waiting),
             rows,
         )
-        self._admin = AdminOperations(
+        self.admin = AdminOperations(
             self.tiers, completions, self._backend_of, lambda: len(self.scheduler.queue)
         )
         rules = (self.rule,) if self._exact is self.rule else (self.rule, self._exact)
@@ -148,7 +151,7 @@ class EngineCore:
             if monotonic() < until:
                 self.tiers.save(session)
                 self.completions.drain()
-        self._indexed_persistence.close()
+        self._persistence.close()
         self.tiers.disk.close()
 
     def submit(self, request: Request, listener: Listener, arrived: float) -> Ticket:
@@ -175,7 +178,7 @@ class EngineCore:
             )
         try:
             job = self._request_state(request, resolved, listener, arrived)
-            self._indexed_persistence.acquire(resolved.session)
+            self._persistence.acquire(resolved.session)
         except BaseException:
             if resolved.session.usage.is_provisional:
                 self.forget(resolved.session)
@@ -209,18 +212,6 @@ class EngineCore:
             self.sessions.index_session(forked)
         return self._persisted(self._charged(forked))
 
-    def compact(self, tenant: str, name: str) -> Future[SessionState]:
-        """Start `EngineClient.compact`; the future is done when it is."""
-        return self._admin.compact(self.idle(tenant, name))
-
-    def release(self, tenant: str, name: str) -> Future[SessionState]:
-        """Start `EngineClient.release`; the future is done when it is."""
-        return self._admin.release(self.idle(tenant, name))
-
-    def prefetch(self, tenant: str, name: str) -> Future[SessionState]:
-        """Start `EngineClient.prefetch`; the future is done when it is."""
-        return self._admin.prefetch(self.idle(tenant, name))
-
     def import_(self, tenant: str, name: str, transcript: TranscriptSnapshot) -> SessionState:
         """Create a session from a transcript that `SessionRestorer.decode` has returned."""
         return self._persisted(self._charged(self.restorer.create(tenant, name, transcript)))
@@ -247,7 +238,9 @@ class EngineCore:
         """Delete sessions, or none if one is answering; the futures of their
         deletion in the store."""
         idle_sessions = [self.idle(tenant, name) for name in names]
-        removals = [self._indexed_persistence.remove(each) for each in idle_sessions]
+        removals = [self._persistence.remove(each) for each in idle_sessions]
+        for each in idle_sessions:
+            self.forget(each)
         return [each for each in removals if each is not None]
 
     def forget(self, session: SessionState) -> None:
@@ -274,9 +267,13 @@ class EngineCore:
         """The policy that a request is answered under."""
         return self._exact if request.exact else self.rule
 
+    def _backend_of(self, rule: ServingPolicy) -> SessionBackend:
+        """Backend of the sessions under a policy."""
+        return self._chat if rule.is_chat else self._prefix
+
     def _reloaded(self, session: SessionState) -> bool:
         """Reload a session if another server has written it since; true if it was reloaded."""
-        if session.usage.is_answering or not self._indexed_persistence.is_outdated(session):
+        if session.usage.is_answering or not self._persistence.is_outdated(session):
             return False
         self.forget(session)
         self.restorer.restore(session.tenant, session.name)
@@ -327,13 +324,6 @@ class EngineCore:
         return session
 
 
-class CompletedTicket(Ticket):
-    """Ticket of a replayed answer."""
-
-    def cancel(self) -> None:
-        """No effect: the answer is complete."""
-
-
 def replay_answer(
     tokenizer: TokenizerAdapter,
     session: SessionState,
@@ -374,53 +364,4 @@ def replay_answer(
         durable=durable,
     )
     listener.on_done(report)
-    return CompletedTicket()
-
-
-class IndexedSessionPersistence(SessionPersistence):
-    """Persistence that keeps the session index up to date, around another one that stores turns."""
-
-    def __init__(
-        self,
-        sessions: SessionIndex,
-        forget: Callable[[SessionState], None],
-        persistence: SessionPersistence,
-    ) -> None:
-        self._sessions, self._forget, self._persistence = sessions, forget, persistence
-
-    def commit(
-        self, session: SessionState, completed_turn: CompletedTurn
-    ) -> Future[LarderError | None] | None:
-        if len(session.turns) == 1 or session.transcript.epoch == 1:
-            self._sessions.index_session(session)
-        return self._persistence.commit(session, completed_turn)
-
-    def discard_new(self, session: SessionState) -> None:
-        self._forget(session)
-        self._persistence.discard_new(session)
-
-    def load(self, tenant: str, name: str) -> StoredSession | None:
-        return self._persistence.load(tenant, name)
-
-    def remove(self, session: SessionState) -> Future[None] | None:
-        future = self._persistence.remove(session)
-        self._forget(session)
-        return future
-
-    def candidates(self, tenant: str, turns: Sequence[ChatMessage]) -> Sequence[str]:
-        return self._persistence.candidates(tenant, turns)
-
-    def compact_history(self, tenant: str, name: str) -> None:
-        self._persistence.compact_history(tenant, name)
-
-    def is_outdated(self, session: SessionState) -> bool:
-        return self._persistence.is_outdated(session)
-
-    def acquire(self, session: SessionState) -> None:
-        self._persistence.acquire(session)
-
-    def release(self, session: SessionState) -> None:
-        self._persistence.release(session)
-
-    def close(self) -> None:
-        self._persistence.close()
+    return Ticket()

@@ -8,7 +8,7 @@ change a session that is answering.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
@@ -201,22 +201,20 @@ def unpin(context: EngineContext, tenant: str, name: str) -> SessionInfo:
 @operation(endpoint=Endpoint("POST", f"{SESSION}/release"))
 def release(context: EngineContext, tenant: str, name: str) -> SessionInfo:
     """Free the memory of a session; its transcript stays."""
-    with context.resident(tenant, name):
-        return context.wait_until_moved(lambda: context.core.release(tenant, name))
+    return _moved(context, tenant, name, context.core.admin.release)
 
 
 @operation(endpoint=Endpoint("POST", f"{SESSION}/prefetch"))
 def prefetch(context: EngineContext, tenant: str, name: str) -> SessionInfo:
     """Restore a session's cache to the device."""
-    with context.resident(tenant, name):
-        return context.wait_until_moved(lambda: context.core.prefetch(tenant, name))
+    return _moved(context, tenant, name, context.core.admin.prefetch)
 
 
 @operation(endpoint=Endpoint("POST", f"{SESSION}/compact"))
 def compact(context: EngineContext, tenant: str, name: str) -> SessionInfo:
     """Restore a session's cache to the device within its budget, and free all slack."""
     with context.resident(tenant, name):
-        view = context.wait_until_moved(lambda: context.core.compact(tenant, name))
+        view = _moved(context, tenant, name, context.core.admin.compact)
         context.persistence.compact_history(tenant, name)
         return view
 
@@ -327,6 +325,18 @@ def _set_pinned(context: EngineContext, tenant: str, name: str, is_pinned: bool)
             if written.exception() is not None:
                 context.call(partial(setattr, session.usage, "is_pinned", before))
             written.result()
+        return context.call(lambda: session_info(session))
+
+
+def _moved(
+    context: EngineContext,
+    tenant: str,
+    name: str,
+    move: Callable[[SessionState], Future[SessionState]],
+) -> SessionInfo:
+    """Wait until a session has moved, while other requests are answered."""
+    with context.resident(tenant, name):
+        session = context.call(lambda: move(context.core.idle(tenant, name))).result()
         return context.call(lambda: session_info(session))
 
 

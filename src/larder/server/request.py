@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -121,10 +120,9 @@ class Listener(Protocol):
         ...
 
 
-class Ticket(ABC):
-    """Handle of a submitted request."""
+class Ticket:
+    """Contract of the handle of a submitted request; this class is that of a complete answer."""
 
-    @abstractmethod
     def cancel(self) -> None:
         """Cancel the request: within a step its memory is freed, and the session is as it was
         before.

@@ -26,6 +26,7 @@ from larder.server.persistence.retry_queue import WriteRetryQueue
 from larder.server.request import Report
 from larder.server.request_queue import RequestQueue
 from larder.server.request_state import RequestState
+from larder.server.session_index import SessionIndex
 from larder.server.session_state import SessionState
 from larder.server.tiers.manager import TierManager
 
@@ -41,6 +42,7 @@ class Scheduler:
     """Runs requests step by step. For one thread; only `step` uses the model.
 
     Args:
+        forget: drops all that memory has of a session.
         queue: requests that wait for memory.
         rows: maximum number of sequences in one decode step.
         tasks: maximum number of admitted requests.
@@ -50,6 +52,8 @@ class Scheduler:
         self,
         runner: ModelRunner,
         tiers: TierManager,
+        sessions: SessionIndex,
+        forget: Callable[[SessionState], None],
         persistence: SessionPersistence,
         completions: CompletionQueue,
         unwritten: WriteRetryQueue,
@@ -59,6 +63,7 @@ class Scheduler:
         tasks: int = 256,
     ) -> None:
         self._runner, self._tiers, self.queue = runner, tiers, queue
+        self._sessions, self._forget = sessions, forget
         self._persistence, self._completions, self._unwritten = persistence, completions, unwritten
         self._clock, self._rows, self._tasks = clock, rows, tasks
         self.running: list[RequestState] = []
@@ -230,6 +235,8 @@ class Scheduler:
         job.was_new, usage.is_provisional = usage.is_provisional, False
         try:
             self._charge(session)
+            if len(session.turns) == 1 or session.transcript.epoch == 1:
+                self._sessions.index_session(session)
             written = self._persistence.commit(session, turn)
         except FAILURES as error:
             self._rollback(job, error)
@@ -322,7 +329,7 @@ class Scheduler:
         usage.workflow_steps = job.workflow_steps
         self._persistence.release(session)
         if usage.is_provisional or session.durability.is_superseded:
-            self._persistence.discard_new(session)
+            self._forget(session)
         else:
             self._tiers.charge_transcript(session)
             self._tiers.transcripts.unload_idle()

@@ -41,14 +41,14 @@ def test_the_room_of_what_could_not_be_taken_in_is_given_back(
     options, place = HELD[kind]
     stored = Stored(small, tmp_path, **options)  # pyright: ignore
     turns = answered(told(1), stored.ask(told(1), "x"), "Why?")
-    stored.core.release("a", "x")
+    stored.core.admin.release(stored.core.idle("a", "x"))
     stored.run()
     with monkeypatch.context() as patch:
         patch.setattr(place, Mock(side_effect=failure("not here")))
         client, _ = stored.served.submit(turns, "x")
         stored.run()
         assert isinstance(client.error, failure) and has_only_logs(stored)
-        moved = stored.core.prefetch("a", "x")
+        moved = stored.core.admin.prefetch(stored.core.idle("a", "x"))
         stored.run()
         assert moved.result(0).residency.tier == "disk" and has_only_logs(stored)
     assert stored.ask(turns, "x").told.tier == "disk"

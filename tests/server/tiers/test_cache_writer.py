@@ -231,14 +231,14 @@ def test_22_sessions_that_rest_take_no_memory(small: LoadedModel, tmp_path: Path
 def test_a_session_is_let_go_and_had_back(small: LoadedModel, tmp_path: Path) -> None:
     stored = Stored(small, tmp_path, policy="limited")
     turns = talk(stored)
-    done = stored.core.release("a", "x")
+    done = stored.core.admin.release(stored.core.idle("a", "x"))
     stored.run()
     assert done.result().residency.tier == "disk" == stored.tier()
     assert not stored.core.sessions.has("a", "x")
     [view] = stored.persistence.list_sessions("a")
     assert view.turns == 4 and view.epoch == 2 and view.tier_bytes["disk"] > 0
     assert view.kept_tokens + view.evicted_tokens > view.kept_tokens > 0 and not view.lossless
-    back = stored.core.prefetch("a", "x")
+    back = stored.core.admin.prefetch(stored.core.idle("a", "x"))
     stored.run()
     assert back.result().residency.tier == "device"
     assert stored.ask(turns, "x").told.tier == "device"
@@ -249,7 +249,7 @@ def test_a_cache_in_the_store_stays_there_when_it_is_looked_at(
 ) -> None:
     stored = Stored(small, tmp_path)
     talk(stored)
-    done = stored.core.release("a", "x")
+    done = stored.core.admin.release(stored.core.idle("a", "x"))
     stored.run()
     assert done.result().residency.tier == "disk"
     stored.close()
@@ -292,7 +292,7 @@ def test_a_cache_is_made_as_small_as_its_policy_wants(small: LoadedModel, tmp_pa
     session = stored.core.find("a", "x")
     before, bound = session.residency.occupancy, session.rule.heads * session.rule.tokens
     assert before.entries <= bound, "at rest it is as small as its budget already"
-    done = stored.core.compact("a", "x")
+    done = stored.core.admin.compact(stored.core.idle("a", "x"))
     stored.run()
     assert (
         done.result().residency.occupancy.entries <= bound

@@ -161,7 +161,7 @@ def test_turns_that_were_said_later_are_heard_again(
     again = stored(small, tmp_path, "epicache")
     *before, late = again.core.find("a", "x").turns
     if tier == "device":
-        assert not again.core.prefetch("a", "x").done()
+        assert not again.core.admin.prefetch(again.core.idle("a", "x")).done()
         again.run()
     last = again.ask(turns, "x")
     assert last.text == never.ask(turns, "x").text and last.told.tier == tier
@@ -210,7 +210,7 @@ def test_who_leaves_while_it_waits_for_memory_leaves_nothing_there(
     turns = talk(measured)
     own = stored(small, tmp_path, "epicache", device=measured.core.reservations.peak * 8 // 7)
     assert talk(own) == turns
-    own.core.release("a", "x")
+    own.core.admin.release(own.core.idle("a", "x"))
     own.run()
     busy, _ = own.served.submit([*HISTORY, user(SAID[0])], "y", max_new_tokens=40)
     while not busy.text:
@@ -239,11 +239,11 @@ def test_a_session_is_let_go_and_had_back(small: LoadedModel, tmp_path: Path) ->
     own, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
     turns = talk(own)
     talk(never)
-    done = own.core.release("a", "x")
+    done = own.core.admin.release(own.core.idle("a", "x"))
     own.run()
     assert done.result().residency.tier == "disk" == own.tier()
     assert not own.core.sessions.has("a", "x")
-    back = own.core.prefetch("a", "x")
+    back = own.core.admin.prefetch(own.core.idle("a", "x"))
     own.run()
     assert back.result().residency.tier == "device"
     last = own.ask(turns, "x")

@@ -91,9 +91,6 @@ class SessionPersistence(SessionLocks):
                 instead of a future.
         """
 
-    def discard_new(self, session: SessionState) -> None:
-        """Drop a session from memory that never completed a turn, or is superseded."""
-
     def load(self, tenant: str, name: str) -> StoredSession | None:
         """The stored session; None if there is none. From any thread.
 
