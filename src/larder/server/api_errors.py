@@ -10,9 +10,11 @@ from larder.store.failures import failure_reason
 SOON_SECONDS = 1.0
 
 
-def invalid_request(message: str, param: str | None = None) -> ApiError:
-    """400 `invalid_request`: a field of the request is malformed."""
-    return ApiError(message, 400, "invalid_request", param)
+def invalid_request(
+    message: str, param: str | None = None, code: str = "invalid_request"
+) -> ApiError:
+    """400 `invalid_request`, or another code: a field of the request is malformed."""
+    return ApiError(message, 400, code, param)
 
 
 def validate_session_name(name: str, param: str = "session") -> str:

@@ -21,7 +21,7 @@ from larder.server.http.app import create_app
 from larder.server.http.app_state import HttpSettings
 from larder.server.http.archive import Archive
 from larder.server.http.auth import ApiKeyAuth
-from larder.server.http.chat_completions import ChatCompletionRequest
+from larder.server.http.completions import ChatCompletionRequest
 from larder.server.http.json_body import decode_body
 from larder.server.http.json_route import JsonRequest
 from larder.server.local_engine_client import LocalEngineClient

@@ -16,7 +16,6 @@ import larder
 from larder.core.errors import LarderError
 from larder.server.engine_client import EngineClient
 from larder.server.http import (
-    chat_completions,
     completions,
     conversations,
     error_responses,
@@ -64,7 +63,7 @@ def create_app(
     )
     metrics.add("body_bytes", description, lambda: bodies.used_bytes)
     app.state.larder = AppState(client, archive, bodies, metrics, settings)
-    for module in (chat_completions, completions, responses, conversations, sessions, server_info):
+    for module in (completions, responses, conversations, sessions, server_info):
         app.include_router(module.router)
     app.add_exception_handler(LarderError, error_responses.on_larder_error)
     app.add_exception_handler(HTTPException, error_responses.on_http_error)

@@ -14,8 +14,18 @@ from larder.server.http.auth import Principal
 from larder.server.http.body_budget import BodyBudget
 from larder.server.http.error_responses import not_found
 from larder.server.http.metrics import Metrics
-from larder.server.http.session_hint import SESSION_HEADERS
 from larder.server.session_info import ServedModel
+
+# Session headers of several kinds of clients; the first one counts.
+SESSION_HEADERS = (
+    "x-session-id",
+    "x-dynamo-session-id",
+    "x-claude-code-session-id",
+    "session-id",
+    "thread-id",
+    "x-grok-conv-id",
+    "x-openwebui-chat-id",
+)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from larder.server.http.archive import CONVERSATION, ConversationItem
 from larder.server.http.error_responses import not_found
 from larder.server.http.json_body import JsonBody
 from larder.server.http.json_route import JsonRoute
-from larder.server.http.protocol import InputMessage, Text
-from larder.server.http.session_hint import new_id
+from larder.server.http.protocol import InputMessage, Text, new_id
 from larder.server.request import ApiError
 
 router = APIRouter(prefix="/v1/conversations", tags=["conversations"], route_class=JsonRoute)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,8 +23,10 @@ from larder.core.errors import (
     Superseded,
     UsageError,
 )
+from larder.server.api_errors import invalid_request
 from larder.server.request import ApiError
 
+LOG = logging.getLogger(__name__)
 INVALID_REQUEST = "invalid_request"
 ERROR_TYPES = {
     401: "authentication_error",
@@ -67,11 +70,6 @@ PUBLIC_MESSAGES = {
 }
 
 
-def invalid_field(message: str, param: str | None = None, code: str = INVALID_REQUEST) -> ApiError:
-    """400 error about a field of the request."""
-    return ApiError(message, 400, code, param)
-
-
 def malformed_field(steps: Sequence[int | str], reason: str) -> ApiError:
     """400 error about a value that does not match the schema.
 
@@ -80,7 +78,7 @@ def malformed_field(steps: Sequence[int | str], reason: str) -> ApiError:
     """
     place = ".".join(str(step) for step in steps if _is_field(step))[:200] or None
     message = f"{place or 'The body'}: {reason}."
-    return invalid_field(message.encode("utf-8", "replace").decode(), place)
+    return invalid_request(message.encode("utf-8", "replace").decode(), place)
 
 
 def not_found(message: str, code: str, param: str | None = None) -> ApiError:
@@ -99,6 +97,13 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(
         "Internal server error; the server's log has the details.", 500, "internal_error"
     )
+
+
+def logged_api_error(error: Exception) -> ApiError:
+    """`as_api_error` of an error that nobody expects, which is logged; others are not."""
+    if not isinstance(error, LarderError):
+        LOG.error("A request has failed.", exc_info=error)
+    return as_api_error(error)
 
 
 def error_body(refusal: ApiError) -> dict[str, Any]:

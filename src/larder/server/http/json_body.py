@@ -27,7 +27,8 @@ from typing import (
 import msgspec
 from pydantic import AfterValidator, BaseModel, ValidationError
 
-from larder.server.http.error_responses import invalid_field, malformed_field
+from larder.server.api_errors import invalid_request
+from larder.server.http.error_responses import malformed_field
 
 Scalar = str | int | float | bool | None
 MISSING_FIELD = msgspec.Raw(b"")
@@ -82,7 +83,7 @@ def _fields(model: type[JsonBody], content: bytes) -> dict[str, Any]:
     try:
         decoded = msgspec.json.decode(content, type=_top(model))
     except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors
-        raise invalid_field(f"The body is not a JSON object of valid text ({error}).") from error
+        raise invalid_request(f"The body is not a JSON object of valid text ({error}).") from error
     present = {
         name: raw
         for name, raw in msgspec.structs.asdict(decoded).items()
@@ -104,7 +105,7 @@ def _value(model: type[JsonBody], name: str, raw: msgspec.Raw) -> Any:
     why = ""
     for shape in _shapes_of(model, name):
         if get_origin(shape) is dict and len(raw) > MAPPING_BYTES:
-            raise invalid_field(
+            raise invalid_request(
                 f"{name} has more than {MAPPING_BYTES} bytes: send fewer names.", name
             )
         try:
@@ -113,14 +114,14 @@ def _value(model: type[JsonBody], name: str, raw: msgspec.Raw) -> Any:
             why = str(error)
         else:
             if isinstance(value, list) and len(value) > MAX_ITEMS:
-                raise invalid_field(f"{name} has more than {MAX_ITEMS} items.", name)
+                raise invalid_request(f"{name} has more than {MAX_ITEMS} items.", name)
             if _has_more_parts(value, MAX_PARTS):
-                raise invalid_field(f"{name} has more than {MAX_PARTS} fields and lists.", name)
+                raise invalid_request(f"{name} has more than {MAX_PARTS} fields and lists.", name)
             return value
     reason, _, path = why.partition(" - at `$")  # the path of the field follows
     steps = PATH_STEP.sub(r".\1", path.rstrip("`")).replace("....", "")
     location = f"{name}{steps}"[:200]
-    raise invalid_field(f"{location}: {reason}.", location)
+    raise invalid_request(f"{location}: {reason}.", location)
 
 
 def _decode_without_gc(raw: msgspec.Raw, shape: Any) -> Any:

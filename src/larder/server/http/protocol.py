@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,11 +11,9 @@ from fastapi.requests import Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field
 
 from larder.engine.sampler import SamplingParams
-from larder.server.api_errors import validate_session_name
-from larder.server.http.app_state import AppState, tenant_of
-from larder.server.http.error_responses import invalid_field
+from larder.server.api_errors import invalid_request, validate_session_name
+from larder.server.http.app_state import AppState, app_state, tenant_of
 from larder.server.http.json_body import JsonBody, Text
-from larder.server.http.session_hint import SessionHint, session_hint
 from larder.server.request import ChatMessage, Report, Request
 
 Tokens = Annotated[int, Field(ge=1, le=1 << 31)]
@@ -84,7 +83,7 @@ class GenerationRequest(JsonBody):
         for name, value in (self.model_extra or {}).items():
             harmless = NEUTRAL_VALUES.get(name)
             if harmless is not None and value is not None and value not in harmless:
-                raise invalid_field(
+                raise invalid_request(
                     f"{name} is not supported: leave it out.", name, "unsupported_parameter"
                 )
 
@@ -102,20 +101,6 @@ class GenerationRequest(JsonBody):
             defaults.top_p if self.top_p is None else self.top_p,
             defaults.seed if self.seed is None else self.seed,
         )
-
-
-@dataclass(frozen=True)
-class ChunkHeader:
-    """Fields that every chunk of one answer starts with."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-
-    def with_(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Chunk with these fields and its own."""
-        return {**vars(self), **more}
 
 
 class ContentPart(BaseModel):
@@ -143,12 +128,57 @@ def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def request_session_hint(
-    http: HttpRequest, state: AppState, body: GenerationRequest
-) -> SessionHint:
-    """Session that a request names, if any."""
-    names = state.settings.session_headers
-    return session_hint(http.headers, names, body.session_id, body.prompt_cache_key)
+@dataclass(frozen=True)
+class SessionHint:
+    """Session name that a request gives, if any.
+
+    Args:
+        name: None if the request names no session.
+        is_firm: the name identifies one conversation. A prompt cache key does not: many requests
+            may carry the same one at the same time.
+    """
+
+    name: str | None
+    is_firm: bool = True
+
+
+def session_hint(http: HttpRequest, body: GenerationRequest) -> SessionHint:
+    """Session hint from headers and body, without `conversation` and `previous_response_id`.
+
+    Raises:
+        ApiError: 400 for an invalid name.
+    """
+    for name in app_state(http).settings.session_headers:
+        if http.headers.get(name):
+            text = _header_text(http.headers[name], name)
+            return SessionHint(validate_session_name(text, name))
+    if body.session_id is not None:
+        return SessionHint(validate_session_name(body.session_id, "session_id"))
+    if body.prompt_cache_key:
+        key = validate_session_name(body.prompt_cache_key, "prompt_cache_key")
+        return SessionHint(key, is_firm=False)
+    return SessionHint(None)
+
+
+def new_id(kind: str) -> str:
+    """Unguessable id, such as `resp_0c1f...`."""
+    return f"{kind}{secrets.token_hex(16)}"
+
+
+def _header_text(value: str, name: str) -> str:
+    """Header value decoded as UTF-8 instead of HTTP's Latin-1.
+
+    Raises:
+        ApiError: 400: the bytes are not UTF-8.
+    """
+    try:
+        return value.encode("latin-1").decode()
+    except UnicodeDecodeError as error:
+        raise invalid_request(
+            f"{name} must be UTF-8, got other bytes: encode it, or send session_id in the body.",
+            name,
+            "invalid_session_id",
+        ) from error
 
 
 def engine_request(

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 
 from larder.core.errors import LarderError
-from larder.server.api_errors import validate_session_name
+from larder.server.api_errors import invalid_request, validate_session_name
 from larder.server.http.app_state import AppState, app_state, tenant_of
 from larder.server.http.archive import CONVERSATION, IDEMPOTENT_ANSWER, RESPONSE, ConversationItem
 from larder.server.http.conversations import (
@@ -27,7 +27,7 @@ from larder.server.http.conversations import (
     page,
     stored_conversation,
 )
-from larder.server.http.error_responses import as_api_error, invalid_field, not_found
+from larder.server.http.error_responses import as_api_error, not_found
 from larder.server.http.json_route import JsonRoute
 from larder.server.http.protocol import (
     GenerationRequest,
@@ -37,9 +37,9 @@ from larder.server.http.protocol import (
     engine_request,
     input_usage,
     kv_usage,
-    request_session_hint,
+    new_id,
+    session_hint,
 )
-from larder.server.http.session_hint import new_id
 from larder.server.http.streaming import (
     PING,
     AnswerStream,
@@ -58,7 +58,7 @@ RETRY_HEADER = "x-stainless-retry-count"  # number of retries, sent by OpenAI's 
 @router.post("")
 async def create(http: HttpRequest, request: ResponsesRequest) -> Response:
     """Create a response, as one body or as a stream, and store it."""
-    state, hint = app_state(http), request_session_hint(http, app_state(http), request)
+    state, hint = app_state(http), session_hint(http, request)
     key = http.headers.get(IDEMPOTENCY_HEADER)
     pending = await run_in_threadpool(
         pending_response, state, tenant_of(http), request, hint.name, key
@@ -350,7 +350,7 @@ def pending_response(
     named = request.conversation
     name = named.id if isinstance(named, ConversationParam) else named
     if name is not None and request.previous_response_id is not None:
-        raise invalid_field(
+        raise invalid_request(
             "conversation and previous_response_id exclude each other: send one.",
             "previous_response_id",
         )
