@@ -154,6 +154,9 @@ class ApiError(LarderError):
         self.status, self.code = status, code
         self.param, self.retry_after = param, retry_after
 
+    def __reduce__(self) -> tuple[type[ApiError], tuple[object, ...]]:
+        return ApiError, (str(self), self.status, self.code, self.param, self.retry_after)
+
 
 class SessionUnreadableError(ApiError):
     """503 `session_unreadable`: the stored transcript is damaged; the whole conversation is needed

@@ -11,13 +11,10 @@ from larder.engine.engine import Engine
 from larder.models.loader import LoadedModel
 from larder.server.cluster.leases import LeasedSessionLocks, SessionLeases
 from larder.server.cluster.replica import (
-    ErrorFrame,
     Frame,
     Replica,
     ReplicaLost,
     ReplicaSet,
-    ResultFrame,
-    TextFrame,
 )
 from larder.server.engine_client import EngineClient
 from larder.server.local_engine_client import LocalEngineClient
@@ -63,20 +60,21 @@ class Near(ReplicaSet):
                     yield frame
 
     def _count(self, number: int, frame: Frame) -> None:
-        if isinstance(frame, TextFrame) and self.breaks is not None:
+        if isinstance(frame, str) and self.breaks is not None:
             self.breaks -= 1
             if self.breaks < 0:
                 self.breaks = None
                 self.left.pop(number)
                 raise ReplicaLost("pulled the plug")
 
-    async def ask(self, key: str, method: str, *args: Any) -> ResultFrame | ErrorFrame:
+    async def ask(self, key: str, method: str, *args: Any) -> Any:
         if not self.left:
             raise ReplicaLost("nobody is left")
         return await self.left[self.place(key)].ask(method, *args)
 
-    async def ask_all(self, method: str, *args: Any) -> list[ResultFrame | ErrorFrame]:
-        return [await each.ask(method, *args) for each in self.left.values()]
+    async def ask_all(self, method: str, *args: Any) -> list[Any]:
+        told = [await each.ask(method, *args) for each in self.left.values()]
+        return [each for each in told if not isinstance(each, Exception)]
 
     def close(self) -> None:
         for number in list(self.left):

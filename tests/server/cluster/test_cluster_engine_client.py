@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,8 @@ import pytest
 
 from larder.models.loader import LoadedModel
 from larder.server.cluster.client import ClusterEngineClient
-from larder.server.cluster.routing import route, routing_key
-from larder.server.request import ApiError, ChatMessage, Report, Request
+from larder.server.cluster.relay import route, routing_key
+from larder.server.request import ApiError, ChatMessage, Report, Request, SessionUnreadableError
 from larder.server.stats import ServerStats, sum_stats
 from server.cluster.local_replicas import Near
 from server_core import Served, told, user
@@ -222,3 +223,11 @@ def test_numbers_are_added() -> None:
     assert total.sessions == {"idle": 3, "running": 1}
     assert (total.steps, total.done) == (5, {"stop": 1})
     assert sum_stats([]) == ServerStats()
+
+
+def test_an_error_crosses_processes_with_its_fields() -> None:
+    error = SessionUnreadableError("talk")
+    error.param, error.retry_after = "session", 2.0
+    there = pickle.loads(pickle.dumps(error))
+    assert isinstance(there, ApiError) and str(there) == str(error)
+    assert vars(there) == vars(error)

@@ -10,12 +10,11 @@ from typing import Any, ParamSpec, TypeVar
 
 from larder.server import operations
 from larder.server.api_errors import server_stopping
-from larder.server.cluster.relay import Relay, no_replica
-from larder.server.cluster.replica import ErrorFrame, ReplicaLost, ReplicaSet, ResultFrame
-from larder.server.cluster.routing import routing_key
+from larder.server.cluster.relay import Relay, no_replica, routing_key
+from larder.server.cluster.replica import ReplicaLost, ReplicaSet
 from larder.server.engine_client import EngineClient
 from larder.server.operation import Operation, Placement
-from larder.server.request import Listener, Request, Ticket
+from larder.server.request import ApiError, Listener, Request, Ticket
 
 PATIENCE_SECONDS = 30.0
 ANY_REPLICA = routing_key("", "what every replica knows")
@@ -60,7 +59,9 @@ class ClusterEngineClient(EngineClient):
             return self._constants[operation.name]
         is_any = operation.placement is Placement.ANY
         key = ANY_REPLICA if is_any else routing_key(*arguments[:2])
-        value = _value(self._run(self._call_async(key, operation.name, *arguments)))
+        value = self._run(self._call_async(key, operation.name, *arguments))
+        if isinstance(value, ApiError):
+            raise value
         if operation.is_constant:
             self._constants[operation.name] = value
         return value
@@ -79,7 +80,7 @@ class ClusterEngineClient(EngineClient):
         self._loop.close()
         self._replicas.close()
 
-    async def _call_async(self, key: str, method: str, *arguments: Any) -> ResultFrame | ErrorFrame:
+    async def _call_async(self, key: str, method: str, *arguments: Any) -> Any:
         try:
             async with asyncio.timeout(self._patience_seconds):
                 while True:
@@ -94,7 +95,7 @@ class ClusterEngineClient(EngineClient):
         """Merged results of the replicas that have one."""
         assert operation.merge is not None
         results = self._run(self._replicas.ask_all(operation.name, *arguments))
-        return operation.merge([each.value for each in results if isinstance(each, ResultFrame)])
+        return operation.merge(results)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         with self._lock:
@@ -113,9 +114,3 @@ class ClusterEngineClient(EngineClient):
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
         await self._loop.shutdown_asyncgens()
-
-
-def _value(result: ResultFrame | ErrorFrame) -> Any:
-    if isinstance(result, ErrorFrame):
-        raise result.refusal
-    return result.value

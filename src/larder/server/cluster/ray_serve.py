@@ -12,14 +12,7 @@ from typing import Any
 
 from larder.core.errors import ModelError, UsageError
 from larder.core.ray_cluster import cpu_counts
-from larder.server.cluster.replica import (
-    ErrorFrame,
-    Frame,
-    Replica,
-    ReplicaLost,
-    ReplicaSet,
-    ResultFrame,
-)
+from larder.server.cluster.replica import Frame, Replica, ReplicaLost, ReplicaSet
 from larder.server.engine_client import EngineClient
 from larder.server.request import Request
 
@@ -94,7 +87,7 @@ class RayReplicaSet(ReplicaSet):
             if not is_over:
                 asyncio.get_running_loop().run_in_executor(None, frames.cancel)
 
-    async def ask(self, key: str, operation: str, *arguments: Any) -> ResultFrame | ErrorFrame:
+    async def ask(self, key: str, operation: str, *arguments: Any) -> Any:
         from ray.exceptions import RayError  # pyright: ignore
         from ray.serve.exceptions import RayServeException  # pyright: ignore
 
@@ -104,7 +97,7 @@ class RayReplicaSet(ReplicaSet):
         except (RayError, RayServeException) as error:
             raise ReplicaLost(type(error).__name__) from error
 
-    async def ask_all(self, operation: str, *arguments: Any) -> list[ResultFrame | ErrorFrame]:
+    async def ask_all(self, operation: str, *arguments: Any) -> list[Any]:
         from ray.serve.exceptions import RayServeException  # pyright: ignore
 
         try:
@@ -112,7 +105,7 @@ class RayReplicaSet(ReplicaSet):
             results = await broadcast.results_async(timeout_s=ASK_SECONDS, return_exceptions=True)
         except (RayServeException, TimeoutError):
             return []
-        return [each for each in results if isinstance(each, ResultFrame | ErrorFrame)]
+        return [each for each in results if not isinstance(each, Exception)]
 
     def close(self) -> None:
         from ray import serve  # pyright: ignore

@@ -2,24 +2,33 @@
 
 A replica that is lost halfway is replaced by another one, which gives the same answer again (same
 seed, or the stored answer). Text that the client has received already is skipped.
+
+Requests of one session, and of its forks, go to the same replica: their routing key is derived from
+the session's name without the number of a fork. A request without a session is routed by the stable
+prefix of its conversation, and the name of its new session has that key.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from concurrent.futures import Future
 from contextlib import aclosing
+from dataclasses import replace
 
-from larder.server.cluster.replica import ErrorFrame, ReplicaLost, ReplicaSet, StartFrame, TextFrame
-from larder.server.cluster.routing import route
+from larder.core.session_name import root_name
+from larder.server.cluster.replica import ReplicaLost, ReplicaSet, StartFrame
 from larder.server.request import ApiError, Listener, Report, Request, Ticket
+from larder.store.digests import key_of
 
 LOG = logging.getLogger(__name__)
 # Errors that a retry may resolve, here or at the client.
 TRANSIENT_CODES = frozenset({"session_held", "session_superseded", "stopping"})
 BUSY = "session_busy"
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.05, 1.0
+KEY_DIGITS = 16
+GENERATED_NAME = re.compile(rf"s-([0-9a-f]{{{KEY_DIGITS}}})-[0-9a-f]+$")
 CANCELLED = "cancelled"
 CANCELLED_REPORT = Report("", 0, 0, 0, 0, 0, 0, 0, True, "none", CANCELLED, 0.0, 0.0, 0.0)
 
@@ -108,10 +117,10 @@ class Relay(Ticket):
             ):
                 async for frame in frames:
                     limit.reschedule(None)
-                    if isinstance(frame, ErrorFrame):
-                        raise frame.refusal
-                    if isinstance(frame, TextFrame):
-                        text += frame.text
+                    if isinstance(frame, ApiError):
+                        raise frame
+                    if isinstance(frame, str):
+                        text += frame
                         self._send_new_text(text)
                     elif isinstance(frame, StartFrame):
                         self._mark_started()
@@ -152,3 +161,31 @@ class Relay(Ticket):
 def no_replica(why: str) -> ApiError:
     """503 error: no replica responded in time."""
     return ApiError(f"No replica answers ({why}): retry.", 503, "stopping", retry_after=1.0)
+
+
+def routing_key(tenant: str, name: str) -> str:
+    """Routing key of a session and of all its forks."""
+    root = root_name(name)
+    tag = GENERATED_NAME.match(root)
+    return tag[1] if tag else key_of("session", tenant, root)
+
+
+def route(request: Request) -> tuple[str, Request]:
+    """Routing key of a request, and the request with its routing tag."""
+    name = request.follows or request.session
+    if name is not None:
+        return routing_key(request.tenant, name), request
+    tag = key_of("text", request.tenant, *_stable_prefix(request))[:KEY_DIGITS]
+    return tag, replace(request, routing_tag=tag)
+
+
+def _stable_prefix(request: Request) -> list[str]:
+    """Roles and texts up to the first user message, which stay the same as a conversation grows."""
+    if request.raw_prompt is not None:
+        return [request.raw_prompt]
+    prefix: list[str] = []
+    for turn in request.turns:
+        prefix += (turn.role, turn.text)
+        if turn.role == "user":
+            break
+    return prefix

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from larder.core.errors import LarderError
 from larder.server.engine_client import EngineClient
-from larder.server.http.error_responses import as_api_error
+from larder.server.http.error_responses import logged_api_error
+from larder.server.http.streaming import AnswerQueue
 from larder.server.operations import OPERATIONS
 from larder.server.request import ApiError, Report, Request
 
@@ -35,31 +33,31 @@ class Replica:
 
     async def answer(self, request: Request) -> AsyncGenerator[list[Frame], None]:
         """Frames of an answer, in batches; closing the generator cancels the request."""
-        loop, queue = asyncio.get_running_loop(), _FrameQueue()
+        loop, queue = asyncio.get_running_loop(), AnswerQueue()
         try:
             ticket = await loop.run_in_executor(self._pool, self._client.submit, request, queue)
         except Exception as error:
-            yield [ErrorFrame.of(error)]
+            yield [logged_api_error(error)]
             return
         try:
             yield [StartFrame()]
             is_over = False
             while not is_over:
-                frames = await queue.take()
-                is_over = not isinstance(frames[-1], TextFrame)
-                yield frames
+                items = await queue.take_all()
+                is_over = not isinstance(items[-1], str)
+                yield [logged_api_error(e) if isinstance(e, Exception) else e for e in items]
         finally:
             ticket.cancel()
 
-    async def ask(self, operation: str, *arguments: Any) -> ResultFrame | ErrorFrame:
-        """Run an operation of the engine client."""
+    async def ask(self, operation: str, *arguments: Any) -> Any:
+        """Result of an operation of the engine client, or its `ApiError`."""
         if operation not in OPERATIONS:
             raise ValueError(f"An engine client has no operation {operation!r}.")
         loop, call = asyncio.get_running_loop(), partial(self._client.call, OPERATIONS[operation])
         try:
-            return ResultFrame(await loop.run_in_executor(self._pool, call, *arguments))
+            return await loop.run_in_executor(self._pool, call, *arguments)
         except Exception as error:
-            return ErrorFrame.of(error)
+            return logged_api_error(error)
 
     def check_health(self) -> None:
         """Raises: RuntimeError: the model's thread has died."""
@@ -75,85 +73,12 @@ class Replica:
         self.close()
 
 
-class _FrameQueue:
-    """Listener that passes an answer from the model's thread to the event loop as frames."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._frames: asyncio.Queue[Frame] = asyncio.Queue()
-
-    def on_text(self, text: str) -> None:
-        self._put(TextFrame(text))
-
-    def on_done(self, report: Report) -> None:
-        self._put(report)
-
-    def on_error(self, error: Exception) -> None:
-        self._put(ErrorFrame.of(error))
-
-    async def take(self) -> list[Frame]:
-        """All waiting frames; waits for at least one."""
-        frames = [await self._frames.get()]
-        while not self._frames.empty():
-            frames.append(self._frames.get_nowait())
-        return frames
-
-    def _put(self, frame: Frame) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._frames.put_nowait, frame)
-        except RuntimeError:
-            pass
-
-
-LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
 class StartFrame:
     """Frame: the request was accepted."""
 
 
-@dataclass(frozen=True)
-class TextFrame:
-    """Frame: the next text of the answer."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class ErrorFrame:
-    """Frame: the answer failed; the fields are those of `ApiError`."""
-
-    message: str
-    status: int
-    code: str
-    param: str | None = None
-    retry_after: float | None = None
-
-    @staticmethod
-    def of(error: Exception) -> ErrorFrame:
-        """Frame of an exception, without internal details; those are logged."""
-        if not isinstance(error, LarderError):
-            LOG.error("A replica has failed.", exc_info=error)
-        refusal = as_api_error(error)
-        return ErrorFrame(
-            str(refusal), refusal.status, refusal.code, refusal.param, refusal.retry_after
-        )
-
-    @property
-    def refusal(self) -> ApiError:
-        """Error as an exception."""
-        return ApiError(self.message, self.status, self.code, self.param, self.retry_after)
-
-
-@dataclass(frozen=True)
-class ResultFrame:
-    """Result of an operation of the engine client."""
-
-    value: Any
-
-
-Frame = StartFrame | TextFrame | Report | ErrorFrame
+# The frames after `StartFrame` are texts; the last one is the report, or the error.
+Frame = StartFrame | str | Report | ApiError
 
 
 class ReplicaLost(Exception):
@@ -175,16 +100,16 @@ class ReplicaSet(ABC):
         """
 
     @abstractmethod
-    async def ask(self, key: str, operation: str, *arguments: Any) -> ResultFrame | ErrorFrame:
-        """Run an operation of a replica's engine client.
+    async def ask(self, key: str, operation: str, *arguments: Any) -> Any:
+        """Result of an operation of a replica's engine client, or its `ApiError`.
 
         Raises:
             ReplicaLost: the replica is gone.
         """
 
     @abstractmethod
-    async def ask_all(self, operation: str, *arguments: Any) -> list[ResultFrame | ErrorFrame]:
-        """Run an operation of every live replica."""
+    async def ask_all(self, operation: str, *arguments: Any) -> list[Any]:
+        """Results of an operation of every live replica that has one."""
 
     @abstractmethod
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -18,13 +17,12 @@ from starlette.types import Receive, Scope, Send
 from larder.core.errors import LarderError
 from larder.server.engine_client import EngineClient
 from larder.server.http.app_state import AppState
-from larder.server.http.error_responses import as_api_error, error_body
+from larder.server.http.error_responses import as_api_error, error_body, logged_api_error
 from larder.server.request import ApiError, Report, Request, Ticket
 
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 UNICODE_LINE_BREAKS = "\u0085\u2028\u2029"  # line breaks for some readers, but not in JSON
-LOG = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499  # nginx's status of a client that disconnected
 
 
@@ -69,6 +67,13 @@ class AnswerQueue:
             return await asyncio.wait_for(self._items.get(), seconds)
         except TimeoutError:
             return StreamIdle()
+
+    async def take_all(self) -> list[str | Report | Exception]:
+        """All waiting items; waits for at least one."""
+        items = [await self._items.get()]
+        while not self._items.empty():
+            items.append(self._items.get_nowait())
+        return items
 
 
 async def stream_answer(
@@ -173,8 +178,10 @@ async def _receive(
     try:
         while True:
             item = await queue.take(state.settings.ping_seconds)
+            if isinstance(item, ClientClosedRequest):
+                raise item
             if isinstance(item, Exception):
-                raise as_client_error(item)
+                raise logged_api_error(item)
             if isinstance(item, Report) and item.reason == "cancelled":
                 raise ApiError("The server is stopping: retry.", 503, "stopping", None, 1.0)
             if isinstance(item, Report):
@@ -191,16 +198,6 @@ async def _watch(http: HttpRequest, queue: AnswerQueue) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
     queue.put(ClientClosedRequest())
-
-
-def as_client_error(error: Exception) -> Exception:
-    """LarderErrors and disconnects as they are; other exceptions are logged and become
-    ApiErrors.
-    """
-    if isinstance(error, LarderError | ClientClosedRequest):
-        return error
-    LOG.error("A request has failed.", exc_info=error)
-    return as_api_error(error)
 
 
 async def _chain(first: str | Report | StreamIdle, rest: AnswerStream) -> AnswerStream:
