@@ -47,11 +47,8 @@ def modelled(small: LoadedModel) -> Iterator[str]:
     )
     gc.collect()
     gc.freeze()
-    try:
-        with listening(create_app(hub, ApiKeyAuth(KEYS), Archive(), HttpSettings())) as url:
-            yield url
-    finally:
-        gc.unfreeze()
+    with listening(create_app(hub, ApiKeyAuth(KEYS), Archive(), HttpSettings())) as url:
+        yield url
 
 
 def resident_bytes() -> int:
