@@ -85,6 +85,7 @@ def test_dimension_names_stand_for_one_size_within_a_call() -> None:
         strict(torch.ones(3, 2), torch.ones(3, 2))
         strict(torch.ones(4, 5), torch.ones(4, 5))
         for keys, values in (((3, 2), (4, 2)), ((3, 2), (3, 1)), ((3,), (3,))):
+            begin_test()
             with pytest.raises(Exception, match=r"keys|values"):
                 strict(torch.ones(keys), torch.ones(values))
 
@@ -121,6 +122,7 @@ def test_inner_functions_share_compiled_checks_and_nothing_else() -> None:
     assert adding(4)(1) == 8
     assert [compiled] == [each for each in COMPILED.values() if each.code.co_name == "add"]
     for function in (two, three, adding(5)):
+        begin_test()
         with pytest.raises(Exception, match="number"):
             function("1")
         with pytest.raises(Exception, match="factor"):

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from functools import cache, wraps
 from importlib.abc import MetaPathFinder
@@ -35,7 +36,7 @@ ARRAYS: Any = type(AbstractArray)  # what decides whether a tensor is of an anno
 ASKED = ARRAYS.__instancecheck__  # as jaxtyping does
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
 
-CHECKED_CALLS = 16  # of a function in each test, and in all fixtures of wider scope together
+CHECKED_CALLS = 4
 CHECKED = "__beartype_func"  # the default by which the checks of beartype hold their function
 
 
@@ -60,12 +61,22 @@ class CheckedCalls:
 
 
 CALLS: dict[CodeType, CheckedCalls] = {}
-RUNNING = CheckedCalls()  # its number is that of the test that runs
+RUNNING = CheckedCalls(calls=CHECKED_CALLS)  # the test that runs, and how many calls it checks
 
 
 def begin_test() -> None:
     """Check the first calls of every function again."""
     RUNNING.test += 1
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Functions run as they do for users, who have no checks; generators keep theirs."""
+    RUNNING.calls = 0
+    try:
+        yield
+    finally:
+        RUNNING.calls = CHECKED_CALLS
 
 
 def checked_modules(package: Path, unchecked: str) -> list[str]:
@@ -154,7 +165,7 @@ def _when_called(function: FunctionType) -> Callable[..., Any]:
         nonlocal strict, is_scoped
         if count.test != RUNNING.test:
             count.test, count.calls = RUNNING.test, 0
-        elif count.calls == CHECKED_CALLS:
+        if count.calls >= RUNNING.calls:
             return function(*args, **named)
         count.calls += 1
         if strict is None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from larder import Conversation, Engine, Message, read_conversation
+from larder import Chat, Conversation, Engine, LarderError, Message, read_conversation
 from larder.core.errors import InputError, UsageError
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
 from larder.models.loader import SEED, load, seed_tokenizer
 from larder.models.tiny import tiny
 from larder.session.capacity import resolve_budget
 from larder.session.policy import Policy
+from type_checking import unchecked
 
 FILE = Path("examples/conversation.json")
 SHARES = [0.25, "0.25", "1/4", "25%", " 1 / 4 ", "25.0%"]
@@ -101,7 +99,7 @@ def test_nothing_to_read(engine, given, told) -> None:
         engine.read(given)
 
 
-# Each in a process without the type checks of the tests: what users see.
+# Each without the type checks of the tests: what users see.
 CALLS = {
     "Engine.load(3)": "model must be",
     "Engine.load(policy=3)": "policy must be",
@@ -130,30 +128,19 @@ CALLS = {
     "Chat(engine).say(3)": "text must be",
     "Chat(engine).say('Hi', max_new_tokens=None)": "max_new_tokens must be",
 }
-SCRIPT = """
-import json, sys, torch
-from larder import Chat, Engine, LarderError
-engine = Engine.load(policy="keydiff", budget=96)
-memory = engine.read("My dog is called Biscuit.")
-told = {}
-for call in json.load(sys.stdin):
+
+
+def outcome(call: str, names: dict[str, object]) -> str:
     try:
-        told[call] = repr(eval(call))
+        return repr(eval(call, names))
     except LarderError as error:
-        told[call] = str(error)
-    except Exception as error:
-        told[call] = f"{type(error).__name__}!"
-print(json.dumps(told))
-"""
+        return str(error)
 
 
-def test_a_wrong_type_is_named() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        input=json.dumps(list(CALLS)),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    told = json.loads(done.stdout)
+def test_a_wrong_type_is_named(engine) -> None:
+    engine = engine.under("keydiff", "96")
+    memory = engine.read("My dog is called Biscuit.")
+    names = {"Chat": Chat, "Engine": Engine, "engine": engine, "memory": memory, "torch": torch}
+    with unchecked():
+        told = {call: outcome(call, names) for call in CALLS}
     assert {call: said for call, said in told.items() if CALLS[call] not in said} == {}
