@@ -80,7 +80,8 @@ def add_span(table, picks, weights, first, stop, sums):
             if g > 0 and not same_picks(picks, g, n, n + some):
                 a, b, c, d = load_four_rows(table, picks[g, n:], first, stop, scratch)
             four[:] = np.float32(0.0)  # repeated rows get weight 0
-            four[:some] = weights[g, n : n + some]
+            for i in range(some):
+                four[i] = weights[g, n + i]
             add_four(four, a, b, c, d, sums[g, first:stop])
 
 

@@ -158,11 +158,8 @@ def select_query_channels(side, group, queries, asked, scratch):
     """Queries restricted to the stored channels of a group, times their factors."""
     width, channels, factors = side[1], side[7], side[8]
     for n in range(queries.shape[0]):
-        if channels.size:
-            for i in range(width):
-                asked[n, i] = queries[n, channels[group, i]]
-        else:
-            asked[n] = queries[n]
+        for i in range(width):
+            asked[n, i] = queries[n, channels[group, i]] if channels.size else queries[n, i]
     if factors.size:
         load_float16(factors[group], scratch)
         for n in range(queries.shape[0]):

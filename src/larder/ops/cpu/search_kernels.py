@@ -206,9 +206,10 @@ def nearest_one(stored, start, length, marked, asked, first):
     scratch = np.empty((ROWS, stored.shape[1]), np.float32)
     row = np.empty(stored.shape[1], np.float32)
     dots, norms = np.empty(ROWS, np.float32), np.empty(ROWS, np.float32)
-    row[:] = load_row(stored, start + asked - first, row)
+    loaded = load_row(stored, start + asked - first, row)
     total = np.float32(0.0)
     for d in range(row.size):
+        row[d] = loaded[d]
         total += row[d] * row[d]
     row /= max(np.float32(math.sqrt(total)), MIN_NORM)
     best, place = np.float32(-np.inf), -1
