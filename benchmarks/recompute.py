@@ -31,7 +31,7 @@ from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment
 from larder.models.kv_cost import GEMMA_3_4B, LLAMA_3_1_8B, QWEN_3_0_6B, KVSource
-from larder.models.recompute import BLOCK_TOKENS, KVRecompute, ResidualStream
+from larder.models.recompute import BLOCK_TOKENS, ResidualStream
 from larder_bench.profiling.timing import interleaved, percentiles
 
 OUT = Path("results/recompute.jsonl")
@@ -86,7 +86,7 @@ def _seconds(model: str, decoder: Decoder, tokens: int, rounds: int) -> None:
 
 
 def _cases(decoder: Decoder, tokens: int) -> dict[str, Callable[[], Any]]:
-    recompute, spec = KVRecompute(decoder), decoder.spec
+    recompute, spec = decoder.recompute, decoder.spec
     ids = tuple(torch.randint(6, min(decoder.vocab_size, 4096), (tokens,)).tolist())
     cache, residuals = SequenceCache(spec, "dense"), ResidualStream(range(len(spec.layers)))
     starts, places = range(0, tokens, BLOCK_TOKENS), torch.arange(tokens)

@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from larder.models.kv_cost import GEMMA_3_4B, LLAMA_3_1_8B, KVSource, ModelShape
-from larder.models.recompute import KVRecompute
 from larder.models.tiny import tiny
 
 KIB = 1024
@@ -33,7 +32,7 @@ def test_layers_before_the_one_residual_keep_their_entries() -> None:
 
 
 def test_projecting_takes_the_operations_that_are_told(three_layers) -> None:
-    recompute = KVRecompute(three_layers)
+    recompute = three_layers.recompute
     held = {layer: torch.randn(7, 64) for layer in range(3)}
     with FlopCounterMode(display=False) as counter:
         recompute.project(held, torch.arange(7))

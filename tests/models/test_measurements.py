@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 
 from larder.core.errors import BadParameter, ModelError
+from larder.models.attention_backend import AttentionInputs
 from larder.models.calibration import MEASUREMENTS
 from larder.models.decoder import Decoder
 from larder.models.loader import wrap_model
-from larder.models.measurements import _attention_capture, reasoning
+from larder.models.measurements import (
+    _attention_capture,
+    _repeated_text,
+    eviction_error,
+    reasoning,
+)
 from larder.models.measurements._needles import NeedleSettings
 from larder.models.measurements._repeated_text import random_tokens
 from larder.models.measurements.base import Granularity
@@ -288,12 +294,14 @@ def test_parameters_out_of_range_are_refused(build) -> None:
 
 def test_no_weights_of_all_tokens_are_held(three_layers, monkeypatch) -> None:
     asked: list[int] = []
-    weights = _attention_capture.AttentionInputs.weights
-    monkeypatch.setattr(
-        _attention_capture.AttentionInputs,
-        "weights",
-        lambda self, rows: (asked.append(len(rows)), weights(self, rows))[1],
-    )
+    weights = _attention_capture.softmax_weights
+
+    def noting(inputs: AttentionInputs, rows: Tensor) -> Tensor:
+        asked.append(len(rows))
+        return weights(inputs, rows)
+
+    for module in (_attention_capture, _repeated_text, eviction_error):
+        monkeypatch.setattr(module, "softmax_weights", noting)
     Echo(tokens=100, times=4).measure(three_layers, SAMPLE)
     EvictionErrorMeasurement(context=64, kept=9, window=4, following=300).measure(
         three_layers, SAMPLE

@@ -21,7 +21,7 @@ TOLERANCE = 1e-5
 
 def read_and_kept(decoder: Decoder) -> tuple[KVRecompute, ResidualStream, SequenceCache]:
     """45 tokens read by blocks of 16, with what entered every layer."""
-    recompute, layers = KVRecompute(decoder), range(len(decoder.spec.layers))
+    recompute, layers = decoder.recompute, range(len(decoder.spec.layers))
     residuals, cache = ResidualStream(layers), SequenceCache(decoder.spec, "dense")
     for start, stop in cuts(READ, BLOCK):
         recompute.read(BatchSegment(cache, some_ids(READ)[start:stop]), residuals)
@@ -195,7 +195,7 @@ def test_a_model_that_cannot_be_rebuilt_is_refused() -> None:
     module = tiny("llama")
     module.model.layers[1].self_attn.v_proj = _Moody(module.model.layers[1].self_attn.v_proj)
     with Decoder(module) as decoder, pytest.raises(ModelError, match="Layer 1 of Llama"):
-        KVRecompute(decoder)
+        assert decoder.recompute
 
 
 def test_layers_that_cannot_be_told_are_refused() -> None:

@@ -8,15 +8,18 @@ as the keyword `larder`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from larder.core.errors import ModelError
 from larder.core.types import Keys, Queries, Values
+from larder.ops.attention import causal_attention
 
 NAME = "larder"
 CONTEXT_KEYWORD = "larder"  # the keyword argument that carries the batch through the model
@@ -48,21 +51,57 @@ IGNORED_KEYWORDS = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class AttentionInputs:
+    """Inputs of one call of attention.
+
+    Args:
+        layer: index of the layer.
+        queries, keys, values: post-RoPE; row t of each belongs to token t of the packed call.
+        scaling: factor on the logits.
+        sliding_window: latest tokens, its own included, that a query sees; None for all.
+    """
+
+    layer: int
+    queries: Queries
+    keys: Keys
+    values: Values
+    scaling: float
+    sliding_window: int | None
+
+
 @runtime_checkable
 class LayerAttention(Protocol):
     """Attention of every layer during one forward batch; the value of the keyword `larder`."""
 
-    def attend(
-        self,
-        layer: int,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        scaling: float,
-        sliding_window: int | None,
-    ) -> Queries:
-        """Attention output [H, Q, D] of one layer for post-RoPE queries, keys and values."""
+    def attend(self, inputs: AttentionInputs) -> Queries:
+        """Attention output [H, Q, D] of one layer."""
         ...
+
+
+class CausalAttention:
+    """Plain causal attention without a cache, with a callback for the inputs of each layer."""
+
+    def __init__(self, show: Callable[[AttentionInputs], None]) -> None:
+        self._show = show
+
+    def attend(self, inputs: AttentionInputs) -> Queries:
+        self._show(inputs)
+        queries, sections = inputs.queries, (inputs.queries.shape[1],)
+        sides, window = (inputs.keys, inputs.values), inputs.sliding_window
+        out, _ = causal_attention(queries, *sides, inputs.scaling, sections, window)
+        return out.to(queries.dtype)
+
+
+class AttentionProbe:
+    """Layer attention that returns zeros and records the inputs of each layer."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, AttentionInputs] = {}
+
+    def attend(self, inputs: AttentionInputs) -> Queries:
+        self.seen[inputs.layer] = inputs
+        return torch.zeros_like(inputs.queries)
 
 
 def register_backend() -> None:
@@ -102,7 +141,8 @@ def attend(
     if not isinstance(index, int):
         raise ModelError(f"{type(module).__name__} has no integer layer_idx, got {index!r}.")
     factor = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    out = larder.attend(index, query[0], key[0], value[0], factor, sliding_window)
+    inputs = AttentionInputs(index, query[0], key[0], value[0], factor, sliding_window)
+    out = larder.attend(inputs)
     return out.transpose(0, 1)[None], None
 
 

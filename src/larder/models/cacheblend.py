@@ -26,6 +26,7 @@ from larder.cache.spec import CacheSpec
 from larder.core.errors import BadParameter, CacheError, ModelError
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Queries, Values
+from larder.models.attention_backend import AttentionInputs
 from larder.models.decoder import Decoder
 from larder.ops.rope import rerotate
 
@@ -84,13 +85,11 @@ def blend(
     _check(decoder.spec)
     fusion = _Fusion(decoder.spec, pieces, share)
     layer = decoder.body.layers[SELECTION_LAYER]
-    places = torch.arange(len(ids), device=decoder.spec.device)
     hooks = [layer.register_forward_pre_hook(fusion.choose, with_kwargs=True)]
     for later in decoder.body.layers[SELECTION_LAYER + 1 :]:
         hooks.append(later.register_forward_pre_hook(fusion.narrow, with_kwargs=True))
     try:
-        given = torch.tensor([ids], device=places.device)
-        decoder.body(input_ids=given, position_ids=places[None], use_cache=False, larder=fusion)
+        decoder.forward_uncached(ids, fusion)
     finally:
         for hook in hooks:
             hook.remove()
@@ -113,28 +112,20 @@ class _Fusion:
         self.deviations = torch.zeros(len(self._is_new), device=spec.device)
         self._is_choosing = False
 
-    def attend(
-        self,
-        layer: int,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        scaling: float,
-        sliding_window: int | None,
-    ) -> Queries:
-        del sliding_window
+    def attend(self, inputs: AttentionInputs) -> Queries:
+        layer = inputs.layer
         if self._is_choosing:
-            self._judge(layer, keys, values)
+            self._judge(layer, inputs.keys, inputs.values)
             raise _ValuesCaptured
         if layer != SELECTION_LAYER:
-            self._keys[layer][:, self.chosen] = keys
-            self._values[layer][:, self.chosen] = values
+            self._keys[layer][:, self.chosen] = inputs.keys
+            self._values[layer][:, self.chosen] = inputs.values
         group = self._spec.layers[layer].group
-        places = torch.arange(len(self._is_new), device=queries.device)
+        places = torch.arange(len(self._is_new), device=inputs.queries.device)
         visible = places[None] <= self.chosen[:, None]  # [M, N]
         every = (t[layer].repeat_interleave(group, 0)[None] for t in (self._keys, self._values))
         return scaled_dot_product_attention(
-            queries[None], *every, attn_mask=visible, scale=scaling
+            inputs.queries[None], *every, attn_mask=visible, scale=inputs.scaling
         )[0]
 
     def choose(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from larder.core.errors import InputError, ModelError
 from larder.core.spec import ModelSpec
 from larder.core.types import AppendKind, Mode
 from larder.models import attention_backend
-from larder.models.attention_backend import PrivateConfigs
+from larder.models.attention_backend import LayerAttention, PrivateConfigs
 from larder.models.forward_batch import BatchSegment, ForwardBatch, Observer
 from larder.models.introspection import (
     SURVEY_TOKENS,
@@ -30,7 +30,7 @@ from larder.models.kv_cost import ModelShape
 from larder.models.lm_head import LMHead, base_model_of
 from larder.models.prefetch import CONTEXT_KEYWORD, LayerPrefetch, attention_modules
 from larder.models.recompute import KVRecompute
-from larder.models.recompute_hooks import KVProjector, RecomputeHooks, with_reread_tokens
+from larder.models.recompute_hooks import RecomputeHooks, with_reread_tokens
 from larder.policy.providers.base import ActivationProvider, TokenProvider, column_providers
 
 # Providers of activations, by name.
@@ -160,6 +160,17 @@ class Decoder:
         out = self._run(self.module, segments, mode, observer, logits_to_keep=behind[places])
         return out.logits[0].float()
 
+    @torch.no_grad()
+    def forward_uncached(self, ids: Sequence[int], attention: LayerAttention) -> None:
+        """Pass a text through all layers with another attention, and without a cache."""
+        device = self.embedding_table().device
+        self.body(
+            input_ids=torch.tensor([ids], device=device),
+            position_ids=torch.arange(len(ids), device=device)[None],
+            use_cache=False,
+            larder=attention,
+        )
+
     def release(self) -> None:
         """Restore the model's own attention implementation."""
         self._configs.restore()
@@ -176,9 +187,9 @@ class Decoder:
         self.release()
 
     @cached_property
-    def recompute(self) -> KVProjector:
+    def recompute(self) -> KVRecompute:
         """Recomputation of keys and values with this model."""
-        return KVRecompute(self)
+        return KVRecompute(self.body, self.spec, self.read)
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -285,12 +296,9 @@ class Decoder:
                 "use the tokenizer that came with the model."
             )
 
-    @torch.no_grad()
     def _survey(self) -> ModelSpec:
-        table = self.embedding_table()
-        survey, count = AttentionSurvey(), min(SURVEY_TOKENS, table.shape[0])
-        places = torch.arange(count, device=table.device)[None]
-        self.body(input_ids=places, position_ids=places, use_cache=False, larder=survey)
+        table, survey = self.embedding_table(), AttentionSurvey()
+        self.forward_uncached(range(min(SURVEY_TOKENS, table.shape[0])), survey)
         config = self.module.config.get_text_config()
         expected = config.num_hidden_layers
         if set(survey.layers) != set(range(expected)):

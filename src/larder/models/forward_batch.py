@@ -16,6 +16,7 @@ from torch import Tensor
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import ModelError
 from larder.core.types import AppendKind, Keys, Mode, Queries, Values
+from larder.models.attention_backend import AttentionInputs
 
 
 @dataclass(frozen=True)
@@ -112,19 +113,10 @@ class ForwardBatch:
         """True positions of all tokens, as `position_ids` of the model."""
         return torch.cat(self._positions)[None]
 
-    def attend(
-        self,
-        layer: int,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        scaling: float,
-        sliding_window: int | None,
-    ) -> Queries:
-        del scaling, sliding_window  # known from the survey at load
+    def attend(self, inputs: AttentionInputs) -> Queries:
+        layer, widths = inputs.layer, [segment.num_tokens for segment in self.segments]
         self.called.add(layer)
-        widths = [segment.num_tokens for segment in self.segments]
-        sides = (side.split(widths, 1) for side in (queries, keys, values))
+        sides = (side.split(widths, 1) for side in (inputs.queries, inputs.keys, inputs.values))
         outs: list[Queries] = []
         for index, (own, new_keys, new_values) in enumerate(zip(*sides, strict=True)):
             segment, positions = self.segments[index], self._positions[index]

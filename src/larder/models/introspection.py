@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from larder.core.errors import ModelError
 from larder.core.spec import LayerSpec
-from larder.core.types import Keys, Queries, Values
+from larder.core.types import Keys
+from larder.models.attention_backend import AttentionInputs, AttentionProbe, CausalAttention
 from larder.models.prefetch import attention_modules
-from larder.ops.attention import causal_attention
 from larder.ops.rope import rotate
 from larder.policy.providers.base import WeightProvider, select_providers
 
@@ -26,21 +26,15 @@ SURVEY_TOKENS = 8  # of a text that shows the attention calls of every layer
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
 
 
-class AttentionSurvey:
+class AttentionSurvey(CausalAttention):
     """Plain causal attention that records the attention spec of each layer."""
 
     def __init__(self) -> None:
+        super().__init__(self._record)
         self.layers: dict[int, LayerSpec] = {}
 
-    def attend(
-        self,
-        layer: int,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        scaling: float,
-        sliding_window: int | None,
-    ) -> Queries:
+    def _record(self, inputs: AttentionInputs) -> None:
+        layer, queries, keys, values = inputs.layer, inputs.queries, inputs.keys, inputs.values
         if layer in self.layers:
             raise ModelError(f"Layer {layer} called attention twice in one forward: not supported.")
         if values.shape != keys.shape:
@@ -48,12 +42,8 @@ class AttentionSurvey:
                 f"Layer {layer} has keys {tuple(keys.shape)} and values {tuple(values.shape)} "
                 "(K S D): heads of different size are not supported."
             )
-        self.layers[layer] = LayerSpec(
-            layer, queries.shape[0], keys.shape[0], keys.shape[2], scaling, sliding_window
-        )
-        sections = (queries.shape[1],)
-        out, _ = causal_attention(queries, keys, values, scaling, sections, sliding_window)
-        return out.to(queries.dtype)
+        sizes = queries.shape[0], keys.shape[0], keys.shape[2]
+        self.layers[layer] = LayerSpec(layer, *sizes, inputs.scaling, inputs.sliding_window)
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -101,30 +91,10 @@ ROTATION_TOKENS = 4  # several, because the embedding of padding may be all zero
 ROTATION_POSITIONS = 8
 
 
-class KeyProbe:
-    """Layer attention that returns zeros and records the keys of each layer."""
-
-    def __init__(self) -> None:
-        self.keys: dict[int, Keys] = {}
-
-    def attend(
-        self,
-        layer: int,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        scaling: float,
-        sliding_window: int | None,
-    ) -> Queries:
-        del values, scaling, sliding_window
-        self.keys[layer] = keys
-        return torch.zeros_like(queries)
-
-
 @torch.no_grad()
 def measure_rotation(model: Any, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
     """Layer specs with the RoPE frequencies that explain the keys of a probe text."""
-    table, seen = model.get_input_embeddings().weight, KeyProbe()
+    table, probe = model.get_input_embeddings().weight, AttentionProbe()
     tokens = (
         torch.arange(1, ROTATION_TOKENS + 1, device=table.device)
         * table.shape[0]
@@ -135,11 +105,11 @@ def measure_rotation(model: Any, layers: Sequence[LayerSpec]) -> tuple[LayerSpec
         input_ids=tokens.repeat_interleave(ROTATION_POSITIONS)[None],
         position_ids=places.repeat(ROTATION_TOKENS)[None],
         use_cache=False,
-        larder=seen,
+        larder=probe,
     )
     known = [buffer for name, buffer in model.named_buffers() if name.endswith(ROPE_BUFFER)]
     return tuple(
-        replace(layer, radians=_best_frequencies(seen.keys[layer.index], places, known))
+        replace(layer, radians=_best_frequencies(probe.seen[layer.index].keys, places, known))
         for layer in layers
     )
 

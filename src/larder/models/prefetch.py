@@ -21,33 +21,13 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from larder.cache.forms.tiered import TieredLayer
 from larder.core.errors import ModelError
-from larder.core.types import AppendKind, Keys, Queries, Values
-from larder.models.attention_backend import CONTEXT_KEYWORD
+from larder.core.types import AppendKind
+from larder.models.attention_backend import CONTEXT_KEYWORD, AttentionProbe
 from larder.models.forward_batch import BatchSegment
-
-
-class QueryProbe:
-    """Layer attention that returns zeros and records the queries."""
-
-    def __init__(self) -> None:
-        self.queries: Queries | None = None
-
-    def attend(
-        self,
-        layer: int,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        scaling: float,
-        sliding_window: int | None,
-    ) -> Queries:
-        del layer, keys, values, scaling, sliding_window
-        self.queries = queries
-        return torch.zeros_like(queries)
 
 
 def attention_modules(model: Any) -> dict[int, nn.Module]:
@@ -146,14 +126,14 @@ def _fetch(
     ends: Sequence[int],
 ) -> None:
     """Worker task: predict the queries of the next layer, and fetch the pages of each segment."""
-    probe = QueryProbe()
+    probe = AttentionProbe()
     with torch.no_grad():
         module(*args, **{**named, CONTEXT_KEYWORD: probe})
-        if probe.queries is None:
+        if not probe.seen:
             raise ModelError(f"{type(module).__name__} called no attention.")
-        queries: Tensor = probe.queries
+        (inputs,) = probe.seen.values()
         for end, tier in zip(ends, tiers, strict=True):
-            tier.fetch(queries[:, end : end + 1])
+            tier.fetch(inputs.queries[:, end : end + 1])
 
 
 def _prefetchable_tiers(segments: Sequence[BatchSegment]) -> dict[int, list[TieredLayer]]:

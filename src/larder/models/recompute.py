@@ -22,7 +22,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -32,63 +32,37 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, ModelError
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
+from larder.models.attention_backend import AttentionInputs, AttentionProbe
 from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
-from larder.models.introspection import SURVEY_TOKENS, TOLERANCE, KeyProbe
+from larder.models.introspection import SURVEY_TOKENS, TOLERANCE
 
 BLOCK_TOKENS = 512
 
 
-@runtime_checkable
-class SegmentReader(Protocol):
-    """Model that reads segments into their caches, as `larder.models.decoder.Decoder` does."""
-
-    @property
-    def spec(self) -> ModelSpec:
-        """Specification of its caches."""
-        ...
-
-    @property
-    def module(self) -> Any:
-        """Model with its head, of transformers."""
-        ...
-
-    @property
-    def body(self) -> Any:
-        """Model without its head."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """V, size of the vocabulary."""
-        ...
-
-    def read(
-        self, segments: Sequence[BatchSegment], mode: Mode, observer: Observer | None = None
-    ) -> None:
-        """Read segments into their caches without logits."""
-        ...
+# Reads segments into their caches without logits, as `larder.models.decoder.Decoder.read` does.
+SegmentReader = Callable[[Sequence[BatchSegment], Mode, Observer | None], None]
 
 
 class KVRecompute:
     """Recomputation with the layers of a decoder, which it does not change.
 
+    Args:
+        body: model of transformers without its head.
+        spec: specification of the decoder's caches.
+        read: reads segments through that model.
+
     Raises:
         ModelError: a layer's keys or values do not follow from what enters it and positions alone.
     """
 
-    def __init__(self, decoder: SegmentReader) -> None:
-        self._decoder = decoder
-        self._base: Any = decoder.body
-        self._stack = LayerStack(self._base, len(decoder.spec.layers))
+    def __init__(self, body: Any, spec: ModelSpec, read: SegmentReader) -> None:
+        self.spec = spec
+        self._body, self._read = body, read
+        self._stack = LayerStack(body, len(spec.layers))
         self._probed = self._stack.with_visits(
-            {index: partial(_capture_layer, index) for index in range(len(decoder.spec.layers))}
+            {index: partial(_capture_layer, index) for index in range(len(spec.layers))}
         )
         self._check()
-
-    @property
-    def spec(self) -> ModelSpec:
-        """Specification of the decoder's caches."""
-        return self._decoder.spec
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -100,7 +74,7 @@ class KVRecompute:
     ) -> None:
         """Append a segment to its cache, and record its residuals before the layers named."""
         with residuals.recording(self._stack.layers):
-            self._decoder.read([row], Mode.APPEND, observer)
+            self._read([row], Mode.APPEND, observer)
 
     @torch.no_grad()
     def project(
@@ -158,13 +132,13 @@ class KVRecompute:
 
     def _check(self) -> None:
         """Check that a short text's keys and values can be recomputed, for every architecture."""
-        spec = self._decoder.spec
+        spec = self.spec
         seen: dict[int, LayerActivations] = {}
 
         def watch(row: int, layer: int, recorded: LayerActivations) -> None:
             seen[layer] = recorded
 
-        count = min(SURVEY_TOKENS, self._decoder.vocab_size)
+        count = min(SURVEY_TOKENS, len(self._body.get_input_embeddings().weight))
         residuals = ResidualStream(range(len(spec.layers)))
         self.read(
             BatchSegment(SequenceCache(spec, "dense"), tuple(range(count))),
@@ -178,7 +152,7 @@ class KVRecompute:
                 error = float((got - own).abs().max() / own.abs().max().clamp_min(1e-6))
                 if not error <= TOLERANCE[spec.dtype]:
                     raise ModelError(
-                        f"Layer {layer} of {type(self._decoder.module).__name__} gives other keys "
+                        f"Layer {layer} of {type(self._body).__name__} gives other keys "
                         f"or values for the same input (difference {error:.2g} of the largest): "
                         "they cannot be recomputed, choose a policy without recompute()."
                     )
@@ -195,17 +169,8 @@ class _KVProbe:
         self.residuals = residuals
         self.found: dict[int, tuple[Keys, Values]] = {}
 
-    def attend(
-        self,
-        layer: int,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        scaling: float,
-        sliding_window: int | None,
-    ) -> Queries:
-        del queries, scaling, sliding_window
-        self.found[layer] = keys, values
+    def attend(self, inputs: AttentionInputs) -> Queries:
+        self.found[inputs.layer] = inputs.keys, inputs.values
         raise _LayerStopped
 
 
@@ -215,20 +180,9 @@ class _AppendingLayers:
     def __init__(self, cache: SequenceCache, positions: Positions) -> None:
         self._cache, self._positions = cache, positions
 
-    def attend(
-        self,
-        layer: int,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        scaling: float,
-        sliding_window: int | None,
-    ) -> Queries:
-        del scaling, sliding_window
-        sections = (len(self._positions),)
-        return self._cache.attend(
-            layer, queries, keys, values, self._positions, Mode.APPEND, sections
-        )
+    def attend(self, inputs: AttentionInputs) -> Queries:
+        new = inputs.queries, inputs.keys, inputs.values, self._positions
+        return self._cache.attend(inputs.layer, *new, Mode.APPEND, (len(self._positions),))
 
 
 def _capture_layer(
@@ -300,7 +254,8 @@ class LayerStack:
         handles = [layer.register_forward_hook(record) for layer in self.layers]
         try:
             place = torch.zeros(1, 1, dtype=torch.int64, device=self._base.device)
-            self._base(input_ids=place, position_ids=place, use_cache=False, larder=KeyProbe())
+            probe = AttentionProbe()
+            self._base(input_ids=place, position_ids=place, use_cache=False, larder=probe)
         finally:
             for handle in handles:
                 handle.remove()

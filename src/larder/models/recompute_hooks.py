@@ -6,10 +6,10 @@ must be re-read. See `larder.models.recompute` for the two methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,28 +21,13 @@ from larder.core.types import Mode, Positions
 from larder.models.attention_backend import CONTEXT_KEYWORD
 from larder.models.forward_batch import BatchSegment
 from larder.models.kv_cost import KVSource, ModelShape
-
-
-@runtime_checkable
-class KVProjector(Protocol):
-    """Layers of a model, with projection of residuals to keys and values."""
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """Layers of the model, in order."""
-        ...
-
-    def project(
-        self, residuals: Mapping[int, Tensor], positions: Positions
-    ) -> dict[int, tuple[RecomputedKV, RecomputedKV]]:
-        """Keys and values of some layers, each from its own residuals of the same tokens."""
-        ...
+from larder.models.recompute import KVRecompute
 
 
 def with_reread_tokens(segment: BatchSegment, mode: Mode) -> BatchSegment:
     """Segment extended by the tokens of its cache that must be re-read."""
-    stores, makeup = recomputed_layers(segment.cache.stores), segment.cache.cache_spec
-    if mode is Mode.PROBE or makeup.rebuilding is None or not makeup.rebuilding.rereads:
+    stores, spec = recomputed_layers(segment.cache.stores), segment.cache.cache_spec.rebuilding
+    if mode is Mode.PROBE or spec is None or not spec.rereads:
         return segment
     count = max(store.wanted for store in stores)
     if not count:
@@ -53,7 +38,7 @@ def with_reread_tokens(segment: BatchSegment, mode: Mode) -> BatchSegment:
             f"{count} tokens must be re-read, but the source of only {len(source)} is recorded: "
             "read the text through a decoder."
         )
-    if makeup.rebuilding.source is RecomputeSource.ONE:
+    if spec.source is RecomputeSource.ONE:
         # The ids do not matter: what layers before the residual compute is replaced.
         return replace(segment, reread_ids=(0,) * count)
     return replace(segment, reread_ids=tuple(source[:count, 0].tolist()))
@@ -70,7 +55,7 @@ class RecomputeHooks:
 
     def __init__(
         self,
-        recompute: Callable[[], KVProjector],
+        recompute: Callable[[], KVRecompute],
         shape: Callable[[], ModelShape],
         segments: Sequence[BatchSegment],
         mode: Mode,
@@ -112,10 +97,10 @@ class RecomputeHooks:
 
     def _operations_per_token(self, store: RecomputedLayer) -> int:
         """Operations per token that this layer recomputed in the batch."""
-        shape, manner = self._shape(), store.rebuilding
-        if not manner.rereads:
+        shape, spec = self._shape(), store.rebuilding
+        if not spec.rereads:
             return shape.projections
-        if store.layer.index < manner.depth:  # it computed the re-read tokens to no effect
+        if store.layer.index < spec.depth:  # it computed the re-read tokens to no effect
             return shape.projections + shape.rest
         count = max(len(segment.reread_ids) for segment in self._segments)
         return shape.operations_per_token(KVSource.IDS, count) // shape.layers
@@ -192,11 +177,11 @@ def _residual_layers(segment: BatchSegment) -> list[int]:
 
 def _source_layer(segment: BatchSegment) -> RecomputedLayer:
     """Layer whose source serves all layers."""
-    manner = segment.cache.cache_spec.rebuilding
-    assert manner is not None
-    found = [s for s in recomputed_layers(segment.cache.stores) if s.layer.index >= manner.depth]
+    spec = segment.cache.cache_spec.rebuilding
+    assert spec is not None
+    found = [s for s in recomputed_layers(segment.cache.stores) if s.layer.index >= spec.depth]
     if not found:
         raise CacheError(
-            f"No layer from {manner.depth} on can be recomputed: give recompute() a lower depth."
+            f"No layer from {spec.depth} on can be recomputed: give recompute() a lower depth."
         )
     return found[0]

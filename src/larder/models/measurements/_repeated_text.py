@@ -14,12 +14,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter
+from larder.models.attention_backend import AttentionInputs
 from larder.models.decoder import Decoder
 from larder.models.measurements._attention_capture import (
     CHUNK_TOKENS,
-    AttentionInputs,
-    capture_attention,
-    flatten_layers,
+    head_maxima,
+    measure_layers,
+    softmax_weights,
 )
 from larder.models.measurements.base import Granularity, Measurement, SampleText
 
@@ -48,14 +49,8 @@ class RepeatedText(Measurement):
             raise BadParameter(f"A repeated text needs tokens >= 2 and times >= 2, got {self}.")
 
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
-        numbers: dict[int, list[float]] = {}
-
-        def show(layer: int, shown: AttentionInputs) -> None:
-            heads = self._mass(shown).unflatten(0, (shown.keys.shape[0], -1))  # [K, R]
-            numbers[layer] = heads.amax(1).tolist()
-
-        capture_attention(decoder, random_tokens(sample.known(), self.tokens) * self.times, show)
-        return flatten_layers(decoder, numbers)
+        ids = random_tokens(sample.known(), self.tokens) * self.times
+        return measure_layers(decoder, ids, lambda shown: head_maxima(self._mass(shown), shown))
 
     def _mass(self, shown: AttentionInputs) -> Float[Tensor, " H"]:
         """Mean over the tokens of all repetitions but the first."""
@@ -65,7 +60,7 @@ class RepeatedText(Measurement):
         back = self.tokens * torch.arange(1, self.times, device=device)
         for some in rows.split(CHUNK_TOKENS):
             places = some[:, None] - back  # [Q, readings]
-            found = shown.weights(some).gather(
+            found = softmax_weights(shown, some).gather(
                 2, (places + self.offset).clamp(min=0).expand(len(sums), -1, -1)
             )
             sums += found.masked_fill(places < 0, 0.0).sum((1, 2)).double()

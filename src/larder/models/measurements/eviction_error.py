@@ -16,13 +16,14 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from larder.core.errors import BadParameter
+from larder.models.attention_backend import AttentionInputs
 from larder.models.decoder import Decoder
 from larder.models.measurements._attention_capture import (
     CHUNK_TOKENS,
     TINY,
-    AttentionInputs,
-    capture_attention,
-    flatten_layers,
+    measure_layers,
+    softmax_weights,
+    squared_errors,
 )
 from larder.models.measurements.base import Granularity, Measurement, SampleText
 from larder.ops.topk import top_mask
@@ -53,13 +54,8 @@ class EvictionErrorMeasurement(Measurement):
             )
 
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
-        numbers: dict[int, list[float]] = {}
-
-        def show(layer: int, shown: AttentionInputs) -> None:
-            numbers[layer] = [self._error(shown)]
-
-        capture_attention(decoder, sample.ids(self.context + self.following), show)
-        return flatten_layers(decoder, numbers)
+        ids = sample.ids(self.context + self.following)
+        return measure_layers(decoder, ids, lambda shown: [self._error(shown)])
 
     def _error(self, shown: AttentionInputs) -> float:
         device, total = shown.queries.device, self.context + self.following
@@ -67,14 +63,14 @@ class EvictionErrorMeasurement(Measurement):
         seen[: self.context] = self._remaining(shown)
         change = whole = 0.0
         for rows in torch.arange(self.context, total, device=device).split(CHUNK_TOKENS):
-            own, out = shown.squared_errors(rows, seen.expand(len(rows), -1))
+            own, out = squared_errors(shown, rows, seen.expand(len(rows), -1))
             change, whole = change + float(own.sum()), whole + float(out.sum())
         return (change / max(whole, TINY)) ** 0.5
 
     def _remaining(self, shown: AttentionInputs) -> Bool[Tensor, " S"]:
         """Mask of the context tokens with most attention from the window, window included."""
         voters = torch.arange(self.context - self.window, self.context, device=shown.queries.device)
-        votes = shown.weights(voters).sum((0, 1))
+        votes = softmax_weights(shown, voters).sum((0, 1))
         return top_mask(votes.index_fill(0, voters, torch.inf), self.kept)
 
 

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 import torch
 
 from larder.core.errors import BadParameter
+from larder.models.attention_backend import AttentionInputs
 from larder.models.decoder import Decoder
 from larder.models.measurements._attention_capture import (
     CHUNK_TOKENS,
-    AttentionInputs,
-    capture_attention,
-    flatten_layers,
+    head_maxima,
+    measure_layers,
+    softmax_weights,
 )
 from larder.models.measurements.base import Granularity, Measurement, SampleText
 
@@ -47,20 +48,18 @@ class Reconstruction(Measurement):
             raise BadParameter(f"reconstruction needs 0 <= sinks < tokens, got {self}.")
 
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
-        text, numbers = sample.ids(self.tokens), dict[int, list[float]]()
+        text = sample.ids(self.tokens)
         ids = (*text, *sample.encode(REQUEST), *text)
         copy = torch.arange(len(ids) - len(text), len(ids), device=decoder.spec.device)
 
-        def show(layer: int, shown: AttentionInputs) -> None:
+        def measure(shown: AttentionInputs) -> list[float]:
             best = [
-                shown.weights(rows)[..., self.sinks : self.tokens].amax((1, 2))  # [H]
+                softmax_weights(shown, rows)[..., self.sinks : self.tokens].amax((1, 2))  # [H]
                 for rows in copy.split(CHUNK_TOKENS)
             ]
-            heads = torch.stack(best).amax(0).unflatten(0, (shown.keys.shape[0], -1))  # [K, R]
-            numbers[layer] = heads.amax(1).tolist()
+            return head_maxima(torch.stack(best).amax(0), shown)
 
-        capture_attention(decoder, ids, show)
-        return flatten_layers(decoder, numbers)
+        return measure_layers(decoder, ids, measure)
 
 
 Part = Reconstruction

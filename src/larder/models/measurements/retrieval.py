@@ -18,12 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
+from larder.models.attention_backend import AttentionInputs
 from larder.models.decoder import Decoder
-from larder.models.measurements._attention_capture import (
-    AttentionInputs,
-    capture_attention,
-    flatten_layers,
-)
+from larder.models.measurements._attention_capture import measure_layers, softmax_weights
 from larder.models.measurements._needles import NeedleSettings
 from larder.models.measurements.base import Granularity, Measurement, SampleText
 
@@ -41,18 +38,16 @@ class RetrievalMeasurement(Measurement):
 
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         passage = self.needles.passage(sample)
-        numbers: dict[int, list[float]] = {}
 
-        def show(layer: int, shown: AttentionInputs) -> None:
+        def measure(shown: AttentionInputs) -> list[float]:
             sums = torch.zeros(shown.queries.shape[0], dtype=torch.float64)
             for each in passage.needles:
                 rows = torch.tensor(each.predicting, device=shown.queries.device)
-                on_needle = shown.weights(rows)[:, :, slice(*each.needle)]
+                on_needle = softmax_weights(shown, rows)[:, :, slice(*each.needle)]
                 sums += on_needle.sum((1, 2)).double().cpu()
-            numbers[layer] = (sums / len(passage.predicting)).tolist()
+            return (sums / len(passage.predicting)).tolist()
 
-        capture_attention(decoder, passage.ids, show)
-        return flatten_layers(decoder, numbers)
+        return measure_layers(decoder, passage.ids, measure)
 
 
 Part = RetrievalMeasurement

@@ -16,7 +16,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from larder.core.errors import BadParameter
-from larder.core.types import Keys, Queries, Values
+from larder.core.types import Keys, Queries
+from larder.models.attention_backend import AttentionInputs
 from larder.models.decoder import Decoder
 from larder.models.measurements.base import Granularity, Measurement, SampleText
 from larder.ops.attention import masked_attention
@@ -68,7 +69,6 @@ def causal_mask(rows: Int[Tensor, " Q"], columns: Int[Tensor, " S"]) -> Bool[Ten
     return columns <= rows[:, None]
 
 
-@torch.no_grad()
 def layer_similarities(
     decoder: Decoder, ids: tuple[int, ...], profile: SensitivityProfile
 ) -> tuple[float, ...]:
@@ -82,7 +82,6 @@ def layer_similarities(
     """
     if len(ids) < profile.tokens:
         raise BadParameter(f"The profile needs {profile.tokens} tokens, got {len(ids)}.")
-    text = torch.tensor([ids[: profile.tokens]], device=decoder.spec.device)
     keys: dict[int, Keys] = {}
     similarities: dict[int, float] = {}
 
@@ -99,12 +98,7 @@ def layer_similarities(
         _MaskedAttention(partial(block_mask, profile), managed, compare),
     )
     for layers in passes:
-        decoder.body(
-            input_ids=text,
-            position_ids=torch.arange(profile.tokens, device=text.device)[None],
-            use_cache=False,
-            larder=layers,
-        )
+        decoder.forward_uncached(ids[: profile.tokens], layers)
     return tuple(similarities[index] for index in managed)
 
 
@@ -118,27 +112,20 @@ class _MaskedAttention:
         self._shown = shown
         self._show = show
 
-    def attend(
-        self,
-        layer: int,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        scaling: float,
-        sliding_window: int | None,
-    ) -> Queries:
-        if layer in self._shown:
-            self._show(layer, keys)
+    def attend(self, inputs: AttentionInputs) -> Queries:
+        keys, values = inputs.keys, inputs.values
+        if inputs.layer in self._shown:
+            self._show(inputs.layer, keys)
         parts: list[Tensor] = []
         places = torch.arange(keys.shape[1], device=keys.device)
         for rows in places.split(CHUNK_TOKENS):
             columns = places[: len(rows) + int(rows[0])]  # no later one is seen
             mask = self._mask(rows, columns)
-            if sliding_window is not None:
-                mask = mask & (columns > rows[:, None] - sliding_window)
+            if inputs.sliding_window is not None:
+                mask = mask & (columns > rows[:, None] - inputs.sliding_window)
             own = (keys[:, : len(columns)], values[:, : len(columns)])
-            out, _ = masked_attention(queries[:, rows], *own, scaling, mask)
-            parts.append(out.to(queries.dtype))
+            out, _ = masked_attention(inputs.queries[:, rows], *own, inputs.scaling, mask)
+            parts.append(out.to(keys.dtype))
         return torch.cat(parts, dim=1)
 
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from larder.core.errors import BadParameter, ModelError
+from larder.models.attention_backend import AttentionInputs, CausalAttention
 from larder.models.decoder import Decoder
-from larder.models.measurements._attention_capture import AttentionInputs, capture_attention
 from larder.models.measurements.base import Granularity, Measurement, SampleText
 
 # Norm between a layer's attention and its MLP; of a model with both names, the first.
@@ -42,12 +42,12 @@ class SqueezeMeasurement(Measurement):
 
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         with _cosines(decoder.body) as cosines:
-            capture_attention(decoder, sample.ids(self.tokens), _ignore)
+            decoder.forward_uncached(sample.ids(self.tokens), CausalAttention(_ignore))
         return tuple(cosines[layer.index] for layer in decoder.spec.managed)
 
 
-def _ignore(layer: int, shown: AttentionInputs) -> None:
-    del layer, shown
+def _ignore(inputs: AttentionInputs) -> None:
+    del inputs
 
 
 @contextmanager

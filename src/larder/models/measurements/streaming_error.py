@@ -17,13 +17,13 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from larder.core.errors import BadParameter
+from larder.models.attention_backend import AttentionInputs
 from larder.models.decoder import Decoder
 from larder.models.measurements._attention_capture import (
     CHUNK_TOKENS,
     TINY,
-    AttentionInputs,
-    capture_attention,
-    flatten_layers,
+    measure_layers,
+    squared_errors,
 )
 from larder.models.measurements._needles import NeedleSettings
 from larder.models.measurements.base import Granularity, Measurement, SampleText
@@ -51,18 +51,16 @@ class StreamingError(Measurement):
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         passage = self.needles.passage(sample)
         asking = torch.tensor(passage.predicting, device=decoder.spec.device)
-        numbers: dict[int, list[float]] = {}
 
-        def show(layer: int, shown: AttentionInputs) -> None:
+        def measure(shown: AttentionInputs) -> list[float]:
             parts = [
-                shown.squared_errors(rows, self._seen(rows)) for rows in asking.split(CHUNK_TOKENS)
+                squared_errors(shown, rows, self._seen(rows)) for rows in asking.split(CHUNK_TOKENS)
             ]
             change = torch.stack([own for own, _ in parts]).sum(0)
             whole = torch.stack([out for _, out in parts]).sum()
-            numbers[layer] = (change / whole.clamp(min=TINY)).sqrt().tolist()
+            return (change / whole.clamp(min=TINY)).sqrt().tolist()
 
-        capture_attention(decoder, passage.ids, show)
-        return flatten_layers(decoder, numbers)
+        return measure_layers(decoder, passage.ids, measure)
 
     def _seen(self, rows: Int[Tensor, " Q"]) -> Bool[Tensor, "Q S"]:
         """Mask of the tokens that a restricted head sees."""
