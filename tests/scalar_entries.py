@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from larder.cache.entry_merging import merge_entries
+from larder.cache.merged_entries import merge_entries
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan

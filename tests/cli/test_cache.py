@@ -10,7 +10,7 @@ import pytest
 
 from cli_results import Run, complaint, document
 from larder.cli.cache import LOCAL_PRINCIPAL
-from larder.core.settings import home
+from larder.core.home import home
 from larder.server.http.archive import RESPONSE, Archive
 from larder.store.store import Store
 from store.caches import IDS, asking, blob_files, is_exact, read, snapshot

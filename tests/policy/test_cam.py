@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, draw
-from larder.cache.entry_merging import merge_entries
 from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.merged_entries import merge_entries
 from larder.core.errors import BadParameter
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries, LayerScores, Phase

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from builders import a_plan
-from larder.cache.entry_merging import merge_entries
+from larder.cache.merged_entries import merge_entries
 from larder.core.errors import BadParameter
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import a_layer, a_plan, some_columns, some_entries
-from larder.cache.entry_merging import merge_entries
+from larder.cache.merged_entries import merge_entries
 from larder.core.errors import BadParameter, BudgetError
 from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Plan

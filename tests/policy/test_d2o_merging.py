@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from builders import a_plan
-from larder.cache.entry_merging import merge_entries
+from larder.cache.merged_entries import merge_entries
 from larder.core.errors import BadParameter
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries, LayerScores

@@ -15,7 +15,7 @@ from larder.cli.errors import SCHEMA, print_document
 from larder.cli.options import HelpGroup, OutputOptions, command
 from larder.cli.store_options import KeyFile, StoreUrl, open_store
 from larder.core.errors import Damaged, InputError, UsageError
-from larder.core.settings import LOCAL_PRINCIPAL
+from larder.core.home import LOCAL_PRINCIPAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -172,7 +172,7 @@ def seal(options: OutputOptions, key_file: KeyFile = None) -> None:
 
     Authors and order are taken over unverified. Stop the server first.
     """
-    from larder.core.settings import home
+    from larder.core.home import home
     from larder.server.http.archive import seal_archive
     from larder.session.transcript.chat_log_file import seal_chat_logs
     from larder.store.encryption import encryption_for, read_key

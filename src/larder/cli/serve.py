@@ -20,8 +20,8 @@ from larder.cli.errors import INTERRUPTED_EXIT_CODE, SCHEMA, print_document
 from larder.cli.options import ModelOptions, command
 from larder.cli.store_options import DEFAULT_CODEC, CodecName, KeyFile, check_codec
 from larder.core.errors import DependencyError, InputError, UsageError
+from larder.core.home import home
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
-from larder.core.settings import home
 
 if TYPE_CHECKING:
     from larder.server.engine_client import EngineClient

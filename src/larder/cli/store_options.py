@@ -52,7 +52,7 @@ def open_store(url: str | None, key_file: Path | None) -> Store:
         StoreError: it cannot be opened, or not with this key.
         InputError: the file does not hold a key.
     """
-    from larder.core.settings import home
+    from larder.core.home import home
     from larder.store.encryption import read_key
     from larder.store.store import Store
 
@@ -80,7 +80,7 @@ def open_persistence(
     Raises:
         StoreError, InputError: the key is invalid, or the store cannot be opened with it.
     """
-    from larder.core.settings import LOCAL_PRINCIPAL
+    from larder.core.home import LOCAL_PRINCIPAL
     from larder.engine.persistence import NoPersistence
     from larder.engine.store_persistence import StorePersistence
     from larder.store.encryption import encryption_for, read_key

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from larder.cache.sequence import SequenceCache
-from larder.core.settings import home
+from larder.core.home import home
 from larder.models.loader import SEED, WEIGHT_PATTERNS, LoadedModel
 from larder.store.blobs.cache_state import RAW_CODEC
 from larder.store.digests import key_of

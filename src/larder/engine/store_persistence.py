@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from larder.core.conversation import Conversation
 from larder.core.errors import LarderError
-from larder.core.settings import LOCAL_PRINCIPAL
+from larder.core.home import LOCAL_PRINCIPAL
 from larder.engine.engine import Engine
 from larder.engine.persistence import NOT_SAVED, ChatPersistence, ResumeResult
 from larder.engine.snapshots import ModelSnapshots

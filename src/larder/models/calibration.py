@@ -17,8 +17,8 @@ from typing import Any
 
 from larder.core.errors import ModelError
 from larder.core.family import Family
+from larder.core.home import home
 from larder.core.observation import Calibration
-from larder.core.settings import home
 from larder.models.decoder import Decoder
 from larder.models.measurements.base import Measurement, SampleText
 

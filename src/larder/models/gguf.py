@@ -23,7 +23,7 @@ import torch
 from blake3 import blake3
 
 from larder.core.errors import ModelError
-from larder.core.settings import home
+from larder.core.home import home
 
 SUFFIX = ".gguf"
 FOLDER = "models"  # below `$LARDER_HOME`

@@ -38,8 +38,8 @@ from larder.policy.providers.base import (
     TokenProvider,
     select_providers,
 )
+from larder.policy.reduced_scorer import ReducedScorer
 from larder.policy.scorers.base import Scorer
-from larder.policy.scoring import Scoring
 from larder.policy.storage.base import Storage
 from larder.policy.storage.exact import Exact
 from larder.policy.tallies.base import Tally
@@ -152,10 +152,10 @@ class Planner:
         """True if every token read changes what the cache holds for the parts."""
         return self.has_tallies or bool(self.token_providers)
 
-    def _scoring(self, stage: Phase) -> Scoring:
+    def _scoring(self, stage: Phase) -> ReducedScorer:
         """Scorer and reduction of a phase."""
         own = self.timing.scoring if stage is Phase.DECODE else None
-        return own or Scoring(self.scorer, self.reduction)
+        return own or ReducedScorer(self.scorer, self.reduction)
 
     def tally(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
         """New values of all tally columns, after an appending pass."""

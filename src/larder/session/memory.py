@@ -11,7 +11,7 @@ from larder.core.observation import Prompts
 from larder.session.caches import SessionCaches
 from larder.session.episodes.routing import EpisodeMatch, Router
 from larder.session.policy import Policy
-from larder.session.transcript.tokenizer_adapter import Transcript
+from larder.session.transcript.tokenizer_adapter import TokenizedTranscript
 
 
 class Coverage(Enum):
@@ -97,7 +97,7 @@ class ConversationMemory:
 
     policy: Policy
     conversation: Conversation
-    transcript: Transcript
+    transcript: TokenizedTranscript
     caches: SessionCaches
     router: Router
     figures: CacheFigures

@@ -39,7 +39,7 @@ from larder.session.embedders.base import Embedder
 from larder.session.episodes.routing import Router
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter, Transcript
+from larder.session.transcript.tokenizer_adapter import TokenizedTranscript, TokenizerAdapter
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class PrefillInput:
     """
 
     conversation: Conversation
-    transcript: Transcript
+    transcript: TokenizedTranscript
     said: tuple[str, ...] = ()
     turn_ids: tuple[int, ...] = ()
 

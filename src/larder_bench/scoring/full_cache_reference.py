@@ -24,7 +24,7 @@ from larder.models.forward_batch import BatchSegment as Tokens
 from larder.models.forward_batch import LayerActivations
 from larder.session.memory import ConversationMemory
 from larder.session.prefill import PrefillInput, prefill_memory
-from larder.session.transcript.tokenizer_adapter import Transcript
+from larder.session.transcript.tokenizer_adapter import TokenizedTranscript
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def split_context(
     spans = tuple((start, min(stop, cut)) for start, stop in spans[:count])
     beginning = replace(conversation, messages=conversation.messages[:count], questions=())
     return ContextContinuation(
-        PrefillInput(beginning, Transcript(ids[:cut], spans)), ids[cut : cut + following]
+        PrefillInput(beginning, TokenizedTranscript(ids[:cut], spans)), ids[cut : cut + following]
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int8, Int32, Int64
 from torch import Tensor
 
-from larder.cache.entry_merging import MergedEntries, merge_by_place, no_merges
+from larder.cache.merged_entries import MergedEntries, merge_by_place, no_merges
 from larder.cache.quantized_tier import EncodingBatch, QuantizedTier, concat_tiers, encode_tier
 from larder.cache.row_updates import InsertedEntries
 from larder.core.ledger import Ledger

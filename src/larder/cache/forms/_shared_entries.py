@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Bool, Float, Int16, Int32, Int64
 from torch import Tensor
 
-from larder.cache.entry_merging import MergedEntries
 from larder.cache.forms.base import AttentionState
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.memory_usage import storage_bytes
+from larder.cache.merged_entries import MergedEntries
 from larder.cache.row_updates import InsertedEntries
 from larder.core.observation import Entries
 from larder.core.plan import Plan

@@ -23,10 +23,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from larder.cache.entry_merging import MergedEntries, merge_entries
 from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.memory_usage import TensorOwner
+from larder.cache.merged_entries import MergedEntries, merge_entries
 from larder.cache.spec import CacheSpec
 from larder.cache.validation import check_counts
 from larder.core.errors import CacheError

@@ -30,11 +30,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.entry_columns import check_columns
-from larder.cache.entry_merging import MergedEntries
 from larder.cache.forms._composite import CompositeLayer
 from larder.cache.forms._graded_tiers import GradedTiers
 from larder.cache.forms.base import AttentionCall
 from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.merged_entries import MergedEntries
 from larder.cache.quantized_tier import QuantizedTier, saved_tiers, tier_prefix
 from larder.cache.row_updates import InsertedEntries
 from larder.cache.spec import CacheSpec

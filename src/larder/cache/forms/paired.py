@@ -22,7 +22,6 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.cache.entry_columns import check_columns
-from larder.cache.entry_merging import MergedEntries, merge_by_place, no_merges
 from larder.cache.forms._composite import CompositeLayer
 from larder.cache.forms._shared_entries import (
     LOWER,
@@ -35,6 +34,7 @@ from larder.cache.forms._shared_entries import (
 )
 from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.merged_entries import MergedEntries, merge_by_place, no_merges
 from larder.cache.row_updates import InsertedEntries
 from larder.cache.spec import CacheSpec
 from larder.cache.validation import check_grades, check_kept

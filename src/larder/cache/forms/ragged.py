@@ -18,8 +18,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.cache.entry_columns import EntryColumns
-from larder.cache.entry_merging import MergedEntries, merge_entries, no_merges
 from larder.cache.forms.base import AttentionCall, CacheLayer
+from larder.cache.merged_entries import MergedEntries, merge_entries, no_merges
 from larder.cache.row_updates import InsertedEntries, PlanWrites, insert_entries, relocate_rows
 from larder.cache.spec import FORMS, CacheSpec
 from larder.cache.validation import check_counts, check_kept, check_single_precision

@@ -37,7 +37,7 @@ from larder.core.ledger import Ledger
 from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Folds, Plan
 from larder.core.types import empty_tensor
-from larder.ops.entry_merging import spread_folds
+from larder.ops.entry_merge import spread_folds
 from larder.policy.compensation._merging import heads_of, rejected_indices
 from larder.policy.compensation.base import Compensation
 

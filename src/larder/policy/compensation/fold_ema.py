@@ -38,7 +38,7 @@ from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Folds, Plan
 from larder.core.types import Variant
-from larder.ops.entry_merging import (
+from larder.ops.entry_merge import (
     FoldRows,
     group_means,
     normalized_folds,

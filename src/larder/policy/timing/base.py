@@ -10,8 +10,8 @@ from torch import Tensor
 
 from larder.core.part import PolicyPart
 from larder.core.types import PackedMask
+from larder.policy.reduced_scorer import ReducedScorer
 from larder.policy.scorers.base import Scorer
-from larder.policy.scoring import Scoring
 
 
 class Timing(PolicyPart, ABC):
@@ -20,7 +20,7 @@ class Timing(PolicyPart, ABC):
     extends_protection: ClassVar[bool] = False  # whether decode protects more
 
     @property
-    def scoring(self) -> Scoring | None:
+    def scoring(self) -> ReducedScorer | None:
         """Scorer and reduction of the decode phase; None for the policy's own."""
         return None
 

@@ -23,8 +23,8 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.attention_reduction import AttentionReduction, NoAggregation, NoHeadRule
+from larder.policy.reduced_scorer import ReducedScorer
 from larder.policy.scorers.base import Scorer
-from larder.policy.scoring import Scoring
 from larder.policy.timing.base import Timing
 
 NEWEST = float(1 << 23)  # above any index; whole numbers are exact in float32 up to twice that
@@ -48,11 +48,13 @@ class FixedSlot(Timing):
         return 0
 
     @cached_property
-    def _scoring(self) -> Scoring:
-        return Scoring(SlotOrder(self.distance), AttentionReduction(NoAggregation(), NoHeadRule()))
+    def _scoring(self) -> ReducedScorer:
+        return ReducedScorer(
+            SlotOrder(self.distance), AttentionReduction(NoAggregation(), NoHeadRule())
+        )
 
     @property
-    def scoring(self) -> Scoring | None:
+    def scoring(self) -> ReducedScorer | None:
         return self._scoring
 
 

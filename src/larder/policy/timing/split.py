@@ -32,7 +32,7 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter, SpellingError, UnknownName
 from larder.core.types import PackedMask
-from larder.policy.scoring import Scoring
+from larder.policy.reduced_scorer import ReducedScorer
 from larder.policy.timing.base import Timing
 
 EVERY_TOKENS = 15  # where neither `every` nor `expected` is given, as in the released code
@@ -92,12 +92,12 @@ class Split(Timing):
             )
         if self.scorer is not None:
             try:
-                Scoring.parse(self.scorer)
+                ReducedScorer.parse(self.scorer)
             except (SpellingError, UnknownName) as error:
                 raise BadParameter(f"split.scorer must be a scorer: {error}") from None
 
     @property
-    def scoring(self) -> Scoring | None:
+    def scoring(self) -> ReducedScorer | None:
         return None if self.scorer is None else _parse_scoring(self.scorer)
 
     def with_budget(self, tokens: int) -> Split:
@@ -149,8 +149,8 @@ class Split(Timing):
 
 
 @cache
-def _parse_scoring(sentence: str) -> Scoring:
-    return Scoring.parse(sentence)
+def _parse_scoring(sentence: str) -> ReducedScorer:
+    return ReducedScorer.parse(sentence)
 
 
 Part = Split

@@ -7,7 +7,7 @@ from typing import Any
 
 from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.session.prefill import PrefillInput
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter, Transcript
+from larder.session.transcript.tokenizer_adapter import TokenizedTranscript, TokenizerAdapter
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class ChatLog:
         """Log with one more turn."""
         return replace(self, turns=(*self.turns, turn))
 
-    def transcript(self, tokenizer: TokenizerAdapter) -> Transcript:
+    def transcript(self, tokenizer: TokenizerAdapter) -> TokenizedTranscript:
         """Token ids of the history."""
         return (
             tokenizer.encode_conversation(self.history)
             if self.history.messages
-            else Transcript((), ())
+            else TokenizedTranscript((), ())
         )
 
-    def prefill_input(self, transcript: Transcript) -> PrefillInput:
+    def prefill_input(self, transcript: TokenizedTranscript) -> PrefillInput:
         """History and turns as input of a prefill."""
         texts = tuple(turn.text for turn in self.turns)
         ids = tuple(token for turn in self.turns for token in turn.ids)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from larder.core.errors import Damaged, InputError
+from larder.core.home import LOCAL_PRINCIPAL, home
 from larder.core.session_name import check_session_name
-from larder.core.settings import LOCAL_PRINCIPAL, home
 from larder.session.transcript.chat_log import ChatLog, chat_log_from_record, chat_log_record
 from larder.store.digests import key_of
 from larder.store.encryption import Encryption, NoEncryption

@@ -16,7 +16,7 @@ ACKNOWLEDGEMENT = "I have read the text. Ask me anything about it."
 
 
 @dataclass(frozen=True)
-class Transcript:
+class TokenizedTranscript:
     """Token ids of a conversation, with the span of each message.
 
     Args:
@@ -60,7 +60,7 @@ class TokenizerAdapter:
         """Text of token ids, without special tokens."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def encode_conversation(self, conversation: Conversation) -> Transcript:
+    def encode_conversation(self, conversation: Conversation) -> TokenizedTranscript:
         """Encode a whole conversation.
 
         A document or a transcript becomes one user message with an acknowledgement, so that a
@@ -75,7 +75,7 @@ class TokenizerAdapter:
         frame = self._context_text(replace(conversation, messages=marked))
         stops = _content_stops(text, frame, [message.content for message in conversation.messages])
         cuts = [0, *(bisect_left(starts, stop) for stop in stops)]
-        return Transcript(ids, tuple(zip(cuts, cuts[1:], strict=False)))
+        return TokenizedTranscript(ids, tuple(zip(cuts, cuts[1:], strict=False)))
 
     def render_conversation(self, conversation: Conversation) -> tuple[str, list[int]]:
         """Rendered text of a conversation, and the index of the first character of each token."""

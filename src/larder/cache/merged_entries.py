@@ -13,7 +13,7 @@ from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.types import empty_tensor
-from larder.ops.entry_merging import weighted_sums
+from larder.ops.entry_merge import weighted_sums
 from larder.ops.packing import are_in_range, is_in_sorted
 
 EntryReader = Callable[[Int64[Tensor, " N"]], tuple[Tensor, Tensor]]

@@ -1,6 +1,6 @@
 """Numba kernels of entry merging, compiled at their first call.
 
-Only `larder.ops.cpu.entry_merging` imports this module, when it calls a kernel. Operations are
+Only `larder.ops.cpu.entry_merge` imports this module, when it calls a kernel. Operations are
 exact as written, so that numbers are rounded as in torch.
 """
 

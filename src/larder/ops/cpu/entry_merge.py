@@ -40,7 +40,7 @@ def updated_means(
     rate: float,
 ) -> Float[Tensor, " K"]:
     """Kernel of `updated_means`; the same bits as torch."""
-    from larder.ops.cpu import entry_merging_kernels as kernels  # compiles: not before it is needed
+    from larder.ops.cpu import entry_merge_kernels as kernels  # compiles: not before it is needed
 
     moved = torch.empty(len(before))
     kernels.update_means(
@@ -62,7 +62,7 @@ def normalized_folds(
     own: float,
 ) -> tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"]]:
     """Kernel of `normalized_folds`; the same bits as torch."""
-    from larder.ops.cpu import entry_merging_kernels as kernels
+    from larder.ops.cpu import entry_merge_kernels as kernels
 
     froms, intos, weights = kernels.normalize_folds(
         sources.contiguous().numpy(),
@@ -88,7 +88,7 @@ def thresholded_folds(
     Float[Tensor, " K"], tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"]]
 ]:
     """Kernel of `thresholded_folds`; the same bits as torch."""
-    from larder.ops.cpu import entry_merging_kernels as kernels
+    from larder.ops.cpu import entry_merge_kernels as kernels
 
     moved = torch.empty(len(before))
     rows = kernels.threshold_folds(
@@ -119,7 +119,7 @@ def spread_folds(
     drawn: Float[Tensor, " _"],
 ) -> tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"], Float[Tensor, " G"]]:
     """Kernel of `spread_folds`; sums are in another order than with torch."""
-    from larder.ops.cpu import entry_merging_kernels as kernels
+    from larder.ops.cpu import entry_merge_kernels as kernels
 
     folds = kernels.spread_folds(
         gone.numpy(),
@@ -146,7 +146,7 @@ def weighted_sums(
     value_weights: Float[Tensor, " F"],
 ) -> tuple[Int64[Tensor, " N"], Float[Tensor, "N D"], Float[Tensor, "N D"]]:
     """Kernel of `weighted_sums`; the same bits as torch."""
-    from larder.ops.cpu import entry_merging_kernels as kernels
+    from larder.ops.cpu import entry_merge_kernels as kernels
 
     into, key_sums, value_sums = kernels.sum_rows(
         as_numpy(keys.detach()),

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 import torch
 
-from larder.ops import entry_merging
-from larder.ops.cpu import entry_merging as fast
+from larder.ops import entry_merge
+from larder.ops.cpu import entry_merge as fast
 from references.ops import folding as loop
 from without_kernels import reference
 
@@ -28,7 +28,7 @@ def test_running_means_equal_the_loop(seed) -> None:
     before = torch.tensor([0.5, source.uniform(-1, 1), 0.25, math.nan, math.nan])
     arguments = numbers, groups, before, 0.7
     results = [
-        form(*arguments) for form in (reference(entry_merging.updated_means), fast.updated_means)
+        form(*arguments) for form in (reference(entry_merge.updated_means), fast.updated_means)
     ]
     expected = loop.followed_means(numbers.tolist(), groups.tolist(), before.tolist(), 0.7)
     assert bits(results[0]) == bits(results[1])
@@ -45,7 +45,7 @@ def test_weights_equal_the_loop(seed) -> None:
     numbers = torch.tensor(given), torch.tensor(counted)
     results = [
         form(*parts, *numbers, math.e)
-        for form in (reference(entry_merging.normalized_folds), fast.normalized_folds)
+        for form in (reference(entry_merge.normalized_folds), fast.normalized_folds)
     ]
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
@@ -66,7 +66,7 @@ def test_what_is_alike_enough_equals_the_loop(seed) -> None:
     arguments = *parts, likeness, given, math.e, before, 0.7, 0.125
     (tau, folds), (other, others) = (
         form(*arguments)
-        for form in (reference(entry_merging.thresholded_folds), fast.thresholded_folds)
+        for form in (reference(entry_merge.thresholded_folds), fast.thresholded_folds)
     )
     assert bits(tau) == bits(other)
     assert all(torch.equal(*pair) for pair in zip(folds, others, strict=True))
@@ -96,7 +96,7 @@ def test_sums_of_rows_equal_the_loop(dtype, seed) -> None:
     weights = [[source.uniform(-2, 2) for _ in range(count)] for _ in range(2)]
     folds = torch.tensor(sources).long(), torch.tensor(targets).long(), *map(torch.tensor, weights)
     arguments = keys, values, starts, lengths, *folds
-    forms = (reference(entry_merging.weighted_sums), fast.weighted_sums)
+    forms = (reference(entry_merge.weighted_sums), fast.weighted_sums)
     results = [form(*arguments) for form in forms]
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
@@ -132,7 +132,7 @@ def test_values_join_those_that_follow(seed) -> None:
     held = mass, torch.tensor(starts), torch.tensor(lengths)
     arguments = *held, kept, counts, gone, window, drawn
     results = [
-        form(*arguments) for form in (reference(entry_merging.spread_folds), fast.spread_folds)
+        form(*arguments) for form in (reference(entry_merge.spread_folds), fast.spread_folds)
     ]
     for one, other in zip(*results, strict=True):
         assert torch.allclose(one, other, atol=1e-6)

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 
-import larder.ops.entry_merging as folding
+import larder.ops.entry_merge as folding
 from builders import a_plan
 from cache_stores import append, assert_close, attend, exact, extend, held, same_bits
 from larder.cache.forms.base import CacheLayer

@@ -1,6 +1,6 @@
 """Merging of entries into weighted sums: thresholds, weights and sums.
 
-All in float32 and in the order of the sources. The CPU kernels in `larder.ops.cpu.entry_merging`
+All in float32 and in the order of the sources. The CPU kernels in `larder.ops.cpu.entry_merge`
 give the same bits as torch.
 """
 
@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.ops.cpu import entry_merging as fast
+from larder.ops.cpu import entry_merge as fast
 from larder.ops.packing import packed_rows, storage_rows
 
 SOURCE_CHUNK = 1 << 14  # sources widened to float32 at once: 8 MiB of keys of size 128

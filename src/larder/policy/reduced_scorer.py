@@ -23,15 +23,15 @@ REDUCTION_SLOTS: Mapping[str, Family] = {"aggregation": AGGREGATIONS, "heads": H
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ReducedScorer:
     """Scorer, and reduction over queries and heads."""
 
     scorer: Scorer
     reduction: AttentionReduction
 
     @staticmethod
-    def parse(sentence: str) -> Scoring:
-        """Scoring from text: a scorer, optionally followed by an aggregation and a head rule.
+    def parse(sentence: str) -> ReducedScorer:
+        """Scorer from text, optionally followed by an aggregation and a head rule.
 
         Raises:
             SpellingError: the text does not parse, or has other parts.
@@ -53,7 +53,7 @@ class Scoring:
             given[slot] = call
         parts = reduction_parts(scorer, given)
         reduction = AttentionReduction(aggregation=parts["aggregation"], heads=parts["heads"])
-        return Scoring(scorer, reduction)
+        return ReducedScorer(scorer, reduction)
 
 
 def reduction_parts(scorer: Scorer, given: Mapping[str, Call]) -> dict[str, Any]:
