@@ -145,13 +145,22 @@ VALUE = PromptTemplate(
 )
 # By the kind of questions. The published prompts of needles, variables and words are RULER's
 # (Hsieh et al., 2024, arXiv:2404.06654, appendix D), that of the pass key follows Mohtashami and
-# Jaggi (2023), arXiv:2305.16300, figure 3.
+# Jaggi (2023), arXiv:2305.16300, figure 3, and that of the look-up SCBench's (Li et al., 2024,
+# arXiv:2412.10319, Retr.KV in the released code).
 PROMPTS: Mapping[str, TaskPrompts] = {
     "niah_magic": TaskPrompts(
         PromptTemplate("What is the special magic number for {subject} mentioned in the text?"),
         NEEDLE,
     ),
     "niah_kv": TaskPrompts(PromptTemplate("What is the value of {subject}?"), VALUE),
+    "lookup": TaskPrompts(
+        PromptTemplate("What is the value of {subject}?"),
+        PromptTemplate(
+            'Key: "{subject}"\nThe value associated with the specified key is:',
+            "Extract the value corresponding to the specified key in the JSON object below.\n\n",
+            '"{subject}":',
+        ),
+    ),
     "niah_passkey": TaskPrompts(
         PromptTemplate("What is the pass key?"),
         PromptTemplate(
