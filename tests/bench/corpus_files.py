@@ -23,23 +23,24 @@ def packed(path: Path, lines: list[object]) -> Path:
 
 
 def corpus(folder: Path) -> Path:
-    """Folder with prose and dialogues, each of which books one thing."""
+    """Folder with prose and dialogues, each of which books a train or a boat."""
     folder.mkdir(parents=True, exist_ok=True)
     packed(folder / PROSE, [". ".join(f"Sentence {n} of many" for n in range(90)) + "."])
     lines: list[object] = []
     for number, city in enumerate(CITIES * 12):
+        noun = ("train", "boat")[number % 2]
         slots = {"city": city, "code": f"T{number}", "seats": str(number % 4)}
         said = ", ".join(f"{slot} {value}" for slot, value in slots.items())
         facts = [
             {
-                "noun": "train",
+                "noun": noun,
                 "slot": slot,
                 "value": value,
                 "keys": [[s, v] for s, v in slots.items() if s != slot],
             }
             for slot, value in slots.items()
         ]
-        turns = [["user", f"A train: {said}."], ["assistant", f"Booked, number {number}."]]
+        turns = [["user", f"A {noun}: {said}."], ["assistant", f"Booked, number {number}."]]
         lines.append({"turns": turns, "facts": facts})
     packed(folder / DIALOGUES.format(split="dev"), lines)
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +19,10 @@ from larder_bench.tasks.base import QuestionStyle, parse_task
 
 MAGIC = r"One of the special magic numbers for ([\w ]+) is: (\d+)\."
 FORMS = (
-    r"For the train whose (?P<s>\w+) was (?P<v>\w+), what was the (?P<w>\w+)\?",
-    r"What was the (?P<w>\w+) of the train with (?P<s>\w+) (?P<v>\w+)\?",
-    r"Remind me of the (?P<w>\w+) of the train \((?P<s>\w+): (?P<v>\w+)\)\.",
-    r"In which session did we talk about the train whose (?P<s>\w+) was (?P<v>\w+)\?",
+    r"For the (?P<n>train|boat) whose (?P<s>\w+) was (?P<v>\w+), what was the (?P<w>\w+)\?",
+    r"What was the (?P<w>\w+) of the (?P<n>train|boat) with (?P<s>\w+) (?P<v>\w+)\?",
+    r"Remind me of the (?P<w>\w+) of the (?P<n>train|boat) \((?P<s>\w+): (?P<v>\w+)\)\.",
+    r"In which session did we talk about the (?P<n>train|boat) whose (?P<s>\w+) was (?P<v>\w+)\?",
 )
 NAMED = r"What (?:is|are)(?: all)? the special magic numbers? for (.+) mentioned in the text\?"
 
@@ -75,6 +76,31 @@ def common(question: str, text: str) -> str:
     return ", ".join(dict.fromkeys(word for word in words if word in chosen))
 
 
+def frequent(question: str, text: str) -> str:
+    """The three most frequent words, the most frequent one first."""
+    counts = Counter(word for word in text.split("\n")[0].split()[9:] if word != "...")
+    ordered = counts.most_common(4)
+    assert "three" in question and len({number for _, number in ordered}) == 4
+    return ", ".join(word for word, _ in ordered[:3])
+
+
+def continued(question: str, text: str) -> str:
+    """The 5 or 32 words after the quoted ones, which stand in the text once."""
+    (first,) = re.findall(r'after the words "(.+)"\.', question)
+    _, rest = text.split(f"{first} ")
+    return " ".join(rest.split()[: 5 if "Sentence" in text else 32])
+
+
+def labelled(question: str, text: str) -> str:
+    """Label of the examples that begin like the utterance; a new one has no other example."""
+    (asked,) = re.findall(r'the utterance "(.+)"\?', question)
+    examples = dict(re.findall(r"^Utterance: (.+)\nLabel: (\w+)$", text, re.MULTILINE))
+    counts = Counter(examples.values())
+    assert asked not in examples and len(counts) == 2 and len(set(counts.values())) == 1
+    (label,) = {label for one, label in examples.items() if one.split()[1] == asked.split()[1]}
+    return label
+
+
 def replayed(question: str, text: str) -> str:
     """Balances of a ledger, replayed step by step."""
     who, ledger = re.findall(r"How much does (\w+) have in ledger (\d+)\?", question)[0]
@@ -112,6 +138,12 @@ READERS: dict[str, Callable[[str, str], str]] = {
     "multi_query(queries=2, questions=5)": magic,
     "common_words": common,
     "common_words(common=2, often=9, seldom=1)": common,
+    "frequent_words": frequent,
+    "frequent_words(alpha=1.5)": frequent,
+    "passage": continued,
+    'passage(length=5, of="prose")': continued,
+    "few_shot": labelled,
+    "few_shot(questions=3)": labelled,
     "ledger": replayed,
     "ledger(steps=3, people=2)": replayed,
     "recite": recited,
@@ -152,6 +184,17 @@ def test_keys_that_mislead_fill_the_text(material: TaskSources) -> None:
     assert len(lines) == len({key for key, _ in lines}) > 40
     few = parse_task("multi_key(questions=2, keys=5)").make(0, 700, material)
     assert len(re.findall(MAGIC, few.messages[0].content)) == 5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_code_goes_on_in_the_library(seed: int, material: TaskSources) -> None:
+    made = parse_task("code").make(seed, 700, material)
+    (question,) = made.questions
+    before = "\n".join(made.messages[0].content.splitlines()[-8:])
+    library = (path.read_text("utf-8") for path in Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    (source,) = (text for text in library if before in text)
+    following = source.split(before + "\n", 1)[1].splitlines()[0]
+    assert following.strip() == question.answer
 
 
 def test_noise_is_noise(material: TaskSources) -> None:
@@ -200,14 +243,18 @@ def test_one_dialogue_says_what_was_booked(share: str, material: TaskSources) ->
     for message in made.messages:
         if header := re.match(r"Session (\d+), ", message.content):
             session = int(header[1])
-        if said := re.fullmatch(r"A train: (.+)\.", message.content):
-            slots = dict(part.split(" ", 1) for part in said[1].split(", "))
-            booked.append({**slots, "session": f"session {session}"})
+        if said := re.fullmatch(r"A (train|boat): (.+)\.", message.content):
+            slots = dict(part.split(" ", 1) for part in said[2].split(", "))
+            booked.append({**slots, "noun": said[1], "session": f"session {session}"})
     asked = [q for q in made.questions if q.kind in ("booking", "bksession")]
     assert len(asked) == (20 if share == "bookings" else 12)
     for question in asked:
         (match,) = [found for form in FORMS if (found := re.fullmatch(form, question.question))]
-        (hit,) = [slots for slots in booked if slots[match["s"]] == match["v"]]
+        (hit,) = [
+            slots
+            for slots in booked
+            if slots[match["s"]] == match["v"] and slots["noun"] == match["n"]
+        ]
         assert hit[match.groupdict().get("w", "session")] == question.answer
 
 

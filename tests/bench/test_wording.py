@@ -18,8 +18,8 @@ from larder_bench.datasets.wording import Wording
 from larder_bench.measures.forced import ForcedAnswers
 from larder_bench.random_models import open_model
 from larder_bench.results.budget_labels import MatchedQuantity
-from larder_bench.scoring.item_scores import NumberedQuestion, generated_items
-from larder_bench.scoring.teacher_forcing import score_answers
+from larder_bench.scoring.item_scores import NumberedQuestion, generated_items, likelihood_items
+from larder_bench.scoring.teacher_forcing import AnswerLikelihood, score_answers
 from larder_bench.studies.cells import Cell, cells_of
 from larder_bench.studies.methods import parse_method
 from larder_bench.studies.model_context import ModelContext
@@ -36,7 +36,11 @@ RULER = {
     "variables": "niah_vars",
     "lookup(questions=4)": "lookup",
     "common_words": "common_words",
+    "frequent_words": "frequent_words",
+    "passage": "passage",
+    "code": "code",
 }
+SCORERS = {"passage": "prefix_share", "code": "edit_similarity"}
 OTHERS = [Wording.INSTRUCT, Wording.PLAIN]
 
 
@@ -65,8 +69,12 @@ def test_published_prompts_ask_for_what_the_text_holds(task: str, wording: Wordi
     [message] = made.messages
     assert words(made.opening) + words(message.content) <= 500
     for question in made.questions:
-        assert question.kind == RULER[task] and question.scorer == "string_match"
-        assert question.answer_prefix and "{" not in question.question + question.answer_prefix
+        assert question.kind == RULER[task]
+        assert question.scorer == SCORERS.get(task, "string_match")
+        assert "{" not in question.question + question.answer_prefix
+        if task == "code":
+            continue
+        assert question.answer_prefix
         parts = [question.answer[a:b].strip() for a, b in question.items] or [question.answer]
         assert all(part in message.content for part in parts)
 
@@ -74,7 +82,7 @@ def test_published_prompts_ask_for_what_the_text_holds(task: str, wording: Wordi
 @pytest.mark.parametrize("kind", PROMPTS)
 def test_the_seeds_prompts_begin_no_answer(kind: str) -> None:
     assert not PROMPTS[kind].of(Wording.SEED).answer_prefix
-    assert PROMPTS[kind].of(Wording.PLAIN).answer_prefix
+    assert PROMPTS[kind].of(Wording.PLAIN).answer_prefix or kind == "code"
 
 
 def test_variables_are_asked_for_by_value_in_the_published_wording() -> None:
@@ -140,6 +148,26 @@ def test_string_match_scores_each_part_in_the_whole_answer() -> None:
     assert [item["own"] for item in items] == [0.0, 1.0]
     [item] = generated_items(NumberedQuestion(other, 1, 0), "It is VERA, I think.")
     assert item["own"] == 1.0 and item["scored_by"] == "string_match" and not item["exact"]
+
+
+def test_a_recited_passage_counts_until_its_first_wrong_word(bench: ModelContext) -> None:
+    question = Question("Go on.", "the cat sat on the mat", scorer="prefix_share")
+    numbered = NumberedQuestion(question, 0, 0)
+    for text, share in {
+        "the cat sat on the mat. Then it left.": 5 / 6,
+        "the cat sat on the mat Then it left.": 1.0,
+        "the dog sat on the mat": 1 / 6,
+        "cat": 0.0,
+        "the cat": 2 / 6,
+    }.items():
+        [item] = generated_items(numbered, text)
+        assert item["own"] == pytest.approx(share, abs=1e-4)
+    for hits, share in {(True, True, False, True): 0.5, (False, True): 0.0, (True,): 1.0}.items():
+        forced = AnswerLikelihood(question, hits, (0.0,) * len(hits), None)
+        [item] = likelihood_items(numbered, forced, bench.engine.tokenizer)
+        assert item["own"] == share and item["scored_by"] == "prefix_share"
+    plain = AnswerLikelihood(replace(question, scorer=""), (True,), (0.0,), None)
+    assert "own" not in likelihood_items(numbered, plain, bench.engine.tokenizer)[0]
 
 
 def test_a_begun_answer_is_scored_without_the_end_of_the_turn(bench: ModelContext) -> None:

@@ -203,4 +203,42 @@ PROMPTS: Mapping[str, TaskPrompts] = {
             "Answer: The top {subject} words that appear most often in the list are:",
         ),
     ),
+    "frequent_words": TaskPrompts(
+        PromptTemplate(
+            "Which three words come most often in the text? Name the most frequent one first.",
+            "Below is a text of coded words and dots. ",
+        ),
+        PromptTemplate(
+            "Question: Do not provide any explanation. Please ignore the dots '....'. What are the "
+            "three most frequently appeared words in the above coded text?",
+            "Read the following coded text and track the frequency of each coded word. Find the "
+            "three most frequently appeared coded words. ",
+            "Answer: According to the coded text above, the three most frequently appeared words "
+            "are:",
+        ),
+    ),
+    "passage": TaskPrompts(
+        PromptTemplate('Go on with the text after the words "{subject}".'),
+        PromptTemplate(
+            'Repeat the passage of the above text that begins with "{subject}", word for word.',
+            "Memorize the following text. I will ask you to repeat passages of it word for word "
+            "afterwards.\n",
+            "{subject}",
+        ),
+    ),
+    "few_shot": TaskPrompts(
+        PromptTemplate(
+            'Which label has the utterance "{subject}"?', "Below are utterances and their labels.\n"
+        ),
+        PromptTemplate(
+            "Utterance: {subject}",
+            "Please determine the label of the utterance below. Here are some examples of "
+            "utterances.\n\n",
+            "Label:",
+        ),
+    ),
+    "code": TaskPrompts(
+        PromptTemplate("What is the next line of the code?", "Below is code.\n"),
+        PromptTemplate("Next line of code:", "Please complete the code given below.\n"),
+    ),
 }

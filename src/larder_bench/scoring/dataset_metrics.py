@@ -22,6 +22,7 @@ AnswerMetric = Callable[[str, str], float]  # answer, expected answer
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 CHOSEN = re.compile(r"(?i:answer|option)(?: is)?:?\s*\(?([A-D])\b")
 LETTER = re.compile(r"\b([A-D])\b")
+PREFIX_SHARE = "prefix_share"
 NOT_CODE = ("`", "#", "//")  # marks of lines that are not code
 
 
@@ -100,8 +101,7 @@ def numbers_in_a_row(answer: str, expected: str) -> float:
     """Share of the expected numbers before the first wrong one."""
     numbers, targets = re.findall(r"\d+", answer), re.findall(r"\d+", expected)
     pairs = [one == other for one, other in zip(numbers, targets, strict=False)]
-    right = pairs.index(False) if False in pairs else len(pairs)
-    return right / len(targets) if targets else 0.0
+    return leading(pairs) / len(targets) if targets else 0.0
 
 
 def among_words(answer: str, expected: str) -> float:
@@ -113,6 +113,18 @@ def among_words(answer: str, expected: str) -> float:
 def string_match(answer: str, expected: str) -> float:
     """Test if the answer contains the expected text, ignoring case (RULER, `string_match_all`)."""
     return float(expected.lower() in answer.lower())
+
+
+def prefix_share(answer: str, expected: str) -> float:
+    """Share of the expected words before the first wrong one."""
+    words, targets = answer.split(), expected.split()
+    pairs = [one == other for one, other in zip(words, targets, strict=False)]
+    return leading(pairs) / len(targets) if targets else 0.0
+
+
+def leading(hits: Sequence[bool]) -> int:
+    """Number of hits before the first miss."""
+    return list(hits).index(False) if False in hits else len(hits)
 
 
 def choice(answer: str, expected: str) -> float:
@@ -147,6 +159,7 @@ SCORERS: Mapping[str, AnswerMetric] = {
     "among_words": among_words,
     "choice": choice,
     "string_match": string_match,
+    PREFIX_SHARE: prefix_share,
 }
 
 

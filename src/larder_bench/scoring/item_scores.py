@@ -7,7 +7,7 @@ depth            position of the needed fact, 0 to 1; null if several are needed
 exact, f1, stemmed_f1, log_likelihood
                  null if the measure has no such number
 own              score of the public data set, by the scorer that `scored_by` names; absent without
-                 one
+                 one, and under teacher forcing, which has only `prefix_share`, by tokens
 counts           whether the answer is known
 """
 
@@ -22,7 +22,7 @@ from larder.evaluation.answer_metrics import exact_match, stemmed_f1, token_f1
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder_bench.results.rows import Row
 from larder_bench.scoring.answer_items import numbered_item_spans
-from larder_bench.scoring.dataset_metrics import dataset_score
+from larder_bench.scoring.dataset_metrics import PREFIX_SHARE, dataset_score, leading
 from larder_bench.scoring.teacher_forcing import AnswerLikelihood, split_by_spans
 
 NUMBERED = re.compile(r"\d+: ")  # in contrast to values that are numbers
@@ -56,7 +56,8 @@ def likelihood_items(
     """
     spans = numbered.question.items
     if not spans:
-        return [numbered.item() | _likelihood_fields(forced, numbered)]
+        prefix = _prefix_fields(forced)
+        return [numbered.item() | _likelihood_fields(forced, numbered) | prefix]
     parts = split_by_spans(forced, tokenizer, spans)
     return [numbered.item(n) | _likelihood_fields(part, numbered) for n, part in enumerate(parts)]
 
@@ -90,6 +91,14 @@ def _likelihood_fields(forced: AnswerLikelihood, numbered: NumberedQuestion) -> 
         "log_likelihood": round(forced.log_likelihood, 4) if forced.hits else None,
         "counts": bool(numbered.question.answer) and bool(forced.hits),
     }
+
+
+def _prefix_fields(forced: AnswerLikelihood) -> Row:
+    """Share of the answer's tokens before the first wrong one, if that is the question's score."""
+    if forced.question.scorer != PREFIX_SHARE or not forced.hits:
+        return {}
+    share = leading(forced.hits) / len(forced.hits)
+    return {"own": round(share, 4), "scored_by": PREFIX_SHARE}
 
 
 def _generated_fields(
