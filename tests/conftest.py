@@ -32,7 +32,7 @@ check_imports(checked_modules(PACKAGE, UNCHECKED))
 
 # The same examples on every run and no deadline: a slow machine is not a failure.
 # `--hypothesis-profile=thorough` looks further, at other examples every time.
-settings.register_profile("larder", derandomize=True, deadline=None, max_examples=35)
+settings.register_profile("larder", derandomize=True, deadline=None, max_examples=25)
 settings.register_profile("thorough", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile("larder")
 
@@ -81,6 +81,12 @@ def larder_home(
     home = session_home / f"test-{next(numbers)}"
     monkeypatch.setenv("LARDER_HOME", str(home))
     return home
+
+
+@pytest.fixture
+def measured_once(session_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrations of a model are kept for all tests that ask for this, not by each test."""
+    monkeypatch.setattr("larder.models.calibration.home", lambda: session_home)
 
 
 def is_local(address: Any) -> bool:

@@ -15,10 +15,7 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 SAID = {"ask.py": "Biscuit"}
 
 
-@pytest.fixture(autouse=True)
-def same_home(session_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured of the bundled model for one example is there for the next."""
-    monkeypatch.setenv("LARDER_HOME", str(session_home / "examples"))
+pytestmark = pytest.mark.usefixtures("measured_once")
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

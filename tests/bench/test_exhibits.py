@@ -8,7 +8,7 @@ import pytest
 
 from chats import EPISODES, HISTORY, under
 from larder.core.errors import BadParameter
-from larder.models.loader import load
+from larder.models.loader import LoadedModel
 from larder.session.episodes.matching import NearestEpisodeRouter
 from larder.session.episodes.routing import SingleCacheRouter
 from larder.session.memory import ConversationMemory
@@ -16,8 +16,8 @@ from larder_bench.studies.exhibits import budget_rows, cluster_row, exhibit_rows
 
 
 @pytest.fixture(scope="module")
-def memory() -> ConversationMemory:
-    return under(load(), EPISODES).read(HISTORY)
+def memory(seed_model: LoadedModel) -> ConversationMemory:
+    return under(seed_model, EPISODES).read(HISTORY)
 
 
 def test_budgets_are_those_of_every_episode(memory: ConversationMemory) -> None:

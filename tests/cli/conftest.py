@@ -14,6 +14,11 @@ from larder.cli.main import app
 from larder.models.loader import SEED, LoadedModel, load
 
 
+@pytest.fixture(autouse=True)
+def calibrated(measured_once: None) -> None:
+    """The bundled model is measured once."""
+
+
 @pytest.fixture
 def run(seed_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command line; the bundled model is not loaded anew each time."""

@@ -85,7 +85,7 @@ def test_pins_are_those_of_the_constraints() -> None:
 def test_calibrations_are_made_once_and_tell_their_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LARDER_HOME", str(tmp_path))
+    monkeypatch.setattr(calibration, "home", lambda: tmp_path)  # not what other tests measured
     status, text, _ = run("calibrate", "seed", "streaming_error", "squeeze", "--json")
     document = json.loads(text)
     first = document["calibrations"]

@@ -10,6 +10,11 @@ from larder.models.loader import LoadedModel
 from larder.session import chat_cache, prefill
 
 
+@pytest.fixture(autouse=True)
+def calibrated(measured_once: None) -> None:
+    """The bundled model is measured once."""
+
+
 @pytest.fixture(scope="session")
 def loaded(seed_model: LoadedModel) -> LoadedModel:
     return seed_model

@@ -49,11 +49,11 @@ def test_logits_are_those_of_peft(tmp_path: Path, architecture: str, mode: Adapt
 
 
 def test_an_adapter_of_the_bundled_model_is_loaded(tmp_path: Path) -> None:
-    module = load().decoder
-    module.release()
-    save_adapter(tmp_path, module.module)
+    plain = load().decoder
+    plain.release()
+    save_adapter(tmp_path, plain.module)
     adapted = load(adapter=str(tmp_path), adapter_mode="live").decoder.spec
-    assert adapted.fingerprint != load().decoder.spec.fingerprint
+    assert adapted.fingerprint != plain.spec.fingerprint
     file = tmp_path / "talk.txt"
     file.write_text("The key is 7.")
     done = CliRunner().invoke(
