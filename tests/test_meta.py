@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -45,10 +46,19 @@ def parts_without_reference(family: str, policy: Path, references: Path) -> list
 def long_functions(source: str) -> list[str]:
     functions = (
         node
-        for node in ast.walk(ast.parse(source))
+        for node in statements(ast.parse(source))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
     return [node.name for node in functions if body_lines(node) > FUNCTION_LINES]
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Statements at any depth, without the expressions in them."""
+    for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+        inner = getattr(tree, part, ())
+        for node in inner if isinstance(inner, list) else ():
+            yield node
+            yield from statements(node)
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -68,7 +78,7 @@ def source_files() -> list[Path]:
 def imported_packages(source: str) -> set[str]:
     """The top-level names that a file imports, wherever in the file it does."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in statements(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:

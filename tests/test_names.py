@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ def modules() -> list[Path]:
     return sorted(file for name in PACKAGES for file in (SOURCE / name).rglob("*.py"))
 
 
+@cache
 def classes_by_package() -> dict[str, Counter[str]]:
     """By top-level folder of a package, how many classes at module level have each name."""
     found: dict[str, Counter[str]] = {}

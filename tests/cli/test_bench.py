@@ -53,7 +53,7 @@ def test_a_file_says_what_is_run(run: Run, tmp_path: Path, out: Path) -> None:
     assert not out.exists()
     line = complaint(run(*words, "--policy", "snapkv"), 2)
     assert "contradicts" in line and "--policy" in line
-    others = ("lookup", "--tokens", "300", "--budget", "32", "--measure", "generated")
+    others = ("lookup(questions=1)", "--tokens", "300", "--budget", "32", "--measure", "generated")
     told = document(run(*words, *others, "--files", "1", "--estimate", "--json"))
     assert {(p["task"].partition("(")[0], p["tokens"], p["measure"]) for p in told["parts"]} == {
         ("lookup", 300, "generated")

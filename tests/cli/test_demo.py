@@ -22,7 +22,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def beginning() -> Conversation:
         whole = WHOLE()
-        return replace(whole, messages=whole.messages[:20], questions=whole.questions[:2])
+        return replace(whole, messages=whole.messages[:12], questions=whole.questions[:2])
 
     monkeypatch.setattr(command, "_conversation", beginning)
     # Measuring takes longer than all the rest, and no figure here depends on it.

@@ -29,7 +29,6 @@ TURNS = [
     ("The car is red. " * 3, 40),
     ("What car?", 1),
     ("My dog eats apples, and it is big.", 24),
-    ("A star is far.", 12),
 ]
 HISTORY = Conversation(
     "two topics",

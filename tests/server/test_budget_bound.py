@@ -14,7 +14,7 @@ from server_core import Served, answered, characters, user
 from topic_embedder import TopicEmbedder
 
 BUDGET, BLOCK = 96, 32
-SAID = ["My dog is 7.", "The car is red. " * 6, "What car?", "Why is it so?", "My dog eats."]
+SAID = ["My dog is 7.", "The car is red. " * 6, "What car?", "Why is it so?"]
 QUICK = ("keydiff", "snapkv", "h2o_while_reading", "epicache", "icecache", "int4")
 
 
