@@ -7,14 +7,17 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from larder.core.errors import InputError
+from larder.core.session_name import check_session_name
 from larder.models.loader import LoadedModel
 from larder.server.engine_context import EngineContext
 from larder.server.http.app import create_app
 from larder.server.http.app_state import HttpSettings
 from larder.server.http.archive import Archive
 from larder.server.http.auth import LoopbackAuth
-from larder.server.operation import Operation, Placement
-from larder.server.operations import OPERATIONS
+from larder.server.http.sessions import operations_router
+from larder.server.operation import Endpoint, Operation, Placement
+from larder.server.operations import OPERATIONS, SESSION
 from server.fake_engine_client import FakeHub
 from server.http.running_server import listening
 from server_engine_clients import hub_in
@@ -39,6 +42,27 @@ def test_each_endpoint_is_in_the_schema() -> None:
     for endpoint in endpoints:
         route = paths[endpoint.path.replace(":path", "")][endpoint.method.lower()]
         assert route["operationId"].startswith(endpoint.name or endpoint.path.rpartition("/")[2])
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_an_endpoint_must_not_shadow_sessions_of_some_names(method: str) -> None:
+    def spans(context: EngineContext, tenant: str, name: str) -> None: ...
+
+    hidden = Operation(spans, endpoint=Endpoint(method, f"{SESSION}/spans"))
+    with pytest.raises(ValueError, match="names end with '/spans'"):
+        operations_router([*OPERATIONS.values(), hidden])
+    assert operations_router([Operation(spans, endpoint=Endpoint("POST", f"{SESSION}/spans"))])
+
+
+def test_no_session_has_a_name_that_an_endpoint_shadows() -> None:
+    endpoints = [each.endpoint for each in OPERATIONS.values() if each.endpoint is not None]
+    methods = {each.method for each in endpoints if each.path == SESSION}
+    below = [each for each in endpoints if each.path.startswith(f"{SESSION}/")]
+    shadowing = [each.path.removeprefix(SESSION) for each in below if each.method in methods]
+    assert shadowing == ["/kept"]
+    for end in shadowing:
+        with pytest.raises(InputError, match=f"nor end with '{end}', which are paths of the"):
+            check_session_name(f"talk{end}")
 
 
 def test_arguments_are_passed_by_position_with_their_defaults() -> None:

@@ -14,7 +14,9 @@ from larder.core.errors import InputError
 
 MAX_CHARACTERS = 255  # of a name, without branch numbers
 RESERVED = (".", "..")  # path segments that clients resolve before the request
-RESERVED_END = "/kept"  # the kept positions of a session are at /v1/sessions/NAME/kept
+# Ends of paths that the server has below a session's own, such as /v1/sessions/NAME/kept, under a
+# method of its own. `http/sessions.py` accepts no operation whose end is missing here.
+RESERVED_ENDS = ("/kept",)
 _SHOWN = 40
 
 _NUMBER = re.compile(r"~[1-9][0-9]{0,8}$")
@@ -75,10 +77,11 @@ def check_session_name(name: str, what: str = "A session's name") -> None:
         raise InputError(
             f"{what} must not begin or end with a space, got {_shown(name)}: leave the space out."
         )
-    if root in RESERVED or any(each.endswith(RESERVED_END) for each in (name, root)):
+    if root in RESERVED or any(each.endswith(RESERVED_ENDS) for each in (name, root)):
         raise InputError(
-            f"{what} must not be {' or '.join(map(repr, RESERVED))} nor end with {RESERVED_END!r}, "
-            f"which are paths of the server, got {_shown(name)}: take another one."
+            f"{what} must not be {' or '.join(map(repr, RESERVED))} nor end with "
+            f"{' or '.join(map(repr, RESERVED_ENDS))}, which are paths of the server, "
+            f"got {_shown(name)}: take another one."
         )
 
 

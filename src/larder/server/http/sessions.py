@@ -12,6 +12,7 @@ from fastapi import APIRouter
 from fastapi.requests import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 
+from larder.core.session_name import RESERVED_ENDS
 from larder.server.api_errors import validate_session_name
 from larder.server.http.app_state import app_state, tenant_of
 from larder.server.http.json_route import JsonRoute
@@ -23,9 +24,21 @@ HTTP = inspect.Parameter("http", KEYWORD, annotation=HttpRequest)
 
 
 def operations_router(operations: Iterable[Operation[..., Any]]) -> APIRouter:
-    """Routes of the operations that have an endpoint."""
+    """Routes of the operations that have an endpoint.
+
+    Raises:
+        ValueError: an endpoint would shadow sessions whose names end as its path does.
+    """
     router = APIRouter(tags=["sessions"], route_class=JsonRoute)
     endpoints = [(each.endpoint, each) for each in operations if each.endpoint is not None]
+    session_methods = {each.method for each, _ in endpoints if each.path == SESSION}
+    for endpoint, operation in endpoints:
+        _, is_below, end = endpoint.path.partition(f"{SESSION}/")
+        if is_below and endpoint.method in session_methods and f"/{end}" not in RESERVED_ENDS:
+            raise ValueError(
+                f"{endpoint.method} {endpoint.path} of operation {operation.name!r} would shadow "
+                f"sessions whose names end with '/{end}': add that to RESERVED_ENDS."
+            )
     # Names of sessions contain slashes: the path of a session matches all longer ones, too.
     for endpoint, operation in sorted(endpoints, key=lambda each: each[0].path == SESSION):
         function = endpoint_function(operation, endpoint)
