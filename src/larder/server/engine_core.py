@@ -42,12 +42,12 @@ from larder.server.session_backend.prefix import PrefixBackend
 from larder.server.session_index import ResolvedSession, SessionIndex
 from larder.server.session_info import session_info
 from larder.server.session_state import CompletedTurn, SessionState
-from larder.server.stats import ReasonCounter
 from larder.server.tiers.device import DeviceReservations
 from larder.server.tiers.disk import DiskTier
 from larder.server.tiers.manager import TierManager, can_unload
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder.store.eviction.base import EVICTIONS
+from larder.store.failures import ReasonCounter
 from larder.store.ledger import ByteBudgets, ByteLedger, Tier
 
 CLOSING_SECONDS = 30.0

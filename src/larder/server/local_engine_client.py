@@ -71,7 +71,7 @@ class LocalEngineClient(EngineClient):
             take = partial(self._submit_now, request, listener, core.clock())
             return context.candidates.resolve_resident(request, core.rule_of(request), take)
         except ApiError as error:
-            core.refused.note(error.code)
+            core.refused.count(error.code)
             raise
 
     def call(self, operation: Operation[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,7 +1,8 @@
 """Table of the operations of an engine client.
 
 A new operation is a function here: its docstring is the description of its endpoint, and the local
-engine client, replicas and HTTP serve it without further edits. A function that names a session
+engine client, replicas and HTTP serve it without further edits; the end of a path that is read or
+deleted below a session's own is reserved in `core/session_name.py`. A function that names a session
 raises `ApiError` 404 `session_not_found` if there is none, and 409 `session_busy` if it would
 change a session that is answering.
 """
@@ -84,20 +85,7 @@ def detokenize(context: EngineContext, ids: Sequence[int]) -> str:
 @operation(Placement.ALL, merge=sum_stats)
 def stats(context: EngineContext) -> ServerStats:
     """Statistics of the server."""
-    core = context.core
-    return context.call(
-        lambda: collect_stats(
-            scheduler=core.scheduler,
-            ledger=core.ledger,
-            reservations=core.reservations,
-            tiers=core.tiers,
-            sessions=core.sessions,
-            refused=core.refused.counts(),
-            passed_over=core.restorer.passed_over.counts(),
-            begun_again=core.restorer.restarted.counts(),
-            unwritten=core.unwritten,
-        )
-    )
+    return context.call(lambda: collect_stats(context.core))
 
 
 @operation(Placement.ALL, merge=any)

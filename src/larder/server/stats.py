@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from larder.server.persistence.retry_queue import WriteRetryQueue
-from larder.server.scheduler import Scheduler
+from larder.server.engine_core import EngineCore
+from larder.server.scheduler import SUMMED_FIELDS
 from larder.server.session_info import session_status
-from larder.server.session_state import SessionState
-from larder.server.tiers.device import DeviceReservations
-from larder.server.tiers.manager import TierManager
-from larder.store.ledger import UNLIMITED, ByteLedger, Tier
+from larder.store.ledger import UNLIMITED, Tier
 
 TIERS = (Tier.DEVICE, Tier.HOST)
 
@@ -76,49 +72,33 @@ class ServerStats:
     sessions_not_durable: int = 0
 
 
-def collect_stats(
-    scheduler: Scheduler,
-    ledger: ByteLedger,
-    reservations: DeviceReservations,
-    tiers: TierManager,
-    sessions: Iterable[SessionState],
-    refused: Mapping[str, int],
-    passed_over: Mapping[str, int],
-    begun_again: Mapping[str, int],
-    unwritten: WriteRetryQueue,
-) -> ServerStats:
-    """Statistics of all parts at one moment."""
+def collect_stats(core: EngineCore) -> ServerStats:
+    """Statistics of an engine core at this moment. On the model's thread."""
+    scheduler, ledger, tiers, disk = core.scheduler, core.ledger, core.tiers, core.tiers.disk
     limits = {tier.value: ledger.limit(tier) for tier in TIERS}
-    sums, disk = scheduler.sums, tiers.disk
     return ServerStats(
-        sessions=dict(Counter(map(session_status, sessions))),
+        sessions=dict(Counter(map(session_status, core.sessions))),
         tier_bytes={tier.value: ledger.used(tier) for tier in TIERS} | disk.bytes_by_tier(),
         budget_bytes={name: count for name, count in limits.items() if count < UNLIMITED}
         | disk.budget_by_tier(),
-        peak_bytes={Tier.DEVICE.value: reservations.peak},
-        budget_violations=reservations.violations,
+        peak_bytes={Tier.DEVICE.value: core.reservations.peak},
+        budget_violations=core.reservations.violations,
         running=len(scheduler.running) + len(scheduler.finishing),
         waiting=len(scheduler.queue),
         done=dict(scheduler.done),
-        refused=refused,
-        passed_over=passed_over,
-        begun_again=begun_again,
+        refused=core.refused.counts(),
+        passed_over=core.restorer.passed_over.counts(),
+        begun_again=core.restorer.restarted.counts(),
         steps=scheduler.steps,
         blocks=scheduler.blocks,
-        prompt_tokens=sums["prompt_tokens"],
-        cached_tokens=sums["cached_tokens"],
-        restored_tokens=sums["restored_tokens"],
-        recomputed_tokens=sums["recomputed_tokens"],
-        new_tokens=sums["new_tokens"],
-        evicted_tokens=sums["evicted_tokens"],
-        merged_tokens=sums["merged_tokens"],
+        **{name: scheduler.sums[name] for name in SUMMED_FIELDS},
         parked=dict(tiers.parked),
         restored=dict(+tiers.restored),
         rejected=dict(disk.rejected()),
         unwritten=dict(disk.unwritten()),
         written_bytes=disk.written_bytes(),
-        turns_not_durable=dict(unwritten.counts),
-        sessions_not_durable=len(unwritten),
+        turns_not_durable=dict(core.unwritten.counts),
+        sessions_not_durable=len(core.unwritten),
     )
 
 
@@ -138,21 +118,3 @@ def _sum(values: Sequence[Any]) -> Any:
             total.update(value)
         return dict(total)
     return sum(values)
-
-
-class ReasonCounter:
-    """Counter by reason. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-
-    def note(self, why: str) -> None:
-        """Count one occurrence."""
-        with self._lock:
-            self._counts[why] += 1
-
-    def counts(self) -> dict[str, int]:
-        """Number of occurrences by reason."""
-        with self._lock:
-            return dict(self._counts)

@@ -29,17 +29,30 @@ _REASONS: tuple[tuple[type[LarderError], str], ...] = (
 )
 
 
-class FailureCounter:
-    """Failure counts since the store was opened. Safe from threads."""
+class ReasonCounter:
+    """Counter by reason. Safe from threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
-    def note(self, reason: str, message: str) -> str:
-        """Count and log a failure; return its reason."""
+    def count(self, reason: str) -> None:
+        """Count one occurrence."""
         with self._lock:
             self._counts[reason] += 1
+
+    def counts(self) -> dict[str, int]:
+        """Occurrences by reason."""
+        with self._lock:
+            return dict(self._counts)
+
+
+class FailureCounter(ReasonCounter):
+    """Failure counts since the store was opened. Safe from threads."""
+
+    def note(self, reason: str, message: str) -> str:
+        """Count and log a failure; return its reason."""
+        self.count(reason)
         _LOG.warning("%s: %s", reason, message)
         return reason
 
@@ -54,11 +67,6 @@ class FailureCounter:
             yield
         except LarderError as error:
             self.note_error(error)
-
-    def counts(self) -> dict[str, int]:
-        """Failures by reason."""
-        with self._lock:
-            return dict(self._counts)
 
 
 def failure_reason(error: LarderError) -> str:

@@ -105,12 +105,12 @@ def _gauges(stats: ServerStats) -> Iterator[Metric]:
     )
     yield _gauge("num_requests_running", "Requests in prefill or decode.", stats.running)
     yield _gauge("num_requests_waiting", "Requests waiting for admission.", stats.waiting)
-    yield _labelled_gauge("sessions", "Sessions by state.", "state", stats.sessions)
+    yield _gauge("sessions", "Sessions by state.", stats.sessions, "state")
     description = "Sessions with turns that are only in memory because the store failed."
     yield _gauge("sessions_not_durable", description, stats.sessions_not_durable)
-    yield _labelled_gauge("tier_bytes", "Bytes in use or reserved.", "tier", stats.tier_bytes)
-    yield _labelled_gauge("peak_bytes", "Peak bytes in use.", "tier", stats.peak_bytes)
-    yield _labelled_gauge("budget_bytes", "Capacity in bytes.", "tier", stats.budget_bytes)
+    yield _gauge("tier_bytes", "Bytes in use or reserved.", stats.tier_bytes, "tier")
+    yield _gauge("peak_bytes", "Peak bytes in use.", stats.peak_bytes, "tier")
+    yield _gauge("budget_bytes", "Capacity in bytes.", stats.budget_bytes, "tier")
 
 
 def _tokens(stats: ServerStats) -> Iterator[Metric]:
@@ -135,12 +135,7 @@ def _tokens(stats: ServerStats) -> Iterator[Metric]:
     computed = max(stats.prompt_tokens - stats.cached_tokens, 0)
     in_memory = max(stats.cached_tokens - stats.restored_tokens, 0)
     sources = {"computed": computed, "cached": in_memory, "restored": stats.restored_tokens}
-    family = CounterMetricFamily(
-        "larder_prompt_tokens_by_source", "Prompt tokens by source.", labels=["source"]
-    )
-    for source, value in sources.items():
-        family.add_metric([source], value)
-    yield family
+    yield _counter("prompt_tokens_by_source", "Prompt tokens by source.", sources, "source")
 
 
 def _counters(stats: ServerStats) -> Iterator[Metric]:
@@ -150,22 +145,20 @@ def _counters(stats: ServerStats) -> Iterator[Metric]:
     yield _counter("decode_steps", "Decode steps.", stats.steps)
     yield _counter("prefill_blocks", "Prefill blocks.", stats.blocks)
     yield _counter("ssd_written_bytes", "Bytes written to disk.", stats.written_bytes)
-    yield _labelled_counter(
-        "request_success", "Finished requests by reason.", "finished_reason", stats.done
-    )
-    yield _labelled_counter("admission_rejections", "Requests refused.", "code", stats.refused)
+    yield _counter("request_success", "Finished requests by reason.", stats.done, "finished_reason")
+    yield _counter("admission_rejections", "Requests refused.", stats.refused, "code")
     description = "Candidate sessions that could not be loaded."
-    yield _labelled_counter("sessions_passed_over", description, "reason", stats.passed_over)
+    yield _counter("sessions_passed_over", description, stats.passed_over, "reason")
     description = "Sessions with a damaged transcript, continued from the text of a request."
-    yield _labelled_counter("sessions_begun_again", description, "reason", stats.begun_again)
+    yield _counter("sessions_begun_again", description, stats.begun_again, "reason")
     description = "Turns that the store failed to write when they were complete."
-    yield _labelled_counter("turns_not_durable", description, "reason", stats.turns_not_durable)
-    yield _labelled_counter("kv_parked", "Caches moved to a slower tier.", "tier", stats.parked)
-    yield _labelled_counter("kv_restored", "Caches restored.", "tier", stats.restored)
+    yield _counter("turns_not_durable", description, stats.turns_not_durable, "reason")
+    yield _counter("kv_parked", "Caches moved to a slower tier.", stats.parked, "tier")
+    yield _counter("kv_restored", "Caches restored.", stats.restored, "tier")
     description = "Saved sessions and caches that were not restored; their text is computed again."
-    yield _labelled_counter("restore_rejected", description, "reason", stats.rejected)
+    yield _counter("restore_rejected", description, stats.rejected, "reason")
     description = "Turns, caches and pins that the store failed to write."
-    yield _labelled_counter("store_unwritten", description, "reason", stats.unwritten)
+    yield _counter("store_unwritten", description, stats.unwritten, "reason")
 
 
 def _share(stats: ServerStats, tier: str) -> float:
@@ -174,25 +167,29 @@ def _share(stats: ServerStats, tier: str) -> float:
     return stats.tier_bytes.get(tier, 0) / limit if limit else 0.0
 
 
-def _gauge(name: str, description: str, value: float | int) -> Metric:
-    return GaugeMetricFamily(f"larder_{name}", description, value=value)
+def _gauge(
+    name: str, description: str, values: float | int | Mapping[str, int], label: str = ""
+) -> Metric:
+    family = GaugeMetricFamily(f"larder_{name}", description, labels=[label] if label else [])
+    return _with_values(family, values)
 
 
-def _counter(name: str, description: str, value: float | int) -> Metric:
-    return CounterMetricFamily(f"larder_{name}", description, value=value)
+def _counter(
+    name: str, description: str, values: float | int | Mapping[str, int], label: str = ""
+) -> Metric:
+    family = CounterMetricFamily(f"larder_{name}", description, labels=[label] if label else [])
+    return _with_values(family, values)
 
 
-def _labelled_gauge(name: str, description: str, label: str, values: Mapping[str, int]) -> Metric:
-    family = GaugeMetricFamily(f"larder_{name}", description, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family
-
-
-def _labelled_counter(name: str, description: str, label: str, values: Mapping[str, int]) -> Metric:
-    family = CounterMetricFamily(f"larder_{name}", description, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
+def _with_values(
+    family: GaugeMetricFamily | CounterMetricFamily, values: float | int | Mapping[str, int]
+) -> Metric:
+    """The family with one value, or with one for each value of its label."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            family.add_metric([key], value)
+    else:
+        family.add_metric([], values)
     return family
 
 

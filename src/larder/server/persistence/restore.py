@@ -26,7 +26,7 @@ from larder.server.request import ApiError, Request, SessionUnreadableError
 from larder.server.serving_policy import ServingPolicy
 from larder.server.session_index import SessionIndex
 from larder.server.session_state import SessionState
-from larder.server.stats import ReasonCounter
+from larder.store.failures import ReasonCounter
 from larder.store.sessions.records import PINNED_LABEL, YES
 
 LOG = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class SessionRestorer:
         try:
             yield
         except ApiError as error:
-            self.passed_over.note(error.code)
+            self.passed_over.count(error.code)
             LOG.info("Candidate session %r cannot be loaded and is skipped: %s", name, error)
 
     def restart_from_request(self, error: SessionUnreadableError, request: Request) -> None:
@@ -83,7 +83,7 @@ class SessionRestorer:
         """
         if request.follows is not None:
             raise error
-        self.restarted.note("damaged")
+        self.restarted.count("damaged")
         LOG.warning("Session %r restarts from the text of a request: %s", request.session, error)
 
     def decode(
