@@ -172,7 +172,7 @@ class RequestState(Ticket):
     def cache(self) -> SequenceCache:
         """The cache that answers."""
         cache = (
-            self.session.residency.cache
+            self.session.residency.active
             if self.answer.active_turn is None
             else self.answer.active_turn.cache
         )

@@ -202,9 +202,9 @@ def session_info(session: SessionState) -> SessionInfo:
 def _max_cache_entries(session: SessionState) -> int:
     """Entries of the largest cache of a session, over layers and heads."""
     residency = session.residency
-    if residency.chat_cache is None:
+    if residency.caches is None:
         return residency.occupancy.entries
-    return max((held.entries for held in residency.chat_cache.caches.usage()), default=0)
+    return max((held.entries for held in residency.caches.usage()), default=0)
 
 
 def stored_session_info(record: Record, has_cache: bool) -> SessionInfo:
@@ -256,8 +256,8 @@ def cached_positions(session: SessionState) -> CachedPositions:
     """Positions in the session's cache; empty if the cache is not in memory."""
     residency = session.residency
     cache, tier = residency.active, residency.tier
-    if residency.offloaded_cache is not None:
-        cache = residency.offloaded_cache.shown(session.rule.runtime.decoder.spec)
+    if residency.prefix_cache is not None:
+        cache = residency.prefix_cache.view(0)
     if cache is None:
         return CachedPositions(0, (), episodes=_episodes(session), tier=tier)
     maps, tokens = residency.position_maps.of(residency.episode), cache.next_position

@@ -18,7 +18,7 @@ from larder.core.session_name import root_name
 from larder.engine.sampler import SamplingParams
 from larder.server.request import ChatMessage, Request
 from larder.server.serving_policy import CacheOccupancy, ServingPolicy
-from larder.session.caches import OffloadedCache
+from larder.session.caches import SessionCaches
 from larder.session.chat_cache import ChatCache
 from larder.store.ledger import Reservation
 
@@ -213,8 +213,8 @@ class Residency:
     """Caches of a session, and the tier that they are on.
 
     Args:
-        cache, offloaded_cache: the cache on the device or in host memory, if there is one.
-        chat_cache: the caches of a chat session, instead of these two.
+        prefix_cache: the cache of a session of the prefix backend, the only one of its caches.
+        chat_cache: the caches of a session of the chat backend.
         episode: number of the cache that answered last.
         rebuilt_turns: completed turns when the chat caches were last rebuilt.
         position_maps: transcript positions of the entries of chat caches.
@@ -231,8 +231,7 @@ class Residency:
         reservation: host memory of the caches.
     """
 
-    cache: SequenceCache | None = None
-    offloaded_cache: OffloadedCache | None = None
+    prefix_cache: SessionCaches | None = None
     chat_cache: ChatCache | None = None
     episode: int = 0
     rebuilt_turns: int = 0
@@ -249,18 +248,21 @@ class Residency:
     reservation: Reservation | None = None
 
     @property
+    def caches(self) -> SessionCaches | None:
+        """All caches in memory; None if they were dropped."""
+        return self.prefix_cache if self.chat_cache is None else self.chat_cache.caches
+
+    @property
     def tier(self) -> str:
         """Tier of the cache."""
-        if self.active is not None:
-            return "device"
-        if self.offloaded_cache is not None or self.chat_cache is not None:
-            return "host"
+        if self.caches is not None:
+            return "host" if self.active is None else "device"
         return "none" if self.saved_cache is None else "disk"
 
     @property
     def is_resident(self) -> bool:
         """True if the cache is on the device or in host memory."""
-        return any(each is not None for each in (self.cache, self.offloaded_cache, self.chat_cache))
+        return self.caches is not None
 
     @property
     def is_saved(self) -> bool:
@@ -270,7 +272,7 @@ class Residency:
     @property
     def active(self) -> SequenceCache | None:
         """The cache that answers, if it is on the device."""
-        return self.cache if self.chat_cache is None else self.chat_cache.caches.active_cache
+        return None if self.caches is None else self.caches.active_cache
 
     @property
     def device_bytes(self) -> int:
@@ -290,12 +292,8 @@ class Residency:
     @property
     def nbytes(self) -> int:
         """Bytes of the caches, on any tier."""
-        if self.chat_cache is not None:
-            return self.chat_cache.caches.nbytes
-        if self.cache is not None:
-            return self.cache.nbytes
-        if self.offloaded_cache is not None:
-            return self.offloaded_cache.nbytes
+        if self.caches is not None:
+            return self.caches.nbytes
         return 0 if self.saved_cache is None else self.saved_cache.cache_bytes
 
     @property
@@ -303,19 +301,26 @@ class Residency:
         """Occupancy of the cache, on any tier."""
         if self.chat_cache is not None:
             return self.chat_occupancy
-        if self.cache is not None:
-            return CacheOccupancy(self.cache.managed_entries, self.cache.next_position)
-        if self.offloaded_cache is not None:
-            return CacheOccupancy(self.offloaded_cache.entries, self.offloaded_cache.next_position)
+        if self.prefix_cache is not None:
+            [usage] = self.prefix_cache.usage()
+            return CacheOccupancy(usage.entries, usage.next_position)
         return (
             CacheOccupancy()
             if self.saved_cache is None
             else CacheOccupancy(self.saved_cache.entries, self.saved_cache.tokens)
         )
 
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of the caches between two turns, without slack."""
+        if self.chat_cache is not None:
+            return self.nbytes
+        stores = () if self.active is None else self.active.stores
+        return sum(tensor.nbytes for store in stores for tensor in store.tensors())
+
     def clear(self) -> None:
         """Drop the caches from memory; the store keeps its own."""
-        self.cache = self.offloaded_cache = self.chat_cache = None
+        self.prefix_cache = self.chat_cache = None
         self.cached_ids = array(TOKEN_TYPECODE)
         self.settled_tokens = 0
         self.is_coded = False

@@ -103,6 +103,13 @@ class SessionCaches:
         for cache in caches:
             self.add(cache)
 
+    @staticmethod
+    def of_active(spec: ModelSpec, cache: SequenceCache) -> SessionCaches:
+        """Caches of a conversation that has this one only, which is active."""
+        caches = SessionCaches(spec, ())
+        caches._active = (0, cache)
+        return caches
+
     def __len__(self) -> int:
         return len(self.usage())
 
@@ -121,6 +128,18 @@ class SessionCaches:
         self._active = (number, restored)
         del self._offloaded[number]
         return restored
+
+    def fork(self, number: int) -> SequenceCache:
+        """Copy a cache to the device; the original stays where it is."""
+        if self._active is not None and self._active[0] == number:
+            return self._active[1].fork()
+        return self._offloaded[number].copied(self._spec)
+
+    def view(self, number: int) -> SequenceCache:
+        """A cache for reading, on the tier that it is on."""
+        if self._active is not None and self._active[0] == number:
+            return self._active[1]
+        return self._offloaded[number].shown(self._spec)
 
     def copies(self) -> Iterator[SequenceCache]:
         """Copy every cache by number into host memory; the originals stay where they are."""

@@ -18,6 +18,7 @@ from larder.server.session_state import TOKEN_TYPECODE, CompletedTurn, SessionSt
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.disk import WRITE_COPIES
 from larder.server.tiers.manager import TierManager
+from larder.session.caches import SessionCaches
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 
@@ -97,7 +98,7 @@ class PrefixBackend(SessionBackend):
         """Count cached tokens and split the rest into blocks: the cache is present."""
         resolved = job.resolved
         prefill = job.prefill
-        cache = job.session.residency.cache
+        cache = job.session.residency.active
         assert cache is not None
         past_tokens = sum(each.tokens for each in resolved.past_turns) - sum(
             each.unread_tokens for each in resolved.past_turns[-1:]
@@ -109,7 +110,7 @@ class PrefixBackend(SessionBackend):
     def prefill_block(self, job: RequestState) -> int:
         prefill = job.prefill
         session, block = job.session, prefill.blocks[prefill.next_block]
-        cache = session.residency.cache
+        cache = session.residency.active
         assert cache is not None
         reader, started = session.rule.reader(len(job.resolved.prompt_ids)), perf_counter()
         cache.reserve(len(block))
@@ -126,7 +127,7 @@ class PrefixBackend(SessionBackend):
     def restart_prefill(self, job: RequestState) -> None:
         session = job.session
         residency = session.residency
-        residency.cache = session.rule.empty_cache()
+        residency.prefix_cache = self._caches(session, session.rule.empty_cache())
         residency.cached_ids = array(TOKEN_TYPECODE)
         residency.settled_tokens = 0
         job.prefill.cached_len = 0
@@ -159,7 +160,7 @@ class PrefixBackend(SessionBackend):
         """No effect: the cache contains the turn already."""
 
     def rollback(self, job: RequestState) -> None:
-        session, cache = job.session, job.session.residency.cache
+        session, cache = job.session, job.session.residency.active
         residency = session.residency
         mark = job.prefill.cached_len
         can_undo = session.rule.can_truncate and cache is not None and mark > 0
@@ -184,7 +185,7 @@ class PrefixBackend(SessionBackend):
     def _prepare(self, job: RequestState) -> None:
         """Prepare decoding: the prompt is read."""
         answer = job.answer
-        session, cache = job.session, job.session.residency.cache
+        session, cache = job.session, job.session.residency.active
         assert cache is not None
         cache.reserve(job.new_tokens - len(answer.output_ids))
         self._reservations.check(session.key, cache.nbytes)
@@ -194,16 +195,16 @@ class PrefixBackend(SessionBackend):
         """Continue with the session's own cache."""
         session = job.session
         self._tiers.grant(session, self._demand(job, session))
-        if session.residency.cache is None:
+        if session.residency.active is None:
             self._tiers.restore_from_host(session)
         self._truncate(session, usable)
 
     def _truncate(self, session: SessionState, usable: int) -> None:
         """Truncate the cache to the common prefix."""
         residency = session.residency
-        assert residency.cache is not None
-        if usable < residency.cache.next_position:
-            residency.cache.truncate(usable)
+        assert residency.active is not None
+        if usable < residency.active.next_position:
+            residency.active.truncate(usable)
             residency.cached_ids = residency.cached_ids[:usable]
 
     def _fetch(self, job: RequestState, source: SessionState, usable: int) -> bool:
@@ -235,7 +236,7 @@ class PrefixBackend(SessionBackend):
         """Start with an empty cache, in memory that is reserved."""
         residency = session.residency
         residency.origin = None
-        residency.cache = session.rule.empty_cache()
+        residency.prefix_cache = self._caches(session, session.rule.empty_cache())
         residency.cached_ids = array(TOKEN_TYPECODE)
         residency.settled_tokens = 0
         residency.is_coded, residency.is_lossless = False, True
@@ -265,25 +266,23 @@ class PrefixBackend(SessionBackend):
         usable = (
             source.usable_prefix_len(job.resolved.prompt_ids) if source.residency.is_resident else 0
         )
-        cache = self._fork_cache(source) if usable else None
-        if cache is None:
+        if not usable or source.residency.caches is None:
             return False
+        cache = source.residency.caches.fork(0)
         if usable < cache.next_position:
             cache.truncate(usable)
             cache.compact()
         job.counts.tier = source.residency.tier
-        residency.cache, residency.cached_ids = cache, source.residency.cached_ids[:usable]
+        residency.prefix_cache = self._caches(session, cache)
+        residency.cached_ids = source.residency.cached_ids[:usable]
         residency.settled_tokens = min(source.residency.settled_tokens, usable)
         residency.is_coded, residency.origin = source.residency.is_coded, None
         session.update_occupancy()
         return True
 
-    def _fork_cache(self, source: SessionState) -> SequenceCache | None:
-        if source.residency.cache is not None:
-            return source.residency.cache.fork()
-        if source.residency.offloaded_cache is not None:
-            return source.residency.offloaded_cache.copied(source.rule.runtime.decoder.spec)
-        return None
+    def _caches(self, session: SessionState, cache: SequenceCache) -> SessionCaches:
+        """A cache on the device, as the only one of a session."""
+        return SessionCaches.of_active(session.rule.runtime.decoder.spec, cache)
 
     def _source(self, job: RequestState) -> SessionState | None:
         """Session with the longest common prefix, among the fork's origin and

@@ -20,7 +20,7 @@ from larder.server.session_backend.chat_snapshot import (
 )
 from larder.server.session_info import session_info
 from larder.server.session_state import SavedCache, SessionState
-from larder.session.caches import offload
+from larder.session.caches import SessionCaches
 from larder.store.blobs.payloads import is_lossless_codec
 from larder.store.ledger import UNLIMITED, ByteLedger, Reservation, Tier
 
@@ -291,9 +291,11 @@ class DiskTierWriter:
         residency = session.residency
         chat_cache = residency.chat_cache
         beside = None if chat_cache is None else encode_chat_state(session)
-        caches = (
-            (_read_only_cache(session),) if chat_cache is None else chat_cache.caches.lend_views()
-        )
+        assert residency.caches is not None
+        if chat_cache is None and residency.active is not None:
+            caches = (residency.active,)  # it does not change meanwhile
+        else:
+            caches = residency.caches.lend_views()
         residency.is_saving = True
         session.durability.pending_writes += 1
         self._reservations[session.key] = [reservation]
@@ -307,8 +309,8 @@ class DiskTierWriter:
         residency = session.residency
         residency.is_saving = False
         session.durability.pending_writes -= 1
-        if residency.chat_cache is not None:
-            residency.chat_cache.caches.end_lending()
+        if residency.caches is not None:
+            residency.caches.end_lending()
         del self._futures[session.key]
         for reservation in self._reservations.pop(session.key):
             reservation.release()
@@ -340,18 +342,11 @@ def install_caches(
     if session.rule.is_chat:
         restore_chat(session, read, loaded_caches.caches, loaded_caches.beside)
     else:
-        residency.offloaded_cache = offload(loaded_caches.caches[0])
-        reservation.shrink(residency.offloaded_cache.nbytes)
+        residency.prefix_cache = SessionCaches(
+            session.rule.runtime.decoder.spec, loaded_caches.caches[:1]
+        )
+        reservation.shrink(residency.nbytes)
     residency.reservation = reservation
     residency.cached_ids = read
     residency.settled_tokens = stored.settled_tokens
     residency.is_coded = stored.is_coded
-
-
-def _read_only_cache(session: SessionState) -> SequenceCache:
-    """The session's cache, for serialization."""
-    residency = session.residency
-    if residency.cache is not None:
-        return residency.cache
-    assert residency.offloaded_cache is not None
-    return residency.offloaded_cache.shown(session.rule.runtime.decoder.spec)

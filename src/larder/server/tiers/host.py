@@ -111,15 +111,6 @@ class ChatHostMemory:
         return True
 
 
-def idle_bytes(session: SessionState) -> int:
-    """Bytes of a session's caches between two turns."""
-    residency = session.residency
-    if residency.chat_cache is not None:
-        return residency.nbytes
-    stores = () if residency.cache is None else residency.cache.stores
-    return sum(tensor.nbytes for store in stores for tensor in store.tensors())
-
-
 MAX_IDLE_TRANSCRIPTS = 64  # recently used sessions without a cache whose transcripts stay in memory
 
 

@@ -26,8 +26,7 @@ from larder.server.tiers.disk import (
     install_caches,
     write_memory_bytes,
 )
-from larder.server.tiers.host import ChatHostMemory, TranscriptMemory, idle_bytes
-from larder.session.caches import offload
+from larder.server.tiers.host import ChatHostMemory, TranscriptMemory
 from larder.store.eviction.base import Candidate, CandidateColumns, EvictionPolicy
 from larder.store.ledger import NO_TENANT, ByteLedger, Reservation, Tier
 
@@ -127,17 +126,15 @@ class TierManager:
     def restore_from_host(self, session: SessionState) -> None:
         """Bring an offloaded cache to the device, where memory is reserved."""
         residency = session.residency
-        if residency.chat_cache is not None:
-            residency.chat_cache.caches.activate(residency.episode)
-            self.restored[Tier.HOST.value] += 1
-            return
-        assert residency.offloaded_cache is not None
-        parked, residency.offloaded_cache = residency.offloaded_cache, None
-        spec = session.rule.runtime.decoder.spec
+        assert residency.caches is not None
         try:
-            residency.cache = parked.copied(spec) if residency.is_saving else parked.restore(spec)
+            residency.caches.activate(residency.episode)
+        except BaseException:
+            residency.prefix_cache = None
+            raise
         finally:
-            self._release_host(session)
+            if residency.chat_cache is None:  # the other caches of a chat stay in host memory
+                self._release_host(session)
         self.restored[Tier.HOST.value] += 1
 
     def offload(self, session: SessionState) -> bool:
@@ -147,15 +144,14 @@ class TierManager:
             soon = self._writer.start_bytes(write_memory_bytes(session))
             self._free_written_host(session, residency.device_bytes + soon)
             return self._parked(session, self.chats.offload(session))
-        cache = residency.cache
-        assert cache is not None
-        count = idle_bytes(session)
+        assert residency.prefix_cache is not None
+        count = residency.idle_bytes
         self._free_written_host(session, count + self._writer.start_bytes(WRITE_COPIES * count))
         reservation = self.host_room(session, count)
         if reservation is None:
             return False
-        residency.offloaded_cache, residency.cache = offload(cache), None
-        reservation.shrink(residency.offloaded_cache.nbytes)
+        residency.prefix_cache.offload_active()
+        reservation.shrink(residency.nbytes)
         residency.reservation = reservation
         self.in_host[session.key] = session
         return self._parked(session, True)
@@ -241,7 +237,7 @@ class TierManager:
         """Evict a session from the device; False if it has to wait for a write."""
         if self.offload(session):
             return True
-        may_fit = 0 < idle_bytes(session) <= self._host_limit(session.tenant)
+        may_fit = 0 < session.residency.idle_bytes <= self._host_limit(session.tenant)
         if may_fit and self.is_writing and not session.residency.is_saved:
             return False
         self.evict(session)
