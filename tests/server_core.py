@@ -12,6 +12,7 @@ from larder.engine.engine import Engine
 from larder.models.loader import LoadedModel, wrap_model
 from larder.models.tiny import tiny
 from larder.server.engine_core import EngineCore
+from larder.server.persistence import session_file
 from larder.server.persistence.base import SessionPersistence
 from larder.server.persistence.restore import CandidateLoader
 from larder.server.persistence.session_file import TranscriptSnapshot
@@ -188,6 +189,12 @@ class Served:
         resident = [each.residency for each in core.sessions if each.residency.is_resident]
         parked = sum(each.host_bytes for each in resident)
         assert parked <= core.ledger.used(Tier.HOST), (parked, core.ledger.used(Tier.HOST))
+
+
+def encode_session(session: SessionState) -> bytes:
+    """A session as a session file."""
+    fingerprint = session.rule.runtime.decoder.spec.fingerprint
+    return session_file.encode(session_file.take_snapshot(session), fingerprint)
 
 
 def user(text: str) -> ChatMessage:

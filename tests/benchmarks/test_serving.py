@@ -14,9 +14,8 @@ import torch
 from larder.core.types import Mode
 from larder.engine.engine import Engine
 from larder.models.forward_batch import BatchSegment
-from larder.server.persistence import session_file
 from larder.server.session_state import TOKEN_TYPECODE
-from server_core import Served, answered, characters, told
+from server_core import Served, answered, characters, encode_session, told
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -44,9 +43,7 @@ def test_answers_that_part_are_judged_by_the_two_best_logits() -> None:
     turns = told(1)
     first = served.ask(turns, "x")
     served.ask(answered(turns, first, "Why?"), "x")
-    said = divergence.exported_turns(
-        session_file.encode_session(served.core.sessions.find("a", "x"))
-    )
+    said = divergence.exported_turns(encode_session(served.core.sessions.find("a", "x")))
     engine = Engine(characters(), "full")
     assert divergence.first_divergence(engine, said, said) is None
     other = array(TOKEN_TYPECODE, said[1].answer_ids)

@@ -12,7 +12,7 @@ from larder.models.loader import LoadedModel
 from larder.server.persistence import session_file
 from larder.server.request import ApiError, ChatMessage
 from larder.store.ledger import Tier
-from server_core import Served, answered, told, user
+from server_core import Served, answered, encode_session, told, user
 
 
 def test_a_conversation_that_goes_on_is_not_read_again(small: LoadedModel) -> None:
@@ -199,7 +199,7 @@ def test_a_session_survives_export_and_import(small: LoadedModel) -> None:
     served, other = Served(small, "limited"), Served(small, "limited")
     turns = told(1)
     first = served.ask(turns, "x")
-    data = session_file.encode_session(served.core.sessions.find("a", "x"))
+    data = encode_session(served.core.sessions.find("a", "x"))
     take_in(other, "b", "y", data)
     more = answered(turns, first, "Why?")
     assert other.ask(more, "y", tenant="b").text == served.ask(more, "x").text
@@ -232,9 +232,7 @@ def test_30_a_file_that_was_made_to_do_harm_is_refused(
 ) -> None:
     served = Served(small)
     served.ask(told(1), "x")
-    document = json.loads(
-        zstandard.decompress(session_file.encode_session(served.core.find("a", "x")))
-    )
+    document = json.loads(zstandard.decompress(encode_session(served.core.find("a", "x"))))
     for place in (document, *document["said"]):
         if field in place:
             place[field] = value
@@ -279,9 +277,7 @@ def test_30_a_small_file_that_unpacks_to_long_texts_is_refused(
 ) -> None:
     served = Served(small)
     served.ask(told(1), "x")
-    document = json.loads(
-        zstandard.decompress(session_file.encode_session(served.core.find("a", "x")))
-    )
+    document = json.loads(zstandard.decompress(encode_session(served.core.find("a", "x"))))
     document["said"][0][field] = value
     data = zstandard.compress(json.dumps(document).encode())
     limit = session_file.SessionFileLimit(session_file.IMPORT_BYTES, 1024)

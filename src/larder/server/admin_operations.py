@@ -13,7 +13,7 @@ from larder.server.scheduler import FAILURES
 from larder.server.serving_policy import ServingPolicy
 from larder.server.session_backend.base import SessionBackend
 from larder.server.session_state import SavedCache, SessionState
-from larder.server.tiers.disk import WRITE_COPIES, LoadedCaches
+from larder.server.tiers.disk import LoadedCaches
 from larder.server.tiers.manager import TierManager
 from larder.store.ledger import Reservation
 
@@ -74,9 +74,7 @@ class AdminOperations:
         try:
             self._tiers.grant(session, self._backend_of(session.rule).idle_demand(session))
             if saved is not None:
-                reservation = self._tiers.host_room(
-                    session, saved.nbytes + WRITE_COPIES * saved.cache_bytes
-                )
+                reservation = self._tiers.host_room(session, saved.load_bytes)
         except BudgetError as error:
             raise overloaded(self._waiting()) from error
         finally:

@@ -32,9 +32,8 @@ from larder.server.request import (
     SessionUnreadableError,
     Ticket,
 )
-from larder.server.request_queue import RequestQueue
 from larder.server.request_state import RequestState, RequestTimes
-from larder.server.scheduler import Scheduler
+from larder.server.scheduler import RequestQueue, Scheduler
 from larder.server.serving_policy import ServingPolicy
 from larder.server.session_backend.base import SessionBackend
 from larder.server.session_backend.chat import ChatBackend
@@ -178,7 +177,7 @@ class EngineCore:
             )
         try:
             job = self._request_state(request, resolved, listener, arrived)
-            self._persistence.acquire(resolved.session)
+            self._persistence.locks.acquire(resolved.session)
         except BaseException:
             if resolved.session.usage.is_provisional:
                 self.forget(resolved.session)
@@ -273,7 +272,7 @@ class EngineCore:
 
     def _reloaded(self, session: SessionState) -> bool:
         """Reload a session if another server has written it since; true if it was reloaded."""
-        if session.usage.is_answering or not self._persistence.is_outdated(session):
+        if session.usage.is_answering or not self._persistence.locks.is_outdated(session):
             return False
         self.forget(session)
         self.restorer.restore(session.tenant, session.name)

@@ -21,6 +21,7 @@ from larder.server.session_state import (
     GenerationParams,
     SavedCache,
     SessionState,
+    num_tokens,
 )
 from larder.server.tiers.disk import LoadedCaches
 from larder.session.chat_state import ActiveTurn, TurnCommit
@@ -204,7 +205,7 @@ class RequestState(Ticket):
     @property
     def prompt(self) -> array:
         """Prompt tokens that this request adds to the transcript."""
-        before = sum(each.tokens for each in self.resolved.past_turns)
+        before = num_tokens(self.resolved.past_turns)
         return array(TOKEN_TYPECODE, self.resolved.prompt_ids[before:])
 
     def complete_turn(self, closing: Sequence[int], unread: int, reason: str) -> CompletedTurn:

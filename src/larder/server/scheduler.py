@@ -10,21 +10,20 @@ of an answer are never more than one block apart, and no request starves.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from larder.core.errors import BudgetError, LarderError
-from larder.server.api_errors import kv_budget_exceeded
+from larder.server.api_errors import kv_budget_exceeded, overloaded, too_many_requests
 from larder.server.model_runner import ModelRunner
 from larder.server.model_thread import CompletionQueue
 from larder.server.persistence.base import Durability, SessionPersistence
 from larder.server.persistence.retry_queue import WriteRetryQueue
 from larder.server.request import Report
-from larder.server.request_queue import RequestQueue
 from larder.server.request_state import RequestState
 from larder.server.session_index import SessionIndex
 from larder.server.session_state import SessionState
@@ -36,6 +35,57 @@ MAX_PASSED_BLOCKS = (
     8  # blocks for other requests of its tenant before a request gets one regardless of length
 )
 SUMMED_FIELDS = tuple(f.name for f in fields(Report) if f.name.endswith("_tokens"))
+
+
+class RequestQueue:
+    """Bounded request queue, fair between tenants: a tenant may occupy at most as many places as
+    are free. For the model's thread.
+
+    Args:
+        most: maximum number of waiting requests of all tenants.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._jobs: dict[str, deque[RequestState]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._jobs.values()))
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return (job for own in self._jobs.values() for job in own)
+
+    @property
+    def tenants(self) -> list[str]:
+        """Tenants with waiting requests, in order of arrival."""
+        return list(self._jobs)
+
+    def check(self, tenant: str) -> None:
+        """Raise if a request of this tenant cannot be queued.
+
+        Raises:
+            ApiError: 503 `overloaded`, or 429 `too_many_requests`.
+        """
+        count, own = len(self), len(self._jobs.get(tenant, ()))
+        if count >= self._most:
+            raise overloaded(count)
+        if own >= self._most - count:
+            raise too_many_requests(own)
+
+    def add(self, job: RequestState) -> None:
+        """Append a request to its tenant's queue."""
+        self._jobs.setdefault(job.session.tenant, deque()).append(job)
+
+    def first(self, tenant: str) -> RequestState:
+        """The next request of a tenant."""
+        return self._jobs[tenant][0]
+
+    def remove(self, job: RequestState) -> None:
+        """Remove a request from its queue."""
+        tenant = job.session.tenant
+        self._jobs[tenant].remove(job)
+        if not self._jobs[tenant]:
+            del self._jobs[tenant]
 
 
 class Scheduler:
@@ -327,7 +377,7 @@ class Scheduler:
         usage.is_answering = usage.is_running = False
         usage.last_used, usage.uses = now, usage.uses + 1
         usage.workflow_steps = job.workflow_steps
-        self._persistence.release(session)
+        self._persistence.locks.release(session)
         if usage.is_provisional or session.durability.is_superseded:
             self._forget(session)
         else:

@@ -176,8 +176,7 @@ def session_info(session: SessionState) -> SessionInfo:
     return SessionInfo(
         name=session.name,
         state=session_status(session),
-        turns=len(session.transcript.opening_messages)
-        + sum(len(each.messages) + 1 for each in session.turns),
+        turns=session.transcript.num_messages,
         tokens=session.transcript.tokens,
         tier=residency.tier,
         tier_bytes={

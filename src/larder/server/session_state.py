@@ -72,6 +72,7 @@ class PositionMaps:
 
 TOKEN_TYPECODE = "i"  # of arrays: four bytes per token id
 MAX_THINK_TIMES = 16
+COPIES = 2  # of a cache while it is written or loaded: its state, and the blob
 OVERHEAD_BYTES = 1024  # of a session in memory, without its texts and tokens
 ASSISTANT = "assistant"
 
@@ -123,6 +124,11 @@ class CompletedTurn:
         return texts + (self.tokens * self.prompt_ids.itemsize)
 
 
+def num_tokens(turns: Iterable[CompletedTurn]) -> int:
+    """Tokens of several turns."""
+    return sum(each.tokens for each in turns)
+
+
 @dataclass(frozen=True)
 class SavedCache:
     """Description of a session's cache in the store.
@@ -146,6 +152,11 @@ class SavedCache:
     is_coded: bool
     is_lossless: bool
     caches: int = 1
+
+    @property
+    def load_bytes(self) -> int:
+        """Host memory that loading takes."""
+        return self.nbytes + COPIES * self.cache_bytes
 
 
 @dataclass(frozen=True)
@@ -195,7 +206,7 @@ class Transcript:
 
     @property
     def tokens(self) -> int:
-        return sum(each.tokens for each in self.turns)
+        return num_tokens(self.turns)
 
     @property
     def num_messages(self) -> int:
@@ -317,6 +328,18 @@ class Residency:
             return self.nbytes
         stores = () if self.active is None else self.active.stores
         return sum(tensor.nbytes for store in stores for tensor in store.tensors())
+
+    @property
+    def write_bytes(self) -> int:
+        """Host memory that writing the caches to the store takes, in addition to them.
+
+        Chat caches are written one by one. Their full size may be held twice meanwhile: offloading
+        and activation can both need it.
+        """
+        if self.chat_cache is None:
+            return COPIES * self.nbytes
+        largest = max(held.nbytes for held in self.chat_cache.caches.usage())
+        return self.nbytes + COPIES * largest
 
     def clear(self) -> None:
         """Drop the caches from memory; the store keeps its own."""

@@ -74,13 +74,14 @@ class ServerStats:
 
 def collect_stats(core: EngineCore) -> ServerStats:
     """Statistics of an engine core at this moment. On the model's thread."""
-    scheduler, ledger, tiers, disk = core.scheduler, core.ledger, core.tiers, core.tiers.disk
+    scheduler, ledger, tiers = core.scheduler, core.ledger, core.tiers
+    disk = tiers.disk.stats()
     limits = {tier.value: ledger.limit(tier) for tier in TIERS}
     return ServerStats(
         sessions=dict(Counter(map(session_status, core.sessions))),
-        tier_bytes={tier.value: ledger.used(tier) for tier in TIERS} | disk.bytes_by_tier(),
+        tier_bytes={tier.value: ledger.used(tier) for tier in TIERS} | disk.used,
         budget_bytes={name: count for name, count in limits.items() if count < UNLIMITED}
-        | disk.budget_by_tier(),
+        | disk.budget,
         peak_bytes={Tier.DEVICE.value: core.reservations.peak},
         budget_violations=core.reservations.violations,
         running=len(scheduler.running) + len(scheduler.finishing),
@@ -94,9 +95,9 @@ def collect_stats(core: EngineCore) -> ServerStats:
         **{name: scheduler.sums[name] for name in SUMMED_FIELDS},
         parked=dict(tiers.parked),
         restored=dict(+tiers.restored),
-        rejected=dict(disk.rejected()),
-        unwritten=dict(disk.unwritten()),
-        written_bytes=disk.written_bytes(),
+        rejected=disk.rejected,
+        unwritten=disk.unwritten,
+        written_bytes=disk.written_bytes,
         turns_not_durable=dict(core.unwritten.counts),
         sessions_not_durable=len(core.unwritten),
     )

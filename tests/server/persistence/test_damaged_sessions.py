@@ -98,7 +98,7 @@ def test_1_one_flipped_bit_locks_no_session(small: LoadedModel, tmp_path: Path, 
         {"damaged": 1} if kind in TEXT_IS_GONE else {}
     )
     if kind in ("transcript", "tokens", "cache", "beside"):
-        assert again.disk.rejected()["damaged"]
+        assert again.disk.stats().rejected["damaged"]
     more = answered(turns, last, "And?")
     assert again.ask(more, "x").text == never.ask(more, "x").text
     again.close()
@@ -106,7 +106,7 @@ def test_1_one_flipped_bit_locks_no_session(small: LoadedModel, tmp_path: Path, 
     said = healed.core.find("a", "x").turns
     assert sum(len(each.messages) + 1 for each in said) == len(more) + 1
     assert healed.ask(answered(more, last, "Then?"), "x").report is not None
-    assert healed.disk.rejected() == {}
+    assert healed.disk.stats().rejected == {}
 
 
 def test_1_only_who_does_not_send_the_text_hears_that_it_is_gone(

@@ -25,7 +25,7 @@ def test_a_turn_that_is_not_written_is_no_restore_that_was_rejected(
     stored = Stored(small, tmp_path)
     with failing(stored.store.sessions, "append", FULL):
         stored.ask(told(1), "x")
-    assert (stored.disk.rejected(), stored.disk.unwritten()) == ({}, {"full": 1})
+    assert (stored.disk.stats().rejected, stored.disk.stats().unwritten) == ({}, {"full": 1})
     stored.close()
 
 
@@ -39,7 +39,7 @@ def test_a_cache_comes_back_though_its_use_cannot_be_noted(
     with failing(Manifest, "used", FULL):
         last = again.ask(turns, "x")
     assert last.told.restored_tokens > 0 == last.told.recomputed_tokens
-    assert (again.disk.rejected(), again.disk.unwritten()) == ({}, {"full": 1})
+    assert (again.disk.stats().rejected, again.disk.stats().unwritten) == ({}, {"full": 1})
     again.close()
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("unflushed", "loads")
 
 # How a session is held, and what cannot be done with its caches when they come back.
 HELD = {
-    "full": ({"policy": "full"}, "larder.server.tiers.disk.offload"),
+    "full": ({"policy": "full"}, "larder.session.caches.offload"),
     "epicache": (asked("epicache"), "larder.server.tiers.disk.restore_chat"),
 }
 

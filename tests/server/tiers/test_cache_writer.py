@@ -65,7 +65,7 @@ def test_8_a_restarted_server_restores_and_says_the_same(
     assert report.tier == "disk" and report.recomputed_tokens == 0
     assert report.restored_tokens == report.cached_tokens == other.told.cached_tokens > 0
     assert report.lossless == other.told.lossless
-    assert again.disk.rejected() == {}
+    assert again.disk.stats().rejected == {}
 
 
 @pytest.mark.parametrize("policy", ["full", "limited"])
@@ -84,7 +84,7 @@ def test_many_sessions_take_turns_in_little_memory(
             turns[name] = answered(turns[name], own, text)
     tiers = stored.core.tiers
     assert tiers.parked["disk"] and tiers.restored["disk"] and not tiers.dropped
-    assert not stored.disk.rejected()
+    assert not stored.disk.stats().rejected
     assert any(not stored.core.sessions.has("a", name) for name in names)
 
 
@@ -102,7 +102,7 @@ def test_1_what_is_damaged_is_read_again(small: LoadedModel, tmp_path: Path) -> 
     last = again.ask(turns, "x")
     assert last.text == never.ask(turns, "x").text
     assert last.told.restored_tokens == 0 < last.told.recomputed_tokens
-    assert again.disk.rejected() == {"damaged": 1}
+    assert again.disk.stats().rejected == {"damaged": 1}
     again.close()
     third = Stored(small, tmp_path)
     assert third.ask(answered(turns, last, "And?"), "x").told.restored_tokens > 0
@@ -118,7 +118,7 @@ def test_26_reading_where_loading_is_slower(
     again = Stored(small, tmp_path)
     last = again.ask(turns, "x")
     assert last.told.restored_tokens == 0 < last.told.recomputed_tokens
-    assert again.disk.rejected() == {"slower": 1}
+    assert again.disk.stats().rejected == {"slower": 1}
     monkeypatch.setattr(ThroughputEstimates, "choose", lambda *args: RestorePath.LOAD)
     again.core.tiers.evict(again.core.find("a", "x"))
     assert again.tier() == "disk"

@@ -70,7 +70,7 @@ def test_a_restarted_server_goes_on_from_the_restored_caches(
     assert last == expected  # no block more than without the restart
     more = answered(turns, again.served.ask(turns, "x"), "And?")
     assert again.ask(more, "x").text == never.ask(more, "x").text
-    assert again.core.tiers.restored["disk"] == 1 and again.disk.rejected() == {}
+    assert again.core.tiers.restored["disk"] == 1 and again.disk.stats().rejected == {}
     assert again.core.scheduler.sums["recomputed_tokens"] == 0
     before = sum(each.tokens for each in again.core.find("a", "x").turns[:-2])
     assert again.core.scheduler.sums["restored_tokens"] == before
@@ -93,7 +93,7 @@ def test_the_caches_of_every_preset_come_back(deep: LoadedModel, tmp_path: Path,
     last = again.ask(turns, "x")
     assert last.text == never.ask(turns, "x").text
     assert last.told.tier == "disk" and last.told.restored_tokens > 0
-    assert last.told.recomputed_tokens == 0 and again.disk.rejected() == {}
+    assert last.told.recomputed_tokens == 0 and again.disk.stats().rejected == {}
 
 
 def flip(folder: Path, holding: bytes) -> None:
@@ -123,7 +123,7 @@ def test_a_flipped_bit_has_the_text_be_read_again(
     assert last.told.recomputed_tokens == sum(
         each.tokens for each in again.core.find("a", "x").turns[:-1]
     )
-    assert again.disk.rejected() == {"damaged": 1}
+    assert again.disk.stats().rejected == {"damaged": 1}
     again.close()
     third = stored(small, tmp_path, "epicache")
     assert third.ask(answered(turns, last, "And?"), "x").told.restored_tokens > 0
@@ -143,7 +143,7 @@ def test_what_stands_beside_the_caches_must_fit_them(
     again = stored(small, tmp_path, "epicache")
     last = again.ask(turns, "x")
     assert last.text == never.ask(turns, "x").text and last.told.restored_tokens == 0
-    assert again.disk.rejected() == {"damaged": 1}
+    assert again.disk.stats().rejected == {"damaged": 1}
     again.served.check()
 
 
@@ -198,7 +198,7 @@ def test_many_chats_take_turns_in_little_memory(small: LoadedModel, tmp_path: Pa
             assert last.text == other.text
             turns[name] = answered(said, last, text)
     tiers = own.core.tiers
-    assert tiers.parked["disk"] and tiers.restored["disk"] and not own.disk.rejected()
+    assert tiers.parked["disk"] and tiers.restored["disk"] and not own.disk.stats().rejected
     assert not tiers.dropped
     assert any(not own.core.sessions.has("a", name) for name in turns)
 
@@ -267,4 +267,4 @@ def test_who_asks_while_its_caches_are_written_gets_its_answer(
     own.store.close()
     again = stored(small, tmp_path, "epicache")
     assert again.ask(turns, "x").text == never.ask(turns, "x").text
-    assert again.disk.rejected() == {} and again.core.tiers.restored["disk"] == 1
+    assert again.disk.stats().rejected == {} and again.core.tiers.restored["disk"] == 1

@@ -77,8 +77,13 @@ class SessionLocks:
         return False
 
 
-class SessionPersistence(SessionLocks):
-    """Contract of session persistence, and its null object, which stores nothing."""
+class SessionPersistence:
+    """Contract of session persistence, and its null object, which stores nothing.
+
+    `locks` are those of its sessions against other servers.
+    """
+
+    locks = SessionLocks()
 
     def commit(
         self, session: SessionState, turn: CompletedTurn

@@ -145,11 +145,6 @@ def take_snapshot(session: SessionState) -> TranscriptSnapshot:
     )
 
 
-def encode_session(session: SessionState) -> bytes:
-    """A session as a session file."""
-    return encode(take_snapshot(session), session.rule.runtime.decoder.spec.fingerprint)
-
-
 def decode(
     data: bytes, fingerprint: str, vocabulary: int, limit: SessionFileLimit = STORE_LIMIT
 ) -> TranscriptSnapshot:

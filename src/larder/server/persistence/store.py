@@ -64,7 +64,7 @@ class StoreSessionPersistence(SessionPersistence):
         spec: ModelSpec,
         locks: SessionLocks = SessionLocks(),  # noqa: B008, without state
     ) -> None:
-        self._store, self._fingerprint, self._locks = store, spec.fingerprint, locks
+        self._store, self._fingerprint, self.locks = store, spec.fingerprint, locks
         self._fence = EpochFence(store)
         self._pool = ThreadPoolExecutor(1, "larder writing")  # one thread keeps the order of turns
         self._names = defaultdict[str, SessionNameIndex](SessionNameIndex)  # by tenant
@@ -75,7 +75,7 @@ class StoreSessionPersistence(SessionPersistence):
     def commit(
         self, session: SessionState, turn: CompletedTurn
     ) -> Future[LarderError | None] | None:
-        self._locks.check(session)
+        self.locks.check(session)
         transcript = session_file.take_snapshot(session)
         extra_labels = {
             "epoch": str(session.transcript.epoch),
@@ -170,15 +170,6 @@ class StoreSessionPersistence(SessionPersistence):
 
     def discard(self, tenant: str, name: str) -> Future[None] | None:
         return self._pool.submit(self._discard, tenant, name)
-
-    def is_outdated(self, session: SessionState) -> bool:
-        return self._locks.is_outdated(session)
-
-    def acquire(self, session: SessionState) -> None:
-        self._locks.acquire(session)
-
-    def release(self, session: SessionState) -> None:
-        self._locks.release(session)
 
     def close(self) -> None:
         self._pool.shutdown()

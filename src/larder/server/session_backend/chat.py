@@ -21,9 +21,8 @@ from larder.server.request_state import CacheLoad, RequestState
 from larder.server.serving_policy import ServingPolicy
 from larder.server.session_backend.base import SessionBackend
 from larder.server.session_backend.chat_prefill import ChatPrefill, PrefillSteps
-from larder.server.session_state import CompletedTurn, PositionMaps, SessionState
+from larder.server.session_state import CompletedTurn, PositionMaps, SessionState, num_tokens
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
-from larder.server.tiers.disk import WRITE_COPIES
 from larder.server.tiers.manager import TierManager
 from larder.session.chat_cache import ChatCache
 from larder.session.chat_state import ActiveTurn
@@ -44,14 +43,14 @@ class ChatBackend(SessionBackend):
     def turn_demand(
         self, rule: ServingPolicy, turns: Sequence[CompletedTurn], length: int, new_tokens: int
     ) -> MemoryDemand:
-        return chat_turn_demand(rule, length, length - _tokens(turns), new_tokens, 0)
+        return chat_turn_demand(rule, length, length - num_tokens(turns), new_tokens, 0)
 
     def idle_demand(self, session: SessionState) -> MemoryDemand:
         return chat_turn_demand(session.rule, session.residency.occupancy.read, 0, 0, 1)
 
     def start(self, job: RequestState) -> None:
         resolved = job.resolved
-        session, past_tokens = job.session, _tokens(resolved.past_turns)
+        session, past_tokens = job.session, num_tokens(resolved.past_turns)
         residency = session.residency
         if residency.chat_cache is not None and not self._prefill.extends(
             job, residency.chat_cache
@@ -81,10 +80,10 @@ class ChatBackend(SessionBackend):
     def _plan_prefill(self, job: RequestState) -> None:
         """Prepare the prefill: the caches are present, or are to be rebuilt."""
         resolved = job.resolved
-        session, past_tokens = job.session, _tokens(resolved.past_turns)
+        session, past_tokens = job.session, num_tokens(resolved.past_turns)
         if session.residency.chat_cache is not None:
             num_turns = len(session.residency.chat_cache.state.log.turns)
-            self._count_cached(job, _tokens(resolved.past_turns[:num_turns]))
+            self._count_cached(job, num_tokens(resolved.past_turns[:num_turns]))
         job.counts.recomputed = past_tokens - job.prefill.cached_len
         unread = len(resolved.prompt_ids) - job.prefill.cached_len
         job.prefill.estimated_blocks = unread // session.rule.block
@@ -236,7 +235,7 @@ class ChatBackend(SessionBackend):
     def _source(self, job: RequestState) -> SessionState | None:
         """Session whose stored caches this one can use: its own, or those of the session it was
         forked from."""
-        session, past_tokens = job.session, _tokens(job.resolved.past_turns)
+        session, past_tokens = job.session, num_tokens(job.resolved.past_turns)
         for each in (session, session.residency.origin):
             if (
                 each is not None
@@ -251,9 +250,7 @@ class ChatBackend(SessionBackend):
         """Start a cache load; False if there is no host memory for it."""
         kept = source.residency.saved_cache
         assert kept is not None
-        reservation = self._tiers.chats.detach(
-            job.session, kept.nbytes + WRITE_COPIES * kept.cache_bytes
-        )
+        reservation = self._tiers.chats.detach(job.session, kept.load_bytes)
         if reservation is None:
             return False
         future = self._tiers.disk.load(source, kept)
@@ -302,7 +299,3 @@ class ChatBackend(SessionBackend):
 def _is_complete(chat_cache: ChatCache, job: RequestState) -> bool:
     """True if the caches contain all turns before the request."""
     return len(chat_cache.state.log.turns) == len(job.resolved.past_turns)
-
-
-def _tokens(turns: Sequence[CompletedTurn]) -> int:
-    return sum(each.tokens for each in turns)

@@ -14,9 +14,8 @@ from larder.prefill.reader import PrefillSequence
 from larder.server.request_state import CacheLoad, RequestState
 from larder.server.serving_policy import CacheOccupancy, ServingPolicy
 from larder.server.session_backend.base import FindPrefix, SessionBackend
-from larder.server.session_state import TOKEN_TYPECODE, CompletedTurn, SessionState
+from larder.server.session_state import TOKEN_TYPECODE, CompletedTurn, SessionState, num_tokens
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
-from larder.server.tiers.disk import WRITE_COPIES
 from larder.server.tiers.manager import TierManager
 from larder.session.caches import SessionCaches
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
@@ -100,7 +99,7 @@ class PrefixBackend(SessionBackend):
         prefill = job.prefill
         cache = job.session.residency.active
         assert cache is not None
-        past_tokens = sum(each.tokens for each in resolved.past_turns) - sum(
+        past_tokens = num_tokens(resolved.past_turns) - sum(
             each.unread_tokens for each in resolved.past_turns[-1:]
         )
         self._count_cached(job, cache.next_position)
@@ -222,9 +221,7 @@ class PrefixBackend(SessionBackend):
                 max(each.bytes for each in demands), max(each.transient_bytes for each in demands)
             ),
         )
-        reservation = self._tiers.host_room(
-            session, saved.nbytes + WRITE_COPIES * saved.cache_bytes
-        )
+        reservation = self._tiers.host_room(session, saved.load_bytes)
         if reservation is None:
             return False
         future = self._tiers.disk.load(source, saved)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from larder.cache.sequence import SequenceCache
@@ -40,6 +40,24 @@ class LoadedCaches:
     beside: bytes | None = None
 
 
+@dataclass(frozen=True)
+class DiskTierStats:
+    """Figures of a disk tier.
+
+    Args:
+        used, budget: bytes in the store, and its capacity if limited, by tier.
+        rejected: stored caches that could not be used, by reason.
+        unwritten: turns, caches and pins that the store did not accept, by reason.
+        written_bytes: bytes written since the server started.
+    """
+
+    used: Mapping[str, int] = field(default_factory=dict)
+    budget: Mapping[str, int] = field(default_factory=dict)
+    rejected: Mapping[str, int] = field(default_factory=dict)
+    unwritten: Mapping[str, int] = field(default_factory=dict)
+    written_bytes: int = 0
+
+
 class DiskTier:
     """Contract of the disk tier, and its null object, which stores nothing.
 
@@ -72,25 +90,9 @@ class DiskTier:
         """Estimated prefill time; one second per token if nothing was measured."""
         return float(tokens)
 
-    def bytes_by_tier(self) -> dict[str, int]:
-        """Bytes in the store."""
-        return {}
-
-    def budget_by_tier(self) -> dict[str, int]:
-        """Capacity of the store, if limited."""
-        return {}
-
-    def rejected(self) -> Mapping[str, int]:
-        """Stored caches that could not be used, by reason."""
-        return {}
-
-    def unwritten(self) -> Mapping[str, int]:
-        """Turns, caches and pins that the store did not accept, by reason."""
-        return {}
-
-    def written_bytes(self) -> int:
-        """Bytes written since the server started."""
-        return 0
+    def stats(self) -> DiskTierStats:
+        """Present figures of the store."""
+        return DiskTierStats()
 
     def close(self) -> None:
         """Finish pending work."""
@@ -182,41 +184,19 @@ class StoreDiskTier(DiskTier):
         seconds = self._parts.throughput.prefill_seconds(tokens)
         return float(tokens) if seconds is None else seconds
 
-    def bytes_by_tier(self) -> dict[str, int]:
-        return {Tier.DISK.value: self._parts.ledger.used(Tier.DISK)}
-
-    def budget_by_tier(self) -> dict[str, int]:
+    def stats(self) -> DiskTierStats:
         limit = self._parts.ledger.limit(Tier.DISK)
-        return {Tier.DISK.value: limit} if limit < UNLIMITED else {}
-
-    def rejected(self) -> Mapping[str, int]:
-        return self._parts.refusals.counts()
-
-    def unwritten(self) -> Mapping[str, int]:
-        return self._parts.unwritten.counts()
-
-    def written_bytes(self) -> int:
-        return self._parts.place.written_bytes
+        return DiskTierStats(
+            used={Tier.DISK.value: self._parts.ledger.used(Tier.DISK)},
+            budget={Tier.DISK.value: limit} if limit < UNLIMITED else {},
+            rejected=self._parts.refusals.counts(),
+            unwritten=self._parts.unwritten.counts(),
+            written_bytes=self._parts.place.written_bytes,
+        )
 
     def close(self) -> None:
         self._saving.shutdown()
         self._loading.shutdown()
-
-
-WRITE_COPIES = 2  # of a cache during its write: its state, and the blob
-
-
-def write_memory_bytes(session: SessionState) -> int:
-    """Host memory that writing a session's caches takes, in addition to them.
-
-    Chat caches are written one by one. Their full size may be held twice meanwhile: offloading and
-    activation can both need it.
-    """
-    residency = session.residency
-    if residency.chat_cache is None:
-        return WRITE_COPIES * residency.nbytes
-    largest = max(held.nbytes for held in residency.chat_cache.caches.usage())
-    return residency.nbytes + WRITE_COPIES * largest
 
 
 class DiskTierWriter:
@@ -273,9 +253,8 @@ class DiskTierWriter:
     def start(self, session: SessionState) -> Future[SavedCache] | None:
         """Write a session's caches; None if there is no host memory for the copies."""
         try:
-            reservation = self._ledger.reserve(
-                Tier.HOST, session.tenant, write_memory_bytes(session)
-            )
+            count = session.residency.write_bytes
+            reservation = self._ledger.reserve(Tier.HOST, session.tenant, count)
         except BudgetError:
             return None
         return self._begin(session, reservation)

@@ -11,7 +11,6 @@ from collections.abc import Callable, MutableMapping
 
 from larder.core.errors import BudgetError
 from larder.server.session_state import SessionState
-from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.store.ledger import ByteLedger, Reservation, Tier
 
 
@@ -21,19 +20,15 @@ class ChatHostMemory:
     Args:
         in_host: sessions with reservations in host memory.
         room: makes room there, if possible.
-        drop: drops all caches of a session.
     """
 
     def __init__(
         self,
         ledger: ByteLedger,
-        reservations: DeviceReservations,
         in_host: MutableMapping[int, SessionState],
         room: Callable[[SessionState, int], bool],
-        drop: Callable[[SessionState], None],
     ) -> None:
-        self._ledger, self._reservations, self._in_host = ledger, reservations, in_host
-        self._room, self._drop = room, drop
+        self._ledger, self._in_host, self._room = ledger, in_host, room
 
     def reserve(self, session: SessionState, count: int) -> None:
         """Set the session's host reservation, larger or smaller than before.
@@ -80,24 +75,6 @@ class ChatHostMemory:
         """Undo `detach`."""
         session.residency.reservation = room
         self._in_host[session.key] = session
-
-    def shrink_to_fit(self, session: SessionState) -> None:
-        """Release slack after a turn, and reduce the reservations to the bytes in use."""
-        residency = session.residency
-        cache, need = residency.active, MemoryDemand()
-        if cache is not None:
-            cache.compact()
-            self._reservations.check(session.key, cache.device_nbytes)
-            need = MemoryDemand(
-                cache.device_nbytes, max(store.device_nbytes for store in cache.stores)
-            )
-        self._reservations.grant(session.key, session.tenant, need)
-        if residency.chat_cache is None:
-            return
-        try:
-            self.reserve(session, residency.host_bytes)
-        except BudgetError:
-            self._drop(session)
 
     def offload(self, session: SessionState) -> bool:
         """Move the active cache to host memory; False if there is no room."""

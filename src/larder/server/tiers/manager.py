@@ -13,19 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
-from larder.core.errors import LarderError
+from larder.core.errors import BudgetError, LarderError
 from larder.server.model_thread import CompletionQueue
 from larder.server.persistence.base import Durability
-from larder.server.session_state import SavedCache, SessionState
+from larder.server.session_state import COPIES, SavedCache, SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
-from larder.server.tiers.disk import (
-    WRITE_COPIES,
-    DiskTier,
-    DiskTierWriter,
-    LoadedCaches,
-    install_caches,
-    write_memory_bytes,
-)
+from larder.server.tiers.disk import DiskTier, DiskTierWriter, LoadedCaches, install_caches
 from larder.server.tiers.host import ChatHostMemory, TranscriptMemory
 from larder.store.eviction.base import Candidate, CandidateColumns, EvictionPolicy
 from larder.store.ledger import NO_TENANT, ByteLedger, Reservation, Tier
@@ -58,7 +51,7 @@ class TierManager:
         self._writer = DiskTierWriter(ledger, disk, completions, self.write_next)
         self.on_device: dict[int, SessionState] = {}
         self.in_host: dict[int, SessionState] = {}
-        self.chats = ChatHostMemory(ledger, reservations, self.in_host, self._host_room, self.drop)
+        self.chats = ChatHostMemory(ledger, self.in_host, self._host_room)
         self.transcripts = TranscriptMemory(ledger, unload)
         self.parked: Counter[str] = Counter()
         self.restored: Counter[str] = Counter()
@@ -85,7 +78,20 @@ class TierManager:
 
     def shrink_to_fit(self, session: SessionState) -> None:
         """Release slack after a turn, and reduce the reservations to the bytes in use."""
-        self.chats.shrink_to_fit(session)
+        residency = session.residency
+        cache, need = residency.active, MemoryDemand()
+        if cache is not None:
+            cache.compact()
+            self._reservations.check(session.key, cache.device_nbytes)
+            largest = max(store.device_nbytes for store in cache.stores)
+            need = MemoryDemand(cache.device_nbytes, largest)
+        self._reservations.grant(session.key, session.tenant, need)
+        if residency.chat_cache is None:
+            return
+        try:
+            self.chats.reserve(session, residency.host_bytes)
+        except BudgetError:
+            self.drop(session)
 
     def host_room(self, session: SessionState, count: int) -> Reservation | None:
         """Reservation of host memory; None if there is no room."""
@@ -141,12 +147,12 @@ class TierManager:
         """Move a cache from the device to host memory; False if there is no room, and it stays."""
         residency = session.residency
         if residency.chat_cache is not None:
-            soon = self._writer.start_bytes(write_memory_bytes(session))
+            soon = self._writer.start_bytes(residency.write_bytes)
             self._free_written_host(session, residency.device_bytes + soon)
             return self._parked(session, self.chats.offload(session))
         assert residency.prefix_cache is not None
         count = residency.idle_bytes
-        self._free_written_host(session, count + self._writer.start_bytes(WRITE_COPIES * count))
+        self._free_written_host(session, count + self._writer.start_bytes(COPIES * count))
         reservation = self.host_room(session, count)
         if reservation is None:
             return False
@@ -171,7 +177,7 @@ class TierManager:
         wanting = [each for each in self.in_host.values() if self._writer.may_write(each)]
         if wanting and not self._writer.is_busy:
             first = self._order.first(Tier.HOST, wanting, None, 1)[0]
-            self._free_written_host(first, write_memory_bytes(first))
+            self._free_written_host(first, first.residency.write_bytes)
             self._writer.start(first)
 
     def save_at_once(self, session: SessionState) -> Future[SavedCache] | None:
@@ -186,7 +192,7 @@ class TierManager:
             return self._writer.write_in_progress(session)
         if not session.residency.is_resident or not self._writer.can_write(session):
             return None
-        self._host_room(session, write_memory_bytes(session))
+        self._host_room(session, session.residency.write_bytes)
         return self._writer.start(session)
 
     def drop(self, session: SessionState) -> None:
