@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from bench.corpus_files import words
+from bench.corpus_files import sources, words
 from larder.core.conversation import Conversation, Message, PromptLayout, Question
 from larder.core.errors import UnknownName
 from larder.core.memory_budget import MemoryBudget
 from larder.engine.engine import Engine
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
-from larder_bench.datasets.prompt_templates import PROMPTS, worded_chat, worded_text
+from larder_bench.datasets.prompt_templates import (
+    PROMPTS,
+    worded_chat,
+    worded_document,
+    worded_text,
+)
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.datasets.wording import Wording
 from larder_bench.measures.forced import ForcedAnswers
@@ -123,6 +129,51 @@ def test_one_turn_holds_text_and_question(bench: ModelContext) -> None:
     ids += tokenizer.encode_question_about(made, made.questions[0])
     text = made.opening + made.messages[0].content + "\nWho?"
     assert ids == tokenizer.encode_first_question(text)
+
+
+DOCUMENTS = ["longbench", "longbench_v2", "infinitebench", "text"]
+
+
+@pytest.mark.parametrize("task", DOCUMENTS)
+def test_documents_of_data_sets_have_the_layout_of_the_wording(task: str, tmp_path: Path) -> None:
+    material = sources(tmp_path)
+    seed, *others = (
+        parse_task(task).make(0, 300, replace(material, wording=wording)) for wording in Wording
+    )
+    assert seed.form is PromptLayout.DOCUMENT and not seed.questions[0].answer_prefix
+    for wording, made in zip(OTHERS, others, strict=True):
+        assert made.form is wording.layout and made.messages == seed.messages
+        [question] = made.questions
+        assert question.question == seed.questions[0].question
+        assert question.scorer or task == "text"
+        begins = wording is Wording.PLAIN and task != "text"
+        assert question.answer_prefix == ("Answer:" if begins else "")
+
+
+@pytest.mark.parametrize("wording", OTHERS)
+def test_the_last_line_of_a_published_prompt_begins_a_plain_answer(wording: Wording) -> None:
+    question = Question("Who {is} it?", "Mira")
+    made = Conversation("document", (Message("user", "A text."),), (question,))
+    for prompt, plain, prefix in (
+        ("Now: {question} {{x}}\nReply {{x}}:", "\n\nNow: Who {is} it? {x}\n", "Reply {x}:"),
+        ("Now: {question}", "\n\nNow: Who {is} it?\n", "Answer:"),
+        ("It is {question}:", "\n\nIt is Who {is} it?:\n", "Answer:"),
+    ):
+        worded = worded_document(replace(made, question_prompt=prompt), wording)
+        asked = worded.question_prompt.format(question=question.question)
+        is_plain = wording is Wording.PLAIN
+        whole = plain if prefix == "Answer:" else f"{plain}{prefix}"
+        assert asked == (plain if is_plain else whole.rstrip("\n"))
+        assert worded.questions[0].answer_prefix == (prefix if is_plain else "")
+        assert worded.questions[0].scorer == "string_match"
+
+
+def test_a_plain_text_goes_on_where_it_was_cut(bench: ModelContext) -> None:
+    made = parse_task("text").make(0, 300, replace(bench.sources, wording=Wording.PLAIN))
+    tokenizer = bench.engine.tokenizer
+    ids = tokenizer.encode_conversation(made).ids
+    ids += tokenizer.encode_question_about(made, made.questions[0])
+    assert tokenizer.decode(ids).strip() == "".join(one.content for one in made.messages).strip()
 
 
 def test_messages_become_lines_where_there_is_no_chat_format() -> None:

@@ -1,15 +1,17 @@
-"""One long document and one question, as public data sets have them."""
+"""One long document and one question, as public data sets have them, in the layout of a wording."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
-from larder.core.conversation import Conversation, PromptLayout, Question
+from larder.core.conversation import Conversation, Question
 from larder.core.errors import BadParameter
 from larder.session.files.loader import read_document
 from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
+from larder_bench.datasets.prompt_templates import worded_document
 from larder_bench.datasets.sources import TaskSources
 
 
@@ -26,6 +28,7 @@ def document_conversation(
 
     Args:
         name: name of the conversation; its first part is the task's name.
+        question_prompt: format string with `{question}`.
 
     Raises:
         BadParameter: no text fits.
@@ -36,9 +39,10 @@ def document_conversation(
         task = name.partition("-")[0]
         raise BadParameter(f"{task}.tokens must hold a document, got {tokens}: take more.")
     document = read_document(truncate_middle(text, max_tokens, count), name)
-    return Conversation(
-        name, document.messages, (question,), PromptLayout.DOCUMENT, opening, question_prompt
+    document = replace(
+        document, questions=(question,), opening=opening, question_prompt=question_prompt
     )
+    return worded_document(document, sources.wording)
 
 
 # Languages without spaces have no separate words.

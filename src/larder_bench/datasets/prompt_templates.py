@@ -117,6 +117,30 @@ def worded_chat(conversation: Conversation, wording: Wording) -> Conversation:
     )
 
 
+def worded_document(document: Conversation, wording: Wording) -> Conversation:
+    """Document with a question prompt of its own, in the layout of a wording.
+
+    INSTRUCT puts text and question into one message. PLAIN begins the answer with the last line of
+    the prompt if that ends in a colon, as in LongBench's "Answer:", or else with "Answer:".
+    """
+    if wording is Wording.SEED:
+        return document
+    questions = tuple(_string_matched(question) for question in document.questions)
+    prompt = f"\n\n{document.question_prompt.strip()}"
+    if wording is Wording.PLAIN:
+        prompt, prefix = _split_answer_prefix(prompt)
+        questions = tuple(replace(one, answer_prefix=prefix) for one in questions)
+    return replace(document, questions=questions, form=wording.layout, question_prompt=prompt)
+
+
+def _split_answer_prefix(prompt: str) -> tuple[str, str]:
+    """Prompt up to the line that begins the answer, and that line."""
+    before, _, last = prompt.rpartition("\n")
+    if last.endswith((":", "：")) and "{question}" not in last:
+        return f"{before}\n", last.format()
+    return f"{prompt}\n", "Answer:"
+
+
 CHAT_QUESTION = (
     "Answer from what I told you before, with the fact alone and in a few words. {question}"
 )

@@ -8,18 +8,19 @@ the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from random import Random
 
-from larder.core.conversation import Conversation, PromptLayout, Question
+from larder.core.conversation import Conversation, Question
 from larder.core.errors import BadParameter, InputError
 from larder.session.files.loader import read_document
 from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
 from larder_bench.datasets.documents import LETTERS_PER_TOKEN, head_tokens
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.sources import TaskSources
+from larder_bench.datasets.wording import Wording
 from larder_bench.tasks.base import Task
 
 KIND = "text"
@@ -70,9 +71,8 @@ class TextTask(Task):
             )
         name = f"{KIND}-{tokens}-{seed}"
         question = Question(CONTINUE_PROMPT, answer, KIND)
-        return Conversation(
-            name, read_document(context, name).messages, (question,), PromptLayout.DOCUMENT
-        )
+        document = replace(read_document(context, name), questions=(question,))
+        return _worded(document, sources.wording)
 
     def _text(self, seed: int, tokens: int, sources: TaskSources) -> str:
         """Text of at least `tokens` tokens, if the source has them."""
@@ -82,6 +82,14 @@ class TextTask(Task):
         if self.of is TextSource.PROSE:
             return _filled(_passages(sources, random), tokens, "\n\n")
         return _filled(sources.sentences_of_small_talk(random), tokens, " ")
+
+
+def _worded(document: Conversation, wording: Wording) -> Conversation:
+    """Document in the layout of a wording; in PLAIN the text goes on without a question."""
+    if wording is Wording.SEED:
+        return document
+    prompt = "" if wording is Wording.PLAIN else "\n\n{question}"
+    return replace(document, form=wording.layout, question_prompt=prompt)
 
 
 def _passages(sources: TaskSources, random: Random) -> Iterator[str]:
