@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from larder.core.conversation import Conversation, Message, PromptLayout, Questi
 from larder.core.errors import UnknownName
 from larder.core.memory_budget import MemoryBudget
 from larder.engine.engine import Engine
+from larder.session.memory import ConversationMemory
+from larder.session.transcript.chat_template import TemplateMessage
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder_bench.datasets.prompt_templates import (
     PROMPTS,
@@ -24,6 +27,7 @@ from larder_bench.datasets.wording import Wording
 from larder_bench.measures.forced import ForcedAnswers
 from larder_bench.random_models import open_model
 from larder_bench.results.budget_labels import MatchedQuantity
+from larder_bench.results.rows import Row
 from larder_bench.scoring.item_scores import NumberedQuestion, generated_items, likelihood_items
 from larder_bench.scoring.teacher_forcing import AnswerLikelihood, score_answers
 from larder_bench.studies.cells import Cell, cells_of
@@ -261,6 +265,51 @@ def test_a_policy_sees_the_question_only_inside(bench: ModelContext) -> None:
     tokenizer = bench.engine.tokenizer
     asked = tokenizer.encode(conversation.questions[0].question)
     assert kept[QuestionPlacement.INSIDE] - kept[QuestionPlacement.AFTER] >= len(asked)
+
+
+@dataclass
+class AskedPrompts:
+    """Scorer that records what the model reads before each answer."""
+
+    prompts: list[tuple[int, ...]] = field(default_factory=list)
+
+    def ask(
+        self, engine: Engine, memory: ConversationMemory, numbered: Sequence[NumberedQuestion]
+    ) -> list[Row]:
+        """No items."""
+        for one in numbered:
+            encode = engine.tokenizer.encode_question_about
+            self.prompts.append(encode(memory.conversation, one.question))
+        return []
+
+
+@pytest.mark.parametrize("placement", QuestionPlacement)
+@pytest.mark.parametrize("task", ["turns(of='{}')", "requests(of='{}', turns=2)"])
+@pytest.mark.parametrize("inner", ["lookup(questions=4)", "passage(questions=4)"])
+def test_later_questions_of_a_sequence_are_ordinary_turns(
+    bench: ModelContext, task: str, inner: str, placement: QuestionPlacement
+) -> None:
+    spelled, tokenizer = parse_task(task.format(inner)), bench.engine.tokenizer
+    sources = replace(bench.sources, wording=Wording.INSTRUCT)
+    made = spelled.make(0, 300, sources)
+    scorer = AskedPrompts()
+    ask_all(_reader(bench, made, placement, "full"), spelled, scorer)
+    inside = made.questions[0] if placement is QuestionPlacement.INSIDE else None
+    text = tokenizer.encode_conversation(replace(made, inside=inside)).ids
+    turns = [TemplateMessage("user", made.opening + made.messages[0].content + "\n")]
+    first, second = made.questions[:2]
+    turns[0] = replace(turns[0], content=turns[0].content + first.question)
+    answered = TemplateMessage("assistant", first.answer_prefix + first.prefixed_answer)
+    expected = [
+        tokenizer.encode_messages(turns) + tokenizer.encode(first.answer_prefix),
+        tokenizer.encode_messages([*turns, answered, TemplateMessage("user", second.question)])
+        + tokenizer.encode(second.answer_prefix),
+    ]
+    read = [text + scorer.prompts[0]]
+    read.append(read[0] + tokenizer.encode_answer_about(made, first) + scorer.prompts[1])
+    decode = tokenizer.tokenizer.decode
+    assert [decode(ids) for ids in read] == [decode(ids) for ids in expected]
+    assert len(scorer.prompts) == 4
 
 
 def test_placements_are_cells_of_their_own() -> None:

@@ -199,6 +199,7 @@ def _after_turns(
 
 def _after_turn(conversation: Conversation) -> Conversation:
     """Conversation whose next question begins a turn of its own."""
-    is_open = conversation.form is PromptLayout.SINGLE_TURN
-    form = PromptLayout.DOCUMENT if is_open else conversation.form
-    return replace(conversation, form=form, inside=None)
+    if conversation.form is not PromptLayout.SINGLE_TURN:
+        return replace(conversation, inside=None)
+    prompt = conversation.question_prompt.lstrip("\n")  # it parted question and text
+    return replace(conversation, form=PromptLayout.DOCUMENT, question_prompt=prompt, inside=None)

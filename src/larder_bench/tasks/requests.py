@@ -2,7 +2,8 @@
 
 Yucheng Li et al., "SCBench: A KV Cache-Centric Analysis of Long-Context Methods" (2024),
 arXiv:2412.10319, section 3 (multi-request mode). Entries that a cache evicts because the first
-request does not need them are missing for the others.
+request does not need them are missing for the others. In the wording `instruct` the first question
+of a request shares the message of the text, and later ones are messages of their own.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Yucheng Li et al., "SCBench: A KV Cache-Centric Analysis of Long-Context Methods" (2024),
 arXiv:2412.10319, section 3 (multi-turn mode). Entries that a cache evicts because the first
-question does not need them are missing for the later ones.
+question does not need them are missing for the later ones. In the wording `instruct` the first
+question shares the message of the text, and later ones are messages of their own.
 """
 
 from __future__ import annotations
