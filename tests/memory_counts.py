@@ -19,13 +19,13 @@ from larder.cache.spec import FORMS
 
 LAYERS = [FORMS.load(name) for name in FORMS.names()]
 CHANGES = (
-    *("append", "attend", "again", "record_logits", "heard", "apply", "evict", "note"),
+    *("append", "attend", "again", "record_logits", "take_logits", "apply", "evict", "note"),
     *("allocate", "reserve", "compact", "truncate", "forget", "entries", "fork", "state", "adopt"),
     *("keep", "record_ids", "fetch", "expect", "link", "give_up"),
 )
 SEQUENCE_CHANGES = (
     *("attend", "advance", "apply", "evict", "note", "remember", "forget", "allocate", "reserve"),
-    *("compact", "truncate", "fork", "entries", "release_state", "restore", "adopt", "heard"),
+    *("compact", "truncate", "fork", "entries", "release_state", "restore", "adopt"),
 )
 
 
@@ -38,7 +38,7 @@ def assert_counted(layer: CacheLayer) -> None:
     near = layer.tensors()
     if isinstance(layer, TieredLayer):
         pool = layer.finder._pool
-        near = layer._fast.tensors() + (() if pool is None else pool.own_tensors())
+        near = layer._ragged.tensors() + (() if pool is None else pool.own_tensors())
         assert layer.host_nbytes == storage_bytes(
             (*layer._slow.tensors(), *layer.finder.shared_index.index.tensors())
         )

@@ -175,7 +175,7 @@ def test_what_cannot_be_rounded_or_carried_out_changes_nothing(monkeypatch) -> N
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._fast, "apply", fail)
+        patch.setattr(store._ragged, "apply", fail)
         with pytest.raises(MemoryError):
             store.apply(a_plan(kept, list(store.lengths)))
     store.entries().keys.mul_(1e6)

@@ -33,24 +33,24 @@ def read_one(store: RaggedLayer, position: int) -> torch.Tensor:
 def test_logits_are_those_of_the_newest_query_and_handed_out_once() -> None:
     store = a_store()
     store.record_logits()
-    queries, heard = read_one(store, 9), store.heard()
+    queries, heard = read_one(store, 9), store.take_logits()
     assert heard is not None
     held = store.entries()
     for head in range(2):
         for r in range(2):
             expected = held.head_keys(head) @ queries[2 * head + r, 0] * store.layer.scaling
             torch.testing.assert_close(heard[r, held.rows(head)], expected)
-    assert store.heard() is None
+    assert store.take_logits() is None
 
 
 def test_a_store_listens_to_one_token_only() -> None:
     store = a_store()
     read_one(store, 9)
-    assert store.heard() is None
+    assert store.take_logits() is None
     store.record_logits()
     read_one(store, 10)
     read_one(store, 11)
-    assert store.heard() is None
+    assert store.take_logits() is None
 
 
 @pytest.mark.parametrize("change", ["append", "apply", "evict", "lay out"])
@@ -67,4 +67,4 @@ def test_what_was_heard_is_forgotten_when_entries_move(change) -> None:
         "evict": lambda: store.evict(fewer),
         "lay out": lambda: store.compact(),
     }[change]()
-    assert store.heard() is None
+    assert store.take_logits() is None

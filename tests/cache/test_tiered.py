@@ -245,7 +245,7 @@ def test_a_change_that_fails_parks_nothing(monkeypatch) -> None:
     def fail(plan: Plan) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(store._fast, "apply", fail)
+    monkeypatch.setattr(store._ragged, "apply", fail)
     with pytest.raises(MemoryError):
         store.apply(keeping(store, Random(1)))
     assert store.parked().lengths == before

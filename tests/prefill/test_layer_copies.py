@@ -149,7 +149,9 @@ class Watching(PeakMemoryMeter):
 
     def observe(self, caches: Sequence[SequenceCache], passing_bytes: int) -> None:
         super().observe(caches, passing_bytes)
-        copied = max(cache.entries_copy_bytes(layer) for cache in caches for layer in range(LAYERS))
+        copied = max(
+            cache.stores[layer].entries_copy_bytes for cache in caches for layer in range(LAYERS)
+        )
         self.noted.append((passing_bytes, copied))
 
 

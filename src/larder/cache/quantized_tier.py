@@ -17,10 +17,11 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from larder.cache.memory_usage import storage_bytes
+from larder.cache.state_names import with_prefix
 from larder.core.codec import Codec
 from larder.core.ledger import Ledger
 from larder.ops.packing import starts_of
-from larder.ops.quantization import QuantizedRows, concat_rows, quantize_rows
+from larder.ops.quantization import QuantizedRows, quantize_rows
 from larder.ops.quantized_attention import QuantizedKV
 
 
@@ -89,8 +90,8 @@ class QuantizedTier:
     def adopt(state: Mapping[str, Tensor], ledger: Ledger, head_dim: int) -> QuantizedTier:
         """Tier restored from `state`, which takes ownership of the tensors."""
         codec = codec_from_tensor(state["codec"])
-        keys = QuantizedRows.adopt(codec.keys(head_dim), _with_prefix(state, "keys."))
-        values = QuantizedRows.adopt(codec.values(head_dim), _with_prefix(state, "values."))
+        keys = QuantizedRows.adopt(codec.keys(head_dim), with_prefix("keys.", state))
+        values = QuantizedRows.adopt(codec.values(head_dim), with_prefix("values.", state))
         positions = state["positions"]
         columns = torch.zeros(len(ledger.columns), len(positions), device=positions.device)
         for place, name in enumerate(ledger.columns):
@@ -143,11 +144,7 @@ def concat_tiers(tiers: Sequence[QuantizedTier]) -> QuantizedTier:
     """Concatenation of tiers of one codec, group by group."""
     if len(tiers) == 1:
         return tiers[0]
-    rows = QuantizedKV(
-        concat_rows([tier.rows.keys for tier in tiers]),
-        concat_rows([tier.rows.values for tier in tiers]),
-        torch.cat([tier.rows.lengths for tier in tiers]),
-    )
+    rows = QuantizedKV.concat([tier.rows for tier in tiers])
     positions = torch.cat([tier.positions for tier in tiers])
     return QuantizedTier(
         tiers[0].codec, rows, positions, torch.cat([t.columns for t in tiers], dim=1)
@@ -162,7 +159,7 @@ def saved_codecs(state: Mapping[str, Tensor]) -> tuple[Codec, ...]:
 def saved_tiers(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """State of each quantized tier of a saved layer."""
     for grade in count(1):
-        own = _with_prefix(state, tier_prefix(grade))
+        own = with_prefix(tier_prefix(grade), state)
         if not own:
             return
         yield own
@@ -177,7 +174,3 @@ def codec_from_tensor(numbers: Tensor) -> Codec:
     """Codec of a tier's saved state."""
     key_bits, value_bits, group, outliers, channels, balance = numbers.tolist()
     return Codec(int(key_bits), int(value_bits), int(group), outliers, channels, balance)
-
-
-def _with_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.forms.base import CacheLayer, create_layer, form_of
@@ -111,13 +110,9 @@ class SequenceCache:
         return store.attend(queries, keys, values, positions, sections, mode, shift)
 
     def record_logits(self, layers: Iterable[int]) -> None:
-        """Record the logits of the next decode step in some layers, for `heard`."""
+        """Record the logits of the next decode step in some layers."""
         for layer in layers:
             self._stores[layer].record_logits()
-
-    def heard(self, layer: int) -> Float[Tensor, "R C"] | None:
-        """Recorded logits of a layer, see `CacheLayer.heard`."""
-        return self._stores[layer].heard()
 
     def advance(self, tokens: int) -> None:
         """Count tokens as read, after every layer has appended them."""
@@ -211,14 +206,6 @@ class SequenceCache:
         self._check()
         return self._stores[layer].entries()
 
-    def entries_copy_bytes(self, layer: int) -> int:
-        """Bytes that `entries` copies; 0 where it returns views."""
-        return self._stores[layer].entries_copy_bytes
-
-    def attention_copy_bytes(self, layer: int) -> int:
-        """Bytes that attention copies, see `CacheLayer.attention_copy_bytes`."""
-        return self._stores[layer].attention_copy_bytes
-
     def lengths(self) -> tuple[tuple[int, ...], ...]:
         """Entries of each kv head of each layer."""
         return tuple(store.lengths for store in self._stores)
@@ -263,10 +250,6 @@ class SequenceCache:
     def shared_nbytes(self) -> int:
         """Bytes shared with forks of this cache or with the cache it was forked from."""
         return sum(store.shared_nbytes for store in self.tiers)
-
-    def replaced_bytes(self, layer: int) -> int:
-        """Bytes that a layer held twice during its last change."""
-        return self._stores[layer].replaced_bytes
 
     @property
     def largest_layer_bytes(self) -> int:

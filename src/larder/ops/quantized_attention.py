@@ -7,7 +7,9 @@ dequantized entries for many and on other devices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from jaxtyping import Float, Int32, Int64
@@ -16,9 +18,16 @@ from torch import Tensor
 from larder.ops.attention import merge_attention, ragged_attention
 from larder.ops.cpu import quantized_attention as fast
 from larder.ops.packing import starts_of
-from larder.ops.quantization import QuantizedRows
+from larder.ops.quantization import QuantizedRows, concat_rows
 
 DECODE_CHUNK = 1 << 11  # entries dequantized at a time: 2 MiB of float32 keys and values, D = 128
+
+
+class KVSide(Enum):
+    """Keys or values of an entry, by their field name."""
+
+    KEYS = "keys"
+    VALUES = "values"
 
 
 @dataclass(frozen=True)
@@ -36,9 +45,19 @@ class QuantizedKV:
     def __len__(self) -> int:
         return int(self.lengths[:, 1].sum())
 
+    @staticmethod
+    def concat(parts: Sequence[QuantizedKV]) -> QuantizedKV:
+        """Concatenation, group by group."""
+        keys, values = (concat_rows([part.side(side) for part in parts]) for side in KVSide)
+        return QuantizedKV(keys, values, torch.cat([part.lengths for part in parts]))
+
     def groups_of(self, rows: Int64[Tensor, " N"]) -> Int64[Tensor, " N"]:
         """Group of each row; in host memory."""
         return torch.searchsorted(self.lengths[:, 1].long().cumsum(0), rows, right=True)
+
+    def side(self, side: KVSide) -> QuantizedRows:
+        """Keys or values."""
+        return self.keys if side is KVSide.KEYS else self.values
 
     def heads(self) -> Int64[Tensor, " T"]:
         """Kv head of each row; in host memory."""

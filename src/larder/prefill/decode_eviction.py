@@ -101,7 +101,9 @@ class DecodeEviction:
 
     def _copies(self, caches: Sequence[SequenceCache]) -> bool:
         """True if reading the entries of a layer copies them."""
-        return any(cache.entries_copy_bytes(layer) for cache in caches for layer in self.quotas[0])
+        return any(
+            cache.stores[layer].entries_copy_bytes for cache in caches for layer in self.quotas[0]
+        )
 
     def _quotas(self, number: int, step: int) -> dict[int, int]:
         timing, quotas = self.planner.timing, self.quotas[number]

@@ -101,8 +101,8 @@ class EvictionPass:
     def __call__(self, row: int, layer: int, recorded: LayerActivations) -> None:
         if self._meter is not None:
             cache = self._caches[row]
-            replaced = 0 if self._scratch_tokens else cache.replaced_bytes(layer)
-            self._note(layer, max(replaced, cache.attention_copy_bytes(layer)))
+            replaced = 0 if self._scratch_tokens else cache.stores[layer].replaced_bytes
+            self._note(layer, max(replaced, cache.stores[layer].attention_copy_bytes))
         is_observed = self._phases[row] is not ScoringPhase.OBSERVE or self._planner.has_tallies
         if layer in self._quotas[row] and is_observed:
             self._carry_out(row, layer, self._plans(row, layer, recorded))
@@ -127,8 +127,8 @@ class EvictionPass:
             return {}
         cache, ready = self._caches[row], self._ready[row]
         if self._meter is not None:
-            others = max((cache.entries_copy_bytes(index) for index in ready), default=0)
-            self._note(layer, cache.entries_copy_bytes(layer) + others)
+            others = max((cache.stores[index].entries_copy_bytes for index in ready), default=0)
+            self._note(layer, cache.stores[layer].entries_copy_bytes + others)
         ready[layer] = self._planner.with_protection(seen, scores, self._tokens, self._starts[row])
         entries = lambda index: seen.entries if index == layer else cache.entries(index)  # noqa: E731
         return self._planner.plan(ready, self._quotas[row], entries)
@@ -141,7 +141,7 @@ class EvictionPass:
     def _observation(self, row: int, layer: int, recorded: LayerActivations) -> Observation:
         cache, prompt = self._caches[row], self._prompts[row]
         if self._meter is not None:
-            self._note(layer, cache.entries_copy_bytes(layer))
+            self._note(layer, cache.stores[layer].entries_copy_bytes)
         seen = Observation(
             cache.spec.layers[layer],
             cache.entries(layer),
@@ -152,7 +152,7 @@ class EvictionPass:
             prompt.ids,
             self._stage,
             recorded.keys,
-            cache.heard(layer),
+            cache.stores[layer].take_logits(),
             inputs=recorded.inputs,
             latest=cache.latest.queries(layer),
         )
@@ -167,7 +167,7 @@ class EvictionPass:
             return seen
         cache = self._caches[row]
         cache.note(layer, columns)
-        if not cache.entries_copy_bytes(layer):
+        if not cache.stores[layer].entries_copy_bytes:
             return seen
         return replace(seen, entries=seen.entries.with_columns(columns))
 
@@ -186,7 +186,7 @@ class EvictionPass:
             else:
                 cache.evict(layer, plan)
             if self._meter is not None:
-                self._note(current, cache.replaced_bytes(layer))
+                self._note(current, cache.stores[layer].replaced_bytes)
 
     def _note(self, layer: int, passing_bytes: int) -> None:
         """Measure temporary bytes of a layer, scratch keys and values included."""

@@ -22,104 +22,98 @@ GRADE_BYTES = 1  # of a grade in what `entries` shows
 
 
 class CompositeLayer(CacheLayer):
-    """Ragged tier for new entries, beside other storage that a subclass defines.
+    """Ragged part for new entries, beside entries held elsewhere that a subclass defines."""
+
+    def __init__(self, layer: LayerSpec, ragged: RaggedLayer) -> None:
+        super().__init__(layer)
+        self._ragged = self._attach(ragged)
+
+    @property
+    def parts(self) -> tuple[TensorOwner, ...]:
+        return (self._ragged,)
+
+    def append(self, keys: Keys, values: Values, positions: Positions) -> None:
+        self._ragged.append(keys, values, positions)
+        self.replaced_bytes = self._ragged.replaced_bytes
+
+    def allocate(self, room: int) -> None:
+        self._ragged.allocate(room)
+
+    def compact(self) -> None:
+        self._ragged.compact()
+
+    def _adopt_ragged(self, state: dict[str, Tensor]) -> None:
+        """Replace the ragged part by that of a saved state."""
+        self._ragged = self._attach(RaggedLayer.adopt(self.layer, state), self._ragged)
+
+
+class MixedLayer(CompositeLayer):
+    """Ragged part beside entries in another form; policies see both.
 
     `entries` returns a copy as soon as the other storage holds any entry.
     """
 
-    def __init__(self, layer: LayerSpec, finest: RaggedLayer) -> None:
-        super().__init__(layer)
-        self._finest = self._attach(finest)
-
-    @property
-    def parts(self) -> tuple[TensorOwner, ...]:
-        return (self._finest,)
-
     @property
     @abstractmethod
     def _is_mixed(self) -> bool:
-        """True if any entry is outside the ragged tier."""
+        """True if any entry is outside the ragged part."""
 
     @abstractmethod
     def _other_calls(self, queries: Queries) -> list[AttentionCall]:
-        """Kernel calls for the entries outside the ragged tier."""
-
-    def allocate(self, room: int) -> None:
-        self._finest.allocate(room)
-
-    def compact(self) -> None:
-        self._finest.compact()
+        """Kernel calls for the entries outside the ragged part."""
 
     @property
     def entries_copy_bytes(self) -> int:
         if not self._is_mixed:
             return 0
-        numbers = 2 * self.layer.head_dim * self._finest.entries().keys.itemsize
-        remembered = COLUMN_BYTES * len(self._finest.ledger.columns)
+        numbers = 2 * self.layer.head_dim * self._ragged.entries().keys.itemsize
+        remembered = COLUMN_BYTES * len(self._ragged.ledger.columns)
         return sum(self.lengths) * (numbers + POSITION_BYTES + GRADE_BYTES + remembered)
 
     @property
     def full_precision_lengths(self) -> tuple[int, ...]:
-        return self._finest.lengths
+        return self._ragged.lengths
 
     @property
     def _bias_column(self) -> int | None:
         """Index of the ledger column that attention adds to the logits; None if there is none."""
-        names = self._finest.ledger.columns
+        names = self._ragged.ledger.columns
         return names.index(LOG_COUNT) if LOG_COUNT in names else None
 
     def attention_calls(
         self, queries: Queries, positions: Positions, mode: Mode, shift: int
     ) -> list[AttentionCall]:
         calls = self._other_calls(queries)
-        if any(self._finest.lengths) or not calls:
-            calls = self._finest.attention_calls(queries, positions, mode, shift) + calls
+        if any(self._ragged.lengths) or not calls:
+            calls = self._ragged.attention_calls(queries, positions, mode, shift) + calls
         return calls
 
 
-class RecoverableLayer(CacheLayer):
-    """Ragged part `_fast`, visible to policies, in front of recoverable rejected entries."""
-
-    def __init__(self, layer: LayerSpec, fast: RaggedLayer) -> None:
-        super().__init__(layer)
-        self._fast = self._attach(fast)
-
-    @property
-    def parts(self) -> tuple[TensorOwner, ...]:
-        return (self._fast,)
-
-    def append(self, keys: Keys, values: Values, positions: Positions) -> None:
-        self._fast.append(keys, values, positions)
-        self.replaced_bytes = self._fast.replaced_bytes
+class RecoverableLayer(CompositeLayer):
+    """Ragged part, which policies see, in front of rejected entries that are recovered."""
 
     def record_logits(self) -> None:
-        self._fast.record_logits()
+        self._ragged.record_logits()
 
-    def heard(self) -> Float[Tensor, "R C"] | None:
-        return self._fast.heard()
+    def take_logits(self) -> Float[Tensor, "R C"] | None:
+        return self._ragged.take_logits()
 
     def apply(self, plan: Plan) -> None:
-        self._carry_out(plan, self._fast.apply)
+        self._carry_out(plan, self._ragged.apply)
 
     def evict(self, plan: Plan) -> None:
-        self._carry_out(plan, self._fast.evict)
+        self._carry_out(plan, self._ragged.evict)
 
     def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
-        self._fast.note(columns)
-
-    def allocate(self, room: int) -> None:
-        self._fast.allocate(room)
-
-    def compact(self) -> None:
-        self._fast.compact()
+        self._ragged.note(columns)
 
     def entries(self) -> Entries:
         """Entries of the ragged part; policies do not see the rest."""
-        return self._fast.entries()
+        return self._ragged.entries()
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return self._fast.lengths
+        return self._ragged.lengths
 
     @abstractmethod
     def _carry_out(self, plan: Plan, change: Callable[[Plan], None]) -> None:

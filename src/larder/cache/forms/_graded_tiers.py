@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
 from types import MappingProxyType
 
@@ -23,6 +22,7 @@ from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.types import empty_tensor
 from larder.ops.packing import is_in_sorted, sorted_places, storage_rows
+from larder.ops.quantized_attention import KVSide
 
 CODING_CHUNK = 1 << 12  # entries encoded or dequantized at once
 NO_WEIGHTS = torch.empty(0, 0)
@@ -60,9 +60,9 @@ class GradedTiers:
         self, places: Int64[Tensor, " N"]
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
         """Keys and values at some places, each once, in float32 or better."""
-        return self._numbers(places, KVField.KEYS), self._numbers(places, KVField.VALUES)
+        return self._numbers(places, KVSide.KEYS), self._numbers(places, KVSide.VALUES)
 
-    def _numbers(self, places: Int64[Tensor, " N"], side: KVField) -> Float[Tensor, "N D"]:
+    def _numbers(self, places: Int64[Tensor, " N"], side: KVSide) -> Float[Tensor, "N D"]:
         like = self.finest.keys
         dtype = torch.promote_types(like.dtype, torch.float32)
         numbers = like.new_empty(len(places), like.shape[1], dtype=dtype)
@@ -77,7 +77,7 @@ class GradedTiers:
             targets = self.sums.targets.cpu()
             summed = is_in_sorted(places, targets).to(like.device)
             found = sorted_places(places[summed.cpu()], targets).to(like.device)
-            sums = self.sums.keys if side is KVField.KEYS else self.sums.values
+            sums = self.sums.keys if side is KVSide.KEYS else self.sums.values
             numbers[summed] = sums[found].to(dtype)
         return numbers
 
@@ -95,7 +95,7 @@ class GradedTiers:
             self.places.grades[order].to(device),
         )
 
-    def _everything(self, side: KVField) -> Float[Tensor, "T D"]:
+    def _everything(self, side: KVSide) -> Float[Tensor, "T D"]:
         """All keys or all values in packed order, in the cache's dtype."""
         parts = self.places.order.split(CODING_CHUNK)
         return torch.cat([self._numbers(part, side).to(self.finest.keys.dtype) for part in parts])
@@ -204,16 +204,13 @@ class GradedTiers:
             pieces.append(encode_tier(tier.codec, pool, sizes, weights, like, len(tier.columns)))
         return pieces
 
-    def _decoded(
-        self, grade: int, rows: Int64[Tensor, " N"], side: KVField
-    ) -> Float[Tensor, "N D"]:
+    def _decoded(self, grade: int, rows: Int64[Tensor, " N"], side: KVSide) -> Float[Tensor, "N D"]:
         if grade:
             coded = self.coded[grade - 1].rows
-            numbers = coded.keys if side is KVField.KEYS else coded.values
-            return numbers.decoded(rows, coded.groups_of(rows))
+            return coded.side(side).decoded(rows, coded.groups_of(rows))
         layout = torch.tensor(self.finest.starts), torch.tensor(self.finest.lengths)
         there = storage_rows(rows, *layout).to(self.finest.keys.device)
-        return (self.finest.keys if side is KVField.KEYS else self.finest.values)[there]
+        return (self.finest.keys if side is KVSide.KEYS else self.finest.values)[there]
 
     def _columns(
         self,
@@ -307,14 +304,7 @@ class TierOrder:
         return places[ranks[places].argsort()]
 
 
-class KVField(Enum):
-    """Keys or values, by their field name in `Entries`."""
-
-    KEYS = "keys"
-    VALUES = "values"
-
-
-KV_FIELDS = {side.value: side for side in KVField}
+KV_SIDES = {side.value: side for side in KVSide}
 
 
 class LazyEntries(Entries):
@@ -325,12 +315,12 @@ class LazyEntries(Entries):
     """
 
     _like: Tensor
-    _made: Callable[[KVField], Tensor]
+    _made: Callable[[KVSide], Tensor]
 
     @staticmethod
     def of(
         like: Float[Tensor, "0 D"],
-        made: Callable[[KVField], Tensor],
+        made: Callable[[KVSide], Tensor],
         positions: Int32[Tensor, " T"],
         lengths: tuple[int, ...],
         columns: Mapping[str, Float[Tensor, " T"]],
@@ -357,9 +347,9 @@ class LazyEntries(Entries):
         return entries
 
     def __getattr__(self, name: str) -> Tensor:
-        if name not in KV_FIELDS:
+        if name not in KV_SIDES:
             raise AttributeError(name)
-        vars(self)[name] = self._made(KV_FIELDS[name])
+        vars(self)[name] = self._made(KV_SIDES[name])
         return vars(self)[name]
 
     @property

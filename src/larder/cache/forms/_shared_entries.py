@@ -8,22 +8,15 @@ secondary accounts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int16, Int32, Int64
 from torch import Tensor
 
 from larder.cache.forms.base import AttentionState
-from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.memory_usage import storage_bytes
-from larder.cache.merged_entries import MergedEntries
-from larder.cache.row_updates import InsertedEntries
-from larder.core.observation import Entries
-from larder.core.plan import Plan
-from larder.core.spec import LayerPairing
 from larder.core.types import Queries
 from larder.ops.attention import ragged_attention
 
@@ -176,145 +169,6 @@ class SharedEntries:
             self.held[:, rows],
             self.columns[..., rows],
         )
-
-
-ALL_ALIKE = 1e-6  # radians between the least and the greatest angle that are rounding errors
-# Applies a plan to a layer's own entries, with merged and inserted entries.
-PlanApplier = Callable[[RaggedLayer, Plan, MergedEntries, InsertedEntries | None], None]
-
-
-@runtime_checkable
-class PairMember(Protocol):
-    """Protocol of a layer in a pair."""
-
-    @property
-    def wished(self) -> SharingRequest:
-        """Entries that the layer requests to share."""
-        ...
-
-    def own_entries(self) -> Entries:
-        """Entries that are not shared, as views."""
-        ...
-
-    def count_shared(self) -> None:
-        """Count bytes and entries of the layer again, after the shared entries changed."""
-        ...
-
-    def give_up(self, rows: Int64[Tensor, " N"], change: PlanApplier) -> None:
-        """Remove own entries, given as packed rows, that are shared from now on."""
-        ...
-
-
-class LayerPair:
-    """Two layers and their shared entries; a layer without a partner has a pair of its own."""
-
-    def __init__(self, shared: SharedEntries, pairing: LayerPairing) -> None:
-        self.shared = shared
-        self.pairing = pairing
-        self.halves: dict[int, PairMember] = {}
-
-    def share_requested(self, change: PlanApplier) -> None:
-        """Share the entries that both layers requested."""
-        if len(self.halves) < 2:
-            return
-        halves = self.halves[LOWER], self.halves[UPPER]
-        found = _requested_by_both(halves[0].wished, halves[1].wished)
-        sheet = _sharing_candidates(halves, *found)
-        alike = _similar_directions(sheet, self.pairing.apart)
-        if not bool(alike.any()):
-            return
-        chosen = [rows[alike.cpu()] for rows in found]
-        shared = self.shared.joined(_sharing_candidates(halves, *chosen), self.pairing.weight)
-        for half, rows in zip(halves, chosen, strict=True):
-            half.give_up(rows, change)
-        self.replace_shared(shared)
-
-    def replace_shared(self, shared: SharedEntries) -> None:
-        """Replace the shared entries, in the counts of both layers too."""
-        self.shared = shared
-        for half in self.halves.values():
-            half.count_shared()
-
-
-@dataclass(frozen=True)
-class SharingRequest:
-    """Own entries that a layer requests to share: packed rows, and identifiers of the entries."""
-
-    rows: Int64[Tensor, " N"]
-    names: Int64[Tensor, " N"]
-
-    @staticmethod
-    def none() -> SharingRequest:
-        nothing = torch.zeros(0, dtype=torch.int64)
-        return SharingRequest(nothing, nothing)
-
-
-@dataclass(frozen=True)
-class PairedOrder:
-    """All entries of a layer: its own, then its shared ones; in host memory.
-
-    Args:
-        own: number of own entries.
-        places: of the entries in packed order.
-    """
-
-    heads: Int64[Tensor, " T"]
-    positions: Int64[Tensor, " T"]
-    own: int
-    places: Int64[Tensor, " T"]
-
-    @property
-    def is_shared(self) -> Bool[Tensor, " T"]:
-        return torch.arange(len(self.heads)) >= self.own
-
-
-def _requested_by_both(
-    one: SharingRequest, other: SharingRequest
-) -> tuple[Int64[Tensor, " N"], Int64[Tensor, " N"]]:
-    """Rows, in either layer, of the entries that both request."""
-    mine = torch.isin(one.names, other.names)
-    theirs = torch.isin(other.names, one.names)
-    return one.rows[mine], other.rows[theirs]
-
-
-def _sharing_candidates(
-    halves: tuple[PairMember, PairMember], lower: Int64[Tensor, " N"], upper: Int64[Tensor, " N"]
-) -> SharingCandidates:
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
-    columns: list[Tensor] = []
-    held = [half.own_entries() for half in halves]
-    for entries, rows in zip(held, (lower, upper), strict=True):
-        there = rows.to(entries.keys.device)
-        keys.append(entries.pack(entries.keys)[there])
-        values.append(entries.pack(entries.values)[there])
-        own = [entries.column(name)[there] for name in entries.columns]
-        nothing = entries.keys.new_zeros(0, len(rows)).float()
-        columns.append(torch.stack(own) if own else nothing)
-    device, counts = held[0].keys.device, torch.tensor(held[0].lengths)
-    heads = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int16), counts)
-    positions = held[0].packed_positions()[lower.to(device)].int()
-    return SharingCandidates(
-        (keys[0], keys[1]),
-        (values[0], values[1]),
-        heads[lower].to(device),
-        positions,
-        torch.stack(columns),
-    )
-
-
-def _similar_directions(sheet: SharingCandidates, apart: float) -> Bool[Tensor, " N"]:
-    """Mask of the entries to share: not those in the upper part of the range of angles.
-
-    Keys and values both count. A single entry, or entries of equal angles, are all shared.
-    """
-    alike = torch.ones(len(sheet.heads), dtype=torch.bool, device=sheet.keys[0].device)
-    for pair in (sheet.keys, sheet.values):
-        angle = angles(*pair)
-        if len(angle):
-            least, most = angle.min(), angle.max()
-            alike &= (angle <= most - apart * (most - least)) | (most - least < ALL_ALIKE)
-    return alike
 
 
 STRAIGHT = 1e-4  # below this sine two directions are one, or opposite

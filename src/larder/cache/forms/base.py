@@ -161,11 +161,12 @@ class CacheLayer(TensorOwner):
     def record_logits(self) -> None:
         """Record the attention of the next decode step, in forms that support it.
 
-        Recorded are the logits, for `heard`, or a copy of the entries that `entries` returns once.
+        Recorded are the logits, for `take_logits`, or a copy of the entries that `entries` returns
+        once.
         """
         return
 
-    def heard(self) -> Float[Tensor, "R C"] | None:
+    def take_logits(self) -> Float[Tensor, "R C"] | None:
         """Recorded logits of the newest entry's query before softmax, with biases; returned once.
 
         Row r holds query head r of the kv head that owns the storage row; slack is undefined. None

@@ -23,9 +23,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from larder.cache.forms.base import AttentionCall, CacheLayer
+from larder.cache.forms._composite import CompositeLayer
+from larder.cache.forms.base import AttentionCall
 from larder.cache.forms.ragged import RaggedLayer
-from larder.cache.memory_usage import TensorOwner
 from larder.cache.merged_entries import MergedEntries, merge_entries
 from larder.cache.spec import CacheSpec
 from larder.cache.validation import check_counts
@@ -42,7 +42,7 @@ from larder.ops.rope import rerotate_per_head, rotate
 ROTATION_CHUNK = 1 << 14  # keys rotated at once, in float32
 
 
-class CompactLayer(CacheLayer):
+class CompactLayer(CompositeLayer):
     """Per-head lengths, positions without gaps. Reading entries copies the keys.
 
     Args:
@@ -66,9 +66,8 @@ class CompactLayer(CacheLayer):
                 f"Layer {layer.index} has a rotary embedding unknown to Larder, so its keys "
                 "cannot be unrotated: use a cache form that keeps true positions."
             )
-        super().__init__(layer)
-        self._unturned = self._attach(RaggedLayer(layer, dtype, device, ledger))
-        self._listens = False
+        super().__init__(layer, RaggedLayer(layer, dtype, device, ledger))
+        self._keeps_entries = False
         self._kept: tuple[Tensor, ...] = ()  # turned keys and their places, of all rows
 
     @classmethod
@@ -76,44 +75,43 @@ class CompactLayer(CacheLayer):
         return cls(layer, model.dtype, model.device, spec.ledger)
 
     def record_logits(self) -> None:
-        self._listens = True
+        self._keeps_entries = True
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         self._keep()
         back = rotate(keys, -positions, self._radians(keys))
-        self._unturned.append(back, values, positions)
-        self.replaced_bytes = self._unturned.replaced_bytes
+        super().append(back, values, positions)
 
     def apply(self, plan: Plan) -> None:
-        self._carry_out(plan, self._unturned.apply)
+        self._carry_out(plan, self._ragged.apply)
 
     def evict(self, plan: Plan) -> None:
-        self._carry_out(plan, self._unturned.evict)
+        self._carry_out(plan, self._ragged.evict)
 
     def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
-        self._unturned.note(columns)
+        self._ragged.note(columns)
 
     def allocate(self, room: int) -> None:
         self._keep()
-        self._unturned.allocate(room)
+        super().allocate(room)
 
     def compact(self) -> None:
         self._keep()
-        self._unturned.compact()
+        super().compact()
 
     def truncate(self, length: int) -> None:
         self._keep()
-        self._unturned.truncate(length)
+        self._ragged.truncate(length)
 
     def entries(self) -> Entries:
-        held = self._unturned.entries()
+        held = self._ragged.entries()
         turned, places = self._kept or self._turned(held)
         self._keep()
         return replace(held, keys=turned, rope_positions=places)
 
     @property
     def entries_copy_bytes(self) -> int:
-        keys = self._unturned.entries().keys
+        keys = self._ragged.entries().keys
         return keys.nbytes + len(keys) * POSITION_BYTES
 
     @property
@@ -121,24 +119,20 @@ class CompactLayer(CacheLayer):
         return self.entries_copy_bytes
 
     def state(self) -> dict[str, Tensor]:
-        return self._unturned.state()
+        return self._ragged.state()
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> CompactLayer:
         store = cls(layer, state["keys"].dtype, state["keys"].device)
-        store._unturned = store._attach(RaggedLayer.adopt(layer, state), store._unturned)
+        store._adopt_ragged(state)
         return store
-
-    @property
-    def parts(self) -> tuple[TensorOwner, ...]:
-        return (self._unturned,)
 
     def own_tensors(self) -> tuple[Tensor, ...]:
         return self._kept
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return self._unturned.lengths
+        return self._ragged.lengths
 
     def _keep(self, *turned: Tensor) -> None:
         """Keep rotated keys and their places for the next `entries`, or none."""
@@ -162,8 +156,8 @@ class CompactLayer(CacheLayer):
         self, queries: Queries, positions: Positions, mode: Mode, shift: int
     ) -> list[AttentionCall]:
         held = self.entries()
-        if mode is Mode.APPEND and queries.shape[1] == 1 and self._listens:
-            self._listens = False
+        if mode is Mode.APPEND and queries.shape[1] == 1 and self._keeps_entries:
+            self._keeps_entries = False
             self._keep(held.keys, held.rope_positions)
         lengths = torch.tensor(held.lengths)
         layout = (torch.tensor(held.starts), lengths, self.layer.scaling)
@@ -179,7 +173,7 @@ class CompactLayer(CacheLayer):
         merged = merge_entries(plan, self.entries()) if len(plan.folds) else None
         lengths = torch.tensor(self.lengths)
         carry(replace(plan, folds=Folds.none(plan.kept.device)))
-        self.replaced_bytes = self._unturned.replaced_bytes
+        self.replaced_bytes = self._ragged.replaced_bytes
         if merged is not None:
             self._write(plan, merged, lengths)
 
@@ -189,7 +183,7 @@ class CompactLayer(CacheLayer):
         Args:
             lengths: of the heads when the entries were merged.
         """
-        held, targets = self._unturned.entries(), merged.targets.cpu()
+        held, targets = self._ragged.entries(), merged.targets.cpu()
         heads = torch.searchsorted(lengths.cumsum(0), targets, right=True)
         places = (targets - starts_of(lengths)[heads]).to(held.keys.device)
         layout = torch.tensor(held.starts), torch.tensor(held.lengths)

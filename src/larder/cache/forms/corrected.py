@@ -27,6 +27,7 @@ from torch import Tensor
 from larder.cache.forms.base import AttentionCall, AttentionState
 from larder.cache.forms.tiered import TieredLayer
 from larder.cache.offload.page_fetch import PageSelection
+from larder.cache.state_names import with_prefix
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
 from larder.core.types import AppendKind, Keys, Mode, Positions, Queries, Values
@@ -103,7 +104,7 @@ class CorrectedLayer(TieredLayer):
         """
         former = self._past
         places = [past.place for past in former]
-        held = self._fast.entries()
+        held = self._ragged.entries()
         tails = [held.head_positions(head)[-len(places) :].tolist() for head in range(len(keys))]
         if positions.tolist() != places or any(tail != places for tail in tails):
             raise CacheError(
@@ -155,7 +156,7 @@ class CorrectedLayer(TieredLayer):
         store = super().adopt(layer, state)
         assert isinstance(store, CorrectedLayer)
         if PAST + OUTS in state:
-            own = {n.removeprefix(PAST): t for n, t in state.items() if n.startswith(PAST)}
+            own = with_prefix(PAST, state)
             seen = own[SEEN].cpu().split(own[COUNTS].tolist())
             parts = own[PLACES].tolist(), own[OUTS], own[SUMS], seen, own[PARKED].cpu()
             store._past = tuple(PastAnswer(*part) for part in zip(*parts, strict=True))

@@ -30,7 +30,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.entry_columns import check_columns
-from larder.cache.forms._composite import CompositeLayer
+from larder.cache.forms._composite import MixedLayer
 from larder.cache.forms._graded_tiers import GradedTiers
 from larder.cache.forms.base import AttentionCall
 from larder.cache.forms.ragged import RaggedLayer
@@ -44,11 +44,11 @@ from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import Keys, Positions, Queries, Values
+from larder.core.types import Queries
 from larder.ops.quantized_attention import quantized_attention
 
 
-class GradedLayer(CompositeLayer):
+class GradedLayer(MixedLayer):
     """Per-head lengths and several precisions; rejected entries free memory.
 
     `entries` returns a copy as soon as any entry is quantized.
@@ -78,30 +78,26 @@ class GradedLayer(CompositeLayer):
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> GradedLayer:
         return cls(layer, model.dtype, model.device, spec.ledger, spec.codecs)
 
-    def append(self, keys: Keys, values: Values, positions: Positions) -> None:
-        self._finest.append(keys, values, positions)
-        self.replaced_bytes = self._finest.replaced_bytes
-
     def apply(self, plan: Plan) -> None:
         check_kept(plan, self.lengths)
         tiers, own, sums, coming = self._planned(plan)
-        self._finest.apply_folded(own, sums, coming)
+        self._ragged.apply_folded(own, sums, coming)
         self._replace(tiers)
 
     def evict(self, plan: Plan) -> None:
         check_kept(plan, self.lengths)
         tiers, own, sums, coming = self._planned(plan)
-        self._finest.evict_folded(own, sums, coming)
+        self._ragged.evict_folded(own, sums, coming)
         self._replace(tiers)
 
     def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
         if not self._is_mixed:
-            self._finest.note(columns)
+            self._ragged.note(columns)
             return
         tiers = self._tiers()
-        check_columns(columns, self._finest.ledger, len(tiers.places.order))
-        noted = tiers.noted(columns, self._finest.ledger)
-        self._finest.note_packed(noted[0])
+        check_columns(columns, self._ragged.ledger, len(tiers.places.order))
+        noted = tiers.noted(columns, self._ragged.ledger)
+        self._ragged.note_packed(noted[0])
         pairs = zip(self._coded, noted[1:], strict=True)
         self._hold(tuple(replace(tier, columns=own) for tier, own in pairs))
 
@@ -112,11 +108,11 @@ class GradedLayer(CompositeLayer):
             order = tiers.places.order
             kept = order[tiers.places.positions[order] < length]
             coded = tiers.after(kept, tiers.places.grades[kept])
-        self._finest.truncate(length)
+        self._ragged.truncate(length)
         self._hold(coded)
 
     def entries(self) -> Entries:
-        finest = self._finest.entries()
+        finest = self._ragged.entries()
         if not self._is_mixed:
             return finest
         return self._tiers().shown()
@@ -127,9 +123,9 @@ class GradedLayer(CompositeLayer):
         return sum(tier.nbytes for tier in self._coded)
 
     def state(self) -> dict[str, Tensor]:
-        state = self._finest.state()
+        state = self._ragged.state()
         for grade, tier in enumerate(self._coded, 1):
-            own = tier.state(self._finest.ledger)
+            own = tier.state(self._ragged.ledger)
             state |= {f"{tier_prefix(grade)}{name}": tensor for name, tensor in own.items()}
         return state
 
@@ -137,8 +133,8 @@ class GradedLayer(CompositeLayer):
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> GradedLayer:
         dtype, device = state["keys"].dtype, state["keys"].device
         store = cls(layer, dtype, device, Ledger(), ())
-        store._finest = store._attach(RaggedLayer.adopt(layer, state), store._finest)
-        ledger, size = store._finest.ledger, layer.head_dim
+        store._adopt_ragged(state)
+        ledger, size = store._ragged.ledger, layer.head_dim
         store._hold(tuple(QuantizedTier.adopt(own, ledger, size) for own in saved_tiers(state)))
         return store
 
@@ -148,7 +144,7 @@ class GradedLayer(CompositeLayer):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        counts = torch.tensor(self._finest.lengths)
+        counts = torch.tensor(self._ragged.lengths)
         for tier in self._coded:
             counts = counts + tier.lengths(len(counts))
         return tuple(counts.tolist())
@@ -158,7 +154,7 @@ class GradedLayer(CompositeLayer):
         return any(len(tier) for tier in self._coded)
 
     def _tiers(self) -> GradedTiers:
-        finest = self._finest.entries()
+        finest = self._ragged.entries()
         return GradedTiers.of(finest, self._coded)
 
     def _other_calls(self, queries: Queries) -> list[AttentionCall]:
@@ -178,19 +174,19 @@ class GradedLayer(CompositeLayer):
         Raises:
             CacheError: the plan does not fit.
         """
-        self._finest.check_numbers(plan)
+        self._ragged.check_numbers(plan)
         check_channels(plan, self.layer)
         tiers = self._tiers().folded(plan)
         kept = tiers.places.order[plan.kept.cpu()]
         grades = check_grades(plan, tiers.grades[kept], len(self._coded))
-        ledger = self._finest.ledger
+        ledger = self._ragged.ledger
         coded = tiers.after(kept, grades, plan.channels, plan.columns, ledger)
         return coded, *tiers.own(plan, kept, grades, ledger)
 
     def _replace(self, coded: tuple[QuantizedTier, ...]) -> None:
         """Replace the quantized tiers, after everything that can fail."""
         pairs = [(a, b) for a, b in zip(self._coded, coded, strict=True) if a is not b]
-        self.replaced_bytes = self._finest.replaced_bytes + sum(
+        self.replaced_bytes = self._ragged.replaced_bytes + sum(
             old.nbytes + new.nbytes for old, new in pairs
         )
         self._hold(coded)

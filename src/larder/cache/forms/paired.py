@@ -13,30 +13,29 @@ layer's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from larder.cache.entry_columns import check_columns
-from larder.cache.forms._composite import CompositeLayer
+from larder.cache.forms._composite import MixedLayer
 from larder.cache.forms._shared_entries import (
     LOWER,
     UPPER,
-    LayerPair,
-    PairedOrder,
-    PlanApplier,
     SharedEntries,
-    SharingRequest,
+    SharingCandidates,
+    angles,
 )
 from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.merged_entries import MergedEntries, merge_by_place, no_merges
 from larder.cache.row_updates import InsertedEntries
 from larder.cache.spec import CacheSpec
+from larder.cache.state_names import with_prefix
 from larder.cache.validation import check_grades, check_kept
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
@@ -45,8 +44,12 @@ from larder.core.spec import LayerPairing, LayerSpec, ModelSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.packing import starts_of, storage_rows
 
+ALL_ALIKE = 1e-6  # radians between the least and the greatest angle that are rounding errors
+# Applies a plan to a layer's own entries, with merged and inserted entries.
+PlanApplier = Callable[[RaggedLayer, Plan, MergedEntries, InsertedEntries | None], None]
 
-class PairedLayer(CompositeLayer):
+
+class PairedLayer(MixedLayer):
     """Layer of a pair; without a partner, a ragged layer.
 
     `entries` returns a copy as soon as any entry is shared.
@@ -85,8 +88,7 @@ class PairedLayer(CompositeLayer):
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         self.wished = SharingRequest.none()  # rows move
-        self._finest.append(keys, values, positions)
-        self.replaced_bytes = self._finest.replaced_bytes
+        super().append(keys, values, positions)
 
     def apply(self, plan: Plan) -> None:
         self._carry(plan, RaggedLayer.apply_folded)
@@ -96,19 +98,19 @@ class PairedLayer(CompositeLayer):
 
     def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
         if not self._is_mixed:
-            self._finest.note(columns)
+            self._ragged.note(columns)
             return
         order = self._order()
-        check_columns(columns, self._finest.ledger, len(order.places))
+        check_columns(columns, self._ragged.ledger, len(order.places))
         held = self._columns(columns, order)
-        self._finest.note_packed(held[:, : order.own])
+        self._ragged.note_packed(held[:, : order.own])
         shared = self._pair.shared
         rows = shared.rows(self.side)
         self._pair.replace_shared(shared.select(self.side, rows, held[:, order.own :]))
 
     def truncate(self, length: int) -> None:
         self.wished = SharingRequest.none()
-        self._finest.truncate(length)
+        self._ragged.truncate(length)
         shared = self._pair.shared
         rows = shared.rows(self.side)
         rows = rows[shared.positions[rows] < length]
@@ -116,7 +118,7 @@ class PairedLayer(CompositeLayer):
         self._pair.replace_shared(shared.select(self.side, rows, columns))
 
     def entries(self) -> Entries:
-        own = self._finest.entries()
+        own = self._ragged.entries()
         if not self._is_mixed:
             return own
         order, shared = self._order(), self._pair.shared
@@ -142,7 +144,7 @@ class PairedLayer(CompositeLayer):
         """Tensors of the layer; those of the upper layer include the shared entries."""
         pairing = self._pair.pairing
         numbers = [float(self.side), pairing.start, pairing.weight, pairing.apart]
-        state = self._finest.state() | {"pair": torch.tensor(numbers, dtype=torch.float64)}
+        state = self._ragged.state() | {"pair": torch.tensor(numbers, dtype=torch.float64)}
         if self.side == UPPER:
             named = self._pair.shared.tensors()
             state |= {f"shared.{name}": tensor.clone() for name, tensor in named.items()}
@@ -154,17 +156,11 @@ class PairedLayer(CompositeLayer):
         side, *numbers = state["pair"].tolist()
         keys = state["keys"]
         half = cls(layer, keys.dtype, keys.device, Ledger(), LayerPairing(*numbers), int(side))
-        half._finest = half._attach(RaggedLayer.adopt(layer, state), half._finest)
-        like, columns = keys[:0], len(half._finest.ledger.columns)
+        half._adopt_ragged(state)
+        like, columns = keys[:0], len(half._ragged.ledger.columns)
         shared = SharedEntries.nothing(like, columns)
         if half.side == UPPER:
-            prefix = "shared."  # beside it are this layer's own `keys` and `values`
-            entries = {
-                name.removeprefix(prefix): tensor
-                for name, tensor in state.items()
-                if name.startswith(prefix)
-            }
-            shared = SharedEntries.adopt(entries)
+            shared = SharedEntries.adopt(with_prefix("shared.", state))  # own keys are there, too
         half._join(LayerPair(shared, LayerPairing(*numbers)))
         return half
 
@@ -174,24 +170,25 @@ class PairedLayer(CompositeLayer):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        own = torch.tensor(self._finest.lengths)
+        own = torch.tensor(self._ragged.lengths)
         return tuple((own + self._pair.shared.counts(self.side, len(own))).tolist())
 
     def link(self, upper: PairedLayer) -> None:
         """Become the lower layer of the pair of `upper`."""
         self._join(upper._pair)
 
+    @property
+    def own(self) -> RaggedLayer:
+        """Entries that are not shared."""
+        return self._ragged
+
     def give_up(self, rows: Int64[Tensor, " N"], change: PlanApplier) -> None:
         """Remove own entries, given as packed rows, that are shared from now on."""
-        keep = torch.ones(sum(self._finest.lengths), dtype=torch.bool)
+        keep = torch.ones(sum(self._ragged.lengths), dtype=torch.bool)
         keep[rows] = False
-        own = self._finest
+        own = self._ragged
         change(own, Plan.from_mask(keep, own.lengths), no_merges(own.entries().keys), None)
         self.wished = SharingRequest.none()
-
-    def own_entries(self) -> Entries:
-        """Entries that are not shared, as views."""
-        return self._finest.entries()
 
     def _join(self, pair: LayerPair) -> None:
         self._pair = pair
@@ -214,7 +211,7 @@ class PairedLayer(CompositeLayer):
         return [partial(self._pair.shared.attend, self.side, queries, *sizes, self._bias_column)]
 
     def _order(self) -> PairedOrder:
-        own, shared = self._finest.entries(), self._pair.shared
+        own, shared = self._ragged.entries(), self._pair.shared
         rows = shared.rows(self.side)
         kv_heads = torch.arange(len(own.lengths))
         owners = torch.repeat_interleave(kv_heads, torch.tensor(own.lengths))
@@ -230,19 +227,19 @@ class PairedLayer(CompositeLayer):
         Args:
             changed: numbers of the entries at `places`, by default all in packed order.
         """
-        own, shared = self._finest.entries(), self._pair.shared
+        own, shared = self._ragged.entries(), self._pair.shared
         columns = [own.column(name) for name in own.columns]
         finest = torch.stack(columns) if columns else own.keys.new_zeros(0, order.own).float()
         theirs = shared.columns[self.side][:, shared.rows(self.side)]
         held = torch.cat([finest, theirs], dim=1)
         there = (order.places if places is None else places).to(held.device)
         for name, numbers in changed.items():
-            held[self._finest.ledger.columns.index(name), there] = numbers.to(held)
+            held[self._ragged.ledger.columns.index(name), there] = numbers.to(held)
         return held
 
     def _sums(self, plan: Plan, order: PairedOrder) -> MergedEntries:
         """Merged entries of a plan; targets are places."""
-        own, shared = self._finest.entries(), self._pair.shared
+        own, shared = self._ragged.entries(), self._pair.shared
         if not len(plan.folds):
             return no_merges(own.keys)
         layout, theirs = own.layout, shared.rows(self.side)
@@ -279,7 +276,7 @@ class PairedLayer(CompositeLayer):
 
     def _carry(self, plan: Plan, change: PlanApplier) -> None:
         check_kept(plan, self.lengths)
-        self._finest.check_numbers(plan)
+        self._ragged.check_numbers(plan)
         order, shared = self._order(), self._pair.shared
         sums = self._sums(plan, order)
         kept = order.places[plan.kept.cpu()]
@@ -298,14 +295,126 @@ class PairedLayer(CompositeLayer):
         rows = shared.rows(self.side)[(kept[~mine] - order.own).to(shared.held.device)]
         left = shared.select(self.side, rows, columns[:, kept[~mine]])
         arrivals = self._arrivals(sums, order, columns)
-        change(self._finest, rest, sums.among(kept[stays]), arrivals)
-        self.replaced_bytes = self._finest.replaced_bytes + shared.nbytes
+        change(self._ragged, rest, sums.among(kept[stays]), arrivals)
+        self.replaced_bytes = self._ragged.replaced_bytes + shared.nbytes
         self._pair.replace_shared(left)
         wished = (grades[mine] == 1).nonzero().flatten()
         places = kept[mine][wished]
         self.wished = SharingRequest(wished, (order.heads[places] << 32) + order.positions[places])
         if self.side == UPPER:
             self._pair.share_requested(change)
+
+
+class LayerPair:
+    """Two layers and their shared entries; a layer without a partner has a pair of its own."""
+
+    def __init__(self, shared: SharedEntries, pairing: LayerPairing) -> None:
+        self.shared = shared
+        self.pairing = pairing
+        self.halves: dict[int, PairedLayer] = {}
+
+    def share_requested(self, change: PlanApplier) -> None:
+        """Share the entries that both layers requested."""
+        if len(self.halves) < 2:
+            return
+        halves = self.halves[LOWER], self.halves[UPPER]
+        found = _requested_by_both(halves[0].wished, halves[1].wished)
+        sheet = _sharing_candidates(halves, *found)
+        alike = _similar_directions(sheet, self.pairing.apart)
+        if not bool(alike.any()):
+            return
+        chosen = [rows[alike.cpu()] for rows in found]
+        shared = self.shared.joined(_sharing_candidates(halves, *chosen), self.pairing.weight)
+        for half, rows in zip(halves, chosen, strict=True):
+            half.give_up(rows, change)
+        self.replace_shared(shared)
+
+    def replace_shared(self, shared: SharedEntries) -> None:
+        """Replace the shared entries, in the counts of both layers too."""
+        self.shared = shared
+        for half in self.halves.values():
+            half.count_shared()
+
+
+@dataclass(frozen=True)
+class SharingRequest:
+    """Own entries that a layer requests to share: packed rows, and identifiers of the entries."""
+
+    rows: Int64[Tensor, " N"]
+    names: Int64[Tensor, " N"]
+
+    @staticmethod
+    def none() -> SharingRequest:
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return SharingRequest(nothing, nothing)
+
+
+@dataclass(frozen=True)
+class PairedOrder:
+    """All entries of a layer: its own, then its shared ones; in host memory.
+
+    Args:
+        own: number of own entries.
+        places: of the entries in packed order.
+    """
+
+    heads: Int64[Tensor, " T"]
+    positions: Int64[Tensor, " T"]
+    own: int
+    places: Int64[Tensor, " T"]
+
+    @property
+    def is_shared(self) -> Bool[Tensor, " T"]:
+        return torch.arange(len(self.heads)) >= self.own
+
+
+def _requested_by_both(
+    one: SharingRequest, other: SharingRequest
+) -> tuple[Int64[Tensor, " N"], Int64[Tensor, " N"]]:
+    """Rows, in either layer, of the entries that both request."""
+    mine = torch.isin(one.names, other.names)
+    theirs = torch.isin(other.names, one.names)
+    return one.rows[mine], other.rows[theirs]
+
+
+def _sharing_candidates(
+    halves: tuple[PairedLayer, PairedLayer], lower: Int64[Tensor, " N"], upper: Int64[Tensor, " N"]
+) -> SharingCandidates:
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    columns: list[Tensor] = []
+    held = [half.own.entries() for half in halves]
+    for entries, rows in zip(held, (lower, upper), strict=True):
+        there = rows.to(entries.keys.device)
+        keys.append(entries.pack(entries.keys)[there])
+        values.append(entries.pack(entries.values)[there])
+        own = [entries.column(name)[there] for name in entries.columns]
+        nothing = entries.keys.new_zeros(0, len(rows)).float()
+        columns.append(torch.stack(own) if own else nothing)
+    device, counts = held[0].keys.device, torch.tensor(held[0].lengths)
+    heads = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int16), counts)
+    positions = held[0].packed_positions()[lower.to(device)].int()
+    return SharingCandidates(
+        (keys[0], keys[1]),
+        (values[0], values[1]),
+        heads[lower].to(device),
+        positions,
+        torch.stack(columns),
+    )
+
+
+def _similar_directions(sheet: SharingCandidates, apart: float) -> Bool[Tensor, " N"]:
+    """Mask of the entries to share: not those in the upper part of the range of angles.
+
+    Keys and values both count. A single entry, or entries of equal angles, are all shared.
+    """
+    alike = torch.ones(len(sheet.heads), dtype=torch.bool, device=sheet.keys[0].device)
+    for pair in (sheet.keys, sheet.values):
+        angle = angles(*pair)
+        if len(angle):
+            least, most = angle.min(), angle.max()
+            alike &= (angle <= most - apart * (most - least)) | (most - least < ALL_ALIKE)
+    return alike
 
 
 def link_pairs(stores: Sequence[CacheLayer]) -> None:

@@ -61,8 +61,8 @@ class RaggedLayer(CacheLayer):
         self._columns = EntryColumns(ledger, layer.kv_heads, device)
         self._edges = (0,) * (layer.kv_heads + 1)
         self._room = 0
-        self._listens = False
-        self._heard: Tensor | None = None
+        self._records_logits = False
+        self._logits: Tensor | None = None
         self._count_bytes()
 
     @classmethod
@@ -73,12 +73,12 @@ class RaggedLayer(CacheLayer):
         return cls(layer, model.dtype, model.device, spec.ledger)
 
     def record_logits(self) -> None:
-        self._listens = True
+        self._records_logits = True
 
-    def heard(self) -> Float[Tensor, "R C"] | None:
-        heard = self._heard
+    def take_logits(self) -> Float[Tensor, "R C"] | None:
+        logits = self._logits
         self._hold_logits(None)
-        return heard
+        return logits
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         count, self.replaced_bytes = keys.shape[1], 0
@@ -212,7 +212,7 @@ class RaggedLayer(CacheLayer):
 
     def own_tensors(self) -> tuple[Tensor, ...]:
         own = (self._keys, self._values, self._positions, self._lengths, self._starts)
-        return own + self._columns.tensors() + (() if self._heard is None else (self._heard,))
+        return own + self._columns.tensors() + (() if self._logits is None else (self._logits,))
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -225,8 +225,8 @@ class RaggedLayer(CacheLayer):
         del positions, shift
         logits = None
         if mode is Mode.APPEND and queries.shape[1] == 1:
-            if self._listens:
-                self._listens, group_len = False, queries.shape[0] // self.layer.kv_heads
+            if self._records_logits:
+                self._records_logits, group_len = False, queries.shape[0] // self.layer.kv_heads
                 logits = torch.empty(group_len, len(self._keys), device=queries.device)
             self._hold_logits(logits)
         bias = self._columns.by_name().get(LOG_COUNT)
@@ -319,7 +319,7 @@ class RaggedLayer(CacheLayer):
 
     def _hold_logits(self, logits: Tensor | None) -> None:
         """Hold the logits of a decode step, or none."""
-        former, self._heard = self._heard, logits
+        former, self._logits = self._logits, logits
         if former is not logits:
             self._count_bytes()
 

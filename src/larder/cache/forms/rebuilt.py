@@ -24,6 +24,7 @@ from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.offload.slow_tier import rejected_entries
 from larder.cache.spec import CacheSpec
+from larder.cache.state_names import text_of, text_tensor
 from larder.cache.validation import check_kept, check_single_precision
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
@@ -109,7 +110,7 @@ class RecomputedLayer(RecoverableLayer):
             self._lent = None
 
     def truncate(self, length: int) -> None:
-        self._fast.truncate(length)
+        self._ragged.truncate(length)
         self._source = self._source[:length].clone()
         self._gone = [own[own < length] for own in self._gone]
         self._count_bytes()
@@ -126,8 +127,8 @@ class RecomputedLayer(RecoverableLayer):
                 f"{self.rebuilding.source.value!r} reads the text again with all tokens. Use "
                 "recompute(held='every')."
             )
-        self._fast.forget(start, stop)
-        self.replaced_bytes = self._fast.replaced_bytes
+        self._ragged.forget(start, stop)
+        self.replaced_bytes = self._ragged.replaced_bytes
         self._gone = [own[(own < start) | (own >= stop)] for own in self._gone]
         self._count_bytes()
 
@@ -152,12 +153,12 @@ class RecomputedLayer(RecoverableLayer):
         return 2 * self.layer.kv_heads * block * self.layer.head_dim * self.entries().keys.itemsize
 
     def state(self) -> dict[str, Tensor]:
-        state = self._fast.state() | {
+        state = self._ragged.state() | {
             SOURCE_KEY: self._source.clone(),
             EVICTED_KEY: torch.cat(self._gone),
         }
         state |= {LENGTHS_KEY: torch.tensor([len(own) for own in self._gone])}
-        return state | {SPEC_KEY: torch.tensor(list(self.rebuilding.to_text().encode())).byte()}
+        return state | {SPEC_KEY: text_tensor(self.rebuilding.to_text())}
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> RecomputedLayer:
@@ -166,9 +167,9 @@ class RecomputedLayer(RecoverableLayer):
                 f"Layer {layer.index} of the saved cache has no recompute spec, but its "
                 "description has one: build the cache again."
             )
-        like, text = state["keys"], bytes(state[SPEC_KEY].cpu().tolist()).decode()
-        store = cls(layer, like.dtype, like.device, Ledger(), RecomputeSpec.from_text(text))
-        store._fast = store._attach(RaggedLayer.adopt(layer, state), store._fast)
+        like, spec = state["keys"], RecomputeSpec.from_text(text_of(state[SPEC_KEY]))
+        store = cls(layer, like.dtype, like.device, Ledger(), spec)
+        store._adopt_ragged(state)
         store._source = state[SOURCE_KEY]
         store._gone = list(state[EVICTED_KEY].cpu().split(state[LENGTHS_KEY].tolist()))
         store._count_bytes()
@@ -184,7 +185,7 @@ class RecomputedLayer(RecoverableLayer):
     def attention_calls(
         self, queries: Queries, positions: Positions, mode: Mode, shift: int
     ) -> Iterator[AttentionCall]:
-        yield from self._fast.attention_calls(queries, positions, mode, shift)
+        yield from self._ragged.attention_calls(queries, positions, mode, shift)
         for places, keys, values in self._blocks():
             layout, numbers = self._evicted_rows(places, keys, values)
             yield partial(ragged_attention, queries, *numbers, *layout, self.layer.scaling)
@@ -227,7 +228,7 @@ class RecomputedLayer(RecoverableLayer):
                 "of them: use a ragged cache for plans that merge."
             )
         check_kept(plan, self.lengths)
-        held = self._fast.entries()
+        held = self._ragged.entries()
         packed = rejected_entries(plan, sum(held.lengths))
         if len(packed) and self.layer.index < self.rebuilding.depth:
             raise CacheError(
@@ -239,7 +240,7 @@ class RecomputedLayer(RecoverableLayer):
         places = held.packed_positions().cpu()[packed].long()
         gone = [places[heads == head] for head in range(len(held.lengths))]
         change(plan)
-        self.replaced_bytes = self._fast.replaced_bytes
+        self.replaced_bytes = self._ragged.replaced_bytes
         self._gone = [torch.cat(pair) for pair in zip(self._gone, gone, strict=True)]
         self._count_bytes()
 

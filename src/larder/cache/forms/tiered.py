@@ -40,12 +40,11 @@ from larder.cache.offload.slow_tier import (
     SLOW,
     OffloadBatch,
     SlowTier,
-    offload_spec_tensor,
     rejected_entries,
     saved_offload_spec,
-    with_prefix,
 )
 from larder.cache.spec import FORMS, CacheSpec
+from larder.cache.state_names import text_tensor, with_prefix
 from larder.cache.validation import check_dropped, check_kept, check_offload_plan, refuse_eviction
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
@@ -128,7 +127,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 
     @property
     def parts(self) -> tuple[TensorOwner, ...]:
-        return self._fast, self._slow, self.finder
+        return self._ragged, self._slow, self.finder
 
     def own_tensors(self) -> tuple[Tensor, ...]:
         return (self._observed,)
@@ -152,14 +151,14 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
     def truncate(self, length: int) -> None:
         """Drop entries at `length` and later; a changed slow tier is indexed again."""
         rest = self._slow.without_range(length)
-        self._fast.truncate(length)
+        self._ragged.truncate(length)
         self._replace_slow_tier(rest)
 
     def forget(self, start: int, stop: int) -> None:
         """Drop entries at true positions [start, stop) in both tiers."""
         rest = self._slow.without_range(start, stop)
-        self._fast.forget(start, stop)
-        self.replaced_bytes = self._fast.replaced_bytes
+        self._ragged.forget(start, stop)
+        self.replaced_bytes = self._ragged.replaced_bytes
         self._replace_slow_tier(rest)
 
     def _replace_slow_tier(self, rest: SlowTier | None) -> None:
@@ -176,7 +175,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 
     def state(self) -> dict[str, Tensor]:
         self._learn()
-        state = self._fast.state() | {PARKING: offload_spec_tensor(self.parking)}
+        state = self._ragged.state() | {PARKING: text_tensor(self.parking.to_text())}
         state |= {SLOW + name: tensor for name, tensor in self._slow.state().items()}
         if self.finder.shared_index.is_used:
             own = self.finder.shared_index.index.state()
@@ -187,8 +186,8 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> TieredLayer:
         parking, keys = saved_offload_spec(state, layer), state["keys"]
         store = cls(layer, keys.dtype, keys.device, Ledger(), parking)
-        store._fast = store._attach(RaggedLayer.adopt(layer, state), store._fast)
-        columns, is_pinned = store._fast.ledger.columns, keys.device.type == "cuda"
+        store._adopt_ragged(state)
+        columns, is_pinned = store._ragged.ledger.columns, keys.device.type == "cuda"
         slow = create_slow_tier(layer, parking, keys.dtype, columns, is_pinned)
         slow.adopt(with_prefix(SLOW, state))
         store._slow = store._attach(slow, store._slow)
@@ -202,10 +201,10 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
     def fork(self) -> TieredLayer:
         """Independent copy that shares slow tier and index by copy-on-write."""
         self._learn()
-        fast = RaggedLayer.adopt(self.layer, self._fast.state())
+        fast = RaggedLayer.adopt(self.layer, self._ragged.state())
         like, ledger = fast.entries().keys, fast.ledger
         copy = type(self)(self.layer, like.dtype, like.device, ledger, self.parking)
-        copy._fast = copy._attach(fast, copy._fast)
+        copy._ragged = copy._attach(fast, copy._ragged)
         copy._slow = copy._attach(self._slow.fork(), copy._slow)
         copy.finder.use_index(self.finder.shared_index.fork())
         copy.finder.fetches_ahead = self.finder.fetches_ahead
@@ -256,7 +255,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
     def attention_calls(
         self, queries: Queries, positions: Positions, mode: Mode, shift: int
     ) -> Iterator[AttentionCall]:
-        yield from self._fast.attention_calls(queries, positions, mode, shift)
+        yield from self._ragged.attention_calls(queries, positions, mode, shift)
         if len(self._slow):
             yield from self._offloaded_calls(queries, mode)
 
@@ -277,7 +276,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
             return None
         if queries.shape[1] == 1 and self._coming is AppendKind.STEP:
             if recall.follows:
-                held, stays = self._slow.entries(), self._fast.entries()
+                held, stays = self._slow.entries(), self._ragged.entries()
                 finder.follow(queries, held, self._observed, stays)
             return finder.step_calls
         if self._coming is AppendKind.QUESTION and recall.union is not None:
@@ -309,13 +308,13 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         """Offload the entries that a plan rejects and does not drop, then apply it."""
         check_offload_plan(plan)
         check_kept(plan, self.lengths)
-        self._fast.check_numbers(plan)
-        held = self._fast.entries()
+        self._ragged.check_numbers(plan)
+        held = self._ragged.entries()
         gone = rejected_entries(plan, sum(held.lengths))
         check_dropped(plan, gone)
         if not len(gone):
             change(plan)
-            self.replaced_bytes = self._fast.replaced_bytes
+            self.replaced_bytes = self._ragged.replaced_bytes
             return
         if self.is_dense:
             refuse_eviction(len(gone), self.layer)
@@ -327,7 +326,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         except BaseException:
             self._slow.undo_add(batch.lengths)
             raise
-        self.replaced_bytes = self._fast.replaced_bytes + self._slow.replaced_bytes
+        self.replaced_bytes = self._ragged.replaced_bytes + self._slow.replaced_bytes
 
     def _index_bytes(self, coming: int) -> int:
         """Estimated growth of the index for `coming` more entries; 0 without a limit."""

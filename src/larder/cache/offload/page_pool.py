@@ -11,7 +11,6 @@ Rows without a requested entry, page padding included, get a bias that masks the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,6 @@ from larder.core.recall import Estimate
 from larder.core.spec import LayerSpec
 from larder.core.types import Queries
 from larder.ops.attention import merge_attention, ragged_attention
-from larder.ops.packing import starts_of, storage_rows
 
 MASKED_BIAS = -1e30  # finite, as biases must be; its weight is 0 beside anything seen
 NO_PAGE = -1
@@ -192,24 +190,6 @@ class PagePool(TensorOwner):
         places = targets.to(self._keys.device)
         self._keys.index_copy_(0, places, near[0])
         self._values.index_copy_(0, places, near[1])
-
-
-MAX_ROWS = 1 << 14  # slow-tier rows moved to an accelerator at once
-
-
-def calls_to_all(queries: Queries, held: Entries, layer: LayerSpec) -> Iterator[AttentionCall]:
-    """Attention of several queries to all offloaded entries, in chunks on an accelerator."""
-    (starts, lengths), scaling = held.layout, layer.scaling
-    if queries.device.type == "cpu":
-        rows = held.keys, held.values, starts, lengths
-        yield partial(ragged_attention, queries, *rows, scaling)
-        return
-    piece = max(1, MAX_ROWS // layer.kv_heads)
-    for first in range(0, max(held.lengths), piece):
-        counts = (lengths - first).clamp(0, piece)
-        rows = storage_rows(torch.arange(int(counts.sum())), starts + first, counts)
-        keys, values = (part[rows].to(queries.device) for part in (held.keys, held.values))
-        yield partial(ragged_attention, queries, keys, values, starts_of(counts), counts, scaling)
 
 
 def attend_estimate(queries: Queries, estimate: Estimate, layer: LayerSpec) -> AttentionState:

@@ -12,10 +12,8 @@ numbers, the index too. If entries are removed from the middle, later entries ar
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property, partial
 
 import torch
@@ -23,9 +21,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.cache.forms.base import AttentionCall
-from larder.cache.offload.page_pool import MAX_ROWS
-from larder.cache.offload.slow_tier import OffloadBatch, SlowTier, with_prefix
+from larder.cache.offload.slow_tier import MAX_ROWS, OffloadBatch, SlowTier
 from larder.cache.quantized_tier import EncodingBatch, encode_tier
+from larder.cache.state_names import with_prefix
 from larder.core.codec import Codec
 from larder.core.observation import Entries
 from larder.core.recall import OffloadSpec
@@ -33,32 +31,10 @@ from larder.core.spec import LayerSpec
 from larder.core.types import Queries
 from larder.ops.attention import ragged_attention
 from larder.ops.packing import packed_rows, starts_of
-from larder.ops.quantization import QuantizedRows, concat_rows
-from larder.ops.quantized_attention import QuantizedKV, quantized_attention
+from larder.ops.quantization import QuantizedRows
+from larder.ops.quantized_attention import KVSide, QuantizedKV, quantized_attention
 
 DECODE_CHUNK = 1 << 12  # entries dequantized at once
-
-
-class KVSide(Enum):
-    """Keys or values of an entry."""
-
-    KEYS = 0
-    VALUES = 1
-
-
-class EntryDecoder(ABC):
-    """Source of dequantized keys and values."""
-
-    @property
-    @abstractmethod
-    def coded(self) -> Int64[Tensor, " K"]:
-        """Quantized entries of each head."""
-
-    @abstractmethod
-    def decoded(
-        self, heads: Int64[Tensor, " N"], members: Int64[Tensor, " N"], side: KVSide
-    ) -> Float[Tensor, "N D"]:
-        """Float32 keys or values of some entries, by head and number."""
 
 
 class DequantizedEntries(Entries):
@@ -69,7 +45,7 @@ class DequantizedEntries(Entries):
         dtype: of dequantized keys and values.
     """
 
-    def __init__(self, held: Entries, dtype: torch.dtype, numbers: EntryDecoder) -> None:
+    def __init__(self, held: Entries, dtype: torch.dtype, numbers: QuantizedEntries) -> None:
         own = {"positions", "starts", "lengths", "columns", "scalars", "rope_positions", "grades"}
         for name in own:
             object.__setattr__(self, name, getattr(held, name))
@@ -77,7 +53,7 @@ class DequantizedEntries(Entries):
         object.__setattr__(self, "_numbers", numbers)
 
     _dtype: torch.dtype
-    _numbers: EntryDecoder
+    _numbers: QuantizedEntries
 
     @cached_property
     def keys(self) -> Float[Tensor, "C D"]:
@@ -137,7 +113,7 @@ KeysAndValues = tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]
 
 
 @dataclass(frozen=True)
-class QuantizedEntries(EntryDecoder):
+class QuantizedEntries:
     """Keys and values of all heads, immutable: a change makes a new object.
 
     Args:
@@ -169,6 +145,7 @@ class QuantizedEntries(EntryDecoder):
     def decoded(
         self, heads: Int64[Tensor, " N"], members: Int64[Tensor, " N"], side: KVSide
     ) -> Float[Tensor, "N D"]:
+        """Float32 keys or values of some entries, by head and number."""
         found = torch.empty(len(heads), self.waiting[0][0].shape[1])
         coded = self.coded
         waits = members >= coded[heads]
@@ -176,7 +153,7 @@ class QuantizedEntries(EntryDecoder):
         for head, held in enumerate(self.waiting):
             own = (heads == head).nonzero().flatten()
             late, early = own[waits[own]], own[~waits[own]]
-            found[late] = held[side.value][members[late] - coded[head]].float()
+            found[late] = held[side is KVSide.VALUES][members[late] - coded[head]].float()
             groups = self.groups[head][members[early] // self.group]
             places[early] = groups * self.group + members[early] % self.group
         first = 0
@@ -184,8 +161,7 @@ class QuantizedEntries(EntryDecoder):
             own = ((places >= first) & (places < first + len(piece))).nonzero().flatten()
             if len(own):
                 rows, back = torch.unique(places[own] - first, return_inverse=True)
-                numbers = piece.keys if side is KVSide.KEYS else piece.values
-                found[own] = numbers.decoded(rows, piece.groups_of(rows)).float()[back]
+                found[own] = piece.side(side).decoded(rows, piece.groups_of(rows)).float()[back]
             first += len(piece)
         return found
 
@@ -274,7 +250,7 @@ class QuantizedSlowTier(SlowTier):
     def state(self) -> dict[str, Tensor]:
         numbers, state = self._numbers, super().state()
         state["keys"], state["values"] = map(torch.cat, zip(*numbers.waiting, strict=True))
-        for piece in (_concat_pieces(numbers.pieces),) if numbers.pieces else ():
+        for piece in (QuantizedKV.concat(numbers.pieces),) if numbers.pieces else ():
             state[f"{CODED}lengths"] = piece.lengths.clone()
             for side, held in (("keys", piece.keys), ("values", piece.values)):
                 own = held.tensors().items()
@@ -329,7 +305,7 @@ class QuantizedSlowTier(SlowTier):
         if any(len(keys) for keys, _ in ready):
             pieces.append(self._encoded(ready))
         while len(pieces) > 1 and len(pieces[-2]) <= MERGE_RATIO * len(pieces[-1]):
-            pieces[-2:] = [_concat_pieces(tuple(pieces[-2:]))]
+            pieces[-2:] = [QuantizedKV.concat(pieces[-2:])]
         return QuantizedEntries.of(group, tuple(pieces), tuple(waiting))
 
     def _encoded(self, ready: list[KeysAndValues]) -> QuantizedKV:
@@ -340,12 +316,6 @@ class QuantizedSlowTier(SlowTier):
         pool = EncodingBatch(keys, values, torch.zeros(len(heads), dtype=torch.int32), heads)
         counts = torch.full((len(heads) // group,), group)
         return encode_tier(self._codec, pool, counts, torch.empty(0, 0), self._keys.dtype, 0).rows
-
-
-def _concat_pieces(pieces: tuple[QuantizedKV, ...]) -> QuantizedKV:
-    """Concatenation of pieces, group by group."""
-    keys, values = concat_rows([p.keys for p in pieces]), concat_rows([p.values for p in pieces])
-    return QuantizedKV(keys, values, torch.cat([piece.lengths for piece in pieces]))
 
 
 def _calls_on_device(

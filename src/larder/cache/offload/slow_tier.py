@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from weakref import WeakKeyDictionary
 
@@ -24,15 +25,17 @@ from torch import Tensor
 from larder.cache.forms.base import AttentionCall
 from larder.cache.memory_usage import TensorOwner
 from larder.cache.offload.host_memory import HostMemoryBudget
-from larder.cache.offload.page_pool import calls_to_all
+from larder.cache.state_names import text_of
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.recall import OffloadSpec
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.types import Queries
+from larder.ops.attention import ragged_attention
 from larder.ops.packing import heads_of_packed, packed_rows, starts_of, storage_rows
 
+MAX_ROWS = 1 << 14  # rows moved to an accelerator at once
 GROWTH_ENTRIES = 256  # least slack of a head after its storage grows
 GROWTH_SHARE = 8  # slack after growth: one row for so many entries
 SPARE_SHARES = 2  # times that slack, above which `compact` frees some
@@ -173,8 +176,19 @@ class SlowTier(TensorOwner):
         return copy
 
     def attention_calls(self, queries: Queries) -> Iterator[AttentionCall]:
-        """Attention of several queries to all entries."""
-        return calls_to_all(queries, self.entries(), self.layer)
+        """Attention of several queries to all entries, in chunks on an accelerator."""
+        held, scaling = self.entries(), self.layer.scaling
+        starts, lengths = held.layout
+        if queries.device.type == "cpu":
+            rows = held.keys, held.values, starts, lengths
+            yield partial(ragged_attention, queries, *rows, scaling)
+            return
+        piece = max(1, MAX_ROWS // self.layer.kv_heads)
+        for first in range(0, max(held.lengths), piece):
+            counts = (lengths - first).clamp(0, piece)
+            rows = storage_rows(torch.arange(int(counts.sum())), starts + first, counts)
+            sides = [part[rows].to(queries.device) for part in (held.keys, held.values)]
+            yield partial(ragged_attention, queries, *sides, starts_of(counts), counts, scaling)
 
     def _staying(self, start: int, stop: int | None) -> Bool[Tensor, " T"]:
         """Mask of the packed entries outside positions [start, stop)."""
@@ -303,13 +317,8 @@ class StorageOwners:
 SLOW, INDEX, PARKING, OBSERVED = "slow.", "index.", "parking", "observed"  # names in a state
 
 
-def offload_spec_tensor(parking: OffloadSpec) -> Tensor:
-    """Offload spec as a tensor of text bytes, for a saved state."""
-    return torch.tensor(list(parking.to_text().encode()), dtype=torch.uint8)
-
-
 def saved_offload_spec(state: Mapping[str, Tensor], layer: LayerSpec) -> OffloadSpec:
-    """Offload spec of a saved layer, the inverse of `offload_spec_tensor`.
+    """Offload spec of a saved layer.
 
     Raises:
         CacheError: the saved layer has no slow tier.
@@ -320,9 +329,4 @@ def saved_offload_spec(state: Mapping[str, Tensor], layer: LayerSpec) -> Offload
             f"Layer {layer.index} of the saved cache has no offload spec, but its description has "
             "one: build the cache again."
         )
-    return OffloadSpec.from_text(bytes(saved.cpu().tolist()).decode())
-
-
-def with_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors whose names start with a prefix, by the rest of their names."""
-    return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+    return OffloadSpec.from_text(text_of(saved))
