@@ -104,11 +104,22 @@ def public_data(folder: Path) -> Path:
     lines_written(folder / "longbench" / "data" / "multifieldqa_en.jsonl", documents("answers"))
     lines_written(folder / "infinitebench" / "passkey.jsonl", documents("answer"))
     written(folder / "longbench_v2" / "data.json", [chosen(n) for n in range(3)])
+    lines_written(folder / "ruler_qa" / "squad.jsonl", [paragraphs(n) for n in range(40)])
     (folder / "text").mkdir()
     for name in ("one.txt", "two.md"):
         text = "\n\n".join(f"Paragraph {n} of {name} has nine words in it." for n in range(200))
         (folder / "text" / name).write_text(text, encoding="utf-8")
     return folder
+
+
+def paragraphs(number: int) -> dict[str, Any]:
+    """Question that one paragraph answers, or two for each third; two questions share one."""
+    said = [f"Paragraph {number // 2} says {f'P{number // 2} ' * 20}and no more."]
+    if number % 3 == 0:
+        said.append(f"Further on {number} it says {'ditto ' * 20}and no more.")
+    answers = [f"P{number // 2}", f"p {number // 2}"]
+    question = f"What does paragraph {number // 2} say, asks number {number}?"
+    return {"question": question, "answers": answers, "context": said}
 
 
 def stacked(number: int) -> dict[str, Any]:

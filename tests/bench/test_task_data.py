@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.corpus_files import documents, lines_written, sources, stacked, words, written
+from bench.corpus_files import (
+    documents,
+    lines_written,
+    paragraphs,
+    sources,
+    stacked,
+    words,
+    written,
+)
 from larder.core.conversation import Conversation, PromptLayout
 from larder.core.errors import InputError, TooLittle
 from larder.session.files import read_conversation
@@ -100,6 +108,38 @@ def test_a_document_loses_its_middle_only(material: TaskSources) -> None:
         (question,) = made.questions
         assert question.question == "Which document is number 1?"
         assert (question.answer, question.others) == ("document 1", ("the document 1",))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_paragraphs_of_every_asked_question_are_in_the_text(
+    seed: int, material: TaskSources
+) -> None:
+    made = parse_task("qa(questions=5)").make(seed, 700, material)
+    text, samples = text_of(made), {str(one["question"]): one for one in map(paragraphs, range(40))}
+    assert len(made.questions) == 5
+    for question in made.questions:
+        sample = samples[question.question]
+        assert [question.answer, *question.others] == sample["answers"]
+        assert all(text.count(one) == 1 for one in sample["context"])
+        assert (question.depth is None) == (len(sample["context"]) == 2)
+    numbers = [int(number) for number in re.findall(r"^Document (\d+):$", text, re.MULTILINE)]
+    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) > 15
+
+
+def test_paragraphs_come_from_the_file_that_is_named(tmp_path: Path) -> None:
+    material, task = TaskSources(words, data=tmp_path), parse_task("qa(questions=1)")
+    (tmp_path / "ruler_qa").mkdir()
+    with pytest.raises(InputError, match="it holds no .jsonl file at all"):
+        task.make(0, 300, material)
+    for name in ("hotpotqa", "squad"):
+        lines_written(tmp_path / "ruler_qa" / f"{name}.jsonl", [paragraphs(1)])
+    with pytest.raises(InputError, match="it holds hotpotqa, squad"):
+        task.make(0, 300, material)
+    made = parse_task('qa(questions=1, set="squad")').make(0, 300, material)
+    assert made.questions[0].answer == "P0"
+    lines_written(tmp_path / "ruler_qa" / "bare.jsonl", [{**paragraphs(1), "answers": []}])
+    with pytest.raises(InputError, match="lists of 'answers' and of 'context'"):
+        parse_task('qa(set="bare")').make(0, 300, material)
 
 
 def test_samples_come_by_turns(material: TaskSources) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import pytest
 
@@ -49,8 +48,10 @@ RULER = {
     "frequent_words": "frequent_words",
     "passage": "passage",
     "code": "code",
+    "qa": "qa",
+    "few_shot": "few_shot",
 }
-SCORERS = {"passage": "prefix_share", "code": "edit_similarity"}
+SCORERS = {"passage": "prefix_share", "code": "edit_similarity", "few_shot": "classes"}
 OTHERS = [Wording.INSTRUCT, Wording.PLAIN]
 
 
@@ -58,6 +59,11 @@ OTHERS = [Wording.INSTRUCT, Wording.PLAIN]
 def bench() -> ModelContext:
     engine = Engine(open_model("random:qwen3-tiny"), "full")
     return ModelContext(engine, TaskSources(engine.tokenizer.count_tokens))
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> TaskSources:
+    return sources(tmp_path_factory.mktemp("material"))
 
 
 def a_text(wording: Wording, *questions: Question) -> Conversation:
@@ -73,8 +79,10 @@ def test_a_wording_follows_from_the_model() -> None:
 
 @pytest.mark.parametrize("task", RULER)
 @pytest.mark.parametrize("wording", OTHERS)
-def test_published_prompts_ask_for_what_the_text_holds(task: str, wording: Wording) -> None:
-    made = parse_task(task).make(1, 500, TaskSources(words, wording=wording))
+def test_published_prompts_ask_for_what_the_text_holds(
+    task: str, wording: Wording, material: TaskSources
+) -> None:
+    made = parse_task(task).make(1, 500, replace(material, wording=wording))
     assert made.form is wording.layout and made.opening
     [message] = made.messages
     assert words(made.opening) + words(message.content) <= 500
@@ -139,8 +147,9 @@ DOCUMENTS = ["longbench", "longbench_v2", "infinitebench", "text"]
 
 
 @pytest.mark.parametrize("task", DOCUMENTS)
-def test_documents_of_data_sets_have_the_layout_of_the_wording(task: str, tmp_path: Path) -> None:
-    material = sources(tmp_path)
+def test_documents_of_data_sets_have_the_layout_of_the_wording(
+    task: str, material: TaskSources
+) -> None:
     seed, *others = (
         parse_task(task).make(0, 300, replace(material, wording=wording)) for wording in Wording
     )

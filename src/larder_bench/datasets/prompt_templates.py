@@ -167,7 +167,11 @@ VALUE = PromptTemplate(
     "The following text gives names and their values. " + MEMORIZE.format(what="values"),
     "The value of {subject} is",
 )
-# By the kind of questions. The published prompts of needles, variables and words are RULER's
+ANSWER_FROM_DOCUMENTS = (
+    "Answer the question based on the given documents. Only give me the answer and do not output "
+    "any other words.\n\n"
+)
+# By the kind of questions. The published prompts of needles, variables, words and QA are RULER's
 # (Hsieh et al., 2024, arXiv:2404.06654, appendix D), that of the pass key follows Mohtashami and
 # Jaggi (2023), arXiv:2305.16300, figure 3, and that of the look-up SCBench's (Li et al., 2024,
 # arXiv:2412.10319, Retr.KV in the released code).
@@ -259,6 +263,14 @@ PROMPTS: Mapping[str, TaskPrompts] = {
             "Please determine the label of the utterance below. Here are some examples of "
             "utterances.\n\n",
             "Label:",
+        ),
+    ),
+    "qa": TaskPrompts(
+        PromptTemplate("{subject}", "Below are documents.\n\n"),
+        PromptTemplate(
+            f"{ANSWER_FROM_DOCUMENTS}Question: {{subject}}",
+            f"{ANSWER_FROM_DOCUMENTS}The following are given documents.\n\n",
+            "Answer:",
         ),
     ),
     "code": TaskPrompts(
