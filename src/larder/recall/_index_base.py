@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int64
@@ -63,6 +64,10 @@ class ContiguousIndex(RecallIndex):
         page: entries of a page.
     """
 
+    # Tensors that a subclass holds as `_<name>`, by name in a state, with the dimension in which
+    # they have slack; None for no slack.
+    tables: ClassVar[Mapping[str, int | None]] = {}
+
     def __init__(self, layer: LayerSpec, page: int) -> None:
         self.layer = layer
         self.page = page
@@ -88,14 +93,27 @@ class ContiguousIndex(RecallIndex):
         return self.paged.counts
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.paged.lengths,)
+        return (self.paged.lengths, *(getattr(self, f"_{name}") for name in self.tables))
 
     def state(self) -> dict[str, Tensor]:
-        return {"lengths": self.paged.lengths.clone()}
+        state = {"lengths": self.paged.lengths.clone()}
+        for name, dim in self.tables.items():
+            table: Tensor = getattr(self, f"_{name}")
+            if dim is not None:
+                table = table.narrow(dim, 0, self._table_length(name))
+            state[name] = table.clone(memory_format=torch.contiguous_format)
+        return state
+
+    def _table_length(self, name: str) -> int:
+        """Used size of a table in its dimension with slack: pages of the fullest head."""
+        del name
+        return max(self.counts)
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Restore from the tensors of `state`."""
         self.paged = ContiguousPages(self.page, state["lengths"].clone())
+        for name in self.tables:
+            setattr(self, f"_{name}", state[name].clone())
 
 
 def check_new_entries(entries: Entries, known: tuple[int, ...], layer: int) -> None:

@@ -14,7 +14,6 @@ pages (Quest takes no fewer than three).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -35,7 +34,6 @@ from larder.recall._index_base import (
     indexed_layout,
     mask_missing,
     select_pages,
-    trim_table,
 )
 
 
@@ -68,6 +66,8 @@ class Bounds(RecallPart):
 class BoundsIndex(ContiguousIndex):
     """Index with a float32 box per page: two numbers per channel."""
 
+    tables = {"boxes": 1}
+
     def __init__(self, layer: LayerSpec, part: Bounds) -> None:
         super().__init__(layer, part.page)
         self._kind = part.digest
@@ -97,16 +97,6 @@ class BoundsIndex(ContiguousIndex):
         return RecallResult(
             select_pages(scores, self.layer.kv_heads, HEAD_RULES[self._kind], count)
         )
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors(), self._boxes)
-
-    def state(self) -> dict[str, Tensor]:
-        return {**super().state(), "boxes": trim_table(self._boxes, max(self.counts)).clone()}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        super().restore(state)
-        self._boxes = state["boxes"].clone()
 
 
 def bounding_boxes(

@@ -33,7 +33,6 @@ from larder.recall._index_base import (
     group_queries,
     grow_table,
     mask_missing,
-    trim_table,
 )
 
 
@@ -62,6 +61,8 @@ class Clusters(EntryRecall):
 
 class ClustersIndex(EntryIndex):
     """Index with the cluster of each entry, entries in cluster order, and the centroids."""
+
+    tables = {"made_of": None, "made": None, "centroids": 1, "labels": 1}
 
     def __init__(self, layer: LayerSpec, part: Clusters) -> None:
         super().__init__(layer)
@@ -138,23 +139,13 @@ class ClustersIndex(EntryIndex):
         return RecallResult(top_rows(self.logits(queries, entries), count))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        tables = (self._centroids, self._sizes, self._labels, self._order)
-        return (*super().tensors(), self._made_of, self._made, *tables)
+        return (*super().tensors(), self._sizes, self._order)
 
-    def state(self) -> dict[str, Tensor]:
-        clusters, longest = int(self._made.max()), max(self.counts)
-        return {
-            **super().state(),
-            "made_of": self._made_of.clone(),
-            "made": self._made.clone(),
-            "centroids": trim_table(self._centroids, clusters).clone(),
-            "labels": trim_table(self._labels, longest).clone(),
-        }
+    def _table_length(self, name: str) -> int:
+        return int(self._made.max()) if name == "centroids" else max(self.counts)
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         super().restore(state)
-        self._made_of, self._made = state["made_of"].clone(), state["made"].clone()
-        self._centroids, self._labels = state["centroids"].clone(), state["labels"].clone()
         self._sizes = torch.zeros(self._centroids.shape[:2], dtype=torch.int64)
         self._order = torch.zeros_like(self._labels)
         for head, length in enumerate(self.paged.known):

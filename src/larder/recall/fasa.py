@@ -17,7 +17,6 @@ paired like the others. Every query head ranks for itself; the paper leaves grou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -37,7 +36,6 @@ from larder.recall._index_base import (
     group_queries,
     grow_table,
     mask_missing,
-    trim_table,
 )
 
 
@@ -68,6 +66,8 @@ class Fasa(EntryRecall):
 
 class FasaIndex(EntryIndex):
     """Index with the selected dimensions of all keys, channel by channel, in the keys' dtype."""
+
+    tables = {"chosen": None, "asked": None, "keys": 2}
 
     def __init__(self, layer: LayerSpec, part: Fasa) -> None:
         super().__init__(layer)
@@ -113,20 +113,7 @@ class FasaIndex(EntryIndex):
         return RecallResult(top_rows(self.logits(queries, entries), count))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors(), self._chosen, self._asked, self._keys, self._pairs)
-
-    def state(self) -> dict[str, Tensor]:
-        return {
-            **super().state(),
-            "chosen": self._chosen.clone(),
-            "asked": self._asked.clone(),
-            "keys": trim_table(self._keys, max(self.counts), dim=2).clone(),
-        }
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        super().restore(state)
-        self._chosen, self._asked = state["chosen"].clone(), state["asked"].clone()
-        self._keys = state["keys"].clone()
+        return (*super().tensors(), self._pairs)
 
 
 def rotary_pairs(layer: LayerSpec) -> Int64[Tensor, "F 2"]:

@@ -22,7 +22,6 @@ those outside the coarse clusters are masked. Every query head selects for itsel
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +39,6 @@ from larder.recall._index_base import (
     grow_table,
     indexed_layout,
     mask_missing,
-    trim_table,
 )
 from larder.recall.bounds import PageSummary, bounding_boxes
 
@@ -84,6 +82,8 @@ class MPCache(RecallPart):
 
 class MPCacheIndex(ContiguousIndex):
     """Index with a float32 point per page and one per coarse cluster."""
+
+    tables = {"fine": 1, "coarse": 1}
 
     def __init__(self, layer: LayerSpec, part: MPCache) -> None:
         super().__init__(layer, part.page)
@@ -135,20 +135,9 @@ class MPCacheIndex(ContiguousIndex):
             top_rows(page_max_scores(queries, entries.keys, *layout, self.page), count)
         )
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors(), self._fine, self._coarse)
-
-    def state(self) -> dict[str, Tensor]:
-        most = max(self.counts)
-        return {
-            **super().state(),
-            "fine": trim_table(self._fine, most).clone(),
-            "coarse": trim_table(self._coarse, -(-most // self._part.coarse)).clone(),
-        }
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        super().restore(state)
-        self._fine, self._coarse = state["fine"].clone(), state["coarse"].clone()
+    def _table_length(self, name: str) -> int:
+        most = super()._table_length(name)
+        return -(-most // self._part.coarse) if name == "coarse" else most
 
 
 Part = MPCache

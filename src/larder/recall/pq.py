@@ -12,7 +12,6 @@ in the paper; centroids are recomputed when a head has twice the entries they we
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +32,6 @@ from larder.recall._index_base import (
     mask_missing,
     softmax_weights,
     sum_group_weights,
-    trim_table,
 )
 
 MAX_CODES = 256  # a code is a byte
@@ -73,6 +71,8 @@ class PQ(EntryRecall):
 
 class PQIndex(EntryIndex):
     """Index with a byte per part of each key, and the centroids in float32."""
+
+    tables = {"centroids": None, "made_of": None, "codes": 2}
 
     def __init__(self, layer: LayerSpec, part: PQ) -> None:
         super().__init__(layer)
@@ -117,23 +117,6 @@ class PQIndex(EntryIndex):
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         weights = softmax_weights(self.logits(queries, entries))
         return RecallResult(top_rows(sum_group_weights(weights, self.paged.known), count))
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors(), self._centroids, self._made_of, self._codes)
-
-    def state(self) -> dict[str, Tensor]:
-        return {
-            **super().state(),
-            "centroids": self._centroids.clone(),
-            "made_of": self._made_of.clone(),
-            "codes": trim_table(self._codes, max(self.counts), dim=2).clone(),
-        }
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        super().restore(state)
-        self._centroids = state["centroids"].clone()
-        self._made_of = state["made_of"].clone()
-        self._codes = state["codes"].clone()
 
 
 Part = PQ

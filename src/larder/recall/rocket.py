@@ -16,7 +16,6 @@ parameter and not derived from that stage. A partial last chunk is summarized as
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +36,6 @@ from larder.recall._index_base import (
     mask_missing,
     softmax_weights,
     sum_group_weights,
-    trim_table,
 )
 from larder.recall.bounds import PageSummary, bounding_boxes
 
@@ -70,6 +68,8 @@ class Rocket(RecallPart):
 
 class RocketIndex(ContiguousIndex):
     """Index with the largest and smallest numbers of each chunk, channel by channel, in float32."""
+
+    tables = {"sides": 2}
 
     def __init__(self, layer: LayerSpec, page: int, channels: int) -> None:
         super().__init__(layer, page)
@@ -104,19 +104,6 @@ class RocketIndex(ContiguousIndex):
         return RecallResult(
             top_rows(sum_group_weights(softmax_weights(logits), self.counts), count)
         )
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors(), self._sides)
-
-    def state(self) -> dict[str, Tensor]:
-        return {
-            **super().state(),
-            "sides": trim_table(self._sides, max(self.counts), dim=2).clone(),
-        }
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        super().restore(state)
-        self._sides = state["sides"].clone()
 
 
 Part = Rocket

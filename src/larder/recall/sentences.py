@@ -16,7 +16,6 @@ and only the first token after a text attends to everything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -35,7 +34,6 @@ from larder.recall._index_base import (
     group_queries,
     grow_table,
     mask_missing,
-    trim_table,
 )
 
 COLUMN = "sentence"
@@ -71,6 +69,15 @@ class SentencesIndex(EntryIndex):
     """Index with the sentence of each entry, sums of keys, and the mean query in float32."""
 
     is_stateless = False  # it sums the queries since the last punctuation
+    tables = {
+        "labels": 1,
+        "sizes": None,
+        "numbers": 1,
+        "counts": 1,
+        "sums": 1,
+        "asked": None,
+        "course": None,
+    }
 
     def __init__(self, layer: LayerSpec) -> None:
         super().__init__(layer)
@@ -144,29 +151,8 @@ class SentencesIndex(EntryIndex):
         best = top_rows(mask_missing(scores, self.paged.known), count)
         return RecallResult(best, attends_all=int(self._course[0]) == 1)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        tables = self._labels, self._sizes, self._numbers, self._counts, self._sums
-        return (*super().tensors(), *tables, self._asked, self._course)
-
-    def state(self) -> dict[str, Tensor]:
-        most = int(self._sizes.max())
-        return {
-            **super().state(),
-            "labels": trim_table(self._labels, max(self.paged.known)).clone(),
-            "sizes": self._sizes.clone(),
-            "numbers": trim_table(self._numbers, most).clone(),
-            "counts": trim_table(self._counts, most).clone(),
-            "sums": trim_table(self._sums, most).clone(),
-            "asked": self._asked.clone(),
-            "course": self._course.clone(),
-        }
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        super().restore(state)
-        self._labels, self._sizes = state["labels"].clone(), state["sizes"].clone()
-        self._numbers, self._counts = state["numbers"].clone(), state["counts"].clone()
-        self._sums, self._asked = state["sums"].clone(), state["asked"].clone()
-        self._course = state["course"].clone()
+    def _table_length(self, name: str) -> int:
+        return max(self.paged.known) if name == "labels" else int(self._sizes.max())
 
 
 def _has_ended(stays: Entries, position: int) -> bool:

@@ -12,7 +12,6 @@ attended to exactly. As in the paper, keys are stored a second time, channel by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,7 +33,6 @@ from larder.recall._index_base import (
     mask_missing,
     softmax_weights,
     sum_group_weights,
-    trim_table,
 )
 
 MIN_SHARE = torch.finfo(torch.float32).tiny
@@ -63,6 +61,8 @@ class SparQ(EntryRecall):
 
 class SparQIndex(EntryIndex):
     """Index with a second copy of all keys, in their dtype, and float64 sums of the values."""
+
+    tables = {"keys": 2, "sums": None}
 
     def __init__(self, layer: LayerSpec, channels: int) -> None:
         super().__init__(layer)
@@ -101,17 +101,6 @@ class SparQIndex(EntryIndex):
         # A group's selection may have no weight for one of its heads. The share is never 0, since
         # the mean's weight is computed from that of the fetched entries.
         return RecallResult(pages, share=share.clamp(MIN_SHARE, 1.0), mean=mean)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors(), self._keys, self._sums)
-
-    def state(self) -> dict[str, Tensor]:
-        keys = trim_table(self._keys, max(self.counts), dim=2).clone()
-        return {**super().state(), "keys": keys, "sums": self._sums.clone()}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        super().restore(state)
-        self._keys, self._sums = state["keys"].clone(), state["sums"].clone()
 
 
 Part = SparQ

@@ -59,6 +59,7 @@ class VotesIndex(EntryIndex):
     """Index with the last selection, its queries, and its requested size."""
 
     is_stateless = False  # it stores the last queries
+    tables = {"asked": None, "chosen": None}
 
     def __init__(self, layer: LayerSpec, threshold: float) -> None:
         super().__init__(layer)
@@ -93,20 +94,11 @@ class VotesIndex(EntryIndex):
             top_rows(mask_missing(_sum_by_position(groups, entries, known), known), count)
         )
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (*super().tensors(), self._asked, self._chosen)
-
     def state(self) -> dict[str, Tensor]:
-        return {
-            **super().state(),
-            "asked": self._asked.clone(),
-            "count": torch.tensor(self._count),
-            "chosen": self._chosen.clone(),
-        }
+        return super().state() | {"count": torch.tensor(self._count)}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         super().restore(state)
-        self._asked, self._chosen = state["asked"].clone(), state["chosen"].clone()
         self._count = int(state["count"])
 
 
