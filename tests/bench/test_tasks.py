@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,12 @@ def test_every_task_is_written_as_it_reads_and_names_its_source(name: str) -> No
     assert isinstance(task.style, QuestionStyle)
     docstring = importlib.import_module(f"larder_bench.tasks.{name}").__doc__ or ""
     assert citations(docstring) or "No paper" in docstring
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_of_studies_lists_every_task(name: str) -> None:
+    page = Path(__file__).resolve().parents[2] / "studies" / "README.md"
+    assert re.search(rf"^\| [^|]*`{name}`[^|]* \|", page.read_text("utf-8"), re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", NAMES)
