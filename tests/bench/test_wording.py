@@ -22,7 +22,7 @@ from larder_bench.datasets.prompt_templates import (
     worded_text,
 )
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.datasets.wording import Wording
+from larder_bench.datasets.wording import QuestionPlacement, Wording
 from larder_bench.measures.forced import ForcedAnswers
 from larder_bench.random_models import open_model
 from larder_bench.results.budget_labels import MatchedQuantity
@@ -34,7 +34,7 @@ from larder_bench.studies.methods import parse_method
 from larder_bench.studies.model_context import ModelContext
 from larder_bench.studies.question_sequences import ContextReader, ask_all
 from larder_bench.studies.study import Study, StudyTask
-from larder_bench.tasks.base import QuestionPlacement, parse_task
+from larder_bench.tasks.base import parse_task
 
 RULER = {
     'needles(kind="magic")': "niah_magic",

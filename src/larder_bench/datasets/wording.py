@@ -1,4 +1,4 @@
-"""Wording of tasks: prompts that a kind of model can follow."""
+"""Wording of tasks: prompts that a kind of model can follow, and the place of the question."""
 
 from __future__ import annotations
 
@@ -37,6 +37,19 @@ class Wording(Enum):
     def layout(self) -> PromptLayout:
         """Layout of one long text and a question."""
         return _LAYOUTS[self]
+
+
+class QuestionPlacement(Enum):
+    """Place of the question of a measurement.
+
+    AFTER: it comes after the context was read and compressed, which therefore does not know it
+        (query-agnostic compression; EpiCache, KVzip).
+    INSIDE: it ends the context and is read and compressed with it, so that a policy can score
+        entries by it (SnapKV, H2O, D2O). Every question has a prefill of its own.
+    """
+
+    AFTER = "after"
+    INSIDE = "inside"
 
 
 TRAINED_ON_DIALOGUES = frozenset({"seed", "smollm2-dialogue"})

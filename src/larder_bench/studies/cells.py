@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from larder.core.errors import UsageError
 from larder.core.memory_budget import MemoryBudget
 from larder.core.spelling import name_of, spell
+from larder_bench.datasets.wording import QuestionPlacement
 from larder_bench.results.budget_labels import OWN, WHOLE, MatchedQuantity
 from larder_bench.results.rows import CELL, SCHEMA, Row
 from larder_bench.studies.methods import (
@@ -22,7 +23,7 @@ from larder_bench.studies.methods import (
     parse_method,
 )
 from larder_bench.studies.study import Study
-from larder_bench.tasks.base import QuestionPlacement, Task, parse_task
+from larder_bench.tasks.base import Task, parse_task
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from larder.models.forward_batch import BatchSegment as Tokens
 from larder.session.caches import SessionCaches
 from larder.session.memory import ConversationMemory
 from larder.session.prefill import decode_planner
+from larder_bench.datasets.wording import QuestionPlacement
 from larder_bench.results.budget_labels import MatchedQuantity
 from larder_bench.results.rows import EXHIBITS_KEY, Row
 from larder_bench.scoring.item_scores import NumberedQuestion
@@ -27,7 +28,7 @@ from larder_bench.studies.exhibits import exhibit_rows
 from larder_bench.studies.methods import ComparedMethod, QuestionScope
 from larder_bench.studies.model_context import ModelContext
 from larder_bench.studies.size_matching import TargetSize, matched_bytes, row_figures
-from larder_bench.tasks.base import QuestionPlacement, QuestionStyle, Task
+from larder_bench.tasks.base import QuestionStyle, Task
 
 
 @runtime_checkable

@@ -30,10 +30,9 @@ from typing import Any
 
 from larder.core.errors import InputError, UnknownName, UsageError
 from larder.core.family import unknown_name_message
-from larder_bench.datasets.wording import Wording
+from larder_bench.datasets.wording import QuestionPlacement, Wording
 from larder_bench.results.papers import Paper, nameable_budgets
 from larder_bench.results.toml_tables import convert_table
-from larder_bench.tasks.base import QuestionPlacement
 
 CONTROLS = ("full", "random", "oracle", "exact_topk", "rag_2k", "rag_episodic")
 FOLDER = "studies"
@@ -61,7 +60,7 @@ class Study:
         measure: spellings of measures.
         matched: matched quantities, `bytes`, `total` or `tokens`, each measured separately.
         question: places of the question, `after` or `inside` the compressed context, each
-            measured separately (`larder_bench.tasks.base.QuestionPlacement`).
+            measured separately (`larder_bench.datasets.wording.QuestionPlacement`).
         wording: `seed`, `instruct` or `plain`; empty for the one that the model follows.
         budgets: `1/8` or `12.5%` of the full cache, `512` tokens, `64MiB`.
         files: number of conversations of each task and length, one per seed.

@@ -39,19 +39,6 @@ class QuestionStyle(Enum):
     RECITAL = "recital"
 
 
-class QuestionPlacement(Enum):
-    """Place of the question of a measurement.
-
-    AFTER: it comes after the context was read and compressed, which therefore does not know it
-        (query-agnostic compression; EpiCache, KVzip).
-    INSIDE: it ends the context and is read and compressed with it, so that a policy can score
-        entries by it (SnapKV, H2O, D2O). Every question has a prefill of its own.
-    """
-
-    AFTER = "after"
-    INSIDE = "inside"
-
-
 class Task(ABC):
     """Generator of conversations whose questions their text answers; a frozen dataclass.
 
