@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import socket
@@ -28,6 +29,8 @@ from hypothesis import settings
 from type_checking import PACKAGE, UNCHECKED, begin_test, check_imports, checked_modules
 
 SEED = 0
+# Else warnings are printed to standard error, which tests of commands read.
+logging.getLogger().addHandler(logging.NullHandler())
 check_imports(checked_modules(PACKAGE, UNCHECKED))
 
 # The same examples on every run and no deadline: a slow machine is not a failure.

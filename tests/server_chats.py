@@ -36,7 +36,7 @@ KINDS = {
 SAID = ["My dog is 7.", "The car is red.", "My dog eats.", "What car?"]
 HISTORY = [
     ChatMessage(role, f"{text} {n}")
-    for n in range(3)
+    for n in range(2)
     for role, text in (
         ("user", "The dog eats apples."),
         ("assistant", "Good dog."),

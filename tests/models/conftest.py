@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 from larder.models.decoder import Decoder
 from larder.models.loader import wrap_model
@@ -16,12 +17,12 @@ KV_HEADS = {"multi_query": 1, "grouped": 2, "multi_head": 4}
 
 
 @pytest.fixture(scope="session")
-def adopted() -> Callable[[str, int], Decoder]:
-    """A decoder around `tiny(architecture, kv_heads)`."""
+def adopted() -> Callable[..., Decoder]:
+    """A decoder around `tiny(architecture, kv_heads=kv_heads, dtype=dtype)`."""
 
     @cache
-    def make(architecture: str, kv_heads: int = 2) -> Decoder:
-        return wrap_model(tiny(architecture, kv_heads=kv_heads))
+    def make(architecture: str, kv_heads: int = 2, dtype: torch.dtype = torch.float32) -> Decoder:
+        return wrap_model(tiny(architecture, kv_heads=kv_heads, dtype=dtype))
 
     return make
 

@@ -51,10 +51,10 @@ def test_blocks_of_any_size_equal_the_model(architecture, adopted, own, form, bl
 
 
 @pytest.mark.parametrize("form", FORM_NAMES)
-def test_bfloat16_stays_within_its_rounding(architecture, own, form) -> None:
+def test_bfloat16_stays_within_its_rounding(architecture, adopted, own, form) -> None:
     ids = some_ids(READ + DECODED)
     expected = own_logits(own(architecture, dtype=torch.bfloat16), ids)
-    got = through_larder(wrap_model(tiny(architecture, dtype=torch.bfloat16)), form, ids, 16)
+    got = through_larder(adopted(architecture, dtype=torch.bfloat16), form, ids, 16)
     assert (got - expected).abs().max() < LOW_TOLERANCE * expected.std()
 
 

@@ -25,7 +25,7 @@ def need(loaded: LoadedModel, policy: str) -> int:
 @pytest.mark.parametrize(
     ("policy", "sessions", "fitting"),
     [
-        ("full", 12, 3),
+        ("full", 6, 3),
         ("limited", 6, 2),
         ("tended", 5, 1),
     ],
