@@ -112,10 +112,10 @@ def test_time_counts_once_and_clocks_are_taken_away() -> None:
     inner = spent.wrap(lambda: None, "search")
     outer = spent.wrap(inner, "attention")
     assert spent.step(outer) == {"search": 3.0, "attention": 6.0 - 3.0, "model": 10.0 - 6.0}
-    before = CacheLayer.extend
+    before = CacheLayer.attend
     with profile_steps(lambda: 0.0):
-        assert CacheLayer.extend is not before
-    assert CacheLayer.extend is before
+        assert CacheLayer.attend is not before
+    assert CacheLayer.attend is before
 
 
 def test_reading_is_told_apart_by_what_it_is_for(bench: ModelContext, tmp_path: Path) -> None:

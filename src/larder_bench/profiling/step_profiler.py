@@ -22,8 +22,6 @@ from threading import get_ident
 from typing import Any
 
 from larder.cache.forms.base import CacheLayer
-from larder.cache.forms.corrected import CorrectedLayer
-from larder.cache.forms.tiered import TieredLayer
 from larder.cache.offload.page_fetch import PageFetcher
 from larder.cache.offload.page_pool import PagePool
 from larder.cache.offload.slow_tier import SlowTier
@@ -97,8 +95,7 @@ def part_percentiles(steps: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
 
 def _profiled_methods() -> Iterator[tuple[type, str, str]]:
     """Classes, their methods, and the parts that these belong to."""
-    for owner in (CacheLayer, TieredLayer, CorrectedLayer):
-        yield owner, "extend", "attention"
+    yield CacheLayer, "attend", "attention"
     for owner in _subclasses(RecallIndex):
         for name, part in (("find", "search"), ("contents", "gather"), ("versions", "gather")):
             if name in vars(owner):
