@@ -84,10 +84,8 @@ class EngineCore:
         self._exact = self.rule.exact() if self.rule.is_limited or self.rule.is_chat else self.rule
         self.ledger = ByteLedger(budgets)
         self.reservations = DeviceReservations(self.ledger)
-        self.sessions, self.residency_locks = (
-            SessionIndex(engine.tokenizer, clock),
-            ResidencyLocks(),
-        )
+        self.sessions = SessionIndex(engine.tokenizer, clock)
+        self.residency_locks = ResidencyLocks()
         completions = self.completions = CompletionQueue(wake)
         rule, unload = EVICTIONS.load(eviction)(), self._unload
         self.tiers = TierManager(

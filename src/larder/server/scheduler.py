@@ -31,9 +31,8 @@ from larder.server.tiers.manager import TierManager
 
 # Errors of a step or a listener that end one request, not the server.
 FAILURES = (LarderError, RuntimeError, ValueError, TypeError, LookupError, MemoryError)
-MAX_PASSED_BLOCKS = (
-    8  # blocks for other requests of its tenant before a request gets one regardless of length
-)
+# Blocks for other requests of its tenant before a request gets one regardless of length.
+MAX_PASSED_BLOCKS = 8
 SUMMED_FIELDS = tuple(f.name for f in fields(Report) if f.name.endswith("_tokens"))
 
 
@@ -141,9 +140,8 @@ class Scheduler:
         self._admit()
         ready = self._ready()
         has_tail, answered = any(job.reads_prompt_tail for job in ready), self._decode(ready)
-        return (
-            was_completed or (not has_tail and self._prefill()) or answered
-        )  # a prompt tail is as long as a block
+        # A prompt tail is as long as a block.
+        return was_completed or (not has_tail and self._prefill()) or answered
 
     def cancel_all(self) -> None:
         """Cancel all requests."""
@@ -337,18 +335,15 @@ class Scheduler:
         except FAILURES as error:
             self._rollback(job, error)
             return
-        self._save_then(
-            job, partial(self._close, job, reason)
-        )  # chat caches contain the turn only now
+        # Chat caches contain the turn only now.
+        self._save_then(job, partial(self._close, job, reason))
 
     def _rollback(self, job: RequestState, error: Exception) -> None:
         """Roll back a turn that could not be stored."""
         session = job.session
         session.turns.pop()
-        session.transcript.epoch, session.usage.is_provisional = (
-            session.transcript.epoch - 1,
-            job.was_new,
-        )
+        session.transcript.epoch -= 1
+        session.usage.is_provisional = job.was_new
         job.backend.rollback(job)
         self._fail(job, error)
 

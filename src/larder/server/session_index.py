@@ -126,14 +126,12 @@ class SessionIndex:
     ) -> SessionState:
         """Create a session that begins with turns of another; without a name, as a numbered branch
         of it."""
-        number, avoided = (
-            len(self.family(source)),
-            self._avoided.get((source.tenant, source.root)),
-        )
+        number = len(self.family(source))
+        avoided = self._avoided.get((source.tenant, source.root), ())
         while name is None:
             number += 1
             candidate = branch_name(source.root, number)
-            is_taken = self.has(source.tenant, candidate) or candidate in (avoided or ())
+            is_taken = self.has(source.tenant, candidate) or candidate in avoided
             name = None if is_taken else candidate
         forked = self.open(source.tenant, name, rule)
         forked.transcript.turns, forked.residency.origin = list(source.turns[:exchanges]), source

@@ -244,10 +244,8 @@ def session_transcript(session: SessionState) -> SessionTranscript:
         spans.append((middle, start))
         turns += [*each.messages, ChatMessage(ASSISTANT, each.text)]
     if not turns:
-        turns, spans = (
-            list(session.transcript.opening_messages),
-            [(0, 0)] * len(session.transcript.opening_messages),
-        )
+        turns = list(session.transcript.opening_messages)
+        spans = [(0, 0)] * len(turns)
     return SessionTranscript(session_info(session), tuple(turns), tuple(spans))
 
 

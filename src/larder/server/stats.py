@@ -76,12 +76,13 @@ def collect_stats(core: EngineCore) -> ServerStats:
     """Statistics of an engine core at this moment. On the model's thread."""
     scheduler, ledger, tiers = core.scheduler, core.ledger, core.tiers
     disk = tiers.disk.stats()
+    used = {tier.value: ledger.used(tier) for tier in TIERS}
     limits = {tier.value: ledger.limit(tier) for tier in TIERS}
+    limits = {name: count for name, count in limits.items() if count < UNLIMITED}
     return ServerStats(
         sessions=dict(Counter(map(session_status, core.sessions))),
-        tier_bytes={tier.value: ledger.used(tier) for tier in TIERS} | disk.used,
-        budget_bytes={name: count for name, count in limits.items() if count < UNLIMITED}
-        | disk.budget,
+        tier_bytes={**used, **disk.used},
+        budget_bytes={**limits, **disk.budget},
         peak_bytes={Tier.DEVICE.value: core.reservations.peak},
         budget_violations=core.reservations.violations,
         running=len(scheduler.running) + len(scheduler.finishing),

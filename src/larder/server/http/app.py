@@ -57,10 +57,8 @@ def create_app(
         redoc_url=None,
     )
     bodies = BodyBudget(settings.body_budget_bytes)
-    metrics, description = (
-        Metrics(client),
-        "Bytes of request bodies and of their decoded values.",
-    )
+    metrics = Metrics(client)
+    description = "Bytes of request bodies and of their decoded values."
     metrics.add("body_bytes", description, lambda: bodies.used_bytes)
     app.state.larder = AppState(client, archive, bodies, metrics, settings)
     for module in (completions, responses, conversations, sessions, server_info):
@@ -70,11 +68,8 @@ def create_app(
     app.add_exception_handler(BareHTTPException, error_responses.on_http_error)
     app.add_exception_handler(RequestValidationError, error_responses.on_validation_error)
     app.add_exception_handler(Exception, error_responses.on_unexpected_error)
-    for error_class in (
-        ClientClosedRequest,
-        ClientDisconnect,
-    ):  # during the answer, during the upload
-        app.add_exception_handler(error_class, _client_closed)
+    app.add_exception_handler(ClientClosedRequest, _client_closed)  # during the answer
+    app.add_exception_handler(ClientDisconnect, _client_closed)  # during the upload
     app.add_middleware(
         AccessMiddleware, authenticator=authenticator, bodies=bodies, settings=settings
     )

@@ -182,10 +182,8 @@ class Archive:
             raise Damaged(f"The archive is damaged ({error}): move it away.") from error
 
     def _shrink(self, base: sqlite3.Connection, tenant: str) -> None:
-        where, parameters = (
-            "WHERE tenant = ? AND kind IN (?, ?)",
-            (self._rows.owner(tenant), *EVICTABLE_KINDS),
-        )
+        where = "WHERE tenant = ? AND kind IN (?, ?)"
+        parameters = self._rows.owner(tenant), *EVICTABLE_KINDS
         (used_bytes,) = base.execute(
             f"SELECT coalesce(sum(bytes), 0) FROM documents {where}", parameters
         ).fetchone()

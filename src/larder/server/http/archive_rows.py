@@ -191,9 +191,7 @@ class ArchiveRows:
         Raises:
             Damaged: a message was altered, removed or moved.
         """
-        self.items(
-            base, tenant, parent
-        )  # verifies first, so that no altered message is sealed again
+        self.items(base, tenant, parent)  # verifies, so that no altered message is sealed again
         columns = self.owner(tenant), ITEM, self._tag(tenant, parent), self._tag(tenant, name)
         query = "DELETE FROM documents WHERE tenant = ? AND kind = ? AND parent = ? AND id = ?"
         base.execute(query, columns)

@@ -17,9 +17,8 @@ from larder.server.request import ApiError
 
 LOCAL = "local"  # principal of loopback clients without keys
 OPERATOR = "operator"  # marks a key that may read numbers of all tenants
-CROSS_SITE = frozenset(
-    {"cross-site", "same-site"}
-)  # Sec-Fetch-Site of requests from another origin
+# Sec-Fetch-Site of requests from another origin.
+CROSS_SITE = frozenset({"cross-site", "same-site"})
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 KEY = re.compile(r"[!-+\--~]{16,512}")  # printable ASCII without a comma
 

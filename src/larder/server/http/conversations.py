@@ -29,6 +29,8 @@ Metadata = Annotated[
     dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]],
     Field(max_length=16),
 ]
+Limit = Annotated[int, Field(ge=1, le=100)]
+Order = Literal["asc", "desc"]
 PUBLIC_FIELDS = ("id", "object", "created_at", "metadata")
 CONTENT_TYPES = {"assistant": "output_text"}
 
@@ -111,16 +113,14 @@ def delete(http: HttpRequest, name: str) -> JSONResponse:
 def list_items(
     http: HttpRequest,
     name: str,
-    limit: Annotated[int, Field(ge=1, le=100)] = 20,
-    order: Literal["asc", "desc"] = "desc",
+    limit: Limit = 20,
+    order: Order = "desc",
     after: str | None = None,
 ) -> JSONResponse:
     """List the messages of a conversation."""
     stored_conversation(app_state(http), tenant_of(http), name)
-    items = list(app_state(http).archive.items(tenant_of(http), name))
-    if order == "desc":
-        items.reverse()
-    return JSONResponse(page(items, limit, after))
+    items = app_state(http).archive.items(tenant_of(http), name)
+    return JSONResponse(page(items, limit, order, after))
 
 
 @router.post("/{name}/items")
@@ -131,7 +131,7 @@ def add_items(http: HttpRequest, name: str, body: ItemsCreateRequest) -> JSONRes
     with state.archive.together():
         stored_conversation(state, tenant, name)
         state.archive.append(tenant, name, items)
-    return JSONResponse(page(items, len(items), None))
+    return JSONResponse(page(items, len(items), "asc", None))
 
 
 @router.get("/{name}/items/{item}")
@@ -184,12 +184,18 @@ def item_json(item: ConversationItem) -> dict[str, Any]:
     }
 
 
-def page(items: Sequence[ConversationItem], limit: int, after: str | None) -> dict[str, Any]:
+def page(
+    items: Sequence[ConversationItem], limit: int, order: Order, after: str | None
+) -> dict[str, Any]:
     """Page of a list of messages as JSON.
+
+    Args:
+        items: the oldest first.
 
     Raises:
         ApiError: 404 if no message has the id `after`.
     """
+    items = items if order == "asc" else items[::-1]
     start, names = 0, [item.id for item in items]
     if after is not None:
         if after not in names:

@@ -33,12 +33,8 @@ class AccessMiddleware:
     def __init__(
         self, app: ASGIApp, authenticator: Authenticator, bodies: BodyBudget, settings: HttpSettings
     ) -> None:
-        self._app, self._authenticator, self._bodies, self._settings = (
-            app,
-            authenticator,
-            bodies,
-            settings,
-        )
+        self._app, self._authenticator = app, authenticator
+        self._bodies, self._settings = bodies, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

@@ -21,7 +21,9 @@ from larder.server.api_errors import invalid_request, validate_session_name
 from larder.server.http.app_state import AppState, app_state, tenant_of
 from larder.server.http.archive import CONVERSATION, IDEMPOTENT_ANSWER, RESPONSE, ConversationItem
 from larder.server.http.conversations import (
+    Limit,
     Metadata,
+    Order,
     item_json,
     new_items,
     page,
@@ -67,13 +69,9 @@ async def create(http: HttpRequest, request: ResponsesRequest) -> Response:
     if repeated is not None:
         frames = _replay_events(repeated)
         return EventStream(frames) if request.stream else JSONResponse(repeated)
-    max_new_tokens, is_firm = (
-        request.max_output_tokens,
-        hint.is_firm or pending.session != hint.name,
-    )
-    engine_input = engine_request(
-        http, state, request, pending.session, max_new_tokens, turns=pending.turns()
-    )
+    limit, turns = request.max_output_tokens, pending.turns()
+    engine_input = engine_request(http, state, request, pending.session, limit, turns=turns)
+    is_firm = hint.is_firm or pending.session != hint.name
     answer = await stream_answer(http, state, engine_input, is_firm)
     if request.stream:
         return EventStream(_events(pending, answer))
@@ -99,8 +97,8 @@ def delete(http: HttpRequest, name: str) -> JSONResponse:
 def input_items(
     http: HttpRequest,
     name: str,
-    limit: Annotated[int, Field(ge=1, le=100)] = 20,
-    order: Literal["asc", "desc"] = "desc",
+    limit: Limit = 20,
+    order: Order = "desc",
     after: str | None = None,
 ) -> JSONResponse:
     """List the new input items of a request."""
@@ -108,9 +106,7 @@ def input_items(
     items = [
         ConversationItem(own, ChatMessage(role, text)) for own, role, text in document["items"][:-1]
     ]
-    if order == "desc":
-        items.reverse()
-    return JSONResponse(page(items, limit, after))
+    return JSONResponse(page(items, limit, order, after))
 
 
 def _is_retry(http: HttpRequest) -> bool:

@@ -113,15 +113,12 @@ def page() -> Response:
 
 
 @router.get("/{name}.css", include_in_schema=False)
-def style(name: str) -> Response:
-    """Style sheet of the page."""
-    return _named(name, "css")
-
-
 @router.get("/{name}.js", include_in_schema=False)
-def script(name: str) -> Response:
-    """Script of the page."""
-    return _named(name, "js")
+def asset(http: HttpRequest) -> Response:
+    """Style sheet or script of the page."""
+    if http.url.path not in ASSETS:
+        raise ApiError("There is no such file.", 404, "not_found")
+    return _asset(http.url.path.removeprefix("/"))
 
 
 def _health(client: EngineClient) -> JSONResponse:
@@ -131,12 +128,6 @@ def _health(client: EngineClient) -> JSONResponse:
     if problems:
         return JSONResponse({"status": "degraded", "problems": list(problems)})
     return JSONResponse({"status": "ok"})
-
-
-def _named(name: str, ending: str) -> Response:
-    if f"/{name}.{ending}" not in ASSETS:
-        raise ApiError("There is no such file.", 404, "not_found")
-    return _asset(f"{name}.{ending}")
 
 
 def _asset(name: str) -> Response:

@@ -165,7 +165,6 @@ class StoreSessionPersistence(SessionPersistence):
         return self._pool.submit(self._pin, session)
 
     def remove(self, session: SessionState) -> Future[None] | None:
-        """Delete a session from the store; the future of the deletion."""
         return self._pool.submit(self._remove, session)
 
     def discard(self, tenant: str, name: str) -> Future[None] | None:
@@ -247,9 +246,8 @@ class StoreSessionPersistence(SessionPersistence):
             )
 
         try:
-            if session.durability.epoch or self._fence.adopts_own_write(
-                session
-            ):  # otherwise the first turn carries the flag
+            # Without a stored turn, the first one carries the flag.
+            if session.durability.epoch or self._fence.adopts_own_write(session):
                 self._fence.write(session, labeled)
         except Superseded as error:
             raise session_superseded(session.name) from error
@@ -294,14 +292,10 @@ class StoreSessionPersistence(SessionPersistence):
     def _keys_of(self, tenant: str) -> Iterator[tuple[str, str, str]]:
         """Name and keys of a tenant's sessions of this model, most recently used last."""
         for each in reversed(self._store.sessions.indexed_heads(tenant)):
-            if (
-                each.labels.get(MODEL_LABEL, self._fingerprint) == self._fingerprint
-            ):  # otherwise another model's
-                yield (
-                    each.name,
-                    each.labels.get(FIRST_MESSAGES_LABEL, ""),
-                    each.labels.get(ALL_MESSAGES_LABEL, ""),
-                )
+            labels = each.labels
+            if labels.get(MODEL_LABEL, self._fingerprint) == self._fingerprint:
+                first = labels.get(FIRST_MESSAGES_LABEL, "")
+                yield each.name, first, labels.get(ALL_MESSAGES_LABEL, "")
 
 
 def _messages(turns: Sequence[CompletedTurn]) -> Iterator[ChatMessage]:

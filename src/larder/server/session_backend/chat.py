@@ -91,7 +91,6 @@ class ChatBackend(SessionBackend):
 
     def prefill_block(self, job: RequestState) -> int:
         prefill = job.prefill
-        session = job.session
         assert prefill.steps is not None
         prefill.estimated_blocks -= 1
         started = perf_counter()
@@ -102,7 +101,7 @@ class ChatBackend(SessionBackend):
             prefill.steps = None
             self._start_answer(job)
         self._check(job)
-        return session.rule.block
+        return job.session.rule.block
 
     def restart_prefill(self, job: RequestState) -> None:
         answer = job.answer
@@ -118,9 +117,7 @@ class ChatBackend(SessionBackend):
             job.prefill.steps = answer.active_turn.reader.end_block_steps(1)
 
     def needs_closing_pass(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> bool:
-        prefill = job.prefill
-        answer = job.answer
-        active_turn = answer.active_turn
+        prefill, answer, active_turn = job.prefill, job.answer, job.answer.active_turn
         assert active_turn is not None
         ids, prefill.steps = (*prefill.new_ids, *answer.output_ids, *closing), None
         answer.closing_ids = ids[active_turn.cache.next_position - active_turn.start_position :]
@@ -133,21 +130,14 @@ class ChatBackend(SessionBackend):
     def prepare_turn(
         self, job: RequestState, reason: str, closing: tuple[int, ...]
     ) -> CompletedTurn:
-        answer = job.answer
-        session = job.session
+        answer, chat_cache = job.answer, job.session.residency.chat_cache
         if answer.completed_turn is None:
-            assert session.residency.chat_cache is not None and answer.active_turn is not None
-            turn = answer.completed_turn = job.complete_turn(
-                closing, len(answer.closing_ids), reason
-            )
-            chat_turn = ChatTurn(
-                job.resolved.new_messages[-1].text,
-                turn.text,
-                (*job.prefill.new_ids, *turn.answer_ids),
-            )
-            answer.turn_commit = session.residency.chat_cache.prepare_commit(
-                answer.active_turn, chat_turn
-            )
+            assert chat_cache is not None and answer.active_turn is not None
+            unread, ids = len(answer.closing_ids), job.prefill.new_ids
+            turn = answer.completed_turn = job.complete_turn(closing, unread, reason)
+            question = job.resolved.new_messages[-1].text
+            chat_turn = ChatTurn(question, turn.text, (*ids, *turn.answer_ids))
+            answer.turn_commit = chat_cache.prepare_commit(answer.active_turn, chat_turn)
         return answer.completed_turn
 
     def _closing_steps(
@@ -162,21 +152,17 @@ class ChatBackend(SessionBackend):
             yield from active_turn.reader.end_turn_steps()
 
     def commit_turn(self, job: RequestState) -> None:
-        answer = job.answer
-        session, active_turn = job.session, answer.active_turn
+        session, active_turn, commit = job.session, job.answer.active_turn, job.answer.turn_commit
         residency = session.residency
-        assert (
-            residency.chat_cache is not None
-            and active_turn is not None
-            and answer.turn_commit is not None
-        )
-        start = residency.chat_cache.num_tokens
-        residency.chat_cache.commit(active_turn, answer.turn_commit)
+        chat_cache = residency.chat_cache
+        assert chat_cache is not None and active_turn is not None and commit is not None
+        start = chat_cache.num_tokens
+        chat_cache.commit(active_turn, commit)
         residency.position_maps.file(
-            active_turn.number, answer.turn_commit.number, active_turn.start_position, start
+            active_turn.number, commit.number, active_turn.start_position, start
         )
         active_turn.cache.compact()
-        answer.active_turn, residency.episode = None, active_turn.number
+        job.answer.active_turn, residency.episode = None, active_turn.number
         residency.cached_ids = session.transcript.ids
         session.update_occupancy()
 
@@ -192,11 +178,8 @@ class ChatBackend(SessionBackend):
                 residency.chat_cache.abort_turn(active_turn)
             else:
                 self._tiers.drop(session)
-        if residency.chat_cache is None:
-            self._tiers.drop(session)
-        elif not _is_complete(
-            residency.chat_cache, job
-        ):  # the turn was not stored, or the replay is incomplete
+        # Incomplete caches: the turn was not stored, or the replay has not ended.
+        if residency.chat_cache is None or not _is_complete(residency.chat_cache, job):
             self._tiers.drop(session)
         else:
             self._tiers.shrink_to_fit(session)
@@ -237,12 +220,9 @@ class ChatBackend(SessionBackend):
         forked from."""
         session, past_tokens = job.session, num_tokens(job.resolved.past_turns)
         for each in (session, session.residency.origin):
-            if (
-                each is not None
-                and each.residency.saved_cache is not None
-                and each.rule is session.rule
-            ):
-                if each.residency.saved_cache.tokens <= past_tokens:
+            saved = None if each is None else each.residency.saved_cache
+            if each is not None and saved is not None and each.rule is session.rule:
+                if saved.tokens <= past_tokens:
                     return each
         return None
 
@@ -270,10 +250,8 @@ class ChatBackend(SessionBackend):
             return "none"
         residency.chat_cache = origin.residency.chat_cache.copy_before(len(job.resolved.past_turns))
         if residency.chat_cache is not None:
-            residency.cached_ids, residency.is_coded = (
-                session.transcript.ids,
-                origin.residency.is_coded,
-            )
+            residency.cached_ids = session.transcript.ids
+            residency.is_coded = origin.residency.is_coded
         residency.episode = origin.residency.episode
         residency.rebuilt_turns = min(origin.residency.rebuilt_turns, len(job.resolved.past_turns))
         residency.chat_occupancy = origin.residency.chat_occupancy

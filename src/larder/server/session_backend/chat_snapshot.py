@@ -77,11 +77,8 @@ def restore_chat(
     log = session_log(session.root, session.turns, rule.runtime.tokenizer)
     state = restore_chat_state(data, ids, caches, rule.runtime, rule.policy, log, 0.0)
     residency.chat_cache = ChatCache(rule.runtime, state)
-    residency.rebuilt_turns, residency.episode, residency.position_maps = (
-        base,
-        episode,
-        position_maps,
-    )
+    residency.rebuilt_turns, residency.episode = base, episode
+    residency.position_maps = position_maps
 
 
 def _parsed(beside: bytes | None) -> Mapping[str, Any]:

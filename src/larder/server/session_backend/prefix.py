@@ -87,23 +87,17 @@ class PrefixBackend(SessionBackend):
                 session, load.source, load.saved_cache, load.future.result(), load.reservation
             )
         except BaseException:
-            if (
-                session.residency.reservation is not load.reservation
-            ):  # otherwise the session owns it
+            if session.residency.reservation is not load.reservation:  # the session's own
                 load.reservation.release()
             raise
 
     def _plan_prefill(self, job: RequestState) -> None:
         """Count cached tokens and split the rest into blocks: the cache is present."""
-        resolved = job.resolved
-        prefill = job.prefill
-        cache = job.session.residency.active
+        cache, turns = job.session.residency.active, job.resolved.past_turns
         assert cache is not None
-        past_tokens = num_tokens(resolved.past_turns) - sum(
-            each.unread_tokens for each in resolved.past_turns[-1:]
-        )
+        past_tokens = num_tokens(turns) - sum(each.unread_tokens for each in turns[-1:])
         self._count_cached(job, cache.next_position)
-        job.counts.recomputed = max(0, past_tokens - prefill.cached_len)
+        job.counts.recomputed = max(0, past_tokens - job.prefill.cached_len)
         self._split_prefill(job, job.resolved.prompt_ids)
 
     def prefill_block(self, job: RequestState) -> int:
@@ -172,21 +166,18 @@ class PrefixBackend(SessionBackend):
         self._tiers.shrink_to_fit(session)
 
     def _split_prefill(self, job: RequestState, text: tuple[int, ...]) -> None:
-        prefill = job.prefill
-        session = job.session
-        prefill.blocks = split_blocks(
-            text[len(session.residency.cached_ids) : -1], session.rule.block
-        )
+        prefill, session = job.prefill, job.session
+        unread = text[len(session.residency.cached_ids) : -1]
+        prefill.blocks = split_blocks(unread, session.rule.block)
         prefill.next_block = 0
         if prefill.is_done:
             self._prepare(job)
 
     def _prepare(self, job: RequestState) -> None:
         """Prepare decoding: the prompt is read."""
-        answer = job.answer
         session, cache = job.session, job.session.residency.active
         assert cache is not None
-        cache.reserve(job.new_tokens - len(answer.output_ids))
+        cache.reserve(job.new_tokens - len(job.answer.output_ids))
         self._reservations.check(session.key, cache.nbytes)
         self._start_answer(job)
 
