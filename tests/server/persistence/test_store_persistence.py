@@ -90,7 +90,7 @@ def test_4_a_full_disk_stops_no_answer(
     with monkeypatch.context() as patch:
         patch.setattr(persistence._store.sessions, "append", full)
         turns = talk(served)
-    assert persistence.failed == {"StoreFull": 2}
+    assert persistence._store.parts.unwritten.counts() == {"full": 2}
     served.ask(turns, "x")
     assert len(kept_said(small, tmp_path)) == 3
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,51 +208,48 @@ class LeasedSessionLocks(SessionLocks):
     """Leases as locks on sessions while they answer. For the model's thread.
 
     If the store fails, answers continue, and epochs alone decide which server's write counts.
-
-    `failed` counts failed store operations by type of error.
     """
 
     def __init__(self, store: Store, leases: SessionLeases) -> None:
         self._leases, self._fence = leases, EpochFence(store)
         self._active: dict[int, SessionLease] = {}
-        self.failed: Counter[str] = Counter()
 
     def acquire(self, session: SessionState) -> None:
         try:
-            self._active[session.key] = self._leases.take(session.tenant, session.name)
+            with _logged_store_errors():
+                self._active[session.key] = self._leases.take(session.tenant, session.name)
         except LeaseConflict as error:
             raise session_held(session.name, error.seconds) from error
-        except StoreError as error:
-            self._note(error)
 
     def check(self, session: SessionState) -> None:
-        lease = self._active.get(session.key)
-        try:
-            if lease is not None and not self._leases.holds(lease):
-                session.durability.is_superseded = True
-                raise session_superseded(session.name)
-        except StoreError as error:
-            self._note(error)
+        lease, is_lost = self._active.get(session.key), False
+        with _logged_store_errors():
+            is_lost = lease is not None and not self._leases.holds(lease)
+        if is_lost:
+            session.durability.is_superseded = True
+            raise session_superseded(session.name)
 
     def release(self, session: SessionState) -> None:
         lease = self._active.pop(session.key, None)
-        try:
-            if lease is not None:
+        if lease is not None:
+            with _logged_store_errors():
                 self._leases.release(lease)
-        except StoreError as error:
-            self._note(error)
 
     def is_outdated(self, session: SessionState) -> bool:
-        if session.durability.pending_writes:  # this server is writing the newest state
-            return False
-        try:
-            return self._fence.is_outdated(session)
-        except StoreError as error:
-            self._note(error)
-            return False
+        if not session.durability.pending_writes:  # else this server is writing the newest state
+            with _logged_store_errors():
+                return self._fence.is_outdated(session)
+        return False
 
-    def _note(self, error: StoreError) -> None:
-        self.failed[type(error).__name__] += 1
+
+@contextmanager
+def _logged_store_errors() -> Iterator[None]:
+    """Context in which errors of the store are logged and suppressed, other than a conflict."""
+    try:
+        yield
+    except LeaseConflict:
+        raise
+    except StoreError as error:
         LOG.warning("Shared session store: %s", error)
 
 
@@ -269,15 +266,12 @@ class LeaseHeartbeat:
         """Stop the heartbeat and release all leases at once."""
         self._is_closing.set()
         self._thread.join()
-        self._try(self._leases.close)
+        with _logged_store_errors():
+            self._leases.close()
 
     def _run(self) -> None:
-        self._try(self._leases.sweep)
+        with _logged_store_errors():
+            self._leases.sweep()
         while not self._is_closing.wait(self._seconds):
-            self._try(self._leases.heartbeat)
-
-    def _try(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except StoreError as error:
-            LOG.warning("Shared session store: %s", error)
+            with _logged_store_errors():
+                self._leases.heartbeat()

@@ -12,8 +12,8 @@ from larder.server.engine_client import EngineClient
 from larder.server.http.archive import Archive
 from larder.server.http.auth import Principal
 from larder.server.http.body_budget import BodyBudget
-from larder.server.http.error_responses import not_found
 from larder.server.http.metrics import Metrics
+from larder.server.request import ApiError
 from larder.server.session_info import ServedModel
 
 # Session headers of several kinds of clients; the first one counts.
@@ -83,9 +83,8 @@ class AppState:
             if name is None or each.name == name:
                 return each
         known = ", ".join(repr(each.name) for each in served)
-        raise not_found(
-            f"There is no model {str(name)[:200]!r} here: use {known}.", "model_not_found", "model"
-        )
+        message = f"There is no model {str(name)[:200]!r} here: use {known}."
+        raise ApiError(message, 404, "model_not_found", "model")
 
 
 def app_state(http: HttpRequest) -> AppState:

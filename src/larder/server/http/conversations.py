@@ -18,7 +18,6 @@ from pydantic import Field
 from larder.core.errors import Damaged
 from larder.server.http.app_state import AppState, app_state, tenant_of
 from larder.server.http.archive import CONVERSATION, ConversationItem
-from larder.server.http.error_responses import not_found
 from larder.server.http.json_body import JsonBody
 from larder.server.http.json_route import JsonRoute
 from larder.server.http.protocol import InputMessage, Text, new_id
@@ -156,11 +155,8 @@ def stored_conversation(state: AppState, tenant: str, name: str) -> dict[str, An
     """
     document = state.archive.get(tenant, CONVERSATION, name)
     if document is None:
-        raise not_found(
-            "There is no such conversation: create one with POST /v1/conversations.",
-            "conversation_not_found",
-            "conversation",
-        )
+        message = "There is no such conversation: create one with POST /v1/conversations."
+        raise ApiError(message, 404, "conversation_not_found", "conversation")
     return document
 
 
@@ -199,7 +195,7 @@ def page(
     start, names = 0, [item.id for item in items]
     if after is not None:
         if after not in names:
-            raise not_found("There is no such item here.", "item_not_found", "after")
+            raise ApiError("There is no such item here.", 404, "item_not_found", "after")
         start = names.index(after) + 1
     chosen = items[start : start + limit]
     return {
@@ -216,7 +212,7 @@ def _item(state: AppState, tenant: str, name: str, item_id: str) -> Conversation
     for item in state.archive.items(tenant, name):
         if item.id == item_id:
             return item
-    raise not_found("There is no such item in this conversation.", "item_not_found")
+    raise ApiError("There is no such item in this conversation.", 404, "item_not_found")
 
 
 def _conversation_json(document: dict[str, Any]) -> dict[str, Any]:

@@ -81,11 +81,6 @@ def malformed_field(steps: Sequence[int | str], reason: str) -> ApiError:
     return invalid_request(message.encode("utf-8", "replace").decode(), place)
 
 
-def not_found(message: str, code: str, param: str | None = None) -> ApiError:
-    """404 error; the same for missing resources and those of other tenants."""
-    return ApiError(message, 404, code, param)
-
-
 def as_api_error(error: Exception) -> ApiError:
     """ApiError for clients of any exception, without internal details."""
     if isinstance(error, ApiError):

@@ -29,7 +29,7 @@ from larder.server.http.conversations import (
     page,
     stored_conversation,
 )
-from larder.server.http.error_responses import as_api_error, not_found
+from larder.server.http.error_responses import as_api_error
 from larder.server.http.json_route import JsonRoute
 from larder.server.http.protocol import (
     GenerationRequest,
@@ -405,7 +405,8 @@ def stored_response(state: AppState, tenant: str, name: str) -> dict[str, Any]:
     """
     document = state.archive.get(tenant, RESPONSE, name)
     if document is None:
-        raise not_found("There is no such response, or it was removed.", "response_not_found")
+        message = "There is no such response, or it was removed."
+        raise ApiError(message, 404, "response_not_found")
     return document
 
 

@@ -7,7 +7,7 @@ store does not accept a turn, the future of `commit` has the error.
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -52,8 +52,6 @@ MAX_CANDIDATES = 8  # sessions compared with one request
 class StoreSessionPersistence(SessionPersistence):
     """Sessions in a store. `commit`, `remove` and `compact_history` are for the model's thread.
 
-    `failed` counts turns that could not be written, by type of error.
-
     Args:
         locks: of this server, where several share the store.
     """
@@ -70,7 +68,6 @@ class StoreSessionPersistence(SessionPersistence):
         self._names = defaultdict[str, SessionNameIndex](SessionNameIndex)  # by tenant
         self._names_lock = threading.Lock()
         self._damaged = set[tuple[str, str]]()  # sessions that may restart under their names
-        self.failed: Counter[str] = Counter()
 
     def commit(
         self, session: SessionState, turn: CompletedTurn
@@ -114,11 +111,9 @@ class StoreSessionPersistence(SessionPersistence):
             record, data = found
             kept = saved_cache(record) if self._store.sessions.has_cache(record) else None
         except Damaged as error:
-            self.failed[type(error).__name__] += 1
             self._damaged.add((tenant, name))
             raise SessionUnreadableError(name) from error
         except (Refused, StoreError) as error:
-            self.failed[type(error).__name__] += 1
             raise ApiError(
                 f"Session {name!r} cannot be loaded now: try again; the server's log has "
                 "the reason.",
@@ -134,8 +129,7 @@ class StoreSessionPersistence(SessionPersistence):
             index = self._names[tenant]
         try:
             index.load(lambda: self._keys_of(tenant))
-        except LarderError as error:
-            self.failed[type(error).__name__] += 1
+        except LarderError:  # the next request tries again
             return ()
         return index.candidates(firsts, wholes, MAX_CANDIDATES)
 
@@ -143,7 +137,7 @@ class StoreSessionPersistence(SessionPersistence):
         try:
             return self._store.sessions.branches(tenant, root)
         except StoreError as error:
-            self._note(error)
+            self._store.parts.unwritten.note_error(error)
             raise ApiError(
                 f"The branches of session {root!r} cannot be listed now: try again; the server's "
                 "log has the reason.",
@@ -215,7 +209,7 @@ class StoreSessionPersistence(SessionPersistence):
             durability.is_superseded = True
             raise session_superseded(session.name) from error
         except (BudgetError, StoreError) as error:
-            self._note(error)
+            self._store.parts.unwritten.note_error(error)
             return error
         durability.turns = len(transcript.turns)
         with self._names_lock:
@@ -252,7 +246,7 @@ class StoreSessionPersistence(SessionPersistence):
         except Superseded as error:
             raise session_superseded(session.name) from error
         except (BudgetError, StoreError) as error:
-            self._note(error)
+            self._store.parts.unwritten.note_error(error)
             raise ApiError(
                 f"The pinned flag of session {session.name!r} cannot be written now: try again; "
                 "the server's log has the reason.",
@@ -271,17 +265,13 @@ class StoreSessionPersistence(SessionPersistence):
         except (BudgetError, StoreError) as error:
             if session.durability.epoch or session.durability.write_mark:
                 raise
-            self._note(error)
+            self._store.parts.unwritten.note_error(error)
         self._unindex(session.tenant, session.name)
 
     def _discard(self, tenant: str, name: str) -> None:
         with suppress(InputError):  # removed already
             self._store.sessions.remove(tenant, name)
         self._unindex(tenant, name)
-
-    def _note(self, error: LarderError) -> None:
-        self.failed[type(error).__name__] += 1
-        self._store.parts.unwritten.note_error(error)
 
     def _unindex(self, tenant: str, name: str) -> None:
         with self._names_lock:
