@@ -53,6 +53,10 @@ def test_document(run: Run) -> None:
     assert all(len(row["answers"]) == 2 for row in told["rows"])
 
 
+def test_a_model_that_is_not_there_is_told(run: Run) -> None:
+    assert "does not exist" in complaint(run("demo", "--model", "./nowhere"), 1)
+
+
 def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     read = Engine.read
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,10 +41,13 @@ def demo(
             "Default: a sixth of the context.",
         ),
     ] = None,
+    model: Annotated[
+        str, typer.Option(metavar="NAME_OR_PATH", help="As --model of `ask`.")
+    ] = ModelOptions.model,
 ) -> None:
-    """Read a bundled conversation with a bundled model under five policies, and compare.
+    """Read a bundled conversation under five policies, and compare.
 
-    Nothing is downloaded. It takes one to three minutes.
+    With the bundled model nothing is downloaded, and it takes one to three minutes.
     """
     from larder.cli.question_run import open_engine
     from larder.core.memory_budget import MemoryBudget
@@ -51,9 +55,9 @@ def demo(
     if budget is not None:
         MemoryBudget.parse(budget, "--budget")  # an error before the full cache is prefilled
     conversation = _conversation()
-    engine = open_engine(ModelOptions())
+    engine = open_engine(replace(ModelOptions(), model=model))
     if not options.json:
-        _print_introduction(conversation)
+        _print_introduction(conversation, model)
     runs, is_whole = _run(engine, conversation, budget)
     if options.json:
         print_document(_demo_document(runs))
@@ -103,9 +107,9 @@ def _run_policy(engine: Engine, conversation: Conversation, name: str) -> Questi
     return run
 
 
-def _print_introduction(conversation: Conversation) -> None:
+def _print_introduction(conversation: Conversation, model: str) -> None:
     print(
-        f"A small model reads {len(conversation.messages)} messages of a life-log and answers "
+        f"The model {model} reads {len(conversation.messages)} messages of a life-log and answers "
         f"{len(conversation.questions)} questions about them:\nfirst with its full KV cache, then "
         "under four policies that keep the same small part of it.\n",
         flush=True,
