@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from larder import Policy
 from larder.cache.sequence import SequenceCache
 from larder.models.forward_batch import ForwardBatch
 from larder.session.capacity import budgeted_layers, entries_per_head
-from larder.session.policy import Policy
 
 KEYDIFF = "blockwise() > protect(sinks=4, recent=8) > keydiff() > uniform()"
 SENTENCES = {

@@ -8,17 +8,14 @@ from typing import Any
 
 import torch
 
+from larder import Chat, Conversation, Engine, Message, Policy
 from larder.cache.sequence import SequenceCache
-from larder.core.conversation import Conversation, Message
 from larder.core.types import Mode
-from larder.engine.chat import Chat
-from larder.engine.engine import Engine
 from larder.models.forward_batch import BatchSegment
 from larder.models.loader import LoadedModel
 from larder.prefill.base import no_progress
 from larder.session.caches import SessionCaches
 from larder.session.memory import ConversationMemory
-from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime, PrefillInput
 from topic_embedder import TopicEmbedder
 

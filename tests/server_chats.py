@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from larder import Policy
 from larder.server.request import ChatMessage
-from larder.session.policy import Policy
 from larder.session.presets import PRESETS
 from topic_embedder import TopicEmbedder
 

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import count
 from threading import Event
 
-from larder.engine.engine import Engine
+from larder import Engine
 from larder.models.loader import LoadedModel, wrap_model
 from larder.models.tiny import tiny
 from larder.server.engine_core import EngineCore

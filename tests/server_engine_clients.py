@@ -10,8 +10,8 @@ from threading import Event
 
 import pytest
 
+from larder import Engine
 from larder.core.errors import StoreError, StoreSlow
-from larder.engine.engine import Engine
 from larder.models.loader import LoadedModel
 from larder.server.local_engine_client import LocalEngineClient
 from larder.server.persistence.store import StoreSessionPersistence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 
-from larder.core.conversation import Message
+from larder import Message
 from larder_bench.datasets.grammar import load_grammar
 
 GRAMMAR = load_grammar()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.corpus_files import chosen, documents, lines_written, words, written
-from larder.core.conversation import Question
+from larder import Question
 from larder.core.errors import BadParameter, InputError
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.scoring.dataset_metrics import SCORERS, dataset_score

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from larder.core.conversation import Conversation
+from larder import Conversation
 from larder.core.errors import BadParameter, InputError
 from larder_bench.datasets.corpus import Dialogue, read_dialogues, read_prose, sentences_of_prose
 from larder_bench.datasets.dialogue_bookings import bookings_conversation

@@ -12,9 +12,8 @@ from random import Random
 
 import pytest
 
-from larder.core.conversation import Conversation
+from larder import Conversation, read_conversation
 from larder.core.errors import BadParameter, UnknownName
-from larder.session.files import read_conversation
 from larder_bench.datasets.corpus import sentences_of_small_talk
 from larder_bench.datasets.grammar import load_grammar
 from larder_bench.datasets.haystack import KINDS, needles_conversation

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from larder import Engine
 from larder.core.errors import BadParameter
 from larder.core.types import Mode
-from larder.engine.engine import Engine
 from larder.models.forward_batch import BatchSegment as Tokens
 from larder.models.measurements.sensitivity import SensitivityProfile, layer_similarities
 from larder_bench.datasets.sources import TaskSources

@@ -14,9 +14,8 @@ from random import Random
 import pytest
 
 from bench.lifelog_reader import GRAMMAR, HEADER, SINGLES, sentences_of, statement_in, told
-from larder.core.conversation import Conversation, Question
+from larder import Conversation, Question, read_conversation
 from larder.core.errors import BadParameter, UnknownName
-from larder.session.files import read_conversation
 from larder_bench.datasets.grammar import VALUES, draw_value
 from larder_bench.datasets.lifelog_questions import lifelog_conversation
 from larder_bench.datasets.lifelog_sessions import LifeLog, count_message_tokens, write_lifelog

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from larder import Engine
 from larder.cache.forms.base import CacheLayer
 from larder.core.errors import BadParameter
-from larder.engine.engine import Engine
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.execution.runner import StudyRunner, parse_measure
 from larder_bench.measures.decode import StepTimings

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import BadParameter, LarderError, UnknownName, UsageError
+from larder import LarderError
+from larder.core.errors import BadParameter, UnknownName, UsageError
 from larder.evaluation.bootstrap import Bootstrap
 from larder_bench.execution.runner import StudyRunner, validate_study
 from larder_bench.plots.report import render_report

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from larder.core.conversation import Conversation, Message, Question
+from larder import Conversation, Engine, Message, Question
 from larder.core.memory_budget import MemoryBudget
-from larder.engine.engine import Engine
 from larder.session.memory import ConversationMemory
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.random_models import open_model

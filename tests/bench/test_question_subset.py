@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.corpus_files import sources
-from larder.core.conversation import Question
+from larder import Question
 from larder.core.errors import BadParameter, TooLittle
 from larder.session.episodes.clustering import cluster
 from larder.session.episodes.segments import cut_segments

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from larder import Engine
 from larder.core.errors import BadParameter
-from larder.engine.engine import Engine
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.execution.runner import StudyRunner
 from larder_bench.measures.stages import Stages

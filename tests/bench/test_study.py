@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import InputError, LarderError, UnknownName, UsageError
+from larder import LarderError
+from larder.core.errors import InputError, UnknownName, UsageError
 from larder.session.presets import PRESETS
 from larder_bench.execution.runner import parse_measure, validate_study
 from larder_bench.results.tables import SCALES

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from larder.core.conversation import Conversation, Message
+from larder import Conversation, Engine, Message
 from larder.core.errors import BudgetError, InputError, UsageError
-from larder.engine.engine import Engine
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.execution.resumable_run import RunProgress
 from larder_bench.execution.runner import StudyRunner, validate_study

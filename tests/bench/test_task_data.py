@@ -17,9 +17,9 @@ from bench.corpus_files import (
     words,
     written,
 )
-from larder.core.conversation import Conversation, PromptLayout
+from larder import Conversation, read_conversation
+from larder.core.conversation import PromptLayout
 from larder.core.errors import InputError, TooLittle
-from larder.session.files import read_conversation
 from larder_bench.datasets.conversation_file import conversation_json
 from larder_bench.datasets.documents import head_tokens, tail_tokens, truncate_middle
 from larder_bench.datasets.sources import TaskSources

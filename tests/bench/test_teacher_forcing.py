@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from larder.core.conversation import Conversation, Message, Question
+from larder import Conversation, Engine, Message, Question
 from larder.core.types import Mode
-from larder.engine.engine import Engine
 from larder.models.forward_batch import BatchSegment
 from larder.session.memory import ConversationMemory
 from larder_bench.scoring.answer_items import numbered_item_spans

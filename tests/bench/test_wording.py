@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from bench.corpus_files import sources, words
-from larder.core.conversation import Conversation, Message, PromptLayout, Question
+from larder import Conversation, Engine, Message, Question
+from larder.core.conversation import PromptLayout
 from larder.core.errors import UnknownName
 from larder.core.memory_budget import MemoryBudget
-from larder.engine.engine import Engine
 from larder.session.memory import ConversationMemory
 from larder.session.transcript.chat_template import TemplateMessage
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter

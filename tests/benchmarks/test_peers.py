@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from larder.core.errors import LarderError, UnknownName
-from larder.engine.engine import Engine
-from larder.session.policy import Policy
+from larder import Engine, LarderError, Policy
+from larder.core.errors import UnknownName
 from larder_bench.results.rows import CellKey, Row, cell_key
 from larder_bench.tasks.base import parse_task
 from result_rows import cell, write_rows

@@ -11,8 +11,8 @@ from random import Random
 import pytest
 import torch
 
+from larder import Engine
 from larder.core.types import Mode
-from larder.engine.engine import Engine
 from larder.models.forward_batch import BatchSegment
 from larder.server.session_state import TOKEN_TYPECODE
 from server_core import Served, answered, characters, encode_session, told

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli_results import CAT, SMALL, WINDOW, Run, complaint, document, write
-from larder.engine.answer import Answer
-from larder.engine.engine import Engine
+from larder import Answer, Engine
 
 ONE_FILE = {
     "schema",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli_results import Run, complaint, document
-from larder.engine.chat import Chat
+from larder import Chat
 
 POLICY = 'episodes(embedder="tokens") > blockwise() > patched() > pooled()'
 SMALL = ("--policy", POLICY, "--budget", "64", "--max-new-tokens", "8")

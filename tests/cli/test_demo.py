@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from cli_results import Run, complaint, document
+from larder import Conversation, Engine
 from larder.cli.demo import command
-from larder.core.conversation import Conversation
 from larder.engine import engine
-from larder.engine.engine import Engine
 
 NAMES = ["full", "streaming_llm", "snapkv_blockwise", "kvzip_blockwise", "epicache"]
 WHOLE = command._conversation

@@ -9,9 +9,8 @@ import pytest
 
 import cli_results
 from cli_results import CAT, QUESTIONS, SMALL, WINDOW, Run, complaint, document, write
+from larder import Answer, Engine
 from larder.core.errors import InputError
-from larder.engine.answer import Answer
-from larder.engine.engine import Engine
 from larder.evaluation import answer_metrics
 from larder.evaluation.answer_metrics import exact_match
 

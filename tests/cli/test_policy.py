@@ -8,10 +8,11 @@ import re
 import pytest
 
 from cli_results import Run, complaint, document
+from larder import Policy
 from larder.cli.part_docs import Citation, citations, part_doc, part_docs, part_names, preset_docs
 from larder.core.family import Family
 from larder.core.recall import RECALLS
-from larder.session.policy import FAMILIES, Policy
+from larder.session.policy import FAMILIES
 from larder.session.presets import PRESETS
 
 KNOWN = {**FAMILIES, "recall": RECALLS}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chats import EPISODES, Library, under
-from larder.engine.engine import Engine
+from larder import Engine
 from larder.models.loader import LoadedModel
 from larder.session import chat_cache, prefill
 

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from larder import Chat, Conversation, Engine, LarderError, Message, read_conversation
+from larder import Chat, Conversation, Engine, LarderError, Message, Policy, read_conversation
 from larder.core.errors import InputError, UsageError
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
 from larder.models.loader import SEED, load, seed_tokenizer
 from larder.models.tiny import tiny
 from larder.session.capacity import resolve_budget
-from larder.session.policy import Policy
 from type_checking import unchecked
 
 FILE = Path("examples/conversation.json")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from chats import EPISODES, HISTORY, SINGLE, under
+from larder import Engine
 from larder.core.errors import UsageError
-from larder.engine.engine import Engine
 from larder.models.loader import LoadedModel
 from topic_embedder import TopicEmbedder
 

@@ -23,11 +23,9 @@ from chats import (
     under,
     within,
 )
+from larder import Chat, Conversation, Engine, Message
 from larder.cache.sequence import SequenceCache
-from larder.core.conversation import Conversation, Message
 from larder.core.types import Mode
-from larder.engine.chat import Chat
-from larder.engine.engine import Engine
 from larder.models.forward_batch import BatchSegment
 from larder.models.loader import LoadedModel
 

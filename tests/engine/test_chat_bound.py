@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from budget_bounds import KEYDIFF, SENTENCES, held, most, peaks
 from chats import interrupt, same, states
-from larder.core.conversation import Conversation, Message
-from larder.engine.chat import Chat
-from larder.engine.engine import Engine
+from larder import Chat, Conversation, Engine, Message
 from larder.models.loader import LoadedModel
 from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillSequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chats import HISTORY, active, raising, same, states, under
-from larder.engine.chat import Chat
+from larder import Chat
 from larder.models.loader import LoadedModel
 
 H2O = "blockwise() > protect(sinks=2, recent=0.5) > column_mass() > uniform()"

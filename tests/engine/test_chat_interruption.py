@@ -21,9 +21,8 @@ from chats import (
     under,
     within,
 )
+from larder import Chat, Engine
 from larder.core.errors import InputError, UsageError
-from larder.engine.chat import Chat
-from larder.engine.engine import Engine
 from larder.models.loader import LoadedModel, wrap_model
 from larder.models.tiny import tiny
 from larder.session.episodes.matching import NearestEpisodeRouter

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from chats import BLOCK, BUDGET, SINGLE, under
-from larder.core.conversation import Conversation, Message
-from larder.engine.chat import Chat
+from larder import Chat, Conversation, Message
 from larder.models.loader import LoadedModel
 
 BRIEF = Conversation("a word", (Message("user", "Hello."), Message("assistant", "Hello.")))

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from chats import EPISODES, HISTORY, POLICIES, logits, same, states, under, within
+from larder import Chat, Engine
 from larder.core.errors import BadParameter, UsageError
-from larder.engine.chat import Chat
-from larder.engine.engine import Engine
 from larder.engine.store_persistence import StorePersistence
 from larder.models.loader import LoadedModel
 from larder.session.chat_cache import ChatCache

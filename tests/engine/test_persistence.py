@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from chats import HISTORY
+from larder import Engine, Policy
 from larder.cache.sequence import SequenceCache
 from larder.core.types import Mode
-from larder.engine.engine import Engine
 from larder.engine.persistence import ResumeResult
 from larder.engine.store_persistence import StorePersistence
 from larder.models.forward_batch import BatchSegment
@@ -23,7 +23,6 @@ from larder.models.loader import LoadedModel, wrap_model
 from larder.models.tiny import tiny
 from larder.session.chat_state import ChatState
 from larder.session.memory import ConversationMemory
-from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime, prefill_memory
 from larder.session.presets import PRESETS
 from larder.session.transcript.chat_log import ChatLog, ChatTurn

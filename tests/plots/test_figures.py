@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from larder.core.errors import DependencyError, InputError, LarderError, UnknownName
+from larder import LarderError
+from larder.core.errors import DependencyError, InputError, UnknownName
 from larder_bench.plots.figure_selection import (
     FIGURE_ORDER,
     draw_all,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import InputError, LarderError
+from larder import LarderError
+from larder.core.errors import InputError
 from larder_bench.plots.figure_selection import draw_all, draw_figures, load_results, parse_figure
 from larder_bench.plots.figures.base import NothingToDraw
 from larder_bench.plots.report import render_report

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from builders import a_layer, a_view
+from larder import Policy
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.ops.column_statistics import CHUNK
@@ -28,7 +29,6 @@ from larder.policy.aggregation.sum import Sum
 from larder.policy.attention_reduction import AttentionReduction, ObservationWindow
 from larder.policy.heads.group_mean import GroupMean
 from larder.policy.heads.layer_mean import LayerMean
-from larder.session.policy import Policy
 from references import layer_mean
 from references.attention_loop import group_of, heads_of, positions_of, weights
 

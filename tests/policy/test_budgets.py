@@ -12,11 +12,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from builders import head_numbers
+from larder import Policy
 from larder.core.errors import BadParameter
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.core.spelling import name_of
-from larder.session.policy import Policy
 
 SIGMA = st.floats(-1, 1.0001, allow_nan=False)
 

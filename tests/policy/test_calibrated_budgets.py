@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from builders import a_layer, a_view
+from larder import Policy
 from larder.core.errors import BadParameter, ModelError
 from larder.core.observation import LayerScores
 from larder.policy.budgets.composite import Composite
@@ -19,7 +20,6 @@ from larder.policy.budgets.retrieval_heads import RetrievalHeads, Trial
 from larder.policy.budgets.squeeze import Squeeze, highest_group
 from larder.policy.heads.group_and_layer import GroupAndLayer
 from larder.policy.heads.retrieval import Retrieval
-from larder.session.policy import Policy
 
 
 def judged(*heads: list[float], weights: tuple[float, ...] = (), shielded: int = 0) -> LayerScores:

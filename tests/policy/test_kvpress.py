@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from builders import a_layer, a_view, runnable
+from larder import Policy
 from larder.core.errors import BadParameter, DependencyError, ScoreError, UnknownName
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Observation
@@ -28,7 +29,6 @@ from larder.policy.scorers.last_query import LastQuery
 from larder.policy.scorers.leverage import Leverage
 from larder.policy.scorers.sinks_and_window import SinksAndWindow
 from larder.policy.scorers.snapkv import SnapKV
-from larder.session.policy import Policy
 
 TOKENS = 60
 with_kvpress = pytest.mark.skipif(not runnable(["kvpress"]), reason="kvpress is not installed")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from builders import a_layer, a_view
-from larder import Engine
+from larder import Engine, Policy
 from larder.core.errors import BudgetError
 from larder.core.observation import Observation
 from larder.models.loader import LoadedModel
-from larder.session.policy import Policy
 from larder_bench.datasets.lifelog_questions import lifelog_conversation
 from larder_bench.scoring.teacher_forcing import score_answers
 

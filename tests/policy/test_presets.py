@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from larder import Policy
 from larder.core.spelling import parse
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.whole import Whole
-from larder.session.policy import Policy
 from larder.session.presets import PRESETS
 from larder_bench.results.rows import read_rows
 from larder_bench.studies.methods import parse_variant

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from builders import HIDDEN, ToyAttention, a_layer
+from larder import Policy
 from larder.core.errors import ModelError, UnknownName
 from larder.policy.providers.base import (
     PROVIDERS,
@@ -22,7 +23,6 @@ from larder.policy.providers.base import (
     column_providers,
     select_providers,
 )
-from larder.session.policy import Policy
 
 VOCAB, TOKENS = 11, 7
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from larder.core.errors import LarderError, SpellingError
+from larder import LarderError, Policy
+from larder.core.errors import SpellingError
 from larder.core.observation import Entries, LatestQueries, Observation, Phase
 from larder.core.spec import LayerSpec
 from larder.policy.scorers.last_query import LastQuery
@@ -19,7 +20,6 @@ from larder.policy.scorers.snapkv import Pool, SnapKV
 from larder.policy.timing.split import Split, Strategy
 from larder.policy.values.base import Selection
 from larder.policy.values.criticality import Criticality, Norms
-from larder.session.policy import Policy
 from references import criticality
 
 NOTHING = 1e-9  # a weight that is as good as none

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, draw
+from larder import Policy
 from larder.cache.forms.ragged import RaggedLayer
 from larder.core.ledger import Ledger
 from larder.core.observation import Observation
 from larder.policy.planner import TALLIES
 from larder.policy.tallies.sentence import ENDS
-from larder.session.policy import Policy
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 LAYER = a_layer(2, 1)

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from larder.core.errors import BadParameter, LarderError, SpellingError, UnknownName
+from larder import LarderError, Policy
+from larder.core.errors import BadParameter, SpellingError, UnknownName
 from larder.core.family import Family
 from larder.core.spelling import spell
 from larder.policy.attention_reduction import NoAggregation, NoHeadRule
@@ -24,7 +25,7 @@ from larder.policy.storage.form import Form
 from larder.policy.timing.prefill_only import PrefillOnly
 from larder.policy.values.keys_alone import KeysAlone
 from larder.prefill.schedules.whole import Whole
-from larder.session.policy import FAMILIES, REDUCTION_SLOTS, SLOTS, Policy
+from larder.session.policy import FAMILIES, REDUCTION_SLOTS, SLOTS
 from larder.session.policy_validation import needs_scratch_prompts
 from larder.session.presets import PRESETS
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, a_spec, draw
+from larder import Policy
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter
 from larder.core.types import Mode
@@ -25,7 +26,6 @@ from larder.policy.timing.fixed_slot import FixedSlot
 from larder.policy.timing.lagged import Lagged
 from larder.policy.timing.split import Split, Strategy
 from larder.prefill.decode_eviction import DecodeEviction
-from larder.session.policy import Policy
 
 LAYERS = (a_layer(2, 1), a_layer(2, 2, window=6, index=1), a_layer(2, 2, index=2))
 MANAGED = (0, 2)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from larder import Policy
 from larder.cache.sequence import SequenceCache
 from larder.core.types import Mode
 from larder.models.forward_batch import BatchSegment
@@ -21,7 +22,6 @@ from larder.prefill.base import no_progress
 from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillReader, PrefillSequence
 from larder.prefill.schedules.blockwise import Blockwise
-from larder.session.policy import Policy
 
 BUDGET, BLOCK, STEP = 1024, 512, 4096
 

@@ -11,6 +11,7 @@ import torch
 from builders import Tokens, a_layer, a_plan, draw
 from cache_stores import append, extend
 from cache_stores import attend as attend_behind
+from larder import Policy
 from larder.cache.forms.compact import CompactLayer
 from larder.cache.sequence import SequenceCache
 from larder.core.observation import Observation
@@ -21,7 +22,6 @@ from larder.models.tiny import tiny
 from larder.ops.attention import attention
 from larder.prefill.eviction_pass import rotate_to_cache_positions
 from larder.prefill.memory import PeakMemoryMeter
-from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime, build_caches
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from model_runs import own_logits, read_on, some_ids

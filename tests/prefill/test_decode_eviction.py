@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from larder import Policy
 from larder.cache.sequence import SequenceCache
 from larder.core.observation import Observation
 from larder.core.types import Mode
@@ -22,7 +23,6 @@ from larder.models.tiny import tiny
 from larder.policy.timing.split import Split
 from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.memory import PeakMemoryMeter
-from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime, build_caches, decode_planner
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from model_runs import some_ids

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from larder import Policy
 from larder.engine.generate import StoppingCriteria, generate
 from larder.engine.sampler import SamplingParams
 from larder.models.forward_batch import LayerActivations
@@ -14,7 +15,6 @@ from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from larder.prefill.decode_eviction import DeferredObserver
 from larder.prefill.memory import PeakMemoryMeter
-from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime, build_caches, decode_planner
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from model_runs import some_ids

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from larder import Policy
 from larder.core.observation import ScratchPrompt
 from larder.core.types import Mode
 from larder.models.forward_batch import BatchSegment
@@ -19,7 +20,6 @@ from larder.prefill.base import no_progress
 from larder.prefill.reader import with_drafts
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.whole import Whole
-from larder.session.policy import Policy
 from model_runs import own_logits, some_ids
 from references import lookahead, positions_first
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import runnable
+from larder import Policy
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError
 from larder.core.spec import POSITION_BYTES
@@ -23,7 +24,7 @@ from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.memory import PeakMemoryMeter
-from larder.session.policy import FAMILIES, Policy
+from larder.session.policy import FAMILIES
 from larder.session.prefill import ModelRuntime, build_caches, decode_planner
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from measurements import made_up

@@ -11,6 +11,7 @@ import torch
 from packaging.version import Version
 
 from builders import runnable
+from larder import Policy
 from larder.cache.sequence import SequenceCache
 from larder.core.observation import Observation
 from larder.core.recall import OffloadSpec
@@ -29,7 +30,6 @@ from larder.prefill.schedules import whole as whole_module
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.whole import Whole
 from larder.recall.flat import Flat
-from larder.session.policy import Policy
 from model_runs import some_ids
 
 CONTEXT, KEPT = 80, 20

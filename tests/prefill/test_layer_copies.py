@@ -10,6 +10,7 @@ import torch
 
 from builders import a_layer, a_plan, draw
 from cache_stores import append, attend_held
+from larder import Policy
 from larder.cache.forms.compact import CompactLayer
 from larder.cache.sequence import SequenceCache
 from larder.core.plan import Plan
@@ -20,7 +21,6 @@ from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.memory import PeakMemoryMeter
-from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime, build_caches, decode_planner
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from model_runs import some_ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from larder import Policy
 from larder.engine.generate import StoppingCriteria, generate
 from larder.engine.sampler import SamplingParams
 from larder.models.decoder import Decoder
@@ -11,7 +12,6 @@ from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from larder.prefill.memory import PeakMemoryMeter
 from larder.recall.mpcache import MPCache
-from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime, build_caches, decode_planner
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from model_runs import some_ids

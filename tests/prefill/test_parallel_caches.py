@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from larder import Policy
 from larder.core.errors import BadParameter
 from larder.models.decoder import Decoder
 from larder.models.loader import wrap_model
@@ -17,7 +18,6 @@ from larder.prefill.reader import PrefillReader
 from larder.prefill.schedules import episodic
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.episodic import Episodic, Together
-from larder.session.policy import Policy
 from model_runs import some_ids
 
 EPICACHE = 'patched(prompt="episode") > sensitivity()'

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from larder import Policy
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.sequence import SequenceCache
 from larder.models.forward_batch import LayerActivations
@@ -14,7 +15,6 @@ from larder.prefill.eviction_pass import EvictionPass
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.episodic import Episodic, Together
 from larder.prefill.schedules.whole import Whole
-from larder.session.policy import Policy
 from model_runs import some_ids
 from tensor_memory import reachable_tensors
 

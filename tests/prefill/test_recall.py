@@ -10,6 +10,7 @@ import torch
 from _pytest.outcomes import Failed
 from torch import Tensor
 
+from larder import Policy
 from larder.cache.offload.page_fetch import PageFetcher
 from larder.cache.offload.slow_tier import SlowTier
 from larder.cache.sequence import SequenceCache
@@ -28,7 +29,6 @@ from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillReader, PrefillSequence
 from larder.session.caches import SessionCaches
 from larder.session.capacity import entries_per_head, recall_budget_tokens
-from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime, build_caches, decode_planner
 from larder.session.presets import PRESETS
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter

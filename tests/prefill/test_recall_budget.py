@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from larder import Policy
 from larder.cache.forms.base import AttentionState
 from larder.cache.forms.tiered import TieredLayer
 from larder.core.errors import BudgetError
@@ -18,7 +19,6 @@ from larder.models.decoder import Decoder
 from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from larder.prefill.memory import PeakMemoryMeter
-from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime, build_caches, decode_planner
 from larder.session.presets import PRESETS
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from larder import Policy
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter, BudgetError
 from larder.core.types import Mode
@@ -24,7 +25,6 @@ from larder.prefill.schedules import whole as whole_module
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.episodic import Episodic, Together
 from larder.prefill.schedules.whole import Whole
-from larder.session.policy import Policy
 from larder.session.presets import PRESETS
 from model_runs import own_logits, read_on, some_ids
 

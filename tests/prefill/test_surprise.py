@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from larder import Policy
 from larder.cache.sequence import SequenceCache
 from larder.core.types import Mode
 from larder.engine.generate import StoppingCriteria, generate
@@ -16,7 +17,6 @@ from larder.prefill.base import no_progress, split_blocks
 from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.whole import Whole
-from larder.session.policy import Policy
 from model_runs import some_ids
 from references.novelty import surprises
 

@@ -6,10 +6,8 @@ import os
 
 import pytest
 
-from larder.core.conversation import Conversation, Message
+from larder import Chat, Conversation, Engine, Message
 from larder.core.errors import UsageError
-from larder.engine.chat import Chat
-from larder.engine.engine import Engine
 from larder.models.loader import LoadedModel
 from larder.server.request import ChatMessage
 from larder.server.session_info import cached_positions, session_info

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from larder import Engine
 from larder.core.errors import StoreFull
-from larder.engine.engine import Engine
 from larder.models.loader import LoadedModel
 from larder.server.local_engine_client import LocalEngineClient
 from larder.server.persistence import session_file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from larder.core.errors import LarderError
+from larder import LarderError
 from larder.models.loader import LoadedModel
 from larder.server.request import ApiError, ChatMessage
 from larder.server.scheduler import MAX_PASSED_BLOCKS

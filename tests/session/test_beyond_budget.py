@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from larder.engine.engine import Engine
+from larder import Engine, Policy
 from larder.models.loader import LoadedModel
 from larder.session.capacity import beyond_budget
-from larder.session.policy import Policy
 from server_core import characters
 
 BLOCKS = "blockwise() > protect(sinks=4, recent=8) > sinks_and_window() > uniform()"

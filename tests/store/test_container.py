@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cache_stores import same_bits
-from larder.core.errors import Damaged, LarderError, Refused
+from larder import LarderError
+from larder.core.errors import Damaged, Refused
 from larder.store.blobs.container import (
     DTYPES,
     MAX_HEADER_BYTES,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from larder.core.errors import LarderError
+from larder import LarderError
 from larder.store.blobs.blob_index import BlobIndex
 from larder.store.blobs.blob_store import digest_in_path
 from larder.store.fs.base import TEMPORARY_FOLDER

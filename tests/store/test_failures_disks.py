@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import LarderError, Refused, StoreError, StoreSlow, Superseded
+from larder import LarderError
+from larder.core.errors import Refused, StoreError, StoreSlow, Superseded
 from larder.store.blobs.blob_store import BLOBS_FOLDER as BLOBS
 from larder.store.fs.base import open_file_system
 from larder.store.fs.deadline import CallLimits

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from larder.core.errors import LarderError
+from larder import LarderError
 from larder.server.cluster.leases import SessionLeases
 from larder.store.blobs.cache_state import same_state
 from larder.store.store import Store

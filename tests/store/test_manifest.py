@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import Damaged, LarderError, Refused, StoreFull, Superseded
+from larder import LarderError
+from larder.core.errors import Damaged, Refused, StoreFull, Superseded
 from larder.store.blobs.blob_index import BlobIndex
 from larder.store.manifest import Manifest
 from larder.store.sessions.records import SessionKey, decode_record, encode_record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from larder.core.conversation import Message
+from larder import Message
 
 Unit = tuple[int, str]
 

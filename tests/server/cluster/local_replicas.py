@@ -7,7 +7,7 @@ from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from larder.engine.engine import Engine
+from larder import Engine
 from larder.models.loader import LoadedModel
 from larder.server.cluster.leases import LeasedSessionLocks, SessionLeases
 from larder.server.cluster.replica import (

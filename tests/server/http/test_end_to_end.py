@@ -9,14 +9,13 @@ import openai
 import pytest
 from openai import OpenAI
 
-from larder.engine.engine import Engine
+from larder import Engine, Policy
 from larder.models.loader import LoadedModel
 from larder.server.http.app import create_app
 from larder.server.http.app_state import HttpSettings
 from larder.server.http.archive import Archive
 from larder.server.http.auth import LoopbackAuth
 from larder.server.local_engine_client import LocalEngineClient
-from larder.session.policy import Policy
 from larder.store.ledger import ByteBudgets, Tier
 from server.http.running_server import listening
 

@@ -15,7 +15,7 @@ import httpx2
 import pytest
 import zstandard
 
-from larder.engine.engine import Engine
+from larder import Engine
 from larder.models.loader import LoadedModel
 from larder.server.http.app import create_app
 from larder.server.http.app_state import HttpSettings

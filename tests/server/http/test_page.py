@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from larder.engine.engine import Engine
+from larder import Engine, Policy
 from larder.models.loader import LoadedModel
 from larder.server.http import middleware
 from larder.server.http.app import create_app
@@ -18,7 +18,6 @@ from larder.server.http.archive import Archive
 from larder.server.http.auth import LOCAL, ApiKeyAuth, LoopbackAuth, Principal
 from larder.server.local_engine_client import LocalEngineClient
 from larder.server.request import ChatMessage
-from larder.session.policy import Policy
 from larder.store.ledger import ByteBudgets, Tier
 from server.fake_engine_client import NAME
 from server.http.browser import CHROMIUM, browser

@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from larder.engine.engine import Engine
+from larder import Engine
 from larder.models.loader import LoadedModel
 from larder.server.http.app import create_app
 from larder.server.http.app_state import HttpSettings

@@ -17,7 +17,7 @@ import httpx2
 import pytest
 import torch
 
-from larder.engine.engine import Engine
+from larder import Engine
 from larder.engine.snapshots import ModelSnapshots
 from larder.models.loader import LoadedModel
 from larder.server.http.app import create_app

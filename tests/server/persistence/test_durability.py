@@ -11,8 +11,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from larder.core.errors import BudgetError, Damaged, LarderError, StoreError, StoreFull, StoreSlow
-from larder.engine.engine import Engine
+from larder import Engine, LarderError
+from larder.core.errors import BudgetError, Damaged, StoreError, StoreFull, StoreSlow
 from larder.models.loader import LoadedModel
 from larder.server.http.app import create_app
 from larder.server.http.app_state import HttpSettings

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from larder.engine.engine import Engine
+from larder import Engine
 from larder.models.loader import LoadedModel
 from larder.server.local_engine_client import LocalEngineClient
 from larder.server.persistence.base import Durability

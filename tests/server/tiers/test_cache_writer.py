@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from larder.engine.engine import Engine
+from larder import Engine
 from larder.models.loader import LoadedModel
 from larder.server.local_engine_client import LocalEngineClient
 from larder.server.persistence.base import Durability

@@ -10,7 +10,7 @@ from threading import Event
 
 import pytest
 
-from larder.engine.engine import Engine
+from larder import Engine
 from larder.models.loader import LoadedModel
 from larder.server.local_engine_client import LocalEngineClient
 from larder.server.request import Request

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from larder.core.conversation import Conversation, Message, PromptLayout
+from larder import Conversation, Message
+from larder.core.conversation import PromptLayout
 from larder.session.episodes.segments import cut_segments, history_turns
 from larder.session.files.dialogue import DialogueSession, Utterance, messages
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from jaxtyping import Float32
 
-from larder.core.conversation import Conversation, Message
+from larder import Conversation, Message, Policy
 from larder.core.errors import UsageError
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.session.arrangements.episodes import Episodes
@@ -18,7 +18,6 @@ from larder.session.arrangements.single import Single
 from larder.session.capacity import resolve_budget_without_context
 from larder.session.embedders.base import Embedder
 from larder.session.episodes.matching import Episode, MatchRule, NearestEpisodeRouter
-from larder.session.policy import Policy
 from topic_embedder import TopicEmbedder
 
 SPEC = ModelSpec(

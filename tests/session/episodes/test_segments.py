@@ -8,7 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from larder.core.conversation import Conversation, Message, PromptLayout
+from larder import Conversation, Message, read_conversation
+from larder.core.conversation import PromptLayout
 from larder.core.errors import BadParameter
 from larder.session.episodes.segments import (
     LONG_CHARACTERS,
@@ -19,7 +20,6 @@ from larder.session.episodes.segments import (
     cut_segments,
     sentences,
 )
-from larder.session.files import read_conversation
 from references.session.segments import slow_utterances, slow_words
 from references.session.sentences import slow_sentences
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.conversation import Conversation, Message, PromptLayout, Question
+from larder import Conversation, Message, Question, read_conversation
+from larder.core.conversation import PromptLayout
 from larder.core.errors import InputError
-from larder.session.files import Adversarial, find_files, read_conversation
+from larder.session.files import Adversarial, find_files
 
 LOCOMO = {
     "conversation": {

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from larder.core.conversation import Conversation, Message, PromptLayout, Question
+from larder import Conversation, Message, Question, read_conversation
+from larder.core.conversation import PromptLayout
 from larder.core.errors import InputError
-from larder.session.files import find_files, read_conversation
+from larder.session.files import find_files
 from larder.session.files.loader import read_document
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from larder.core.conversation import Conversation, Message, PromptLayout
+from larder import Conversation, Message
+from larder.core.conversation import PromptLayout
 from larder.core.errors import InputError
 from larder.session.transcript.chat_log import ChatLog, ChatTurn
 from larder.session.transcript.chat_log_file import (

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from larder.core.conversation import Conversation, Message, PromptLayout
+from larder import Conversation, Message
+from larder.core.conversation import PromptLayout
 from larder.models.loader import LoadedModel
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
