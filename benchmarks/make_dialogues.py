@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from larder.core.errors import LarderError
-from larder.core.spelling import name_of
+from larder.core.family import public_name
 from larder.models.loader import load
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder_bench.datasets.conversation_file import conversation_json
@@ -40,7 +40,7 @@ def main() -> None:
     for sentence in BORDER.split(options.kinds):
         task = _task(sentence, sources)
         try:
-            _write(task, name_of(type(task)), sources, options)
+            _write(task, public_name(type(task)), sources, options)
         except LarderError as error:
             print(f"{sentence} left out: {error}", file=sys.stderr)
 

@@ -12,6 +12,7 @@ from larder.cache.sequence import SequenceCache
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment
+from larder.prefill.reader import PrefillReader, PrefillSequence
 
 
 def some_ids(count: int, vocabulary: int = 128, seed: int = 0) -> tuple[int, ...]:
@@ -38,3 +39,15 @@ def read_on(decoder: Decoder, cache: SequenceCache, ids: Sequence[int], block: i
         for a, b in cuts(len(ids), block)
     ]
     return torch.cat(parts)
+
+
+def read_and_evict(
+    reader: PrefillReader,
+    lanes: Sequence[PrefillSequence],
+    ids: tuple[int, ...],
+    block: tuple[int, ...],
+    start: int,
+) -> None:
+    """All steps of a block."""
+    for _ in reader.read_and_evict_steps(lanes, ids, block, start):
+        pass

@@ -19,8 +19,9 @@ from _pairs import LARDER, PeerPair
 
 from larder.core.conversation import Conversation
 from larder.core.errors import LarderError
+from larder.core.family import public_name
 from larder.core.memory_budget import MemoryBudget
-from larder.core.spelling import name_of, spell
+from larder.core.spelling import spell
 from larder.engine.engine import Engine
 from larder.models.loader import SEED
 from larder.session.policy import Policy
@@ -120,7 +121,7 @@ class ComparisonSetup:
             "model": self.options.model,
             "model_fingerprint": self.engine.loaded.decoder.spec.fingerprint,
             "task": spell(job.task),
-            "kind": name_of(type(job.task)),
+            "kind": public_name(type(job.task)),
             "tokens": job.tokens,
             "seed": job.seed,
             "policy": job.policy,

@@ -113,7 +113,7 @@ def test_remembering_cannot_be_taken_back() -> None:
 
 def test_latest_queries_are_cut_by_count_and_by_position() -> None:
     new = draw(LAYERS[0], 5, 10)
-    latest = LatestQueries.of(new.queries, new.positions)
+    latest = LatestQueries(new.queries, new.positions)
     assert latest.before(12).positions.tolist() == [10, 11]
     assert latest.last(2).positions.tolist() == [13, 14]
     assert latest.last(2).extended(latest.before(11)).positions.tolist() == [13, 14, 10]

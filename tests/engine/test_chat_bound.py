@@ -18,6 +18,7 @@ from larder.prefill.reader import PrefillSequence
 from larder.prefill.turn_reader import TurnReader
 from larder.session.capacity import budget_tokens
 from larder.session.prefill import prefill_reader
+from model_runs import read_and_evict
 from server_core import characters
 from topic_embedder import TopicEmbedder
 
@@ -132,7 +133,7 @@ def test_a_turn_leaves_what_a_context_in_the_same_blocks_leaves(small: LoadedMod
     assert len(turn.ids) <= BLOCK
     length = cache.next_position + len(turn.ids)
     reader = prefill_reader(engine.runtime, twin.policy, length, PeakMemoryMeter())
-    reader.read_and_evict([PrefillSequence(cache, {})], turn.ids, turn.ids, cache.next_position)
+    read_and_evict(reader, [PrefillSequence(cache, {})], turn.ids, turn.ids, cache.next_position)
     mine = chat.memory.caches.activate(0)
     assert mine.lengths() == cache.lengths() and mine.next_position == length
     for layer in range(len(mine.spec.layers)):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from builders import runnable, small_parameters
-from larder.core.spelling import name_of
+from larder.core.family import public_name
 from larder.policy.planner import TALLIES
 from larder.session.policy import FAMILIES as SLOTS
 
@@ -39,12 +39,12 @@ def parameters(part: Any) -> tuple[Field[Any], ...]:
 
 def label(part: Any) -> str:
     shown = [getattr(part, f.name) for f in parameters(part)]
-    return "-".join([name_of(type(part)), *[v.value for v in shown if isinstance(v, Enum)]])
+    return "-".join([public_name(type(part)), *[v.value for v in shown if isinstance(v, Enum)]])
 
 
 def reference(part: Any) -> Any:
     """The module with the loop that a part must equal."""
-    return import_module(f"references.{name_of(type(part))}")
+    return import_module(f"references.{public_name(type(part))}")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from builders import head_numbers
 from larder import Policy
 from larder.core.errors import BadParameter
+from larder.core.family import public_name
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
-from larder.core.spelling import name_of
 
 SIGMA = st.floats(-1, 1.0001, allow_nan=False)
 
@@ -108,13 +108,13 @@ def assert_a_bound_that_is_used_up(
     kept = sum(sum(plan.lengths) for plan in plans.values())
     held = sum(sum(scored.lengths) for scored in ready.values())
     allowed = sum(quotas[i] * len(ready[i].lengths) for i in ready)
-    if name_of(type(budget)) == "unlimited":
+    if public_name(type(budget)) == "unlimited":
         assert kept == held
-    elif name_of(type(budget)) in IN_ALL:
+    elif public_name(type(budget)) in IN_ALL:
         assert kept == min(held, allowed)
     else:
         assert kept <= min(held, allowed)
-    if name_of(type(budget)) in BY_LAYER:
+    if public_name(type(budget)) in BY_LAYER:
         for index, plan in plans.items():
             pool = quotas[index] * len(ready[index].lengths)
             assert sum(plan.lengths) == min(sum(ready[index].lengths), pool)
@@ -139,7 +139,7 @@ def test_head_order_does_not_matter(budget) -> None:
 def test_a_budget_waits_for_the_layers_it_needs(budget) -> None:
     scored = LayerScores(torch.tensor([1.0, 2.0]), torch.zeros(2, dtype=torch.bool), (2,), (1.0,))
     plans = budget.choose({0: scored}, {0: 1, 1: 1})
-    assert list(plans) == ([] if name_of(type(budget)) in WAITING else [0])
+    assert list(plans) == ([] if public_name(type(budget)) in WAITING else [0])
 
 
 def measured(sigma: list[float]) -> dict[str, tuple[float, ...]]:
@@ -227,7 +227,7 @@ def test_without_a_floor_a_sharper_alpha_is_another_split() -> None:
 def test_sizes_out_of_range_are_refused(budget, size) -> None:
     if not {f.name for f in fields(budget) if f.init} & {"tokens"}:
         pytest.skip("takes no size")
-    with pytest.raises(BadParameter, match=name_of(type(budget))):
+    with pytest.raises(BadParameter, match=public_name(type(budget))):
         replace(budget, **size)
 
 

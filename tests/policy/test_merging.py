@@ -12,9 +12,9 @@ from torch import Tensor
 from builders import a_plan
 from larder.cache.merged_entries import merge_entries
 from larder.core.errors import BadParameter
+from larder.core.family import public_name
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries, LayerScores, Phase
-from larder.core.spelling import name_of
 from larder.core.types import Variant
 from larder.policy.compensation.chelsea import Chelsea
 from larder.policy.compensation.elastic import Elastic
@@ -88,7 +88,7 @@ def test_protected_entries_stay_at_their_positions(compensation) -> None:
 
 
 def test_what_is_merged_is_a_weighted_mean(compensation) -> None:
-    if (name_of(type(compensation)), getattr(compensation, "variant", None)) in UNNORMALISED:
+    if (public_name(type(compensation)), getattr(compensation, "variant", None)) in UNNORMALISED:
         return
     entries, scored = some([0, 1, 2])
     folds = compensation.compensate(a_plan(KEPT, HELD), entries, scored).folds
@@ -97,7 +97,7 @@ def test_what_is_merged_is_a_weighted_mean(compensation) -> None:
     assert bool((folds.key_weights >= 0).all() and (folds.value_weights >= 0).all())
     targets = folds.targets.unique()
     torch.testing.assert_close(sums[0][targets], torch.ones(len(targets)))
-    kind = name_of(type(compensation)), getattr(compensation, "variant", None)
+    kind = public_name(type(compensation)), getattr(compensation, "variant", None)
     if kind == ("fold_ema", Variant.LARDER):  # keys stay as they are
         assert torch.equal(folds.key_weights, (folds.sources == folds.targets).float())
     elif kind[0] != "cam":  # values are added to values

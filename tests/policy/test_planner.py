@@ -11,8 +11,8 @@ from torch import Tensor
 
 from builders import a_layer, a_view
 from larder.core.errors import BudgetError, ScoreError
+from larder.core.family import public_name
 from larder.core.observation import Observation
-from larder.core.spelling import name_of
 from larder.core.types import Variant
 from larder.policy.budgets.uniform import Uniform
 from larder.policy.compensation.drop import Drop
@@ -54,7 +54,7 @@ SEEN = a_view(a_layer(2, 2, index=3), [range(5), range(3)], 2)
 def test_scores_that_cannot_be_ranked_are_refused(scores, said) -> None:
     with pytest.raises(ScoreError, match=said) as caught:
         planner(Given(scores)).score(SEEN)
-    assert str(caught.value).startswith(f"{name_of(Given)} returned")
+    assert str(caught.value).startswith(f"{public_name(Given)} returned")
     assert "\n" not in str(caught.value)
 
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import a_layer, a_view, some_columns, some_entries
+from larder.core.family import public_name
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries, Observation
-from larder.core.spelling import name_of
 from larder.core.types import Variant
 from larder.policy.scorers.patched import Patched
 from larder.policy.scorers.reconstruct import Reconstruct
@@ -136,7 +136,7 @@ def reordered(seen: Observation, order: list[int]) -> Observation:
 
 
 def test_head_order_does_not_matter(scorer) -> None:
-    if name_of(type(scorer)) == "random":
+    if public_name(type(scorer)) == "random":
         pytest.skip("luck differs from head to head")
     seen, order = view("uneven"), [2, 0, 1]
     straight = judged(scorer, seen)

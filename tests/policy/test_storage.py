@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from builders import a_layer, a_plan, a_view
 from larder.core.errors import BadParameter, BudgetError
+from larder.core.family import public_name
 from larder.core.observation import Entries, LayerScores, Observation, StorageStatistics
 from larder.core.plan import Folds
-from larder.core.spelling import name_of
 from larder.policy.storage._mixed_precision import demote_groups
 from larder.policy.storage.arkv import ARKV
 from larder.policy.storage.exact import Exact
@@ -70,7 +70,7 @@ def test_grades_are_those_of_the_loop(
     targets = plan.kept[seed % 3 :: 4]
     ones = torch.ones(len(targets))
     plan = replace(plan, folds=Folds(torch.zeros_like(targets), targets, ones, ones))
-    reference = import_module(f"references.{name_of(type(part))}")
+    reference = import_module(f"references.{public_name(type(part))}")
     expected = reference.grades(part, plan, entries, scored, quota, share)
     graded = part.grade(plan, entries, scored, quota, share)
     assert (graded.grades.tolist() or [0] * len(plan.kept)) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from larder.cache.sequence import SequenceCache
-from larder.core.spelling import name_of
+from larder.core.family import public_name
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment, LayerActivations
@@ -65,20 +66,20 @@ class Checked(PrefillReader):
 
     wrong: list[str] = field(default_factory=list)
 
-    def read_and_evict(self, lanes: Any, ids: Any, block: Any, start: int) -> None:
+    def read_and_evict_steps(self, lanes: Any, ids: Any, block: Any, start: int) -> Iterator[None]:
         spec = self.decoder.spec
         before = [[sum(lengths) for lengths in lane.cache.lengths()] for lane in lanes]
-        super().read_and_evict(lanes, ids, block, start)
+        yield from super().read_and_evict_steps(lanes, ids, block, start)
         for lane, held in zip(lanes, before, strict=True):
             now = [sum(lengths) for lengths in lane.cache.lengths()]
             rows = [spec.layers[i].kv_heads for i in self.quotas]
             there = [held[i] + len(ids) * k for i, k in zip(self.quotas, rows, strict=True)]
             allowed = [q * k for q, k in zip(self.quotas.values(), rows, strict=True)]
             left = [now[i] for i in self.quotas]
-            if name_of(type(self.planner.budget)) in SHARED_POOL:
+            if public_name(type(self.planner.budget)) in SHARED_POOL:
                 there, allowed, left = [sum(there)], [sum(allowed)], [sum(left)]
             expected = [min(a, b) for a, b in zip(there, allowed, strict=True)]
-            if name_of(type(self.planner.budget)) == "threshold":
+            if public_name(type(self.planner.budget)) == "threshold":
                 left = [max(a, b) for a, b in zip(left, expected, strict=True)]
             if left != expected:
                 self.wrong.append(f"{left} survive of {there}, allowed {allowed}")

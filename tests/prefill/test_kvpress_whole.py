@@ -30,7 +30,7 @@ from larder.prefill.schedules import whole as whole_module
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.whole import Whole
 from larder.recall.flat import Flat
-from model_runs import some_ids
+from model_runs import read_and_evict, some_ids
 
 CONTEXT, KEPT = 80, 20
 IDS = some_ids(CONTEXT)
@@ -182,7 +182,7 @@ def test_rows_of_one_pass_have_their_own_hidden_states(watched, reader_for, lane
     planner = Planner(Protect(0, 0), Curious(frozenset({"states"})), Uniform(), Drop())
     reader = reader_for(watched, planner, KEPT, CONTEXT)
     lanes = [lane_for(watched, planner) for _ in range(2)]
-    reader.read_and_evict(lanes, IDS, IDS, 0)
+    read_and_evict(reader, lanes, IDS, IDS, 0)
     first, second = planner.scorer.saw[:2]
     torch.testing.assert_close(first.inputs["states"], second.inputs["states"])
     assert len(first.inputs["states"]) == CONTEXT

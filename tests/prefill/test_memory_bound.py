@@ -16,7 +16,7 @@ from larder.prefill.base import no_progress
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.episodic import Episodic, Together
 from larder.session.policy import FAMILIES
-from model_runs import some_ids
+from model_runs import read_and_evict, some_ids
 
 SMALL: dict[str, dict[str, Any]] = {
     "snapkv": {"window": 3, "kernel": 3},
@@ -94,7 +94,7 @@ def test_a_reader_that_keeps_too_much_is_noticed(watched, reader_for, lane_for) 
     assert reader.wrong == []
     reader.quotas.update({index: quota + 1 for index, quota in before.items()})
     object.__setattr__(reader, "quotas", Larger(reader.quotas))
-    reader.read_and_evict([lane], some_ids(8), some_ids(8), 24)
+    read_and_evict(reader, [lane], some_ids(8), some_ids(8), 24)
     assert reader.wrong
 
 

@@ -26,7 +26,7 @@ from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.episodic import Episodic, Together
 from larder.prefill.schedules.whole import Whole
 from larder.session.presets import PRESETS
-from model_runs import own_logits, read_on, some_ids
+from model_runs import own_logits, read_and_evict, read_on, some_ids
 
 SCHEDULES = {"whole": Whole(), "blockwise": Blockwise(9), "episodic": Episodic(9, Together.ALL)}
 SENTENCES = [
@@ -134,7 +134,7 @@ def test_a_scratch_pass_changes_nothing_but_by_the_plan(
     reader = reader_for(watched, planner, 8, 20)
     reader.append([plain], some_ids(20))
     monkeypatch.setattr(SequenceCache, "apply", lambda self, layer, plan: None)
-    reader.read_and_evict([lane], some_ids(20), some_ids(20), 0)
+    read_and_evict(reader, [lane], some_ids(20), some_ids(20), 0)
     one, two = lane.cache.state(), plain.cache.state()
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert lane.cache.meta() == plain.cache.meta()
@@ -151,8 +151,8 @@ def test_two_conversations_do_not_leak_into_one_another(
     before = copy.deepcopy(planner)
     Blockwise(8).read(reader, [alone], first, no_progress)
     for one, two in zip(split_blocks(first, 8), split_blocks(second, 8), strict=True):
-        reader.read_and_evict([mixed], one, one, mixed.cache.next_position)
-        reader.read_and_evict([other], two, two, other.cache.next_position)
+        read_and_evict(reader, [mixed], one, one, mixed.cache.next_position)
+        read_and_evict(reader, [other], two, two, other.cache.next_position)
     mixed.cache.compact()
     assert_same(alone.cache, mixed.cache, 0)
     assert positions(other.cache) != positions(mixed.cache)

@@ -35,7 +35,7 @@ class LatestActivations:
 
     def remember(self, layer: int, queries: Queries, positions: Positions) -> None:
         """Append the queries of a forward pass; the oldest beyond `num_queries` are dropped."""
-        new = LatestQueries.of(queries, positions).last(self._num_queries)
+        new = LatestQueries(queries, positions).last(self._num_queries)
         if (held := self._queries.get(layer)) is not None:
             new = held.extended(new).last(self._num_queries)
             self._query_bytes -= held.nbytes

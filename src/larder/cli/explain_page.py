@@ -12,7 +12,7 @@ from jaxtyping import Int
 from larder.cache.sequence import SequenceCache
 from larder.cli.question_run import QuestionOutcome, QuestionRun
 from larder.core.conversation import Conversation, Message, PromptLayout
-from larder.core.spelling import name_of
+from larder.core.family import public_name
 from larder.explain import Explanation, PageAnswer, PageEpisode, PageMessage, token_texts
 from larder.session.episodes.clustering import episode_keywords
 from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
@@ -43,7 +43,7 @@ def explanation(run: QuestionRun) -> Explanation:
         sliding_layers=tuple(
             layer.index for layer in spec.layers if layer.sliding_window is not None
         ),
-        recalled_by="" if recall is None else name_of(type(recall)),
+        recalled_by="" if recall is None else public_name(type(recall)),
     )
 
 

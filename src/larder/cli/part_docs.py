@@ -10,8 +10,8 @@ from enum import Enum
 from typing import Any
 
 from larder.core.errors import UnknownName
-from larder.core.family import LISTING, unknown_name_message
-from larder.core.spelling import Value, name_of, parse, spell
+from larder.core.family import LISTING, public_name, unknown_name_message
+from larder.core.spelling import Value, parse, spell
 from larder.policy.attention_reduction import NoAggregation, NoHeadRule
 from larder.policy.protect import Protect
 from larder.session.capacity import beyond_budget
@@ -130,7 +130,7 @@ def part_doc(kind: type, slot: str) -> PartDoc:
     """Documentation of a part, from its class and its module."""
     text = inspect.getdoc(inspect.getmodule(kind)) or ""
     return PartDoc(
-        name_of(kind), slot, _first_sentence(text), _fields(kind), tuple(citations(text))
+        public_name(kind), slot, _first_sentence(text), _fields(kind), tuple(citations(text))
     )
 
 

@@ -12,8 +12,8 @@ from larder.cli.startup import resume_collection
 from larder.cli.store_options import print_resume_result
 from larder.core.conversation import Conversation, Question
 from larder.core.errors import BadParameter, LarderError, UsageError
+from larder.core.family import public_name
 from larder.core.memory_budget import MemoryBudget
-from larder.core.spelling import name_of
 from larder.engine.answer import Answer
 from larder.engine.engine import Engine, discard_text
 from larder.engine.generate import StoppingCriteria
@@ -194,7 +194,7 @@ def prefill_run(
         doing: label of the bar.
         keeper: store of prefilled caches; None neither restores nor saves.
     """
-    session = name_of(type(engine.policy.session))
+    session = public_name(type(engine.policy.session))
     builds = "" if session == "single" else f" into {session}"
     with progress_bar(f"{doing} {conversation.name}{builds}", "tokens") as watch:
         if keeper is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
-from larder.core.types import Packed, PackedMask, Positions, Queries, empty_tensor
+from larder.core.types import Packed, PackedMask, empty_tensor
 
 
 @dataclass(frozen=True)
@@ -319,11 +319,6 @@ class LatestQueries:
 
     queries: Float[Tensor, "H N D"]
     positions: Int[Tensor, " N"]
-
-    @staticmethod
-    def of(queries: Queries, positions: Positions) -> LatestQueries:
-        """Queries of a pass, without a copy."""
-        return LatestQueries(queries, positions)
 
     def extended(self, later: LatestQueries) -> LatestQueries:
         """Copy with later queries appended."""

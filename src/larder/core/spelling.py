@@ -65,12 +65,7 @@ def spell(part: Any) -> str:
     """Canonical text of a part: every parameter that is not None, in the order of its fields."""
     shown = ((f.name, getattr(part, f.name)) for f in fields(part) if f.init)
     inner = ", ".join(f"{name}={_literal(value)}" for name, value in shown if value is not None)
-    return f"{name_of(part.__class__)}({inner})"
-
-
-def name_of(kind: type) -> str:
-    """Public name of a part class."""
-    return public_name(kind)
+    return f"{public_name(part.__class__)}({inner})"
 
 
 def build(kind: type, parameters: dict[str, Value]) -> Any:
@@ -80,7 +75,7 @@ def build(kind: type, parameters: dict[str, Value]) -> Any:
         UnknownName: the part has no such parameter.
         BadParameter: a value of the wrong type or out of range.
     """
-    hints, name = _types(kind), name_of(kind)
+    hints, name = _types(kind), public_name(kind)
     known = [f.name for f in fields(kind) if f.init]
     for parameter in parameters:
         if parameter not in known:

@@ -86,7 +86,7 @@ def _calibration_file(decoder: Decoder, name: str) -> Path:
 def _cached_measurement(decoder: Decoder, sample: SampleText, name: str) -> tuple[float, ...]:
     measurement: Measurement = MEASUREMENTS.load(name)()
     count = _expected_count(decoder, measurement, name)
-    path, profile = _calibration_file(decoder, name), _profile(measurement)
+    path, profile = _calibration_file(decoder, name), asdict(measurement)  # pyright: ignore
     known = _load_values(path, profile, count)
     if known is not None:
         return known
@@ -113,11 +113,6 @@ def _expected_count(decoder: Decoder, measurement: Measurement, name: str) -> in
             f"which this model's layers have {counts}: choose a part without this calibration."
         )
     return sum(counts)
-
-
-def _profile(measurement: Measurement) -> dict[str, Any]:
-    """Parameters of the measurement, as stored in its file."""
-    return asdict(measurement)  # pyright: ignore
 
 
 def _load_values(path: Path, profile: dict[str, Any], count: int) -> tuple[float, ...] | None:

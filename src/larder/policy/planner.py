@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from larder.core.errors import BudgetError, ScoreError
-from larder.core.family import Family
+from larder.core.family import Family, public_name
 from larder.core.ledger import Ledger
 from larder.core.observation import (
     Calibration,
@@ -25,7 +25,7 @@ from larder.core.observation import (
 )
 from larder.core.part import PolicyPart
 from larder.core.plan import Plan
-from larder.core.spelling import name_of, spell
+from larder.core.spelling import spell
 from larder.core.types import Packed, PackedMask
 from larder.policy.attention_reduction import AttentionReduction, NoAggregation, NoHeadRule
 from larder.policy.budgets.base import Budget
@@ -248,7 +248,7 @@ class Planner:
         return self.unit.pool(weighed, seen)
 
     def _check(self, scores: Tensor, scorer: Scorer, seen: Observation) -> None:
-        count, name = sum(seen.entries.lengths), name_of(type(scorer))
+        count, name = sum(seen.entries.lengths), public_name(type(scorer))
         if tuple(scores.shape) != (count,):
             raise ScoreError(
                 f"{name} returned scores of shape {tuple(scores.shape)} for layer "

@@ -72,23 +72,6 @@ class PrefillReader:
             for layer in self.quotas:
                 row.cache.note_tokens(layer, own, start)
 
-    def read_and_evict(
-        self,
-        lanes: Sequence[PrefillSequence],
-        ids: tuple[int, ...],
-        block: tuple[int, ...],
-        start: int,
-    ) -> None:
-        """Read tokens into every sequence, then bring each cache back within its budget.
-
-        Args:
-            ids: tokens still to be read.
-            block: tokens to score by; `ids` are its last ones.
-            start: true position of the first token of `block`.
-        """
-        for _ in self.read_and_evict_steps(lanes, ids, block, start):
-            pass
-
     def read_and_evict_steps(
         self,
         lanes: Sequence[PrefillSequence],
@@ -96,7 +79,15 @@ class PrefillReader:
         block: tuple[int, ...],
         start: int,
     ) -> Iterator[None]:
-        """Stepwise `read_and_evict`, with a pause before every further pass."""
+        """Read tokens into every sequence, then bring each cache back within its budget.
+
+        Pauses before every further pass.
+
+        Args:
+            ids: tokens still to be read.
+            block: tokens to score by; `ids` are its last ones.
+            start: true position of the first token of `block`.
+        """
         if self._fits(lanes, len(ids)):
             self.append(lanes, ids)
             return

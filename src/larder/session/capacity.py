@@ -5,10 +5,11 @@ from __future__ import annotations
 from larder.cache.latest_activations import latest_queries_bytes
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError, UsageError
+from larder.core.family import public_name
 from larder.core.ledger import Ledger
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
 from larder.core.spec import POSITION_BYTES, LayerSpec, ModelSpec
-from larder.core.spelling import name_of, spell
+from larder.core.spelling import spell
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT, Unlimited
 from larder.prefill.memory import EntryCapacity
 from larder.prefill.schedules.whole import Whole
@@ -353,10 +354,10 @@ def beyond_budget(policy: Policy, spec: ModelSpec | None = None) -> tuple[str, .
         clauses.append("whole() holds a whole context until all of it is read")
     clauses += _dense_layers(policy)
     if policy.recall is not None:
-        part = name_of(type(policy.compensation))
+        part = public_name(type(policy.compensation))
         clauses.append(f"{part}() keeps what is rejected in host memory, and what finds it")
     if policy.rebuilding is not None:
-        part = name_of(type(policy.compensation))
+        part = public_name(type(policy.compensation))
         clauses.append(f"{part}() keeps what rejected entries are rebuilt from")
     return (*clauses, *slides)
 

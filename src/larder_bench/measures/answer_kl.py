@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import UsageError
-from larder.core.spelling import name_of
+from larder.core.family import public_name
 from larder.engine.engine import Engine
 from larder.session.memory import ConversationMemory
 from larder_bench.measures.base import Measure
@@ -36,8 +36,9 @@ class AnswerKl(Measure):
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
         if cell.task.style not in (QuestionStyle.INDEPENDENT, QuestionStyle.RECITAL):
             raise UsageError(
-                f"Questions of {name_of(type(cell.task))} build on each other, but answer_kl asks "
-                "each on its own: take a task with independent questions, or the measure forced."
+                f"Questions of {public_name(type(cell.task))} build on each other, but answer_kl "
+                "asks each on its own: "
+                "take a task with independent questions, or the measure forced."
             )
         reader = ContextReader.of(bench, cell, guess)
         items = ask_all(reader, cell.task, _KlScorer(bench.expected(reader.conversation)))

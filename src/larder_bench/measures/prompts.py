@@ -17,7 +17,7 @@ from jaxtyping import Int
 
 from larder.core.conversation import Conversation
 from larder.core.errors import BadParameter, InputError, UsageError
-from larder.core.spelling import name_of
+from larder.core.family import public_name
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.prefill import SizeOptions, episode_prompt, prefill_conversation
@@ -171,7 +171,7 @@ def _policy(cell: Cell) -> Policy:
         )
     if cell.task.style not in (QuestionStyle.INDEPENDENT, QuestionStyle.RECITAL):
         raise UsageError(
-            f"Questions of {name_of(type(cell.task))} build on each other, but prompts has a "
+            f"Questions of {public_name(type(cell.task))} build on each other, but prompts has a "
             "prefill for each: take a task with independent questions."
         )
     return subject.variant.policy

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from larder.core.errors import UsageError
+from larder.core.family import public_name
 from larder.core.memory_budget import MemoryBudget
-from larder.core.spelling import name_of, spell
+from larder.core.spelling import spell
 from larder_bench.datasets.wording import QuestionPlacement
 from larder_bench.results.budget_labels import OWN, WHOLE, MatchedQuantity
 from larder_bench.results.rows import CELL, SCHEMA, Row
@@ -83,7 +84,7 @@ class Cell:
             "model": self.model,
             **model_fields,
             "task": spell(self.task),
-            "kind": name_of(type(self.task)),
+            "kind": public_name(type(self.task)),
             "tokens": self.tokens,
             "seed": self.seed,
             "policy": self.subject.name,
@@ -130,7 +131,7 @@ def short_spelling(part: object) -> str:
     """Spelling of a part; its name alone if all parameters have their defaults."""
     kind = type(part)
     is_default = all(getattr(part, f.name) == f.default for f in fields(kind))  # pyright: ignore
-    return name_of(kind) if is_default else spell(part)
+    return public_name(kind) if is_default else spell(part)
 
 
 def _with_exhibits(cells: Sequence[Cell]) -> list[Cell]:

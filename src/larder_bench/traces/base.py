@@ -18,8 +18,7 @@ from enum import Enum
 from functools import cached_property
 
 from larder.core.errors import BadParameter
-from larder.core.family import Family
-from larder.core.spelling import name_of
+from larder.core.family import Family, public_name
 from larder.models.kv_cost import GEMMA_3_4B, LLAMA_3_1_8B, QWEN_3_0_6B, KVSource, ModelShape
 
 TRACES = Family("trace", "larder_bench.traces")
@@ -207,11 +206,11 @@ class Workload(ABC):
     def __post_init__(self) -> None:
         if not 0 < self.kept <= 1:
             raise BadParameter(
-                f"{name_of(type(self))}.kept must be above 0 and at most 1, got {self.kept}."
+                f"{public_name(type(self))}.kept must be above 0 and at most 1, got {self.kept}."
             )
         if not self.operations_per_second > 0:
             raise BadParameter(
-                f"{name_of(type(self))}.operations_per_second must be more than 0, "
+                f"{public_name(type(self))}.operations_per_second must be more than 0, "
                 f"got {self.operations_per_second}."
             )
 

@@ -293,8 +293,3 @@ def create_layer(layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CacheLa
     kind: type[CacheLayer]
     kind = form_of(spec) if layer.sliding_window is None else FORMS.load("window")
     return kind.create(layer, model, spec)
-
-
-def empty_rows(layer: LayerSpec, rows: int, like: Tensor) -> Tensor:
-    """Uninitialized storage for `rows` keys or values of a layer."""
-    return torch.empty(rows, layer.head_dim, dtype=like.dtype, device=like.device)

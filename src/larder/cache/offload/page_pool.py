@@ -109,11 +109,6 @@ class PagePool(TensorOwner):
         """
         return rows * (2 * layer.head_dim * itemsize + BIAS_BYTES)
 
-    @property
-    def hit_rate(self) -> float:
-        """Share of the requested pages that were in their slots already."""
-        return 1.0 - self.moved / self.asked if self.asked else 0.0
-
     def own_tensors(self) -> tuple[Tensor, ...]:
         own = self._keys, self._values, self._biases, self._counts, self._starts
         tables = self._pages, self._versions, self._table

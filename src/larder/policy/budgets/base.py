@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from larder.core.errors import BadParameter
+from larder.core.family import public_name
 from larder.core.observation import Calibration, LayerScores, Observation
 from larder.core.part import PolicyPart
 from larder.core.plan import Plan
-from larder.core.spelling import name_of
 from larder.core.types import Packed
 
 
@@ -41,7 +41,7 @@ class Budget(PolicyPart, ABC):
     replans: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        name, tokens, kept = name_of(type(self)), self.tokens, self.kept
+        name, tokens, kept = public_name(type(self)), self.tokens, self.kept
         if tokens is not None and kept is not None:
             raise BadParameter(
                 f"{name} was given tokens={tokens} and kept={kept}: give one of the two."

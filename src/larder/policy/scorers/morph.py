@@ -76,7 +76,7 @@ class Morph(Scorer):
 
     def _judges(self, seen: Observation) -> LatestQueries:
         """The last queries, without that of the newest token while text is generated."""
-        latest = LatestQueries.of(seen.queries, seen.query_positions)
+        latest = LatestQueries(seen.queries, seen.query_positions)
         if seen.latest is not None:
             latest = seen.latest.extended(latest)
         return latest.before(seen.length - self._newest(seen)).last(self.window)

@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from larder.core.errors import BadParameter
-from larder.core.family import Family
-from larder.core.spelling import name_of
+from larder.core.family import Family, public_name
 
 EVICTIONS = Family("eviction", "larder.store.eviction")
 
@@ -72,7 +71,7 @@ class EvictionPolicy(ABC):
     def __post_init__(self) -> None:
         if not self.half_life > 0:
             raise BadParameter(
-                f"{name_of(type(self))}.half_life must be more than 0 seconds, "
+                f"{public_name(type(self))}.half_life must be more than 0 seconds, "
                 f"got {self.half_life}."
             )
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from larder.core.errors import InputError
-from larder.core.family import Family
-from larder.core.spelling import name_of
+from larder.core.family import Family, public_name
 from larder_bench.plots.policy_styles import PolicyStyle
 from larder_bench.plots.style import Drawing
 from larder_bench.results.rows import Results
@@ -62,8 +61,9 @@ class Figure(ABC):
 
     def nothing(self, required: str) -> NothingToDraw:
         """Error for results without required rows."""
+        name = public_name(type(self))
         return NothingToDraw(
-            f"The figure {name_of(type(self))} needs {required}, but the results files have none: "
+            f"The figure {name} needs {required}, but the results files have none: "
             "name others, or another --figure."
         )
 
