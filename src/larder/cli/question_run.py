@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from larder.engine.persistence import ChatPersistence
 
 CONVERSATION_POLICY = "epicache"
-DOCUMENT_POLICY = "kvzip_blockwise"
+DOCUMENT_POLICY = "kvzip"
 QUESTION_PROMPT = "question"  # the scoring prompt that needs the question before prefill
 
 
@@ -105,7 +105,8 @@ def choose_policy(options: ModelOptions, conversations: Iterable[Conversation]) 
     """Options with a policy for what will be read, unless one was given.
 
     Episodes suit conversations, which return to their topics; a document has few, so it gets one
-    cache that can reconstruct the text. Prints the choice on a terminal.
+    cache that can reconstruct the text, made after the whole text was read. Prints the choice on a
+    terminal.
     """
     if options.policy is not None:
         return options
