@@ -201,6 +201,14 @@ def test_messages_become_lines_where_there_is_no_chat_format() -> None:
     assert worded_chat(plain, Wording.INSTRUCT) is plain
 
 
+def test_transcripts_are_plain_texts_where_there_is_no_chat_format(material: TaskSources) -> None:
+    made = parse_task("locomo").make(0, 300, material)
+    assert worded_chat(made, Wording.INSTRUCT) is made
+    plain = worded_chat(made, Wording.PLAIN)
+    assert plain.form is PromptLayout.PLAIN and plain.messages == made.messages
+    assert all(one.answer_prefix.endswith(":") for one in plain.questions)
+
+
 def test_string_match_scores_each_part_in_the_whole_answer() -> None:
     made = a_text(
         Wording.INSTRUCT,

@@ -97,8 +97,11 @@ def worded_chat(conversation: Conversation, wording: Wording) -> Conversation:
     """Conversation in messages, with its questions as a kind of model can answer them.
 
     INSTRUCT keeps the messages and asks for a short answer; PLAIN writes them as lines of a text.
-    Conversations in another layout have their own wording and are returned as they are.
+    Conversations in another layout have their own wording and are returned as they are, but
+    transcripts lose their chat format in PLAIN.
     """
+    if wording is Wording.PLAIN and conversation.form is PromptLayout.TRANSCRIPT:
+        return worded_document(conversation, wording)
     if wording is Wording.SEED or conversation.form is not PromptLayout.CHAT:
         return conversation
     questions = tuple(_string_matched(question) for question in conversation.questions)
