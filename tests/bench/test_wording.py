@@ -197,7 +197,10 @@ def test_messages_become_lines_where_there_is_no_chat_format() -> None:
     assert "".join(m.content for m in plain.messages) == "User: Hi.\nAssistant: Hello.\n"
     assert plain.questions[0].answer_prefix == "Answer:" and plain.form is PromptLayout.PLAIN
     asked = worded_chat(talk, Wording.INSTRUCT)
-    assert asked.messages == talk.messages and "{question}" in asked.question_prompt
+    assert asked.messages == talk.messages and asked.question_prompt == "{question}"
+    assert asked.questions[0].answer_prefix.endswith("the answer is")
+    listed = replace(talk, questions=(Question("Which?", "1, 2", items=((0, 1), (2, 4))),))
+    assert not worded_chat(listed, Wording.INSTRUCT).questions[0].answer_prefix
     assert worded_chat(plain, Wording.INSTRUCT) is plain
 
 

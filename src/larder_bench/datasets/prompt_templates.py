@@ -96,7 +96,7 @@ def worded_text(
 def worded_chat(conversation: Conversation, wording: Wording) -> Conversation:
     """Conversation in messages, with its questions as a kind of model can answer them.
 
-    INSTRUCT keeps the messages and asks for a short answer; PLAIN writes them as lines of a text.
+    INSTRUCT keeps the messages and begins short answers; PLAIN writes them as lines of a text.
     Conversations in another layout have their own wording and are returned as they are, but
     transcripts lose their chat format in PLAIN.
     """
@@ -106,7 +106,8 @@ def worded_chat(conversation: Conversation, wording: Wording) -> Conversation:
         return conversation
     questions = tuple(_string_matched(question) for question in conversation.questions)
     if wording is Wording.INSTRUCT:
-        return replace(conversation, questions=questions, question_prompt=CHAT_QUESTION)
+        begun = (one if one.items else replace(one, answer_prefix=CHAT_ANSWER) for one in questions)
+        return replace(conversation, questions=tuple(begun))
     messages = tuple(
         replace(message, content=f"{ROLES[message.role]}: {message.content}\n")
         for message in conversation.messages
@@ -144,9 +145,8 @@ def _split_answer_prefix(prompt: str) -> tuple[str, str]:
     return f"{prompt}\n", "Answer:"
 
 
-CHAT_QUESTION = (
-    "Answer from what I told you before, with the fact alone and in a few words. {question}"
-)
+# Otherwise small models go on acknowledging, as the assistant did in the conversation.
+CHAT_ANSWER = "Earlier in our conversation, you told me that the answer is"
 
 
 def _string_matched(question: Question) -> Question:
