@@ -39,9 +39,13 @@ def same_bits(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(
         left[name].dtype == right[name].dtype
         and left[name].shape == right[name].shape
-        and torch.equal(left[name].view(torch.uint8), right[name].view(torch.uint8))
+        and torch.equal(_bytes(left[name]), _bytes(right[name]))
         for name in left
     )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def exact(store: CacheLayer) -> Tensor:

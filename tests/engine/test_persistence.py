@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from cache_stores import same_bits
 from chats import HISTORY
 from larder import Engine, Policy
 from larder.cache.sequence import SequenceCache
@@ -26,7 +27,6 @@ from larder.session.memory import ConversationMemory
 from larder.session.prefill import ModelRuntime, prefill_memory
 from larder.session.presets import PRESETS
 from larder.session.transcript.chat_log import ChatLog, ChatTurn
-from larder.store.blobs.cache_state import same_state
 from larder.store.codecs.base import CODECS
 from larder.store.store import Store
 from topic_embedder import TopicEmbedder
@@ -126,7 +126,7 @@ def test_15_every_policy_comes_back_to_the_bit(
     for number in range(len(memory.caches)):
         one, other = (each.caches.activate(number) for each in (saved.memory, memory))
         assert torch.equal(next_logits(runtime, one), next_logits(runtime, other))
-        assert same_state(one.state(), other.state()) and one.meta() == other.meta()
+        assert same_bits(one.state(), other.state()) and one.meta() == other.meta()
 
 
 @pytest.mark.parametrize("codec", CODECS.names())

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from builders import a_layer, a_spec
+from cache_stores import same_bits
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import Refused
 from larder.core.plan import Plan
 from larder.core.spec import ModelSpec
 from larder.core.types import Mode
-from larder.store.blobs.cache_state import same_state
 from larder.store.fs.base import FileSystem
 from larder.store.fs.deadline import CallLimits
 from larder.store.model_identity import ModelIdentity, model_identity
@@ -97,7 +97,7 @@ def is_exact(loaded: LoadedSession, ids: Sequence[int] = IDS) -> bool:
         return False
     if loaded.cache is None:
         return bool(loaded.reason)
-    return not loaded.reason and same_state(loaded.cache.state(), read(ids).state())
+    return not loaded.reason and same_bits(loaded.cache.state(), read(ids).state())
 
 
 def files(folder: Path, below: str = "store") -> list[Path]:

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from larder.store.fs.base import FileInfo, FileSystem, open_file_system
+from larder.store.fs import open_file_system
+from larder.store.fs.base import FileInfo, FileSystem
 
 
 class Faulty(FileSystem):

@@ -7,7 +7,8 @@ from typing import Any
 
 from larder.store.blobs.blob_store import BlobRef
 from larder.store.digests import digest_of, tenant_of
-from larder.store.fs.base import FileSystem, open_file_system
+from larder.store.fs import open_file_system
+from larder.store.fs.base import FileSystem
 from larder.store.fs.deadline import DeadlineExecutor
 from larder.store.manifest import Manifest
 from larder.store.sessions.epochs import SessionEpochs

@@ -12,7 +12,8 @@ import pytest
 from larder.core.errors import Damaged, StoreError, StoreFull
 from larder.store.blobs.blob_store import BlobRef, BlobStore, blob_path
 from larder.store.digests import digest_of
-from larder.store.fs.base import TEMPORARY_FOLDER, FileSystem, open_file_system
+from larder.store.fs import open_file_system
+from larder.store.fs.base import TEMPORARY_FOLDER, FileSystem
 from larder.store.fs.deadline import DeadlineExecutor
 from larder.store.fs.remote import RemoteFileSystem
 from store.file_systems import FULL, READ_ONLY, Faulty, refusing

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from larder.core.errors import Damaged
-from larder.store.fs.base import open_file_system
+from larder.store.fs import open_file_system
 from larder.store.fs.deadline import DeadlineExecutor
 from larder.store.manifest import Manifest
 from larder.store.prefix import chunk_index as module

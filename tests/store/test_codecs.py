@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from builders import FORM_NAMES, a_layer, a_spec, draw, tiers_of
+from cache_stores import same_bits
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, Damaged
 from larder.core.types import Mode
-from larder.store.blobs.cache_state import decode_state, encode_state, same_state, state_nbytes
+from larder.store.blobs.cache_state import decode_state, encode_state, state_nbytes
 from larder.store.blobs.container import compress, decompress, pack_container, unpack_container
 from larder.store.codecs.base import CODECS, RowLayout, TensorRole, codec_named
 from larder.store.codecs.entropy import STEP_SCALE, STEPS
@@ -72,9 +73,9 @@ def test_every_form_of_cache_comes_back(name: str, form: str) -> None:
     found = decode_state(tensors, told, state_nbytes(state))
     assert found.keys() == state.keys()
     exact = {key for key in state if not key.endswith(("keys", "values"))}
-    assert same_state({key: found[key] for key in exact}, {key: state[key] for key in exact})
+    assert same_bits({key: found[key] for key in exact}, {key: state[key] for key in exact})
     if codec.lossless:
-        assert same_state(found, state)
+        assert same_bits(found, state)
     else:
         assert state_nbytes(tensors) < 0.6 * state_nbytes(state)
         farthest = {"int8": 0.04, "int4": 0.6, "entropy": 1.2}[name]  # of numbers within +-9
@@ -91,7 +92,7 @@ def test_numbers_that_cannot_be_rounded_are_kept_as_they_are(name: str, bad: flo
     state["0.values"][1, 3, 4] = bad
     tensors, told = encode_state(state, codec_named(name), name, 1)
     assert set(told) == {"0.keys"}
-    assert same_state(
+    assert same_bits(
         {"0.values": decode_state(tensors, told, 10**6)["0.values"]},
         {"0.values": state["0.values"]},
     )

@@ -14,7 +14,7 @@ from larder.store.blobs.blob_index import DELETION_LEASE_SECONDS
 from larder.store.blobs.blob_store import BlobRef, blob_path
 from larder.store.blobs.payloads import encode_token_log
 from larder.store.digests import digest_of
-from larder.store.fs.base import open_file_system
+from larder.store.fs import open_file_system
 from larder.store.fs.deadline import CallLimits
 from larder.store.sessions.records import SessionTurn
 from larder.store.store import Store

@@ -13,7 +13,6 @@ from larder.store.encryption import (
     KEY_PATH,
     AesGcmEncryption,
     NoEncryption,
-    fingerprint_of,
     read_key,
 )
 from larder.store.prefix.chunk_records import common_prefix_len, prefix_digest, token_bytes
@@ -161,7 +160,7 @@ def test_keys_are_read_from_a_file_or_the_environment(
     path.write_bytes(KEY)
     assert read_key(path) == KEY
     path.write_text(f"{OTHER.hex()}\n")
-    assert read_key(path) == OTHER and fingerprint_of(OTHER) != fingerprint_of(KEY)
+    assert read_key(path) == OTHER
     monkeypatch.setenv("LARDER_STORE_KEY", KEY.hex())
     assert read_key(None) == KEY and read_key(path) == OTHER
     for told in (b"", b"short", b"g" * 64, b"\xff" * 33):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from larder import LarderError
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError
-from larder.store.fs.base import open_file_system
+from larder.store.fs import open_file_system
 from larder.store.ledger import ByteBudgets, Tier
 from larder.store.throughput import RestorePath, ThroughputEstimates
 from store.caches import (

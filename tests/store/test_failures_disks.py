@@ -13,7 +13,7 @@ import pytest
 from larder import LarderError
 from larder.core.errors import Refused, StoreError, StoreSlow, Superseded
 from larder.store.blobs.blob_store import BLOBS_FOLDER as BLOBS
-from larder.store.fs.base import open_file_system
+from larder.store.fs import open_file_system
 from larder.store.fs.deadline import CallLimits
 from larder.store.ledger import Tier
 from store.caches import (

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cache_stores import same_bits
 from larder import LarderError
 from larder.server.cluster.leases import SessionLeases
-from larder.store.blobs.cache_state import same_state
 from larder.store.store import Store
 from store.caches import IDS, WHO, asking, compressed, files, read, snapshot, store_at
 
@@ -133,7 +133,7 @@ def used(folder: Path) -> None:
         longest = store.prefixes.match_prefix(WHO, LONGER, asking().identity, asking().spec)
         if longest is not None:
             text = LONGER[: longest.next_position]
-            assert same_state(longest.state(), read(text).state())
+            assert same_bits(longest.state(), read(text).state())
         store.sessions.save(WHO, "new", IDS, snapshot(read(IDS)))
         check(store, "new")
     finally:
@@ -153,7 +153,7 @@ def check(store: Store, name: str) -> None:
         assert found.reason
     elif name != "int4":
         made = compressed(IDS) if name == "dropped" else read(IDS)
-        assert same_state(found.cache.state(), made.state())
+        assert same_bits(found.cache.state(), made.state())
 
 
 def take_in(store: Store, file: Path) -> None:

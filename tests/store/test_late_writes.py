@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from larder.core.errors import Damaged, InputError, StoreError, StoreSlow, Superseded
-from larder.store.fs.base import open_file_system
+from larder.store.fs import open_file_system
 from larder.store.fs.deadline import CallLimits, parallel_map
 from larder.store.sessions.records import SessionTurn
 from store.caches import IDS, TALK, WHO, asking, load, read, save, snapshot, store_at

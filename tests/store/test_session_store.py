@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from cache_stores import same_bits
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import InputError, Superseded, UnknownName
-from larder.store.blobs.cache_state import same_state
 from larder.store.blobs.tenant_blobs import GRACE_SECONDS
 from larder.store.codecs.base import CODECS
 from larder.store.ledger import Tier
@@ -46,14 +46,14 @@ def test_a_session_comes_back_and_goes_on_as_if_nothing_had_been(tmp_path: Path)
     go_on(loaded.cache, LONGER[len(IDS) :], IDS)
     whole = read(IDS)
     go_on(whole, LONGER[len(IDS) :], IDS)
-    assert same_state(loaded.cache.state(), whole.state())
+    assert same_bits(loaded.cache.state(), whole.state())
 
 
 def test_a_compressed_cache_comes_back_to_the_bit(tmp_path: Path) -> None:
     store, cache = store_at(tmp_path), compressed(IDS)
     store.sessions.save(WHO, TALK, IDS, snapshot(cache))
     found = load(store).cache
-    assert found is not None and same_state(found.state(), cache.state())
+    assert found is not None and same_bits(found.state(), cache.state())
     assert found.next_position == len(IDS) and found.meta() == cache.meta()
     assert store.prefixes.match_prefix(WHO, LONGER, asking().identity, SPEC) is None
 
@@ -68,7 +68,7 @@ def test_15_positions_are_exact_whatever_the_codec(tmp_path: Path, codec: str) -
     state, found = cache.state(), loaded.cache.state()
     for name in state:
         if not name.endswith(("keys", "values")):
-            assert same_state({"": state[name]}, {"": found[name]})
+            assert same_bits({"": state[name]}, {"": found[name]})
         else:
             assert (state[name] - found[name]).abs().max() < 0.4
 
@@ -245,9 +245,9 @@ def test_14_beginnings_are_shared_whole_or_in_part(tmp_path: Path, length: int) 
     assert store.prefixes.save(WHO, IDS, read(IDS), asking().identity) == 20
     asked = (*IDS[:length], 99, 98, 97)
     found = store.prefixes.match_prefix(WHO, asked, asking().identity, SPEC)
-    assert found is not None and same_state(found.state(), read(IDS[:length]).state())
+    assert found is not None and same_bits(found.state(), read(IDS[:length]).state())
     go_on(found, asked[length:], asked[:length])
-    assert same_state(found.state(), _read_in_two(asked, length).state())
+    assert same_bits(found.state(), _read_in_two(asked, length).state())
 
 
 def test_16_the_last_token_is_left_to_be_read(tmp_path: Path) -> None:

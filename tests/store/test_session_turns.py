@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from cache_stores import same_bits
 from larder.core.errors import Refused, Superseded
-from larder.store.blobs.cache_state import same_state
-from larder.store.fs.base import open_file_system
+from larder.store.fs import open_file_system
 from larder.store.ledger import ByteBudgets, Tier
 from larder.store.sessions.records import Record, SessionTurn
 from larder.store.store import Store
@@ -44,7 +44,7 @@ def test_a_cache_stays_with_the_turns_behind_it(tmp_path: Path) -> None:
     again = store_at(tmp_path)
     found = again.sessions.load(WHO, TALK, asking(), MORE)
     assert found is not None and found.cache is not None and found.ids == MORE
-    assert same_state(found.cache.state(), compressed(IDS[:-1]).state())
+    assert same_bits(found.cache.state(), compressed(IDS[:-1]).state())
     assert again.sessions.read_transcript(WHO, TALK) == (written, b"24 tokens")
 
 

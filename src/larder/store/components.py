@@ -16,7 +16,8 @@ from larder.store.encryption import open_encryption, store_secret
 from larder.store.eviction.base import EvictionPolicy
 from larder.store.eviction.lru import Lru
 from larder.store.failures import FailureCounter
-from larder.store.fs.base import FileSystem, open_file_system
+from larder.store.fs import open_file_system
+from larder.store.fs.base import FileSystem
 from larder.store.fs.deadline import CallLimits, DeadlineExecutor
 from larder.store.fs.wrappers import CountingFileSystem, EncryptedFileSystem
 from larder.store.ledger import ByteBudgets, ByteLedger

@@ -11,7 +11,6 @@ prefixes the texts of one tenant share.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import os
 import secrets
@@ -174,11 +173,6 @@ def read_key(path: Path | None) -> bytes | None:
         return _parse_key(path.read_bytes(), str(path))
     except OSError as error:
         raise InputError(f"{path} cannot be read as a key ({error.strerror}).") from error
-
-
-def fingerprint_of(key: bytes) -> str:
-    """Fingerprint of a key, from which the key cannot be derived."""
-    return hashlib.sha256(b"larder store key" + key).hexdigest()[:16]
 
 
 def _parse_key(data: bytes, where: str) -> bytes:

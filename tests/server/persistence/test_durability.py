@@ -21,7 +21,7 @@ from larder.server.http.auth import LoopbackAuth
 from larder.server.local_engine_client import LocalEngineClient
 from larder.server.persistence.base import Durability
 from larder.server.request import ApiError
-from larder.store.fs.base import open_file_system
+from larder.store.fs import open_file_system
 from server.http.running_server import listening
 from server_core import answered, told
 from server_engine_clients import failing

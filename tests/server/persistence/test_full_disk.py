@@ -20,7 +20,8 @@ from larder.models.loader import LoadedModel
 from larder.server.local_engine_client import LocalEngineClient
 from larder.server.persistence.base import Durability
 from larder.server.request import ApiError, Request
-from larder.store.fs.base import FileSystem, open_file_system
+from larder.store.fs import open_file_system
+from larder.store.fs.base import FileSystem
 from larder.store.fs.local import LocalFileSystem
 from server_core import told
 from server_engine_clients import Waiting

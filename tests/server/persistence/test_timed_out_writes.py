@@ -12,7 +12,7 @@ from larder.models.loader import LoadedModel
 from larder.server.cluster.leases import LeasedSessionLocks, SessionLeases
 from larder.server.persistence.store import StoreSessionPersistence
 from larder.server.request import ApiError, ChatMessage
-from larder.store.fs.base import open_file_system
+from larder.store.fs import open_file_system
 from larder.store.store import Store
 from server_core import Served, answered, told
 from server_engine_clients import SLOW, ask, failing, hub_in, keeper_in, unheard

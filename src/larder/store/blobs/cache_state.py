@@ -132,19 +132,6 @@ def layer_in_name(name: str) -> int:
     return int(head) if head.isdecimal() else -1
 
 
-def same_state(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
-    """True if two states are bitwise equal."""
-    return left.keys() == right.keys() and all(
-        t.dtype is right[n].dtype
-        and t.shape == right[n].shape
-        and torch.equal(
-            t.contiguous().reshape(-1).view(torch.uint8),
-            right[n].contiguous().reshape(-1).view(torch.uint8),
-        )
-        for n, t in left.items()
-    )
-
-
 SNAPSHOT_PART_BYTES = 32 * 2**20  # largest blob of a snapshot, unless a single layer is larger
 
 

@@ -76,19 +76,3 @@ class FileSystem(ABC):
             return
         self.replace(f"{QUARANTINE_FOLDER}/{path.rpartition('/')[2]}", data)
         self.remove(path)
-
-
-def open_file_system(url: str) -> FileSystem:
-    """File system at a path or address.
-
-    Raises:
-        StoreError: no file system of that kind is known.
-    """
-    from larder.store.fs.local import LocalFileSystem
-
-    protocol, mark, rest = url.partition("://")
-    if not mark or protocol in ("file", "local"):
-        return LocalFileSystem(rest if mark else url)
-    from larder.store.fs.remote import RemoteFileSystem
-
-    return RemoteFileSystem(url)

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
-from fsspec.core import url_to_fs
-
 from larder.core.errors import StoreError
 from larder.store.fs.base import TEMPORARY_FOLDER, FileInfo, FileSystem
 
@@ -109,6 +107,8 @@ def _translated_errors() -> Iterator[None]:
 
 
 def _open_url(url: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs
+
     try:
         return url_to_fs(url)
     except (ValueError, ImportError) as error:
