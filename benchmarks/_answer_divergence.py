@@ -108,7 +108,8 @@ def _logit_gap(
     cache, reader = rule.empty_cache(), rule.reader(len(text))
     lane = PrefillSequence(cache, common_prompts(engine.tokenizer))
     for block in split_blocks(text[:-1], rule.block):
-        reader.read_and_evict([lane], block, block, cache.next_position)
+        for _ in reader.read_and_evict_steps([lane], block, block, cache.next_position):
+            pass
     row = BatchSegment(cache, text[-1:], append_kind=AppendKind.STEP)
     logits = engine.loaded.decoder.forward_logits([row], Mode.SCRATCH, [0])[0]
     best, second = logits.float().topk(2).values.tolist()

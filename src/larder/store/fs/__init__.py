@@ -2,7 +2,6 @@
 
 from larder.store.fs.base import FileSystem
 from larder.store.fs.local import LocalFileSystem
-from larder.store.fs.remote import RemoteFileSystem
 
 
 def open_file_system(url: str) -> FileSystem:
@@ -14,4 +13,7 @@ def open_file_system(url: str) -> FileSystem:
     protocol, mark, rest = url.partition("://")
     if not mark or protocol in ("file", "local"):
         return LocalFileSystem(rest if mark else url)
+    # Imported here because one host with a local store needs none of it.
+    from larder.store.fs.remote import RemoteFileSystem
+
     return RemoteFileSystem(url)
