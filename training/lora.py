@@ -116,7 +116,7 @@ class LoraTraining:
         parameters = [each for each in self.model.parameters() if each.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=self.rate, betas=(0.9, 0.98), weight_decay=0.0)
         started = saved = time.monotonic()
-        losses, tokens, answers = list[float](), 0, 0
+        step, losses, tokens, answers = 0, list[float](), 0, 0
         for step in self._steps(started):
             share = (time.monotonic() - started) / self.seconds
             for group in optimizer.param_groups:

@@ -10,7 +10,7 @@ import pytest
 from bench.corpus_files import sources, words
 from larder import Conversation, Engine, Message, Question
 from larder.core.conversation import PromptLayout
-from larder.core.errors import UnknownName
+from larder.core.errors import UnknownName, UsageError
 from larder.core.memory_budget import MemoryBudget
 from larder.session.memory import ConversationMemory
 from larder.session.transcript.chat_template import TemplateMessage
@@ -23,6 +23,7 @@ from larder_bench.datasets.prompt_templates import (
 )
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.datasets.wording import QuestionPlacement, Wording
+from larder_bench.execution.runner import validate_study
 from larder_bench.measures.forced import ForcedAnswers
 from larder_bench.random_models import open_model
 from larder_bench.results.budget_labels import MatchedQuantity
@@ -273,6 +274,62 @@ def test_the_full_cache_answers_the_same_wherever_the_question_stands(
     assert len(after) == len(inside) == 2
     for one, other in zip(after, inside, strict=True):
         assert one["log_likelihood"] == pytest.approx(other["log_likelihood"], abs=2e-3)
+
+
+@dataclass
+class PromptsNoted:
+    """Scorer that records the whole text before each answer."""
+
+    texts: list[str] = field(default_factory=list)
+
+    def ask(
+        self, engine: Engine, memory: ConversationMemory, numbered: Sequence[NumberedQuestion]
+    ) -> list[Row]:
+        for one in numbered:
+            told = engine.tokenizer.encode_question_about(memory.conversation, one.question)
+            self.texts.append(engine.tokenizer.decode(told))
+        return [one.item() for one in numbered]
+
+
+@pytest.mark.parametrize("policy", ["full", "exact_question"])
+@pytest.mark.parametrize("task", ["turns", "requests"])
+def test_inside_a_sequence_only_its_first_question_is_in_the_context(
+    bench: ModelContext, task: str, policy: str
+) -> None:
+    spelled = parse_task(
+        f"{task}(of='lifelog(questions=3)'" + (", turns=2)" if task == "requests" else ")")
+    )
+    conversation = spelled.make(0, 400, bench.sources)
+    noted = PromptsNoted()
+    reader = _reader(bench, conversation, QuestionPlacement.INSIDE, policy)
+    reads: list[str] = []
+    read = reader.subject.read
+
+    class Watched:
+        """Method that records what it reads."""
+
+        scope, matched = reader.subject.scope, reader.subject.matched
+
+        def read(self, bench: ModelContext, told: Conversation, *rest: Any) -> ConversationMemory:
+            assert told.inside is not None
+            reads.append(told.inside.question)
+            return read(bench, told, *rest)
+
+    items = ask_all(replace(reader, subject=Watched()), spelled, noted)
+    questions = [one.question for one in conversation.questions]
+    firsts = questions[:1] if task == "turns" else [questions[0], questions[2]]
+    assert list(dict.fromkeys(reads)) == firsts
+    assert [item["question"] for item in items] == [0, 1, 2]
+    for question, text in zip(questions, noted.texts, strict=True):
+        assert (question in text) == (question not in firsts)
+
+
+def test_measures_without_questions_refuse_them_inside() -> None:
+    tasks = (StudyTask("lifelog", (300,)),)
+    study = Study("s", tasks, question=("inside",), measure=("fidelity",), policies=("snapkv",))
+    with pytest.raises(UsageError, match="fidelity asks no question inside"):
+        validate_study(study)
+    assert validate_study(replace(study, measure=("forced",)))
 
 
 def test_a_policy_sees_the_question_only_inside(bench: ModelContext) -> None:

@@ -17,6 +17,7 @@ from larder.core.errors import InputError, SpellingError, UsageError
 from larder.core.family import Family
 from larder.core.spelling import build, parse, spell
 from larder_bench.datasets.conversation_file import conversation_digest
+from larder_bench.datasets.wording import QuestionPlacement
 from larder_bench.execution.measured_cells import MeasuredCells
 from larder_bench.execution.resumable_run import (
     JobExecutor,
@@ -288,6 +289,12 @@ def _canonical_paper(paper: Paper) -> Paper:
 def _cells_of_model(study: Study, model: str) -> list[Cell]:
     """Distinct cells of a model, measures in their canonical spelling."""
     measures = {one: parse_measure(one) for one in study.measure}
+    for name, measure in measures.items():
+        if QuestionPlacement.INSIDE.value in study.question and not measure.knows_inside:
+            raise UsageError(
+                f"The measure {name} asks no question inside the compressed context: leave out "
+                "--question inside, or take the measure forced, generated or answer_kl."
+            )
     distinct: dict[tuple[object, ...], Cell] = {}
     for cell in cells_of(study, model):
         measure, amount = measures[cell.measure], cell.amount

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -32,6 +33,8 @@ from larder_bench.tasks.base import QuestionStyle
 @dataclass(frozen=True)
 class AnswerKl(Measure):
     """KL divergence from the full cache at the expected answers."""
+
+    knows_inside: ClassVar[bool] = True
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
         if cell.task.style not in (QuestionStyle.INDEPENDENT, QuestionStyle.RECITAL):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from larder.core.memory_budget import MemoryBudget
 from larder_bench.results.rows import Row
@@ -12,6 +13,8 @@ from larder_bench.studies.model_context import ModelContext
 
 class Measure(ABC):
     """Measure of one cell of a study. Implementations are frozen dataclasses."""
+
+    knows_inside: ClassVar[bool] = False  # whether questions can be inside the compressed context
 
     def is_alike(self, amount: MemoryBudget) -> bool:
         """Test if a budget means the same for this measure under every matched quantity."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from larder.engine.engine import Engine
 from larder.session.memory import ConversationMemory
@@ -24,6 +25,8 @@ from larder_bench.studies.question_sequences import ContextReader, ask_all
 @dataclass(frozen=True)
 class ForcedAnswers(Measure):
     """Likelihood of the expected answers under teacher forcing."""
+
+    knows_inside: ClassVar[bool] = True
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
         reader = ContextReader.of(bench, cell, guess)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from larder.core.conversation import Question
 from larder.engine.answer import check_prompt_fits
@@ -26,6 +27,8 @@ from larder_bench.studies.question_sequences import ContextReader, ask_all
 @dataclass(frozen=True)
 class GeneratedAnswers(Measure):
     """Agreement of generated answers with the expected ones, and their latency."""
+
+    knows_inside: ClassVar[bool] = True
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
         reader = ContextReader.of(bench, cell, guess)

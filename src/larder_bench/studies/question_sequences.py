@@ -79,13 +79,16 @@ class ContextReader:
             placement=cell.question,
         )
 
-    def read(self, question: Question) -> ConversationMemory:
-        """Read the conversation; methods that need a question in advance get this one, and it ends
-        the conversation if questions are inside.
+    def read(self, question: Question, first: Question | None = None) -> ConversationMemory:
+        """Read the conversation; methods that need a question in advance get this one.
+
+        Args:
+            first: first question of the sequence, which ends the conversation if questions are
+                inside; None if it is the same.
         """
         conversation = self.conversation
         if self.placement is QuestionPlacement.INSIDE:
-            conversation = replace(conversation, inside=question)
+            conversation = replace(conversation, inside=first or question)
 
         def under(tokens: int | None) -> ConversationMemory:
             self._tries += 1
@@ -128,9 +131,14 @@ def ask_all(reader: ContextReader, task: Task, scorer: AnswerScorer) -> list[Row
     if scope is QuestionScope.EACH:
         for sequence in sequences:
             for one in sequence:
-                memory = reader.read(one.question)
+                memory = reader.read(one.question, sequence[0].question)
                 before = [other.question for other in sequence[: one.turn]]
                 items += scorer.ask(engine, _after_turns(engine, memory, before), [one])
+        return items
+    if reader.placement is QuestionPlacement.INSIDE:
+        for sequence in sequences:
+            memory = reader.read(sequence[0].question)
+            items += _ask_in_turns(engine, memory, sequence, scorer)
         return items
     memory = reader.read(sequences[0][0].question)
     for batch in _batches(sequences):
@@ -183,7 +191,7 @@ def fork_memory(engine: Engine, memory: ConversationMemory) -> ConversationMemor
 def _after_turns(
     engine: Engine, memory: ConversationMemory, questions: Sequence[Question]
 ) -> ConversationMemory:
-    """Memory after questions and expected answers, appended to the caches that answer them."""
+    """Memory after questions and expected answers, which are appended to its caches in place."""
     tokenizer, decoder = engine.tokenizer, engine.loaded.decoder
     for question in questions:
         cache, _ = memory.activate_for(question.question)
