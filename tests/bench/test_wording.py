@@ -31,7 +31,7 @@ from larder_bench.results.rows import Row
 from larder_bench.scoring.item_scores import NumberedQuestion, generated_items, likelihood_items
 from larder_bench.scoring.teacher_forcing import AnswerLikelihood, score_answers
 from larder_bench.studies.cells import Cell, cells_of
-from larder_bench.studies.methods import parse_method
+from larder_bench.studies.methods import parse_control
 from larder_bench.studies.model_context import ModelContext
 from larder_bench.studies.question_sequences import ContextReader, ask_all
 from larder_bench.studies.study import Study, StudyTask
@@ -291,7 +291,7 @@ class PromptsNoted:
         return [one.item() for one in numbered]
 
 
-@pytest.mark.parametrize("policy", ["full", "exact_question"])
+@pytest.mark.parametrize("policy", ["full", "oracle"])
 @pytest.mark.parametrize("task", ["turns", "requests"])
 def test_inside_a_sequence_only_its_first_question_is_in_the_context(
     bench: ModelContext, task: str, policy: str
@@ -405,7 +405,7 @@ def test_placements_are_cells_of_their_own() -> None:
 def _reader(
     bench: ModelContext, conversation: Conversation, placement: QuestionPlacement, policy: str
 ) -> ContextReader:
-    method = parse_method(policy)
+    method = parse_control(policy)
     amount = None if policy == "full" else MemoryBudget.parse("64")
     return ContextReader(
         bench, method, conversation, amount, MatchedQuantity.TOKENS, placement=placement
