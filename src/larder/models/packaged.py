@@ -104,7 +104,7 @@ PACKAGED_MODELS: Mapping[str, PackagedModel] = {
         mib=94,
         adapter=(
             "smollm2_dialogue",
-            "8a4a9b9eb11a932182add51de6e6d90668f6028515e3c4f32fe43f3a59ed34af",
+            "93d32968ba00f7dbc7ef1c7d01c251aa19590c628dc158753bc6bf7acea10e0a",
         ),
     ),
     "gemma3-270m": PackagedModel(
