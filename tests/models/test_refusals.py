@@ -86,7 +86,8 @@ def test_a_layer_that_never_calls_attention() -> None:
     refused(module, r"has 2 layers, but only \[0\] call attention")
 
 
-def test_attention_that_does_more_than_it_says() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_that_does_more_than_it_says(dtype: torch.dtype) -> None:
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -95,7 +96,7 @@ def test_attention_that_does_more_than_it_says() -> None:
 
     AttentionInterface.register("sharper", sharper)
     try:
-        module = tiny("llama")
+        module = tiny("llama").to(dtype)
         module.set_attn_implementation("sharper")
         refused(module, "other logits")
     finally:
