@@ -103,7 +103,8 @@ class BenchOptions(OutputOptions):
         "cpu"
     )
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16.  Default: float32 on a CPU.")
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16.  Default: the dtype of the weights."),
     ] = None
     corpus: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Prose and dialogues to build tasks from.")

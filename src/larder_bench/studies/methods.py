@@ -29,6 +29,7 @@ from larder.policy.compensation.drop import Drop
 from larder.policy.compensation.fold_ema import FoldEma
 from larder.policy.protect import Protect
 from larder.policy.storage.exact import Exact
+from larder.policy.storage.quantized import Quantized
 from larder.prefill.schedules.blockwise import Blockwise
 from larder.prefill.schedules.whole import Whole
 from larder.session.memory import ConversationMemory
@@ -226,6 +227,7 @@ def parse_method(name: str) -> ComparedMethod:
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "drop": {"compensation": Drop()},
     "exact": {"storage": Exact()},
+    "int4": {"storage": Quantized(bits=4)},
     "fold": {"compensation": FoldEma()},
     "whole": {"schedule": Whole()},
     "blockwise": {"schedule": Blockwise()},
