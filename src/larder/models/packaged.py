@@ -104,7 +104,7 @@ PACKAGED_MODELS: Mapping[str, PackagedModel] = {
         mib=94,
         adapter=(
             "smollm2_dialogue",
-            "93d32968ba00f7dbc7ef1c7d01c251aa19590c628dc158753bc6bf7acea10e0a",
+            "da1a82856a01176f83866485c7eba84d15748385d446cc95e44a28cdab2fd719",
         ),
     ),
     "gemma3-270m": PackagedModel(
