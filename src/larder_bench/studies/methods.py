@@ -232,6 +232,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "whole": {"schedule": Whole()},
     "blockwise": {"schedule": Blockwise()},
     "sensitivity": {"budget": Sensitivity(floor=0.015), "protect": Protect(sinks=0, recent=0)},
+    "floored": {"budget": Sensitivity()},
     "pooled": {"budget": Pooled()},
 }
 
