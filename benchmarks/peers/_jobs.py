@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -24,14 +24,17 @@ from larder.core.memory_budget import MemoryBudget
 from larder.core.spelling import spell
 from larder.engine.engine import Engine
 from larder.models.loader import SEED
+from larder.models.packaged import PACKAGED_MODELS
 from larder.session.policy import Policy
+from larder_bench.datasets.prompt_templates import worded_chat
 from larder_bench.datasets.sources import TaskSources
+from larder_bench.datasets.wording import QuestionPlacement, Wording
 from larder_bench.profiling.timing import percentiles
 from larder_bench.random_models import RANDOM, open_model
 from larder_bench.results.budget_labels import WHOLE
 from larder_bench.results.environment import ID_LENGTH, environment_row
 from larder_bench.results.rows import CELL, SCHEMA, Row
-from larder_bench.scoring.item_scores import generated_items
+from larder_bench.scoring.item_scores import NumberedQuestion, generated_items
 from larder_bench.studies.question_sequences import number_questions
 from larder_bench.tasks.base import Task, parse_task
 
@@ -39,6 +42,9 @@ HERE = Path(__file__).parent
 STUDY = "peers"
 PROBE = "import json,importlib.metadata as m,sys;json.dump({d.metadata['Name']:d.version for d in m.distributions()},sys.stdout)"  # noqa: E501
 RANDOM_QUESTIONS = 2  # default for a model with meaningless answers
+CACHED_CONVERSATIONS = 16
+PROCESS_PER_CELL, PROCESS_PER_POLICY = "cell", "policy"
+RESULTS = "[{"  # begins the output of a worker, after what its packages print
 PEER_PACKAGES = ("torch", "transformers", "kvpress", "optimum-quanto", "hqq")
 
 
@@ -78,11 +84,13 @@ class ComparisonSetup:
     @staticmethod
     def of(options: argparse.Namespace, scratch: Path, command: str) -> ComparisonSetup:
         """Load the model once and save it where both sides can load it."""
-        loaded = open_model(options.model)
+        loaded = open_model(options.model, dtype=options.dtype)
         engine = Engine(loaded, policy="full")
         folder = Path(options.model)
         if options.model == SEED:
             folder = Path(str(files("larder.models") / "seed"))
+        elif options.model in PACKAGED_MODELS:
+            folder = PACKAGED_MODELS[options.model].folder(options.model)
         elif options.model.startswith(RANDOM):
             folder = scratch
             loaded.decoder.release()
@@ -96,6 +104,12 @@ class ComparisonSetup:
         return self.options.model.startswith(RANDOM)
 
     @property
+    def wording(self) -> Wording:
+        """Wording that the model follows."""
+        template = self.engine.tokenizer.tokenizer.chat_template
+        return Wording.of_model(self.options.model, bool(template))
+
+    @property
     def num_questions(self) -> int | None:
         """Number of questions of each conversation; None for all."""
         return self.options.questions or (RANDOM_QUESTIONS if self.is_random else None)
@@ -107,6 +121,7 @@ class ComparisonSetup:
         settings = {} if self.num_questions is None else {"questions": self.num_questions}
         settings |= {"new_tokens": options.new_tokens, "repeats": options.repeats}
         settings |= {"threads": options.threads}
+        settings |= {} if options.process == PROCESS_PER_CELL else {"process": options.process}
         inner = ", ".join(f"{name}={number}" for name, number in settings.items())
         return f"{'cost' if self.is_random else 'generated'}({inner})"
 
@@ -131,39 +146,46 @@ class ComparisonSetup:
             "measure": self.measure_label,
             "device": self.options.device,
             "dtype": self.options.dtype,
+            "question": self.options.question,
+            "wording": self.wording.value,
             "environment": self.environments[side]["id"],
             "command": self.command,
         }
 
-    def measure(self, job: ComparisonJob) -> Row:
-        """Measured fields of a job's row.
-
-        Raises:
-            LarderError: the job failed, which is a result, too.
-        """
+    def questions(self, job: ComparisonJob) -> list[NumberedQuestion]:
+        """Questions of a job's conversation that are asked."""
         conversation = self.conversation(job.task, job.seed, job.tokens)
         sequences = number_questions(job.task, conversation)
-        questions = [one for sequence in sequences for one in sequence]
-        questions = questions[: self.num_questions]
-        request = self._request(job, conversation, [one.question.question for one in questions])
-        if job.written:
-            result = _run([sys.executable, str(HERE / "larder_worker.py")], request)
-        else:
-            result = _run([self.options.peer_python, str(HERE / "peer_worker.py")], request)
-        tokenizer, items = self.engine.tokenizer, list[Row]()
-        for one, ids in zip(questions, result["answers"], strict=True):
+        return [one for sequence in sequences for one in sequence][: self.num_questions]
+
+    def requests(self, job: ComparisonJob) -> list[dict[str, Any]]:
+        """Input of a worker: one context with all questions, or a context for each one inside."""
+        conversation, asked = self.conversation(job.task, job.seed, job.tokens), self.questions(job)
+        if self.options.question == QuestionPlacement.AFTER.value:
+            return [self._request(job, conversation, asked)]
+        return [
+            self._request(job, replace(conversation, inside=one.question), [one]) for one in asked
+        ]
+
+    def row(self, job: ComparisonJob, results: Sequence[dict[str, Any]]) -> Row:
+        """Measured fields of a job's row, from the result of each request."""
+        answers = [ids for result in results for ids in result["answers"]]
+        items = list[Row]()
+        for one, ids in zip(self.questions(job), answers, strict=True):
             if not self.is_random:
-                items += generated_items(one, tokenizer.decode(tuple(ids)).strip())
-        return self._figures(request, result) | {"items": items}
+                items += generated_items(one, self.engine.tokenizer.decode(tuple(ids)).strip())
+        times = [result["prefill_seconds"] for result in results]
+        stamps = [each for result in results for each in result["stamps"]]
+        merged = results[0] | {"prefill_seconds": statistics.mean(times), "stamps": stamps}
+        return self._figures(self.requests(job)[0], merged) | {"items": items}
 
     def _request(
-        self, job: ComparisonJob, conversation: Conversation, questions: list[str]
+        self, job: ComparisonJob, conversation: Conversation, asked: Sequence[NumberedQuestion]
     ) -> dict[str, Any]:
-        """Input of a worker."""
+        """Input of a worker for one context."""
         options, tokenizer = self.options, self.engine.tokenizer
         context = list(tokenizer.encode_conversation(conversation).ids)
         kept = MemoryBudget.parse(job.budget).tokens(len(context), self._token_bytes)
-        wrap = conversation.question_prompt
         return {
             "made": job.made,
             "spelling": job.written,
@@ -172,8 +194,10 @@ class ComparisonSetup:
             "model": str(self.folder),
             "context": context,
             "questions": [
-                list(tokenizer.encode_question(wrap.format(question=q))) for q in questions
+                list(tokenizer.encode_question_about(conversation, one.question)) for one in asked
             ],
+            "inside": None if conversation.inside is None else asked[0].number,
+            "wording": self.wording.value,
             "stops": [] if self.is_random else sorted(self.engine.stop_ids),
             "task": spell(job.task),
             "tokens": job.tokens,
@@ -183,6 +207,7 @@ class ComparisonSetup:
             "dtype": options.dtype,
             "threads": options.threads,
             "repeats": options.repeats,
+            "has_warm_up": options.process == PROCESS_PER_CELL,
             "max_new_tokens": options.new_tokens,
         }
 
@@ -216,6 +241,46 @@ class ComparisonSetup:
         return _maker(self)
 
 
+@dataclass(frozen=True, eq=False)
+class JobRunner:
+    """Measures jobs in worker processes, one for each job or for all jobs of a method.
+
+    Args:
+        jobs: all jobs.
+    """
+
+    setting: ComparisonSetup
+    jobs: Sequence[ComparisonJob]
+    _results: dict[ComparisonJob, list[Any]] = field(default_factory=dict[ComparisonJob, list[Any]])
+
+    def measure(self, job: ComparisonJob) -> Row:
+        """Measured fields of a job's row.
+
+        Raises:
+            LarderError: the job failed, which is a result, too.
+        """
+        if job not in self._results:
+            self._run(self._together(job))
+        return self.setting.row(job, self._results.pop(job))
+
+    def _together(self, job: ComparisonJob) -> list[ComparisonJob]:
+        """Jobs from this one on that run in one process."""
+        if self.setting.options.process == PROCESS_PER_CELL:
+            return [job]
+        later = self.jobs[self.jobs.index(job) :]
+        return [one for one in later if replace(one, seed=job.seed) == job]
+
+    def _run(self, jobs: Sequence[ComparisonJob]) -> None:
+        options, requests = self.setting.options, [self.setting.requests(job) for job in jobs]
+        python, worker = options.peer_python, "peer_worker.py"
+        if jobs[0].written:
+            python, worker = sys.executable, "larder_worker.py"
+        flat = [request for own in requests for request in own]
+        results = iter(_run([python, str(HERE / worker)], flat))
+        for job, own in zip(jobs, requests, strict=True):
+            self._results[job] = [next(results) for _ in own]
+
+
 def jobs_of(
     setting: ComparisonSetup,
     pairs: Sequence[PeerPair],
@@ -224,6 +289,8 @@ def jobs_of(
     budgets: Sequence[str],
 ) -> list[ComparisonJob]:
     """Jobs of all cells: peers and Larder alternate on each conversation; shared cells occur once.
+
+    Conversations that share a process follow each other.
 
     Raises:
         LarderError: a peer is not installed in the peers' environment.
@@ -244,13 +311,26 @@ def jobs_of(
                         peer = ComparisonJob(task, length, seed, pair.peer, size, made=pair.made)
                         ours = ComparisonJob(task, length, seed, pair.name, size, written=pair.ours)
                         jobs |= {peer: None, ours: None}
-    return list(jobs)
+    ordered = list(jobs)
+    if options.process == PROCESS_PER_POLICY:
+        methods = [(job.policy, job.budget) for job in ordered]
+        ordered.sort(key=lambda job: methods.index((job.policy, job.budget)))
+    return ordered
 
 
 @lru_cache(maxsize=1)
 def _maker(setting: ComparisonSetup) -> Any:
-    sources = TaskSources(setting.engine.tokenizer.count_tokens, setting.options.corpus)
-    return lru_cache(maxsize=1)(lambda task, seed, tokens: task.make(seed, tokens, sources))
+    count, corpus, wording = (
+        setting.engine.tokenizer.count_tokens,
+        setting.options.corpus,
+        setting.wording,
+    )
+    sources = TaskSources(count, corpus, wording=wording)
+
+    def make(task: Task, seed: int, tokens: int) -> Conversation:
+        return worded_chat(task.make(seed, tokens, sources), wording)
+
+    return lru_cache(maxsize=CACHED_CONVERSATIONS)(make)
 
 
 def _environments(options: argparse.Namespace) -> dict[str, Row]:
@@ -271,16 +351,16 @@ def _environments(options: argparse.Namespace) -> dict[str, Row]:
     return {LARDER: ours, "peers": head | {"id": digest} | fields}
 
 
-def _run(command: list[str], job: dict[str, Any]) -> dict[str, Any]:
-    """Output of a worker.
+def _run(command: list[str], requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results of a worker, one for each request.
 
     Raises:
         LarderError: the worker failed; the message is its last line.
     """
     done = subprocess.run(
-        command, input=json.dumps(job), capture_output=True, text=True, check=False
+        command, input=json.dumps(requests), capture_output=True, text=True, check=False
     )
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
         raise LarderError(lines[-1])
-    return json.loads(done.stdout[done.stdout.index("{") :])
+    return json.loads(done.stdout[done.stdout.index(RESULTS) :])

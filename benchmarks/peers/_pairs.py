@@ -6,6 +6,7 @@ entries beyond those that the method itself keeps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from larder.core.errors import UnknownName
@@ -108,17 +109,17 @@ PAIRS = (
 )
 
 
-def pairs_of(names: list[str]) -> list[PeerPair]:
+def pairs_of(names: list[str], pairs: Sequence[PeerPair] = PAIRS) -> list[PeerPair]:
     """Pairs with one of these names, all if there are none; a package name selects all of its
     pairs.
 
     Raises:
         UnknownName: a name does not exist.
     """
-    known = {pair.peer: pair for pair in PAIRS}
+    known = {pair.peer: pair for pair in pairs}
     sides = (KVPRESS, TRANSFORMERS)
     for name in names:
         if name not in known and name not in sides:
             raise UnknownName(unknown_name_message("peer", name, [*sides, *known]))
-    chosen = [p for p in PAIRS if {p.peer, p.peer.partition(":")[0]} & set(names)]
-    return chosen if names else list(PAIRS)
+    chosen = [p for p in pairs if {p.peer, p.peer.partition(":")[0]} & set(names)]
+    return chosen if names else list(pairs)

@@ -22,7 +22,8 @@ TIMES: dict[str, Number] = {
     "first token": lambda row: row["latency"]["first_token"]["p50"],
     "token": lambda row: row["latency"]["token"]["p50"],
 }
-TABLE_KEYS = ("model", "device", "dtype", "task", "tokens", "measure")
+TABLE_KEYS = ("model", "device", "dtype", "task", "tokens", "measure", "question")
+DEFAULTS = {"question": "after"}  # of fields that early rows lack
 LONGEST_REFUSAL = 120
 LEGEND = (
     "exact and MiB: peer / Larder, medians over conversations; times: what the peer takes, as a "
@@ -33,9 +34,11 @@ LEGEND = (
 def tables(pairs: Sequence[PeerPair], rows: Sequence[Row]) -> Iterator[str]:
     """Markdown tables of comparable rows, each under its common fields."""
     yield LEGEND
+    rows = [DEFAULTS | row for row in rows]
     for place in dict.fromkeys(tuple(row[name] for name in TABLE_KEYS) for row in rows):
         group = [row for row in rows if tuple(row[name] for name in TABLE_KEYS) == place]
-        model, device, dtype, task, tokens, measure = place
+        model, device, dtype, task, tokens, measure, question = place
+        measure = measure if question == DEFAULTS["question"] else f"{measure}, question {question}"
         count = len({row["seed"] for row in group})
         yield ""
         yield f"{model} ({device}, {dtype}): {task}, {tokens:,} tokens, files {count}, {measure}"
@@ -79,7 +82,9 @@ def _place(row: Row) -> tuple[str, int, int]:
 
 
 def _exact(rows: Sequence[Row]) -> str:
-    items = [item["exact"] for row in rows for item in row["items"] if item["counts"]]
+    items = [
+        item.get("own", item["exact"]) for row in rows for item in row["items"] if item["counts"]
+    ]
     return f"{sum(items) / len(items):.2f}" if items else "-"
 
 

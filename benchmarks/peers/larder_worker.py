@@ -6,6 +6,8 @@ import json
 import statistics
 import sys
 import time
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from larder.engine.generate import StoppingCriteria, generate, no_observer
 from larder.engine.sampler import SamplingParams
 from larder.session.memory import ConversationMemory
 from larder.session.prefill import decode_planner
+from larder_bench.datasets.prompt_templates import worded_chat
 from larder_bench.datasets.sources import TaskSources
+from larder_bench.datasets.wording import Wording
 from larder_bench.tasks.base import parse_task
 
 WARM_TOKENS = 256
@@ -31,15 +35,16 @@ WARM_TOKENS = 256
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Result of a job."""
     torch.set_num_threads(job["threads"])
-    base = Engine.load(job["model"], policy="full", device=job["device"], dtype=job["dtype"])
+    base = _engine(job["model"], job["device"], job["dtype"])
     engine, conversation = base.under(job["spelling"], job["budget"]), _conversation(base, job)
     ids = list(base.tokenizer.encode_conversation(conversation).ids)
     if ids != job["context"]:
         raise RuntimeError("The conversation has other token ids than the peer's.")
     _warm_up(base, ids)
     peak, seconds = PeakMemory(job["device"]), list[float]()
-    memory = engine.read(conversation)  # untimed warm-up
-    _answer(engine, memory, job["questions"][0], job)
+    memory = None
+    if job["has_warm_up"]:
+        _answer(engine, engine.read(conversation), job["questions"][0], job)
     for _ in range(job["repeats"]):
         memory = None  # free the previous one
         memory = engine.read(conversation)
@@ -65,10 +70,25 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@lru_cache(maxsize=1)
+def _engine(model: str, device: str, dtype: str) -> Engine:
+    return Engine.load(model, policy="full", device=device, dtype=dtype)
+
+
+@lru_cache(maxsize=1)
+def _sources(engine: Engine, corpus: str | None, wording: Wording) -> TaskSources:
+    folder = None if corpus is None else Path(corpus)
+    return TaskSources(engine.tokenizer.count_tokens, folder, wording=wording)
+
+
 def _conversation(engine: Engine, job: dict[str, Any]) -> Conversation:
-    corpus = None if job["corpus"] is None else Path(job["corpus"])
-    sources = TaskSources(engine.tokenizer.count_tokens, corpus)
-    return parse_task(job["task"]).make(job["seed"], job["tokens"], sources)
+    wording = Wording(job["wording"])
+    sources = _sources(engine, job["corpus"], wording)
+    made = parse_task(job["task"]).make(job["seed"], job["tokens"], sources)
+    conversation = worded_chat(made, wording)
+    number = job["inside"]
+    inside = None if number is None else conversation.questions[number]
+    return replace(conversation, inside=inside)
 
 
 def _warm_up(engine: Engine, ids: list[int]) -> None:
@@ -111,4 +131,4 @@ def _answer(
 
 
 if __name__ == "__main__":
-    json.dump(run(json.load(sys.stdin)), sys.stdout)
+    json.dump([run(job) for job in json.load(sys.stdin)], sys.stdout)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -47,26 +48,40 @@ def build_cache(made: str, config: Any) -> Any:
     return eval(made, known)  # of _pairs.py
 
 
+def removed_share(kept: int, length: int) -> float:
+    """Share to remove with which a press, which rounds down, keeps exactly `kept` entries."""
+    share = 1 - kept / length
+    while int(length * (1 - share)) < kept:
+        share = math.nextafter(share, 0)
+    return share
+
+
+@lru_cache(maxsize=1)
+def load_model(folder: str, dtype: str, attention: str, device: str) -> Any:
+    """Model of a folder, loaded once."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), attn_implementation=attention
+    )
+    return model.eval().to(device)
+
+
 class Peer:
     """Model with a press or a cache."""
 
     def __init__(self, job: dict[str, Any]) -> None:
-        from transformers import AutoModelForCausalLM
-
         self.job, self.device, self.made = job, job["device"], job["made"]
         attention = "eager" if EAGER in self.made else "sdpa"
-        dtype = getattr(torch, job["dtype"])
-        model = AutoModelForCausalLM.from_pretrained(
-            job["model"], dtype=dtype, attn_implementation=attention
-        )
-        self.model = model.eval().to(self.device)
+        self.model = load_model(job["model"], job["dtype"], attention, self.device)
         self.is_press = "Press(" in self.made
 
-    def press(self) -> Any:
-        """Context manager in which the context is read."""
+    def press(self, length: int) -> Any:
+        """Context manager in which a context of that length is read."""
         if not self.is_press:
             return contextlib.nullcontext()
-        return build_press(self.made, 1 - self.job["kept"])(self.model)
+        removed = removed_share(round(self.job["kept"] * length), length)
+        return build_press(self.made, removed)(self.model)
 
     def read(self, ids: list[int], watch: Callable[[Any], None] | None = None) -> Any:
         """Cache of a context.
@@ -79,7 +94,7 @@ class Peer:
         layers = self.model.model.layers if watch is not None else ()
         handles = [layer.self_attn.register_forward_hook(hook) for layer in layers]
         try:
-            with self.press():
+            with self.press(len(ids)):
                 self.model.model(input_ids=self.tensor(ids), past_key_values=cache)
         finally:
             for handle in handles:
@@ -134,12 +149,12 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
     peer.read(context[:WARM_TOKENS])  # imports its package, which is not part of the cache's memory
     peak, seconds = PeakMemory(job["device"]), list[float]()
-    cache = peer.read(context, watch)  # untimed warm-up
-    peer.answer(fork(cache), job["questions"][0], len(context))
+    if job["has_warm_up"]:
+        peer.answer(peer.read(context, watch), job["questions"][0], len(context))
     for _ in range(job["repeats"]):
         cache = None  # free the previous one
         started = time.perf_counter()
-        cache = peer.read(context)
+        cache = peer.read(context, None if job["has_warm_up"] else watch)
         peer.tensor([0]).cpu()  # synchronizes the accelerator
         seconds.append(time.perf_counter() - started)
     held, masked = peer.held(cache), masked_entries(peer.model)[0]
@@ -170,4 +185,4 @@ def _version(package: str) -> str:
 
 
 if __name__ == "__main__":
-    json.dump(run(json.load(sys.stdin)), sys.stdout)
+    json.dump([run(job) for job in json.load(sys.stdin)], sys.stdout)

@@ -37,8 +37,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from _jobs import STUDY, ComparisonSetup, jobs_of
-from _pairs import pairs_of
+from _equal_pairs import EQUAL_PAIRS
+from _jobs import (
+    PROCESS_PER_CELL,
+    PROCESS_PER_POLICY,
+    STUDY,
+    ComparisonSetup,
+    JobRunner,
+    jobs_of,
+)
+from _pairs import PAIRS, PeerPair, pairs_of
 from _ratios import tables
 
 from larder.core.errors import LarderError
@@ -47,6 +55,7 @@ from larder_bench.results.rows import Row, append_rows, cell_key, existing_rows,
 
 OUT = Path("results/peers.jsonl")
 NEW_TOKENS = 32
+NEAREST, EQUAL = "nearest", "equal"
 
 
 def main() -> None:
@@ -54,7 +63,7 @@ def main() -> None:
     try:
         if options.report:
             rows = [row for row in read_results([options.out]).cells if row["study"] == STUDY]
-            print("\n".join(tables(pairs_of(options.peer), rows)))
+            print("\n".join(tables(_pairs(options), rows)))
             return
         with tempfile.TemporaryDirectory() as folder:
             _compare(options, ComparisonSetup.of(options, Path(folder), _command(options)))
@@ -63,15 +72,16 @@ def main() -> None:
 
 
 def _compare(options: argparse.Namespace, setting: ComparisonSetup) -> None:
-    pairs = pairs_of(options.peer)
+    pairs = _pairs(options)
     jobs = jobs_of(setting, pairs, options.tasks, options.tokens, options.budget)
+    measure = JobRunner(setting, jobs).measure
     if options.estimate:
-        estimates = estimate_seconds(jobs, lambda job: (job.policy, job.tokens), setting.measure)
+        estimates = estimate_seconds(jobs, lambda job: (job.policy, job.tokens), measure)
         for (policy, tokens), seconds in estimates.items():
             print(f"{policy:60} {tokens:9,} {seconds:8.0f} s")
         print(f"{'all':70} {sum(estimates.values()):8.0f} s")
         return
-    run = ResumableRun(jobs, setting.head, cell_key, setting.measure, options.out, {})
+    run = ResumableRun(jobs, setting.head, cell_key, measure, options.out, {})
     known = {row.get("id") for row in existing_rows(options.out)}
     append_rows(
         options.out, [row for row in setting.environments.values() if row["id"] not in known]
@@ -82,11 +92,15 @@ def _compare(options: argparse.Namespace, setting: ComparisonSetup) -> None:
     print("\n".join(tables(pairs, rows)))
 
 
+def _pairs(options: argparse.Namespace) -> list[PeerPair]:
+    return pairs_of(options.peer, EQUAL_PAIRS if options.pairs == EQUAL else PAIRS)
+
+
 def _print_row(row: Row, progress: RunProgress) -> None:
     outcome = row.get("refused", "")
     if not outcome:
         held = f"KV {row['kv_bytes'] / 2**20:.2f} MiB"
-        exact = [item["exact"] for item in row["items"] if item["counts"]]
+        exact = [item.get("own", item["exact"]) for item in row["items"] if item["counts"]]
         right = f"exact {sum(exact)}/{len(exact)}, " if exact else ""
         outcome = f"{right}{held}, prefill {row['prefill_seconds']:.2f} s"
     done = f"{progress.done}/{progress.total}, {progress.left_seconds:.0f} s left"
@@ -105,6 +119,9 @@ def _command(options: argparse.Namespace) -> str:
     words += ["--dtype", options.dtype] if options.dtype != "float32" else []
     words += ["--questions", str(options.questions)] if options.questions else []
     words += ["--new-tokens", str(options.new_tokens)] if options.new_tokens != NEW_TOKENS else []
+    words += ["--pairs", options.pairs] if options.pairs != NEAREST else []
+    words += ["--question", options.question] if options.question != "after" else []
+    words += ["--process", options.process] if options.process != PROCESS_PER_CELL else []
     words += [word for peer in options.peer for word in ("--peer", peer)]
     folder = [] if options.corpus is None else ["--corpus", "FOLDER"]
     return shlex.join([*words, *folder, "--peer-python", "PYTHON"])
@@ -129,6 +146,19 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=_from(1), default=3, help="number of timed prefills")
     parser.add_argument(
         "--questions", type=_from(0), default=0, help="questions of each conversation; default all"
+    )
+    parser.add_argument(
+        "--pairs",
+        choices=[NEAREST, EQUAL],
+        default=NEAREST,
+        help="the nearest policies of Larder, or those with the parameters of kvpress's defaults",
+    )
+    parser.add_argument("--question", choices=["after", "inside"], default="after")
+    parser.add_argument(
+        "--process",
+        choices=[PROCESS_PER_CELL, PROCESS_PER_POLICY],
+        default=PROCESS_PER_CELL,
+        help="one process for each cell, or for all conversations of a method, without warm-up",
     )
     most = "maximum tokens of an answer"
     parser.add_argument("--new-tokens", type=_from(1), default=NEW_TOKENS, help=most)

@@ -85,7 +85,7 @@ def test_a_peer_that_is_not_installed_is_told_before_anything_runs() -> None:
 
 def test_cells_of_a_conversation_alternate_and_none_comes_twice() -> None:
     jobs, pairs = import_module("_jobs"), import_module("_pairs")
-    options = SimpleNamespace(first_seed=3, files=2)
+    options = SimpleNamespace(first_seed=3, files=2, process="cell")
     setting = SimpleNamespace(environments={"peers": dict.fromkeys(NAMES, "1")}, options=options)
     chosen = pairs.pairs_of(["transformers:dynamic", "transformers:offloaded", "kvpress:tova"])
     made = jobs.jobs_of(setting, chosen, ["lifelog()"], [400], ["1/4", "1/8"])
@@ -169,20 +169,29 @@ def test_counts_that_measure_nothing_are_refused(
 
 
 @pytest.mark.parametrize(
-    "other", [{"questions": 5}, {"new_tokens": 64}, {"repeats": 1}, {"threads": 2}]
+    "other",
+    [
+        {"questions": 5},
+        {"new_tokens": 64},
+        {"repeats": 1},
+        {"threads": 2},
+        {"question": "inside"},
+        {"process": "policy"},
+    ],
 )
 @pytest.mark.parametrize("model", ["seed", "random:qwen3-tiny"])
 def test_a_row_stands_for_no_cell_that_is_measured_otherwise(
-    model: str, other: dict[str, int]
+    model: str, other: dict[str, Any]
 ) -> None:
     usual = {"questions": 0, "new_tokens": 32, "repeats": 3, "threads": 1}
     usual |= {"model": model, "device": "cpu", "dtype": "float32"}
+    usual |= {"question": "after", "process": "cell"}
     assert found_by(usual) == found_by(usual) != found_by(usual | other)
 
 
 def test_questions_are_told_as_many_as_are_asked() -> None:
     usual = {"questions": 0, "new_tokens": 32, "repeats": 3, "threads": 1}
-    usual |= {"device": "cpu", "dtype": "float32"}
+    usual |= {"device": "cpu", "dtype": "float32", "question": "after", "process": "cell"}
     drawn = usual | {"model": "random:qwen3-tiny"}
     assert found_by(drawn) == found_by(drawn | {"questions": 2})
     assert found_by(drawn).measure == "cost(questions=2, new_tokens=32, repeats=3, threads=1)"
@@ -194,7 +203,10 @@ def found_by(options: dict[str, Any]) -> CellKey:
     """Key of a cell's row."""
     jobs, pair = import_module("_jobs"), import_module("_pairs").PAIRS[0]
     spec = SimpleNamespace(fingerprint="f")
-    engine = SimpleNamespace(loaded=SimpleNamespace(decoder=SimpleNamespace(spec=spec)))
+    template = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=None))
+    engine = SimpleNamespace(
+        loaded=SimpleNamespace(decoder=SimpleNamespace(spec=spec)), tokenizer=template
+    )
     environments = {"peers": {"id": "p"}, "larder": {"id": "l"}}
     setting = jobs.ComparisonSetup(Namespace(**options), engine, Path(), "", environments)
     job = jobs.ComparisonJob(parse_task("lifelog()"), 400, 0, pair.peer, "1/1", made=pair.made)
@@ -204,7 +216,7 @@ def found_by(options: dict[str, Any]) -> CellKey:
 def test_a_worker_that_fails_is_a_result() -> None:
     run = import_module("_jobs")._run
     with pytest.raises(LarderError, match="ZeroDivisionError"):
-        run([import_module("sys").executable, "-c", "1/0"], {})
+        run([import_module("sys").executable, "-c", "1/0"], [])
 
 
 def test_both_sides_say_the_same_with_the_whole_cache(seed_model: Any) -> None:
@@ -248,11 +260,11 @@ def full_cache_request(engine: Engine) -> dict[str, Any]:
     options = Namespace(
         corpus=None, device="cpu", dtype="float32", threads=1, repeats=1, new_tokens=6
     )
-    options.model = "seed"
+    options.model, options.question, options.process = "seed", "after", "cell"
+    options.questions = 2
     setting = jobs.ComparisonSetup(
         options, engine, Path(str(files("larder.models") / "seed")), "", {}
     )
     job = jobs.ComparisonJob(parse_task("lifelog()"), 400, 0, pair.name, "1/1", written=pair.ours)
-    conversation = setting.conversation(job.task, job.seed, job.tokens)
-    questions = [question.question for question in conversation.questions[:2]]
-    return setting._request(job, conversation, questions) | {"made": pair.made}
+    [request] = setting.requests(job)
+    return request | {"made": pair.made}

@@ -1,0 +1,62 @@
+"""Presses of kvpress with their own defaults, and the policy of Larder with the same parameters.
+
+kvpress protects nothing beyond what a press does by itself, and reads the whole context first.
+"""
+
+from __future__ import annotations
+
+from _pairs import KVPRESS, LARDER, PeerPair
+
+KVZIP = "KVzipPress()"
+_SNAPKV = 'snapkv(window=64, kernel=5, pool="mean")'
+_EXPECTED = "expected(future=512, sinks=4, epsilon={})"
+
+
+def _equal(made: str, policy: str, recent: int = 0) -> PeerPair:
+    read = f"whole() > protect(sinks=0, recent={recent})"
+    return PeerPair(f"{KVPRESS}:{made}", made, f"{LARDER}:as {made}", f"{read} > {policy}")
+
+
+EQUAL_PAIRS = (
+    PeerPair("transformers:DynamicCache", "DynamicCache()", "larder:full cache", "full", "1/1"),
+    _equal("StreamingLLMPress()", "sinks_and_window(sinks=4) > uniform()"),
+    _equal("KnormPress()", "keynorm() > uniform()"),
+    _equal("KeyDiffPress()", "keydiff() > uniform()"),
+    _equal("SnapKVPress()", f"{_SNAPKV} > uniform()"),
+    _equal("PyramidKVPress()", f"{_SNAPKV} > uniform()"),
+    _equal("TOVAPress()", "last_query() > uniform()", recent=1),
+    _equal("ObservedAttentionPress()", "column_mass() > uniform()"),
+    _equal("LagKVPress()", "lagkv(sinks=4, lag=128) > uniform()"),
+    _equal("LagKVPress(cross_scoring=True)", 'lagkv(sinks=4, lag=128, within="head") > uniform()'),
+    _equal("ExpectedAttentionPress()", f"{_EXPECTED.format(0)} > uniform()"),
+    _equal("ExpectedAttentionPress(epsilon=0.01)", f"{_EXPECTED.format(0.01)} > uniform()"),
+    _equal("AdaKVPress(SnapKVPress())", f"{_SNAPKV} > ada(safeguard=0.2)"),
+    _equal(
+        "AdaKVPress(ExpectedAttentionPress(epsilon=0.01))",
+        f"{_EXPECTED.format(0.01)} > ada(safeguard=0.2)",
+    ),
+    _equal(
+        "CriticalKVPress(SnapKVPress())",
+        f"{_SNAPKV} > mean() > group_mean() > criticality(epsilon=0.0001, first=0.5) > uniform()",
+    ),
+    _equal(
+        "CriticalAdaKVPress(SnapKVPress())",
+        f"{_SNAPKV} > mean() > group_mean() > criticality(epsilon=0.0001, first=0.5) > "
+        "ada(safeguard=0.2)",
+    ),
+    _equal("ChunkKVPress(SnapKVPress())", f"{_SNAPKV} > layer_mean() > chunk(size=20) > uniform()"),
+    _equal("LeverageScorePress()", "leverage(sketch=48) > uniform()"),
+    _equal("LeverageScorePress(sketch_dimension=64)", "leverage(sketch=64) > uniform()"),
+    _equal(KVZIP, 'reconstruct(opening=4, variant="code") > global()'),
+)
+
+
+def pyramid_pair(kept: int, window: int = 8, beta: float = 20) -> PeerPair:
+    """PyramidKV with a window that is small enough for its pyramid to fit.
+
+    There the top layer has `kept / beta` entries with the window, here `(kept - window) / beta`
+    beside it.
+    """
+    ours = (kept - window) / (kept / beta - window)
+    snapkv = f'snapkv(window={window}, kernel=5, pool="mean")'
+    return _equal(f"PyramidKVPress(window_size={window})", f"{snapkv} > pyramid(beta={ours:.6g})")

@@ -1,0 +1,70 @@
+"""Agreement of kept entries with kvpress: the index, the shares to remove, and the page's table."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from larder import Policy
+
+ROOT = Path(__file__).parents[2]
+PEERS = ROOT / "benchmarks" / "peers"
+
+
+@pytest.fixture(autouse=True)
+def among_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(PEERS))
+
+
+def test_the_page_has_the_table_of_the_measured_rows() -> None:
+    lines = (PEERS / "kept_entries.jsonl").read_text().splitlines()
+    page = (ROOT / "docs" / "kvpress.md").read_text()
+    table = list(import_module("kept_entries").table([json.loads(line) for line in lines]))
+    assert "\n".join(table) in page
+    assert len(table) == 2 + len(lines)
+
+
+def test_agreement_is_the_jaccard_index_of_each_head() -> None:
+    agreement = import_module("kept_entries").agreement
+    theirs, ours = [[[0, 1, 2], []], [[5], [1, 2]]], [[[0, 1, 3], []], [[6], [1, 2]]]
+    assert agreement(theirs, ours) == [0.5, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("length", [1154, 1005, 97, 3])
+def test_a_press_keeps_as_many_entries_as_asked(length: int) -> None:
+    share = import_module("peer_worker").removed_share
+    for kept in range(1, length):
+        assert int(length * (1 - share(kept, length))) == kept
+
+
+def test_a_pair_is_a_policy_with_a_name_of_its_own() -> None:
+    pairs = import_module("_equal_pairs")
+    every = [*pairs.EQUAL_PAIRS, pairs.pyramid_pair(288)]
+    assert len({pair.peer for pair in every}) == len({pair.name for pair in every}) == len(every)
+    assert all(Policy.parse(pair.ours).schedule for pair in every)
+
+
+def test_jobs_of_a_method_share_a_process() -> None:
+    jobs = import_module("_jobs")
+    runs: list[int] = []
+
+    class Setting:
+        options = type("Options", (), {"process": "policy"})
+
+        def row(self, job: object, results: list[object]) -> dict[str, object]:
+            return {"results": results}
+
+    task = import_module("larder_bench.tasks.base").parse_task("lifelog()")
+    made = [jobs.ComparisonJob(task, 400, seed, name, "1/4") for name in "ab" for seed in (0, 1)]
+    runner = jobs.JobRunner(Setting(), made)
+
+    def run(together: list[object]) -> None:
+        runs.append(len(together))
+        runner._results.update({job: [job] for job in together})
+
+    object.__setattr__(runner, "_run", run)
+    assert [runner.measure(job)["results"] for job in made] == [[job] for job in made]
+    assert runs == [2, 2]
