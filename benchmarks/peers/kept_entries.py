@@ -125,6 +125,7 @@ def _row(
         "seed": options.seed,
         "press": pair.made,
         "policy": pair.ours,
+        "kvpress": result["kvpress"],
         "dtype": "float32",
         "context_tokens": len(engine.tokenizer.encode_conversation(conversation).ids),
         "kept_tokens": kept,

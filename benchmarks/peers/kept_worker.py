@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -28,11 +29,12 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _result(job: dict[str, Any], made: str) -> dict[str, Any]:
     started = time.perf_counter()
+    head = {"made": made, "kvpress": version("kvpress")}
     try:
         positions = kept_positions(job, made)
     except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
-        return {"made": made, "refused": f"{type(error).__name__}: {error}"}
-    return {"made": made, "kept": positions, "seconds": time.perf_counter() - started}
+        return head | {"refused": f"{type(error).__name__}: {error}"}
+    return head | {"kept": positions, "seconds": time.perf_counter() - started}
 
 
 def kept_positions(job: dict[str, Any], made: str) -> Positions:

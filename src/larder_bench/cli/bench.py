@@ -104,7 +104,10 @@ class BenchOptions(OutputOptions):
     )
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16 or float16.  Default: the dtype of the weights."),
+        typer.Option(
+            help="float32, bfloat16 or float16.  Default: that of the weights where the CPU is "
+            "fast at it, else float32."
+        ),
     ] = None
     corpus: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Prose and dialogues to build tasks from.")
