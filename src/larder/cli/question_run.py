@@ -26,7 +26,7 @@ from larder.session.policy import Policy
 if TYPE_CHECKING:
     from larder.engine.persistence import ChatPersistence
 
-CONVERSATION_POLICY = "epicache"
+CONVERSATION_POLICY = "epicache_pooled"
 DOCUMENT_POLICY = "kvzip"
 QUESTION_PROMPT = "question"  # the scoring prompt that needs the question before prefill
 

@@ -56,7 +56,7 @@ class Engine:
     def __init__(
         self,
         loaded: LoadedModel,
-        policy: str | Policy = "epicache",
+        policy: str | Policy = "epicache_pooled",
         budget: str | int | float | None = None,
         block: int | None = None,
     ) -> None:
@@ -73,7 +73,7 @@ class Engine:
         cls,
         model: str = SEED,
         *,
-        policy: str | Policy = "epicache",
+        policy: str | Policy = "epicache_pooled",
         budget: str | int | float | None = None,
         block: int | None = None,
         device: str = "cpu",

@@ -11,7 +11,9 @@ with such heads. A sentence that spells no protection keeps 4 sinks and 32 recen
 `epicache` protects nothing, as its paper and code. A layer keeps at least .015 of the average, so
 that none is left empty and sharper alphas still differ (paper: no floor, code: a quarter). It reads
 as many episodes together as an accelerator's memory holds, and one after the other on a CPU, where
-that is faster and holds least; `epicache_batched` reads all of them together.
+that is faster and holds least; `epicache_batched` reads all of them together. `epicache_pooled`
+has equal layers in place of budgets by sensitivity (the paper's table 2 has it, too): on SmolLM2
+these cost answers, see docs/results.md.
 
 `razor_attention`, `duo_attention` and `kvzip_heads` keep their retrieval heads whole where the
 budget allows it; where it does not, `snapkv` says what these keep, which the papers have no need
@@ -58,6 +60,10 @@ PRESETS: Mapping[str, str] = {
     "epicache_batched": (
         'episodes() > episodic(together="all") > protect(sinks=0, recent=0) > '
         'patched(prompt="episode") > sensitivity(floor=0.015)'
+    ),
+    "epicache_pooled": (
+        'episodes() > episodic() > protect(sinks=0, recent=0) > patched(prompt="episode") > '
+        "pooled()"
     ),
     "streaming_llm": "blockwise() > protect(sinks=4, recent=0) > sinks_and_window() > uniform()",
     "streaming_llm_compact": (
