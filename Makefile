@@ -52,7 +52,7 @@ test: $(STAMP) ## the default test suite
 test-cluster: $(STAMP) ## the tests that start a cluster of two machines here
 	$(BIN)/python -m pytest -m cluster
 
-demo: $(STAMP) ## full cache and EpiCache side by side on a bundled conversation
+demo: $(STAMP) ## SmolLM2 reads a document: full cache and five policies side by side
 	$(BIN)/larder demo
 
 lint: $(STAMP) ## formatting, ruff, pyright, layers

@@ -3,47 +3,56 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
 from cli_results import Run, complaint, document
 from larder import Conversation, Engine
-from larder.cli.demo import command
+from larder.cli.demo import demonstration
 from larder.engine import engine
+from larder.models import packaged
+from larder.session.files.loader import read_conversation
 
 NAMES = ["full", "streaming_llm", "snapkv_blockwise", "kvzip_blockwise", "epicache"]
-WHOLE = command._conversation
+DOCUMENT = ["full", "icecache", "kvzip:int4", "epicache_pooled", "streaming_llm", "snapkv"]
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo's conversation, cut to what a test has time for."""
+    """The demo's texts, cut to what a test has time for."""
+    read = demonstration.read_conversation
 
-    def beginning() -> Conversation:
-        whole = WHOLE()
+    def beginning(path: Path) -> Conversation:
+        whole = read(path)
         return replace(whole, messages=whole.messages[:12], questions=whole.questions[:2])
 
-    monkeypatch.setattr(command, "_conversation", beginning)
+    monkeypatch.setattr(demonstration, "read_conversation", beginning)
     # Measuring takes longer than all the rest, and no figure here depends on it.
     monkeypatch.setattr(engine, "calibrate", lambda *_: {"sensitivity": (0.9,) * 6})
 
 
-def test_the_bundled_conversation_has_questions() -> None:
-    assert len(WHOLE().questions) >= 20 and len(WHOLE().messages) > 300
+def test_the_bundled_texts_have_questions() -> None:
+    bundled = Path(str(files("larder.cli.demo")))
+    told = read_conversation(bundled / demonstration.CONVERSATION.file)
+    assert len(told.questions) >= 20 and len(told.messages) > 300
+    text = (bundled / demonstration.DOCUMENT.file).read_text()
+    assert all(one.answer in text for one in demonstration.DOCUMENT.questions)
 
 
 def test_table(run: Run) -> None:
-    result = run("demo", "--budget", "100")
+    result = run("demo", "--model", "seed", "--budget", "100")
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     for name in NAMES:
         assert [line for line in lines if line.startswith(f"{name} ")]
-    for word in ("life-log", "KV peak*", "* the peak", "Go on: larder ask"):
+    for word in ("life-log", "KV peak*", "* the peak", "Most right answers", "Go on: larder ask"):
         assert word in result.stdout
 
 
 def test_document(run: Run) -> None:
-    told = document(run("demo", "--json", "--budget", "100"))
+    told = document(run("demo", "--model", "seed", "--json", "--budget", "100"))
     assert [row["name"] for row in told["rows"]] == NAMES
     full, *others = told["rows"]
     assert full["kv_bytes"] >= full["full_kv_bytes"]
@@ -65,10 +74,28 @@ def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         return read(self, *rest)  # pyright: ignore
 
     monkeypatch.setattr(Engine, "read", stopping)
-    result = run("demo", "--json", "--budget", "100")
+    result = run("demo", "--model", "seed", "--json", "--budget", "100")
     assert result.exit_code == 130
     assert [row["name"] for row in document(result)["rows"]] == NAMES[:2]
 
 
 def test_a_bad_budget_is_known_at_once(run: Run) -> None:
     assert "is not a size" in complaint(run("demo", "--budget", "some"), 2)
+
+
+def test_another_model_reads_the_document(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demonstration, "CONVERSATION_MODEL", "another")
+    short = replace(demonstration.DOCUMENT, questions=demonstration.DOCUMENT.questions[:2])
+    monkeypatch.setattr(demonstration, "DOCUMENT", short)
+    told = document(run("demo", "--model", "seed", "--json", "--budget", "100"))
+    assert [row["name"] for row in told["rows"]] == DOCUMENT
+    assert all("contains" in one for row in told["rows"] for one in row["answers"])
+
+
+def test_without_smollm2_the_bundled_model_takes_its_place(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = replace(packaged.PACKAGED_MODELS["smollm2"], requirements=("nothing-like-it==1",))
+    monkeypatch.setattr(packaged, "PACKAGED_MODELS", {"smollm2": missing})
+    told = document(run("demo", "--json", "--budget", "100"))
+    assert {row["model"] for row in told["rows"]} == {"seed"}

@@ -33,7 +33,13 @@ def test_one_file(run: Run, talk: Path) -> None:
     assert all(answer["exact"] is True for answer in told["answers"])
     summary = told["summary"]
     assert (summary["exact"], summary["f1"], summary["f1_stemmed"]) == (1.0, 1.0, 1.0)
-    assert summary["kinds"]["pets"] == {"questions": 1, "exact": 1.0, "f1": 1.0, "f1_stemmed": 1.0}
+    assert summary["kinds"]["pets"] == {
+        "questions": 1,
+        "exact": 1.0,
+        "contains": 1.0,
+        "f1": 1.0,
+        "f1_stemmed": 1.0,
+    }
     assert summary["decode_tokens_per_second"] > 0
 
 
@@ -42,7 +48,7 @@ def test_several_files(run: Run, folder: Path) -> None:
     assert [Path(one["file"]).name for one in told["files"]] == ["a.json", "b.json"]
     assert all(one["schema"] == 1 and one["budget_tokens"] == 48 for one in told["files"])
     assert (told["summary"]["files"], told["summary"]["questions"]) == (2, 3)
-    for metric in ("exact", "f1", "f1_stemmed"):
+    for metric in ("exact", "contains", "f1", "f1_stemmed"):
         interval = told["summary"][metric]
         assert interval["low"] <= interval["mean"] <= interval["high"]
     marks = [answer["exact"] for one in told["files"] for answer in one["answers"]]

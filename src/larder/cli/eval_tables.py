@@ -31,6 +31,7 @@ FILE_COLUMNS = (
     "budget",
     "questions",
     "exact",
+    "contains",
     "F1",
     "F1 stemmed",
     "KV",
@@ -53,7 +54,7 @@ def print_evaluation(evaluation: Evaluation) -> None:
 
 
 def _print_file(console: Console, run: QuestionRun) -> None:
-    questions = make_table("question", "answer", "expected", "exact", "F1", texts=3)
+    questions = make_table("question", "answer", "expected", "exact", "contains", "F1", texts=3)
     for one in run.asked:
         questions.add_row(one.question.question, *_outcome_cells(one))
     console.print(questions)
@@ -78,19 +79,20 @@ def figures_line(run: QuestionRun) -> str:
     )
 
 
-def _outcome_cells(one: QuestionOutcome) -> tuple[str, str, str, str]:
+def _outcome_cells(one: QuestionOutcome) -> tuple[str, ...]:
     expected = one.question.answer or MISSING
     if one.error is not None:
-        return f"error: {one.error}", expected, MISSING, MISSING
+        return f"error: {one.error}", expected, MISSING, MISSING, MISSING
     text = one.answer.text if one.answer is not None else MISSING
     if one.scores is None:
-        return text, expected, MISSING, MISSING
-    return text, expected, "yes" if one.scores.exact else "no", format_score(one.scores.f1)
+        return text, expected, MISSING, MISSING, MISSING
+    told = ("yes" if found else "no" for found in (one.scores.exact, one.scores.contains))
+    return text, expected, *told, format_score(one.scores.f1)
 
 
 def _kinds_table(asked: Sequence[QuestionOutcome]) -> object:
     """Table of mean scores by kind of question, and over all."""
-    table = make_table("kind", "questions", "exact", "F1", "F1 stemmed")
+    table = make_table("kind", "questions", "exact", "contains", "F1", "F1 stemmed")
     kinds = sorted({one.question.kind for one in asked if one.question.kind})
     for kind in kinds:
         of_kind = [one for one in asked if one.question.kind == kind]

@@ -14,7 +14,7 @@ from larder.engine.engine import Engine
 from larder.evaluation.answer_metrics import can_stem
 from larder.evaluation.bootstrap import Bootstrap, Interval, questions_as_clusters
 
-METRICS = ("exact", "f1", "f1_stemmed")
+METRICS = ("exact", "contains", "f1", "f1_stemmed")
 
 
 def metrics() -> tuple[str, ...]:

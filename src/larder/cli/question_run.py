@@ -36,10 +36,12 @@ class AnswerScores:
     """Agreement of an answer with the expected one; F1 in [0, 1].
 
     Args:
+        contains: whether the answer contains the expected one.
         f1_stemmed: F1 of word stems; None without the extra `bench`.
     """
 
     exact: bool
+    contains: bool
     f1: float
     f1_stemmed: float | None
 
@@ -92,10 +94,17 @@ def score_answer(text: str, question: Question) -> AnswerScores | None:
     expected = question.answer
     if not expected:
         return None
-    from larder.evaluation.answer_metrics import can_stem, exact_match, stemmed_f1, token_f1
+    from larder.evaluation.answer_metrics import (
+        can_stem,
+        exact_match,
+        stemmed_f1,
+        string_match,
+        token_f1,
+    )
 
     return AnswerScores(
         exact_match(text, expected),
+        string_match(text, expected),
         token_f1(text, expected),
         stemmed_f1(text, expected, question.kind) if can_stem() else None,
     )

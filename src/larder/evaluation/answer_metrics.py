@@ -1,4 +1,7 @@
-"""Answer metrics against an expected answer: exact match, token F1, LoCoMo's stemmed F1.
+"""Answer metrics against an expected answer: exact match, string match, token F1, stemmed F1.
+
+`string_match` is the score of RULER (Hsieh et al., 2024, arXiv 2404.06654), for models that answer
+in sentences.
 
 `exact_match` and `token_f1` normalize case, punctuation, articles and spaces as SQuAD does:
 Pranav Rajpurkar, Jian Zhang, Konstantin Lopyrev and Percy Liang, "SQuAD: 100,000+ Questions for
@@ -33,6 +36,11 @@ UNANSWERABLE = "adversarial"
 def exact_match(prediction: str, expected: str) -> bool:
     """Equality of the normalized words, in order."""
     return normalized_words(prediction) == normalized_words(expected)
+
+
+def string_match(prediction: str, expected: str) -> bool:
+    """Test if the answer contains the expected text, ignoring case."""
+    return expected.lower() in prediction.lower()
 
 
 def token_f1(prediction: str, expected: str) -> float:

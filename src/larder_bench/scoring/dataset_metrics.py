@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 
 from larder.core.conversation import Question
+from larder.evaluation.answer_metrics import string_match
 
 AnswerMetric = Callable[[str, str], float]  # answer, expected answer
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -108,11 +109,6 @@ def among_words(answer: str, expected: str) -> float:
     """Test if the answer has the expected word, ignoring case."""
     words = re.sub(r"[\n:\"'.,?!{}]", " ", answer).upper().split()
     return float(expected.upper() in words)
-
-
-def string_match(answer: str, expected: str) -> float:
-    """Test if the answer contains the expected text, ignoring case (RULER, `string_match_all`)."""
-    return float(expected.lower() in answer.lower())
 
 
 def prefix_share(answer: str, expected: str) -> float:

@@ -1,32 +1,30 @@
-"""`larder demo`: one conversation under five policies, compared in one table."""
+"""`larder demo`: one text under several policies, compared in one table."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.resources import as_file, files
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from larder.cli.console import (
     format_bytes,
-    format_score,
     format_seconds,
     make_table,
     progress_bar,
+    progress_console,
     results_console,
 )
 from larder.cli.errors import INTERRUPTED_EXIT_CODE, SCHEMA, print_document
 from larder.cli.options import ModelOptions, OutputOptions, command
 
 if TYPE_CHECKING:
+    from larder.cli.demo.demonstration import Demonstration
     from larder.cli.question_run import QuestionRun
     from larder.core.conversation import Conversation
     from larder.engine.engine import Engine
 
 FULL = "full"
-POLICIES = ("streaming_llm", "snapkv_blockwise", "kvzip_blockwise", "epicache")
-BUDGET_DIVISOR = 6  # default budget: the context divided by this
 MAX_NEW_TOKENS = 32  # the answers are names, dates and numbers
 
 
@@ -38,27 +36,35 @@ def demo(
         typer.Option(
             metavar="SIZE",
             help="512 (tokens per kv head), 20% or 1/5 of the context, or 64MiB.  "
-            "Default: a sixth of the context.",
+            "Default: a quarter of the document, a sixth of the conversation.",
         ),
     ] = None,
     model: Annotated[
-        str, typer.Option(metavar="NAME_OR_PATH", help="As --model of `ask`.")
-    ] = ModelOptions.model,
+        str | None,
+        typer.Option(
+            metavar="NAME_OR_PATH",
+            help="As --model of `ask`.  Default: smollm2; where it is not installed, seed.",
+        ),
+    ] = None,
 ) -> None:
-    """Read a bundled conversation under five policies, and compare.
+    """Read a bundled text with the full cache and under policies with a budget, and compare.
 
-    With the bundled model nothing is downloaded, and it takes one to three minutes.
+    SmolLM2, or another model, reads a document; the bundled model, seed, a conversation. Nothing
+    is downloaded for these two, and it takes one to three minutes.
     """
+    from larder.cli.demo.demonstration import demonstration
     from larder.cli.question_run import open_engine
     from larder.core.memory_budget import MemoryBudget
 
     if budget is not None:
         MemoryBudget.parse(budget, "--budget")  # an error before the full cache is prefilled
-    conversation = _conversation()
+    model = model or _default_model()
+    shown = demonstration(model)
+    conversation = shown.conversation
     engine = open_engine(replace(ModelOptions(), model=model))
     if not options.json:
-        _print_introduction(conversation, model)
-    runs, is_whole = _run(engine, conversation, budget)
+        _print_introduction(shown, conversation, model)
+    runs, is_whole = _run(engine, shown, conversation, budget)
     if options.json:
         print_document(_demo_document(runs))
     else:
@@ -67,23 +73,32 @@ def demo(
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
 
 
-def _conversation() -> Conversation:
-    from larder.session.files import read_conversation
+def _default_model() -> str:
+    """SmolLM2 where its package is installed, else the bundled model and a line that says so."""
+    from larder.cli.demo.demonstration import CONVERSATION_MODEL, DOCUMENT_MODEL
+    from larder.models.packaged import PACKAGED_MODELS
 
-    with as_file(files("larder.cli.demo") / "conversation.json") as path:
-        return read_conversation(path)
+    packaged = PACKAGED_MODELS[DOCUMENT_MODEL]
+    if packaged.files:
+        return DOCUMENT_MODEL
+    progress_console().print(
+        f"The model {DOCUMENT_MODEL} is not installed ({packaged.command}): the bundled model "
+        f"{CONVERSATION_MODEL} takes its place.",
+        soft_wrap=True,
+    )
+    return CONVERSATION_MODEL
 
 
 def _run(
-    engine: Engine, conversation: Conversation, budget: str | None
+    engine: Engine, shown: Demonstration, conversation: Conversation, budget: str | None
 ) -> tuple[dict[str, QuestionRun], bool]:
     """Finished runs by policy; False if Ctrl-C came before the last."""
     done: dict[str, QuestionRun] = {}
     try:
         done[FULL] = _run_policy(engine.under(FULL), conversation, FULL)
         context = done[FULL].memory.figures.context_tokens
-        for name in POLICIES:
-            limited = engine.under(name, budget or str(context // BUDGET_DIVISOR))
+        for name, spelling in shown.policies.items():
+            limited = engine.under(spelling, budget or str(context // shown.budget_divisor))
             done[name] = _run_policy(limited, conversation, name)
     except KeyboardInterrupt:
         if not done:
@@ -107,24 +122,25 @@ def _run_policy(engine: Engine, conversation: Conversation, name: str) -> Questi
     return run
 
 
-def _print_introduction(conversation: Conversation, model: str) -> None:
+def _print_introduction(shown: Demonstration, conversation: Conversation, model: str) -> None:
+    what = "paragraphs" if conversation.form.is_document else "messages"
     print(
-        f"The model {model} reads {len(conversation.messages)} messages of a life-log and answers "
-        f"{len(conversation.questions)} questions about them:\nfirst with its full KV cache, then "
-        "under four policies that keep the same small part of it.\n",
+        f"The model {model} reads {shown.text}, {len(conversation.messages)} {what}, and answers "
+        f"{len(conversation.questions)} questions about it:\nfirst with its full KV cache, then "
+        f"under {len(shown.policies)} policies with the same budget. No policy knows the questions "
+        "while it reads.\n",
         flush=True,
     )
 
 
 def _print_table(runs: dict[str, QuestionRun]) -> None:
-    from larder.cli.json_documents import mean_scores, summary
+    from larder.cli.json_documents import summary
 
     console = results_console()
     table = make_table(
         "policy",
         "budget",
-        "exact",
-        "F1",
+        "right",
         "KV active",
         "KV total",
         "KV peak*",
@@ -132,12 +148,11 @@ def _print_table(runs: dict[str, QuestionRun]) -> None:
         "decode tok/s",
     )
     for name, run in runs.items():
-        figures, scores = run.memory.figures, mean_scores(run.asked)
+        figures = run.memory.figures
         table.add_row(
             name,
             f"{figures.budget_tokens:,}",
-            format_score(scores["exact"]),
-            format_score(scores["f1"]),
+            f"{_right(run)}/{len(run.asked)}",
             format_bytes(figures.active_kv_bytes),
             format_bytes(figures.kv_bytes),
             format_bytes(run.peak_kv_bytes),
@@ -147,13 +162,39 @@ def _print_table(runs: dict[str, QuestionRun]) -> None:
     console.print(table)
     context = runs[FULL].memory.figures.context_tokens
     console.print(
-        f"\nThe context has {context:,} tokens; the budget counts tokens per kv head. EpiCache "
-        "holds\none cache per episode: one is active, the others are in host memory.\n"
-        "* the peak over prefill and answers: caches, the block being read, scoring prompts,\n"
-        "  space for the answer.\n"
+        f"\nThe context has {context:,} tokens; the budget counts tokens per kv head. An\n"
+        "answer is right if it contains the expected one. Active is what a question\n"
+        "attends to; entries offloaded, or of other episodes, are in host memory and\n"
+        "count in total.\n"
+        "* the peak over prefill and answers: caches, the block being read, scoring\n"
+        "  prompts, space for the answer.\n"
     )
+    console.print(_conclusion(runs))
     console.print(
-        'Go on: larder ask FILE -q "...", larder chat, larder policy list, larder ask --help'
+        '\nGo on: larder ask FILE -q "...", larder chat, larder policy list, larder ask --help'
+    )
+
+
+def _right(run: QuestionRun) -> int:
+    """Number of answers that contain the expected one."""
+    return sum(one.scores is not None and one.scores.contains for one in run.asked)
+
+
+def _conclusion(runs: dict[str, QuestionRun]) -> str:
+    """Sentence about the policies with the most right answers."""
+    full, *limited = runs.items()
+    if not limited:
+        return ""
+    most = max(_right(run) for _, run in limited)
+    names = " and ".join(name for name, run in limited if _right(run) == most)
+    shares = [
+        run.memory.figures.active_kv_bytes / full[1].memory.figures.active_kv_bytes
+        for _, run in limited
+        if _right(run) == most
+    ]
+    return (
+        f"Most right answers with a budget: {names}, {most} where the full "
+        f"cache gives {_right(full[1])}, with at most {max(shares):.0%} of its active memory."
     )
 
 
