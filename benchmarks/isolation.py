@@ -151,7 +151,7 @@ def compared(what: str, seconds: dict[str, list[float]]) -> list[dict[str, Any]]
 
 def run(model: str, count: int, folder: Path) -> list[dict[str, Any]]:
     source = random.Random(0)
-    engine = Engine(load(model), "full")
+    engine = Engine(load(model), policy="full")
     store = Store(str(folder / "blobs"), folder)
     persistence = StoreSessionPersistence(store, engine.loaded.decoder.spec)
     hub = LocalEngineClient(engine, ByteBudgets({Tier.DEVICE: 64 << 20}), persistence=persistence)

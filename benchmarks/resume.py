@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     loaded = model_of(options.model, options.layers, options.device)
-    engine = Engine(loaded, options.policy, options.budget)
+    engine = Engine(loaded, policy=options.policy, budget=options.budget)
     session = SavedSession(engine, text_ids(engine.loaded.tokenizer, options.tokens))
     (state, first), seconds = shortest_run(session.read)
     runs = {"state": state, "first": first, "seconds": seconds}

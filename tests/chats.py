@@ -69,8 +69,8 @@ class Library:
 
 
 def under(loaded: LoadedModel, policy: str) -> Engine:
-    limited = policy != "full"
-    engine = Engine(loaded, policy, *((str(BUDGET), BLOCK) if limited else (None, None)))
+    budget, block = (None, None) if policy == "full" else (str(BUDGET), BLOCK)
+    engine = Engine(loaded, policy=policy, budget=budget, block=block)
     engine.runtime = replace(engine.runtime, embedder=lambda name: TopicEmbedder())
     return engine
 

@@ -126,8 +126,8 @@ class Served:
         eviction: str = "lru",
     ) -> None:
         limited = policy != "full"
-        sizes = (str(tokens), block) if limited else (None, None)
-        engine = Engine(loaded, POLICIES.get(policy, policy), *sizes)
+        budget, size = (str(tokens), block) if limited else (None, None)
+        engine = Engine(loaded, policy=POLICIES.get(policy, policy), budget=budget, block=size)
         if embedder is not None:
             engine.runtime = replace(engine.runtime, embedder=lambda name: embedder)
         totals = {Tier.DEVICE: device, Tier.HOST: host}

@@ -60,7 +60,8 @@ class Waiting(Client):
 def hub_in(
     folder: Path, loaded: LoadedModel, host: int | None = None, policy: str = "full"
 ) -> Iterator[LocalEngineClient]:
-    engine = Engine(loaded, policy, *((None, None) if policy == "full" else ("32", 16)))
+    budget, block = (None, None) if policy == "full" else ("32", 16)
+    engine = Engine(loaded, policy=policy, budget=budget, block=block)
     budgets = ByteBudgets({} if host is None else {Tier.HOST: host})
     with closing(LocalEngineClient(engine, budgets, persistence=keeper_in(folder, loaded))) as hub:
         yield hub

@@ -39,7 +39,7 @@ TASKS = {
 
 @pytest.fixture(scope="module")
 def bench() -> ModelContext:
-    engine = Engine(open_model("random:qwen3-tiny"), "full")
+    engine = Engine(open_model("random:qwen3-tiny"), policy="full")
     return ModelContext(engine, TaskSources(engine.tokenizer.count_tokens))
 
 

@@ -24,7 +24,7 @@ EPISODES = (
 
 
 def test_stages(tmp_path: Path) -> None:
-    engine = Engine(open_model("random:qwen3-tiny"), "full")
+    engine = Engine(open_model("random:qwen3-tiny"), policy="full")
     bench = ModelContext(engine, TaskSources(engine.tokenizer.count_tokens))
     study = Study(
         "tiny",

@@ -38,7 +38,7 @@ STUDY = Study(
 @pytest.fixture(scope="module")
 def bench() -> ModelContext:
     torch.manual_seed(0)
-    engine = Engine(open_model("random:qwen3-tiny"), "full")
+    engine = Engine(open_model("random:qwen3-tiny"), policy="full")
     return ModelContext(engine, TaskSources(engine.tokenizer.count_tokens))
 
 

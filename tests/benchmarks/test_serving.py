@@ -44,7 +44,7 @@ def test_answers_that_part_are_judged_by_the_two_best_logits() -> None:
     first = served.ask(turns, "x")
     served.ask(answered(turns, first, "Why?"), "x")
     said = divergence.exported_turns(encode_session(served.core.sessions.find("a", "x")))
-    engine = Engine(characters(), "full")
+    engine = Engine(characters(), policy="full")
     assert divergence.first_divergence(engine, said, said) is None
     other = array(TOKEN_TYPECODE, said[1].answer_ids)
     other[2] += 1

@@ -111,7 +111,7 @@ CALLS = {
     "Engine.load(device=0)": "device must be",
     "Engine.load(dtype='int3')": "dtype must be one of",
     "Engine.load(dtype=torch.int8)": "dtype must be one of",
-    "Engine('seed')": "loaded must be",
+    "Engine('seed')": "model must be",
     "engine.under(3)": "policy must be",
     "engine.read(3)": "conversation must be",
     "engine.read({'role': 'user'})": "conversation must be",

@@ -45,7 +45,9 @@ def small() -> LoadedModel:
 
 
 def under(loaded: LoadedModel, sentence: str, budget: int = BUDGET) -> Engine:
-    engine = Engine(loaded, sentence, str(budget), None if "whole()" in sentence else BLOCK)
+    engine = Engine(
+        loaded, policy=sentence, budget=str(budget), block=None if "whole()" in sentence else BLOCK
+    )
     engine.runtime = replace(engine.runtime, embedder=lambda name: TopicEmbedder())
     return engine
 
@@ -188,7 +190,7 @@ def test_an_interrupted_plan_at_the_end_of_a_turn_is_made_up_for(
 
 
 def test_a_full_budget_drops_nothing_in_a_chat(small: LoadedModel) -> None:
-    limited, full = Chat(under(small, KEYDIFF, 512)), Chat(Engine(small, "full"))
+    limited, full = Chat(under(small, KEYDIFF, 512)), Chat(Engine(small, policy="full"))
     for text, tokens in TURNS:
         mine, theirs = (chat.say(text, max_new_tokens=tokens) for chat in (limited, full))
         assert mine.ids == theirs.ids
@@ -197,7 +199,7 @@ def test_a_full_budget_drops_nothing_in_a_chat(small: LoadedModel) -> None:
 def test_more_than_the_bound_is_noticed(
     small: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chat = Chat(Engine(small, "full"))
+    chat = Chat(Engine(small, policy="full"))
     with peaks(monkeypatch) as peak:
         chat.say("The car is red. " * 3, max_new_tokens=80)
     cache = chat.memory.caches.activate(0)

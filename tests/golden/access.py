@@ -103,7 +103,7 @@ def last_logits(
     from server_core import characters
 
     loaded = characters(architecture)
-    engine = Engine(loaded, policy, budget, None if budget is None else BLOCK)
+    engine = Engine(loaded, policy=policy, budget=budget, block=None if budget is None else BLOCK)
     cache = engine.read(text).caches.activate(0)
     ids = tuple(loaded.tokenizer(more, add_special_tokens=False)["input_ids"])
     return loaded.decoder.forward_logits([BatchSegment(cache, ids)], Mode.APPEND, [len(ids) - 1])[

@@ -18,7 +18,7 @@ NAMES = ("laq", "laq_guidance", "dapq", "whole() > positions_first() > uniform()
 @pytest.fixture(scope="module")
 def right(seed_model: LoadedModel) -> dict[str, int]:
     """How many of two questions each policy answers at a quarter of the context."""
-    full = Engine(seed_model, "full")
+    full = Engine(seed_model, policy="full")
     log = lifelog_conversation(0, 500, lambda text: len(full.tokenizer.encode(text)), 2)
     return {name: _right(full.under(name, "25%"), log) for name in NAMES} | {
         "full": sum(one.exact for one in score_answers(full, full.read(log), log.questions))
@@ -45,7 +45,7 @@ def test_pseudo_tokens_behind_the_question_find_what_it_needs(right: dict[str, i
 
 @pytest.mark.parametrize("name", ["laq", "dapq"])
 def test_a_question_that_is_not_known_is_asked_for(seed_model: LoadedModel, name: str) -> None:
-    engine = Engine(seed_model, name, "25%")
+    engine = Engine(seed_model, policy=name, budget="25%")
     log = lifelog_conversation(0, 300, lambda text: len(engine.tokenizer.encode(text)), 1)
     with pytest.raises(UsageError, match="needs the question before prefill"):
         engine.read(log)

@@ -64,7 +64,7 @@ def talked(served: Served, name: str, history: list[ChatMessage], said: list[str
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_of_a_chat(deep: LoadedModel, kind: str) -> None:
     served = serving(deep, kind, device=None)
-    engine = Engine(deep, KINDS[kind], str(TOKENS))
+    engine = Engine(deep, policy=KINDS[kind], budget=str(TOKENS))
     engine.runtime = served.core.engine.runtime
     messages = tuple(Message(turn.role, turn.text) for turn in HISTORY)
     chat = Chat(engine, history=Conversation("x", messages))

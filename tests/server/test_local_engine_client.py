@@ -48,7 +48,7 @@ class Waiting:
 
 @pytest.fixture
 def hub(small: LoadedModel) -> Iterator[LocalEngineClient]:
-    served = LocalEngineClient(Engine(small, "full"), ByteBudgets({Tier.DEVICE: 2_000_000}))
+    served = LocalEngineClient(Engine(small, policy="full"), ByteBudgets({Tier.DEVICE: 2_000_000}))
     yield served
     served.close()
 
@@ -88,7 +88,8 @@ def test_a_pin_that_is_not_written_is_none(
     store = Store(str(tmp_path / "blobs"), tmp_path / "home")
     with closing(
         LocalEngineClient(
-            Engine(small, "full"), persistence=StoreSessionPersistence(store, small.decoder.spec)
+            Engine(small, policy="full"),
+            persistence=StoreSessionPersistence(store, small.decoder.spec),
         )
     ) as hub:
         ask(hub, told(1), "x")[0].wait()
@@ -244,7 +245,7 @@ def test_a_session_is_not_taken_apart_on_the_thread_that_answers(
                 Store(str(tmp_path / "blobs"), tmp_path / "home"), small.decoder.spec
             )
         )
-        hub = LocalEngineClient(Engine(small, "full"), persistence=keepers[-1])
+        hub = LocalEngineClient(Engine(small, policy="full"), persistence=keepers[-1])
         if len(keepers) == 1:
             ask(hub, told(1), "x")[0].wait()
         else:

@@ -36,12 +36,12 @@ def sliding() -> LoadedModel:
 
 
 def test_sliding_windows_are_told_with_the_model(sliding: LoadedModel) -> None:
-    [clause] = Engine(sliding, BLOCKS, "64").beyond_budget
+    [clause] = Engine(sliding, policy=BLOCKS, budget="64").beyond_budget
     assert "of 4 layers hold sliding windows" in clause
 
 
 @pytest.mark.parametrize("sentence", ["full", BLOCKS, "whole() > snapkv() > uniform()"])
 def test_a_model_whose_layers_all_slide_says_that_policies_change_nothing(sentence: str) -> None:
     sliding = characters("gemma3", layers=1)  # its full layers come later
-    [clause] = Engine(sliding, sentence).beyond_budget
+    [clause] = Engine(sliding, policy=sentence).beyond_budget
     assert clause == "all 1 layers slide: policy and budget change nothing here"

@@ -136,7 +136,7 @@ def open_engine(options: ModelOptions) -> Engine:
         loaded = load(
             options.model, options.device, options.dtype, options.adapter, options.adapter_mode
         )
-    engine = Engine(loaded, policy, options.budget, options.block)
+    engine = Engine(loaded, policy=policy, budget=options.budget, block=options.block)
     resume_collection()
     if engine.beyond_budget:
         progress_console().print(beyond_budget_line(engine.beyond_budget), soft_wrap=True)

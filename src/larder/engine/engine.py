@@ -7,12 +7,15 @@ from functools import cached_property, lru_cache
 from typing import Any, overload
 
 import torch
+from torch import nn
 
 from larder.core.arguments import check_count, check_type
+from larder.core.errors import BadParameter
 from larder.core.observation import Calibration, Prompts
 from larder.engine.answer import Answer, AnswerGenerator, check_prompt_fits
 from larder.engine.sampler import SamplingParams
 from larder.models.calibration import calibrate
+from larder.models.in_memory import wrap_in_memory
 from larder.models.loader import SEED, LoadedModel, load
 from larder.prefill.base import Progress, no_progress, run_steps
 from larder.session.capacity import beyond_budget, budget_tokens
@@ -29,6 +32,8 @@ from larder.session.prefill import (
 )
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
+DEFAULT_POLICY = "epicache_pooled"
+
 
 def discard_text(text: str) -> None:
     """`on_text` callback that ignores the text."""
@@ -36,12 +41,16 @@ def discard_text(text: str) -> None:
 
 
 class Engine:
-    """Loaded model under a policy: prefills conversations and answers questions about them.
+    """Model under a policy: reads conversations and answers questions about them.
 
-    Not thread-safe. Memories of one engine may be asked in any order.
+    Not thread-safe. Memories of one engine may be asked in any order. Several engines may share a
+    model.
 
     Args:
-        loaded: a model with its tokenizer, from `larder.models.loader.load`.
+        model: a causal language model of transformers in eval mode, also quantized, or a peft model
+            around one. Its weights are not copied, and its own `generate` and `forward` stay what
+            they were. Or a `LoadedModel` from `larder.models.loader.load`.
+        tokenizer: the fast tokenizer of `model`; None for a `LoadedModel`, which has its own.
         policy: name of a preset, spelling of parts, or a `Policy`.
         budget: budget of each cache (episodes have one cache each): 512 (tokens per kv head,
             averaged over layers), `"20%"`, `"1/5"` or 0.2 of the context, `"64MiB"`; None takes
@@ -50,21 +59,29 @@ class Engine:
             of 512 and the budget.
 
     Raises:
+        BadParameter: the tokenizer is missing or has the vocabulary of another model.
+        ModelError: the model is not a decoder, or uses a feature that Larder does not support.
         LarderError: the policy does not parse, or an argument has a wrong type or is not a size.
+
+    Example:
+        >>> engine = Engine(model, tokenizer, policy="kvzip", budget="25%")
+        >>> memory = engine.read("A long text.")
+        >>> engine.ask(memory, "What does it say?").text
     """
 
     def __init__(
         self,
-        loaded: LoadedModel,
-        policy: str | Policy = "epicache_pooled",
+        model: nn.Module | LoadedModel,
+        tokenizer: Any = None,
+        *,
+        policy: str | Policy = DEFAULT_POLICY,
         budget: str | int | float | None = None,
         block: int | None = None,
     ) -> None:
-        check_type("loaded", loaded, LoadedModel, "a model from larder.models.loader.load")
-        self.loaded = loaded
         self.policy = _parse_policy(policy)
         self.sizes = SizeOptions(budget, block)
-        self.tokenizer = TokenizerAdapter(loaded.tokenizer)
+        self.loaded = _loaded_model(model, tokenizer)
+        self.tokenizer = TokenizerAdapter(self.loaded.tokenizer)
         self._embedder = lru_cache(maxsize=None)(self._load_embedder)
         self._measured = lru_cache(maxsize=None)(self._calibrate)
 
@@ -73,7 +90,7 @@ class Engine:
         cls,
         model: str = SEED,
         *,
-        policy: str | Policy = "epicache_pooled",
+        policy: str | Policy = DEFAULT_POLICY,
         budget: str | int | float | None = None,
         block: int | None = None,
         device: str = "cpu",
@@ -96,7 +113,7 @@ class Engine:
         chosen = _parse_policy(policy)
         SizeOptions(budget, block)  # validated before a model is loaded
         loaded = load(model, device, dtype, adapter, adapter_mode)
-        return cls(loaded, chosen, budget, block)
+        return cls(loaded, policy=chosen, budget=budget, block=block)
 
     def under(
         self,
@@ -105,7 +122,7 @@ class Engine:
         block: int | None = None,
     ) -> Engine:
         """Engine with the same model and loaded embedders under another policy."""
-        engine = Engine(self.loaded, policy, budget, block)
+        engine = Engine(self.loaded, policy=policy, budget=budget, block=block)
         engine._embedder = self._embedder
         return engine
 
@@ -266,6 +283,20 @@ class Engine:
 
     def _calibrate(self, names: frozenset[str]) -> Calibration:
         return calibrate(self.loaded.decoder, self.tokenizer.encode, names)
+
+
+def _loaded_model(model: nn.Module | LoadedModel, tokenizer: Any) -> LoadedModel:
+    """Model with its tokenizer, verified unless it is loaded already."""
+    if not isinstance(model, LoadedModel):
+        expected = "a model of transformers, or what larder.models.loader.load returned"
+        check_type("model", model, nn.Module, f"{expected} (Engine.load takes names)")
+        return wrap_in_memory(model, tokenizer)
+    if tokenizer is not None:
+        raise BadParameter(
+            "A loaded model has its tokenizer: leave tokenizer out, and give a policy by keyword, "
+            "as in Engine(loaded, policy='full')."
+        )
+    return model
 
 
 def _parse_policy(policy: str | Policy) -> Policy:

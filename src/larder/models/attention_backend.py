@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -188,11 +189,41 @@ class PrivateConfigs:
             if isinstance(value, PretrainedConfig)
         ]
         # One deepcopy of all: parts that shared a configuration, or a piece of one, still share it.
-        copies = copy.deepcopy([config for _, _, config in self._former])
-        for (part, name, _), own in zip(self._former, copies, strict=True):
+        self._copies = copy.deepcopy([config for _, _, config in self._former])
+        self.install()
+
+    def install(self) -> None:
+        """Put the private copies in place."""
+        for (part, name, _), own in zip(self._former, self._copies, strict=True):
             vars(part)[name] = own
 
     def restore(self) -> None:
         """Put the original configurations back."""
         for part, name, former in self._former:
             vars(part)[name] = former
+
+
+class AttentionPerCall:
+    """Context manager that installs private configurations for one call of a model. Reentrant.
+
+    Args:
+        configs: configurations with Larder's attention.
+    """
+
+    def __init__(self, configs: PrivateConfigs) -> None:
+        self._configs, self._depth = configs, 0
+
+    def __enter__(self) -> None:
+        if not self._depth:
+            self._configs.install()
+        self._depth += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._configs.restore()

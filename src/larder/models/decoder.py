@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType, TracebackType
@@ -17,7 +18,7 @@ from larder.core.errors import InputError, ModelError
 from larder.core.spec import ModelSpec
 from larder.core.types import AppendKind, Mode
 from larder.models import attention_backend
-from larder.models.attention_backend import LayerAttention, PrivateConfigs
+from larder.models.attention_backend import AttentionPerCall, LayerAttention, PrivateConfigs
 from larder.models.forward_batch import BatchSegment, ForwardBatch, Observer
 from larder.models.introspection import (
     SURVEY_TOKENS,
@@ -45,7 +46,8 @@ class Decoder:
 
     While a decoder holds the module, the attention implementation is Larder's, set in a private
     copy of the configuration: other modules that share the original are not affected. `release`,
-    or leaving the `with` block, restores it. Nothing else of the model changes. Not thread-safe.
+    or leaving the `with` block, restores it. After `share` the module has its own attention
+    whenever no call of the decoder runs. Nothing else of the model changes. Not thread-safe.
 
     Args:
         module: a `PreTrainedModel` with a language-model head, in eval mode.
@@ -64,6 +66,7 @@ class Decoder:
                 "its release() first."
             )
         self._configs = PrivateConfigs(module)
+        self._attention: AbstractContextManager[None] = nullcontext()
         try:
             _switch_attention(module, attention_backend.NAME)
             self.spec = self._survey()
@@ -164,15 +167,21 @@ class Decoder:
     def forward_uncached(self, ids: Sequence[int], attention: LayerAttention) -> None:
         """Pass a text through all layers with another attention, and without a cache."""
         device = self.embedding_table().device
-        self.body(
-            input_ids=torch.tensor([ids], device=device),
-            position_ids=torch.arange(len(ids), device=device)[None],
-            use_cache=False,
-            larder=attention,
-        )
+        with self._attention:
+            self.body(
+                input_ids=torch.tensor([ids], device=device),
+                position_ids=torch.arange(len(ids), device=device)[None],
+                use_cache=False,
+                larder=attention,
+            )
 
     def release(self) -> None:
         """Restore the model's own attention implementation."""
+        self._configs.restore()
+
+    def share(self) -> None:
+        """Restore the model's own attention, except during calls of this decoder."""
+        self._attention = AttentionPerCall(self._configs)
         self._configs.restore()
 
     def __enter__(self) -> Decoder:
@@ -189,7 +198,8 @@ class Decoder:
     @cached_property
     def recompute(self) -> KVRecompute:
         """Recomputation of keys and values with this model."""
-        return KVRecompute(self.body, self.spec, self.read)
+        with self._attention:
+            return KVRecompute(self.body, self.spec, self.read, self._attention)
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -270,7 +280,7 @@ class Decoder:
             prefetch = LayerPrefetch(modules, appended, batch)
             kept = _kept_inputs(appended)
             capture = ActivationHooks(modules, batch, {**inputs, **kept})
-            with hooks.installed(), prefetch, capture:
+            with self._attention, hooks.installed(), prefetch, capture:
                 out = module(
                     input_ids=given,
                     position_ids=batch.positions(),

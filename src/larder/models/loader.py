@@ -144,7 +144,7 @@ def seed_tokenizer() -> Any:
 
 
 def wrap_model(module: Any) -> Decoder:
-    """Verified decoder around a model in memory.
+    """Verified decoder around a module, which it holds until `release`.
 
     Raises:
         ModelError: the model uses an unsupported feature; it is left unchanged.

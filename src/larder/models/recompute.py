@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -50,13 +50,20 @@ class KVRecompute:
         body: model of transformers without its head.
         spec: specification of the decoder's caches.
         read: reads segments through that model.
+        attention: context in which the model has Larder's attention.
 
     Raises:
         ModelError: a layer's keys or values do not follow from what enters it and positions alone.
     """
 
-    def __init__(self, body: Any, spec: ModelSpec, read: SegmentReader) -> None:
-        self.spec = spec
+    def __init__(
+        self,
+        body: Any,
+        spec: ModelSpec,
+        read: SegmentReader,
+        attention: AbstractContextManager[None],
+    ) -> None:
+        self.spec, self._attention = spec, attention
         self._body, self._read = body, read
         self._stack = LayerStack(body, len(spec.layers))
         self._probed = self._stack.with_visits(
@@ -88,9 +95,13 @@ class KVRecompute:
         """
         probe = _KVProbe(residuals)
         like = next(iter(residuals.values()))
-        self._probed(
-            inputs_embeds=like[None], position_ids=positions[None], use_cache=False, larder=probe
-        )
+        with self._attention:
+            self._probed(
+                inputs_embeds=like[None],
+                position_ids=positions[None],
+                use_cache=False,
+                larder=probe,
+            )
         return probe.found
 
     @torch.no_grad()
@@ -115,10 +126,11 @@ class KVRecompute:
                 f"Layers from {depth} on must be recomputed from the first token, but the cache "
                 "already has entries there: give an empty one."
             )
-        model = self._stack.with_visits({index: _skip_layer for index in range(depth)})
         try:
-            for part in residuals.split(block):
-                self._run_on(model, part, cache)
+            with self._attention:
+                model = self._stack.with_visits({index: _skip_layer for index in range(depth)})
+                for part in residuals.split(block):
+                    self._run_on(model, part, cache)
         except BaseException:
             cache.invalidate()
             raise

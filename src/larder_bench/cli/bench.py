@@ -254,7 +254,7 @@ def _study_run(study: Study, options: BenchOptions) -> StudyRunner:
         from larder_bench.random_models import open_model
 
         with progress_bar(f"Loading {model}"):
-            engine = Engine(open_model(model, options.device, options.dtype), "full")
+            engine = Engine(open_model(model, options.device, options.dtype), policy="full")
         template = engine.tokenizer.tokenizer.chat_template
         wording = (
             Wording(study.wording) if study.wording else Wording.of_model(model, bool(template))

@@ -87,7 +87,7 @@ class Near(ReplicaSet):
 def _hub(loaded: LoadedModel, store: Store) -> Iterator[EngineClient]:
     locks = LeasedSessionLocks(store, SessionLeases(store.parts))
     persistence = StoreSessionPersistence(store, loaded.decoder.spec, locks)
-    hub = LocalEngineClient(Engine(loaded, "full"), persistence=persistence)
+    hub = LocalEngineClient(Engine(loaded, policy="full"), persistence=persistence)
     try:
         yield hub
     finally:

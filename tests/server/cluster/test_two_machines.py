@@ -192,7 +192,7 @@ def _all_at_once(talks: list[Talk], machines: Machines) -> None:
 
 def _alone(talk: Talk, loaded: LoadedModel) -> list[Any]:
     """The same conversation with one server that nothing happens to."""
-    hub = LocalEngineClient(Engine(loaded, "full"))
+    hub = LocalEngineClient(Engine(loaded, policy="full"))
     with listening(create_app(hub, LoopbackAuth(), Archive(), HttpSettings())) as url:
         with OpenAI(api_key="-", base_url=f"{url}/v1", max_retries=0) as client:
             other = Talk(client, talk.name)

@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from larder import Engine, Policy
+from larder import Engine
 from larder.models.loader import LoadedModel
 from larder.server.http.app import create_app
 from larder.server.http.app_state import HttpSettings
@@ -24,9 +24,7 @@ SAID = ("My cat is called Mira.", "My dog is called Rex.", "What is my cat calle
 
 @pytest.fixture(scope="module")
 def url(seed_model: LoadedModel) -> Iterator[str]:
-    hub = LocalEngineClient(
-        Engine(seed_model, Policy.parse("full")), ByteBudgets({Tier.DEVICE: 8 << 20})
-    )
+    hub = LocalEngineClient(Engine(seed_model, policy="full"), ByteBudgets({Tier.DEVICE: 8 << 20}))
     app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=8))
     with listening(app) as found:
         yield found

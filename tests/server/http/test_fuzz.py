@@ -52,7 +52,7 @@ def test_every_endpoint_stands_much_that_is_made_up(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_stands_behind_every_endpoint(mode: str, small: LoadedModel) -> None:
     budgets = ByteBudgets({Tier.DEVICE: 300_000, Tier.HOST: 600_000})
-    hub = LocalEngineClient(Engine(small, "full"), budgets)
+    hub = LocalEngineClient(Engine(small, policy="full"), budgets)
     try:
         assert attempts(app(hub), mode, 40, is_same=False) > 400
         stats = hub.stats()

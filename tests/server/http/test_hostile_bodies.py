@@ -43,7 +43,7 @@ def modelled(small: LoadedModel) -> Iterator[str]:
     """A server over a model; its address. As `larder serve` does, it has the garbage collector
     pass over what was loaded before."""
     hub = LocalEngineClient(
-        Engine(small, "full"), ByteBudgets({Tier.DEVICE: 1 << 24, Tier.HOST: 1 << 24})
+        Engine(small, policy="full"), ByteBudgets({Tier.DEVICE: 1 << 24, Tier.HOST: 1 << 24})
     )
     gc.collect()
     gc.freeze()

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from larder import Engine, Policy
+from larder import Engine
 from larder.models.loader import LoadedModel
 from larder.server.http import middleware
 from larder.server.http.app import create_app
@@ -86,7 +86,7 @@ def test_a_browser_shows_what_is_kept(tmp_path: Path) -> None:
 def test_one_talks_to_a_model_and_sees_what_it_keeps(
     tmp_path: Path, seed_model: LoadedModel
 ) -> None:
-    engine = Engine(seed_model, Policy.parse("keydiff"), "96")
+    engine = Engine(seed_model, policy="keydiff", budget="96")
     hub = LocalEngineClient(engine, ByteBudgets({Tier.DEVICE: 8 << 20}))
     app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=8))
     with listening(app) as url, browser(tmp_path) as page:

@@ -41,7 +41,7 @@ def loaded() -> LoadedModel:
 @contextmanager
 def serving(folder: Path, loaded: LoadedModel) -> Iterator[httpx2.Client]:
     """A server over what earlier ones have left in a folder."""
-    hub = LocalEngineClient(Engine(loaded, "full"), persistence=keeper_in(folder, loaded))
+    hub = LocalEngineClient(Engine(loaded, policy="full"), persistence=keeper_in(folder, loaded))
     archive = Archive(folder / "archive.sqlite")
     app = create_app(hub, LoopbackAuth(), archive, HttpSettings(max_new_tokens=4))
     own: dict[str, Any] = {"headers": {"connection": "close"}, "timeout": 20}

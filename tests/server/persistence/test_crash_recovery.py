@@ -51,7 +51,9 @@ def serve(loaded: LoadedModel, folder: Path, durability: Durability, port: Conne
     store = store_in(folder)
     persistence = StoreSessionPersistence(store, loaded.decoder.spec)
     disk = StoreDiskTier(persistence, ModelSnapshots(store, loaded), durability)
-    hub = LocalEngineClient(Engine(loaded, "full"), BUDGETS, persistence=persistence, disk=disk)
+    hub = LocalEngineClient(
+        Engine(loaded, policy="full"), BUDGETS, persistence=persistence, disk=disk
+    )
     app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=NEW_TOKENS))
     with socket.create_server(("127.0.0.1", 0)) as bound:
         port.send(bound.getsockname()[1])

@@ -150,7 +150,7 @@ def test_1_a_conversation_goes_on_from_what_the_archive_has(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     persistence = keeper_in(tmp_path, small)
-    hub = LocalEngineClient(Engine(small, "full"), persistence=persistence)
+    hub = LocalEngineClient(Engine(small, policy="full"), persistence=persistence)
     app = create_app(
         hub, LoopbackAuth(), Archive(tmp_path / "archive.sqlite"), HttpSettings(max_new_tokens=4)
     )
@@ -161,7 +161,7 @@ def test_1_a_conversation_goes_on_from_what_the_archive_has(
     record = persistence._store.sessions.head("local", name)
     assert record is not None
     damage(tmp_path, record, "transcript")
-    hub = LocalEngineClient(Engine(small, "full"), persistence=keeper_in(tmp_path, small))
+    hub = LocalEngineClient(Engine(small, policy="full"), persistence=keeper_in(tmp_path, small))
     app = create_app(
         hub, LoopbackAuth(), Archive(tmp_path / "archive.sqlite"), HttpSettings(max_new_tokens=4)
     )

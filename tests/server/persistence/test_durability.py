@@ -144,7 +144,7 @@ def serving(
     disk = Disk(folder)
     stored = Stored(loaded, folder, durability, place=disk.place)
     hub = LocalEngineClient(
-        Engine(loaded, "full"), persistence=stored.persistence, disk=stored.disk
+        Engine(loaded, policy="full"), persistence=stored.persistence, disk=stored.disk
     )
     app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=4))
     with listening(app) as url, httpx2.Client(base_url=url, timeout=20) as client:

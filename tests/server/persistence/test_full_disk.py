@@ -76,7 +76,7 @@ def chats(
     one that is refused."""
     stored = Stored(loaded, folder, durability, place=place)
     hub = LocalEngineClient(
-        Engine(loaded, "full"), persistence=stored.persistence, disk=stored.disk
+        Engine(loaded, policy="full"), persistence=stored.persistence, disk=stored.disk
     )
     for number in range(CHATS):
         name, client = f"n{number}", Waiting()

@@ -30,7 +30,7 @@ def talk(served: Stored | Served, session: str = "x", number: int = 1) -> list[C
 
 def hub_over(loaded: LoadedModel, stored: Stored) -> LocalEngineClient:
     return LocalEngineClient(
-        Engine(loaded, "full"), persistence=stored.persistence, disk=stored.disk
+        Engine(loaded, policy="full"), persistence=stored.persistence, disk=stored.disk
     )
 
 

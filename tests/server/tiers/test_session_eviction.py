@@ -53,7 +53,7 @@ def ask(hub: LocalEngineClient, name: str, tenant: str, steps: Mapping[str, int]
 
 
 def test_steps_of_others_are_told_by_name_and_within_a_tenant(small: LoadedModel) -> None:
-    with closing(LocalEngineClient(Engine(small, "full"), eviction="kvflow")) as hub:
+    with closing(LocalEngineClient(Engine(small, policy="full"), eviction="kvflow")) as hub:
         for tenant in "ab":
             ask(hub, "planner", tenant, {"": 2})
         ask(hub, "critic", "a", {"planner": 7, "critic": 3, "nobody": 1})
