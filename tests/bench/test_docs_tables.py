@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from larder.core.errors import InputError
-from larder_bench.reports.docs_tables import TableMark, by_budget, by_paper, by_task, replace_tables
+from larder_bench.reports.docs_tables import (
+    TableMark,
+    by_budget,
+    by_difference,
+    by_paper,
+    by_task,
+    replace_tables,
+)
 from larder_bench.studies.study import CHECKOUT, read_study
 from result_rows import CELLS, cell, write_rows
 
@@ -29,6 +36,16 @@ def test_a_column_per_task_has_all_budgets_in_a_cell() -> None:
     assert told == "In each cell: 1/4, 1/8."
     assert head == "| policy | needles, 1,000 | needles, 2,000 |"
     assert first == "| snapkv | 0.50 0.50 | 0.50 |"
+
+
+def test_differences_are_paired_and_signed() -> None:
+    head, _, first, second = by_difference(CELLS, "", ["snapkv/h2o", "snapkv/full"])
+    assert head == "| difference | 1/4 |"
+    assert first.startswith("| snapkv less h2o | +") and second.startswith(
+        "| snapkv less full | -0.50"
+    )
+    with pytest.raises(InputError, match="is not FIRST/SECOND"):
+        by_difference(CELLS, "", ["snapkv/gone"])
 
 
 def test_tasks_that_differ_in_parameters_alone_have_them_in_their_heads() -> None:

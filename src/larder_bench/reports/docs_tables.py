@@ -9,7 +9,8 @@ fills the space between the marks of a page. A mark names the study, and the lay
 
 `by=budget` has a column per budget, over all tasks together, with intervals; `by=task` a column per
 task and length, with the means at all budgets in each cell; `by=paper` has the values that the
-paper reports next to the measured ones, and the differences. `scale=` is a score of
+paper reports next to the measured ones, and the differences; `by=difference pairs=a/b` has the
+paired difference of a less b, with its interval over the texts. `scale=` is a score of
 `larder_bench.results.tables` (by default the first that the rows have) or one of its times, in
 milliseconds. `policies=a,b` selects policies, `tasks=a,b` tasks, by the start of their spellings.
 Neither torch nor a model is loaded here.
@@ -26,6 +27,7 @@ from pathlib import Path
 
 from larder.core.errors import InputError
 from larder.core.spelling import parse
+from larder.evaluation.bootstrap import Interval
 from larder_bench.reports.paper_comparison import compare_with_paper
 from larder_bench.reports.paper_comparison import comparison_table as beside_ours
 from larder_bench.reports.study_index import RESULTS, study_command, wall_seconds
@@ -37,10 +39,19 @@ from larder_bench.results.tables import SCALES, TIMES, ScoreScale, ScoreTable, c
 from larder_bench.studies.study import read_study
 
 MARKED = re.compile(r"(<!-- table: (?!end)(.*?) -->\n)(?:.*?\n)??(<!-- table: end -->)", re.DOTALL)
-OPTIONS = {"study": "", "by": "budget", "scale": "", "matched": "", "policies": "", "tasks": ""}
+OPTIONS = {
+    "study": "",
+    "by": "budget",
+    "scale": "",
+    "matched": "",
+    "policies": "",
+    "tasks": "",
+    "pairs": "",
+}
 LESS_IS_BETTER = frozenset({"kl", *TIMES})
 FULL = "full"
 PAPER = "paper"
+DIFFERENCE = "difference"
 BAR = r"\|"  # inside a cell
 
 
@@ -55,6 +66,7 @@ class TableMark:
         matched: `bytes`, `tokens` or `total`; empty for the first one of the study.
         policies: names of policies; empty for all.
         tasks: starts of task spellings; empty for all.
+        pairs: names of two policies with a stroke between, for `by=difference`.
     """
 
     study: str
@@ -63,6 +75,7 @@ class TableMark:
     matched: str = ""
     policies: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
+    pairs: tuple[str, ...] = ()
 
     @staticmethod
     def parse(text: str) -> TableMark:
@@ -76,9 +89,9 @@ class TableMark:
         if unknown := sorted(set(options) - set(OPTIONS)):
             raise InputError(f"A table has no option {unknown[0]!r}: take one of {list(OPTIONS)}.")
         options = OPTIONS | options
-        if not options["study"] or options["by"] not in (*TABLES, PAPER):
+        if not options["study"] or options["by"] not in (*TABLES, PAPER, DIFFERENCE):
             raise InputError(
-                f"A table needs study=NAME, and by=budget, task or paper, not {text!r}."
+                f"A table needs study=NAME, and by=budget, task, paper or difference, not {text!r}."
             )
         return TableMark(
             study=options["study"],
@@ -87,6 +100,7 @@ class TableMark:
             matched=options["matched"],
             policies=_split_names(options["policies"]),
             tasks=_split_names(options["tasks"]),
+            pairs=_split_names(options["pairs"]),
         )
 
     def rows(self, results: Results) -> list[Row]:
@@ -122,6 +136,8 @@ def _table(mark: str, folder: Path) -> str:
     rows = options.rows(results)
     if options.by == PAPER:
         lines = by_paper(rows, results.papers)
+    elif options.by == DIFFERENCE:
+        lines = by_difference(rows, options.scale, options.pairs)
     else:
         lines = TABLES[options.by](rows, options.scale)
     counts = ScoreTable([cell_scores(row) for row in rows]).count_label().removesuffix(".")
@@ -181,6 +197,31 @@ def by_paper(rows: Sequence[Row], papers: Sequence[Row]) -> list[str]:
     differs = "; ".join(paper.differs)
     heading = [f"The paper: {paper.setup}", "", f"Here: {differs}." if differs else ""]
     return [*heading, "", *(table if lines else ())]
+
+
+def by_difference(rows: Sequence[Row], key: str, pairs: Sequence[str]) -> list[str]:
+    """Table with a line per pair of policies: the paired difference and its interval by budget.
+
+    Raises:
+        InputError: a pair is not two names of the rows.
+    """
+    table = ScoreTable([cell_scores(row) for row in rows])
+    scale, budgets = _scale(table, key), _budgets(table)
+    lines = [_line("difference", *budgets), _line(*["---"] * (1 + len(budgets)))]
+    for pair in pairs:
+        first, _, second = pair.partition("/")
+        if not {first, second} <= set(table.names):
+            raise InputError(f"{pair!r} is not FIRST/SECOND, two policies of the rows.")
+        found = [table.difference(scale, first, second, budget) for budget in budgets]
+        lines.append(_line(f"{first} less {second}", *[_signed(one, scale) for one in found]))
+    return lines
+
+
+def _signed(interval: Interval | None, scale: ScoreScale) -> str:
+    if interval is None:
+        return ""
+    mean, low, high = (x + 0.0 for x in (interval.mean, interval.low, interval.high))
+    return f"{mean:+.{scale.digits}f} [{low:+.{scale.digits}f} {high:+.{scale.digits}f}]"
 
 
 def _with_short_names(cell: str, names: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from larder.evaluation.bootstrap import Bootstrap, Interval, drop_unpaired, questions_as_clusters
-from larder_bench.results.budget_labels import sort_budgets
+from larder_bench.results.budget_labels import WHOLE, sort_budgets
 from larder_bench.results.rows import Row
 
 
@@ -216,8 +216,13 @@ class ScoreTable:
     def difference(
         self, scale: ScoreScale, first: str, second: str, budget: str
     ) -> Interval | None:
-        """Paired difference, first less second, on items that both scored; None without any."""
-        minuends, subtrahends = self._items(first, budget), self._items(second, budget)
+        """Paired difference, first less second, on items that both scored; None without any.
+
+        A policy without cells at the budget, such as the full cache, stands with its whole cache.
+        """
+        minuends, subtrahends = (
+            self._items(name, budget) or self._items(name, WHOLE) for name in (first, second)
+        )
         pairs = [
             drop_unpaired(
                 [item.get(scale.key) for item in minuends[source]],
