@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from larder.models.tiny import tiny
+from server_core import characters
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
@@ -32,9 +35,13 @@ def test_an_example_asks_for_what_was_said() -> None:
 def test_the_readme_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its ten lines, from the root of the repository, where its commands run too."""
+    """Its Python, from the root of the repository, where its commands run too."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    [code] = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    first, *others = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     monkeypatch.chdir(ROOT)
-    exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+    exec(compile(first, "README.md", "exec"), names := {"__name__": "__main__"})
     assert "Biscuit" in capsys.readouterr().out
+    names |= {"model": tiny("llama"), "tokenizer": characters().tokenizer}
+    for code in others:
+        exec(compile(code, "README.md", "exec"), names)
+        assert capsys.readouterr().out.strip()

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from larder.core.errors import LarderError
     from larder.engine.answer import Answer
     from larder.engine.chat import Chat
+    from larder.engine.completion import Completion
     from larder.engine.engine import Engine
     from larder.session.files import read_conversation
     from larder.session.policy import Policy
@@ -22,6 +23,7 @@ _PUBLIC = {
     "Engine": "larder.engine.engine",
     "Answer": "larder.engine.answer",
     "Chat": "larder.engine.chat",
+    "Completion": "larder.engine.completion",
     "Conversation": "larder.core.conversation",
     "Message": "larder.core.conversation",
     "Question": "larder.core.conversation",
@@ -33,6 +35,7 @@ _PUBLIC = {
 __all__ = [
     "Answer",
     "Chat",
+    "Completion",
     "Conversation",
     "Engine",
     "LarderError",

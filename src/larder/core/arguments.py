@@ -34,6 +34,16 @@ def check_count(name: str, value: object, least: int = 1) -> None:
         raise BadParameter(f"{name} must be at least {least}, got {value}.")
 
 
+def check_number(name: str, value: object) -> None:
+    """Check that an argument is a number, whole or not.
+
+    Raises:
+        BadParameter: `value` is not a number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise BadParameter(f"{name} must be a number, got {_describe(value)}.")
+
+
 def _describe(value: object) -> str:
     """Type name of a value, with its repr where that is short."""
     text = repr(value)

@@ -57,7 +57,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Completion:
+class GeneratedText:
     """Generated text with its token ids and costs.
 
     Args:
@@ -120,7 +120,7 @@ class AnswerGenerator:
         stop: Sequence[str],
         on_text: Callable[[str], None],
         tend: ObserverFactory = no_observer,
-    ) -> Completion:
+    ) -> GeneratedText:
         """Prefill the prompt and generate the answer; the cache keeps both, the caller truncates
         it.
 
@@ -144,7 +144,7 @@ class AnswerGenerator:
         )
         seconds = time.perf_counter() - started
         stream.finish()
-        return Completion(
+        return GeneratedText(
             text=stream.text.strip(),
             ids=tuple(ids),
             seconds=seconds,

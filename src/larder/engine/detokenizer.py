@@ -24,6 +24,8 @@ class IncrementalDetokenizer:
         decode: text of token ids.
         stops: strings that end the answer.
         on_text: receives every part of the text, in order.
+        context: token ids before the answer, whose text is not emitted; it decides the white
+            space at the start of the answer.
     """
 
     def __init__(
@@ -31,15 +33,17 @@ class IncrementalDetokenizer:
         decode: Callable[[Sequence[int]], str],
         stops: Sequence[str],
         on_text: Callable[[str], None],
+        context: Sequence[int] = (),
     ) -> None:
         self._decode = decode
         self._stops = [stop for stop in stops if stop]
         self._longest = max((len(stop) for stop in self._stops), default=0)
         self._on_text = on_text
-        self._ids: list[int] = []
+        self._ids: list[int] = list(context)
         self._settled, self._tail = "", ""
         self._start = 0  # index of the first of the latest tokens
-        self._before = ""  # text of the settled ones among them
+        self._context = decode(self._ids) if context else ""
+        self._before = self._context  # text of the settled ones among them
         self._sent = 0
 
     @property
@@ -73,8 +77,8 @@ class IncrementalDetokenizer:
         if shown.startswith(self._before):
             self._tail = shown[len(self._before) :]
         elif not shown.endswith(REPLACEMENT_CHARACTER):  # else the next token completes it
-            self._start, self._before, self._settled = 0, "", ""
-            self._tail = self._decode(self._ids)
+            self._start, self._before, self._settled = 0, self._context, ""
+            self._tail = self._decode(self._ids).removeprefix(self._context)
 
     def _settle(self) -> None:
         """Settle the text so far, if the last tokens alone end in a complete character, too."""

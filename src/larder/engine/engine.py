@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, overload
 
@@ -13,10 +13,11 @@ from larder.core.arguments import check_count, check_type
 from larder.core.errors import BadParameter
 from larder.core.observation import Calibration, Prompts
 from larder.engine.answer import Answer, AnswerGenerator, check_prompt_fits
-from larder.engine.sampler import SamplingParams
+from larder.engine.completion import Completion, CompletionOptions, PromptCompleter
+from larder.engine.sampler import SamplingParams, check_keywords
 from larder.models.calibration import calibrate
 from larder.models.in_memory import wrap_in_memory
-from larder.models.loader import SEED, LoadedModel, load
+from larder.models.loader import SEED, DeviceMap, LoadedModel, load
 from larder.prefill.base import Progress, no_progress, run_steps
 from larder.session.capacity import beyond_budget, budget_tokens
 from larder.session.embedders.base import Embedder, load_embedder
@@ -97,22 +98,58 @@ class Engine:
         dtype: str | torch.dtype | None = None,
         adapter: str | None = None,
         adapter_mode: str = "merged",
+        revision: str | None = None,
+        device_map: DeviceMap | None = None,
+        tokenizer: Any = None,
     ) -> Engine:
         """Load a model under a policy; the bundled model is the default.
 
         Args:
-            dtype: `"float32"` or `torch.float32` and the like; `"auto"` for the dtype of the
-                weights.
-            adapter: folder with a LoRA adapter that peft saved.
+            model: `"seed"` for the bundled model, a name that `larder model list` prints, a
+                Hugging Face name such as `"Qwen/Qwen3-0.6B"`, a folder that transformers saved, or
+                a `.gguf` file. A model in memory goes to `Engine(model, tokenizer)`.
+            policy: name of a preset such as `"kvzip"`, a spelling of parts, or a `Policy`;
+                `larder policy list` prints them. `"full"` keeps everything.
+            budget: budget of each cache: 512 (tokens per kv head, averaged over layers), `"20%"`,
+                `"1/5"` or 0.2 of the context, `"64MiB"`; None takes that of the policy, else 20%.
+            block: tokens read between two plans; None takes that of the policy, else the smaller
+                of 512 and the budget.
+            device: torch device of weights and caches, such as `"cpu"` or `"cuda:0"`.
+            dtype: `"float32"`, `"bfloat16"` or `"float16"`, or the torch dtype; `"auto"` for that
+                of the saved weights. None is `"float32"` on a CPU, or `"bfloat16"` where the
+                weights are saved so and the CPU multiplies it in hardware; `"bfloat16"` on other
+                devices; and that of the saved weights with `device_map`.
+            adapter: folder with an adapter of weights that peft saved, such as LoRA.
             adapter_mode: `"merged"` into the weights, or `"live"` beside them.
+            revision: commit, branch or tag of a Hugging Face name; None for its main branch.
+            device_map: placement of the weights by accelerate in place of `device`: `"auto"`, a
+                device, or devices by parts of the model. All weights must end on one device,
+                where the caches lie.
+            tokenizer: a tokenizer of transformers, or the name or folder of one, where the model's
+                own is not to be used.
+
+        Returns:
+            Engine with the verified model: its logits through Larder's attention equal its own.
 
         Raises:
             LarderError: the model cannot be loaded or is not supported, the policy does not parse,
                 or an argument has a wrong type or is not a size.
+
+        Example:
+            >>> engine = Engine.load("smollm2", policy="kvzip", budget="25%", dtype="bfloat16")
         """
         chosen = _parse_policy(policy)
         SizeOptions(budget, block)  # validated before a model is loaded
-        loaded = load(model, device, dtype, adapter, adapter_mode)
+        loaded = load(
+            model,
+            device,
+            dtype,
+            adapter,
+            adapter_mode,
+            revision=revision,
+            device_map=device_map,
+            tokenizer=tokenizer,
+        )
         return cls(loaded, policy=chosen, budget=budget, block=block)
 
     def under(
@@ -215,6 +252,126 @@ class Engine:
             self._answer(memory, one, chosen, max_new_tokens, stop, on_text) for one in question
         ]
 
+    @overload
+    def generate(
+        self,
+        prompts: str,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        progress: Progress = no_progress,
+        **unknown: object,
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[str],
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        progress: Progress = no_progress,
+        **unknown: object,
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        progress: Progress = no_progress,
+        **unknown: object,
+    ) -> Completion | list[Completion]:
+        """Continue one or several prompts, each under the policy with a budget of its own.
+
+        Prompts are read one after the other; the steps of generation run for all together, and
+        each prompt gives what it would give alone. Under the policy `full` the greedy tokens are
+        those of transformers' `generate`. Generated text counts into the budget. Under a policy
+        with episodes the end of a prompt chooses the episode.
+
+        Args:
+            prompts: one text, or a list of texts, as the model shall read them; special tokens are
+                added as by the tokenizer. For a chat template give
+                `tokenizer.apply_chat_template(messages, tokenize=False,
+                add_generation_prompt=True)`, or use `Chat`.
+            max_new_tokens: most tokens to generate for a prompt.
+            temperature: 0 takes the most likely token; otherwise logits are divided by it.
+            top_p: sample among the most likely tokens that together reach this probability.
+            top_k: sample among the k most likely tokens; 0 for all.
+            seed: seed of the sampling, the same for every prompt.
+            stop: string that ends the text, or several; it is not part of the text.
+            progress: receives the number of prompt tokens read and to read.
+
+        Returns:
+            One `Completion` for one prompt; a list, in order, for a list.
+
+        Raises:
+            UnknownName: an unknown keyword; the message names the nearest.
+            BadParameter: a keyword has a wrong type or is out of range.
+            InputError: a prompt has no tokens.
+
+        Example:
+            >>> engine.generate(["One,", "Two,"], temperature=0.7, max_new_tokens=8)[0].text
+        """
+        check_keywords(unknown)
+        sampling = SamplingParams(temperature, top_k, top_p, seed)
+        options = CompletionOptions(sampling, max_new_tokens, stop)
+        types = "a prompt as a string, or a list of prompts"
+        check_type("prompts", prompts, (str, list, tuple), types)
+        several = [prompts] if isinstance(prompts, str) else list(prompts)
+        for prompt in several:
+            check_type("prompts", prompt, str, types)
+        completions = self._completer.complete(several, options, progress)
+        return completions[0] if isinstance(prompts, str) else completions
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        progress: Progress = no_progress,
+        **unknown: object,
+    ) -> Iterator[str]:
+        """Continue a prompt as `generate` does, and yield the text in parts as it is generated.
+
+        The model may be used in other ways between two parts.
+
+        Args:
+            prompt: one text; lists go to `generate`.
+            max_new_tokens, temperature, top_p, top_k, seed, stop, progress: as for `generate`.
+
+        Raises:
+            LarderError: as for `generate`; what reading the prompt raises comes with the first
+                part.
+
+        Example:
+            >>> for text in engine.stream("Once upon a time", temperature=0.7):
+            ...     print(text, end="", flush=True)
+        """
+        check_keywords(unknown)
+        sampling = SamplingParams(temperature, top_k, top_p, seed)
+        options = CompletionOptions(sampling, max_new_tokens, stop)
+        check_type("prompt", prompt, str, "one prompt as a string (generate takes lists)")
+        return self._completer.stream(prompt, options, progress)
+
     @property
     def beyond_budget(self) -> tuple[str, ...]:
         """Exceptions from the budget bound, a clause each; empty where the budget bounds
@@ -231,6 +388,10 @@ class Engine:
     def answer_generator(self) -> AnswerGenerator:
         """Text generation over one cache."""
         return AnswerGenerator(self.loaded.decoder, self.tokenizer, self.stop_ids)
+
+    @property
+    def _completer(self) -> PromptCompleter:
+        return PromptCompleter(self.runtime, self.policy, self.sizes, self.stop_ids)
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:

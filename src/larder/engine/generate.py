@@ -71,7 +71,24 @@ def generate(
     on_token: OnToken = keep_generating,
     tend: ObserverFactory = no_observer,
 ) -> list[list[int]]:
-    """Generate from every cache and its prompt, all sequences packed into one batch per step.
+    """Generate from every cache and its prompt, as `GenerationBatch` does, until all end.
+
+    Args:
+        on_token: receives every token as it is chosen.
+
+    Returns:
+        Generated ids per sequence.
+    """
+    batch = GenerationBatch(decoder, caches, prompts, sampling, limits, tend)
+    while batch.is_running:
+        for number, token in batch.step():
+            if not on_token(number, token):
+                batch.stop(number)
+    return batch.generated
+
+
+class GenerationBatch:
+    """Generation from several caches, all sequences packed into one batch per step.
 
     Each sequence gives what it would give alone. The stop token is not part of the answer. Caches
     keep the prompt and the answer; without a stop token the last token of the answer is not in the
@@ -80,30 +97,59 @@ def generate(
     Args:
         caches: one per sequence; the same cache must not appear twice.
         prompts: token ids to prefill, one tuple per sequence.
-        on_token: receives every token as it is chosen.
         tend: makes the observer of each forward batch, for decode eviction.
-
-    Returns:
-        Generated ids per sequence.
     """
-    sequences = [
-        _RunningSequence(cache, prompt, sampling.generator())
-        for cache, prompt in zip(caches, prompts, strict=True)
-    ]
-    running = dict(enumerate(sequences))
-    while running:
-        logits_of = _step(decoder, running, tend)
-        for number, logits in zip(list(running), logits_of, strict=True):
-            sequence = running[number]
-            token = sampling.sample(logits, sequence.random_generator)
-            if token in limits.stop_ids:
-                del running[number]
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        caches: Sequence[SequenceCache],
+        prompts: Sequence[tuple[int, ...]],
+        sampling: SamplingParams,
+        limits: StoppingCriteria,
+        tend: ObserverFactory = no_observer,
+    ) -> None:
+        self._decoder, self._sampling = decoder, sampling
+        self._limits, self._tend = limits, tend
+        self._sequences = [
+            _RunningSequence(cache, prompt, sampling.generator())
+            for cache, prompt in zip(caches, prompts, strict=True)
+        ]
+        self._running = dict(enumerate(self._sequences))
+
+    @property
+    def is_running(self) -> bool:
+        """True if any sequence continues."""
+        return bool(self._running)
+
+    @property
+    def generated(self) -> list[list[int]]:
+        """Generated ids per sequence so far."""
+        return [sequence.generated for sequence in self._sequences]
+
+    def step(self) -> list[tuple[int, int]]:
+        """Choose the next token of every running sequence.
+
+        Returns:
+            Number of the sequence and its token, for those that did not end with a stop token.
+        """
+        logits_of, chosen = _step(self._decoder, self._running, self._tend), list[tuple[int, int]]()
+        for number, logits in zip(list(self._running), logits_of, strict=True):
+            sequence = self._running[number]
+            token = self._sampling.sample(logits, sequence.random_generator)
+            if token in self._limits.stop_ids:
+                del self._running[number]
                 continue
             sequence.generated.append(token)
             sequence.unread = (token,)
-            if not on_token(number, token) or len(sequence.generated) >= limits.max_new_tokens:
-                del running[number]
-    return [sequence.generated for sequence in sequences]
+            chosen.append((number, token))
+            if len(sequence.generated) >= self._limits.max_new_tokens:
+                del self._running[number]
+        return chosen
+
+    def stop(self, number: int) -> None:
+        """End a sequence; no effect on one that has ended."""
+        self._running.pop(number, None)
 
 
 def _step(

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import check_number, check_type
+from larder.core.errors import BadParameter, UnknownName
+from larder.core.family import unknown_name_message
+
+# Keywords of transformers' generate that have another name here, and what to give instead.
+TRANSFORMERS_KEYWORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "do_sample": "temperature=0 takes the most likely token, and any other samples",
+        "max_length": "give max_new_tokens, which does not count the prompt",
+        "stop_strings": "give stop=[...]",
+        "streamer": "iterate over engine.stream(prompt)",
+        "num_return_sequences": "repeat the call with another seed",
+        "num_beams": "larder.engine samples one sequence per prompt",
+        "past_key_values": "engine.read keeps a context, and engine.ask answers over it",
+    }
+)
+KEYWORDS = ("temperature", "top_p", "top_k", "seed", "max_new_tokens", "stop", "progress")
 
 
 @dataclass(frozen=True)
@@ -33,6 +51,10 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            check_number(name, getattr(self, name))
+        for name in ("top_k", "seed"):
+            check_type(name, getattr(self, name), int, "a whole number")
         if not 0 <= self.temperature < math.inf:
             raise BadParameter(
                 f"temperature must be a finite number, 0 or more, got {self.temperature}."
@@ -60,3 +82,16 @@ class SamplingParams:
         return int(
             ids[torch.multinomial(shares * (before < self.top_p), 1, generator=random_generator)]
         )
+
+
+def check_keywords(unknown: Mapping[str, object]) -> None:
+    """Reject keyword arguments of generation that do not exist.
+
+    Raises:
+        UnknownName: there is one; the message names the nearest, or the way that Larder has.
+    """
+    for name in unknown:
+        message = unknown_name_message("sampling keyword", name, list(KEYWORDS))
+        if name in TRANSFORMERS_KEYWORDS:
+            message = f"No sampling keyword named {name!r}: {TRANSFORMERS_KEYWORDS[name]}."
+        raise UnknownName(message)

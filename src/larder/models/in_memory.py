@@ -7,11 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from larder.core.errors import BadParameter, ModelError
-from larder.models.loader import LoadedModel, wrap_model
-
-TOKENIZER_CALL = "transformers.AutoTokenizer.from_pretrained(NAME)"
-LEAST_COVERAGE = 0.5  # of the embedding rows; models pad them by a few per cent
+from larder.core.errors import ModelError
+from larder.models.loader import LoadedModel, check_device, wrap_model
+from larder.models.tokenizer import check_tokenizer
 
 
 def wrap_in_memory(model: nn.Module, tokenizer: Any) -> LoadedModel:
@@ -35,34 +33,6 @@ def wrap_in_memory(model: nn.Module, tokenizer: Any) -> LoadedModel:
     decoder.share()
     # Not the name of a folder: identities of saved caches come from the weights in memory.
     return LoadedModel(decoder, tokenizer, f"{type(base).__name__} in memory")
-
-
-def check_tokenizer(tokenizer: Any, model: Any) -> None:
-    """Check that a tokenizer fits a model.
-
-    Raises:
-        BadParameter: it is missing, of another type, slow, or has another vocabulary.
-    """
-    from transformers import PreTrainedTokenizerBase
-
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        given = "None" if tokenizer is None else f"a {type(tokenizer).__name__}"
-        raise BadParameter(
-            f"tokenizer must be the tokenizer of the model, got {given}: give "
-            f"{TOKENIZER_CALL}, or the `tokenizer` of a processor."
-        )
-    if not tokenizer.is_fast:
-        raise BadParameter(
-            f"The tokenizer {type(tokenizer).__name__} reports no character offsets, because it is "
-            f"not a fast one: give {TOKENIZER_CALL}."
-        )
-    rows, tokens = int(model.get_input_embeddings().weight.shape[0]), len(tokenizer)
-    if tokens > rows or tokens < LEAST_COVERAGE * rows:
-        raise BadParameter(
-            f"The tokenizer has {tokens} tokens, but the model's embedding has {rows} rows: give "
-            "the tokenizer that came with the model, or call model.resize_token_embeddings(len("
-            "tokenizer)) if tokens were added."
-        )
 
 
 def _without_adapter_wrapper(model: Any) -> Any:
@@ -111,14 +81,4 @@ def _check_decoder(model: Any) -> None:
         )
     if model.training:
         raise ModelError(f"{kind} is in training mode: call model.eval() first.")
-    _check_device(model)
-
-
-def _check_device(model: Any) -> None:
-    """Raise ModelError unless all weights lie on one device."""
-    devices = sorted({str(weight.device) for weight in model.parameters()})
-    if len(devices) > 1 or devices == ["meta"]:
-        raise ModelError(
-            f"The weights of {type(model).__name__} lie on {', '.join(devices)}, but Larder's "
-            "caches lie on one device: load the model with device_map={'': DEVICE}."
-        )
+    check_device(model)

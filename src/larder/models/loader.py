@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -14,11 +16,12 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from larder.core.arguments import check_type
-from larder.core.errors import BadParameter, ModelError
+from larder.core.errors import BadParameter, DependencyError, ModelError
 from larder.models.adapter import AdapterMode, apply_adapter
 from larder.models.decoder import Decoder
 from larder.models.gguf import SUFFIX, convert_gguf
 from larder.models.packaged import PACKAGED_MODELS
+from larder.models.tokenizer import check_tokenizer
 from larder.models.transformers_logging import silence_transformers
 from larder.models.verification import check_rope, reference_logits, verify
 
@@ -44,6 +47,9 @@ LOAD_FAILURES = (
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+# `auto`, a device, or a device by name of a part of the model, as transformers takes it.
+DeviceMap = str | int | torch.device | dict[str, str | int | torch.device]
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -60,6 +66,10 @@ def load(
     dtype: str | torch.dtype | None = None,
     adapter: str | None = None,
     adapter_mode: str = AdapterMode.MERGED.value,
+    *,
+    revision: str | None = None,
+    device_map: DeviceMap | None = None,
+    tokenizer: Any = None,
 ) -> LoadedModel:
     """Verified model by name.
 
@@ -73,30 +83,96 @@ def load(
             `bfloat16`.
         adapter: folder with an adapter that peft saved, such as LoRA.
         adapter_mode: `merged` into the weights, or `live` beside them.
+        revision: commit, branch or tag of a Hugging Face name; None for its main branch.
+        device_map: placement of the weights by accelerate, in place of `device`, all of them on
+            one device in the end; the default dtype is then that of the saved weights.
+        tokenizer: tokenizer of transformers, or the name or folder of one; None for that of the
+            model.
 
     Raises:
-        BadParameter: unknown device, dtype or mode.
+        BadParameter: unknown device, dtype or mode; arguments that contradict each other; a
+            tokenizer with another vocabulary.
+        DependencyError: `device_map` without accelerate.
         ModelError: the model or its adapter cannot be loaded, or uses an unsupported feature.
     """
     check_type("model", name, str, "a name or a folder as a string")
     check_type("device", device, str, "a string such as cpu or cuda:0")
     mode = _adapter_mode(adapter_mode)
-    from transformers import AutoTokenizer
-
+    placement = _placement(device, device_map)
     with silence_transformers():
         source = _source(name)
         _check_folder(source)
-        module = _load(name, source, device, dtype)
+        hub = _hub_options(name, source, revision)
+        module = _load(name, source, device, dtype, {**hub, **placement})
         bundled = PACKAGED_MODELS[name].adapter_folder(name) if name in PACKAGED_MODELS else None
         if bundled is not None:
             module = apply_adapter(module, str(bundled))
         if adapter is not None:
             module = apply_adapter(module, adapter, mode)
-        module = move_to_device(module, device).eval()
-        tokenizer = _call_transformers(
-            name, AutoTokenizer.from_pretrained, source, trust_remote_code=False
+        if not placement:
+            module = move_to_device(module, device)
+        check_device(module)
+        own = _tokenizer(name, source, hub, tokenizer)
+        if tokenizer is not None:
+            check_tokenizer(own, module)
+        return LoadedModel(wrap_model(module.eval()), own, name)
+
+
+def _tokenizer(name: str, source: str, hub: dict[str, str], tokenizer: Any) -> Any:
+    """Tokenizer as it is given, by the name that is given, or that of the model."""
+    from transformers import AutoTokenizer
+
+    if tokenizer is not None and not isinstance(tokenizer, str):
+        return tokenizer
+    options = {"trust_remote_code": False, **({} if tokenizer else hub)}
+    return _call_transformers(
+        tokenizer or name, AutoTokenizer.from_pretrained, tokenizer or source, **options
+    )
+
+
+def _hub_options(name: str, source: str, revision: str | None) -> dict[str, str]:
+    """Options of transformers for a revision.
+
+    Raises:
+        BadParameter: the model does not come from the hub.
+    """
+    if revision is None:
+        return {}
+    check_type("revision", revision, str, "a commit, branch or tag as a string")
+    if Path(source).is_dir():
+        raise BadParameter(
+            f"revision {revision!r} names a version on the Hugging Face hub, but {name!r} is a "
+            "local model: leave revision out, or give the name on the hub."
         )
-        return LoadedModel(wrap_model(module), tokenizer, name)
+    return {"revision": revision}
+
+
+def _placement(device: str, device_map: DeviceMap | None) -> dict[str, DeviceMap]:
+    """Option of transformers for the placement of weights; empty without a device map.
+
+    Raises:
+        BadParameter: a device is given too.
+        DependencyError: accelerate is not installed.
+    """
+    if device_map is None:
+        return {}
+    if device != "cpu":
+        raise BadParameter(
+            f"device {device!r} and device_map {device_map!r} both place the weights: give one."
+        )
+    if find_spec("accelerate") is None:
+        raise DependencyError("device_map needs the package accelerate: pip install accelerate.")
+    return {"device_map": device_map}
+
+
+def check_device(module: Any) -> None:
+    """Raise ModelError unless all weights of a model lie on one device."""
+    devices = sorted({str(weight.device) for weight in module.parameters()})
+    if len(devices) > 1 or devices == ["meta"]:
+        raise ModelError(
+            f"The weights of {type(module).__name__} lie on {', '.join(devices)}, but Larder's "
+            "caches lie on one device: load the model with device_map={'': DEVICE}."
+        )
 
 
 def _adapter_mode(mode: str) -> AdapterMode:
@@ -118,18 +194,30 @@ def _source(name: str) -> str:
     return name
 
 
-def _load(name: str, source: str, device: str, dtype: str | torch.dtype | None) -> Any:
-    """Model of transformers, on the CPU."""
+def _load(
+    name: str,
+    source: str,
+    device: str,
+    dtype: str | torch.dtype | None,
+    placement: Mapping[str, Any],
+) -> Any:
+    """Model of transformers, on the CPU unless it is placed.
+
+    Args:
+        placement: `revision` and `device_map`, where they are given.
+    """
     from transformers import AutoModelForCausalLM
 
-    kind = AUTO if dtype == AUTO else torch_dtype(dtype, device)
-    config = _call_transformers(name, _read_config, source)
+    saved = "device_map" in placement and dtype is None
+    kind = AUTO if saved or dtype == AUTO else torch_dtype(dtype, device)
+    revision = {key: placement[key] for key in ("revision",) if key in placement}
+    config = _call_transformers(name, _read_config, source, **revision)
     if dtype is None and name != SEED and _is_fast_in(_saved_dtype(config), device):
         kind = AUTO
     check_rope(config)
     if not Path(source).is_dir():
-        _check_hub_indexes(source)
-    options = {"trust_remote_code": False, **_dtype_option(kind)}
+        _check_hub_indexes(source, revision)
+    options = {"trust_remote_code": False, **_dtype_option(kind), **placement}
     module = _call_transformers(name, AutoModelForCausalLM.from_pretrained, source, **options)
     _check_dtype(name, module.dtype)
     return module
@@ -184,13 +272,13 @@ def _check_folder(source: str) -> None:
             _check_weight_map(index)
 
 
-def _check_hub_indexes(name: str) -> None:
+def _check_hub_indexes(name: str, revision: Mapping[str, str]) -> None:
     """Check the indexes of a model by name before its weights are fetched."""
     from transformers.utils.hub import cached_file
 
     for index in INDEX_NAMES:
         try:
-            path = cached_file(name, index)
+            path = cached_file(name, index, **revision)
         except OSError:  # most models have no such file; missing weights are reported later
             continue
         _check_weight_map(Path(str(path)))
@@ -234,10 +322,10 @@ def _call_transformers(name: str, function: Any, *args: Any, **options: Any) -> 
         ) from error
 
 
-def _read_config(source: str) -> Any:
+def _read_config(source: str, **revision: str) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    return AutoConfig.from_pretrained(source, trust_remote_code=False, **revision)
 
 
 def _torch_device(device: str) -> torch.device:

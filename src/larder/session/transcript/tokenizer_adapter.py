@@ -45,6 +45,17 @@ class TokenizerAdapter:
         """Token ids of a bare text."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
+    def encode_prompt(self, text: str) -> tuple[int, ...]:
+        """Token ids of a prompt with the special tokens that the tokenizer adds.
+
+        None are added to a prompt that begins with the tokenizer's first token, as rendered chat
+        templates do.
+        """
+        first = self.tokenizer.bos_token
+        is_marked = bool(first) and text.startswith(first)
+        encoded = self.tokenizer(text, add_special_tokens=not is_marked, verbose=False)
+        return tuple(encoded["input_ids"])
+
     def token_starts(self, text: str) -> list[int]:
         """Index of the first character of each token of a bare text."""
         encoded = self.tokenizer(

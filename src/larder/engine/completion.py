@@ -1,0 +1,248 @@
+"""Completion of prompts under a policy: of one, of a batch, or as a stream of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from larder.core.arguments import check_count, check_type
+from larder.core.conversation import Conversation, Message, PromptLayout
+from larder.core.errors import InputError
+from larder.engine.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer
+from larder.engine.generate import GenerationBatch, StoppingCriteria
+from larder.engine.sampler import SamplingParams
+from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
+from larder.prefill.base import Progress, run_steps
+from larder.prefill.turn_reader import TurnReader
+from larder.session.capacity import resolve_budget
+from larder.session.memory import CacheFigures
+from larder.session.policy import Policy
+from larder.session.prefill import (
+    ModelRuntime,
+    PrefillInput,
+    SizeOptions,
+    prefill_memory,
+    prompts_per_cache,
+    turn_reader,
+)
+from larder.session.transcript.tokenizer_adapter import TokenizedTranscript
+
+ROUTED_TOKENS = 64  # end of a prompt, which chooses among the episodes of the prompt
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Continuation of a prompt. `str()` is its text.
+
+    Args:
+        prompt: the prompt as it was given.
+        text: text after the prompt, white space included, without the stop token or stop string.
+        ids: generated token ids, without the stop token.
+        finish_reason: `stop` after a stop token or stop string, `length` after max_new_tokens.
+        prompt_tokens: tokens of the prompt.
+        kv_bytes: bytes of the caches once the prompt was read.
+        full_kv_bytes: keys and values of a plain cache of the same length.
+    """
+
+    prompt: str
+    text: str
+    ids: tuple[int, ...]
+    finish_reason: str
+    prompt_tokens: int
+    kv_bytes: int
+    full_kv_bytes: int
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class CompletionOptions:
+    """Options of a completion.
+
+    Args:
+        max_new_tokens: largest number of generated tokens, at least 1.
+        stop: a string that ends the text, or several.
+
+    Raises:
+        BadParameter: an option has a wrong type or is out of range.
+    """
+
+    sampling: SamplingParams
+    max_new_tokens: int
+    stop: str | Sequence[str]
+
+    def __post_init__(self) -> None:
+        check_count("max_new_tokens", self.max_new_tokens)
+        check_type("stop", self.stop, (str, list, tuple), "a string or a list of strings")
+        for one in self.stops:
+            check_type("stop", one, str, "a string or a list of strings")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """All stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+@dataclass(frozen=True)
+class _ReadPrompt:
+    """Prompt whose tokens but the last are in a cache."""
+
+    prompt: str
+    ids: tuple[int, ...]
+    turn: TurnReader
+    figures: CacheFigures
+
+
+class PromptCompleter:
+    """Completion of prompts, each read into a cache of its own under a policy.
+
+    All tokens of a prompt but the last are read as a context. The last one is the first pass of
+    generation, whose steps run for all prompts together. Each prompt gives what it would give
+    alone.
+
+    Args:
+        stop_ids: token ids that end a text.
+    """
+
+    def __init__(
+        self, runtime: ModelRuntime, policy: Policy, sizes: SizeOptions, stop_ids: frozenset[int]
+    ) -> None:
+        self._runtime, self._policy, self._sizes = runtime, policy, sizes
+        self._stop_ids = stop_ids
+
+    def complete(
+        self, prompts: Sequence[str], options: CompletionOptions, progress: Progress
+    ) -> list[Completion]:
+        """Complete prompts, in order.
+
+        Args:
+            progress: receives the number of prompt tokens read and to read.
+        """
+        rows = self._read(prompts, options, progress)
+        texts = [self._detokenizer(row, options, []) for row in rows]
+        batch, stopped = self._batch(rows, options), set[int]()
+        while batch.is_running:
+            for number, token in batch.step():
+                if not texts[number].push(token):
+                    stopped.add(number)
+                    batch.stop(number)
+        full = {
+            number
+            for number, ids in enumerate(batch.generated)
+            if len(ids) == options.max_new_tokens
+        }
+        return [
+            _completion(row, text.text, ids, number in full - stopped)
+            for number, (row, text, ids) in enumerate(
+                zip(rows, texts, batch.generated, strict=True)
+            )
+        ]
+
+    def stream(self, prompt: str, options: CompletionOptions, progress: Progress) -> Iterator[str]:
+        """Text of a completion in parts, each as soon as it will not change any more."""
+        rows, parts = self._read([prompt], options, progress), list[str]()
+        text = self._detokenizer(rows[0], options, parts)
+        batch = self._batch(rows, options)
+        while batch.is_running:
+            for number, token in batch.step():
+                if not text.push(token):
+                    batch.stop(number)
+            if not batch.is_running:
+                text.finish()
+            yield from parts
+            parts.clear()
+
+    def _read(
+        self, prompts: Sequence[str], options: CompletionOptions, progress: Progress
+    ) -> list[_ReadPrompt]:
+        encoded = [self._encode(number, prompt) for number, prompt in enumerate(prompts)]
+        rows, total = list[_ReadPrompt](), sum(map(len, encoded))
+        for prompt, ids in zip(prompts, encoded, strict=True):
+            before = sum(len(row.ids) for row in rows)
+            rows.append(
+                self._read_prompt(
+                    prompt,
+                    ids,
+                    options.max_new_tokens,
+                    lambda done, _, before=before: progress(before + done, total),
+                )
+            )
+        return rows
+
+    def _encode(self, number: int, prompt: str) -> tuple[int, ...]:
+        ids = self._runtime.tokenizer.encode_prompt(prompt)
+        if not ids:
+            raise InputError(f"Prompt {number + 1} has no tokens: give it at least one character.")
+        return ids
+
+    def _read_prompt(
+        self, prompt: str, ids: tuple[int, ...], new_tokens: int, progress: Progress
+    ) -> _ReadPrompt:
+        runtime, spec = self._runtime, self._runtime.decoder.spec
+        tokens = resolve_budget(self._policy, self._sizes.budget, len(ids), spec)
+        policy = self._policy.with_sizes(tokens, self._sizes.block)
+        context = ids[:-1]
+        messages = (Message("user", prompt),) if context else ()
+        source = PrefillInput(
+            Conversation("prompt", messages, form=PromptLayout.PLAIN),
+            TokenizedTranscript(context, ((0, len(context)),) if context else ()),
+        )
+        memory = prefill_memory(runtime, source, policy, {}, progress)
+        cache, match = memory.activate_for(runtime.tokenizer.decode(ids[-ROUTED_TOKENS:]))
+        scoring = prompts_per_cache(runtime, memory.router, {})[match.episode if match else 0]
+        # The cache itself in place of a snapshot: nothing is undone, so that no copy is needed.
+        turn = turn_reader(runtime, policy, cache, scoring, cache)
+        turn.reserve(1 + new_tokens)
+        return _ReadPrompt(prompt, ids, turn, memory.figures)
+
+    def _batch(self, rows: Sequence[_ReadPrompt], options: CompletionOptions) -> GenerationBatch:
+        return GenerationBatch(
+            self._runtime.decoder,
+            [row.turn.cache for row in rows],
+            [run_steps(row.turn.message_steps(row.ids[-1:])) for row in rows],
+            options.sampling,
+            StoppingCriteria(options.max_new_tokens, self._stop_ids),
+            _TurnObservers([row.turn for row in rows]),
+        )
+
+    def _detokenizer(
+        self, row: _ReadPrompt, options: CompletionOptions, parts: list[str]
+    ) -> IncrementalDetokenizer:
+        """Detokenizer that appends what it emits to `parts`."""
+        decode, context = self._runtime.tokenizer.decode, row.ids[-CONTEXT_TOKENS:]
+        return IncrementalDetokenizer(decode, options.stops, parts.append, context)
+
+
+class _TurnObservers:
+    """`ObserverFactory` of a batch whose sequences have a turn reader each."""
+
+    def __init__(self, turns: Sequence[TurnReader]) -> None:
+        self._turns = turns
+
+    def __call__(
+        self, numbers: Sequence[int], rows: Sequence[BatchSegment], steps: Sequence[int]
+    ) -> Observer | None:
+        observers = [
+            self._turns[number].observer([0], [row], [step])
+            for number, row, step in zip(numbers, rows, steps, strict=True)
+        ]
+        own = {row: each for row, each in enumerate(observers) if each is not None}
+
+        def observe(row: int, layer: int, seen: LayerActivations) -> None:
+            if row in own:
+                own[row](0, layer, seen)
+
+        return observe if own else None
+
+
+def _completion(row: _ReadPrompt, text: str, ids: Sequence[int], is_full: bool) -> Completion:
+    return Completion(
+        prompt=row.prompt,
+        text=text,
+        ids=tuple(ids),
+        finish_reason="length" if is_full else "stop",
+        prompt_tokens=len(row.ids),
+        kv_bytes=row.figures.kv_bytes,
+        full_kv_bytes=row.figures.full_kv_bytes,
+    )
