@@ -29,7 +29,7 @@ LOOSE_PATTERN := ^($(subst $(SPACE),|,$(LOOSE)))==
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-cluster demo lint format bench studies results compat compat-oldest compat-newest clean
+.PHONY: help install test test-cluster demo smoke lint format bench studies results compat compat-oldest compat-newest clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -54,6 +54,9 @@ test-cluster: $(STAMP) ## the tests that start a cluster of two machines here
 
 demo: $(STAMP) ## SmolLM2 reads a document: full cache and five policies side by side
 	$(BIN)/larder demo
+
+smoke: $(STAMP) ## measure one committed cell of each study on a real model again: CORPUS=, DATA=
+	$(BIN)/larder bench --check $(if $(CORPUS),--corpus $(CORPUS)) $(if $(DATA),--data $(DATA))
 
 lint: $(STAMP) ## formatting, ruff, pyright, layers
 	$(BIN)/ruff format --check $(CODE)

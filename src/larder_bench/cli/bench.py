@@ -15,7 +15,7 @@ from larder.core.errors import UsageError
 
 if TYPE_CHECKING:
     from larder_bench.execution.resumable_run import RunProgress
-    from larder_bench.execution.runner import StudyRunner
+    from larder_bench.execution.runner import ContextLoader, StudyRunner
     from larder_bench.results.rows import Row
     from larder_bench.studies.model_context import ModelContext
     from larder_bench.studies.study import Study
@@ -128,6 +128,14 @@ class BenchOptions(OutputOptions):
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Only print the estimated duration.")
     ] = False
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Measure the cheapest committed cell of the study, or of --policy, again and "
+            "compare; without --study one of each study on a packaged model.",
+        ),
+    ] = False
 
 
 @command
@@ -144,6 +152,11 @@ def bench(
     """
     from larder_bench.execution.runner import validate_study
 
+    if options.check:
+        from larder_bench.cli.check import check_studies
+
+        check_studies(options, task or [])
+        return
     study = requested_study(task or [], options)
     cells = validate_study(study)
     runner = _study_run(study, options)
@@ -240,14 +253,12 @@ def _known_names() -> str:
     return f"Tasks: {', '.join(TASKS.names())}. Studies: {studies}."
 
 
-def _study_run(study: Study, options: BenchOptions) -> StudyRunner:
-    from torch import get_num_threads
-
+def context_loader(study: Study, options: BenchOptions) -> ContextLoader:
+    """Loader of a study's models, worded as the study asks."""
     from larder.cli.console import progress_bar
     from larder.engine.engine import Engine
     from larder_bench.datasets.sources import TaskSources
     from larder_bench.datasets.wording import Wording
-    from larder_bench.execution.runner import StudyRunner
     from larder_bench.studies.model_context import ModelContext
 
     def load_context(model: str) -> ModelContext:
@@ -262,6 +273,15 @@ def _study_run(study: Study, options: BenchOptions) -> StudyRunner:
         count = engine.tokenizer.count_tokens
         return ModelContext(engine, TaskSources(count, options.corpus, options.data, wording))
 
+    return load_context
+
+
+def _study_run(study: Study, options: BenchOptions) -> StudyRunner:
+    from torch import get_num_threads
+
+    from larder_bench.execution.runner import StudyRunner
+
+    load_context = context_loader(study, options)
     out = options.out or RESULTS / f"{study.name}.jsonl"
     threads = get_num_threads()
     if not options.ray:

@@ -1,0 +1,109 @@
+"""`larder bench --check`: committed rows against the same cells measured now."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import typer
+
+from larder.cli.errors import SCHEMA, print_document
+from larder.core.errors import LarderError, UsageError
+from larder.models.packaged import PACKAGED_MODELS
+from larder_bench.cli.bench import BenchOptions, context_loader
+from larder_bench.execution.committed_rows import cheapest_cell, check_cell
+from larder_bench.reports.study_index import RESULTS
+from larder_bench.results.rows import read_results, rows_file
+from larder_bench.studies.study import read_study, study_names
+
+SHOWN = 5  # differences of a cell
+
+
+@dataclass(frozen=True)
+class StudyCheck:
+    """Outcome of one study.
+
+    Args:
+        cell: policy, budget and task of the cell; empty if it was skipped.
+        differences: of the committed row and the measured one.
+        skipped: why nothing was measured; else empty.
+    """
+
+    study: str
+    cell: str
+    seconds: float
+    differences: tuple[str, ...] = ()
+    skipped: str = ""
+
+    @property
+    def outcome(self) -> str:
+        """Verdict in one word or with the reason."""
+        if self.skipped:
+            return f"skipped: {self.skipped}"
+        return "differs" if self.differences else "equal"
+
+
+def check_studies(options: BenchOptions, tasks: list[str]) -> None:
+    """Check the study of the options, or all with committed rows of packaged models.
+
+    Raises:
+        UsageError: tasks are named; a check takes a whole study.
+        Exit: with 1 if a row differs, or nothing could be measured.
+    """
+    if tasks:
+        raise UsageError("--check compares committed rows: name a study, no task.")
+    names = [options.study] if options.study is not None else list(_packaged_studies())
+    done = list[StudyCheck]()
+    for name in names:
+        found = _check(name, options)
+        done.append(found)
+        if not options.json:
+            _print(found)
+    if options.json:
+        print_document({"schema": SCHEMA, "checks": [_record(one) for one in done]})
+    if any(one.differences for one in done) or all(one.skipped for one in done):
+        raise typer.Exit(1)
+
+
+def _packaged_studies() -> Iterator[str]:
+    """Studies with committed rows on models that can be installed as packages."""
+    for name in study_names():
+        models = read_study(name).models
+        if rows_file(RESULTS, name).is_file() and set(models) <= set(PACKAGED_MODELS):
+            yield name
+
+
+def _check(name: str, options: BenchOptions) -> StudyCheck:
+    started = perf_counter()
+    try:
+        study = read_study(name)
+        rows = read_results([rows_file(RESULTS, study.name)]).cells
+        cell, row = cheapest_cell(study, rows, options.policy or ())
+        loader = context_loader(study, replace(options, dtype=options.dtype or row.get("dtype")))
+        checked = check_cell(cell, row, loader)
+    except LarderError as error:
+        return StudyCheck(name, "", perf_counter() - started, skipped=str(error))
+    what = f"{row['policy']} at {row['budget']}, {row['task']}, {row['model']}"
+    return StudyCheck(name, what, perf_counter() - started, checked.differences)
+
+
+def _print(one: StudyCheck) -> None:
+    cell = f" ({one.cell})" if one.cell else ""
+    print(f"{one.study}{cell}: {one.outcome}, {one.seconds:.0f} s", flush=True)
+    for difference in one.differences[:SHOWN]:
+        print(f"    {difference}")
+    if (more := len(one.differences) - SHOWN) > 0:
+        print(f"    and {more} more", file=sys.stdout)
+
+
+def _record(one: StudyCheck) -> dict[str, Any]:
+    return {
+        "study": one.study,
+        "cell": one.cell,
+        "outcome": one.outcome,
+        "differences": list(one.differences),
+        "seconds": round(one.seconds, 2),
+    }

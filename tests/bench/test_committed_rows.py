@@ -1,0 +1,82 @@
+"""A committed row is re-created, and what differs is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from larder import Engine
+from larder.core.errors import InputError
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.execution.committed_rows import cheapest_cell, check_cell, differences
+from larder_bench.execution.runner import StudyRunner
+from larder_bench.random_models import open_model
+from larder_bench.results.rows import Row
+from larder_bench.studies.model_context import ModelContext
+from larder_bench.studies.study import Study, StudyTask
+
+STUDY = Study(
+    name="one",
+    tasks=(StudyTask("needles", (300,)),),
+    models=("random:qwen3-tiny",),
+    policies=("streaming_llm", "snapkv"),
+    budgets=("1/2",),
+    matched=("bytes",),
+    files=1,
+    controls=("full",),
+)
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModelContext:
+    torch.manual_seed(0)
+    engine = Engine(open_model("random:qwen3-tiny"), policy="full")
+    return ModelContext(engine, TaskSources(engine.tokenizer.count_tokens))
+
+
+@pytest.fixture(scope="module")
+def rows(bench: ModelContext, tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    running = StudyRunner(STUDY, tmp_path_factory.mktemp("rows") / "one.jsonl", lambda _: bench, 1)
+    running.run()
+    return running.rows()
+
+
+def test_a_row_is_re_created(bench: ModelContext, rows: list[Row]) -> None:
+    cell, row = cheapest_cell(STUDY, rows, ["snapkv"])
+    assert row["policy"] == "snapkv"
+    assert check_cell(cell, row, lambda _: bench).differences == ()
+
+
+def test_a_changed_score_is_found(bench: ModelContext, rows: list[Row]) -> None:
+    cell, row = cheapest_cell(STUDY, rows)
+    assert row["policy"] in STUDY.policies
+    items = [{**row["items"][0], "log_likelihood": 1.0}, *row["items"][1:]]
+    [only] = check_cell(cell, {**row, "items": items}, lambda _: bench).differences
+    assert only.startswith("items[0].log_likelihood: 1.0 committed, -")
+
+
+def test_another_text_is_refused(bench: ModelContext, rows: list[Row]) -> None:
+    cell, row = cheapest_cell(STUDY, rows)
+    with pytest.raises(InputError, match="on another text: give the same --corpus"):
+        check_cell(cell, {**row, "text_digest": "0"}, lambda _: bench)
+
+
+def test_rows_that_are_not_there_are_named(rows: list[Row]) -> None:
+    with pytest.raises(InputError, match="the study one can be measured again for h2o: take"):
+        cheapest_cell(STUDY, rows, ["h2o"])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "found"),
+    [
+        ({"a": 1.0}, {"a": 1.004}, []),
+        ({"a": 1.0}, {"a": 1.1}, ["a: 1.0 committed, 1.1 measured"]),
+        ({"a": True}, {"a": False}, ["a: True committed, False measured"]),
+        ({"a": [1, 2]}, {"a": (1,)}, ["a: 2 values committed, 1 measured"]),
+        ({"a": "x"}, {}, ["a: 'x' committed, None measured"]),
+    ],
+)
+def test_differences(one: Any, other: Any, found: list[str]) -> None:
+    assert list(differences(one, other)) == found
