@@ -12,6 +12,7 @@ import torch
 
 from larder.cache.sequence import SequenceCache
 from larder.core.home import home
+from larder.models.introspection import stored_weights
 from larder.models.loader import SEED, WEIGHT_PATTERNS, LoadedModel
 from larder.store.blobs.cache_state import RAW_CODEC
 from larder.store.digests import key_of
@@ -129,4 +130,4 @@ def _weights_digest(loaded: LoadedModel) -> str:
     weight_files = [file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)]
     if weight_files:
         return digest_of_files(weight_files, home() / DIGEST_CACHE_FILE)
-    return digest_of_weights(loaded.decoder.module.named_parameters())
+    return digest_of_weights(stored_weights(loaded.decoder.module))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from larder.core.errors import ModelError
 from larder.core.spec import LayerSpec
@@ -20,10 +21,12 @@ from larder.models.prefetch import attention_modules
 from larder.ops.rope import rotate
 from larder.policy.providers.base import WeightProvider, select_providers
 
+INTEGER_WEIGHTS = (torch.int8, torch.uint8, torch.int32)  # of quantized models
 SURVEY_TOKENS = 8  # of a text that shows the attention calls of every layer
 # Largest difference that rounding explains, relative to the spread of the logits. bfloat16 keeps 8
 # bits, and sums taken in another order differ in the last few of them.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
+QUANTIZED_TOLERANCE = 1.5e-1  # of quantized weights, whose activations may be quantized too
 
 
 class AttentionSurvey(CausalAttention):
@@ -147,11 +150,41 @@ def fingerprint(module: Any) -> str:
     config = module.config.to_dict()
     settings = {key: config[key] for key in sorted(config) if not _is_load_detail(key)}
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    for name, weight in module.named_parameters():
-        flat = weight.detach().flatten()
+    for name, weight in stored_weights(module):
+        flat = weight.flatten()
         sample = flat[:: max(1, len(flat) // SAMPLED_VALUES)].float().cpu()
         digest.update(f"{name}{tuple(weight.shape)}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()
+
+
+def stored_weights(module: Any) -> Iterator[tuple[str, Tensor]]:
+    """Plain tensors of all weights by name; those that a quantized weight is made of, and integer
+    matrices that are held as buffers, one by one.
+    """
+    for name, weight in module.named_parameters():
+        yield from _plain_tensors(name, weight.detach())
+    for name, buffer in module.named_buffers():
+        if buffer.ndim > 1 and buffer.dtype in INTEGER_WEIGHTS:
+            yield name, buffer
+
+
+def _plain_tensors(name: str, weight: Any) -> Iterator[tuple[str, Tensor]]:
+    if not is_traceable_wrapper_subclass(weight):
+        yield name, weight
+        return
+    for part in weight.__tensor_flatten__()[0]:
+        yield from _plain_tensors(f"{name}.{part}", getattr(weight, part))
+
+
+def has_quantized_weights(module: Any) -> bool:
+    """True if the model was loaded quantized, or has weights in integers or in tensor classes."""
+    if module.config.to_dict().get("quantization_config"):
+        return True
+    own = ((name, weight.detach()) for name, weight in module.named_parameters())
+    return any(
+        is_traceable_wrapper_subclass(weight) or weight.dtype in INTEGER_WEIGHTS
+        for _, weight in own
+    )
 
 
 def _is_load_detail(key: str) -> bool:

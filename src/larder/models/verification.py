@@ -13,8 +13,13 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import ModelError
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
+from larder.models.diagnosis import differing_part, own_logits, relative_difference
 from larder.models.forward_batch import BatchSegment
-from larder.models.introspection import TOLERANCE
+from larder.models.introspection import (
+    QUANTIZED_TOLERANCE,
+    TOLERANCE,
+    has_quantized_weights,
+)
 
 CHECKED_TOKENS = 24
 BLOCK_TOKENS = 10  # covers blocks, a short last block and single tokens
@@ -44,27 +49,47 @@ def reference_logits(module: Any) -> Float[Tensor, "Q V"]:
     """Logits of the model on its own attention for the text of `verify`.
 
     Raises:
-        ModelError: a logit is not finite.
+        ModelError: the model fails on its own, or a logit is not finite.
     """
-    ids = torch.tensor([_probe_ids(module)], device=module.device)
-    logits = module(input_ids=ids, use_cache=False).logits[0].float()
-    if not bool(torch.isfinite(logits).all()):
+    try:
+        logits = own_logits(module, _probe_ids(module))
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        found = sorted({str(weight.dtype) for weight in module.parameters()})
         raise ModelError(
-            "The model's logits are not finite on a short text: its weights hold NaN or infinity. "
-            "Load intact weights, or another --dtype."
-        )
+            f"{type(module).__name__} fails on a short text on its own ({reason}), with weights "
+            f"in {', '.join(found)}: bring it to one dtype, as by model.to(torch.float32)."
+        ) from error
+    if not bool(torch.isfinite(logits).all()):
+        raise ModelError(_not_finite(module))
     return logits
+
+
+def _not_finite(module: Any) -> str:
+    """Message on logits that are not finite."""
+    weights = (weight for weight in module.parameters() if weight.is_floating_point())
+    if all(bool(torch.isfinite(weight).all()) for weight in weights):
+        return (
+            "The model's logits are not finite on a short text, though its weights are: its dtype "
+            f"{module.dtype} overflows. Load it in float32 or bfloat16."
+        )
+    return (
+        "The model's logits are not finite on a short text: its weights hold NaN or infinity. "
+        "Load intact weights, or another --dtype."
+    )
 
 
 def verify(decoder: Decoder, expected: Float[Tensor, "Q V"]) -> None:
     """Compare the logits of a short text, read block by block and token by token.
 
-    The error is the largest over all logits, and in bfloat16 the largest root mean square over a
-    token's logits. The largest of all would be mostly rounding there: between two attention
-    functions of torch, 0.19 of the spread for SmolLM2, where the root mean square is 0.09.
+    The error is the largest over all logits, and in bfloat16 and with quantized weights the
+    largest root mean square over a token's logits. The largest of all would be mostly rounding
+    there: between two attention functions of torch, 0.19 of the spread for SmolLM2, where the root
+    mean square is 0.09.
 
     Raises:
-        ModelError: Larder's logits differ from the model's own.
+        ModelError: Larder's logits differ from the model's own by more than the dtype explains;
+            the message names the part that differs. The decoder is released.
     """
     ids = _probe_ids(decoder.module)
     cache = SequenceCache(decoder.spec, "ragged")
@@ -73,16 +98,19 @@ def verify(decoder: Decoder, expected: Float[Tensor, "Q V"]) -> None:
         decoder.forward_logits([BatchSegment(cache, tuple(ids[a:b]))], Mode.APPEND, range(b - a))
         for a, b in zip(cuts, cuts[1:], strict=False)
     ]
-    got = torch.cat(parts)
-    errors = (got - expected).abs()
-    if decoder.spec.dtype is torch.bfloat16:
-        errors = errors.square().mean(-1).sqrt()
-    error = float(errors.max() / expected.std().clamp_min(1e-6))
-    if not error <= TOLERANCE[decoder.spec.dtype]:
+    got, dtype = torch.cat(parts), decoder.spec.dtype
+    is_quantized, tolerance = has_quantized_weights(decoder.module), TOLERANCE[dtype]
+    error = float((got - expected).abs().max() / expected.std().clamp_min(1e-6))
+    if dtype is torch.bfloat16 or is_quantized:
+        error = relative_difference(got, expected)
+    if is_quantized:
+        tolerance = max(tolerance, QUANTIZED_TOLERANCE)
+    if not error <= tolerance:
+        part = differing_part(decoder, ids, expected, got, tolerance)
         raise ModelError(
             f"Through Larder's attention {type(decoder.module).__name__} gives other logits than "
-            f"on its own (difference {error:.2g} of their spread): its attention has a feature "
-            "that Larder does not support, choose another model."
+            f"on its own (difference {error:.2g} of their spread, tolerance {tolerance:.2g} in "
+            f"{dtype}). The part that differs: {part}"
         )
 
 
