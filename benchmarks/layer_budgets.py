@@ -3,9 +3,10 @@
 Two measurements, both by the log-likelihood per token of the expected answers (teacher forcing):
 
 loss     of each layer: it keeps 1/16 of its entries by KVzip's scores, all others everything; and
-         the rank correlation of these losses with the sensitivity profile.
+         the rank correlation of these losses with each calibration, summed over heads.
 budgets  EpiCache at a quarter of the tokens under equal layers, budgets by sensitivity, the same
-         profile in reverse, and budgets by the measured losses (of other texts).
+         profile in reverse, by CompressKV's eviction error, by HeadKV's heads, and by the measured
+         losses (of other texts).
 
     python benchmarks/layer_budgets.py --corpus FOLDER --model smollm2 --texts 4 --loss-texts 2
 
@@ -33,6 +34,8 @@ from larder.models.calibration import calibrate
 from larder.ops.apportion import apportion
 from larder.policy.budgets._selection import top_k_per_layer
 from larder.policy.budgets.base import Budget
+from larder.policy.budgets.eviction_error import EvictionError
+from larder.policy.budgets.headkv import HeadKV
 from larder.policy.budgets.pooled import Pooled
 from larder.policy.budgets.sensitivity import Sensitivity
 from larder.policy.protect import Protect
@@ -41,6 +44,7 @@ from larder_bench.scoring.teacher_forcing import score_answers
 
 CUT = 16  # a cut layer keeps one entry of so many
 SHARE = 4  # EpiCache keeps one token of so many
+CALIBRATIONS = frozenset({"sensitivity", "eviction_error", "retrieval", "reconstruction"})
 LOSS_SEED = 1000  # texts of the losses are not those of the budgets
 
 
@@ -121,6 +125,12 @@ def ranks(values: Sequence[float]) -> list[int]:
     return [order.index(place) for place in range(len(values))]
 
 
+def by_layer(values: Sequence[float], layers: int) -> list[float]:
+    """Sum of a calibration over the heads of each layer."""
+    heads = len(values) // layers
+    return [sum(values[layer * heads : (layer + 1) * heads]) for layer in range(layers)]
+
+
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
     """Spearman's rank correlation."""
     a, b = ranks(left), ranks(right)
@@ -137,6 +147,8 @@ def compared_budgets(sensitivity: Sequence[float], losses: Sequence[float]) -> d
         "sensitivity, floor .015": Sensitivity(floor=0.015),
         "sensitivity, floor .25": Sensitivity(),
         "sensitivity of the released code": Sensitivity(alpha=1.2, variant=Variant.CODE),
+        "eviction error (CompressKV)": EvictionError(),
+        "retrieval and reasoning heads (HeadKV)": HeadKV(),
         "sensitivity reversed, floor .25": FixedShares(
             weights=tuple(one**2 for one in turned), floor=0.25
         ),
@@ -150,7 +162,7 @@ def compared_budgets(sensitivity: Sequence[float], losses: Sequence[float]) -> d
 def main(options: argparse.Namespace) -> None:
     engine = Engine.load(options.model, policy="full")
     started = time.perf_counter()
-    facts = calibrate(engine.loaded.decoder, engine.tokenizer.encode, frozenset({"sensitivity"}))
+    facts = calibrate(engine.loaded.decoder, engine.tokenizer.encode, CALIBRATIONS)
     sensitivity = [1 - cosine for cosine in facts["sensitivity"]]
     cut = needle_texts(
         engine, options.model, options.corpus, range(LOSS_SEED, LOSS_SEED + options.loss_texts)
@@ -162,7 +174,11 @@ def main(options: argparse.Namespace) -> None:
         "losses": [round(one, 4) for one in losses],
     }
     if losses:
-        row["rank correlation"] = round(rank_correlation(sensitivity, losses), 3)
+        profiles = {name: by_layer(values, len(losses)) for name, values in facts.items()}
+        profiles["sensitivity"] = sensitivity
+        row["rank correlation"] = {
+            name: round(rank_correlation(values, losses), 2) for name, values in profiles.items()
+        }
     print(json.dumps(row), flush=True)
     epicache = Policy.parse("epicache")
     scores: dict[str, list[tuple[float, float]]] = {}

@@ -22,6 +22,7 @@ from larder.core.conversation import Conversation, Question
 from larder.core.errors import SpellingError, UnknownName
 from larder.core.family import Family, unknown_name_message
 from larder.core.spelling import build, parse, spell
+from larder.policy.budgets.headkv import HeadKV
 from larder.policy.budgets.pooled import Pooled
 from larder.policy.budgets.sensitivity import Sensitivity
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
@@ -234,6 +235,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "sensitivity": {"budget": Sensitivity(floor=0.015), "protect": Protect(sinks=0, recent=0)},
     "floored": {"budget": Sensitivity()},
     "pooled": {"budget": Pooled()},
+    "headkv": {"budget": HeadKV()},
 }
 
 
