@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from larder.engine.chat import Chat
     from larder.engine.completion import Completion
     from larder.engine.engine import Engine
+    from larder.interop.applied import applied
+    from larder.interop.cache import LarderCache
     from larder.session.files import read_conversation
     from larder.session.policy import Policy
 
@@ -27,8 +29,10 @@ _PUBLIC = {
     "Conversation": "larder.core.conversation",
     "Message": "larder.core.conversation",
     "Question": "larder.core.conversation",
+    "LarderCache": "larder.interop.cache",
     "LarderError": "larder.core.errors",
     "Policy": "larder.session.policy",
+    "applied": "larder.interop.applied",
     "read_conversation": "larder.session.files",
 }
 
@@ -38,10 +42,12 @@ __all__ = [
     "Completion",
     "Conversation",
     "Engine",
+    "LarderCache",
     "LarderError",
     "Message",
     "Policy",
     "Question",
+    "applied",
     "read_conversation",
 ]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -66,7 +66,8 @@ class Decoder:
                 "its release() first."
             )
         self._configs = PrivateConfigs(module)
-        self._attention: AbstractContextManager[None] = nullcontext()
+        # Context of a call of the model on Larder's attention.
+        self.attention: AbstractContextManager[None] = nullcontext()
         try:
             _switch_attention(module, attention_backend.NAME)
             self.spec = self._survey()
@@ -156,9 +157,7 @@ class Decoder:
         places = torch.tensor(wanted, device=self.spec.device)
         if mode is Mode.APPEND and any(_keeps_tail(segment) for segment in segments):
             return self._head.logits(torch.cat(self._hidden(segments, mode, observer))[places])
-        segments = [
-            with_reread_tokens(with_corrected_tokens(segment, mode), mode) for segment in segments
-        ]
+        segments = _with_earlier_tokens(segments, mode)
         behind = torch.tensor(_new_token_indices(segments), device=self.spec.device)
         out = self._run(self.module, segments, mode, observer, logits_to_keep=behind[places])
         return out.logits[0].float()
@@ -167,7 +166,7 @@ class Decoder:
     def forward_uncached(self, ids: Sequence[int], attention: LayerAttention) -> None:
         """Pass a text through all layers with another attention, and without a cache."""
         device = self.embedding_table().device
-        with self._attention:
+        with self.attention:
             self.body(
                 input_ids=torch.tensor([ids], device=device),
                 position_ids=torch.arange(len(ids), device=device)[None],
@@ -175,13 +174,26 @@ class Decoder:
                 larder=attention,
             )
 
+    @contextmanager
+    def append_call(
+        self, segments: Sequence[BatchSegment], observer: Observer | None = None
+    ) -> Iterator[AppendCall]:
+        """Context of one call of `body` by somebody else, which appends segments.
+
+        The call takes `arguments` and its output goes to `parts_of`, inside the context. If the
+        block fails, the caches are rolled back.
+        """
+        segments = _with_earlier_tokens(segments, Mode.APPEND)
+        with self._forward_batch(segments, Mode.APPEND, observer) as batch:
+            yield AppendCall(batch, self._arguments(batch))
+
     def release(self) -> None:
         """Restore the model's own attention implementation."""
         self._configs.restore()
 
     def share(self) -> None:
         """Restore the model's own attention, except during calls of this decoder."""
-        self._attention = AttentionPerCall(self._configs)
+        self.attention = AttentionPerCall(self._configs)
         self._configs.restore()
 
     def __enter__(self) -> Decoder:
@@ -198,8 +210,8 @@ class Decoder:
     @cached_property
     def recompute(self) -> KVRecompute:
         """Recomputation of keys and values with this model."""
-        with self._attention:
-            return KVRecompute(self.body, self.spec, self.read, self._attention)
+        with self.attention:
+            return KVRecompute(self.body, self.spec, self.read, self.attention)
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -222,18 +234,11 @@ class Decoder:
         inputs: Inputs = NO_INPUTS,
     ) -> list[Float[Tensor, "_ hidden"]]:
         """Last hidden states by segment; caches with columns of logits save the last of theirs."""
-        segments = [
-            with_reread_tokens(with_corrected_tokens(segment, mode), mode) for segment in segments
-        ]
+        segments = _with_earlier_tokens(segments, mode)
         out = self._run(self.body, segments, mode, observer, inputs=inputs)
-        given = out.last_hidden_state[0].split([segment.num_tokens for segment in segments])
-        parts = [
-            part[len(segment.reread_ids) :] for part, segment in zip(given, segments, strict=True)
-        ]
+        parts = _new_hidden(segments, out.last_hidden_state[0])
         if mode is Mode.APPEND:
-            for segment, part in zip(segments, parts, strict=True):
-                if _keeps_tail(segment):
-                    segment.cache.latest.tail = part[-1].clone()
+            _save_tails(segments, parts)
         return parts
 
     def _token_numbers(
@@ -267,11 +272,30 @@ class Decoder:
         inputs: Inputs = NO_INPUTS,
         **options: Any,
     ) -> Any:
-        ids = [token for segment in segments for token in (*segment.reread_ids, *segment.ids)]
-        self._check(ids)
+        with self._forward_batch(segments, mode, observer, inputs) as batch:
+            return module(**self._arguments(batch), **options)
+
+    def _arguments(self, batch: ForwardBatch) -> dict[str, Any]:
+        """Keyword arguments of the model for a forward batch."""
+        return {
+            "input_ids": torch.tensor([batch.ids()], device=self.spec.device),
+            "position_ids": batch.positions(),
+            "use_cache": False,
+            attention_backend.CONTEXT_KEYWORD: batch,
+        }
+
+    @contextmanager
+    def _forward_batch(
+        self,
+        segments: Sequence[BatchSegment],
+        mode: Mode,
+        observer: Observer | None,
+        inputs: Inputs = NO_INPUTS,
+    ) -> Iterator[ForwardBatch]:
+        """Context of one call of the model; it rolls the caches back if the call fails."""
         batch = ForwardBatch(segments, mode, self.spec.device, observer)
+        self._check(batch.ids())
         try:
-            given = torch.tensor([ids], device=self.spec.device)
             hooks = RecomputeHooks(
                 lambda: self.recompute, lambda: self.shape, segments, mode, batch
             )
@@ -280,21 +304,14 @@ class Decoder:
             prefetch = LayerPrefetch(modules, appended, batch)
             kept = _kept_inputs(appended)
             capture = ActivationHooks(modules, batch, {**inputs, **kept})
-            with self._attention, hooks.installed(), prefetch, capture:
-                out = module(
-                    input_ids=given,
-                    position_ids=batch.positions(),
-                    use_cache=False,
-                    larder=batch,
-                    **options,
-                )
+            with self.attention, hooks.installed(), prefetch, capture:
+                yield batch
             batch.finish()
             if mode is Mode.APPEND:
                 advance_corrected(segments)
         except BaseException:
             batch.roll_back()
             raise
-        return out
 
     def _check(self, ids: list[int]) -> None:
         if not ids:
@@ -322,6 +339,47 @@ class Decoder:
         layers = measure_rotation(self.body, layers)
         digest = fingerprint(self.module)
         return ModelSpec(layers, table.dtype, table.device, digest, config.hidden_size)
+
+
+@dataclass(frozen=True)
+class AppendCall:
+    """Call of a model's body that appends a forward batch.
+
+    Args:
+        arguments: keyword arguments of the call.
+    """
+
+    batch: ForwardBatch
+    arguments: dict[str, Any]
+
+    def parts_of(self, hidden: Float[Tensor, "1 N hidden"]) -> list[Float[Tensor, "_ hidden"]]:
+        """Last hidden states of the new tokens, by segment."""
+        parts = _new_hidden(self.batch.segments, hidden[0])
+        _save_tails(self.batch.segments, parts)
+        return parts
+
+
+def _with_earlier_tokens(segments: Sequence[BatchSegment], mode: Mode) -> list[BatchSegment]:
+    """Segments extended by the tokens of their caches that are read again."""
+    return [with_reread_tokens(with_corrected_tokens(each, mode), mode) for each in segments]
+
+
+def _new_hidden(
+    segments: Sequence[BatchSegment], hidden: Float[Tensor, "N hidden"]
+) -> list[Float[Tensor, "_ hidden"]]:
+    """Hidden states of each segment without those of tokens that were read again."""
+    given = hidden.split([segment.num_tokens for segment in segments])
+    pairs = zip(given, segments, strict=True)
+    return [part[len(segment.reread_ids) :] for part, segment in pairs]
+
+
+def _save_tails(
+    segments: Sequence[BatchSegment], parts: Sequence[Float[Tensor, "_ hidden"]]
+) -> None:
+    """Save the last hidden state in caches with columns of logits."""
+    for segment, part in zip(segments, parts, strict=True):
+        if _keeps_tail(segment):
+            segment.cache.latest.tail = part[-1].clone()
 
 
 def _new_token_indices(segments: Sequence[BatchSegment]) -> list[int]:

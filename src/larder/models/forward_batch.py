@@ -94,7 +94,7 @@ class ForwardBatch:
         self.called: set[int] = set()
         # What activation providers captured of all tokens before the current attention, by name.
         self.captured: dict[str, Float[Tensor, "Q *rest"]] = {}
-        self._mode = mode
+        self.mode = mode
         self._observer = observer
         self._plans = [segment.cache.plans for segment in segments]
         again = [
@@ -108,6 +108,10 @@ class ForwardBatch:
         for segment in segments:
             for tier in segment.cache.tiers:
                 tier.expect(segment.append_kind)
+
+    def ids(self) -> list[int]:
+        """Tokens that the model computes, packed."""
+        return [token for each in self.segments for token in (*each.reread_ids, *each.ids)]
 
     def positions(self) -> Int[Tensor, "1 Q"]:
         """True positions of all tokens, as `position_ids` of the model."""
@@ -127,7 +131,7 @@ class ForwardBatch:
                     new_keys,
                     new_values,
                     positions,
-                    self._mode,
+                    self.mode,
                     segment.section_lengths,
                     segment.shift,
                     len(segment.reread_ids),
@@ -145,7 +149,7 @@ class ForwardBatch:
         missed = {layer.index for layer in self.segments[0].cache.spec.layers} - self.called
         if missed:
             raise ModelError(f"Layers {sorted(missed)} never called attention in this batch.")
-        if self._mode is Mode.APPEND:
+        if self.mode is Mode.APPEND:
             for segment in self.segments:
                 segment.cache.advance(len(segment.ids))
 
@@ -157,7 +161,7 @@ class ForwardBatch:
         for segment, plans in zip(self.segments, self._plans, strict=True):
             if segment.cache.plans != plans:
                 segment.cache.invalidate()
-            elif self._mode is Mode.APPEND:
+            elif self.mode is Mode.APPEND:
                 segment.cache.truncate(segment.cache.next_position)
 
     def _observe(
@@ -165,7 +169,7 @@ class ForwardBatch:
     ) -> None:
         """Record what was captured of a segment's new tokens, and call the observer."""
         segment, inputs = self.segments[index], self._inputs(index)
-        if inputs and self._mode is Mode.APPEND:
+        if inputs and self.mode is Mode.APPEND:
             segment.cache.note_tokens(layer, inputs, segment.cache.next_position)
         if self._observer is not None:
             new = slice(len(segment.reread_ids), None)

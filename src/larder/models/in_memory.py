@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from larder.core.errors import ModelError
+from larder.models.decoder import Decoder
 from larder.models.loader import LoadedModel, check_device, wrap_model
 from larder.models.tokenizer import check_tokenizer
 
@@ -26,16 +27,22 @@ def wrap_in_memory(model: nn.Module, tokenizer: Any) -> LoadedModel:
         BadParameter: the tokenizer is missing, or not of this model.
         ModelError: not a decoder of transformers, or it uses an unsupported feature.
     """
-    base = _without_adapter_wrapper(model)
-    _check_decoder(base)
+    base = without_adapter_wrapper(model)
+    check_decoder(base)
     check_tokenizer(tokenizer, base)
-    decoder = wrap_model(base)
-    decoder.share()
+    decoder = shared_decoder(base)
     # Not the name of a folder: identities of saved caches come from the weights in memory.
     return LoadedModel(decoder, tokenizer, f"{type(base).__name__} in memory")
 
 
-def _without_adapter_wrapper(model: Any) -> Any:
+def shared_decoder(base: Any) -> Decoder:
+    """Verified decoder around a checked model, which has Larder's attention during its calls."""
+    decoder = wrap_model(base)
+    decoder.share()
+    return decoder
+
+
+def without_adapter_wrapper(model: Any) -> Any:
     """Model of transformers inside a peft model, adapter layers included; others as they are.
 
     Raises:
@@ -53,11 +60,8 @@ def _without_adapter_wrapper(model: Any) -> Any:
     return model.get_base_model()
 
 
-def _check_decoder(model: Any) -> None:
-    """Raise ModelError unless the module is a causal language model in eval mode."""
-    from transformers import PreTrainedModel
-
-    kind = type(model).__name__
+def check_not_compiled(model: Any) -> None:
+    """Raise ModelError if a module is compiled by torch."""
     dynamo = sys.modules.get("torch._dynamo")  # a compiled module exists only where it is loaded
     is_wrapped = dynamo is not None and isinstance(model, dynamo.OptimizedModule)
     if is_wrapped or model._compiled_call_impl is not None:
@@ -65,6 +69,14 @@ def _check_decoder(model: Any) -> None:
             "The model is compiled, which fixes its attention: give Larder the model as it was "
             "before torch.compile."
         )
+
+
+def check_decoder(model: Any) -> None:
+    """Raise ModelError unless the module is a causal language model in eval mode."""
+    from transformers import PreTrainedModel
+
+    kind = type(model).__name__
+    check_not_compiled(model)
     if not isinstance(model, PreTrainedModel):
         raise ModelError(
             f"{kind} is not a model of transformers: give one of transformers.AutoModelForCausalLM."

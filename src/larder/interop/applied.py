@@ -1,0 +1,92 @@
+"""Context manager that gives every `generate()` of a model a LarderCache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import DynamicCache
+
+from larder.core.errors import UsageError
+from larder.interop.attachment import attached
+from larder.interop.cache import DEFAULT_POLICY, LarderCache
+from larder.session.policy import Policy
+
+
+class AppliedPolicy:
+    """What `applied` yields: the cache of the latest `generate()`.
+
+    Args:
+        create: makes an empty cache.
+    """
+
+    def __init__(self, create: Callable[[], LarderCache]) -> None:
+        self.cache: LarderCache | None = None
+        self._create = create
+
+    def substitute(self, given: object) -> LarderCache | None:
+        """New cache in place of the empty one that `generate` makes; None where no cache is used.
+
+        Raises:
+            UsageError: a cache of another kind was asked for.
+        """
+        if given is None:
+            return None
+        if type(given) is not DynamicCache or given.offloading or given.get_seq_length():
+            raise UsageError(
+                f"A {type(given).__name__} was given inside larder.applied, so that no policy "
+                "would act: leave cache_implementation and past_key_values out, or pass a "
+                "larder.LarderCache."
+            )
+        self.cache = self._create()
+        # Only assisted decoding asks for the logits of more than the last token.
+        self.cache.takes_candidates = True
+        return self.cache
+
+
+@contextmanager
+def applied(
+    model: Any,
+    policy: str | Policy = DEFAULT_POLICY,
+    budget: str | int | float | None = None,
+    *,
+    block: int | None = None,
+    tokenizer: Any = None,
+) -> Iterator[AppliedPolicy]:
+    """Context in which every `model.generate(...)` runs over a new `LarderCache`.
+
+    Calls that pass their own LarderCache keep it; calls without a cache run the model's own
+    attention, and so does the model after the block. Not thread-safe.
+
+    Args:
+        model: a causal `PreTrainedModel` in eval mode, or a PEFT model of one.
+        policy: name of a preset, spelling of parts, or a `Policy`, without episodes.
+        budget: 512 (tokens per kv head, averaged over layers), `"25%"` of the prompt, `"64MiB"`;
+            None takes that of the policy, else 20% of the prompt.
+        block: tokens read between two plans; None takes that of the policy.
+        tokenizer: tokenizer of the model, for policies that score with prompts or look at words.
+
+    Yields:
+        An object whose `cache` is the LarderCache of the latest `generate()`, None before it.
+
+    Raises:
+        LarderError: the policy or a size is invalid, or needs a tokenizer.
+        ModelError: the model is not supported, compiled, training, or held by `Engine.load`.
+
+    Example:
+        >>> with larder.applied(model, policy="snapkv", budget=512) as run:
+        ...     model.generate(**inputs, max_new_tokens=100)
+        >>> run.cache.nbytes
+    """
+
+    def create() -> LarderCache:
+        return LarderCache(model, policy, budget, block=block, tokenizer=tokenizer)
+
+    create()  # refused here rather than inside generate()
+    attachment, run = attached(model), AppliedPolicy(create)
+    former, attachment.substitute = attachment.substitute, run.substitute
+    try:
+        yield run
+    finally:
+        attachment.substitute = former

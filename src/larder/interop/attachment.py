@@ -1,0 +1,260 @@
+"""Attachment of Larder's caches to a model of transformers by public forward hooks.
+
+Two hooks sit on the model's body (the layers without the head), one on the model. While a call of
+the body carries an `AttachedCache`, Larder's attention implementation is set and the call is
+replaced by one over packed tokens; every other call runs the model's own attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import Cache
+
+from larder.core.errors import ModelError
+from larder.core.types import Mode
+from larder.interop.body_call import BodyCall
+from larder.models.attention_backend import CONTEXT_KEYWORD
+from larder.models.decoder import Decoder
+from larder.models.forward_batch import ForwardBatch
+from larder.models.in_memory import (
+    check_decoder,
+    check_not_compiled,
+    shared_decoder,
+    without_adapter_wrapper,
+)
+
+
+class RunningCall(Protocol):
+    """Call of a body over packed tokens that takes the place of the one that was asked for.
+
+    Args:
+        arguments: keyword arguments of the body, with the keyword `larder`.
+    """
+
+    @property
+    def arguments(self) -> dict[str, Any]: ...
+
+    def hidden(self, packed: Float[Tensor, "1 N hidden"]) -> Float[Tensor, "B Q hidden"]:
+        """Last hidden states of the call that was asked for, zeros at padding."""
+        ...
+
+
+class AttachedCache(Cache):
+    """Cache whose tokens the attachment of its model reads."""
+
+    attachment: Attachment
+
+    def run(self, call: BodyCall) -> AbstractContextManager[RunningCall]:
+        """Context of a call of the body; a block that fails leaves the cache as it was."""
+        raise NotImplementedError
+
+
+# Called with the cache of a call that carries no `AttachedCache`, or None; returns the cache to
+# use instead, or None to leave the call alone.
+CacheSubstitute = Callable[[object], AttachedCache | None]
+
+
+def no_substitute(given: object) -> None:
+    """`CacheSubstitute` that leaves every call alone."""
+    del given
+
+
+class _CallFailed(Exception):
+    """Thrown into the context of a call that failed or was interrupted."""
+
+
+@dataclass
+class HiddenCapture:
+    """Last hidden states of the tokens that nested calls append to one sequence.
+
+    Args:
+        wanted: number of last tokens whose states are held; None for all.
+        embeddings: input embeddings of the tokens, read in place of their ids; empty for ids.
+        start: true position of the first token.
+    """
+
+    cache: object
+    wanted: int | None
+    embeddings: Float[Tensor, "_ _"]
+    start: int
+    parts: list[Float[Tensor, "_ hidden"]] = field(default_factory=list[Tensor])
+
+    def takes(self, batch: object) -> bool:
+        """True for a batch that appends to the sequence."""
+        if not isinstance(batch, ForwardBatch):
+            return False
+        return batch.mode is Mode.APPEND and batch.segments[0].cache is self.cache
+
+    def record(self, batch: ForwardBatch, hidden: Float[Tensor, "1 N hidden"]) -> None:
+        """Hold the states of the new tokens of a call."""
+        self.parts.append(hidden[0, len(batch.segments[0].reread_ids) :])
+        if self.wanted is not None:
+            self.parts = [torch.cat(self.parts)[-self.wanted :]]
+
+    def states(self) -> Float[Tensor, "_ hidden"]:
+        """States held, in order."""
+        return torch.cat(self.parts)
+
+
+class Attachment:
+    """Hooks on a model, its decoder, and the call in progress. Not thread-safe.
+
+    Args:
+        module: a `PreTrainedModel` with a language-model head.
+
+    Raises:
+        ModelError: the model is compiled, in training mode, held by another decoder, or uses a
+            feature that Larder does not support.
+    """
+
+    def __init__(self, module: Any) -> None:
+        check_decoder(module)
+        self.module = module
+        self.decoder: Decoder = shared_decoder(module)
+        self.substitute: CacheSubstitute = no_substitute
+        self._logits_to_keep: object = 0
+        self._stack = ExitStack()
+        self._call: RunningCall | None = None
+        self._cache: AttachedCache | None = None
+        self._capture: HiddenCapture | None = None
+        body = self.decoder.body
+        self._hooks = [
+            module.register_forward_pre_hook(self._before_model, with_kwargs=True),
+            body.register_forward_pre_hook(self._before_body, with_kwargs=True),
+            body.register_forward_hook(self._after_body, with_kwargs=True, always_call=True),
+        ]
+
+    @property
+    def is_current(self) -> bool:
+        """False once the model was moved or converted to another dtype."""
+        table, spec = self.decoder.embedding_table(), self.decoder.spec
+        return (table.dtype, table.device) == (spec.dtype, spec.device)
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        self._abandon()
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def capture(self, capture: HiddenCapture) -> Iterator[HiddenCapture]:
+        """Context in which the states of appended tokens are captured."""
+        self._capture = capture
+        try:
+            yield capture
+        finally:
+            self._capture = None
+
+    def _before_model(
+        self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        del args
+        # The head alone runs on a shallow copy of the model, which has the same hooks.
+        if module is self.module and CONTEXT_KEYWORD not in named:
+            self._logits_to_keep = named.get("logits_to_keep", 0)
+
+    def _before_body(
+        self, body: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if CONTEXT_KEYWORD in named:
+            return args, self._with_embeddings(named)
+        self._abandon()
+        cache = self._cache_of(named)
+        if cache is None:
+            return None
+        self._check_call(body, args)
+        call = BodyCall.of(named, self._logits_to_keep)
+        self._logits_to_keep = 0
+        with ExitStack() as stack:
+            stack.enter_context(self.decoder.attention)
+            running = stack.enter_context(cache.run(call))
+            self._cache, self._call, self._stack = cache, running, stack.pop_all()
+        return (), {**call.options, **running.arguments}
+
+    def _after_body(
+        self, body: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Any
+    ) -> Any:
+        del body, args
+        context = named.get(CONTEXT_KEYWORD)
+        if self._call is None or context is not self._call.arguments[CONTEXT_KEYWORD]:
+            capture = self._capture
+            is_batch = isinstance(context, ForwardBatch)
+            if is_batch and out is not None and capture is not None and capture.takes(context):
+                capture.record(context, out.last_hidden_state)
+            return None
+        if out is None:
+            self._abandon()
+            return None
+        with self._stack.pop_all():
+            running, self._call = self._call, None
+            out.last_hidden_state = running.hidden(out.last_hidden_state)
+            out.past_key_values, self._cache = self._cache, None
+        return out
+
+    def _cache_of(self, named: dict[str, Any]) -> AttachedCache | None:
+        """Cache of Larder that a call is to run over; None to leave the call alone."""
+        given = named.get("past_key_values")
+        if not isinstance(given, AttachedCache):
+            return self.substitute(given)
+        if given.attachment is not self:
+            raise ModelError(
+                f"The LarderCache was made for another {type(given.attachment.module).__name__} "
+                f"than the {type(self.module).__name__} that is called: make one for this model."
+            )
+        return given
+
+    def _check_call(self, body: nn.Module, args: tuple[Any, ...]) -> None:
+        check_decoder(self.module)
+        check_not_compiled(body)
+        if torch.is_grad_enabled():
+            raise ModelError(
+                "A LarderCache was given to a call that records gradients, but entries that are "
+                "evicted have none: call the model under torch.no_grad(), as generate() does."
+            )
+        if args:
+            raise ModelError(
+                f"{type(self.module).__name__} passes {len(args)} positional arguments to its "
+                "layers, which Larder cannot tell apart: choose an architecture that names them."
+            )
+
+    def _with_embeddings(self, named: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of a nested call, with embeddings in place of ids where they were given."""
+        capture = self._capture
+        if (
+            capture is None
+            or not len(capture.embeddings)
+            or not capture.takes(named[CONTEXT_KEYWORD])
+        ):
+            return named
+        places = named["position_ids"][0] - capture.start
+        return {**named, "input_ids": None, "inputs_embeds": capture.embeddings[places][None]}
+
+    def _abandon(self) -> None:
+        """Roll back a call that failed, or that an interrupt left open."""
+        stack, self._stack, self._call = self._stack, ExitStack(), None
+        with suppress(_CallFailed):
+            stack.__exit__(_CallFailed, _CallFailed(), None)
+
+
+def attached(model: Any) -> Attachment:
+    """Attachment of a model, made on first use; PEFT models are unwrapped.
+
+    Raises:
+        ModelError: as `Attachment`.
+    """
+    module = without_adapter_wrapper(model)
+    check_decoder(module)
+    for hook in list(vars(module)["_forward_pre_hooks"].values()):
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, Attachment) and owner.module is module:
+            if owner.is_current:
+                return owner
+            owner.detach()
+    return Attachment(module)

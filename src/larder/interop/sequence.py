@@ -1,0 +1,205 @@
+"""Sequence of a batch row: its cache, read and kept within the budget as a conversation is."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from larder.core.errors import CacheError, UsageError
+from larder.core.observation import Prompts
+from larder.models.forward_batch import BatchSegment, Observer
+from larder.prefill.base import run_steps
+from larder.prefill.decode_eviction import DecodeEviction
+from larder.prefill.memory import PeakMemoryMeter
+from larder.prefill.reader import PrefillSequence
+from larder.session.capacity import (
+    check_recent_fits,
+    empty_cache,
+    entries_per_head,
+    resolve_budget,
+)
+from larder.session.policy import Policy
+from larder.session.prefill import (
+    ModelRuntime,
+    SizeOptions,
+    decode_planner,
+    prefill_reader,
+    require_prompts,
+    warm_up,
+)
+
+
+@dataclass(frozen=True)
+class SequenceFactory:
+    """Model, policy and sizes that sequences are made with.
+
+    Args:
+        policy: policy whose open sizes each sequence fills in by its own first text.
+        prompts: scratch prompts by name.
+    """
+
+    runtime: ModelRuntime
+    policy: Policy
+    sizes: SizeOptions
+    prompts: Prompts
+
+    def create(self, num_tokens: int) -> GeneratedSequence:
+        """Empty sequence for a first text of `num_tokens` tokens.
+
+        Raises:
+            UsageError, BudgetError: sizes contradict each other or do not fit.
+        """
+        spec = self.runtime.decoder.spec
+        tokens = resolve_budget(self.policy, self.sizes.budget, num_tokens, spec)
+        policy = self.policy.with_sizes(tokens, self.sizes.block)
+        check_recent_fits(policy, entries_per_head(policy, spec))
+        return GeneratedSequence(self.runtime, policy, self.prompts)
+
+    def check(self) -> None:
+        """Check the policy, and load what it needs beside the model.
+
+        Raises:
+            UsageError: the policy forms episodes, or needs a tokenizer that was not given.
+        """
+        if self.policy.session.embedders():
+            raise UsageError(
+                "The policy forms episodes of a conversation, but generate() has token ids alone: "
+                "leave episodes() out, or read the conversation with larder.Engine."
+            )
+        self.runtime.tokenizer.lexicon(self.policy.lexicon)
+        names = self.policy.scorer.required_prompts()
+        if names and not self.prompts:
+            self.runtime.tokenizer.encode(f"the prompt {sorted(names)[0]!r}")
+        require_prompts(self.prompts, names)
+        warm_up(self.runtime, self.policy)
+
+
+@dataclass(frozen=True)
+class SequenceState:
+    """State of a sequence before a call, to return to if the call fails."""
+
+    length: int
+    plans: int
+    eviction: DecodeEviction | None
+    num_generated: int
+
+
+class GeneratedSequence:
+    """One row of a batch under a policy with all sizes filled in.
+
+    Texts are read by the prefill schedule of the policy, generated tokens one by one under its
+    timing. `has_ended` says that the row has generated a token that ends it.
+    """
+
+    def __init__(self, runtime: ModelRuntime, policy: Policy, prompts: Prompts) -> None:
+        self.policy = policy
+        self.cache = empty_cache(policy, runtime.decoder.spec)
+        self.has_ended = False
+        self.peak_bytes = 0
+        self._runtime, self._prompts = runtime, prompts
+        self._eviction: DecodeEviction | None = None
+        self._num_generated = 0
+
+    def read(self, ids: tuple[int, ...]) -> None:
+        """Read a text behind the cache, and bring the cache within its budget."""
+        spec, length = self._runtime.decoder.spec, self.cache.next_position + len(ids)
+        if self.cache.next_position:
+            length = max(length, entries_per_head(self.policy, spec))
+        meter = PeakMemoryMeter()
+        reader = prefill_reader(self._runtime, self.policy, length, meter)
+        lane = PrefillSequence(self.cache, self._prompts)
+        run_steps(self.policy.schedule.steps(reader, [lane], ids))
+        self.peak_bytes = max(self.peak_bytes, meter.peak_bytes)
+        self._eviction = decode_planner(self._runtime, self.policy, [self.cache])
+        self._num_generated, self.has_ended = 0, False
+
+    def check_embeddings(self, ids: tuple[int, ...]) -> None:
+        """Check that the policy can read a text of embeddings whose ids are not known.
+
+        Raises:
+            UsageError: a part of the policy reads token ids.
+        """
+        planner = self.policy.planner
+        scratches = planner.scorer.scratch(ids, self.cache.next_position, self._prompts)
+        reads_ids = planner.token_providers or self.policy.lexicon or self.policy.rebuilding
+        if scratches or reads_ids:
+            raise UsageError(
+                f"The policy {self.policy} reads token ids, but generate() was given inputs_embeds "
+                "alone: give input_ids, or a policy that scores by attention, keys or values."
+            )
+
+    def step(self, ids: tuple[int, ...]) -> tuple[BatchSegment, Observer | None]:
+        """Segment of generated tokens, and the observer of their forward batch."""
+        segment = BatchSegment(self.cache, ids)
+        self._num_generated += len(ids)
+        if self._eviction is None:
+            return segment, None
+        return segment, self._eviction.observer([0], [segment], [self._num_generated])
+
+    def truncate(self, num_tokens: int) -> None:
+        """Drop the last tokens, which no plan has seen.
+
+        Raises:
+            CacheError: entries were evicted since.
+        """
+        if not num_tokens:
+            return
+        if self._eviction is not None:
+            raise CacheError(
+                f"{num_tokens} tokens cannot be taken back, because the policy evicts at every "
+                "step: use a policy with prefill_only()."
+            )
+        self.cache.truncate(self.cache.next_position - num_tokens)
+        self._num_generated -= num_tokens
+
+    def fork(self) -> GeneratedSequence:
+        """Independent copy."""
+        other = copy.copy(self)
+        other.cache = self.cache.fork()
+        return other
+
+    def state(self) -> SequenceState:
+        """State to return to with `roll_back`."""
+        return SequenceState(
+            self.cache.next_position, self.cache.plans, self._eviction, self._num_generated
+        )
+
+    def roll_back(self, state: SequenceState) -> None:
+        """Return to a state; the cache becomes unusable if a plan was applied since."""
+        if self.cache.plans != state.plans:
+            self.cache.invalidate()
+        else:
+            self.cache.truncate(state.length)
+        self._eviction, self._num_generated = state.eviction, state.num_generated
+
+
+@dataclass(frozen=True)
+class EndTokens:
+    """Tokens that end a row, and the token that a row which has ended is fed with."""
+
+    stop_ids: frozenset[int]
+    padding: int | None
+
+    @staticmethod
+    def of(config: Any) -> EndTokens:
+        """End tokens of a generation configuration."""
+        named = config.eos_token_id
+        stops = named if isinstance(named, list) else [named]
+        known = [token for token in stops if token is not None]
+        padding = config.pad_token_id
+        return EndTokens(
+            frozenset(known), padding if padding is not None else next(iter(known), None)
+        )
+
+    def is_padding(self, sequence: GeneratedSequence, ids: tuple[int, ...]) -> bool:
+        """True for padding behind the end of a row."""
+        return sequence.has_ended and ids == (self.padding,)
+
+
+def observer_of(observers: list[Observer | None]) -> Observer | None:
+    """Observer of a batch whose segments have an observer each; None if they have none."""
+    own = [observer for observer in observers if observer is not None]
+    if not own:
+        return None
+    return lambda row, layer, activations: own[row](0, layer, activations)
