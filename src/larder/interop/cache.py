@@ -335,9 +335,9 @@ class LarderCache(AttachedCache):
         steps = list[Any]()
         for number in rows:
             sequence, ids = self._sequences[number], rest[number]
+            sequence.has_ended = ids[-1] in self._end.stop_ids
             if self._records_past or len(ids) > 1:
                 sequence.cache.reserve(len(ids))
-            sequence.has_ended = ids[-1] in self._end.stop_ids
             steps.append(sequence.step(ids))
         segments = [segment for segment, _ in steps]
         observer = observer_of([own for _, own in steps])

@@ -1,0 +1,130 @@
+"""Batches of rows of different lengths, beams, several sequences and candidates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import larder
+from interop.replay import assert_same_entries, decoder_of, replay
+from larder.interop.cache import LarderCache
+from larder.models.tiny import tiny
+from model_runs import some_ids
+
+POLICIES = {
+    "full": ("full", None),
+    "snapkv": ("snapkv", 40),
+    "keydiff": ("blockwise(tokens=16) > protect(sinks=2, recent=4) > keydiff() > pooled()", 24),
+    "h2o": ("protect(sinks=2, recent=8) > column_mass() > uniform() > every_step()", 24),
+    "share": ("protect(sinks=1, recent=2) > keynorm() > pooled()", "60%"),
+}
+ROWS = [some_ids(50, seed=1), some_ids(33, seed=2), some_ids(9, seed=3)]
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def padded(rows: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+    """Ids and mask of rows, padded on the left."""
+    width = max(len(row) for row in rows)
+    ids = [[0] * (width - len(row)) + list(row) for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_row_of_a_batch_is_the_row_alone(model: Any, name: str) -> None:
+    ids, mask = padded(ROWS)
+    policy, budget = POLICIES[name]
+    cache = LarderCache(model, policy, budget)
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=6, past_key_values=cache, **GREEDY
+    )
+    decoder = decoder_of(model.config.model_type.removesuffix("_text"))
+    for number, row in enumerate(ROWS):
+        new = out[number, ids.shape[1] :].tolist()
+        alone = replay(decoder, policy, budget, [(row, new[:-1])])
+        assert_same_entries(cache.sequences[number], alone.cache)
+        assert new[1:] == alone.said
+
+
+def test_padding_behind_the_end_of_a_row_is_not_cached(llama: Any) -> None:
+    ids, mask = padded(ROWS)
+    free = llama.generate(ids, attention_mask=mask, max_new_tokens=8, **GREEDY)
+    end = int(free[2, ids.shape[1] + 2])  # what the last row says third ends rows
+    cache = LarderCache(llama, "full")
+    cache._end = type(cache._end)(frozenset({end}), 0)  # pyright: ignore
+    options = {**GREEDY, "eos_token_id": end, "past_key_values": cache}
+    out = llama.generate(ids, attention_mask=mask, max_new_tokens=8, **options)
+    assert out[2, ids.shape[1] + 3 :].tolist() == [0] * (out.shape[1] - ids.shape[1] - 3)
+    new = out[2, ids.shape[1] :].tolist()
+    assert cache.sequences[2].next_position == len(ROWS[2]) + new.index(end) + 1
+    assert cache.get_seq_length() == out.shape[1] - 1
+
+
+@pytest.mark.parametrize("name", ["snapkv", "h2o"])
+def test_the_score_of_a_beam_is_that_of_its_tokens(llama: Any, name: str) -> None:
+    policy, budget = POLICIES[name]
+    ids = torch.tensor([ROWS[0]])
+    options = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
+    with larder.applied(llama, policy, budget):
+        out = llama.generate(ids, num_beams=3, max_new_tokens=5, length_penalty=0.0, **options)
+    new = out.sequences[0, 50:].tolist()
+    cache, score = LarderCache(llama, policy, budget), 0.0
+    with torch.no_grad():
+        logits = llama(ids, past_key_values=cache).logits[0, -1]
+        for token in new:
+            score += float(logits.log_softmax(-1)[token])
+            logits = llama(torch.tensor([[token]]), past_key_values=cache).logits[0, -1]
+    assert float(out.sequences_scores[0]) == pytest.approx(score, abs=1e-3)
+
+
+def test_beams_and_sequences_under_a_full_budget(llama: Any) -> None:
+    ids = torch.tensor([ROWS[0]])
+    options = {**GREEDY, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6}
+    expected = llama.generate(ids, **options)
+    with larder.applied(llama, "full"):
+        assert torch.equal(llama.generate(ids, **options), expected)
+
+
+def test_candidates_change_neither_tokens_nor_entries(llama: Any) -> None:
+    ids = torch.tensor([ROWS[0]])
+    policy, budget = POLICIES["snapkv"]
+    results = list[Any]()
+    for assistance in ({}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny("llama")}):
+        with larder.applied(llama, policy, budget) as run:
+            out = llama.generate(ids, max_new_tokens=8, **GREEDY, **assistance)
+        assert run.cache is not None
+        results.append((out.tolist(), run.cache.lengths()))
+    assert results[1:] == results[:1] * 2
+
+
+def test_embeddings_in_place_of_ids(llama: Any) -> None:
+    ids = torch.tensor([ROWS[0]])
+    given = llama.get_input_embeddings()(ids).detach()
+    with larder.applied(llama, *POLICIES["keydiff"]) as run:
+        expected = llama.generate(ids, max_new_tokens=6, **GREEDY)[:, 50:]
+        lengths = run.cache.lengths() if run.cache else None
+        got = llama.generate(inputs_embeds=given, max_new_tokens=6, **GREEDY)
+    assert got.tolist() == expected.tolist()
+    assert run.cache is not None
+    assert run.cache.lengths() == lengths
+
+
+def test_a_prompt_in_chunks(llama: Any) -> None:
+    ids = torch.tensor([ROWS[0]])
+    expected = llama.generate(ids, max_new_tokens=6, **GREEDY)
+    with larder.applied(llama, "full"):
+        got = llama.generate(ids, max_new_tokens=6, prefill_chunk_size=16, **GREEDY)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_a_model_under_an_adapter() -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    adapted, ids = peft.get_peft_model(tiny("llama"), settings).eval(), torch.tensor([ROWS[0]])
+    expected = adapted.generate(input_ids=ids, max_new_tokens=6, **GREEDY)
+    with larder.applied(adapted, "full"):
+        assert torch.equal(adapted.generate(input_ids=ids, max_new_tokens=6, **GREEDY), expected)

@@ -1,0 +1,109 @@
+"""What a LarderCache refuses, and what it leaves behind when a call fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import larder
+from larder.core.errors import CacheError, LarderError, ModelError, UsageError
+from larder.interop.cache import LarderCache
+from larder.models.tiny import tiny
+from model_runs import some_ids
+
+IDS = torch.tensor([some_ids(50)])
+H2O = "protect(sinks=2, recent=8) > column_mass() > uniform() > every_step()"
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [("epicache", "leave episodes"), ("kvzip", "give tokenizer="), ("nothing", "nothing")],
+)
+def test_policies_that_generate_cannot_run(llama: Any, policy: str, message: str) -> None:
+    with pytest.raises(LarderError, match=message):
+        LarderCache(llama, policy)
+
+
+def test_models_that_cannot_be_attached() -> None:
+    with pytest.raises(ModelError, match="eval"):
+        LarderCache(tiny("llama").train(), "full")
+    compiled = tiny("llama")
+    compiled.compile(backend="eager")
+    with pytest.raises(ModelError, match=r"before torch\.compile"):
+        LarderCache(compiled, "full")
+
+
+def test_a_model_that_is_compiled_later() -> None:
+    model = tiny("llama")
+    cache = LarderCache(model, "full")
+    model.compile(backend="eager")
+    with torch.no_grad(), pytest.raises(ModelError, match=r"before torch\.compile"):
+        model._call_impl(IDS, past_key_values=cache)  # what the compiled call traces
+
+
+def test_gradients(llama: Any) -> None:
+    with pytest.raises(ModelError, match="no_grad"):
+        llama(IDS, past_key_values=LarderCache(llama, "full"))
+
+
+def test_a_cache_of_another_model(llama: Any) -> None:
+    cache, other = LarderCache(llama, "full"), tiny("llama")
+    with torch.no_grad():
+        with pytest.raises(ModelError, match="make one for this model"):
+            other(IDS, past_key_values=cache)
+        LarderCache(other, "full")
+        with pytest.raises(ModelError, match="make one for this model"):
+            other(IDS, past_key_values=cache)
+
+
+def test_calls_that_do_not_fit(llama: Any) -> None:
+    cache = LarderCache(llama, "full")
+    with torch.no_grad():
+        llama(IDS, past_key_values=cache)
+        with pytest.raises(CacheError, match="1 rows, but the call has 2"):
+            llama(IDS.expand(2, -1), past_key_values=cache)
+        with pytest.raises(ModelError, match="output_attentions"):
+            llama(IDS, past_key_values=cache, output_attentions=True)
+        with pytest.raises(ModelError, match="4 dimensions"):
+            llama(IDS, past_key_values=cache, attention_mask=torch.ones(1, 1, 50, 50))
+        with pytest.raises(ModelError, match="position_ids"):
+            llama(IDS, past_key_values=LarderCache(llama, "full"), position_ids=IDS)
+        with pytest.raises(CacheError, match="got 3"):
+            cache.crop(3)
+    assert cache.get_seq_length() == 50
+
+
+def test_candidates_under_a_policy_that_evicts_at_every_step(llama: Any) -> None:
+    options = {**GREEDY, "max_new_tokens": 4, "prompt_lookup_num_tokens": 3}
+    with larder.applied(llama, H2O, 40), pytest.raises(UsageError, match="prefill_only"):
+        llama.generate(IDS, **options)
+    with pytest.raises(UsageError, match="prefill_only"):
+        llama.generate(IDS, past_key_values=LarderCache(llama, H2O, 40), **options)
+
+
+def fail(*args: Any) -> None:
+    raise RuntimeError("a layer failed")
+
+
+def interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("ids", [IDS, IDS[:, :1]], ids=["text", "step"])
+def test_a_call_that_fails_leaves_no_trace(llama: Any, ids: Any) -> None:
+    cache, implementation = LarderCache(llama, "full"), llama.config._attn_implementation
+    with torch.no_grad():
+        llama(IDS, past_key_values=cache)
+        for failure, kind in ((fail, RuntimeError), (interrupt, KeyboardInterrupt)):
+            hook = llama.model.layers[1].mlp.register_forward_hook(failure)
+            with pytest.raises(kind):
+                llama(ids, past_key_values=cache)
+            hook.remove()
+        got = llama(ids, past_key_values=cache).logits
+        expected = llama(torch.cat([IDS, ids], 1)).logits[:, 50:]
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    assert llama.config._attn_implementation == implementation
+    assert cache.sequences[0].next_position == 50 + ids.shape[1]
