@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -13,10 +13,8 @@ from larder.core.arguments import check_count, check_type
 from larder.core.errors import BadParameter
 from larder.core.observation import Calibration, Prompts
 from larder.engine.answer import Answer, AnswerGenerator, check_prompt_fits
-from larder.engine.completion import Completion, CompletionOptions, PromptCompleter
 from larder.engine.sampler import SamplingParams, check_keywords
 from larder.models.calibration import calibrate
-from larder.models.in_memory import wrap_in_memory
 from larder.models.loader import SEED, DeviceMap, LoadedModel, load
 from larder.prefill.base import Progress, no_progress, run_steps
 from larder.session.capacity import beyond_budget, budget_tokens
@@ -32,6 +30,9 @@ from larder.session.prefill import (
     turn_reader,
 )
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+
+if TYPE_CHECKING:
+    from larder.engine.completion import Completion, PromptCompleter
 
 DEFAULT_POLICY = "epicache_pooled"
 
@@ -328,6 +329,8 @@ class Engine:
         """
         check_keywords(unknown)
         sampling = SamplingParams(temperature, top_k, top_p, seed)
+        from larder.engine.completion import CompletionOptions
+
         options = CompletionOptions(sampling, max_new_tokens, stop)
         types = "a prompt as a string, or a list of prompts"
         check_type("prompts", prompts, (str, list, tuple), types)
@@ -368,6 +371,8 @@ class Engine:
         """
         check_keywords(unknown)
         sampling = SamplingParams(temperature, top_k, top_p, seed)
+        from larder.engine.completion import CompletionOptions
+
         options = CompletionOptions(sampling, max_new_tokens, stop)
         check_type("prompt", prompt, str, "one prompt as a string (generate takes lists)")
         return self._completer.stream(prompt, options, progress)
@@ -391,6 +396,8 @@ class Engine:
 
     @property
     def _completer(self) -> PromptCompleter:
+        from larder.engine.completion import PromptCompleter
+
         return PromptCompleter(self.runtime, self.policy, self.sizes, self.stop_ids)
 
     @cached_property
@@ -451,6 +458,8 @@ def _loaded_model(model: nn.Module | LoadedModel, tokenizer: Any) -> LoadedModel
     if not isinstance(model, LoadedModel):
         expected = "a model of transformers, or what larder.models.loader.load returned"
         check_type("model", model, nn.Module, f"{expected} (Engine.load takes names)")
+        from larder.models.in_memory import wrap_in_memory
+
         return wrap_in_memory(model, tokenizer)
     if tokenizer is not None:
         raise BadParameter(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from larder.models.attention_backend import AttentionInputs, CausalAttention, PrivateConfigs
 from larder.models.decoder import Decoder
-from larder.models.introspection import has_quantized_weights
+from larder.models.introspection import has_quantized_weights, own_logits, relative_difference
 from larder.models.prefetch import attention_modules
 
 SHORTER_TEXTS = (1, 2, 4, 8, 16)  # tokens
@@ -71,18 +71,6 @@ def differing_part(
         "attention over cached tokens: read in one piece the text gives the same, read in blocks "
         "it does not, so that keys depend on more than tokens and positions. Choose another model."
     )
-
-
-def own_logits(module: Any, ids: Sequence[int]) -> Float[Tensor, "Q V"]:
-    """Float32 logits of a model of transformers on its own attention."""
-    given = torch.tensor([list(ids)], device=module.device)
-    return module(input_ids=given, use_cache=False).logits[0].float()
-
-
-def relative_difference(got: Float[Tensor, "*S"], expected: Float[Tensor, "*S"]) -> float:
-    """Largest root mean square over the last dimension, relative to the spread of all."""
-    rows = (got.float() - expected.float()).square().mean(-1).sqrt()
-    return float(rows.max() / expected.float().std().clamp_min(1e-6))
 
 
 def _difference_alone(module: Any, ids: Sequence[int], expected: Float[Tensor, "Q V"]) -> float:

@@ -29,6 +29,18 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
 QUANTIZED_TOLERANCE = 1.5e-1  # of quantized weights, whose activations may be quantized too
 
 
+def own_logits(module: Any, ids: Sequence[int]) -> Float[Tensor, "Q V"]:
+    """Float32 logits of a model of transformers on its own attention."""
+    given = torch.tensor([list(ids)], device=module.device)
+    return module(input_ids=given, use_cache=False).logits[0].float()
+
+
+def relative_difference(got: Float[Tensor, "*S"], expected: Float[Tensor, "*S"]) -> float:
+    """Largest root mean square over the last dimension, relative to the spread of all."""
+    rows = (got.float() - expected.float()).square().mean(-1).sqrt()
+    return float(rows.max() / expected.float().std().clamp_min(1e-6))
+
+
 class AttentionSurvey(CausalAttention):
     """Plain causal attention that records the attention spec of each layer."""
 

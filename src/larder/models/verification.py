@@ -13,12 +13,13 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import ModelError
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
-from larder.models.diagnosis import differing_part, own_logits, relative_difference
 from larder.models.forward_batch import BatchSegment
 from larder.models.introspection import (
     QUANTIZED_TOLERANCE,
     TOLERANCE,
     has_quantized_weights,
+    own_logits,
+    relative_difference,
 )
 
 CHECKED_TOKENS = 24
@@ -106,6 +107,8 @@ def verify(decoder: Decoder, expected: Float[Tensor, "Q V"]) -> None:
     if is_quantized:
         tolerance = max(tolerance, QUANTIZED_TOLERANCE)
     if not error <= tolerance:
+        from larder.models.diagnosis import differing_part
+
         part = differing_part(decoder, ids, expected, got, tolerance)
         raise ModelError(
             f"Through Larder's attention {type(decoder.module).__name__} gives other logits than "
