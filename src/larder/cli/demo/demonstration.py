@@ -50,8 +50,6 @@ CONVERSATION = Demonstration(
     },
     budget_divisor=6,
 )
-# The questions are those of fourteen that SmolLM2 answers with its full cache, and one that it does
-# not; none was chosen by the answers under another policy.
 DOCUMENT = Demonstration(
     file="field_station.md",
     text="the handbook of a field station",
@@ -65,17 +63,19 @@ DOCUMENT = Demonstration(
     budget_divisor=4,
     questions=(
         Question("What is the code of the door?", "4718"),
-        Question("How many beds are there?", "11"),
+        Question("How many beds are there?", "11 beds"),
         Question("Where are the spare filters kept?", "blue cupboard"),
         Question("What is the customer number of the gas tank?", "20561"),
+        Question("What is the name of the boat?", "Margaret"),
         Question("In which year do the measurements begin?", "1937"),
         Question("What is the password of the computer?", "heron88"),
-        Question("How deep is the deepest place of the lake?", "63"),
+        Question("How deep is the deepest place of the lake?", "63 met"),
         Question("What is the address of the laboratory?", "27 Mill Lane"),
         Question("What is the name of the goat?", "Bishop"),
-        Question("On which channel does the radio reach the mountain rescue?", "16"),
+        Question("On which channel does the radio reach the mountain rescue?", "channel 16"),
         Question("What is the telephone number of the doctor?", "55302"),
         Question("How much is the fee for each night?", "14 pounds"),
+        Question("How many days does the battery on the island last?", "40 days"),
     ),
 )
 
