@@ -19,13 +19,20 @@ WORDS = ["bench", "passkey", "--tokens", "180", "--files", "6", "--policy", "str
 MORE = ["--control", "full", "--budget", "1/2", "--model", "random:qwen3-tiny"]
 
 
+def _heed_interrupts() -> None:
+    """Undo what a shell sets for background jobs, which ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def run(out: Path, *words: str, stop_after: int = 0) -> int:
     """Exit code of a run; interrupted once the file has a number of lines."""
     told = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     told |= {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | told
     command = [sys.executable, "-m", "larder", *WORDS, *MORE, "--out", str(out), *words]
-    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as running:
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.DEVNULL, preexec_fn=_heed_interrupts
+    ) as running:
         while stop_after and running.poll() is None:
             if out.exists() and len(read_rows(out)) >= stop_after:
                 running.send_signal(signal.SIGINT)

@@ -107,3 +107,8 @@ def test_a_call_that_fails_leaves_no_trace(llama: Any, ids: Any) -> None:
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
     assert llama.config._attn_implementation == implementation
     assert cache.sequences[0].next_position == 50 + ids.shape[1]
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(ModelError, match="int is not a model of transformers: give one of"):
+        LarderCache(3)

@@ -64,7 +64,7 @@ def check_not_compiled(model: Any) -> None:
     """Raise ModelError if a module is compiled by torch."""
     dynamo = sys.modules.get("torch._dynamo")  # a compiled module exists only where it is loaded
     is_wrapped = dynamo is not None and isinstance(model, dynamo.OptimizedModule)
-    if is_wrapped or model._compiled_call_impl is not None:
+    if is_wrapped or getattr(model, "_compiled_call_impl", None) is not None:
         raise ModelError(
             "The model is compiled, which fixes its attention: give Larder the model as it was "
             "before torch.compile."
