@@ -10,6 +10,7 @@ import torch
 from larder import Engine
 from larder.core.errors import InputError
 from larder_bench.datasets.sources import TaskSources
+from larder_bench.execution import committed_rows
 from larder_bench.execution.committed_rows import cheapest_cell, check_cell, differences
 from larder_bench.execution.runner import StudyRunner
 from larder_bench.random_models import open_model
@@ -57,10 +58,21 @@ def test_a_changed_score_is_found(bench: ModelContext, rows: list[Row]) -> None:
     assert only.startswith("items[0].log_likelihood: 1.0 committed, -")
 
 
-def test_another_text_is_refused(bench: ModelContext, rows: list[Row]) -> None:
+def test_another_text_differs(bench: ModelContext, rows: list[Row]) -> None:
     cell, row = cheapest_cell(STUDY, rows)
-    with pytest.raises(InputError, match="on another text: give the same --corpus"):
-        check_cell(cell, {**row, "text_digest": "0"}, lambda _: bench)
+    [only] = check_cell(cell, {**row, "text_digest": "0"}, lambda _: bench).differences
+    assert only.startswith("the text is another one: give the same --corpus")
+
+
+def test_a_cell_that_is_refused_now_differs(
+    bench: ModelContext, rows: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Row:
+        raise InputError("No room.")
+
+    monkeypatch.setattr(committed_rows, "measure_cell", refuse)
+    cell, row = cheapest_cell(STUDY, rows)
+    assert check_cell(cell, row, lambda _: bench).differences == ("refused now: No room.",)
 
 
 def test_rows_that_are_not_there_are_named(rows: list[Row]) -> None:
@@ -72,6 +84,8 @@ def test_rows_that_are_not_there_are_named(rows: list[Row]) -> None:
     ("one", "other", "found"),
     [
         ({"a": 1.0}, {"a": 1.004}, []),
+        ({"a": 0.002}, {"a": 0.004}, ["a: 0.002 committed, 0.004 measured"]),
+        ({"a": 1000}, {"a": 1001}, ["a: 1000 committed, 1001 measured"]),
         ({"a": 1.0}, {"a": 1.1}, ["a: 1.0 committed, 1.1 measured"]),
         ({"a": True}, {"a": False}, ["a: True committed, False measured"]),
         ({"a": [1, 2]}, {"a": (1,)}, ["a: 2 values committed, 1 measured"]),
