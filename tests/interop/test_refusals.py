@@ -112,3 +112,17 @@ def test_a_call_that_fails_leaves_no_trace(llama: Any, ids: Any) -> None:
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(ModelError, match="int is not a model of transformers: give one of"):
         LarderCache(3)
+
+
+def test_a_call_without_a_cache_inside_the_context_is_warned_about_once(llama: Any) -> None:
+    with larder.applied(llama, "snapkv", 40) as run, torch.no_grad():
+        with pytest.warns(UserWarning, match="called without a cache inside larder.applied"):
+            llama(IDS, use_cache=False)
+        llama(IDS, use_cache=False)  # a second warning would be an error
+        assert run.cache is None
+        llama.generate(IDS, max_new_tokens=2, **GREEDY)
+        assert run.cache is not None
+    llama(IDS, use_cache=False)
+    with larder.applied(llama, "snapkv", 40), torch.no_grad():
+        with pytest.warns(UserWarning, match="no policy acts"):
+            llama(IDS)  # as lm-eval's HFLM calls it

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from larder.cache.sequence import SequenceCache
 from larder.core.arguments import check_count, check_type
 from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.core.errors import InputError
+from larder.core.observation import Prompts
 from larder.engine.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer
 from larder.engine.generate import GenerationBatch, StoppingCriteria
 from larder.engine.sampler import SamplingParams
 from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
-from larder.prefill.base import Progress, run_steps
+from larder.prefill.base import Progress, no_progress, run_steps
 from larder.prefill.turn_reader import TurnReader
 from larder.session.capacity import resolve_budget
 from larder.session.memory import CacheFigures
@@ -85,6 +87,29 @@ class CompletionOptions:
 
 
 @dataclass(frozen=True)
+class EncodedPrompt:
+    """Prompt as text, and the token ids that are read."""
+
+    text: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PromptCache:
+    """Cache of the tokens of a prompt but the last.
+
+    Args:
+        policy: policy with every size filled in.
+        prompts: scoring prompts of the cache, by name.
+    """
+
+    cache: SequenceCache
+    policy: Policy
+    prompts: Prompts
+    figures: CacheFigures
+
+
+@dataclass(frozen=True)
 class _ReadPrompt:
     """Prompt whose tokens but the last are in a cache."""
 
@@ -92,6 +117,39 @@ class _ReadPrompt:
     ids: tuple[int, ...]
     turn: TurnReader
     figures: CacheFigures
+
+
+def prefill_prompt(
+    runtime: ModelRuntime,
+    policy: Policy,
+    sizes: SizeOptions,
+    prompt: EncodedPrompt,
+    progress: Progress = no_progress,
+) -> PromptCache:
+    """Read the tokens of a prompt but the last into a cache of its own, under a policy.
+
+    The end of the prompt chooses among its episodes, under a policy that forms any.
+
+    Args:
+        sizes: sizes that the policy leaves open; shares are of the whole prompt.
+        progress: receives the number of prompt tokens read and to read.
+
+    Raises:
+        UsageError, BudgetError: sizes contradict each other or do not fit.
+    """
+    ids, spec = prompt.ids, runtime.decoder.spec
+    tokens = resolve_budget(policy, sizes.budget, len(ids), spec)
+    policy = policy.with_sizes(tokens, sizes.block)
+    context = ids[:-1]
+    messages = (Message("user", prompt.text),) if context else ()
+    source = PrefillInput(
+        Conversation("prompt", messages, form=PromptLayout.PLAIN),
+        TokenizedTranscript(context, ((0, len(context)),) if context else ()),
+    )
+    memory = prefill_memory(runtime, source, policy, {}, progress)
+    cache, match = memory.activate_for(runtime.tokenizer.decode(ids[-ROUTED_TOKENS:]))
+    scoring = prompts_per_cache(runtime, memory.router, {})[match.episode if match else 0]
+    return PromptCache(cache, policy, scoring, memory.figures)
 
 
 class PromptCompleter:
@@ -119,6 +177,15 @@ class PromptCompleter:
         Args:
             progress: receives the number of prompt tokens read and to read.
         """
+        return self.complete_encoded(self._encode(prompts), options, progress)
+
+    def complete_encoded(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        options: CompletionOptions,
+        progress: Progress = no_progress,
+    ) -> list[Completion]:
+        """Complete prompts that are encoded, in order."""
         rows = self._read(prompts, options, progress)
         texts = [self._detokenizer(row, options, []) for row in rows]
         batch, stopped = self._batch(rows, options), set[int]()
@@ -141,7 +208,7 @@ class PromptCompleter:
 
     def stream(self, prompt: str, options: CompletionOptions, progress: Progress) -> Iterator[str]:
         """Text of a completion in parts, each as soon as it will not change any more."""
-        rows, parts = self._read([prompt], options, progress), list[str]()
+        rows, parts = self._read(self._encode([prompt]), options, progress), list[str]()
         text = self._detokenizer(rows[0], options, parts)
         batch = self._batch(rows, options)
         while batch.is_running:
@@ -154,47 +221,36 @@ class PromptCompleter:
             parts.clear()
 
     def _read(
-        self, prompts: Sequence[str], options: CompletionOptions, progress: Progress
+        self, prompts: Sequence[EncodedPrompt], options: CompletionOptions, progress: Progress
     ) -> list[_ReadPrompt]:
-        encoded = [self._encode(number, prompt) for number, prompt in enumerate(prompts)]
-        rows, total = list[_ReadPrompt](), sum(map(len, encoded))
-        for prompt, ids in zip(prompts, encoded, strict=True):
+        rows, total = list[_ReadPrompt](), sum(len(prompt.ids) for prompt in prompts)
+        for prompt in prompts:
             before = sum(len(row.ids) for row in rows)
             rows.append(
                 self._read_prompt(
                     prompt,
-                    ids,
                     options.max_new_tokens,
                     lambda done, _, before=before: progress(before + done, total),
                 )
             )
         return rows
 
-    def _encode(self, number: int, prompt: str) -> tuple[int, ...]:
-        ids = self._runtime.tokenizer.encode_prompt(prompt)
-        if not ids:
-            raise InputError(f"Prompt {number + 1} has no tokens: give it at least one character.")
-        return ids
+    def _encode(self, prompts: Sequence[str]) -> list[EncodedPrompt]:
+        encode = self._runtime.tokenizer.encode_prompt
+        encoded = [EncodedPrompt(prompt, encode(prompt)) for prompt in prompts]
+        for number, prompt in enumerate(encoded, start=1):
+            if not prompt.ids:
+                raise InputError(f"Prompt {number} has no tokens: give it at least one character.")
+        return encoded
 
     def _read_prompt(
-        self, prompt: str, ids: tuple[int, ...], new_tokens: int, progress: Progress
+        self, prompt: EncodedPrompt, new_tokens: int, progress: Progress
     ) -> _ReadPrompt:
-        runtime, spec = self._runtime, self._runtime.decoder.spec
-        tokens = resolve_budget(self._policy, self._sizes.budget, len(ids), spec)
-        policy = self._policy.with_sizes(tokens, self._sizes.block)
-        context = ids[:-1]
-        messages = (Message("user", prompt),) if context else ()
-        source = PrefillInput(
-            Conversation("prompt", messages, form=PromptLayout.PLAIN),
-            TokenizedTranscript(context, ((0, len(context)),) if context else ()),
-        )
-        memory = prefill_memory(runtime, source, policy, {}, progress)
-        cache, match = memory.activate_for(runtime.tokenizer.decode(ids[-ROUTED_TOKENS:]))
-        scoring = prompts_per_cache(runtime, memory.router, {})[match.episode if match else 0]
+        read = prefill_prompt(self._runtime, self._policy, self._sizes, prompt, progress)
         # The cache itself in place of a snapshot: nothing is undone, so that no copy is needed.
-        turn = turn_reader(runtime, policy, cache, scoring, cache)
+        turn = turn_reader(self._runtime, read.policy, read.cache, read.prompts, read.cache)
         turn.reserve(1 + new_tokens)
-        return _ReadPrompt(prompt, ids, turn, memory.figures)
+        return _ReadPrompt(prompt.text, prompt.ids, turn, read.figures)
 
     def _batch(self, rows: Sequence[_ReadPrompt], options: CompletionOptions) -> GenerationBatch:
         return GenerationBatch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,15 +24,18 @@ class AppliedPolicy:
 
     def __init__(self, create: Callable[[], LarderCache]) -> None:
         self.cache: LarderCache | None = None
-        self._create = create
+        self._create, self._has_warned = create, False
 
     def substitute(self, given: object) -> LarderCache | None:
-        """New cache in place of the empty one that `generate` makes; None where no cache is used.
+        """New cache in place of the empty one that `generate` makes.
+
+        None where no cache is used; the first such call is warned about.
 
         Raises:
             UsageError: a cache of another kind was asked for.
         """
         if given is None:
+            self._warn_once()
             return None
         if type(given) is not DynamicCache or given.offloading or given.get_seq_length():
             raise UsageError(
@@ -43,6 +47,19 @@ class AppliedPolicy:
         # Only assisted decoding asks for the logits of more than the last token.
         self.cache.takes_candidates = True
         return self.cache
+
+    def _warn_once(self) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            "The model was called without a cache inside larder.applied, so that no policy acts on "
+            "the call: use model.generate(...) with its cache, or pass past_key_values=larder."
+            "LarderCache(model, ...). lm-eval's model hf makes such calls; its model larder does "
+            "not (docs/lm_eval.md).",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 @contextmanager
@@ -57,7 +74,7 @@ def applied(
     """Context in which every `model.generate(...)` runs over a new `LarderCache`.
 
     Calls that pass their own LarderCache keep it; calls without a cache run the model's own
-    attention, and so does the model after the block. Not thread-safe.
+    attention, with one warning, and so does the model after the block. Not thread-safe.
 
     Args:
         model: a causal `PreTrainedModel` in eval mode, or a PEFT model of one.
