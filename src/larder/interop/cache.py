@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import Cache, DynamicCache
 
 from larder.cache.sequence import SequenceCache
 from larder.core.arguments import check_type
@@ -17,6 +18,7 @@ from larder.core.errors import CacheError, ModelError, UsageError
 from larder.core.observation import Calibration
 from larder.interop.attachment import AttachedCache, Attachment, HiddenCapture, attached
 from larder.interop.body_call import BodyCall
+from larder.interop.dynamic_cache import check_dynamic_cache, dynamic_cache_of, filled_cache
 from larder.interop.packed_call import EmptyCall, PackedCall
 from larder.interop.sequence import (
     EndTokens,
@@ -237,6 +239,52 @@ class LarderCache(AttachedCache):
     def reset(self) -> None:
         """Empty the cache."""
         self._sequences, self._num_columns, self._records_past = [], 0, False
+
+    def to_dynamic_cache(self) -> DynamicCache:
+        """DynamicCache of transformers with copies of all entries.
+
+        It continues with the model's own attention, in `generate` too, where it is given the whole
+        text so far; new tokens get their true positions. No policy acts on it.
+
+        Raises:
+            CacheError: heads, layers or rows hold different numbers of entries, or entries are
+                quantized, offloaded or merged.
+        """
+        return dynamic_cache_of(self.sequences, self.attachment.module.config)
+
+    @classmethod
+    def from_dynamic_cache(
+        cls,
+        model: Any,
+        cache: Cache,
+        policy: str | Policy = DEFAULT_POLICY,
+        budget: str | int | float | None = None,
+        *,
+        block: int | None = None,
+        tokenizer: Any = None,
+    ) -> LarderCache:
+        """Cache with copies of the entries of a DynamicCache, all of which it keeps at first.
+
+        The next text is read behind them by the policy, which then brings all within the budget.
+        Entries of a DynamicCache that `to_dynamic_cache` did not make are taken to be those of
+        tokens 0, 1, 2, ..., without padding.
+
+        Args:
+            model, policy, budget, block, tokenizer: as for `LarderCache`; shares are of the tokens
+                that the cache has read.
+
+        Raises:
+            CacheError: the cache is of another kind or model, or the policy keeps more of an entry
+                than key, value and position.
+        """
+        own = cls(model, policy, budget, block=block, tokenizer=tokenizer)
+        rows, length = check_dynamic_cache(cache, own.attachment.decoder.spec)
+        for row in range(rows):
+            sequence = own._factory.create(length)
+            sequence.resume(filled_cache(sequence.cache, cache, row, length))
+            own._sequences.append(sequence)
+        own._num_columns = length
+        return own
 
     def fork(self) -> LarderCache:
         """Independent copy, for several continuations of one prompt."""

@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, UsageError
 from larder.core.observation import Prompts
 from larder.models.forward_batch import BatchSegment, Observer
@@ -112,6 +113,12 @@ class GeneratedSequence:
         run_steps(self.policy.schedule.steps(reader, [lane], ids))
         self.peak_bytes = max(self.peak_bytes, meter.peak_bytes)
         self._eviction = decode_planner(self._runtime, self.policy, [self.cache])
+        self._num_generated, self.has_ended = 0, False
+
+    def resume(self, cache: SequenceCache) -> None:
+        """Continue with a cache in the form of the policy, in place of the own one."""
+        self.cache = cache
+        self._eviction = decode_planner(self._runtime, self.policy, [cache])
         self._num_generated, self.has_ended = 0, False
 
     def check_embeddings(self, ids: tuple[int, ...]) -> None:
