@@ -7,6 +7,7 @@ replaced by one over packed tokens; every other call runs the model's own attent
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -166,10 +167,11 @@ class Attachment:
         if CONTEXT_KEYWORD in named:
             return args, self._with_embeddings(named)
         self._abandon()
+        named = named_arguments(body, args, named)
         cache = self._cache_of(named)
         if cache is None:
             return None
-        self._check_call(body, args)
+        self._check_call(body)
         call = BodyCall.of(named, self._logits_to_keep)
         self._logits_to_keep = 0
         with ExitStack() as stack:
@@ -210,18 +212,13 @@ class Attachment:
             )
         return given
 
-    def _check_call(self, body: nn.Module, args: tuple[Any, ...]) -> None:
+    def _check_call(self, body: nn.Module) -> None:
         check_decoder(self.module)
         check_not_compiled(body)
         if torch.is_grad_enabled():
             raise ModelError(
                 "A LarderCache was given to a call that records gradients, but entries that are "
                 "evicted have none: call the model under torch.no_grad(), as generate() does."
-            )
-        if args:
-            raise ModelError(
-                f"{type(self.module).__name__} passes {len(args)} positional arguments to its "
-                "layers, which Larder cannot tell apart: choose an architecture that names them."
             )
 
     def _with_embeddings(self, named: dict[str, Any]) -> dict[str, Any]:
@@ -241,6 +238,14 @@ class Attachment:
         stack, self._stack, self._call = self._stack, ExitStack(), None
         with suppress(_CallFailed):
             stack.__exit__(_CallFailed, _CallFailed(), None)
+
+
+def named_arguments(
+    body: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+) -> dict[str, Any]:
+    """Arguments of a call of the body, those given by position under their names."""
+    names = inspect.signature(body.forward).parameters if args else ()
+    return dict(zip(names, args, strict=False)) | named
 
 
 def attached(model: Any) -> Attachment:

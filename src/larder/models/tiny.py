@@ -72,7 +72,7 @@ def tiny(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # generators of accelerators are not touched
         module = getattr(transformers, model_name)(config)
-        _spread_vectors(module)
+        spread_vectors(module)
     return module.to(dtype).eval()
 
 
@@ -108,7 +108,7 @@ def _architecture_options(architecture: str, layers: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _spread_vectors(module: Any) -> None:
+def spread_vectors(module: Any) -> None:
     """Add noise to biases and norms: constants would hide code that ignores them."""
     for weight in module.parameters():
         if weight.ndim == 1:

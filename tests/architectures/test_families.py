@@ -1,0 +1,107 @@
+"""Every family of the support table, inside transformers' own calls, against the model alone."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import larder
+from architectures.families import Family, Status, with_status
+from larder.core.errors import ModelError
+from larder.interop.cache import LarderCache
+from larder.models.loader import wrap_model
+from model_runs import own_logits, some_ids
+
+TOLERANCE = 1e-4  # float32, on logits whose spread is 0.5 or more
+PROMPT, STEPS, MANY_STEPS = 40, 6, 64  # tokens
+BUDGET = 12  # tokens of 40
+PROTECTED = "whole() > protect(sinks=2, recent=4)"
+POLICIES = (
+    f"{PROTECTED} > snapkv(window=4) > uniform()",
+    f"{PROTECTED} > column_mass() > uniform() > every_step()",
+    f"{PROTECTED} > keydiff() > uniform()",
+    f"{PROTECTED} > sinks_and_window(sinks=2) > uniform()",
+)
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def named(family: Family) -> str:
+    return family.name
+
+
+supported = pytest.mark.parametrize("family", with_status(Status.SUPPORTED), ids=named)
+
+
+@cache
+def model_of(family: Family) -> Any:
+    return family.model()
+
+
+def some_prompt(length: int = PROMPT) -> Tensor:
+    return torch.tensor([some_ids(length)])
+
+
+def generated(model: Any, prompt: Tensor, steps: int = STEPS) -> list[int]:
+    return model.generate(prompt, max_new_tokens=steps, **GREEDY)[0, prompt.shape[1] :].tolist()
+
+
+@supported
+@torch.no_grad()
+def test_logits_of_a_full_cache(family: Family) -> None:
+    model, ids = model_of(family), some_prompt(PROMPT + STEPS)
+    expected, cache = own_logits(model, ids[0].tolist()), LarderCache(model, "full")
+    parts = [ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)]
+    got = torch.cat([model(part, past_key_values=cache).logits[0].float() for part in parts])
+    assert expected.std() > 0.5
+    assert (got - expected).abs().max() < TOLERANCE
+
+
+@supported
+def test_greedy_tokens_of_a_full_cache(family: Family, steps: int = STEPS) -> None:
+    model, prompt = model_of(family), some_prompt()
+    with larder.applied(model, policy="full"):
+        got = generated(model, prompt, steps)
+    assert got == generated(model, prompt, steps)
+
+
+@pytest.mark.slow
+@supported
+def test_many_greedy_tokens_of_a_full_cache(family: Family) -> None:
+    test_greedy_tokens_of_a_full_cache(family, MANY_STEPS)
+
+
+@supported
+@torch.no_grad()
+def test_policies_hold_fewer_bytes(family: Family) -> None:
+    """Held after prefill; generation continues behind it."""
+    model, prompt = model_of(family), some_prompt()
+    whole = dynamic_bytes(model(prompt).past_key_values)
+    for policy in POLICIES:
+        cache = LarderCache(model, policy, BUDGET)
+        model(prompt, past_key_values=cache)
+        assert 0 < cache.nbytes < whole
+        with larder.applied(model, policy, BUDGET):
+            assert len(generated(model, prompt)) == STEPS
+
+
+def dynamic_bytes(cache: Any) -> int:
+    """Bytes of keys and values in a cache of transformers."""
+    sides = (side for layer in cache.layers for side in (layer.keys, layer.values))
+    return sum(side.nbytes for side in sides)
+
+
+@supported
+def test_verification_in_bfloat16(family: Family) -> None:
+    decoder = wrap_model(family.model(torch.bfloat16))
+    assert decoder.spec.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("family", with_status(Status.REFUSED), ids=named)
+def test_refusals(family: Family) -> None:
+    with pytest.raises(ModelError, match=family.refusal) as caught:
+        wrap_model(family.model())
+    assert "\n" not in str(caught.value)
