@@ -11,8 +11,10 @@ from transformers import DynamicCache
 
 from larder.core.errors import UsageError
 from larder.interop.attachment import attached
-from larder.interop.cache import DEFAULT_POLICY, LarderCache
+from larder.interop.cache import LarderCache
+from larder.interop.press_policy import DEFAULT_POLICY, chosen_policy
 from larder.session.policy import Policy
+from larder.session.prefill import SizeOptions
 
 
 class AppliedPolicy:
@@ -70,6 +72,7 @@ def applied(
     *,
     block: int | None = None,
     tokenizer: Any = None,
+    kvpress: Any = None,
 ) -> Iterator[AppliedPolicy]:
     """Context in which every `model.generate(...)` runs over a new `LarderCache`.
 
@@ -83,12 +86,15 @@ def applied(
             None takes that of the policy, else 20% of the prompt.
         block: tokens read between two plans; None takes that of the policy.
         tokenizer: tokenizer of the model, for policies that score with prompts or look at words.
+        kvpress: press of NVIDIA/kvpress that chooses the entries of each prompt, in place of a
+            policy and a budget: `SnapKVPress(compression_ratio=0.5)`.
 
     Yields:
         An object whose `cache` is the LarderCache of the latest `generate()`, None before it.
 
     Raises:
-        LarderError: the policy or a size is invalid, or needs a tokenizer.
+        LarderError: the policy or a size is invalid, needs a tokenizer, or the press does more
+            than choose entries.
         ModelError: the model is not supported, compiled, training, or held by `Engine.load`.
 
     Example:
@@ -97,11 +103,14 @@ def applied(
         >>> run.cache.nbytes
     """
 
+    attachment = attached(model)
+    chosen = chosen_policy(attachment, policy, SizeOptions(budget, block), kvpress)
+
     def create() -> LarderCache:
-        return LarderCache(model, policy, budget, block=block, tokenizer=tokenizer)
+        return LarderCache(model, chosen, budget, block=block, tokenizer=tokenizer)
 
     create()  # refused here rather than inside generate()
-    attachment, run = attached(model), AppliedPolicy(create)
+    run = AppliedPolicy(create)
     former, attachment.substitute = attachment.substitute, run.substitute
     try:
         yield run

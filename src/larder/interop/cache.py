@@ -20,6 +20,7 @@ from larder.interop.attachment import AttachedCache, Attachment, HiddenCapture, 
 from larder.interop.body_call import BodyCall
 from larder.interop.dynamic_cache import check_dynamic_cache, dynamic_cache_of, filled_cache
 from larder.interop.packed_call import EmptyCall, PackedCall
+from larder.interop.press_policy import DEFAULT_POLICY, chosen_policy
 from larder.interop.sequence import (
     EndTokens,
     GeneratedSequence,
@@ -32,8 +33,6 @@ from larder.session.embedders.base import Embedder
 from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime, SizeOptions, common_prompts
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
-
-DEFAULT_POLICY = "snapkv"
 
 
 class MissingTokenizer(TokenizerAdapter):
@@ -74,9 +73,12 @@ class LarderCache(AttachedCache):
             None takes that of the policy, else 20% of the prompt.
         block: tokens read between two plans; None takes that of the policy.
         tokenizer: tokenizer of the model, for policies that score with prompts or look at words.
+        kvpress: press of NVIDIA/kvpress that chooses the entries of the first prompt of each row,
+            in place of a policy and a budget.
 
     Raises:
-        LarderError: the policy or a size is invalid, or needs a tokenizer.
+        LarderError: the policy or a size is invalid, needs a tokenizer, or the press does more
+            than choose entries.
         ModelError: the model is not supported, compiled, training, or held by `Engine.load`.
 
     Example:
@@ -92,11 +94,12 @@ class LarderCache(AttachedCache):
         *,
         block: int | None = None,
         tokenizer: Any = None,
+        kvpress: Any = None,
     ) -> None:
         super().__init__(layers=[])
-        chosen = parsed_policy(policy)
         sizes = SizeOptions(budget, block)
         self.attachment = attached(model)
+        chosen = parsed_policy(chosen_policy(self.attachment, policy, sizes, kvpress))
         self._factory = sequence_factory(self.attachment, chosen, sizes, tokenizer)
         self._sequences: list[GeneratedSequence] = []
         self._num_columns, self._records_past = 0, False

@@ -1,0 +1,187 @@
+"""Press of NVIDIA/kvpress, and what its own hooks would show it of each layer.
+
+Devoto et al., "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
+Distribution" (2025), arXiv:2510.00636, section 4, presents kvpress; each press names its own paper.
+
+The package is not imported. A press is used by its interface: `post_init_from_model(model)`, and
+for each layer `compress(module, hidden_states, keys, values, attentions, kwargs)`, which returns
+the keys and values that are left and may mark some of them in `module.masked_key_indices`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor, nn
+
+from larder.core.errors import ScoreError, UsageError
+from larder.models.prefetch import attention_modules
+from larder.policy.scorers.kvpress import FAULTS
+
+GUIDE = "docs/from_kvpress.md names the policy to take in its place"
+# Methods in which a press does more than choose entries of a prompt, layer by layer.
+HOOKS = ("__call__", "forward_hook")
+MASKED = "masked_key_indices"  # attribute of attention modules
+# Integers of the same size, to compare bits.
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptedPress:
+    """Press with the attention modules that it is shown.
+
+    Args:
+        press: press of kvpress, or an object with its interface.
+        modules: attention module of each layer, by layer index.
+        rotary: rotary embedding of the model.
+    """
+
+    press: Any
+    modules: Mapping[int, nn.Module]
+    rotary: Any
+
+    @staticmethod
+    def of(press: Any, model: Any, body: nn.Module) -> AdaptedPress:
+        """Press initialized for a model, as its own context manager does.
+
+        Args:
+            body: layers of the model.
+
+        Raises:
+            UsageError: it is no press, does more than choose entries of a prompt, or cannot be
+                initialized for the model.
+        """
+        _check_interface(press)
+        try:
+            press.post_init_from_model(model)
+        except FAULTS as error:
+            raise UsageError(
+                f"{press!r} cannot be initialized for a {type(model).__name__} "
+                f"({_line(error)}): give a press that knows the model; {GUIDE}."
+            ) from error
+        return AdaptedPress(press, attention_modules(body), body.rotary_emb)
+
+    def __repr__(self) -> str:
+        return repr(self.press)
+
+    def kept(
+        self,
+        layer: int,
+        states: Float[Tensor, "S hidden"],
+        keys: Float[Tensor, "K S D"],
+        values: Float[Tensor, "K S D"],
+    ) -> Bool[Tensor, "K S"]:
+        """Mask of the entries of a prompt that the press keeps.
+
+        Args:
+            states: input of the layer's attention.
+            keys: post-RoPE keys.
+
+        Raises:
+            ScoreError: the press failed, or changed keys or values.
+        """
+        module, digests = copy.copy(self.modules[layer]), entry_digests(keys, values)
+        rotary = self._rotary_of(module)
+        # Attributes of the copy alone: the model is not touched.
+        vars(module).update({"rotary_emb": rotary, MASKED: None})
+        places = torch.arange(len(states), device=states.device)
+        arguments = {
+            "hidden_states": states[None],
+            "position_embeddings": rotary(states[None], places[None]),
+            "position_ids": places[None],
+            "cache_position": places,
+            "attention_mask": None,
+        }
+        shown = states[None], keys[None], values[None]
+        try:
+            left_keys, left_values = self.press.compress(module, *shown, None, arguments)
+        except FAULTS as error:
+            raise ScoreError(
+                f"{self!r} cannot choose among the {len(states)} entries of layer {layer} "
+                f"({_line(error)}): change its parameters, or leave it out for prompts of this "
+                f"length. Attention weights of a whole prompt are not available here; {GUIDE}."
+            ) from error
+        return self._mask(digests, left_keys, left_values, vars(module)[MASKED])
+
+    def _mask(
+        self, digests: Int64[Tensor, "K S"], keys: Tensor, values: Tensor, masked: Any
+    ) -> Bool[Tensor, "K S"]:
+        """Mask of the entries that were left and not marked."""
+        left = entry_digests(keys[0], values[0])
+        places, is_found = found_places(digests, left)
+        if not bool(is_found.all()):
+            raise ScoreError(
+                f"{self!r} returned keys or values that the cache does not hold: it merges, "
+                f"rotates or zeroes them, but only a choice of entries can be taken over; {GUIDE}."
+            )
+        stays = torch.ones_like(left, dtype=torch.bool)
+        if masked is not None:
+            stays[masked[1], masked[2]] = False
+        return torch.zeros_like(digests, dtype=torch.bool).scatter_(1, places, stays)
+
+    def _rotary_of(self, module: Any) -> Any:
+        """Rotary embedding of a layer, in models with one for each kind of attention too."""
+        if "layer_type" in signature(self.rotary.forward).parameters:
+            return partial(self.rotary, layer_type=module.layer_type)
+        return self.rotary
+
+
+def entry_digests(
+    keys: Float[Tensor, "K S D"], values: Float[Tensor, "K S D"]
+) -> Int64[Tensor, "K S"]:
+    """64-bit digest of the bits of each entry's key and value."""
+    generator = torch.Generator().manual_seed(0)
+    size, bounds = (2, keys.shape[2]), torch.iinfo(torch.int64)
+    factors = torch.randint(bounds.min, bounds.max, size, generator=generator).to(keys.device)
+    parts = zip((keys, values), factors, strict=True)
+    sums = [torch.stack([(_bits(head) * own).sum(1) for head in part]) for part, own in parts]
+    return sums[0] + sums[1]
+
+
+def found_places(
+    whole: Int64[Tensor, "K S"], left: Int64[Tensor, "K N"]
+) -> tuple[Int64[Tensor, "K N"], Bool[Tensor, "K N"]]:
+    """Place of each digest in `whole`, and whether it is there; equal ones take places in turn."""
+    ordered, order = whole.sort(dim=1, stable=True)
+    wanted, wanted_order = left.sort(dim=1, stable=True)
+    turn = torch.arange(left.shape[1], device=left.device) - torch.searchsorted(wanted, wanted)
+    ranks = (torch.searchsorted(ordered, wanted) + turn).clamp(max=whole.shape[1] - 1)
+    is_found = ordered.gather(1, ranks) == wanted
+    places = torch.empty_like(ranks).scatter_(1, wanted_order, order.gather(1, ranks))
+    return places, is_found
+
+
+def _bits(numbers: Float[Tensor, "S D"]) -> Int64[Tensor, "S D"]:
+    return numbers.contiguous().view(INTEGERS[numbers.itemsize]).long()
+
+
+def _check_interface(press: Any) -> None:
+    name = type(press).__name__
+    if isinstance(press, type):
+        raise UsageError(
+            f"kvpress={press.__name__} is a class: give an instance, such as "
+            f"{press.__name__}(compression_ratio=0.5)."
+        )
+    missing = [each for each in ("compress", "post_init_from_model") if not hasattr(press, each)]
+    if missing:
+        raise UsageError(
+            f"kvpress= must be a press of NVIDIA/kvpress, but {name} has no {missing[0]}(): give "
+            "one such as SnapKVPress(0.5), or a policy by policy=."
+        )
+    for hook in HOOKS:
+        if sum(hook in vars(base) for base in type(press).__mro__) > 1:
+            raise UsageError(
+                f"{name} has a {hook}() of its own: it acts beyond a choice of entries layer by "
+                f"layer, the only thing that can be taken over; {GUIDE}."
+            )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
