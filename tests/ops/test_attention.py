@@ -19,6 +19,7 @@ from larder.ops.attention import (
     windowed_attention,
 )
 from larder.ops.cpu import decode_attention, flash_attention
+from larder.ops.cpu.c_library import c_library
 from references.ops import attention as loop
 from without_kernels import reference
 
@@ -27,6 +28,7 @@ FORMS = (
     ragged_attention,
     reference(ragged_attention),
     decode_attention.decode_attention,
+    decode_attention.numba_decode_attention,
     flash_attention.ragged,
 )
 
@@ -36,6 +38,14 @@ head_sizes = st.sampled_from([1, 5, 16, 40])
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 head_lengths = st.lists(st.integers(0, 70), min_size=1, max_size=4)
 seeds = st.integers(0, 2**31)
+
+
+@pytest.fixture
+def compiled() -> Callable[..., tuple[Tensor, Tensor]]:
+    """The kernel that was compiled from C."""
+    if c_library() is None:
+        pytest.skip("the C kernels were not compiled: no C compiler was found at installation")
+    return decode_attention.decode_attention
 
 
 def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -160,6 +170,36 @@ def test_spans_across_heads_equal_the_readable_form(dtype, threads):
     agree(biased, reference(ragged_attention)(queries, *cached, SCALING, bias), 2e-5)
 
 
+@pytest.mark.parametrize("head_dim", [8, 24, 32, 64, 80, 96, 128, 256, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_kernel_reads_heads_of_any_size(compiled, head_dim, dtype):
+    cached = ragged_storage(4, [33, 0, 1100], head_dim, dtype)
+    queries, bias = random(2, 6, 2, head_dim, dtype=dtype), bias_of(3, cached[0])
+    logits, expected = torch.zeros(2, 4, len(cached[0]))
+    result = compiled(queries, *cached, SCALING, bias, logits)
+    agree(result, reference(ragged_attention)(queries, *cached, SCALING, bias, expected), 2e-5)
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+
+
+def test_a_heads_result_is_the_same_bits_alone_and_beside_others_on_any_threads(compiled):
+    keys, values, starts, lengths = ragged_storage(9, [700, 3, 4000], 64, torch.bfloat16)
+    queries, before = random(1, 6, 1, 64), torch.get_num_threads()
+    alone = [
+        compiled(
+            queries[2 * h : 2 * h + 2], keys, values, starts[h : h + 1], lengths[h : h + 1], 1.0
+        )
+        for h in range(3)
+    ]
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            out, lse = compiled(queries, keys, values, starts, lengths, 1.0)
+            assert torch.equal(out, torch.cat([part for part, _ in alone]))
+            assert torch.equal(lse, torch.cat([part for _, part in alone]))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_dispatch_takes_the_kernel_for_few_queries_only():
     keys, values, _, _ = ragged_storage(0, [5, 6], 16, torch.float32)
     assert decode_attention.supports(random(0, 4, 1, 16), keys, values, 2)
@@ -185,9 +225,7 @@ def test_a_bias_that_needs_a_gradient_gets_one():
     assert bias.grad is not None and bias.grad.any()
 
 
-@pytest.mark.parametrize(
-    "form", [reference(ragged_attention), decode_attention.decode_attention, flash_attention.ragged]
-)
+@pytest.mark.parametrize("form", FORMS[1:])
 def test_large_logits_neither_overflow_nor_vanish(form):
     cached = ragged_storage(5, [50, 3], 16, torch.float32)
     queries = random(6, 4, 3, 16) * 1e4
@@ -196,9 +234,7 @@ def test_large_logits_neither_overflow_nor_vanish(form):
     agree(result, loop.ragged(queries, *cached, SCALING), 1e-4)
 
 
-@pytest.mark.parametrize(
-    "form", [reference(ragged_attention), decode_attention.decode_attention, flash_attention.ragged]
-)
+@pytest.mark.parametrize("form", FORMS[1:])
 def test_a_query_reads_the_kv_head_of_its_group(form):
     keys, starts, lengths = torch.zeros(3, 4), torch.arange(3), torch.ones(3, dtype=torch.int64)
     values = torch.arange(3.0).unsqueeze(-1).expand(3, 4).contiguous()
@@ -206,9 +242,7 @@ def test_a_query_reads_the_kv_head_of_its_group(form):
     assert out[:, 0, 0].tolist() == [0, 0, 1, 1, 2, 2]
 
 
-@pytest.mark.parametrize(
-    "form", [reference(ragged_attention), decode_attention.decode_attention, flash_attention.ragged]
-)
+@pytest.mark.parametrize("form", FORMS[1:])
 def test_nan_stays_in_its_own_head(form):
     keys, values, starts, lengths = ragged_storage(7, [40, 41], 8, torch.float32)
     keys[starts[0] + 5] = torch.nan

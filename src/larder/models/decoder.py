@@ -32,6 +32,7 @@ from larder.models.lm_head import LMHead, base_model_of
 from larder.models.prefetch import CONTEXT_KEYWORD, LayerPrefetch, attention_modules
 from larder.models.recompute import KVRecompute
 from larder.models.recompute_hooks import RecomputeHooks, with_reread_tokens
+from larder.ops.cpu.one_row_products import products_of
 from larder.policy.providers.base import ActivationProvider, TokenProvider, column_providers
 
 # Providers of activations, by name.
@@ -304,7 +305,8 @@ class Decoder:
             prefetch = LayerPrefetch(modules, appended, batch)
             kept = _kept_inputs(appended)
             capture = ActivationHooks(modules, batch, {**inputs, **kept})
-            with self.attention, hooks.installed(), prefetch, capture:
+            products = products_of(len(batch.ids()), self.embedding_table())
+            with self.attention, products, hooks.installed(), prefetch, capture:
                 yield batch
             batch.finish()
             if mode is Mode.APPEND:

@@ -2,14 +2,17 @@
 
 Tri Dao, Daniel Haziza, Francisco Massa, Grigory Sizov, "Flash-Decoding for long-context inference"
 (2023), https://crfm.stanford.edu/2023/10/12/flashdecoding.html: the cache is cut into spans that
-are processed separately and merged by log-sum-exp. What differs: the spans cover the packed entries
-of all heads together, one per thread, so that few or unequal heads still use every core; bfloat16
-storage is widened block by block inside the kernel, never as a whole.
+are processed separately and merged by log-sum-exp. What differs: spans are cut within each head, at
+a fixed length, and shared among the threads, so that few or unequal heads still use every core;
+bfloat16 storage is widened block by block inside the kernel, never as a whole. The kernel is
+compiled from C; where it was not, numba compiles one whose spans cover the packed entries of all
+heads together.
 """
 
 from __future__ import annotations
 
 import os
+from ctypes import byref
 from functools import cache
 from threading import Lock
 from typing import Any
@@ -19,8 +22,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from larder.ops.cpu.c_library import AttentionCall, c_library
+
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 MAX_QUERY_ROWS = 16  # query rows per kv head; from there on a matrix product is faster
+MAX_HEAD_DIM = 512  # of the C kernel
 SPAN_FLOATS = 1 << 15  # least work per thread; for less, waking it costs more than it saves
 THREADSAFE_LAYERS = ("omp", "tbb")  # numba's "workqueue" aborts under two Python threads
 
@@ -49,7 +55,58 @@ def decode_attention(
     bias: Float[Tensor, " C"] | None = None,
     logits: Float[Tensor, "N C"] | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """Kernel of `ragged_attention` for a few queries; thread-safe."""
+    """Kernel of `ragged_attention` for a few queries; thread-safe.
+
+    A head's result depends on its own entries alone, on any number of threads, where the C kernel
+    was compiled.
+    """
+    library = c_library()
+    if library is None or queries.shape[-1] > MAX_HEAD_DIM:
+        return numba_decode_attention(queries, keys, values, starts, lengths, scaling, bias, logits)
+    num_heads, query_len, head_dim = queries.shape
+    num_kv_heads = lengths.shape[0]
+    rows = num_heads // num_kv_heads * query_len
+    given = queries.float().contiguous()
+    starts, lengths = starts.contiguous(), lengths.contiguous()
+    bias = None if bias is None else bias.float().contiguous()
+    out = given.new_empty(num_heads, query_len, head_dim)
+    lse = given.new_empty(num_heads, query_len)
+    call = AttentionCall(
+        queries=given.data_ptr(),
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        logits=None if logits is None else logits.data_ptr(),
+        starts=starts.data_ptr(),
+        lengths=lengths.data_ptr(),
+        outs=out.data_ptr(),
+        lses=lse.data_ptr(),
+        heads=num_kv_heads,
+        num_queries=rows,
+        head_dim=head_dim,
+        item_bytes=keys.element_size(),
+        logits_stride=0 if logits is None else logits.stride(0),
+        scaling=scaling,
+        threads=min(
+            torch.get_num_threads(), int(lengths.sum()) * rows * head_dim // SPAN_FLOATS + 1
+        ),
+    )
+    if library.larder_decode_attention(byref(call)):
+        raise MemoryError("Attention over the cache could not allocate its buffers.")
+    return out, lse
+
+
+def numba_decode_attention(
+    queries: Float[Tensor, "H Q D"],
+    keys: Float[Tensor, "C D"],
+    values: Float[Tensor, "C D"],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    scaling: float,
+    bias: Float[Tensor, " C"] | None = None,
+    logits: Float[Tensor, "N C"] | None = None,
+) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
+    """`decode_attention` where no C kernel was compiled, and for heads that are too long for it."""
     from larder.ops.cpu import (
         decode_attention_kernels as kernels,  # compiles: not before it is needed
     )

@@ -1,0 +1,216 @@
+/* Decode attention for one instruction set; included once for each, with
+ *
+ *   NAME(x)   x with the suffix of the instruction set
+ *   TARGET    function attribute that selects it
+ *
+ * Sixteen lanes of float32 are one vector whatever the registers are: the compiler splits it.
+ */
+
+typedef float NAME(floats) __attribute__((vector_size(4 * LANES)));
+typedef int32_t NAME(ints) __attribute__((vector_size(4 * LANES)));
+typedef uint32_t NAME(words) __attribute__((vector_size(4 * LANES)));
+typedef uint16_t NAME(halves) __attribute__((vector_size(2 * LANES)));
+
+#define floats NAME(floats)
+#define ints NAME(ints)
+#define words NAME(words)
+#define halves NAME(halves)
+
+TARGET INLINE floats NAME(broadcast)(float value) { return value - (floats){0}; }
+
+TARGET INLINE floats NAME(select)(ints mask, floats taken, floats other) {
+    return (floats)(((ints)taken & mask) | ((ints)other & ~mask));
+}
+
+/* Numbers [first, first + LANES) of a stored row as float32; zeros behind its end. */
+TARGET INLINE floats NAME(load)(const void *row, int64_t first, int64_t dim, int is_bfloat16) {
+    int64_t rest = dim - first;
+    if (is_bfloat16) {
+        halves bits = {0};
+        const uint16_t *source = (const uint16_t *)row + first;
+        if (rest >= LANES)
+            memcpy(&bits, source, sizeof bits);
+        else
+            memcpy(&bits, source, (size_t)rest * sizeof *source);
+        return (floats)(__builtin_convertvector(bits, words) << 16);
+    }
+    floats loaded = {0};
+    const float *source = (const float *)row + first;
+    if (rest >= LANES)
+        memcpy(&loaded, source, sizeof loaded);
+    else
+        memcpy(&loaded, source, (size_t)rest * sizeof *source);
+    return loaded;
+}
+
+/* Lane i of the result is the sum of the lanes of sums[i]. */
+TARGET INLINE floats NAME(sum_each)(floats *sums) {
+    const ints even = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
+    const ints odd = {1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31};
+    const ints even_pairs = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
+    const ints odd_pairs = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
+    const ints even_fours = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
+    const ints odd_fours = {4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31};
+    const ints lower = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+    const ints upper = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
+    for (int i = 0; i < 8; i++)
+        sums[i] = __builtin_shuffle(sums[2 * i], sums[2 * i + 1], even) +
+                  __builtin_shuffle(sums[2 * i], sums[2 * i + 1], odd);
+    for (int i = 0; i < 4; i++)
+        sums[i] = __builtin_shuffle(sums[2 * i], sums[2 * i + 1], even_pairs) +
+                  __builtin_shuffle(sums[2 * i], sums[2 * i + 1], odd_pairs);
+    for (int i = 0; i < 2; i++)
+        sums[i] = __builtin_shuffle(sums[2 * i], sums[2 * i + 1], even_fours) +
+                  __builtin_shuffle(sums[2 * i], sums[2 * i + 1], odd_fours);
+    return __builtin_shuffle(sums[0], sums[1], lower) + __builtin_shuffle(sums[0], sums[1], upper);
+}
+
+TARGET INLINE float NAME(largest)(floats values) {
+    float most = values[0];
+    for (int i = 1; i < LANES; i++)
+        most = values[i] > most ? values[i] : most;
+    return most;
+}
+
+TARGET INLINE float NAME(sum)(floats values) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++)
+        sum += values[i];
+    return sum;
+}
+
+/* exp(x) for x <= 0: 2^whole by exponent bits, the rest by a series; a NaN stays one. */
+TARGET INLINE floats NAME(exponential)(floats x) {
+    const floats rounding = NAME(broadcast)(12582912.0f); /* 1.5 * 2^23: adding it rounds */
+    floats power = x * LOG2_E;
+    power = NAME(select)(power < MIN_EXPONENT, NAME(broadcast)(MIN_EXPONENT), power);
+    floats whole = (power + rounding) - rounding;
+    floats part = (power - whole) * LN_2;
+    floats series = part * (1.0f / 5040) + 1.0f / 720;
+    series = series * part + 1.0f / 120;
+    series = series * part + 1.0f / 24;
+    series = series * part + 1.0f / 6;
+    series = series * part + 1.0f / 2;
+    series = (series * part + 1.0f) * part + 1.0f;
+    return (floats)((ints)series + (__builtin_convertvector(whole, ints) << 23));
+}
+
+/* Logits of the stored rows [first, first + count) with every query, biases included. */
+TARGET INLINE void NAME(score)(const struct attention *call, const floats *queries, int64_t first,
+                               int64_t count, floats *logits, floats *sums, int64_t dim) {
+    const char *keys = (const char *)call->keys;
+    int64_t vectors = (dim + LANES - 1) / LANES, rows = call->num_queries;
+    for (int64_t b = 0; b < LANES; b++) {
+        const char *key = keys + (first + (b < count ? b : count - 1)) * dim * call->item_bytes;
+        floats row[MAX_VECTORS];
+        for (int64_t v = 0; v < vectors; v++)
+            row[v] = NAME(load)(key, v * LANES, dim, call->item_bytes == 2);
+        for (int64_t n = 0; n < rows; n++) {
+            floats sum = queries[n * vectors] * row[0];
+            for (int64_t v = 1; v < vectors; v++)
+                sum += queries[n * vectors + v] * row[v];
+            sums[n * LANES + b] = sum;
+        }
+    }
+    floats bias = {0};
+    if (call->bias)
+        memcpy(&bias, call->bias + first, (size_t)count * sizeof(float));
+    for (int64_t n = 0; n < rows; n++) {
+        logits[n] = NAME(sum_each)(sums + n * LANES) + bias;
+        if (call->logits)
+            memcpy(call->logits + n * call->logits_stride + first, &logits[n],
+                   (size_t)count * sizeof(float));
+    }
+}
+
+/* Turn logits into weights, and rescale the sums so far where the peak rises. */
+TARGET INLINE void NAME(raise)(floats *logits, int64_t count, int64_t rows, int64_t vectors,
+                               float *peaks, float *masses, floats *outs) {
+    const ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    ints held = lane < (int32_t)count;
+    for (int64_t n = 0; n < rows; n++) {
+        floats own = NAME(select)(held, logits[n], NAME(broadcast)(-INFINITY));
+        float peak = NAME(largest)(own);
+        if (peak > peaks[n]) {
+            float faded = expf(peaks[n] - peak);
+            masses[n] *= faded;
+            for (int64_t v = 0; v < vectors; v++)
+                outs[n * vectors + v] *= faded;
+            peaks[n] = peak;
+        }
+        floats weights = NAME(exponential)(own - peaks[n]);
+        logits[n] = NAME(select)(held, weights, (floats){0});
+        masses[n] += NAME(sum)(logits[n]);
+    }
+}
+
+/* Add the weighted value rows of one block. */
+TARGET INLINE void NAME(accumulate)(const struct attention *call, const floats *weights,
+                                    int64_t first, int64_t count, floats *values, floats *outs,
+                                    int64_t dim) {
+    const char *stored = (const char *)call->values;
+    int64_t vectors = (dim + LANES - 1) / LANES;
+    for (int64_t b = 0; b < count; b++)
+        for (int64_t v = 0; v < vectors; v++)
+            values[b * vectors + v] = NAME(load)(stored + (first + b) * dim * call->item_bytes,
+                                                 v * LANES, dim, call->item_bytes == 2);
+    for (int64_t n = 0; n < call->num_queries; n++) {
+        const float *weight = (const float *)&weights[n];
+        floats sums[MAX_VECTORS];
+        for (int64_t v = 0; v < vectors; v++)
+            sums[v] = outs[n * vectors + v];
+        for (int64_t b = 0; b < count; b++)
+            for (int64_t v = 0; v < vectors; v++)
+                sums[v] += weight[b] * values[b * vectors + v];
+        for (int64_t v = 0; v < vectors; v++)
+            outs[n * vectors + v] = sums[v];
+    }
+}
+
+/* Unnormalized attention of one head over the stored rows [first, stop). */
+TARGET INLINE void NAME(attend_part)(const struct attention *call, const float *queries,
+                                     int64_t first, int64_t stop, float *peaks, float *masses,
+                                     float *out, void *scratch, int64_t dim) {
+    int64_t vectors = (dim + LANES - 1) / LANES, rows = call->num_queries;
+    floats *scaled = scratch, *outs = scaled + rows * vectors, *logits = outs + rows * vectors;
+    floats *sums = logits + rows, *values = sums + rows * LANES;
+    for (int64_t n = 0; n < rows; n++) {
+        peaks[n] = -INFINITY;
+        masses[n] = 0;
+        for (int64_t v = 0; v < vectors; v++) {
+            scaled[n * vectors + v] =
+                NAME(load)(queries + n * dim, v * LANES, dim, 0) * call->scaling;
+            outs[n * vectors + v] = (floats){0};
+        }
+    }
+    for (int64_t block = first; block < stop; block += LANES) {
+        int64_t count = stop - block < LANES ? stop - block : LANES;
+        NAME(score)(call, scaled, block, count, logits, sums, dim);
+        NAME(raise)(logits, count, rows, vectors, peaks, masses, outs);
+        NAME(accumulate)(call, logits, block, count, values, outs, dim);
+    }
+    for (int64_t n = 0; n < rows; n++)
+        memcpy(out + n * dim, &outs[n * vectors], (size_t)dim * sizeof(float));
+}
+
+/* `attend_part`; the usual head sizes are compiled with their length known. */
+TARGET static void NAME(attend)(const struct attention *call, const float *queries, int64_t first,
+                                int64_t stop, float *peaks, float *masses, float *out,
+                                void *scratch) {
+#define ATTEND(dim) \
+    NAME(attend_part)(call, queries, first, stop, peaks, masses, out, scratch, dim)
+    switch (call->head_dim) {
+    case 32: ATTEND(32); break;
+    case 64: ATTEND(64); break;
+    case 96: ATTEND(96); break;
+    case 128: ATTEND(128); break;
+    case 256: ATTEND(256); break;
+    default: ATTEND(call->head_dim);
+    }
+#undef ATTEND
+}
+
+#undef floats
+#undef ints
+#undef words
+#undef halves

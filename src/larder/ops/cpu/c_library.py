@@ -1,0 +1,65 @@
+"""Library of C kernels, compiled when Larder is installed.
+
+The wheel carries it for its platform; installing from source compiles it where a C compiler is
+found. Without it, numba compiles kernels at their first call, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+MODULE = "larder.ops.cpu._c"  # extension by which the installation names the library's file
+TORCH_CPU = ("libtorch_cpu.so", "libtorch_cpu.dylib")
+
+POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
+
+
+class AttentionCall(ctypes.Structure):
+    """`struct attention` of c/decode_attention.c."""
+
+    _fields_ = [
+        ("queries", POINTER),
+        ("keys", POINTER),
+        ("values", POINTER),
+        ("bias", POINTER),
+        ("logits", POINTER),
+        ("starts", POINTER),
+        ("lengths", POINTER),
+        ("outs", POINTER),
+        ("lses", POINTER),
+        ("heads", INTEGER),
+        ("num_queries", INTEGER),
+        ("head_dim", INTEGER),
+        ("item_bytes", INTEGER),
+        ("logits_stride", INTEGER),
+        ("scaling", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+    ]
+
+
+@cache
+def c_library() -> ctypes.CDLL | None:
+    """The loaded library, or None where it was not compiled."""
+    found = find_spec(MODULE)
+    if found is None or found.origin is None:
+        return None
+    library = ctypes.CDLL(found.origin)
+    library.larder_set_openmp.argtypes = [POINTER]
+    library.larder_set_openmp(_openmp_of_torch())
+    library.larder_decode_attention.argtypes = [ctypes.POINTER(AttentionCall)]
+    return library
+
+
+def _openmp_of_torch() -> int | None:
+    """Address of GOMP_parallel in the OpenMP runtime that torch is linked with, or None."""
+    folder = Path(torch.__path__[0]) / "lib"
+    for path in (folder / name for name in TORCH_CPU):
+        if path.exists():
+            function = getattr(ctypes.CDLL(str(path)), "GOMP_parallel", None)
+            return ctypes.cast(function, POINTER).value if function else None
+    return None
