@@ -48,6 +48,12 @@ def test_what_is_spared_stands_above_the_others(scores, count, source) -> None:
         assert kept.tolist() == by_sorting(raised, count)
 
 
+def numba_masks(scores: torch.Tensor, count: int) -> torch.Tensor:
+    kernel = cpu_topk.numba_top_masks if cpu_topk.supports(scores, count) else top_masks
+    return kernel(scores, count)
+
+
+MASKS = (top_masks, reference(top_masks), numba_masks)
 near = st.sampled_from([0.25, 0.25 + 2**-24, 0.25 + 2**-23]) | st.floats(width=32, allow_nan=False)
 
 
@@ -56,13 +62,13 @@ near = st.sampled_from([0.25, 0.25 + 2**-24, 0.25 + 2**-23]) | st.floats(width=3
 )
 def test_both_masks_equal_a_sort(pairs: list[tuple[float, float]], count: int) -> None:
     rows = [[pair[row] for pair in pairs] for row in range(2)]
-    for form in (top_masks, reference(top_masks)):
+    for form in MASKS:
         marks = form(torch.tensor(rows), count)
         assert torch.nonzero(marks.flatten()).flatten().tolist() == by_sorting(rows, count)
 
 
 def test_a_zero_is_a_zero_whatever_its_sign() -> None:
-    for form in (top_masks, reference(top_masks)):
+    for form in MASKS:
         assert form(torch.tensor([[-0.0, 0.0, -1.0, 0.0]]), 2).tolist() == [
             [True, True] + [False] * 2
         ]

@@ -26,6 +26,7 @@ from larder.models.decoder import Decoder
 from larder.models.forward_batch import ForwardBatch
 from larder.models.in_memory import (
     check_decoder,
+    check_mode,
     check_not_compiled,
     shared_decoder,
     without_adapter_wrapper,
@@ -213,7 +214,7 @@ class Attachment:
         return given
 
     def _check_call(self, body: nn.Module) -> None:
-        check_decoder(self.module)
+        check_mode(self.module)
         check_not_compiled(body)
         if torch.is_grad_enabled():
             raise ModelError(

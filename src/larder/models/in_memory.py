@@ -91,6 +91,12 @@ def check_decoder(model: Any) -> None:
             f"{kind} does not generate text: load it with a language-model head, as "
             "transformers.AutoModelForCausalLM does."
         )
-    if model.training:
-        raise ModelError(f"{kind} is in training mode: call model.eval() first.")
+    check_mode(model)
     check_device(model)
+
+
+def check_mode(model: Any) -> None:
+    """Raise ModelError if a module is compiled or in training mode; cheap enough for every call."""
+    check_not_compiled(model)
+    if model.training:
+        raise ModelError(f"{type(model).__name__} is in training mode: call model.eval() first.")

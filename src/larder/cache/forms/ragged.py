@@ -84,11 +84,13 @@ class RaggedLayer(CacheLayer):
         count, self.replaced_bytes = keys.shape[1], 0
         self._hold_logits(None)
         self._make_room(count)
-        rows = (self._starts + self._lengths)[:, None] + torch.arange(count)  # [K, Q]
-        rows = rows.flatten().to(self._keys.device)
-        self._keys[rows] = keys.flatten(0, 1)
-        self._values[rows] = values.flatten(0, 1)
-        self._positions[rows] = positions.to(torch.int32).repeat(keys.shape[0])
+        rows = self._starts + self._lengths
+        if count > 1:
+            rows = (rows[:, None] + torch.arange(count)).flatten()  # [K * Q]
+        rows = rows.to(self._keys.device)
+        self._keys.index_copy_(0, rows, keys.flatten(0, 1))
+        self._values.index_copy_(0, rows, values.flatten(0, 1))
+        self._positions.index_copy_(0, rows, positions.to(torch.int32).repeat(keys.shape[0]))
         self._columns.clear(rows)
         self._set_lengths(self._lengths + count)
         self._room -= count

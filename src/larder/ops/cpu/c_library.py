@@ -52,6 +52,7 @@ def c_library() -> ctypes.CDLL | None:
     library.larder_set_openmp.argtypes = [POINTER]
     library.larder_set_openmp(_openmp_of_torch())
     library.larder_decode_attention.argtypes = [ctypes.POINTER(AttentionCall)]
+    library.larder_top_masks.argtypes = [POINTER, INTEGER, INTEGER, INTEGER, POINTER]
     return library
 
 

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from larder.ops.cpu.c_library import c_library
+
 MAX_SCORES = 1 << 17  # above it torch with all threads is faster
 
 
@@ -22,6 +24,18 @@ def supports(scores: Tensor, count: int) -> bool:
 
 def top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor, "K S"]:
     """Kernel of `top_masks`; thread-safe."""
+    library = c_library()
+    if library is None:
+        return numba_top_masks(scores, count)
+    scores = scores.detach().contiguous()
+    marks = torch.empty(scores.shape, dtype=torch.bool)
+    if library.larder_top_masks(scores.data_ptr(), *scores.shape, count, marks.data_ptr()):
+        raise MemoryError("The selection of entries could not allocate its buffers.")
+    return marks
+
+
+def numba_top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor, "K S"]:
+    """`top_masks` where no C kernel was compiled."""
     from larder.ops.cpu import topk_kernels as kernels  # compiles: not before it is needed
 
     marks = torch.empty(scores.shape, dtype=torch.bool)
