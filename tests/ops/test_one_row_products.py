@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 
 import pytest
 import torch
 
+from larder.cache.sequence import SequenceCache
+from larder.core.types import Mode
+from larder.models.forward_batch import BatchSegment
+from larder.models.loader import wrap_model
+from larder.models.tiny import tiny
 from larder.ops.cpu import one_row_products
-from larder.ops.cpu.one_row_products import products_of, without_onednn
+from larder.ops.cpu.one_row_products import without_onednn
+from model_runs import some_ids
 
 
-@pytest.fixture(autouse=True)
-def faster(monkeypatch):
-    """A processor on which torch's own kernel wins."""
-    monkeypatch.setattr(one_row_products, "is_faster_without_onednn", lambda: True)
-
-
-def test_one_bfloat16_row_is_multiplied_without_onednn_and_the_switch_is_restored():
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_one_row_is_multiplied_without_onednn_where_that_is_faster(monkeypatch, is_faster):
+    monkeypatch.setattr(one_row_products, "is_faster_without_onednn", lambda: is_faster)
     before = torch.backends.mkldnn.enabled
-    with products_of(1, torch.ones(1, dtype=torch.bfloat16)):
-        assert not torch.backends.mkldnn.enabled
+    with one_row_products.one_row_products():
+        assert torch.backends.mkldnn.enabled == (before and not is_faster)
     assert torch.backends.mkldnn.enabled == before
 
 
-@pytest.mark.parametrize(("rows", "dtype"), [(2, torch.bfloat16), (1, torch.float32)])
-def test_other_products_are_left_alone(rows, dtype):
-    assert isinstance(products_of(rows, torch.ones(1, dtype=dtype)), nullcontext)
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "expected"),
+    [(torch.bfloat16, 1, [False]), (torch.bfloat16, 2, [True]), (torch.float32, 1, [True])],
+)
+def test_a_decoder_uses_it_for_single_tokens_in_bfloat16(monkeypatch, dtype, tokens, expected):
+    monkeypatch.setattr(one_row_products, "is_faster_without_onednn", lambda: True)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
+    decoder = wrap_model(tiny("llama").to(dtype))
+    cache, seen = SequenceCache(decoder.spec, "dense"), list[bool]()
+    decoder.module.lm_head.register_forward_hook(
+        lambda *_: seen.append(torch.backends.mkldnn.enabled)
+    )
+    decoder.forward_logits([BatchSegment(cache, some_ids(tokens))], Mode.APPEND, [0])
+    assert seen == expected
 
 
 def test_the_switch_stays_until_the_last_of_several_threads_has_left():

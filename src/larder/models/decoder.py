@@ -32,7 +32,6 @@ from larder.models.lm_head import LMHead, base_model_of
 from larder.models.prefetch import CONTEXT_KEYWORD, LayerPrefetch, attention_modules
 from larder.models.recompute import KVRecompute
 from larder.models.recompute_hooks import RecomputeHooks, with_reread_tokens
-from larder.ops.cpu.one_row_products import products_of
 from larder.policy.providers.base import ActivationProvider, TokenProvider, column_providers
 
 # Providers of activations, by name.
@@ -305,8 +304,13 @@ class Decoder:
             prefetch = LayerPrefetch(modules, appended, batch)
             kept = _kept_inputs(appended)
             capture = ActivationHooks(modules, batch, {**inputs, **kept})
-            products = products_of(len(batch.ids()), self.embedding_table())
-            with self.attention, products, hooks.installed(), prefetch, capture:
+            with (
+                self.attention,
+                self._products(len(batch.ids())),
+                hooks.installed(),
+                prefetch,
+                capture,
+            ):
                 yield batch
             batch.finish()
             if mode is Mode.APPEND:
@@ -314,6 +318,16 @@ class Decoder:
         except BaseException:
             batch.roll_back()
             raise
+
+    def _products(self, num_rows: int) -> AbstractContextManager[None]:
+        """Context of the matrix products of a call with so many tokens."""
+        if num_rows > 1 or self.spec.device.type != "cpu" or self.spec.dtype != torch.bfloat16:
+            return nullcontext()
+        from larder.ops.cpu.one_row_products import (
+            one_row_products,  # measures: not before it is needed
+        )
+
+        return one_row_products()
 
     def _check(self, ids: list[int]) -> None:
         if not ids:

@@ -49,13 +49,12 @@ class _WithoutOneDNN:
 without_onednn = _WithoutOneDNN()
 
 
-def products_of(num_rows: int, weight: Tensor) -> AbstractContextManager[None]:
-    """Context in which a model with this weight multiplies so many rows.
+def one_row_products() -> AbstractContextManager[None]:
+    """Context in which one bfloat16 row is multiplied by the faster kernel.
 
-    While it is open, other threads multiply without oneDNN too.
+    While it is open, other threads multiply by that kernel too.
     """
-    is_candidate = num_rows == 1 and weight.dtype is torch.bfloat16 and weight.device.type == "cpu"
-    return without_onednn() if is_candidate and is_faster_without_onednn() else nullcontext()
+    return without_onednn() if is_faster_without_onednn() else nullcontext()
 
 
 @cache
