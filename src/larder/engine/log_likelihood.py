@@ -268,7 +268,9 @@ def token_score(logits: Float[Tensor, "Q V"], tokens: Sequence[int]) -> TokenSco
         return TokenScore(0.0, True)
     expected = torch.tensor(tokens, device=logits.device)
     likelihoods = logits.gather(1, expected[:, None])[:, 0] - logits.logsumexp(-1)
-    return TokenScore(float(likelihoods.sum()), bool((logits.argmax(-1) == expected).all()))
+    return TokenScore(
+        float(likelihoods.double().sum()), bool((logits.argmax(-1) == expected).all())
+    )
 
 
 def _groups(items: Iterable[tuple[int, Ids]], most: int) -> Iterator[list[tuple[int, Ids]]]:
