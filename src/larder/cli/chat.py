@@ -14,7 +14,6 @@ import typer
 from larder.cli.console import (
     format_bytes,
     make_table,
-    progress_bar,
     progress_console,
     results_console,
 )
@@ -31,6 +30,7 @@ from larder.cli.store_options import (
     print_resume_result,
 )
 from larder.core.errors import LarderError
+from larder.engine.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     from larder.core.conversation import Conversation

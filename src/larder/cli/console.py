@@ -1,18 +1,13 @@
-"""Consoles, progress bars and tables: results on stdout, progress on a terminal's stderr."""
+"""Consoles and tables: results on stdout, notes on a terminal's stderr."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 PIPED_WIDTH = 120  # columns, where stdout is not a terminal
-
-ProgressCallback = Callable[[int, int], None]
 
 
 def results_console() -> Console:
@@ -26,34 +21,6 @@ def progress_console() -> Console:
     return Console(
         file=sys.stderr, markup=False, highlight=False, quiet=not sys.stderr.isatty(), style="dim"
     )
-
-
-@contextmanager
-def progress_bar(doing: str, unit: str = "") -> Iterator[ProgressCallback]:
-    """Transient progress bar on stderr; absent unless stderr is a terminal.
-
-    Yields a callback `(done, total)`. Before its first call the bar is indeterminate.
-
-    Args:
-        doing: label.
-        unit: of `done` and `total`.
-    """
-    bar = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.fields[count]}", markup=False),
-        TimeElapsedColumn(),
-        console=progress_console(),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-    with bar:
-        task = bar.add_task(doing, total=None, count="")
-
-        def watch(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, count=f"{done:,}/{total:,} {unit}")
-
-        yield watch
 
 
 def make_table(*columns: str, texts: int = 1) -> Table:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from larder.cli.console import progress_bar
 from larder.cli.options import ModelOptions
 from larder.cli.question_run import (
     QuestionOutcome,
@@ -21,6 +20,7 @@ from larder.cli.question_run import (
 from larder.core.conversation import Conversation
 from larder.core.errors import InputError, LarderError
 from larder.engine.engine import Engine
+from larder.engine.progress_bar import progress_bar
 from larder.session.files import Adversarial, find_files, read_conversation
 
 Files = Mapping[Path, Conversation]

@@ -105,7 +105,7 @@ def calibrate(
     Numbers are kept under LARDER_HOME by the model's fingerprint; take the device and dtype that
     the model will run with.
     """
-    from larder.cli.console import progress_bar
+    from larder.engine.progress_bar import progress_bar
     from larder.models.calibration import MEASUREMENTS, CalibrationOutcome, calibrate_each
     from larder.models.loader import load
     from larder.session.transcript.tokenizer_adapter import TokenizerAdapter

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from larder.cli.console import format_bytes, progress_bar, progress_console
+from larder.cli.console import format_bytes, progress_console
 from larder.cli.options import ModelOptions
 from larder.cli.startup import resume_collection
 from larder.cli.store_options import print_resume_result
@@ -17,6 +17,7 @@ from larder.core.memory_budget import MemoryBudget
 from larder.engine.answer import Answer
 from larder.engine.engine import Engine, discard_text
 from larder.engine.generate import StoppingCriteria
+from larder.engine.progress_bar import progress_bar
 from larder.engine.sampler import SamplingParams
 from larder.models.loader import load
 from larder.session.capacity import beyond_budget_line

@@ -12,6 +12,7 @@ from larder.core.errors import InputError
 from larder.core.observation import Prompts
 from larder.engine.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer
 from larder.engine.generate import GenerationBatch, StoppingCriteria
+from larder.engine.progress_bar import progress_or_bar
 from larder.engine.sampler import SamplingParams
 from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
 from larder.prefill.base import Progress, no_progress, run_steps
@@ -170,12 +171,12 @@ class PromptCompleter:
         self._stop_ids = stop_ids
 
     def complete(
-        self, prompts: Sequence[str], options: CompletionOptions, progress: Progress
+        self, prompts: Sequence[str], options: CompletionOptions, progress: Progress | None
     ) -> list[Completion]:
         """Complete prompts, in order.
 
         Args:
-            progress: receives the number of prompt tokens read and to read.
+            progress: receives the number of prompt tokens read and to read; None shows a bar.
         """
         return self.complete_encoded(self._encode(prompts), options, progress)
 
@@ -183,7 +184,7 @@ class PromptCompleter:
         self,
         prompts: Sequence[EncodedPrompt],
         options: CompletionOptions,
-        progress: Progress = no_progress,
+        progress: Progress | None = no_progress,
     ) -> list[Completion]:
         """Complete prompts that are encoded, in order."""
         rows = self._read(prompts, options, progress)
@@ -206,7 +207,9 @@ class PromptCompleter:
             )
         ]
 
-    def stream(self, prompt: str, options: CompletionOptions, progress: Progress) -> Iterator[str]:
+    def stream(
+        self, prompt: str, options: CompletionOptions, progress: Progress | None
+    ) -> Iterator[str]:
         """Text of a completion in parts, each as soon as it will not change any more."""
         rows, parts = self._read(self._encode([prompt]), options, progress), list[str]()
         text = self._detokenizer(rows[0], options, parts)
@@ -221,18 +224,22 @@ class PromptCompleter:
             parts.clear()
 
     def _read(
-        self, prompts: Sequence[EncodedPrompt], options: CompletionOptions, progress: Progress
+        self,
+        prompts: Sequence[EncodedPrompt],
+        options: CompletionOptions,
+        progress: Progress | None,
     ) -> list[_ReadPrompt]:
         rows, total = list[_ReadPrompt](), sum(len(prompt.ids) for prompt in prompts)
-        for prompt in prompts:
-            before = sum(len(row.ids) for row in rows)
-            rows.append(
-                self._read_prompt(
-                    prompt,
-                    options.max_new_tokens,
-                    lambda done, _, before=before: progress(before + done, total),
+        with progress_or_bar(progress, "Reading", "tokens") as report:
+            for prompt in prompts:
+                before = sum(len(row.ids) for row in rows)
+                rows.append(
+                    self._read_prompt(
+                        prompt,
+                        options.max_new_tokens,
+                        lambda done, _, before=before: report(before + done, total),
+                    )
                 )
-            )
         return rows
 
     def _encode(self, prompts: Sequence[str]) -> list[EncodedPrompt]:

@@ -13,10 +13,11 @@ from larder.core.arguments import check_count, check_type
 from larder.core.errors import BadParameter
 from larder.core.observation import Calibration, Prompts
 from larder.engine.answer import Answer, AnswerGenerator, check_prompt_fits
+from larder.engine.progress_bar import progress_or_bar
 from larder.engine.sampler import SamplingParams, check_keywords
 from larder.models.calibration import calibrate
 from larder.models.loader import SEED, DeviceMap, LoadedModel, load
-from larder.prefill.base import Progress, no_progress, run_steps
+from larder.prefill.base import Progress, run_steps
 from larder.session.capacity import beyond_budget, budget_tokens
 from larder.session.embedders.base import Embedder, load_embedder
 from larder.session.files import ConversationLike, conversation_of
@@ -168,7 +169,7 @@ class Engine:
         self,
         conversation: ConversationLike,
         prompts: Mapping[str, str] | None = None,
-        progress: Progress = no_progress,
+        progress: Progress | None = None,
     ) -> ConversationMemory:
         """Prefill a conversation or a document within the budget.
 
@@ -177,7 +178,8 @@ class Engine:
                 the format of chat APIs, `[{"role": "user", "content": "..."}, ...]`.
             prompts: prompt texts by name, for policies that score with them: `question`, or any
                 name in `patched(prompt="...")`.
-            progress: receives the number of tokens read and the number of tokens to read.
+            progress: receives the number of tokens read and the number of tokens to read; None
+                shows a bar on a terminal once two seconds have passed.
 
         Raises:
             InputError: the conversation is empty, or a message is malformed.
@@ -187,9 +189,10 @@ class Engine:
         encoded: Prompts = {
             name: self.tokenizer.encode_question(text) for name, text in (prompts or {}).items()
         }
-        return prefill_conversation(
-            self.runtime, source, self.policy, self.sizes, encoded, progress
-        )
+        with progress_or_bar(progress, "Reading", "tokens") as report:
+            return prefill_conversation(
+                self.runtime, source, self.policy, self.sizes, encoded, report
+            )
 
     @overload
     def ask(
@@ -264,7 +267,7 @@ class Engine:
         top_k: int = 0,
         seed: int = 0,
         stop: str | Sequence[str] = (),
-        progress: Progress = no_progress,
+        progress: Progress | None = None,
         **unknown: object,
     ) -> Completion: ...
 
@@ -279,7 +282,7 @@ class Engine:
         top_k: int = 0,
         seed: int = 0,
         stop: str | Sequence[str] = (),
-        progress: Progress = no_progress,
+        progress: Progress | None = None,
         **unknown: object,
     ) -> list[Completion]: ...
 
@@ -293,7 +296,7 @@ class Engine:
         top_k: int = 0,
         seed: int = 0,
         stop: str | Sequence[str] = (),
-        progress: Progress = no_progress,
+        progress: Progress | None = None,
         **unknown: object,
     ) -> Completion | list[Completion]:
         """Continue one or several prompts, each under the policy with a budget of its own.
@@ -314,7 +317,8 @@ class Engine:
             top_k: sample among the k most likely tokens; 0 for all.
             seed: seed of the sampling, the same for every prompt.
             stop: string that ends the text, or several; it is not part of the text.
-            progress: receives the number of prompt tokens read and to read.
+            progress: receives the number of prompt tokens read and to read; None shows a bar on a
+                terminal once two seconds have passed.
 
         Returns:
             One `Completion` for one prompt; a list, in order, for a list.
@@ -350,7 +354,7 @@ class Engine:
         top_k: int = 0,
         seed: int = 0,
         stop: str | Sequence[str] = (),
-        progress: Progress = no_progress,
+        progress: Progress | None = None,
         **unknown: object,
     ) -> Iterator[str]:
         """Continue a prompt as `generate` does, and yield the text in parts as it is generated.

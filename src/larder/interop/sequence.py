@@ -9,6 +9,7 @@ from typing import Any
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, UsageError
 from larder.core.observation import Prompts
+from larder.engine.progress_bar import progress_or_bar
 from larder.models.forward_batch import BatchSegment, Observer
 from larder.prefill.base import run_steps
 from larder.prefill.decode_eviction import DecodeEviction
@@ -110,7 +111,8 @@ class GeneratedSequence:
         meter = PeakMemoryMeter()
         reader = prefill_reader(self._runtime, self.policy, length, meter)
         lane = PrefillSequence(self.cache, self._prompts)
-        run_steps(self.policy.schedule.steps(reader, [lane], ids))
+        with progress_or_bar(None, "Reading", "tokens") as progress:
+            run_steps(self.policy.schedule.steps(reader, [lane], ids), progress)
         self.peak_bytes = max(self.peak_bytes, meter.peak_bytes)
         self._eviction = decode_planner(self._runtime, self.policy, [self.cache])
         self._num_generated, self.has_ended = 0, False

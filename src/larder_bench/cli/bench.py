@@ -255,8 +255,8 @@ def _known_names() -> str:
 
 def context_loader(study: Study, options: BenchOptions) -> ContextLoader:
     """Loader of a study's models, worded as the study asks."""
-    from larder.cli.console import progress_bar
     from larder.engine.engine import Engine
+    from larder.engine.progress_bar import progress_bar
     from larder_bench.datasets.sources import TaskSources
     from larder_bench.datasets.wording import Wording
     from larder_bench.studies.model_context import ModelContext
@@ -296,7 +296,7 @@ def _study_run(study: Study, options: BenchOptions) -> StudyRunner:
 
 def _run(runner: StudyRunner) -> bool:
     """Run the study; return False if Ctrl-C came before all cells were measured."""
-    from larder.cli.console import progress_bar
+    from larder.engine.progress_bar import progress_bar
 
     with progress_bar(f"Running {runner.study.name}", "cells") as update:
 

@@ -12,11 +12,11 @@ from larder.cli.console import (
     format_bytes,
     format_seconds,
     make_table,
-    progress_bar,
     results_console,
 )
 from larder.cli.errors import INTERRUPTED_EXIT_CODE, SCHEMA, print_document
 from larder.cli.options import ModelOptions, OutputOptions, command
+from larder.engine.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     from larder.cli.demo.demonstration import Demonstration

@@ -1,0 +1,89 @@
+"""Tokens per CPU second of decode steps over several caches at once, beside transformers' batch.
+
+    python benchmarks/batch_step.py --model smollm2 --dtype bfloat16 --entries 1024 --rows 1 8 16
+
+Caches hold random entries, the same number for every head. Cases take turns; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from larder.core.types import Mode
+from larder.models.decoder import Decoder
+from larder.models.forward_batch import BatchSegment
+from larder.models.loader import load
+from larder_bench.profiling.synthetic_cache import random_cache
+
+
+def larder_step(decoder: Decoder, form: str, rows: int, entries: int) -> Callable[[], None]:
+    caches = [random_cache(decoder, form, entries) for _ in range(rows)]
+
+    def step() -> None:
+        marks = [cache.next_position for cache in caches]
+        segments = [BatchSegment(cache, (7,)) for cache in caches]
+        decoder.forward_logits(segments, Mode.APPEND, range(rows))
+        for cache, mark in zip(caches, marks, strict=True):
+            cache.truncate(mark)
+
+    return step
+
+
+def transformers_step(model: Any, decoder: Decoder, rows: int, entries: int) -> Callable[[], None]:
+    cache = DynamicCache(config=model.config)
+    for layer in decoder.spec.layers:
+        shape = (rows, layer.kv_heads, entries, layer.head_dim)
+        keys, values = torch.randn(2, *shape, dtype=decoder.spec.dtype)
+        cache.update(keys, values, layer.index)
+    tokens, places = torch.full((rows, 1), 7), torch.full((rows, 1), entries)
+
+    @torch.no_grad()
+    def step() -> None:
+        model(tokens, position_ids=places, past_key_values=cache, logits_to_keep=1)
+        cache.crop(-1)
+
+    return step
+
+
+def cpu_seconds(cases: dict[str, Callable[[], None]], steps: int) -> dict[str, float]:
+    """Median CPU seconds of a step of each case, after one to warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(steps + 1):
+        for name, step in cases.items():
+            started = time.process_time()
+            step()
+            seconds[name].append(time.process_time() - started)
+    return {name: statistics.median(own[1:]) for name, own in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Decode steps over several caches at once.")
+    parser.add_argument("--model", default="seed")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--entries", type=int, default=1024)
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16])
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
+    chosen = parser.parse_args()
+    torch.set_num_threads(chosen.threads)
+    decoder = load(chosen.model, dtype=chosen.dtype).decoder
+    decoder.share()
+    for rows in chosen.rows:
+        cases = {
+            "DynamicCache": transformers_step(decoder.module, decoder, rows, chosen.entries),
+            "dense": larder_step(decoder, "dense", rows, chosen.entries),
+            "ragged": larder_step(decoder, "ragged", rows, chosen.entries),
+        }
+        for name, seconds in cpu_seconds(cases, chosen.steps).items():
+            print(f"{rows:3} rows {name:14} {seconds * 1e3:7.1f} ms {rows / seconds:7.1f} tokens/s")
+
+
+if __name__ == "__main__":
+    main()
