@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from larder.prefill.base import Progress, no_progress
-
 if TYPE_CHECKING:
     import rich.progress
+
+    from larder.prefill.base import Progress
 
 DELAY = 2.0  # seconds after which work that nobody watches shows a bar
 
@@ -42,7 +42,7 @@ def progress_bar(doing: str, unit: str = "", delay: float = 0.0) -> Iterator[Pro
             once.
     """
     if not sys.stderr.isatty() or not _shown.acquire(blocking=False):
-        yield no_progress
+        yield lambda done, total: None
         return
     bar = _Bar(doing, unit, delay)
     try:
