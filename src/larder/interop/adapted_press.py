@@ -61,12 +61,12 @@ class AdaptedPress:
         _check_interface(press)
         try:
             press.post_init_from_model(model)
+            return AdaptedPress(press, attention_modules(body), body.rotary_emb)
         except FAULTS as error:
             raise UsageError(
                 f"{press!r} cannot be initialized for a {type(model).__name__} "
                 f"({_line(error)}): give a press that knows the model; {GUIDE}."
             ) from error
-        return AdaptedPress(press, attention_modules(body), body.rotary_emb)
 
     def __repr__(self) -> str:
         return repr(self.press)
@@ -87,21 +87,14 @@ class AdaptedPress:
         Raises:
             ScoreError: the press failed, or changed keys or values.
         """
-        module, digests = copy.copy(self.modules[layer]), entry_digests(keys, values)
+        digests = entry_digests(keys, values)
+        # A copy, so that what a press notes on the module does not stay on the model.
+        module: Any = copy.copy(self.modules[layer])
         rotary = self._rotary_of(module)
-        # Attributes of the copy alone: the model is not touched.
         vars(module).update({"rotary_emb": rotary, MASKED: None})
-        places = torch.arange(len(states), device=states.device)
-        arguments = {
-            "hidden_states": states[None],
-            "position_embeddings": rotary(states[None], places[None]),
-            "position_ids": places[None],
-            "cache_position": places,
-            "attention_mask": None,
-        }
-        shown = states[None], keys[None], values[None]
+        shown = module, states[None], keys[None], values[None], None, _arguments(states, rotary)
         try:
-            left_keys, left_values = self.press.compress(module, *shown, None, arguments)
+            left_keys, left_values = self.press.compress(*shown)
         except FAULTS as error:
             raise ScoreError(
                 f"{self!r} cannot choose among the {len(states)} entries of layer {layer} "
@@ -131,6 +124,18 @@ class AdaptedPress:
         if "layer_type" in signature(self.rotary.forward).parameters:
             return partial(self.rotary, layer_type=module.layer_type)
         return self.rotary
+
+
+def _arguments(states: Float[Tensor, "S hidden"], rotary: Any) -> dict[str, Any]:
+    """Keyword arguments of a call of an attention module that reads a prompt."""
+    places = torch.arange(len(states), device=states.device)
+    return {
+        "hidden_states": states[None],
+        "position_embeddings": rotary(states[None], places[None]),
+        "position_ids": places[None],
+        "cache_position": places,
+        "attention_mask": None,
+    }
 
 
 def entry_digests(
