@@ -174,9 +174,12 @@ class ComparisonSetup:
         for one, ids in zip(self.questions(job), answers, strict=True):
             if not self.is_random:
                 items += generated_items(one, self.engine.tokenizer.decode(tuple(ids)).strip())
-        times = [result["prefill_seconds"] for result in results]
+        times = {
+            name: statistics.mean(result[name] for result in results)
+            for name in ("prefill_seconds", "prefill_cpu_seconds")
+        }
         stamps = [each for result in results for each in result["stamps"]]
-        merged = results[0] | {"prefill_seconds": statistics.mean(times), "stamps": stamps}
+        merged = results[0] | times | {"stamps": stamps}
         return self._figures(self.requests(job)[0], merged) | {"items": items}
 
     def _request(
@@ -228,9 +231,10 @@ class ComparisonSetup:
         }
         if self.is_random and later:
             row["tokens_per_second"] = round(1 / statistics.median(later), 3)
-        same = ("kv_bytes", "peak_kv_bytes", "prefill_seconds", "masked_entries", "counted_bytes")
-        peaks = ("process_peak_bytes", "working_peak_bytes")
-        return row | {name: result[name] for name in (*same, *peaks) if name in result}
+        same = ("kv_bytes", "peak_kv_bytes", "masked_entries", "counted_bytes")
+        same += ("prefill_seconds", "prefill_cpu_seconds")
+        same += ("process_peak_bytes", "working_peak_bytes")
+        return row | {name: result[name] for name in same if name in result}
 
     @property
     def _token_bytes(self) -> int:

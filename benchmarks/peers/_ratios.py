@@ -19,6 +19,7 @@ SIZES: dict[str, str] = {
 }
 TIMES: dict[str, Number] = {
     "prefill": lambda row: row["prefill_seconds"],
+    "prefill CPU": lambda row: row["prefill_cpu_seconds"],
     "first token": lambda row: row["latency"]["first_token"]["p50"],
     "token": lambda row: row["latency"]["token"]["p50"],
 }
@@ -93,7 +94,7 @@ def _mib(name: str, rows: Sequence[Row]) -> str:
 
 
 def _ratio(number: Number, both: Sequence[tuple[Row, Row]]) -> str:
-    """Median ratio of the peer to Larder; a dash if an answer was too short to be timed."""
+    """Median ratio of the peer to Larder; a dash if a row has no such time."""
     try:
         ratios = [number(peer) / number(ours) for peer, ours in both]
     except KeyError:

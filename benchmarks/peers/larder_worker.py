@@ -41,13 +41,15 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if ids != job["context"]:
         raise RuntimeError("The conversation has other token ids than the peer's.")
     _warm_up(base, ids)
-    peak, seconds = PeakMemory(job["device"]), list[float]()
+    peak, seconds, cpu_seconds = PeakMemory(job["device"]), list[float](), list[float]()
     memory = None
     if job["has_warm_up"]:
         _answer(engine, engine.read(conversation), job["questions"][0], job)
     for _ in range(job["repeats"]):
         memory = None  # free the previous one
+        cpu_started = time.process_time()
         memory = engine.read(conversation)
+        cpu_seconds.append(time.process_time() - cpu_started)
         seconds.append(memory.figures.prefill_seconds)
     assert memory is not None
     caches = [memory.caches.activate(number) for number in range(len(memory.caches))]
@@ -60,6 +62,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         highest = max(highest, held_during)
     return peak.figures() | {
         "prefill_seconds": statistics.median(seconds),
+        "prefill_cpu_seconds": statistics.median(cpu_seconds),
         "kv_bytes": held,
         "counted_bytes": counted,
         "active_kv_bytes": memory.figures.active_kv_bytes,

@@ -148,15 +148,16 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         highest[0] = max(highest[0], peer.held(cache))
 
     peer.read(context[:WARM_TOKENS])  # imports its package, which is not part of the cache's memory
-    peak, seconds = PeakMemory(job["device"]), list[float]()
+    peak, seconds, cpu_seconds = PeakMemory(job["device"]), list[float](), list[float]()
     if job["has_warm_up"]:
         peer.answer(peer.read(context, watch), job["questions"][0], len(context))
     for _ in range(job["repeats"]):
         cache = None  # free the previous one
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         cache = peer.read(context, None if job["has_warm_up"] else watch)
         peer.tensor([0]).cpu()  # synchronizes the accelerator
         seconds.append(time.perf_counter() - started)
+        cpu_seconds.append(time.process_time() - cpu_started)
     held, masked = peer.held(cache), masked_entries(peer.model)[0]
     answers = list[list[int]]()
     stamps = list[list[float]]()
@@ -168,6 +169,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         highest[0] = max(highest[0], peer.held(twin))
     return peak.figures() | {
         "prefill_seconds": statistics.median(seconds),
+        "prefill_cpu_seconds": statistics.median(cpu_seconds),
         "kv_bytes": held,
         "peak_kv_bytes": max(highest[0], held),
         "masked_entries": masked,

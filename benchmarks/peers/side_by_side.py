@@ -17,8 +17,8 @@ Every cell runs in a process of its own; Larder and peers alternate on each conv
 same token ids and number of threads. A row has exact match of greedy answers; bytes of keys and
 values actually held, counted by tensor storage on both sides (`_memory.py`), masked entries and
 their indices included; the peak memory of the process, and its increase over the loaded model;
-seconds of prefill (median of `--repeats`), to the first token of an answer and between tokens.
-Times are meaningful if nothing else runs, and as ratios.
+seconds of prefill (median of `--repeats`) by the clock and of the processor, to the first token of
+an answer and between tokens. Times are meaningful if nothing else runs, and as ratios.
 
 `--model random:qwen3-0.6b` gives the cost in a real model shape: its output is meaningless, so no
 answer is scored and all have equal length; two questions are asked by default. Rows go to

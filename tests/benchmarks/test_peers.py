@@ -117,11 +117,13 @@ def side_by_side(*, left: dict[str, object], right: dict[str, object]) -> tuple[
 
 def test_the_table_gives_sizes_of_both_and_by_how_much_the_peer_is_slower() -> None:
     taken = {"kv_bytes": 3 * 2**20, "latency": {"first_token": {"p50": 0.75}}}
-    pair, rows = side_by_side(left=taken, right={})
+    pair, rows = side_by_side(
+        left={**taken, "prefill_cpu_seconds": 3}, right={"prefill_cpu_seconds": 2}
+    )
     table = list(import_module("_ratios").lines([pair], rows))
     assert table[2] == (
         "| kvpress:snapkv | larder:snapkv | 1/4 | 0.50 / 0.50 | 3.0 / 1.0 | 2.0 / 2.0 | 5.0 / 5.0 "
-        "| 500.0 / 500.0 | 1.00x | 1.50x | - |"
+        "| 500.0 / 500.0 | 1.00x | 1.50x | 1.50x | - |"
     )
     assert len({line.count(" | ") for line in (table[0], table[2])}) == 1
 
