@@ -12,12 +12,14 @@ from torch import Tensor
 import larder
 from architectures.families import Family, Status, with_status
 from larder.core.errors import ModelError
+from larder.core.spec import POSITION_BYTES
 from larder.interop.cache import LarderCache
 from larder.models.loader import wrap_model
 from model_runs import own_logits, some_ids
 
 TOLERANCE = 1e-4  # float32, on logits whose spread is 0.5 or more
 PROMPT, STEPS, MANY_STEPS = 40, 6, 64  # tokens
+WINDOW = 8  # tokens of the sliding windows of the registry
 BUDGET = 12  # tokens of 40
 PROTECTED = "whole() > protect(sinks=2, recent=4)"
 POLICIES = (
@@ -88,10 +90,25 @@ def test_policies_hold_fewer_bytes(family: Family) -> None:
             assert len(generated(model, prompt)) == STEPS
 
 
+@supported
+@torch.no_grad()
+def test_bytes_of_a_full_cache(family: Family) -> None:
+    """Those of a cache of transformers; Larder's own has a position per entry besides."""
+    model, prompt = model_of(family), some_prompt()
+    cache = LarderCache(model, "full")
+    model(prompt, past_key_values=cache)
+    spec = cache.attachment.decoder.spec
+    assert spec.full_bytes(PROMPT) == dynamic_bytes(model(prompt).past_key_values)
+    held = sum(layer.bytes_per_token(spec.dtype) for layer in spec.managed) * PROMPT
+    held += sum(layer.bytes_per_token(spec.dtype) * WINDOW for layer in spec.windows)
+    layers = len(spec.managed) * PROMPT + len(spec.windows) * WINDOW
+    assert cache.nbytes == held + layers * POSITION_BYTES
+
+
 def dynamic_bytes(cache: Any) -> int:
-    """Bytes of keys and values in a cache of transformers."""
+    """Bytes of keys and values in a cache of transformers; some of its layers may be unused."""
     sides = (side for layer in cache.layers for side in (layer.keys, layer.values))
-    return sum(side.nbytes for side in sides)
+    return sum(side.nbytes for side in sides if side is not None)
 
 
 @supported

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from larder.cache.forms.base import CacheLayer, create_layer, form_of
+from larder.cache.forms.shared_kv import link_shared_layers
 from larder.cache.forms.tiered import TieredLayer, tiered_layers
 from larder.cache.latest_activations import LatestActivations
 from larder.cache.memory_usage import MemoryUsage
@@ -187,6 +188,7 @@ class SequenceCache:
     def truncate(self, length: int) -> None:
         """Drop everything at true positions `length` and later."""
         for store in self._stores:
+            store.pending = None
             store.truncate(length)
         if length < self.next_position:
             self.next_position = length
@@ -273,6 +275,7 @@ class SequenceCache:
     def _link_layers(self) -> None:
         """Link the layers with each other, and count their memory for the sequence."""
         form_of(self.cache_spec).link_layers(self._stores, self.cache_spec)
+        link_shared_layers(self._stores)
         self._budgeted, self._unbudgeted = MemoryUsage(), MemoryUsage()
         for store in self._stores:
             is_budgeted = self.is_budgeted(store.layer)
@@ -281,7 +284,7 @@ class SequenceCache:
     def is_budgeted(self, layer: LayerSpec) -> bool:
         """True for layers under a budget: full attention, and not among the first, dense ones."""
         dense = form_of(self.cache_spec).num_dense_layers(self.cache_spec)
-        return layer.sliding_window is None and layer.index >= dense
+        return layer.is_managed and layer.index >= dense
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

@@ -70,7 +70,7 @@ def restore_layers(
     full: list[CacheLayer] = []
     for index, store in enumerate(stores):
         own = _layer_state(state, index, store, spec)
-        if not own:
+        if not own and store.layer.kv_source is None:
             raise CacheError(
                 f"The saved cache has no layer {index}, but the model has "
                 f"{len(spec.layers)} layers: it belongs to another model."

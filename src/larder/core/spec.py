@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import torch
 
@@ -26,6 +27,8 @@ class LayerSpec:
         sliding_window: latest tokens, its own included, that a query sees; None sees all.
         radians: RoPE frequencies: rotation per position of each pair of dimensions, as `ops.rope`
             pairs them; empty without rotation, None where unknown.
+        kv_source: index of the earlier layer whose keys and values this layer attends to, as in
+            Gemma 3n; the layer then holds none. None for keys and values of its own.
     """
 
     index: int
@@ -35,6 +38,12 @@ class LayerSpec:
     scaling: float
     sliding_window: int | None = None
     radians: tuple[float, ...] | None = None
+    kv_source: int | None = None
+
+    @property
+    def is_managed(self) -> bool:
+        """True if a budget governs the layer: entries of its own, and no sliding window."""
+        return self.sliding_window is None and self.kv_source is None
 
     @property
     def group(self) -> int:
@@ -42,12 +51,17 @@ class LayerSpec:
         return self.query_heads // self.kv_heads
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Key and value bytes of one token in this layer, all kv heads together."""
+        """Key and value bytes of one token in this layer, all kv heads together; 0 if shared."""
+        if self.kv_source is not None:
+            return 0
         return 2 * self.kv_heads * self.head_dim * dtype.itemsize
 
     def full_bytes(self, dtype: torch.dtype, tokens: int) -> int:
-        """Key and value bytes of `tokens` tokens in this layer, limited to its window."""
-        window = tokens if self.sliding_window is None else self.sliding_window
+        """Key and value bytes that a `DynamicCache` holds of `tokens` tokens in this layer.
+
+        Of a sliding window of w tokens it holds w - 1: the next token brings its own entry.
+        """
+        window = tokens if self.sliding_window is None else self.sliding_window - 1
         return self.bytes_per_token(dtype) * min(tokens, window)
 
 
@@ -67,15 +81,29 @@ class ModelSpec:
 
     @property
     def managed(self) -> tuple[LayerSpec, ...]:
-        """Layers that a budget governs: those without a sliding window."""
-        return tuple(layer for layer in self.layers if layer.sliding_window is None)
+        """Layers that a budget governs: those with entries of their own and no sliding window."""
+        return tuple(layer for layer in self.layers if layer.is_managed)
+
+    @property
+    def windows(self) -> tuple[LayerSpec, ...]:
+        """Layers that hold a sliding window."""
+        own = (layer for layer in self.layers if layer.kv_source is None)
+        return tuple(layer for layer in own if layer.sliding_window is not None)
+
+    @cached_property
+    def last_readers(self) -> dict[int, int]:
+        """Last layer that attends to another layer's entries, and that other layer, by index."""
+        last = {
+            layer.kv_source: layer.index for layer in self.layers if layer.kv_source is not None
+        }
+        return {reader: source for source, reader in last.items()}
 
     def managed_bytes_per_token(self) -> int:
         """Key and value bytes of one token over the managed layers."""
         return sum(layer.bytes_per_token(self.dtype) for layer in self.managed)
 
     def full_bytes(self, tokens: int) -> int:
-        """Key and value bytes of a full cache of `tokens` tokens, sliding windows applied."""
+        """Key and value bytes that transformers' own `DynamicCache` holds of `tokens` tokens."""
         return sum(layer.full_bytes(self.dtype, tokens) for layer in self.layers)
 
 

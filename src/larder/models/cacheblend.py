@@ -240,7 +240,8 @@ def _select_positions(
 def _check(spec: ModelSpec) -> None:
     if len(spec.managed) < len(spec.layers):
         raise ModelError(
-            "Chunks cannot be blended for a model with sliding windows: prefill the whole text."
+            "Chunks cannot be blended for a model with sliding windows or layers that share "
+            "entries: prefill the whole text."
         )
     if len(spec.layers) <= SELECTION_LAYER or any(layer.radians is None for layer in spec.layers):
         raise ModelError(

@@ -96,6 +96,8 @@ class ForwardBatch:
         self.captured: dict[str, Float[Tensor, "Q *rest"]] = {}
         self.mode = mode
         self._observer = observer
+        # Activations of layers whose entries later layers still read, by segment and layer.
+        self._waiting: dict[tuple[int, int], LayerActivations] = {}
         self._plans = [segment.cache.plans for segment in segments]
         again = [
             range(segment.reread_start, segment.reread_start + len(segment.reread_ids))
@@ -167,16 +169,29 @@ class ForwardBatch:
     def _observe(
         self, index: int, layer: int, queries: Queries, keys: Keys, values: Values
     ) -> None:
+        """Report a layer of a segment, or hold it back until the last reader has attended."""
+        spec, new = (
+            self.segments[index].cache.spec,
+            slice(len(self.segments[index].reread_ids), None),
+        )
+        sides, positions = (
+            (queries[:, new], keys[:, new], values[:, new]),
+            self._positions[index][new],
+        )
+        seen = LayerActivations(*sides, positions, self._inputs(index))
+        if layer in spec.last_readers.values():
+            self._waiting[index, layer] = seen
+        else:
+            self._report(index, layer, seen)
+        if (source := spec.last_readers.get(layer)) is not None:
+            self._report(index, source, self._waiting.pop((index, source)))
+
+    def _report(self, index: int, layer: int, seen: LayerActivations) -> None:
         """Record what was captured of a segment's new tokens, and call the observer."""
-        segment, inputs = self.segments[index], self._inputs(index)
-        if inputs and self.mode is Mode.APPEND:
-            segment.cache.note_tokens(layer, inputs, segment.cache.next_position)
+        cache = self.segments[index].cache
+        if seen.inputs and self.mode is Mode.APPEND:
+            cache.note_tokens(layer, seen.inputs, cache.next_position)
         if self._observer is not None:
-            new = slice(len(segment.reread_ids), None)
-            positions = self._positions[index][new]
-            seen = LayerActivations(
-                queries[:, new], keys[:, new], values[:, new], positions, inputs
-            )
             self._observer(index, layer, seen)
 
     def _inputs(self, index: int) -> dict[str, Tensor]:

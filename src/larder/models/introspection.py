@@ -47,6 +47,7 @@ class AttentionSurvey(CausalAttention):
     def __init__(self) -> None:
         super().__init__(self._record)
         self.layers: dict[int, LayerSpec] = {}
+        self._keys: dict[int, Keys] = {}  # held, so that no other layer gets the same memory
 
     def _record(self, inputs: AttentionInputs) -> None:
         layer, queries, keys, values = inputs.layer, inputs.queries, inputs.keys, inputs.values
@@ -58,7 +59,18 @@ class AttentionSurvey(CausalAttention):
                 "(K S D): heads of different size are not supported."
             )
         sizes = queries.shape[0], keys.shape[0], keys.shape[2]
-        self.layers[layer] = LayerSpec(layer, *sizes, inputs.scaling, inputs.sliding_window)
+        spec = LayerSpec(layer, *sizes, inputs.scaling, inputs.sliding_window)
+        self.layers[layer] = replace(spec, kv_source=self._kv_source(spec, keys))
+        self._keys[layer] = keys
+
+    def _kv_source(self, spec: LayerSpec, keys: Keys) -> int | None:
+        """Layer that attended alike to the same keys in memory; None if there is none."""
+        for index, earlier in self._keys.items():
+            own = self.layers[index]
+            alike = (own.scaling, own.sliding_window) == (spec.scaling, spec.sliding_window)
+            if alike and earlier.data_ptr() == keys.data_ptr():
+                return index
+        return None
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"

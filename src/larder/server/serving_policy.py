@@ -139,8 +139,7 @@ class ServingPolicy:
     @cached_property
     def can_truncate(self) -> bool:
         """True if a cache can be truncated at any time: no layer has a sliding window."""
-        spec = self.runtime.decoder.spec
-        return len(spec.managed) == len(spec.layers)
+        return not self.runtime.decoder.spec.windows
 
     def empty_cache(self) -> SequenceCache:
         """A new cache."""
@@ -218,6 +217,8 @@ class ServingPolicy:
         return MemoryDemand(sum(layers) + fixed, transient + scratch)
 
     def _layer_bytes(self, layer: LayerSpec, per_head: int, length: int, new_tokens: int) -> int:
+        if layer.kv_source is not None:
+            return 0
         spec, columns = self.runtime.decoder.spec, len(self.policy.planner.ledger.columns)
         entries = per_head if layer in self._layers else length + new_tokens
         if layer.sliding_window is not None:

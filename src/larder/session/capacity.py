@@ -30,6 +30,8 @@ def layer_coverage(policy: Policy, spec: ModelSpec) -> tuple[Coverage, ...]:
     covered = () if budget_tokens(policy) == WITHOUT_LIMIT else budgeted_layers(policy, spec)
     known = {layer.index: Coverage.DENSE for layer in spec.managed}
     known |= {layer.index: Coverage.BUDGET for layer in covered}
+    shared = [layer.index for layer in spec.layers if layer.kv_source is not None]
+    known |= dict.fromkeys(shared, Coverage.SHARED)
     return tuple(known.get(layer.index, Coverage.WINDOW) for layer in spec.layers)
 
 
@@ -382,9 +384,8 @@ def _dense_layers(policy: Policy) -> list[str]:
 
 
 def _sliding_layers(spec: ModelSpec | None) -> tuple[str, ...]:
-    if spec is None or len(spec.managed) == len(spec.layers):
+    if spec is None or not spec.windows:
         return ()
     if not spec.managed:
         return (f"all {len(spec.layers)} layers slide: policy and budget change nothing here",)
-    count = len(spec.layers) - len(spec.managed)
-    return (f"{count} of {len(spec.layers)} layers hold sliding windows of their own",)
+    return (f"{len(spec.windows)} of {len(spec.layers)} layers hold sliding windows of their own",)

@@ -192,7 +192,7 @@ class ChatCache:
         """
         undone = len(self.state.log.turns) - num_turns
         spec, state = self._runtime.decoder.spec, self.state
-        slides = len(spec.managed) < len(spec.layers)
+        slides = bool(spec.windows)
         if not 0 <= undone <= (0 if slides else len(self._undo)):
             return None
         caches = list(self.caches.copies())
@@ -251,7 +251,7 @@ class ChatCache:
         Sliding-window layers cannot restore the entries that the turn has displaced.
         """
         spec = self._runtime.decoder.spec
-        if not self._undo or len(spec.managed) < len(spec.layers):
+        if not self._undo or spec.windows:
             return False
         undo, caches = self._undo.pop(), self.caches
         cache = caches.activate(undo.number)

@@ -20,11 +20,13 @@ class Coverage(Enum):
     BUDGET: the budget of the policy.
     DENSE: none; the policy keeps every entry, beyond the budget.
     WINDOW: the sliding window of the model.
+    SHARED: that of the layer whose entries it attends to; the layer holds none.
     """
 
     BUDGET = "budget"
     DENSE = "dense"
     WINDOW = "sliding_window"
+    SHARED = "shared"
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,7 @@ def model_identity(
     shapes = [
         [layer.index, layer.query_heads, layer.kv_heads, layer.head_dim, layer.scaling]
         + [layer.sliding_window]
+        + ([] if layer.kv_source is None else [layer.kv_source])
         for layer in spec.layers
     ]
     return ModelIdentity(

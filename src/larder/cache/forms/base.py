@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -21,6 +22,20 @@ from larder.ops.attention import causal_attention, merge_attention
 
 AttentionState = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]  # output and log-sum-exp
 AttentionCall = Callable[[], AttentionState]  # call of a kernel, with its arguments
+
+
+@dataclass(frozen=True)
+class PendingBlock:
+    """Block that is appended once the layers that read the same entries have attended.
+
+    Args:
+        readers: number of these layers that have not attended yet.
+    """
+
+    keys: Keys
+    values: Values
+    positions: Positions
+    readers: int
 
 
 class CacheLayer(TensorOwner):
@@ -41,6 +56,11 @@ class CacheLayer(TensorOwner):
     # Prefixes of the names in a state whose tensors belong to a slow tier, in host memory.
     slow_state: ClassVar[tuple[str, ...]] = ()
 
+    # Whether other layers of the model may attend to the entries.
+    can_be_shared: ClassVar[bool] = True
+
+    num_readers: int = 0  # layers that attend to the entries of this one
+    pending: PendingBlock | None = None
     replaced_bytes: int = 0  # old storage held beside the new one during the last change
 
     def __init__(self, layer: LayerSpec) -> None:
@@ -54,9 +74,18 @@ class CacheLayer(TensorOwner):
 
     @classmethod
     def check_spec(cls, spec: CacheSpec, model: ModelSpec) -> None:
-        """Check the options of a cache. Raises: CacheError: the form does not support them."""
-        del model
+        """Check the options of a cache, and whether the form supports the model's layers.
+
+        Raises: CacheError: it does not support one of them.
+        """
         spec.check_options(cls.supports, cls.requires)
+        shared = [layer for layer in model.layers if layer.kv_source is not None]
+        if shared and not cls.can_be_shared:
+            raise CacheError(
+                f"Layer {shared[0].index} of the model attends to the keys and values of layer "
+                f"{shared[0].kv_source}, which a {spec.form} cache cannot share: take a policy "
+                "that drops what it rejects, with drop()."
+            )
 
     @classmethod
     def num_dense_layers(cls, spec: CacheSpec) -> int:
@@ -106,7 +135,7 @@ class CacheLayer(TensorOwner):
         out, lse = merge_attention([out for out, _ in states], [lse for _, lse in states])
         if mode is Mode.APPEND:
             if not is_step:
-                self.append(keys, values, positions)
+                self._append_block(PendingBlock(keys, values, positions, self.num_readers))
             self.observe(queries, positions, (out, lse))
         return out.to(queries.dtype)
 
@@ -127,6 +156,17 @@ class CacheLayer(TensorOwner):
     @abstractmethod
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         """Append new entries to every head."""
+
+    def finish_reader(self) -> None:
+        """Count a layer that has attended to the entries; behind the last, append the block."""
+        if self.pending is not None:
+            self._append_block(replace(self.pending, readers=self.pending.readers - 1))
+
+    def _append_block(self, block: PendingBlock) -> None:
+        """Append a block, or hold it back until its readers have attended."""
+        self.pending = block if block.readers else None
+        if not block.readers:
+            self.append(block.keys, block.values, block.positions)
 
     def observe(self, queries: Queries, positions: Positions, state: AttentionState) -> None:
         """Record the attention of appended tokens, in forms that use it later."""
@@ -289,7 +329,10 @@ def form_of(spec: CacheSpec) -> type[CacheLayer]:
 
 
 def create_layer(layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CacheLayer:
-    """Empty layer: of the specified form, or a sliding window."""
+    """Empty layer: of the specified form, a sliding window, or one that shares entries."""
     kind: type[CacheLayer]
-    kind = form_of(spec) if layer.sliding_window is None else FORMS.load("window")
+    if layer.kv_source is not None:
+        kind = FORMS.load("shared_kv")
+    else:
+        kind = form_of(spec) if layer.sliding_window is None else FORMS.load("window")
     return kind.create(layer, model, spec)

@@ -57,6 +57,7 @@ class RecomputedLayer(RecoverableLayer):
 
     supports = frozenset({"ledger", "rebuilding"})
     requires = frozenset({"rebuilding"})
+    can_be_shared = False
 
     def __init__(
         self,

@@ -65,6 +65,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 
     supports = frozenset({"ledger", "parking"})
     requires = frozenset({"parking"})
+    can_be_shared = False
     slow_state = (SLOW, INDEX, OBSERVED, PARKING)
     counts_as_device = False  # queries for the index are on the host
 

@@ -125,6 +125,8 @@ def cache_bytes(
     spec, longest = reader.decoder.spec, lane.cache.next_position + len(ids)
     layers: list[int] = []
     for layer in spec.layers:
+        if layer.kv_source is not None:
+            continue
         bound = layer.sliding_window or reader.quotas[layer.index]
         entry = layer.bytes_per_token(spec.dtype) + layer.kv_heads * POSITION_BYTES
         layers.append(min(bound + block, longest) * entry)

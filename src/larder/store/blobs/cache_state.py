@@ -142,9 +142,10 @@ def is_lossless_cache(cache: SequenceCache) -> bool:
     keeps depends on the whole text.
     """
     plain = cache.cache_spec.form == "dense" and not cache.plans
-    windows = any(layer.sliding_window is not None for layer in cache.spec.layers)
+    layers = cache.spec.layers
+    is_partial = any(layer.sliding_window or layer.kv_source is not None for layer in layers)
     lengths = {length for layer in cache.lengths() for length in layer}
-    return plain and not windows and lengths <= {cache.next_position}
+    return plain and not is_partial and lengths <= {cache.next_position}
 
 
 def slice_chunk(state: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:

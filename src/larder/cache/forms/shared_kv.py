@@ -1,0 +1,113 @@
+"""Layer without entries of its own: it attends to those of an earlier layer (Gemma 3n).
+
+    source      entries of layer n        appended, planned for and counted there
+    this layer  nothing
+
+A block of several tokens is appended to the source behind the last layer that reads it, so that all
+of them attend to the same entries. Plans follow the queries of the source alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from larder.cache.forms.base import AttentionCall, CacheLayer
+from larder.cache.spec import CacheSpec
+from larder.core.errors import CacheError
+from larder.core.observation import Entries
+from larder.core.plan import Plan
+from larder.core.spec import LayerSpec, ModelSpec
+from larder.core.types import Keys, Mode, Positions, Queries, Values
+
+
+class SharedKVLayer(CacheLayer):
+    """Reader of another layer's entries. `link_shared_layers` sets the source."""
+
+    has_public_name = False
+
+    source: CacheLayer
+
+    def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(layer)
+        self._nothing = torch.empty(0, layer.head_dim, dtype=dtype, device=device)
+
+    @classmethod
+    def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> SharedKVLayer:
+        del spec
+        return cls(layer, model.dtype, model.device)
+
+    def append(self, keys: Keys, values: Values, positions: Positions) -> None:
+        """No effect: the source appends the tokens, a block behind its last reader."""
+        del keys, values
+        if len(positions) > 1:
+            self.source.finish_reader()
+
+    def attention_calls(
+        self, queries: Queries, positions: Positions, mode: Mode, shift: int
+    ) -> Iterable[AttentionCall]:
+        """Kernel calls of the source; what it records of its own queries stays."""
+        del mode
+        return self.source.attention_calls(queries, positions, Mode.SCRATCH, shift)
+
+    @property
+    def _is_empty(self) -> bool:
+        return not any(self.source.lengths)
+
+    def apply(self, plan: Plan) -> None:
+        del plan
+        raise CacheError(
+            f"Layer {self.layer.index} shares the entries of layer {self.layer.kv_source}, so no "
+            "plan applies to it: plan for managed layers only."
+        )
+
+    def evict(self, plan: Plan) -> None:
+        self.apply(plan)
+
+    def allocate(self, room: int) -> None:
+        """No effect: the layer holds nothing."""
+        del room
+
+    def compact(self) -> None:
+        """No effect: the layer holds nothing."""
+
+    def truncate(self, length: int) -> None:
+        """No effect: the layer holds nothing."""
+        del length
+
+    def entries(self) -> Entries:
+        """No entries."""
+        places = self._nothing.new_empty(0, dtype=torch.int32)
+        nothing = (0,) * self.layer.kv_heads
+        return Entries(self._nothing, self._nothing, places, nothing, nothing)
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    @classmethod
+    def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> SharedKVLayer:
+        del state
+        return cls(layer, torch.get_default_dtype(), torch.device("cpu"))
+
+    def own_tensors(self) -> tuple[Tensor, ...]:
+        return ()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (0,) * self.layer.kv_heads
+
+
+def link_shared_layers(layers: Sequence[CacheLayer]) -> None:
+    """Link layers without entries of their own with the layers that they attend to."""
+    readers = [layer for layer in layers if isinstance(layer, SharedKVLayer)]
+    for reader in readers:
+        assert reader.layer.kv_source is not None  # that is what makes it a reader
+        reader.source = layers[reader.layer.kv_source]
+        reader.source.num_readers = sum(
+            other.layer.kv_source == reader.layer.kv_source for other in readers
+        )
+
+
+Part = SharedKVLayer
