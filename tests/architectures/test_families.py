@@ -101,14 +101,18 @@ def test_bytes_of_a_full_cache(family: Family) -> None:
     assert spec.full_bytes(PROMPT) == dynamic_bytes(model(prompt).past_key_values)
     held = sum(layer.bytes_per_token(spec.dtype) for layer in spec.managed) * PROMPT
     held += sum(layer.bytes_per_token(spec.dtype) * WINDOW for layer in spec.windows)
+    held += spec.recurrent_bytes
     layers = len(spec.managed) * PROMPT + len(spec.windows) * WINDOW
     assert cache.nbytes == held + layers * POSITION_BYTES
 
 
 def dynamic_bytes(cache: Any) -> int:
-    """Bytes of keys and values in a cache of transformers; some of its layers may be unused."""
-    sides = (side for layer in cache.layers for side in (layer.keys, layer.values))
-    return sum(side.nbytes for side in sides if side is not None)
+    """Bytes of keys, values and recurrent states in a cache of transformers."""
+    held = [vars(layer) for layer in cache.layers]
+    sides = [own.get(side) for own in held for side in ("keys", "values")]
+    kinds = [own.get(kind, {}) for own in held for kind in ("conv_states", "recurrent_states")]
+    tensors = [*sides, *(tensor for kind in kinds for tensor in kind.values())]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 @supported

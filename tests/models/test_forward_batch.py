@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from builders import a_plan
+from larder.cache.recurrent_state import RecurrentState
 from larder.cache.sequence import SequenceCache
 from larder.core.codec import Codec
 from larder.core.errors import CacheError, InputError, ModelError
@@ -193,9 +194,9 @@ def test_a_pass_that_misses_a_layer_is_taken_back(adopted, monkeypatch) -> None:
         read_on(decoder, each, some_ids(12), 5)
     finish = ForwardBatch.finish
 
-    def deaf(batch: ForwardBatch) -> None:
+    def deaf(batch: ForwardBatch, recurrent: Sequence[RecurrentState]) -> None:
         batch.called.discard(1)
-        finish(batch)
+        finish(batch, recurrent)
 
     with monkeypatch.context() as patch:
         patch.setattr(ForwardBatch, "finish", deaf)

@@ -83,7 +83,7 @@ class Silent(nn.Module):
 def test_a_layer_that_never_calls_attention() -> None:
     module = tiny("llama")
     module.model.layers[1] = Silent()
-    refused(module, r"has 2 layers, but only \[0\] call attention")
+    refused(module, r"has 2 layers with attention, but only \[0\] call it")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

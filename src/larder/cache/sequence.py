@@ -14,6 +14,7 @@ from larder.cache.forms.shared_kv import link_shared_layers
 from larder.cache.forms.tiered import TieredLayer, tiered_layers
 from larder.cache.latest_activations import LatestActivations
 from larder.cache.memory_usage import MemoryUsage
+from larder.cache.recurrent_state import NO_STATE, CacheCheckpoint, RecurrentState
 from larder.cache.spec import CacheSpec
 from larder.cache.state_dict import move_state, restore_layers, state_dict
 from larder.core.codec import Codec
@@ -34,7 +35,8 @@ class SequenceCache:
     rejected entries are freed at once. Such a cache must be `invalidate`d and is unusable. A cache
     is not thread-safe; storage that forks share is never written.
     `plans` counts the changes so far that cannot be undone: plans, and columns written.
-    `latest` holds activations of the newest tokens, if the ledger asks for queries.
+    `latest` holds activations of the newest tokens, if the ledger asks for queries; `recurrent` the
+    state of the model's layers without attention, a value that forks share.
 
     Args:
         form, ..., rebuilding: see `CacheSpec`.
@@ -61,8 +63,10 @@ class SequenceCache:
         self.next_position = 0
         self.plans = 0
         self.latest = LatestActivations(ledger.queries)
+        self.recurrent = NO_STATE
         self._is_spoiled = False
         form_of(self.cache_spec).check_spec(self.cache_spec, spec)
+        self.cache_spec.check_model(spec)
         self._stores = [create_layer(layer, spec, self.cache_spec) for layer in spec.layers]
         self._link_layers()
 
@@ -115,9 +119,14 @@ class SequenceCache:
         for layer in layers:
             self._stores[layer].record_logits()
 
-    def advance(self, tokens: int) -> None:
-        """Count tokens as read, after every layer has appended them."""
+    def advance(self, tokens: int, recurrent: RecurrentState = NO_STATE) -> None:
+        """Count tokens as read, after every layer has appended them.
+
+        Args:
+            recurrent: state of the layers without attention behind the tokens.
+        """
         self.next_position += tokens
+        self.recurrent = recurrent
 
     def apply(self, layer: int, plan: Plan) -> None:
         """Apply a plan to one layer; rejected entries are freed at once."""
@@ -185,8 +194,30 @@ class SequenceCache:
         for store in self._stores:
             store.compact()
 
+    def checkpoint(self) -> CacheCheckpoint:
+        """Present position, for `roll_back`. Its recurrent state stays in memory while held."""
+        return CacheCheckpoint(self.next_position, self.recurrent)
+
+    def roll_back(self, checkpoint: CacheCheckpoint) -> None:
+        """Return to an earlier position, of this cache or of the one that it was forked from."""
+        self.recurrent = checkpoint.recurrent
+        self._truncate(checkpoint.position)
+
     def truncate(self, length: int) -> None:
-        """Drop everything at true positions `length` and later."""
+        """Drop everything at true positions `length` and later.
+
+        Raises:
+            CacheError: the model has recurrent layers, whose state is not that of `length`.
+        """
+        if self.recurrent.tensors and length < self.next_position:
+            raise CacheError(
+                f"The cache cannot be cut from {self.next_position} tokens to {length}, because "
+                "recurrent layers hold a state of all of them: return to a checkpoint with "
+                "roll_back(), or read the text again into a new cache."
+            )
+        self._truncate(length)
+
+    def _truncate(self, length: int) -> None:
         for store in self._stores:
             store.pending = None
             store.truncate(length)
@@ -201,6 +232,7 @@ class SequenceCache:
         copy._stores = [store.fork() for store in self._stores]
         copy._link_layers()
         copy.next_position, copy.latest = self.next_position, self.latest.fork()
+        copy.recurrent = self.recurrent
         return copy
 
     def entries(self, layer: int) -> Entries:
@@ -240,13 +272,18 @@ class SequenceCache:
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor held, slack and metadata included."""
-        return self._budgeted.nbytes + self._unbudgeted.nbytes + self.latest.nbytes
+        return self._budgeted.nbytes + self._unbudgeted.nbytes + self._fixed_nbytes
 
     @property
     def device_nbytes(self) -> int:
         """Bytes in the model's memory, without the slow tiers."""
         layers = self._budgeted.device_nbytes + self._unbudgeted.device_nbytes
-        return layers + self.latest.nbytes
+        return layers + self._fixed_nbytes
+
+    @property
+    def _fixed_nbytes(self) -> int:
+        """Bytes that do not grow with the number of entries."""
+        return self.latest.nbytes + self.recurrent.nbytes
 
     @property
     def shared_nbytes(self) -> int:
@@ -261,7 +298,7 @@ class SequenceCache:
     def state(self) -> dict[str, Tensor]:
         """All tensors by name, without slack."""
         self._check()
-        return state_dict(self._stores) | self.latest.state()
+        return state_dict(self._stores) | self.latest.state() | self.recurrent.state()
 
     def release_state(self, place: torch.device) -> dict[str, Tensor]:
         """All tensors, moved layer by layer to device `place`; the cache is empty afterwards."""
@@ -270,7 +307,8 @@ class SequenceCache:
             handed = move_state(self._stores, self.cache_spec, self.spec, place)
         finally:
             self._link_layers()
-        return handed | self.latest.release_state(place)
+        recurrent, self.recurrent = self.recurrent.to(place), NO_STATE
+        return handed | self.latest.release_state(place) | recurrent.state()
 
     def _link_layers(self) -> None:
         """Link the layers with each other, and count their memory for the sequence."""
@@ -340,6 +378,7 @@ class SequenceCache:
         cache._stores = restore_layers(cache._stores, cache.cache_spec, spec, state, fill)
         cache._link_layers()
         cache.next_position = int(meta["next_position"])
+        cache.recurrent = RecurrentState.restore(state, spec, cache.next_position)
         cache.latest = LatestActivations.restore(
             state, cache.cache_spec.ledger.queries, spec.device
         )

@@ -11,7 +11,7 @@ from larder.core.errors import CacheError
 from larder.core.family import Family
 from larder.core.ledger import Ledger
 from larder.core.recall import OffloadSpec
-from larder.core.spec import LayerPairing, RecomputeSpec
+from larder.core.spec import LayerPairing, ModelSpec, RecomputeSpec
 
 FORMS = Family("cache form", "larder.cache.forms")
 
@@ -60,6 +60,20 @@ class CacheSpec:
                 )
             if value is None and name in required:
                 raise CacheError(f"A {self.form} cache requires {name}, got none: give it.")
+
+    def check_model(self, model: ModelSpec) -> None:
+        """Check that a cache of a model with recurrent layers never reads its tokens again.
+
+        Raises:
+            CacheError: it does, from a position whose recurrent state is not known.
+        """
+        corrects = self.parking is not None and bool(self.parking.recall.corrected)
+        if model.recurrent and (corrects or self.rebuilding is not None):
+            raise CacheError(
+                f"{'corrected=' if corrects else 'recompute()'} reads earlier tokens again, but "
+                "recurrent layers of the model hold a state of all tokens and none of an earlier "
+                "position: leave it out."
+            )
 
     def meta(self) -> dict[str, str]:
         """Specification as text fields, the inverse of `of`."""

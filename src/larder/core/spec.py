@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -19,7 +20,7 @@ class LayerSpec:
     """Attention shape of one layer, as measured from the model's own calls.
 
     Args:
-        index: number of the layer, from 0.
+        index: number of the layer among those with attention, from 0.
         query_heads: H.
         kv_heads: K; R = H / K query heads share one.
         head_dim: D, of keys and values alike.
@@ -66,11 +67,37 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
-class ModelSpec:
-    """Layers of a model, and dtype and device of its cache.
+class RecurrentSpec:
+    """One tensor of the state that a recurrent layer keeps per sequence.
+
+    Recurrent layers are those of state-space models, linear attention and short convolutions. The
+    size of their state does not depend on the length of the text.
 
     Args:
+        layer: number of the layer in the model.
+        name: name of the tensor within the layer.
+        shape: without a batch dimension.
+    """
+
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Attention layers of a model, and dtype and device of its cache.
+
+    Args:
+        layers: layers with attention, numbered from 0 without gaps.
         width: size of a hidden state.
+        numbers: number in the model of each of `layers`; empty where these are 0, 1, 2, ...
+        recurrent: state of the layers without attention.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -78,6 +105,30 @@ class ModelSpec:
     device: torch.device
     fingerprint: str = ""
     width: int = 0
+    numbers: tuple[int, ...] = ()
+    recurrent: tuple[RecurrentSpec, ...] = ()
+
+    def index_of(self, number: int) -> int:
+        """Index in `layers` of the layer with a number in the model."""
+        return self._indices.get(number, number)
+
+    def number_of(self, index: int) -> int:
+        """Number in the model of a layer by its index in `layers`."""
+        return self.numbers[index] if self.numbers else index
+
+    @property
+    def can_truncate(self) -> bool:
+        """True if a cache can return to any earlier length: it has no window and no state."""
+        return not self.recurrent and not self.windows
+
+    @property
+    def recurrent_bytes(self) -> int:
+        """Bytes of the state of the layers without attention, of one sequence."""
+        return sum(tensor.nbytes for tensor in self.recurrent)
+
+    @cached_property
+    def _indices(self) -> dict[int, int]:
+        return {number: index for index, number in enumerate(self.numbers)}
 
     @property
     def managed(self) -> tuple[LayerSpec, ...]:
@@ -103,8 +154,11 @@ class ModelSpec:
         return sum(layer.bytes_per_token(self.dtype) for layer in self.managed)
 
     def full_bytes(self, tokens: int) -> int:
-        """Key and value bytes that transformers' own `DynamicCache` holds of `tokens` tokens."""
-        return sum(layer.full_bytes(self.dtype, tokens) for layer in self.layers)
+        """Bytes that transformers' own `DynamicCache` holds of `tokens` tokens: keys and values,
+        and the state of layers without attention.
+        """
+        entries = sum(layer.full_bytes(self.dtype, tokens) for layer in self.layers)
+        return entries + self.recurrent_bytes
 
 
 @dataclass(frozen=True)

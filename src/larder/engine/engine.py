@@ -421,7 +421,7 @@ class Engine:
         cache, match = memory.activate_for(question)
         prompt = self.tokenizer.encode_question_about(memory.conversation, question)
         check_prompt_fits(prompt, budget_tokens(memory.policy))
-        is_copy, start = memory.policy.timing.excess() is not None, cache.next_position
+        is_copy, start = memory.policy.timing.excess() is not None, cache.checkpoint()
         saved = cache if is_copy else None
         if is_copy:
             cache = cache.fork()  # entries evicted while decoding cannot be restored
@@ -442,7 +442,7 @@ class Engine:
                 held_bytes += turn.snapshot.nbytes
         finally:
             if turn.snapshot is None:
-                cache.truncate(start)
+                cache.roll_back(start)
                 cache.compact()
             elif not is_copy:
                 turn.snapshot.compact()

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from larder.core.errors import ScoreError, UsageError
-from larder.models.prefetch import attention_modules
+from larder.models.decoder import Decoder
 from larder.policy.scorers.kvpress import FAULTS
 
 GUIDE = "docs/from_kvpress.md names the policy to take in its place"
@@ -48,11 +48,11 @@ class AdaptedPress:
     rotary: Any
 
     @staticmethod
-    def of(press: Any, model: Any, body: nn.Module) -> AdaptedPress:
+    def of(press: Any, model: Any, decoder: Decoder) -> AdaptedPress:
         """Press initialized for a model, as its own context manager does.
 
         Args:
-            body: layers of the model.
+            decoder: decoder of the model.
 
         Raises:
             UsageError: it is no press, does more than choose entries of a prompt, or cannot be
@@ -61,7 +61,7 @@ class AdaptedPress:
         _check_interface(press)
         try:
             press.post_init_from_model(model)
-            return AdaptedPress(press, attention_modules(body), body.rotary_emb)
+            return AdaptedPress(press, decoder.attentions, decoder.body.rotary_emb)
         except FAULTS as error:
             raise UsageError(
                 f"{press!r} cannot be initialized for a {type(model).__name__} "

@@ -200,8 +200,11 @@ class LarderCache(AttachedCache):
 
     @property
     def is_croppable(self) -> bool:
-        """True if generated tokens can be taken back: the policy evicts none between prompts."""
-        return self._factory.policy.timing.excess() is None
+        """True if generated tokens can be taken back: the policy evicts none between prompts, and
+        no layer is recurrent.
+        """
+        is_recurrent = bool(self.attachment.decoder.spec.recurrent)
+        return not is_recurrent and self._factory.policy.timing.excess() is None
 
     def activate_past_recording(self) -> None:
         """Expect candidate tokens that may be taken back, as in assisted decoding.
@@ -396,6 +399,11 @@ class LarderCache(AttachedCache):
             yield rows, append
 
     def _check_croppable(self) -> None:
+        if self.attachment.decoder.spec.recurrent:
+            raise UsageError(
+                "Assisted decoding takes candidates back, but recurrent layers of the model hold "
+                "a state of all tokens that cannot be cut: leave the assistant out."
+            )
         if not self.is_croppable:
             raise UsageError(
                 f"Assisted decoding takes candidates back, but the policy {self.policy} evicts "

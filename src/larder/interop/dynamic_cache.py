@@ -102,10 +102,11 @@ def dynamic_cache_of(sequences: Sequence[SequenceCache], config: Any) -> Dynamic
         _check_entries(sequence)
     exported = DynamicCache(config=config)
     spec = sequences[0].spec
-    if len(exported.layers) != len(spec.layers):
+    if spec.recurrent or len(exported.layers) != len(spec.layers):
         raise CacheError(
             f"transformers caches {len(exported.layers)} layers of this model, but attention has "
-            f"{len(spec.layers)}: continue with the LarderCache."
+            f"{len(spec.layers)}, and {len(spec.recurrent)} tensors are of recurrent layers: "
+            "continue with the LarderCache."
         )
     for layer in spec.layers:
         exported.layers[layer.index] = _exported_layer(
@@ -240,10 +241,11 @@ def check_dynamic_cache(cache: Cache, spec: ModelSpec) -> tuple[int, int]:
             f"A {type(cache).__name__} cannot be taken over: give a transformers.DynamicCache that "
             "is not offloaded."
         )
-    if len(cache.layers) != len(spec.layers):
+    if spec.recurrent or len(cache.layers) != len(spec.layers):
         raise CacheError(
             f"The DynamicCache has {len(cache.layers)} layers, but the model has "
-            f"{len(spec.layers)}: give a cache that this model has filled."
+            f"{len(spec.layers)} with attention and {len(spec.recurrent)} tensors of recurrent "
+            "layers: give a cache that this model, without recurrent layers, has filled."
         )
     layers: list[Any] = [*cache.layers]
     for layer, own in zip(spec.layers, layers, strict=True):

@@ -32,6 +32,6 @@ def chosen_policy(
             "kvpress= was given together with a policy, a budget or a block, but a press chooses "
             "by its own compression ratio from a whole prompt: leave the others out."
         )
-    press = AdaptedPress.of(kvpress, attachment.module, attachment.decoder.body)
+    press = AdaptedPress.of(kvpress, attachment.module, attachment.decoder)
     others = Policy.parse(OTHER_PARTS)
     return replace(others, scorer=PressScorer(press), budget=PressBudget(kept=1.0))

@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+from larder.cache.recurrent_state import CacheCheckpoint
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, UsageError
 from larder.core.observation import Prompts
@@ -81,7 +82,7 @@ class SequenceFactory:
 class SequenceState:
     """State of a sequence before a call, to return to if the call fails."""
 
-    length: int
+    checkpoint: CacheCheckpoint
     plans: int
     eviction: DecodeEviction | None
     num_generated: int
@@ -171,7 +172,7 @@ class GeneratedSequence:
     def state(self) -> SequenceState:
         """State to return to with `roll_back`."""
         return SequenceState(
-            self.cache.next_position, self.cache.plans, self._eviction, self._num_generated
+            self.cache.checkpoint(), self.cache.plans, self._eviction, self._num_generated
         )
 
     def roll_back(self, state: SequenceState) -> None:
@@ -179,7 +180,7 @@ class GeneratedSequence:
         if self.cache.plans != state.plans:
             self.cache.invalidate()
         else:
-            self.cache.truncate(state.length)
+            self.cache.roll_back(state.checkpoint)
         self._eviction, self._num_generated = state.eviction, state.num_generated
 
 

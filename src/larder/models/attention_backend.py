@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from larder.core.errors import ModelError
+from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Queries, Values
 from larder.ops.attention import causal_attention
 
@@ -57,7 +58,7 @@ class AttentionInputs:
     """Inputs of one call of attention.
 
     Args:
-        layer: index of the layer.
+        layer: number of the layer in the model.
         queries, keys, values: post-RoPE; row t of each belongs to token t of the packed call.
         scaling: factor on the logits.
         sliding_window: latest tokens, its own included, that a query sees; None for all.
@@ -103,6 +104,16 @@ class AttentionProbe:
     def attend(self, inputs: AttentionInputs) -> Queries:
         self.seen[inputs.layer] = inputs
         return torch.zeros_like(inputs.queries)
+
+
+class RenumberedAttention:
+    """Layer attention that is given the index of a layer among those with attention."""
+
+    def __init__(self, attention: LayerAttention, spec: ModelSpec) -> None:
+        self._attention, self._spec = attention, spec
+
+    def attend(self, inputs: AttentionInputs) -> Queries:
+        return self._attention.attend(replace(inputs, layer=self._spec.index_of(inputs.layer)))
 
 
 def register_backend() -> None:

@@ -238,10 +238,10 @@ def _select_positions(
 
 
 def _check(spec: ModelSpec) -> None:
-    if len(spec.managed) < len(spec.layers):
+    if spec.recurrent or len(spec.managed) < len(spec.layers):
         raise ModelError(
-            "Chunks cannot be blended for a model with sliding windows or layers that share "
-            "entries: prefill the whole text."
+            "Chunks cannot be blended for a model with sliding windows, recurrent layers or layers "
+            "that share entries: prefill the whole text."
         )
     if len(spec.layers) <= SELECTION_LAYER or any(layer.radians is None for layer in spec.layers):
         raise ModelError(

@@ -15,23 +15,23 @@ from torch import Tensor, nn
 
 from larder.cache.forms.corrected import CorrectedLayer
 from larder.core.errors import InputError, ModelError
-from larder.core.spec import ModelSpec
 from larder.core.types import AppendKind, Mode
 from larder.models import attention_backend
-from larder.models.attention_backend import AttentionPerCall, LayerAttention, PrivateConfigs
-from larder.models.forward_batch import BatchSegment, ForwardBatch, Observer
-from larder.models.introspection import (
-    SURVEY_TOKENS,
-    AttentionSurvey,
-    check_attention_kinds,
-    fingerprint,
-    measure_rotation,
+from larder.models.activation_hooks import ActivationHooks, column_inputs
+from larder.models.attention_backend import (
+    AttentionPerCall,
+    LayerAttention,
+    PrivateConfigs,
+    RenumberedAttention,
 )
+from larder.models.forward_batch import BatchSegment, ForwardBatch, Observer
+from larder.models.introspection import call_uncached, survey_model
 from larder.models.kv_cost import ModelShape
 from larder.models.lm_head import LMHead, base_model_of
-from larder.models.prefetch import CONTEXT_KEYWORD, LayerPrefetch, attention_modules
+from larder.models.prefetch import LayerPrefetch, attention_modules
 from larder.models.recompute import KVRecompute
 from larder.models.recompute_hooks import RecomputeHooks, with_reread_tokens
+from larder.models.recurrent import recurrent_layers
 from larder.policy.providers.base import ActivationProvider, TokenProvider, column_providers
 
 # Providers of activations, by name.
@@ -70,7 +70,7 @@ class Decoder:
         self.attention: AbstractContextManager[None] = nullcontext()
         try:
             _switch_attention(module, attention_backend.NAME)
-            self.spec = self._survey()
+            self.spec, self._recurrent = survey_model(module, self.body)
         except BaseException:
             self.release()
             raise
@@ -165,14 +165,8 @@ class Decoder:
     @torch.no_grad()
     def forward_uncached(self, ids: Sequence[int], attention: LayerAttention) -> None:
         """Pass a text through all layers with another attention, and without a cache."""
-        device = self.embedding_table().device
         with self.attention:
-            self.body(
-                input_ids=torch.tensor([ids], device=device),
-                position_ids=torch.arange(len(ids), device=device)[None],
-                use_cache=False,
-                larder=attention,
-            )
+            call_uncached(self.body, ids, RenumberedAttention(attention, self.spec))
 
     @contextmanager
     def append_call(
@@ -223,8 +217,11 @@ class Decoder:
         return LMHead(self.module)
 
     @cached_property
-    def _attentions(self) -> dict[int, nn.Module]:
-        return attention_modules(self.body)
+    def attentions(self) -> dict[int, nn.Module]:
+        """Attention module of each layer of `spec`, by its index."""
+        found = attention_modules(self.body, list(self._recurrent.modules.values()))
+        numbers = [self.spec.number_of(layer.index) for layer in self.spec.layers]
+        return {index: found[number] for index, number in enumerate(numbers) if number in found}
 
     def _hidden(
         self,
@@ -282,6 +279,7 @@ class Decoder:
             "position_ids": batch.positions(),
             "use_cache": False,
             attention_backend.CONTEXT_KEYWORD: batch,
+            **batch.options,
         }
 
     @contextmanager
@@ -300,19 +298,19 @@ class Decoder:
                 lambda: self.recompute, lambda: self.shape, segments, mode, batch
             )
             appended = segments if mode is Mode.APPEND else ()
-            modules = self._attentions
+            modules = self.attentions
             prefetch = LayerPrefetch(modules, appended, batch)
-            kept = _kept_inputs(appended)
-            capture = ActivationHooks(modules, batch, {**inputs, **kept})
+            capture = ActivationHooks(modules, batch, {**inputs, **column_inputs(appended)})
             with (
                 self.attention,
                 self._products(len(batch.ids())),
                 hooks.installed(),
                 prefetch,
                 capture,
+                self._recurrent.hooks(batch) as recurrent,
             ):
                 yield batch
-            batch.finish()
+            batch.finish(recurrent.states())
             if mode is Mode.APPEND:
                 advance_corrected(segments)
         except BaseException:
@@ -338,23 +336,6 @@ class Decoder:
                 f"Token id {wrong[0]} is outside the model's vocabulary of {self.vocab_size}: "
                 "use the tokenizer that came with the model."
             )
-
-    def _survey(self) -> ModelSpec:
-        table, survey = self.embedding_table(), AttentionSurvey()
-        self.forward_uncached(range(min(SURVEY_TOKENS, table.shape[0])), survey)
-        config = self.module.config.get_text_config()
-        expected = config.num_hidden_layers
-        if set(survey.layers) != set(range(expected)):
-            raise ModelError(
-                f"{type(self.module).__name__} has {expected} layers, but only "
-                f"{sorted(survey.layers)} call attention through transformers' interface: Larder "
-                "needs every layer to do so, choose another model."
-            )
-        layers = tuple(survey.layers[index] for index in range(expected))
-        check_attention_kinds(self.module.config, layers)
-        layers = measure_rotation(self.body, layers)
-        digest = fingerprint(self.module)
-        return ModelSpec(layers, table.dtype, table.device, digest, config.hidden_size)
 
 
 @dataclass(frozen=True)
@@ -412,15 +393,9 @@ def _keeps_tail(segment: BatchSegment) -> bool:
     return bool(column_providers(segment.cache.cache_spec.ledger.columns, TokenProvider))
 
 
-def _kept_inputs(segments: Sequence[BatchSegment]) -> dict[str, ActivationProvider]:
-    """Providers of captured numbers that the caches keep in columns."""
-    columns = {name for each in segments for name in each.cache.cache_spec.ledger.columns}
-    return column_providers(columns, ActivationProvider)
-
-
 def _switch_attention(module: Any, name: str) -> None:
     """Set the attention implementation, and check that it is in effect."""
-    if not _supports_backend(type(module)):
+    if not _supports_backend(type(module)) and not recurrent_layers(module.config):
         raise ModelError(
             f"{type(module).__name__} does not use transformers' AttentionInterface, so Larder "
             "cannot manage its cache: choose an architecture that does (Llama, Qwen, Mistral, "
@@ -459,41 +434,3 @@ def advance_corrected(segments: Sequence[BatchSegment]) -> None:
 
 def _corrected_stores(segment: BatchSegment) -> list[CorrectedLayer]:
     return [store for store in segment.cache.stores if isinstance(store, CorrectedLayer)]
-
-
-class ActivationHooks:
-    """Context manager whose hooks capture activations at each layer's attention input.
-
-    Without a provider no hook is installed.
-
-    Args:
-        modules: attention modules by layer.
-        batch: the batch in the model's call, which gets what was captured.
-    """
-
-    def __init__(
-        self, modules: Mapping[int, nn.Module], batch: ForwardBatch, providers: Inputs
-    ) -> None:
-        self._modules = modules.values() if providers else ()
-        self._batch, self._providers = batch, providers
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> None:
-        for module in self._modules:
-            self._hooks.append(module.register_forward_pre_hook(self._record, with_kwargs=True))
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _record(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if named.get(CONTEXT_KEYWORD) is self._batch:
-            states = (args[0] if args else named["hidden_states"])[0]
-            self._batch.captured = {
-                name: each.capture(module, states) for name, each in self._providers.items()
-            }

@@ -13,7 +13,6 @@ from torch import Tensor
 from larder.models.attention_backend import AttentionInputs, CausalAttention, PrivateConfigs
 from larder.models.decoder import Decoder
 from larder.models.introspection import has_quantized_weights, own_logits, relative_difference
-from larder.models.prefetch import attention_modules
 
 SHORTER_TEXTS = (1, 2, 4, 8, 16)  # tokens
 OWN_FUNCTIONS = ("eager", "sdpa")  # attention functions that every architecture has
@@ -59,11 +58,12 @@ def differing_part(
         return f"attention, which looks at later tokens: {changed}. Choose a causal language model."
     with _attention_outputs(decoder) as theirs:
         own_logits(module, ids)
-    for layer, attention in attention_modules(decoder.body).items():
+    for layer, attention in decoder.attentions.items():
         difference = relative_difference(ours[layer], theirs[layer])
         if difference > tolerance:
             return (
-                f"attention of layer {layer} ({type(attention).__name__} with {name!r}, difference "
+                f"attention of layer {decoder.spec.number_of(layer)} "
+                f"({type(attention).__name__} with {name!r}, difference "
                 f"{difference:.2g}), which has a feature that Larder does not support. Load it "
                 "with attn_implementation='sdpa', or choose another model."
             )
@@ -119,7 +119,7 @@ def _attention_outputs(decoder: Decoder) -> Iterator[dict[int, Float[Tensor, "Q 
     def record(layer: int, output: Any) -> None:
         outputs[layer] = (output[0] if isinstance(output, tuple) else output)[0]
 
-    for layer, attention in attention_modules(decoder.body).items():
+    for layer, attention in decoder.attentions.items():
         handles.append(
             attention.register_forward_hook(
                 lambda module, args, output, layer=layer: record(layer, output)

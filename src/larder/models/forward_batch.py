@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from larder.cache.recurrent_state import NO_STATE, RecurrentState
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import ModelError
 from larder.core.types import AppendKind, Keys, Mode, Queries, Values
@@ -94,7 +96,10 @@ class ForwardBatch:
         self.called: set[int] = set()
         # What activation providers captured of all tokens before the current attention, by name.
         self.captured: dict[str, Float[Tensor, "Q *rest"]] = {}
+        # Further keyword arguments of the model.
+        self.options: dict[str, Any] = {}
         self.mode = mode
+        self._spec = segments[0].cache.spec
         self._observer = observer
         # Activations of layers whose entries later layers still read, by segment and layer.
         self._waiting: dict[tuple[int, int], LayerActivations] = {}
@@ -120,7 +125,8 @@ class ForwardBatch:
         return torch.cat(self._positions)[None]
 
     def attend(self, inputs: AttentionInputs) -> Queries:
-        layer, widths = inputs.layer, [segment.num_tokens for segment in self.segments]
+        layer = self._spec.index_of(inputs.layer)
+        widths = [segment.num_tokens for segment in self.segments]
         self.called.add(layer)
         sides = (side.split(widths, 1) for side in (inputs.queries, inputs.keys, inputs.values))
         outs: list[Queries] = []
@@ -142,18 +148,22 @@ class ForwardBatch:
             self._observe(index, layer, own, new_keys, new_values)
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
-    def finish(self) -> None:
+    def finish(self, recurrent: Sequence[RecurrentState] = ()) -> None:
         """Advance the caches by the appended tokens.
+
+        Args:
+            recurrent: states of layers without attention by segment; none in most models.
 
         Raises:
             ModelError: a layer of the model never called attention.
         """
-        missed = {layer.index for layer in self.segments[0].cache.spec.layers} - self.called
+        missed = {layer.index for layer in self._spec.layers} - self.called
         if missed:
             raise ModelError(f"Layers {sorted(missed)} never called attention in this batch.")
         if self.mode is Mode.APPEND:
-            for segment in self.segments:
-                segment.cache.advance(len(segment.ids))
+            states = recurrent or [NO_STATE] * len(self.segments)
+            for segment, state in zip(self.segments, states, strict=True):
+                segment.cache.advance(len(segment.ids), state)
 
     def roll_back(self) -> None:
         """Remove the entries that a failed forward appended.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from larder.core.errors import ModelError
-from larder.core.spec import LayerSpec
+from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys
-from larder.models.attention_backend import AttentionInputs, AttentionProbe, CausalAttention
-from larder.models.prefetch import attention_modules
+from larder.models.attention_backend import (
+    AttentionInputs,
+    AttentionProbe,
+    CausalAttention,
+    LayerAttention,
+)
+from larder.models.recurrent import (
+    RecurrentModules,
+    RecurrentSurvey,
+    layer_kinds,
+    recurrent_layers,
+)
 from larder.ops.rope import rotate
 from larder.policy.providers.base import WeightProvider, select_providers
 
@@ -73,7 +83,88 @@ class AttentionSurvey(CausalAttention):
         return None
 
 
+def call_uncached(body: Any, ids: Sequence[int], attention: LayerAttention, **options: Any) -> None:
+    """Pass a text through the layers of a model, without a cache.
+
+    Args:
+        options: further keyword arguments of the body.
+    """
+    device = body.get_input_embeddings().weight.device
+    body(
+        input_ids=torch.tensor([ids], device=device),
+        position_ids=torch.arange(len(ids), device=device)[None],
+        use_cache=False,
+        larder=attention,
+        **options,
+    )
+
+
+@torch.no_grad()
+def survey_model(module: Any, body: Any) -> tuple[ModelSpec, RecurrentModules]:
+    """Specification of a model's caches, and its recurrent layers, from calls of its layers.
+
+    Args:
+        module: model on Larder's attention.
+        body: its layers without the head.
+
+    Raises:
+        ModelError: a layer does not call attention, or has an unsupported feature.
+    """
+    table, survey = module.get_input_embeddings().weight, AttentionSurvey()
+    ids, counts = range(min(SURVEY_TOKENS, table.shape[0])), recurrent_layers(module.config)
+    recurrent = RecurrentModules()
+    if counts:
+        states = RecurrentSurvey(counts)
+        with states.installed(body):
+            call_uncached(body, ids, survey, past_key_values=states)
+        recurrent = states.found()
+    else:
+        call_uncached(body, ids, survey)
+    numbers = tuple(sorted(survey.layers))
+    _check_attention_layers(module, numbers)
+    found = [survey.layers[number] for number in numbers]
+    check_attention_kinds(module.config, found)
+    found = _renumbered(found, numbers)
+    with recurrent.silenced():
+        layers = measure_rotation(body, found, numbers)
+    spec = ModelSpec(
+        layers,
+        table.dtype,
+        table.device,
+        fingerprint(module),
+        module.config.get_text_config().hidden_size,
+        numbers if numbers != tuple(range(len(numbers))) else (),
+        recurrent.specs,
+    )
+    return spec, recurrent
+
+
+def _renumbered(layers: Sequence[LayerSpec], numbers: Sequence[int]) -> list[LayerSpec]:
+    """Layer specs numbered from 0, given their numbers in the model."""
+    indices: dict[int | None, int] = {number: index for index, number in enumerate(numbers)}
+    return [
+        replace(layer, index=index, kv_source=indices.get(layer.kv_source))
+        for index, layer in enumerate(layers)
+    ]
+
+
+def _check_attention_layers(module: Any, numbers: Sequence[int]) -> None:
+    """Check that all layers that should call attention did."""
+    config = module.config.get_text_config()
+    kinds = layer_kinds(config) if recurrent_layers(config) else ()
+    expected = {number for number, kind in enumerate(kinds) if kind in ATTENTION_KINDS}
+    expected = expected if kinds else set(range(config.num_hidden_layers))
+    if set(numbers) != expected or not expected:
+        raise ModelError(
+            f"{type(module).__name__} has {len(expected)} layers with attention, but only "
+            f"{list(numbers)} call it through transformers' interface: Larder needs every layer "
+            "to do so, choose another model."
+        )
+
+
 FULL, SLIDING = "full_attention", "sliding_attention"
+# Kinds of layers with attention, some beside a recurrent state, and the attention they have.
+ATTENTION_KINDS = {FULL: FULL, SLIDING: SLIDING, "hybrid": FULL, "hybrid_sliding": SLIDING}
 
 
 def check_attention_kinds(config: Any, layers: Sequence[LayerSpec]) -> None:
@@ -84,15 +175,16 @@ def check_attention_kinds(config: Any, layers: Sequence[LayerSpec]) -> None:
     name no kinds; there the window of the call is all that is known.
 
     Args:
-        layers: specs from the survey, in order.
+        layers: specs from the survey, in order, with their numbers in the model.
 
     Raises:
         ModelError: a kind is unknown or differs from the call.
     """
-    settings = config.get_text_config().to_dict()
-    chunk, kinds = settings.get("attention_chunk_size"), settings.get("layer_types")
-    for layer, kind in zip(layers, kinds or (), strict=False):
-        _check_layer(layer, kind)
+    chunk = config.get_text_config().to_dict().get("attention_chunk_size")
+    kinds = layer_kinds(config)
+    for layer in layers:
+        if layer.index < len(kinds):
+            _check_layer(layer, kinds[layer.index])
     if chunk:
         raise ModelError(
             f"The model attends in chunks of {chunk} tokens (attention_chunk_size), which Larder "
@@ -101,12 +193,12 @@ def check_attention_kinds(config: Any, layers: Sequence[LayerSpec]) -> None:
 
 
 def _check_layer(layer: LayerSpec, kind: str) -> None:
-    if kind not in (FULL, SLIDING):
+    if kind not in ATTENTION_KINDS:
         raise ModelError(
             f"Layer {layer.index} is of the kind {kind!r}; Larder supports {FULL!r} and "
             f"{SLIDING!r}: choose a model of these."
         )
-    if (kind == SLIDING) != (layer.sliding_window is not None):
+    if (ATTENTION_KINDS[kind] == SLIDING) != (layer.sliding_window is not None):
         raise ModelError(
             f"Layer {layer.index} is of the kind {kind!r}, but called attention with the window "
             f"{layer.sliding_window}: the two disagree, choose another model."
@@ -119,8 +211,14 @@ ROTATION_POSITIONS = 8
 
 
 @torch.no_grad()
-def measure_rotation(model: Any, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """Layer specs with the RoPE frequencies that explain the keys of a probe text."""
+def measure_rotation(
+    model: Any, layers: Sequence[LayerSpec], numbers: Sequence[int]
+) -> tuple[LayerSpec, ...]:
+    """Layer specs with the RoPE frequencies that explain the keys of a probe text.
+
+    Args:
+        numbers: number of each layer in the model.
+    """
     table, probe = model.get_input_embeddings().weight, AttentionProbe()
     tokens = (
         torch.arange(1, ROTATION_TOKENS + 1, device=table.device)
@@ -136,8 +234,8 @@ def measure_rotation(model: Any, layers: Sequence[LayerSpec]) -> tuple[LayerSpec
     )
     known = [buffer for name, buffer in model.named_buffers() if name.endswith(ROPE_BUFFER)]
     return tuple(
-        replace(layer, radians=_best_frequencies(probe.seen[layer.index].keys, places, known))
-        for layer in layers
+        replace(layer, radians=_best_frequencies(probe.seen[number].keys, places, known))
+        for number, layer in zip(numbers, layers, strict=True)
     )
 
 
@@ -218,9 +316,12 @@ def _is_load_detail(key: str) -> bool:
 
 @torch.no_grad()
 def weight_inputs(
-    body: nn.Module, layers: Sequence[LayerSpec], names: Iterable[str]
+    modules: Mapping[int, nn.Module], layers: Sequence[LayerSpec], names: Iterable[str]
 ) -> dict[int, dict[str, Tensor]]:
     """Tensors of the named weight providers, by layer index, then by name.
+
+    Args:
+        modules: attention module of each layer, by layer index.
 
     Raises:
         ModelError: an attention module does not have the weights of a provider.
@@ -228,7 +329,6 @@ def weight_inputs(
     providers = select_providers(names, WeightProvider)
     if not providers:
         return {}
-    modules = attention_modules(body)
     return {
         layer.index: {
             name: provider.layer_tensor(modules[layer.index], layer)

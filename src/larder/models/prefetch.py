@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -30,18 +31,27 @@ from larder.models.attention_backend import CONTEXT_KEYWORD, AttentionProbe
 from larder.models.forward_batch import BatchSegment
 
 
-def attention_modules(model: Any) -> dict[int, nn.Module]:
-    """Attention module by layer: the innermost modules with a `layer_idx`."""
-    numbered = [each for each in model.modules() if isinstance(_layer_index(each), int)]
+def is_numbered(module: Any) -> bool:
+    """True for modules with a `layer_idx`: attention, and others of a layer."""
+    return isinstance(getattr(module, "layer_idx", None), int)
+
+
+def attention_modules(model: Any, others: Sequence[nn.Module] = ()) -> dict[int, nn.Module]:
+    """Attention module by number of the layer: the innermost modules with a `layer_idx`.
+
+    Args:
+        others: modules that are not attention.
+    """
+    numbered = [each for each in model.modules() if is_numbered(each)]
     inner = [m for m in numbered if not any(n is not m and n in numbered for n in m.modules())]
-    return {module.layer_idx: module for module in inner}
+    return {module.layer_idx: module for module in inner if module not in others}
 
 
 class LayerPrefetch:
     """Context manager that prefetches pages during one forward batch.
 
     Args:
-        modules: attention modules by layer.
+        modules: attention modules by layer index.
         segments: segments of the batch; no prefetch unless all are decode steps.
         batch: the batch in the model's call.
     """
@@ -65,7 +75,8 @@ class LayerPrefetch:
         self._worker = ThreadPoolExecutor(1, "larder-prefetch")
         for layer in upcoming:
             before = self._modules[layer - 1]
-            self._hooks.append(before.register_forward_pre_hook(self._launch, with_kwargs=True))
+            launch = partial(self._launch, layer)
+            self._hooks.append(before.register_forward_pre_hook(launch, with_kwargs=True))
 
     def __exit__(
         self,
@@ -81,11 +92,13 @@ class LayerPrefetch:
             for tier in tiers:
                 tier.finder.expect(None)
 
-    def _launch(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _launch(
+        self, layer: int, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
         """Forward pre-hook of an attention module: start the fetch of the next layer."""
+        del module
         if self._worker is None or named.get(CONTEXT_KEYWORD) is not self._batch:
             return
-        layer = _layer_index(module) + 1
         tiers = self._tiers[layer]
         if not all(tier.finder.fetches_ahead for tier in tiers):
             return
@@ -153,7 +166,3 @@ def _prefetchable_tiers(segments: Sequence[BatchSegment]) -> dict[int, list[Tier
     ready = [{tier.layer.index: tier for tier in own} for own in tiers]
     common = [i for i in ready[0] if all(i in own for own in ready)]
     return {i: [own[i] for own in ready] for i in common}
-
-
-def _layer_index(module: nn.Module) -> Any:
-    return getattr(module, "layer_idx", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from jaxtyping import Float
 from packaging.version import Version
 from torch import Tensor
@@ -21,9 +22,14 @@ from larder.models.introspection import (
     own_logits,
     relative_difference,
 )
+from larder.models.recurrent import recurrent_layers
 
 CHECKED_TOKENS = 24
-BLOCK_TOKENS = 10  # covers blocks, a short last block and single tokens
+# Covers blocks, a short last block and single tokens.
+PARTS = ((0, 10), (10, 18), *((place, place + 1) for place in range(18, CHECKED_TOKENS)))
+# Between a text in one piece and in parts, in transformers alone: recurrent layers of some families
+# limit a number in one of the two ways of computing them.
+CONTINUATION_TOLERANCE = 1.5e-1
 
 CHANGING_ROPE = {"dynamic", "longrope"}
 
@@ -49,11 +55,17 @@ def check_rope(config: Any) -> None:
 def reference_logits(module: Any) -> Float[Tensor, "Q V"]:
     """Logits of the model on its own attention for the text of `verify`.
 
+    With recurrent layers they are those of the text in the same parts, because such layers may
+    compute one token in another way than several.
+
     Raises:
-        ModelError: the model fails on its own, or a logit is not finite.
+        ModelError: the model fails on its own, a logit is not finite, or recurrent layers do not
+            continue a text.
     """
     try:
         logits = own_logits(module, _probe_ids(module))
+        if recurrent_layers(module.config):
+            logits = _logits_in_parts(module, logits)
     except RuntimeError as error:
         reason = str(error).splitlines()[0].rstrip(".")
         found = sorted({str(weight.dtype) for weight in module.parameters()})
@@ -64,6 +76,30 @@ def reference_logits(module: Any) -> Float[Tensor, "Q V"]:
     if not bool(torch.isfinite(logits).all()):
         raise ModelError(_not_finite(module))
     return logits
+
+
+def _logits_in_parts(module: Any, whole: Float[Tensor, "Q V"]) -> Float[Tensor, "Q V"]:
+    """Logits of a text that the model reads in parts over transformers' own cache.
+
+    Args:
+        whole: logits of the text in one piece.
+    """
+    ids = torch.tensor([_probe_ids(module)], device=module.device)
+    cache = transformers.DynamicCache(config=module.config)
+    places = torch.arange(CHECKED_TOKENS, device=module.device)[None]
+    outputs = [
+        module(input_ids=ids[:, a:b], position_ids=places[:, a:b], past_key_values=cache)
+        for a, b in PARTS
+    ]
+    parts = [output.logits[0].float() for output in outputs]
+    error = relative_difference(torch.cat(parts), whole)
+    if error > CONTINUATION_TOLERANCE:
+        raise ModelError(
+            f"{type(module).__name__} gives other logits in transformers if a text is read in "
+            f"parts (difference {error:.2g} of their spread): its recurrent layers do not continue "
+            "from a state over several tokens. Choose another model."
+        )
+    return torch.cat(parts)
 
 
 def _not_finite(module: Any) -> str:
@@ -94,10 +130,9 @@ def verify(decoder: Decoder, expected: Float[Tensor, "Q V"]) -> None:
     """
     ids = _probe_ids(decoder.module)
     cache = SequenceCache(decoder.spec, "ragged")
-    cuts = [0, BLOCK_TOKENS, *range(BLOCK_TOKENS + 8, CHECKED_TOKENS + 1)]
     parts = [
         decoder.forward_logits([BatchSegment(cache, tuple(ids[a:b]))], Mode.APPEND, range(b - a))
-        for a, b in zip(cuts, cuts[1:], strict=False)
+        for a, b in PARTS
     ]
     got, dtype = torch.cat(parts), decoder.spec.dtype
     is_quantized, tolerance = has_quantized_weights(decoder.module), TOLERANCE[dtype]
@@ -125,8 +160,6 @@ def _probe_ids(module: Any) -> list[int]:
 
 def _check_rope_is_read(config: dict[str, Any]) -> None:
     """Reject the RoPE spelling of transformers 5, which version 4 silently ignores."""
-    import transformers
-
     declared = config.get("rope_parameters")
     if not declared or Version(transformers.__version__) >= Version("5.0.0.dev0"):
         return

@@ -13,7 +13,9 @@ step need no second pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from larder.cache.recurrent_state import CacheCheckpoint
 from larder.cache.sequence import SequenceCache
 from larder.core.observation import Prompts
 from larder.core.types import AppendKind, Mode
@@ -30,6 +32,14 @@ REPLAYED_TOKENS = 16  # of an answer, read again in one pass
 ReaderFactory = Callable[[int, PeakMemoryMeter], PrefillReader]
 
 
+@dataclass(frozen=True)
+class OpenBlock:
+    """Last tokens of a cache, those since the last plan, and the cache before them."""
+
+    ids: tuple[int, ...]
+    start: CacheCheckpoint
+
+
 class TurnReader:
     """One turn over one cache, for one thread.
 
@@ -41,9 +51,9 @@ class TurnReader:
         prompts: scratch prompts by name.
         bound: capacity of the cache; None where nothing is ever evicted.
         block: most tokens of one pass.
+        open_block: last tokens of the cache, those since the last plan.
         eviction: eviction at every decode step; None where plans are made at the end of blocks.
         snapshot: an existing copy of the cache before the turn.
-        open_ids: last tokens of the cache, those since the last plan.
     """
 
     def __init__(
@@ -54,9 +64,9 @@ class TurnReader:
         reader_of: ReaderFactory,
         bound: EntryCapacity | None,
         block: int,
+        open_block: OpenBlock,
         eviction: DecodeEviction | None = None,
         saved: SequenceCache | None = None,
-        open_ids: Sequence[int] = (),
     ) -> None:
         self.cache, self.snapshot, self.meter = cache, saved, PeakMemoryMeter()
         self._decoder, self._lane, self._reader_of = (
@@ -66,12 +76,13 @@ class TurnReader:
         )
         self._bound, self._block, self._eviction = bound, block, eviction
         self._final_eviction = None if eviction is None else eviction.at_turn_end()
-        self._open, self._start = list(open_ids), cache.next_position - len(open_ids)
+        self._open, self._start = list(open_block.ids), open_block.start
+        self._last_pass = cache.checkpoint()
 
     @property
-    def open_ids(self) -> tuple[int, ...]:
+    def open_block(self) -> OpenBlock:
         """Last tokens of the cache, those since the last plan."""
-        return tuple(self._open)
+        return OpenBlock(tuple(self._open), self._start)
 
     @property
     def free_tokens(self) -> int:
@@ -147,8 +158,8 @@ class TurnReader:
                 yield from self._read_with_plans(self._truncate_open_block())
             self._open = []
         elif self.is_over_budget:  # the turn had no closing pass: read its last token again
-            last = tuple(self._open[-1:])
-            self.cache.truncate(self.cache.next_position - len(last))
+            last = tuple(self._open[self._last_pass.position - self._start.position :])
+            self.cache.roll_back(self._last_pass)
             self._read(last, AppendKind.TEXT, 0, self._final_eviction)
         self.meter.observe([self.cache], 0)
 
@@ -185,7 +196,9 @@ class TurnReader:
     ) -> Observer | None:
         """Observer of a pass, whose tokens join the open block."""
         self.meter.observe([self.cache], 0)
-        del self._open[self.cache.next_position - self._start :]  # tokens of a failed pass
+        self._last_pass = self.cache.checkpoint()
+        # Tokens of a failed pass.
+        del self._open[self._last_pass.position - self._start.position :]
         self._open.extend(row.ids)
         return None if eviction is None else eviction.observer([0], [row], [answer_tokens])
 
@@ -221,8 +234,8 @@ class TurnReader:
 
     def _truncate_open_block(self) -> tuple[int, ...]:
         """Truncate the open block; returns its tokens."""
-        ids = self.open_ids
-        self.cache.truncate(self._start)
+        ids = tuple(self._open)
+        self.cache.roll_back(self._start)
         return ids
 
     def _read_with_plans(self, ids: tuple[int, ...]) -> Steps[None]:
@@ -234,4 +247,4 @@ class TurnReader:
         self._close()
 
     def _close(self) -> None:
-        self._open, self._start = [], self.cache.next_position
+        self._open, self._start = [], self.cache.checkpoint()

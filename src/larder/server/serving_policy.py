@@ -138,8 +138,8 @@ class ServingPolicy:
 
     @cached_property
     def can_truncate(self) -> bool:
-        """True if a cache can be truncated at any time: no layer has a sliding window."""
-        return not self.runtime.decoder.spec.windows
+        """True if a cache can be truncated at any time."""
+        return self.runtime.decoder.spec.can_truncate
 
     def empty_cache(self) -> SequenceCache:
         """A new cache."""

@@ -329,11 +329,14 @@ def _entry_bytes(policy: Policy, spec: ModelSpec) -> tuple[int, int]:
 
 
 def fixed_bytes(policy: Policy, spec: ModelSpec, kv_heads: int) -> int:
-    """Bytes that do not depend on the number of entries: per kv head, and of the last tokens."""
+    """Bytes that do not depend on the number of entries: per kv head, of the last tokens, and of
+    recurrent layers.
+    """
     ledger = policy.planner.ledger
     tail = spec.width * spec.dtype.itemsize if policy.planner.token_providers else 0
     latest = latest_queries_bytes(ledger.queries, spec.managed, spec.dtype.itemsize)
-    return kv_heads * (HEAD_BYTES + NUMBER_BYTES * len(ledger.scalars)) + tail + latest
+    heads = kv_heads * (HEAD_BYTES + NUMBER_BYTES * len(ledger.scalars))
+    return heads + tail + latest + spec.recurrent_bytes
 
 
 def _num_managed_heads(spec: ModelSpec) -> int:

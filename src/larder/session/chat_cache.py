@@ -105,7 +105,7 @@ class ChatCache:
         )
         yield from policy.schedule.steps(reader, [sequence], ids)
         copied = self._active_turn(turn.number, cache, turn.match, saved)
-        return replace(copied, start_position=turn.start_position)
+        return replace(copied, start=turn.start)
 
     def scoring_prompts(self, number: int) -> Prompts:
         """Prompts that the entries of a cache are scored with."""
@@ -175,7 +175,7 @@ class ChatCache:
         if turn.is_copy:
             return
         if turn.reader.snapshot is None:
-            turn.cache.truncate(turn.start_position)
+            turn.cache.roll_back(turn.start)
             turn.cache.compact()
         else:
             turn.reader.snapshot.compact()
@@ -192,8 +192,7 @@ class ChatCache:
         """
         undone = len(self.state.log.turns) - num_turns
         spec, state = self._runtime.decoder.spec, self.state
-        slides = bool(spec.windows)
-        if not 0 <= undone <= (0 if slides else len(self._undo)):
+        if not 0 <= undone <= (len(self._undo) if spec.can_truncate else 0):
             return None
         caches = list(self.caches.copies())
         for undo in list(self._undo)[::-1][:undone]:
@@ -248,10 +247,10 @@ class ChatCache:
     def _undo_last_turn(self) -> bool:
         """Undo the last turn by truncation; False if truncation is not enough.
 
-        Sliding-window layers cannot restore the entries that the turn has displaced.
+        Sliding-window layers cannot restore the entries that the turn has displaced, and recurrent
+        layers not the state before it.
         """
-        spec = self._runtime.decoder.spec
-        if not self._undo or spec.windows:
+        if not self._undo or not self._runtime.decoder.spec.can_truncate:
             return False
         undo, caches = self._undo.pop(), self.caches
         cache = caches.activate(undo.number)
@@ -267,13 +266,13 @@ class ChatCache:
         match: EpisodeMatch | None,
         saved: SequenceCache | None = None,
     ) -> ActiveTurn:
-        policy, start = self.state.memory.policy, cache.next_position
+        policy, start = self.state.memory.policy, cache.checkpoint()
         reader = turn_reader(self._runtime, policy, cache, self.scoring_prompts(number), saved)
         return ActiveTurn(
             number=number,
             cache=cache,
             match=match,
-            start_position=start,
+            start=start,
             reader=reader,
             plans=cache.plans,
             is_copy=saved is not None,
@@ -289,9 +288,8 @@ class ChatCache:
         self.peak_bytes = max(self.peak_bytes, self.caches.nbytes + cache.nbytes)
         beginning = shared_prefix_len(self.state.memory)
         cache.forget(beginning, turn.start_position)  # sliding-window layers hold their window
-        reader = turn_reader(
-            self._runtime, self.state.memory.policy, cache, prompts, open_ids=turn.reader.open_ids
-        )
+        policy, opened = self.state.memory.policy, turn.reader.open_block
+        reader = turn_reader(self._runtime, policy, cache, prompts, open_block=opened)
         if reader.is_over_budget:
             run_steps(reader.end_turn_steps())
         return cache

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from larder.cache.recurrent_state import CacheCheckpoint
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import Damaged
 from larder.prefill.turn_reader import TurnReader
@@ -118,7 +119,7 @@ class ActiveTurn:
     Args:
         number: number of the cache.
         match: episode of the question; None without episodes.
-        start_position: true position of the first token of the question.
+        start: the cache before the first token of the question.
         reader: reads the turn into the cache.
         plans: number of plans that the cache had executed before.
         is_copy: whether `cache` is a copy, which replaces the original on commit; otherwise
@@ -128,10 +129,15 @@ class ActiveTurn:
     number: int
     cache: SequenceCache
     match: EpisodeMatch | None
-    start_position: int
+    start: CacheCheckpoint
     reader: TurnReader
     plans: int
     is_copy: bool = False
+
+    @property
+    def start_position(self) -> int:
+        """True position of the first token of the question."""
+        return self.start.position
 
     @property
     def is_planned(self) -> bool:

@@ -21,7 +21,7 @@ from larder.prefill.base import Progress, Steps, no_progress, run_steps
 from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillReader, PrefillSequence
-from larder.prefill.turn_reader import TurnReader
+from larder.prefill.turn_reader import OpenBlock, TurnReader
 from larder.session.caches import SessionCaches
 from larder.session.capacity import (
     block_tokens,
@@ -244,13 +244,14 @@ def turn_reader(
     cache: SequenceCache,
     prompts: Prompts,
     saved: SequenceCache | None = None,
-    open_ids: Sequence[int] = (),
+    open_block: OpenBlock | None = None,
 ) -> TurnReader:
     """Reader that adds a turn to a cache, within budget and block.
 
     Args:
         prompts: prompts that the entries of the cache are scored with.
-        saved, open_ids: as for `TurnReader`.
+        saved: as for `TurnReader`.
+        open_block: as for `TurnReader`; empty by default.
     """
     spec = runtime.decoder.spec
     entries, bound = entries_per_head(policy, spec), entry_bound(policy, spec)
@@ -265,9 +266,9 @@ def turn_reader(
         reader,
         bound,
         block_tokens(policy),
+        open_block or OpenBlock((), cache.checkpoint()),
         decode_planner(runtime, policy, [cache]),
         saved,
-        open_ids,
     )
 
 
@@ -308,7 +309,9 @@ def planner_with_quotas(
     facts = select_layers(runtime.calibrate(policy.calibrations), managed, layers)
     lexicon = runtime.tokenizer.lexicon(policy.lexicon)
     planner = policy.planner.with_calibration(facts, layers, lexicon)
-    inputs = weight_inputs(runtime.decoder.body, runtime.decoder.spec.layers, planner.providers)
+    inputs = weight_inputs(
+        runtime.decoder.attentions, runtime.decoder.spec.layers, planner.providers
+    )
     planner = replace(planner, weight_inputs=inputs)
     if tokens == WITHOUT_LIMIT:
         return planner, {}

@@ -43,7 +43,8 @@ class SqueezeMeasurement(Measurement):
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         with _cosines(decoder.body) as cosines:
             decoder.forward_uncached(sample.ids(self.tokens), CausalAttention(_ignore))
-        return tuple(cosines[layer.index] for layer in decoder.spec.managed)
+        spec = decoder.spec
+        return tuple(cosines[spec.number_of(layer.index)] for layer in spec.managed)
 
 
 def _ignore(inputs: AttentionInputs) -> None:

@@ -142,8 +142,7 @@ def is_lossless_cache(cache: SequenceCache) -> bool:
     keeps depends on the whole text.
     """
     plain = cache.cache_spec.form == "dense" and not cache.plans
-    layers = cache.spec.layers
-    is_partial = any(layer.sliding_window or layer.kv_source is not None for layer in layers)
+    is_partial = cache.spec.recurrent or len(cache.spec.managed) < len(cache.spec.layers)
     lengths = {length for layer in cache.lengths() for length in layer}
     return plain and not is_partial and lengths <= {cache.next_position}
 

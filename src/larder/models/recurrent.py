@@ -1,0 +1,358 @@
+"""Recurrent layers of hybrid models: their states during a forward batch.
+
+State-space, linear-attention and convolution layers read their state from `past_key_values`,
+through the methods of transformers' `Cache`. A forward batch gives the model a `RecurrentCache`,
+which holds the state of one text at a time, and hooks on these layers compute the texts of a packed
+batch one after the other. No state of a sequence is written before the batch has succeeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType, TracebackType
+from typing import Any
+
+import torch
+import transformers
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import Cache
+
+from larder.cache.recurrent_state import RecurrentState
+from larder.core.errors import CacheError, ModelError
+from larder.core.spec import RecurrentSpec
+from larder.core.types import Mode
+from larder.models.attention_backend import CONTEXT_KEYWORD
+from larder.models.forward_batch import BatchSegment, ForwardBatch
+from larder.models.prefetch import is_numbered
+
+CONV, RECURRENT = "conv", "recurrent"  # kinds of tensors, as transformers names them
+# Kinds of layers in configurations that have a recurrent state, some beside attention.
+RECURRENT_KINDS = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
+
+# Tensors by layer number in the model and name.
+LayerTensors = dict[tuple[int, str], Tensor]
+
+
+def layer_kinds(config: Any) -> tuple[str, ...]:
+    """Kind of each layer as a model's configuration names it; empty where it names none."""
+    return tuple(getattr(config.get_text_config(), "layer_types", None) or ())
+
+
+def recurrent_layers(config: Any) -> dict[int, int]:
+    """Number of states of each layer that has a recurrent one, by number of the layer.
+
+    Raises:
+        ModelError: the installed transformers has no caches for such layers.
+    """
+    if not RECURRENT_KINDS.intersection(layer_kinds(config)):
+        return {}
+    try:
+        from transformers.cache_utils import LinearAttentionCacheLayerMixin
+    except ImportError as error:
+        raise ModelError(
+            f"The model has recurrent layers, whose states transformers {transformers.__version__} "
+            "does not hold in its caches: install transformers 5.23 or later."
+        ) from error
+    text = config.get_text_config()
+
+    layers = enumerate(transformers.DynamicCache(config=text).layers)
+    return {
+        number: layer.number_of_states
+        for number, layer in layers
+        if isinstance(layer, LinearAttentionCacheLayerMixin)
+    }
+
+
+class RecurrentCache(Cache):
+    """Cache of transformers with the states of recurrent layers alone, of one text at a time.
+
+    Keys and values pass through it, because attention reads Larder's caches.
+
+    Args:
+        counts: number of states by layer, see `recurrent_layers`.
+    """
+
+    def __init__(self, counts: Mapping[int, int]) -> None:
+        from transformers.cache_utils import DummyLayer
+
+        super().__init__(layers=[DummyLayer() for _ in range(max(counts) + 1)])
+        self._counts = counts
+
+    def load(self, number: int, state: RecurrentState) -> None:
+        """Load copies of the tensors of a layer; empty ones where the state has none."""
+        from transformers.cache_utils import LinearAttentionLayer
+
+        layer = LinearAttentionLayer(number_of_states=self._counts[number])
+        for (owner, name), tensor in state.tensors.items():
+            if owner == number:
+                _fill(layer, name, tensor[None].clone())
+        self.layers[number] = layer
+
+    def take(self, number: int) -> LayerTensors:
+        """Tensors of a layer after it has computed a text."""
+        layer: Any = self.layers[number]
+        kinds = {CONV: layer.conv_states, RECURRENT: layer.recurrent_states}
+        return {
+            (number, f"{kind}.{index}"): tensor[0]
+            for kind, tensors in kinds.items()
+            for index, tensor in tensors.items()
+            if tensor is not None
+        }
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """The new keys and values, as they are."""
+        del layer_idx, args, kwargs
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: positions are given to the model."""
+        del layer_idx
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Size of a mask over the new tokens; none is made."""
+        del layer_idx
+        return query_length, 0
+
+
+def _fill(layer: Any, name: str, tensor: Tensor) -> None:
+    """Give a layer of transformers a state, as if it had computed a text."""
+    kind, _, index = name.partition(".")
+    number = int(index)
+    layer.device, layer.dtype = tensor.device, tensor.dtype
+    layer.has_previous_state[number] = True
+    if kind == CONV:
+        layer.conv_states[number], layer.conv_kernel_size[number] = tensor, tensor.shape[-1]
+        layer.is_conv_states_initialized[number] = True
+    else:
+        layer.recurrent_states[number] = tensor
+        layer.is_recurrent_states_initialized[number] = True
+
+
+@dataclass(frozen=True)
+class RecurrentModules:
+    """Recurrent layers of a model; none of most.
+
+    Args:
+        counts: number of states by layer, see `recurrent_layers`.
+        modules: the module that computes each layer.
+        specs: tensors of their states.
+    """
+
+    counts: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    modules: Mapping[int, nn.Module] = field(default_factory=lambda: MappingProxyType({}))
+    specs: tuple[RecurrentSpec, ...] = ()
+
+    def hooks(self, batch: ForwardBatch) -> RecurrentHooks | NoHooks:
+        """Context of the model's call for a forward batch."""
+        return RecurrentHooks(self, batch) if self.modules else NoHooks()
+
+    @contextmanager
+    def silenced(self) -> Iterator[None]:
+        """Context in which the layers answer with zeros, so that tokens do not see each other."""
+        handles = [module.register_forward_hook(_zeros) for module in self.modules.values()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _zeros(module: nn.Module, args: tuple[Any, ...], out: Any) -> Tensor:
+    del module, args
+    return torch.zeros_like(out)
+
+
+class NoHooks:
+    """Context of a call of a model without recurrent layers."""
+
+    def __enter__(self) -> NoHooks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Without effect."""
+
+    def states(self) -> list[RecurrentState]:
+        """No states."""
+        return []
+
+
+@dataclass(frozen=True)
+class PackedText:
+    """Tokens [start, stop) of a packed batch, which continue one state."""
+
+    start: int
+    stop: int
+    state: RecurrentState
+
+
+def packed_texts(segments: Sequence[BatchSegment]) -> list[PackedText]:
+    """Texts of a packed batch: the sections of its segments, each behind the segment's cache.
+
+    Raises:
+        CacheError: a text is not behind all tokens of its cache.
+    """
+    texts, start = list[PackedText](), 0
+    for segment in segments:
+        if segment.shift < 0 or segment.reread_ids:
+            raise CacheError(
+                f"A text cannot be read {max(-segment.shift, len(segment.reread_ids))} tokens "
+                "before the end of a cache, because recurrent layers hold a state of all its "
+                "tokens: give shift=0."
+            )
+        for length in segment.section_lengths:
+            texts.append(PackedText(start, start + length, segment.cache.recurrent))
+            start += length
+    return texts
+
+
+class RecurrentHooks:
+    """Context manager whose hooks compute the texts of a batch one by one in recurrent layers."""
+
+    def __init__(self, layers: RecurrentModules, batch: ForwardBatch) -> None:
+        self._layers, self._is_append = layers, batch.mode is Mode.APPEND
+        self._cache = RecurrentCache(layers.counts)
+        self._texts = packed_texts(batch.segments)
+        self._after: list[LayerTensors] = [{} for _ in self._texts]
+        self._hidden = torch.empty(0)  # input of the layer in progress, all texts
+        self._handles: list[Any] = []
+        batch.options["past_key_values"] = self._cache
+
+    def __enter__(self) -> RecurrentHooks:
+        for number, module in self._layers.modules.items():
+            first, others = partial(self._first, number), partial(self._others, number)
+            self._handles.append(module.register_forward_pre_hook(first, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(others, with_kwargs=True))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def states(self) -> list[RecurrentState]:
+        """State of each segment behind the batch in append mode, else none.
+
+        Raises:
+            ModelError: a layer was not called.
+        """
+        if not self._is_append:
+            return []
+        missed = self._layers.modules.keys() - {number for number, _ in self._after[0]}
+        if missed:
+            raise ModelError(f"Recurrent layers {sorted(missed)} computed no state in this batch.")
+        return [RecurrentState(tensors) for tensors in self._after]
+
+    def _first(
+        self, number: int, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Forward pre-hook: the call for the first text."""
+        del module
+        self._hidden = args[0] if args else named["hidden_states"]
+        own = {name: value for name, value in named.items() if name != CONTEXT_KEYWORD}
+        return self._call(number, 0, args, own)
+
+    def _others(
+        self,
+        number: int,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        named: dict[str, Any],
+        out: Float[Tensor, "1 Q hidden"],
+    ) -> Float[Tensor, "1 N hidden"]:
+        """Forward hook: the calls for the other texts, and the output for all."""
+        outs = [out]
+        self._after[0] |= self._cache.take(number)
+        for index in range(1, len(self._texts)):
+            own_args, own = self._call(number, index, args, named)
+            outs.append(module.forward(*own_args, **own))
+            self._after[index] |= self._cache.take(number)
+        return torch.cat(outs, dim=1)
+
+    def _call(
+        self, number: int, index: int, args: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of a layer for one text, whose state is loaded."""
+        text = self._texts[index]
+        self._cache.load(number, text.state)
+        hidden = self._hidden[:, text.start : text.stop]
+        if args:
+            return (hidden, *args[1:]), dict(named)
+        return args, {**named, "hidden_states": hidden}
+
+
+class RecurrentSurvey(RecurrentCache):
+    """Records which modules compute recurrent layers, and the tensors of their states."""
+
+    def __init__(self, counts: Mapping[int, int]) -> None:
+        super().__init__(counts)
+        self._calling, self._modules = nn.Module(), dict[int, nn.Module]()
+        for number in counts:
+            self.load(number, RecurrentState())
+
+    @contextmanager
+    def installed(self, body: Any) -> Iterator[None]:
+        """Context in which the modules that are called are followed."""
+        handles = [
+            module.register_forward_pre_hook(self._enter)
+            for module in body.modules()
+            if is_numbered(module)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kw: Any) -> Any:
+        self._modules[layer_idx] = self._calling
+        return super().update_conv_state(conv_states, layer_idx, *args, **kw)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kw: Any
+    ) -> Any:
+        self._modules[layer_idx] = self._calling
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kw)
+
+    def found(self) -> RecurrentModules:
+        """Recurrent layers of the model, after one call of it.
+
+        Raises:
+            ModelError: a layer did not read or write its state through the cache.
+        """
+        missed = self._counts.keys() - self._modules.keys()
+        if missed:
+            raise ModelError(
+                f"Layers {sorted(missed)} are recurrent by the configuration, but keep no state in "
+                "transformers' cache: Larder cannot continue their texts, choose another model."
+            )
+        specs = [
+            RecurrentSpec(number, name, tuple(tensor.shape), tensor.dtype)
+            for number in sorted(self._modules)
+            for (_, name), tensor in self.take(number).items()
+        ]
+        return RecurrentModules(self._counts, self._modules, tuple(specs))
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        del args
+        self._calling = module
