@@ -16,8 +16,6 @@ FAMILIES = (
         configured(
             "Gemma2Config", **HEAD, **SLIDING, attn_logit_softcapping=2.0, query_pre_attn_scalar=32
         ),
-        Status.REFUSED,
-        refusal="'softcap'",
     ),
     Family(
         "GPT-OSS",
@@ -25,8 +23,6 @@ FAMILIES = (
         "sliding and full, sinks, experts",
         "GptOssForCausalLM",
         configured("GptOssConfig", **HEAD, **SLIDING, num_local_experts=4, num_experts_per_tok=2),
-        Status.REFUSED,
-        refusal="'s_aux'",
     ),
     Family(
         "Llama 4",

@@ -8,6 +8,7 @@ from enum import Enum
 from functools import partial
 from importlib import import_module
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -197,6 +198,27 @@ def planned(request: pytest.FixtureRequest) -> Subject:
 def merging(request: pytest.FixtureRequest) -> Subject:
     """Stores that carry out folds."""
     return a_subject(request.param)
+
+
+# Attention that has more than a scaling.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 1.5},
+    "sinks": {"sinks": (0.5, -1.0, 3.0, 0.0)},
+    "both": {"softcap": 4.0, "sinks": (0.5, -1.0, 3.0, -60.0)},
+}
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Fields of a layer of four query heads."""
+    return VARIANTS[request.param]
+
+
+@pytest.fixture(params=KINDS)
+def variant_subject(request: pytest.FixtureRequest, variant: dict[str, Any]) -> Subject:
+    """Every store over a layer whose attention has a softcap, sinks or both."""
+    subject = a_subject(f"{request.param}-grouped")
+    return Subject(subject.kind, replace(subject.layer, **variant))
 
 
 @pytest.fixture(params=[*(f"remembering-{shape}" for shape in SHAPES), "coded-grouped"])

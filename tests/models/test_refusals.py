@@ -16,6 +16,7 @@ from torch import nn
 
 from larder.core.errors import BadParameter, ModelError
 from larder.core.spec import LayerSpec
+from larder.models.attention_backend import AttentionProbe, attend
 from larder.models.decoder import Decoder
 from larder.models.introspection import check_attention_kinds
 from larder.models.loader import load, wrap_model
@@ -55,13 +56,10 @@ def refused(module: Any, reason: str) -> None:
     assert module.config._attn_implementation == former
 
 
-def test_soft_caps() -> None:
-    refused(built("Gemma2ForCausalLM", **SHAPE, sliding_window=8), "'softcap'")
-
-
-def test_learned_sinks() -> None:
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
-    refused(built("GptOssForCausalLM", **SHAPE, **experts), "'s_aux'")
+def test_an_argument_of_attention_that_is_not_known() -> None:
+    sides = (torch.zeros(1, 1, 2, 4),) * 3
+    with pytest.raises(ModelError, match="'positional_bias', which Larder does not support"):
+        attend(nn.Linear(1, 1), *sides, larder=AttentionProbe(), positional_bias=1.0)
 
 
 def test_architectures_without_the_seam() -> None:

@@ -64,6 +64,13 @@ def test_a_scorer_equals_its_loop_when_a_part_is_asked_for(scorer, loop_of, span
     assert_equal(judged(scorer, seen), loop_of(scorer).scores(scorer, seen), 1e-5)
 
 
+@pytest.mark.parametrize("variant", [{"softcap": 0.8}, {"sinks": (0.5, -1.0, 2.0, 0.0)}])
+def test_a_scorer_equals_its_loop_under_softcap_and_sinks(scorer, loop_of, variant) -> None:
+    heads = [[0, 1, 4, 9, 10, 11, 12], [2, 3, 8, 9, 10, 11, 12]]
+    seen = a_view(replace(a_layer(2, 2, index=1), **variant), heads, 4)
+    assert_equal(judged(scorer, seen), loop_of(scorer).scores(scorer, seen), 1e-5)
+
+
 @settings(max_examples=20)
 @given(
     heads=st.lists(st.sets(st.integers(0, 30), max_size=12), min_size=1, max_size=3),

@@ -16,6 +16,7 @@ from larder.cache.forms.ragged import RaggedLayer
 from larder.core.errors import BadParameter
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Observation, Phase
+from larder.core.spec import LayerSpec
 from larder.policy.planner import TALLIES
 from larder.policy.scorers.lagkv import LagKV, Within
 from larder.policy.scorers.recurrence import Recurrence
@@ -45,11 +46,18 @@ CASES: dict[str, list[tuple[int, list[list[int]] | None]]] = {
 class Run:
     """A layer that reads pass after pass while tallies go on and a listener hears all."""
 
-    def __init__(self, tallies: list[Any], counted: bool, dtype: torch.dtype, sharp: float) -> None:
+    def __init__(
+        self,
+        tallies: list[Any],
+        counted: bool,
+        dtype: torch.dtype,
+        sharp: float,
+        layer: LayerSpec = LAYER,
+    ) -> None:
         names = [name for tally in tallies for name in tally.columns]
         columns = [*names, LOG_COUNT] if counted else names
         self.store = RaggedLayer(LAYER, dtype, torch.device("cpu"), Ledger(tuple(sorted(columns))))
-        self.listener, self.position = Listener(), 0
+        self.listener, self.position, self._layer = Listener(), 0, layer
         self._tallies, self._counted, self._dtype, self._sharp = tallies, counted, dtype, sharp
 
     def read(self, count: int) -> None:
@@ -59,7 +67,7 @@ class Run:
         entries = self.store.entries()
         stage = Phase.DECODE if count == 1 else Phase.PREFILL
         seen = Observation(
-            LAYER,
+            self._layer,
             entries,
             queries=new.queries * self._sharp,
             query_positions=new.positions,
@@ -92,7 +100,8 @@ class Run:
 
 
 def run(tallies: list[Any], case: str, counted: bool = False, **how: Any) -> Run:
-    done = Run(tallies, counted, how.get("dtype", torch.float32), how.get("sharp", 1.0))
+    layer = how.get("layer", LAYER)
+    done = Run(tallies, counted, how.get("dtype", torch.float32), how.get("sharp", 1.0), layer)
     for count, kept in CASES[case]:
         done.read(count)
         if kept is not None:
@@ -120,6 +129,14 @@ def test_a_tally_equals_its_loop(tally, loop_of, counted) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_tallies_that_run_together_equal_their_loops(loop_of, case, counted) -> None:
     done = run(every_tally(), case, counted)
+    for tally in every_tally():
+        assert_remembers(done, tally, loop_of(tally))
+
+
+@pytest.mark.parametrize("variant", [{"softcap": 0.8}, {"sinks": (0.5, -1.0, 2.0, 0.0)}])
+def test_tallies_equal_their_loops_under_softcap_and_sinks(loop_of, variant) -> None:
+    layer = replace(LAYER, **variant)
+    done = run(every_tally(), "reading_then_generating", counted=True, layer=layer)
     for tally in every_tally():
         assert_remembers(done, tally, loop_of(tally))
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 from larder.core.observation import Entries, Observation
+from references.ops.softmax import NO_SINK, capped, shares, sink_of
 
 
 def heads_of(seen: Observation) -> range:
@@ -22,15 +21,11 @@ def weights(seen: Observation, query_head: int, query: int, visible: list[bool])
     start = entries.starts[query_head // group]
     q = seen.queries[query_head, query].double()
     logits = [
-        float(q @ entries.keys[start + s].double()) * seen.layer.scaling
+        capped(float(q @ entries.keys[start + s].double()) * seen.layer.scaling, seen.layer.softcap)
         for s in range(len(visible))
     ]
-    shown = [logit for logit, see in zip(logits, visible, strict=True) if see]
-    total = sum(math.exp(logit - max(shown)) for logit in shown)
-    return [
-        math.exp(logit - max(shown)) / total if see else 0.0
-        for logit, see in zip(logits, visible, strict=True)
-    ]
+    shown = [logit if see else NO_SINK for logit, see in zip(logits, visible, strict=True)]
+    return shares(shown, sink_of(seen.layer.sinks, query_head))
 
 
 def group_of(seen: Observation, head: int) -> range:
@@ -70,11 +65,10 @@ def plain_weights(
     at = int(seen.query_positions[query])
     places = positions_of(entries, head)
     shown = [see and place <= at for see, place in zip(visible, places, strict=True)]
-    own = [float(q @ seen.keys[head, other].double()) for other in range(query + 1)]
-    start = entries.starts[head]
-    cached = [float(q @ entries.keys[start + s].double()) for s in range(len(visible))]
-    scaling = seen.layer.scaling
-    total = sum(math.exp(logit * scaling) for logit in own)
-    total += sum(math.exp(c * scaling) for c, see in zip(cached, shown, strict=True) if see)
-    pairs = zip(cached, shown, strict=True)
-    return [math.exp(c * scaling) / total if see else 0.0 for c, see in pairs]
+    start, layer = entries.starts[head], seen.layer
+    cached = [entries.keys[start + s] if see else None for s, see in enumerate(shown)]
+    logits = [
+        NO_SINK if key is None else capped(float(q @ key.double()) * layer.scaling, layer.softcap)
+        for key in (*cached, *seen.keys[head, : query + 1])
+    ]
+    return shares(logits, sink_of(layer.sinks, query_head))[: len(cached)]

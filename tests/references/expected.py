@@ -7,6 +7,8 @@ from typing import Any
 
 from larder.core.observation import Observation
 from references.attention_loop import group_of, heads_of, positions_of
+from references.ops.softmax import capped, sink_of
+from references.ops.softmax import shares as softmax_shares
 
 SMALL = {"future": 5, "sinks": 2, "epsilon": 0.03}  # parameters for small layers
 
@@ -24,9 +26,10 @@ def one_head(part: Any, seen: Observation, head: int) -> list[float]:
     shares = [0.0] * len(places)
     for query_head in group_of(seen, head):
         logits = expected_logits(part, seen, head, query_head, [start + s for s in judged])
-        total = sum(math.exp(logit - max(logits)) for logit in logits)
-        for s, logit in zip(judged, logits, strict=True):
-            shares[s] += math.exp(logit - max(logits)) / total / len(group_of(seen, head))
+        capped_logits = [capped(logit, seen.layer.softcap) for logit in logits]
+        weights = softmax_shares(capped_logits, sink_of(seen.layer.sinks, query_head))
+        for s, weight in zip(judged, weights, strict=True):
+            shares[s] += weight / len(group_of(seen, head))
     out = []
     for s, place in enumerate(places):
         length = math.sqrt(sum(x * x for x in entries.values[start + s].tolist()))

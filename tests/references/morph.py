@@ -8,6 +8,7 @@ from typing import Any
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Observation
 from references.attention_loop import group_of, heads_of, positions_of
+from references.ops.softmax import capped, sink_of
 
 SMALL = {"window": 3}  # parameters for small layers
 
@@ -23,7 +24,9 @@ def one_head(part: Any, seen: Observation, head: int) -> list[float]:
     older = [s for s, place in enumerate(positions) if place < start]
     rows = []
     for query in judges(part, seen, seen.length - newest):
-        heads = [among(seen, head, query[query_head], older) for query_head in group_of(seen, head)]
+        heads = [
+            among(seen, query_head, query[query_head], older) for query_head in group_of(seen, head)
+        ]
         rows.append([max(column) for column in zip(*heads, strict=True)])
     fuse = sum if part.fusion.value == "sum" else max
     fused = [fuse(column) for column in zip(*rows, strict=True)] or [0.0] * len(older)
@@ -43,12 +46,15 @@ def judges(part: Any, seen: Observation, stop: int) -> list[Any]:
     return every[-part.window :]
 
 
-def among(seen: Observation, head: int, query: Any, older: list[int]) -> list[float]:
+def among(seen: Observation, query_head: int, query: Any, older: list[int]) -> list[float]:
     """Softmax weights over the older entries alone, one of n tokens counting n times."""
+    head = query_head // (seen.layer.query_heads // seen.layer.kv_heads)
     entries, start = seen.entries, seen.entries.starts[head]
     counts = entries.columns.get(LOG_COUNT)
     parts = []
     for s in older:
         logit = float(query @ entries.keys[start + s].double()) * seen.layer.scaling
+        logit = capped(logit, seen.layer.softcap)
         parts.append(math.exp(logit + (0.0 if counts is None else float(counts[start + s]))))
-    return [part / sum(parts) for part in parts]
+    total = sum(parts) + math.exp(sink_of(seen.layer.sinks, query_head))
+    return [part / total for part in parts]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Observation
 from references.attention_loop import group_of, positions_of
+from references.ops.softmax import capped, sink_of
 
 
 @dataclass
@@ -64,6 +65,7 @@ def row_of(seen: Observation, query_head: int, query: int) -> list[float]:
     for s, place in enumerate(positions_of(entries, head)):
         times = 1.0 if counts is None else math.exp(float(counts[own.start + s]))
         sees = place <= int(seen.query_positions[query])
-        parts.append(times * math.exp(float(logits[s]) * seen.layer.scaling) if sees else 0.0)
-    total = sum(parts)
+        logit = capped(float(logits[s]) * seen.layer.scaling, seen.layer.softcap)
+        parts.append(times * math.exp(logit) if sees else 0.0)
+    total = sum(parts) + math.exp(sink_of(seen.layer.sinks, query_head))
     return [part / total for part in parts]

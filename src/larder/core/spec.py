@@ -30,6 +30,9 @@ class LayerSpec:
             pairs them; empty without rotation, None where unknown.
         kv_source: index of the earlier layer whose keys and values this layer attends to, as in
             Gemma 3n; the layer then holds none. None for keys and values of its own.
+        softcap: c of logits c * tanh(logit / c) (Gemma 2); None for logits as they are.
+        sinks: logit of each query head that takes part in the softmax and has no value (GPT-OSS);
+            empty without sinks.
     """
 
     index: int
@@ -40,6 +43,8 @@ class LayerSpec:
     sliding_window: int | None = None
     radians: tuple[float, ...] | None = None
     kv_source: int | None = None
+    softcap: float | None = None
+    sinks: tuple[float, ...] = ()
 
     @property
     def is_managed(self) -> bool:

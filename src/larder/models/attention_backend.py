@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from larder.core.errors import ModelError
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Queries, Values
-from larder.ops.attention import causal_attention
+from larder.ops.attention import NO_SINKS, apply_sinks, causal_attention
 
 NAME = "larder"
 CONTEXT_KEYWORD = "larder"  # the keyword argument that carries the batch through the model
@@ -62,6 +62,8 @@ class AttentionInputs:
         queries, keys, values: post-RoPE; row t of each belongs to token t of the packed call.
         scaling: factor on the logits.
         sliding_window: latest tokens, its own included, that a query sees; None for all.
+        softcap: as in `LayerSpec`.
+        sinks: logit of each query head that has no value; empty without sinks.
     """
 
     layer: int
@@ -70,6 +72,14 @@ class AttentionInputs:
     values: Values
     scaling: float
     sliding_window: int | None
+    softcap: float | None = None
+    sinks: Float[Tensor, " _"] = NO_SINKS
+
+    def output(
+        self, state: tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]
+    ) -> Float[Tensor, "H Q D"]:
+        """Output for the merged output and log-sum-exp over entries, under the sinks."""
+        return apply_sinks(*state, self.sinks).to(self.queries.dtype)
 
 
 @runtime_checkable
@@ -89,10 +99,9 @@ class CausalAttention:
 
     def attend(self, inputs: AttentionInputs) -> Queries:
         self._show(inputs)
-        queries, sections = inputs.queries, (inputs.queries.shape[1],)
-        sides, window = (inputs.keys, inputs.values), inputs.sliding_window
-        out, _ = causal_attention(queries, *sides, inputs.scaling, sections, window)
-        return out.to(queries.dtype)
+        sides = inputs.queries, inputs.keys, inputs.values
+        sizes = inputs.scaling, (inputs.queries.shape[1],), inputs.sliding_window, inputs.softcap
+        return inputs.output(causal_attention(*sides, *sizes))
 
 
 class AttentionProbe:
@@ -133,6 +142,8 @@ def attend(
     dropout: float = 0.0,  # sixth, as in transformers: wrappers pass it by position
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Float[Tensor, " H"] | None = None,
     larder: LayerAttention | None = None,
     **rest: object,
 ) -> tuple[Float[Tensor, "B Q H D"], None]:
@@ -153,7 +164,9 @@ def attend(
     if not isinstance(index, int):
         raise ModelError(f"{type(module).__name__} has no integer layer_idx, got {index!r}.")
     factor = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    inputs = AttentionInputs(index, query[0], key[0], value[0], factor, sliding_window)
+    sinks = NO_SINKS if s_aux is None else s_aux.detach().float()
+    sides = query[0], key[0], value[0]
+    inputs = AttentionInputs(index, *sides, factor, sliding_window, softcap, sinks)
     out = larder.attend(inputs)
     return out.transpose(0, 1)[None], None
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from larder.cache.sequence import SequenceCache
 from larder.cache.spec import CacheSpec
@@ -28,6 +27,7 @@ from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Queries, Values
 from larder.models.attention_backend import AttentionInputs
 from larder.models.decoder import Decoder
+from larder.ops.attention import masked_attention
 from larder.ops.rope import rerotate
 
 RECOMPUTE_SHARE = 0.16  # as in the released code
@@ -120,13 +120,11 @@ class _Fusion:
         if layer != SELECTION_LAYER:
             self._keys[layer][:, self.chosen] = inputs.keys
             self._values[layer][:, self.chosen] = inputs.values
-        group = self._spec.layers[layer].group
         places = torch.arange(len(self._is_new), device=inputs.queries.device)
         visible = places[None] <= self.chosen[:, None]  # [M, N]
-        every = (t[layer].repeat_interleave(group, 0)[None] for t in (self._keys, self._values))
-        return scaled_dot_product_attention(
-            inputs.queries[None], *every, attn_mask=visible, scale=inputs.scaling
-        )[0]
+        sides = self._keys[layer], self._values[layer]
+        numbers = inputs.scaling, visible, inputs.softcap
+        return inputs.output(masked_attention(inputs.queries, *sides, *numbers))
 
     def choose(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Hook of the selection layer: select tokens by its values, and continue with them."""

@@ -15,7 +15,7 @@ from larder.models.decoder import Decoder
 from larder.models.introspection import has_quantized_weights, own_logits, relative_difference
 
 SHORTER_TEXTS = (1, 2, 4, 8, 16)  # tokens
-OWN_FUNCTIONS = ("eager", "sdpa")  # attention functions that every architecture has
+OWN_FUNCTIONS = ("eager", "sdpa")  # attention functions of transformers
 
 
 @torch.no_grad()
@@ -92,7 +92,7 @@ def _rounding(
     and from Larder's too; empty if none does.
     """
     error = relative_difference(got, expected)
-    for other in OWN_FUNCTIONS:
+    for other in OWN_FUNCTIONS if module._supports_sdpa else ("eager",):
         logits = _logits_with(module, other, ids)
         own, away = (relative_difference(logits, each) for each in (expected, got))
         if min(own, away) >= error / 4:

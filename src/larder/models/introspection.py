@@ -69,16 +69,22 @@ class AttentionSurvey(CausalAttention):
                 "(K S D): heads of different size are not supported."
             )
         sizes = queries.shape[0], keys.shape[0], keys.shape[2]
-        spec = LayerSpec(layer, *sizes, inputs.scaling, inputs.sliding_window)
+        spec = LayerSpec(
+            layer,
+            *sizes,
+            inputs.scaling,
+            inputs.sliding_window,
+            softcap=inputs.softcap,
+            sinks=tuple(inputs.sinks.tolist()),
+        )
         self.layers[layer] = replace(spec, kv_source=self._kv_source(spec, keys))
         self._keys[layer] = keys
 
     def _kv_source(self, spec: LayerSpec, keys: Keys) -> int | None:
         """Layer that attended alike to the same keys in memory; None if there is none."""
         for index, earlier in self._keys.items():
-            own = self.layers[index]
-            alike = (own.scaling, own.sliding_window) == (spec.scaling, spec.sliding_window)
-            if alike and earlier.data_ptr() == keys.data_ptr():
+            is_alike = replace(spec, index=index) == replace(self.layers[index], kv_source=None)
+            if is_alike and earlier.data_ptr() == keys.data_ptr():
                 return index
         return None
 

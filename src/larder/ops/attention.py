@@ -4,6 +4,9 @@ Query head h belongs to kv head h // R. Outputs and log-sum-exp are float32 what
 that merging parts rounds once, at the end. A query that sees nothing gets output 0 and log-sum-exp
 -inf.
 
+A softcap c bounds logits: c * tanh(logit / c), before biases are added. Sinks are logits without a
+value that belong to the softmax of a query head: `apply_sinks` adds them once all parts are merged.
+
 Ragged storage is one flat buffer: kv head h owns rows [starts[h], starts[h] + lengths[h]) of keys
 and values, with slack between heads. Dense storage is the case of equal lengths.
 
@@ -19,8 +22,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from larder.core.spec import LayerSpec
 from larder.ops.cpu import decode_attention, flash_attention
 
+NO_SINKS = torch.empty(0)
 MOST_LOGITS = 1 << 22  # float32 logits in memory at a time without a kernel: 16 MiB
 
 
@@ -31,12 +36,13 @@ def attention(
     scaling: float,
     mask: Bool[Tensor, "Q S"] | None = None,
     bias: Float[Tensor, " S"] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Float[Tensor, "R Q D"], Float[Tensor, "R Q"]]:
     """Attention of one group of query heads over the entries of its kv head, in float32.
 
     `bias` is added to the logits of each entry; see `ragged_attention`.
     """
-    logits = queries.float() @ keys.float().transpose(-1, -2) * scaling  # [R, Q, S]
+    logits = cap_logits(queries.float() @ keys.float().transpose(-1, -2) * scaling, softcap)
     if bias is not None:
         logits = logits + bias
     if mask is not None:
@@ -45,6 +51,40 @@ def attention(
     peak = lse.masked_fill(lse.isneginf(), 0.0)  # -inf minus -inf would be NaN
     weights = (logits - peak.unsqueeze(-1)).exp()
     return weights @ values.float(), lse
+
+
+def cap_logits(logits: Float[Tensor, "*rows"], softcap: float | None) -> Float[Tensor, "*rows"]:
+    """Logits bounded by a softcap, as they are for None."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def apply_sinks(
+    out: Float[Tensor, "H Q D"], lse: Float[Tensor, "H Q"], sinks: Float[Tensor, " _"]
+) -> Float[Tensor, "H Q D"]:
+    """Attention output under a softmax that also has a sink per query head.
+
+    Args:
+        lse: log-sum-exp over the entries alone.
+        sinks: logit of each query head; empty without sinks.
+    """
+    return out * sink_shares(lse, sinks).unsqueeze(-1) if len(sinks) else out
+
+
+def sink_shares(
+    lse: Float[Tensor, "H *rows"], sinks: Float[Tensor, " H"]
+) -> Float[Tensor, "H *rows"]:
+    """Share of the entries in the softmax of each query, the rest of which is the sink's."""
+    return torch.sigmoid(lse - sinks.view(-1, *[1] * (lse.ndim - 1)))
+
+
+def sinks_by_group(sinks: Float[Tensor, " _"], num_kv_heads: int) -> Float[Tensor, "K _"]:
+    """Sinks of the query heads of each kv head; K empty rows without sinks."""
+    return sinks.view(num_kv_heads, len(sinks) // num_kv_heads)
+
+
+def sink_logits(layer: LayerSpec, like: Tensor) -> Float[Tensor, " _"]:
+    """Float32 sinks of a layer on the device of a tensor; empty without sinks."""
+    return torch.tensor(layer.sinks, dtype=torch.float32, device=like.device)
 
 
 def ragged_attention(
@@ -56,6 +96,7 @@ def ragged_attention(
     scaling: float,
     bias: Float[Tensor, " C"] | None = None,
     logits: Float[Tensor, "N C"] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
     """Attention of every query over all entries of its kv head, without mask or padding.
 
@@ -65,9 +106,11 @@ def ragged_attention(
         bias: added to the logit of each stored row, in natural log units, finite float32. A row
             with bias ln(n) weighs as n equal rows do, and counts n times in the log-sum-exp.
         logits: float32 output buffer for the logits of each stored row with the R * Q queries of
-            its kv head, biases included. Slack rows are not written.
+            its kv head, softcap and biases included. Slack rows are not written.
     """
-    is_plain = not _needs_gradient(queries, keys, values, *(() if bias is None else (bias,)))
+    is_plain = softcap is None and not _needs_gradient(
+        queries, keys, values, *(() if bias is None else (bias,))
+    )
     if is_plain and decode_attention.supports(queries, keys, values, lengths.shape[0]):
         return decode_attention.decode_attention(
             queries, keys, values, starts, lengths, scaling, bias, logits
@@ -84,9 +127,10 @@ def ragged_attention(
         added = None if bias is None else bias[own]
         if logits is not None:
             rows = group.flatten(0, 1).float() @ keys[own].float().T * scaling
+            rows = cap_logits(rows, softcap)
             logits[:, own] = rows if added is None else rows + added
         parts = [
-            attention(some, keys[own], values[own], scaling, bias=added)
+            attention(some, keys[own], values[own], scaling, bias=added, softcap=softcap)
             for some in group.split(chunk, dim=1)
         ]
         outs.append(torch.cat([out for out, _ in parts], dim=1))
@@ -101,6 +145,7 @@ def causal_attention(
     scaling: float,
     sections: tuple[int, ...],
     window: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
     """Causal attention of new tokens within each section.
 
@@ -108,7 +153,7 @@ def causal_attention(
         sections: lengths that partition Q into independent sequences, in order.
         window: a query at offset i sees offsets above i - window only.
     """
-    if _uses_flash(queries, keys, values):
+    if softcap is None and _uses_flash(queries, keys, values):
         return flash_attention.causal(queries, keys, values, scaling, sections, window)
     parts: list[tuple[Tensor, Tensor]] = []
     split = (tensor.split(sections, dim=1) for tensor in (queries, keys, values))
@@ -116,7 +161,7 @@ def causal_attention(
         offsets = torch.arange(own_queries.shape[1], device=queries.device)
         back = offsets.unsqueeze(-1) - offsets  # distance from each query back to each key
         mask = back >= 0 if window is None else (back >= 0) & (back < window)
-        parts.append(masked_attention(own_queries, own_keys, own_values, scaling, mask))
+        parts.append(masked_attention(own_queries, own_keys, own_values, scaling, mask, softcap))
     outs, lses = zip(*parts, strict=True)
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
@@ -129,6 +174,7 @@ def windowed_attention(
     key_positions: Int[Tensor, " S"],
     window: int,
     scaling: float,
+    softcap: float | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
     """Attention over cached entries of a sliding-window layer, above query position - window."""
     mask = key_positions > query_positions.unsqueeze(-1) - window  # [Q, S]
@@ -137,8 +183,8 @@ def windowed_attention(
         lengths = torch.full((num_kv_heads,), cached_len, dtype=torch.int64)
         starts = torch.arange(num_kv_heads, dtype=torch.int64) * cached_len
         flat = keys.reshape(-1, head_dim), values.reshape(-1, head_dim)
-        return ragged_attention(queries, *flat, starts, lengths, scaling)
-    return masked_attention(queries, keys, values, scaling, mask)
+        return ragged_attention(queries, *flat, starts, lengths, scaling, softcap=softcap)
+    return masked_attention(queries, keys, values, scaling, mask, softcap)
 
 
 def masked_attention(
@@ -147,13 +193,16 @@ def masked_attention(
     values: Float[Tensor, "K S D"],
     scaling: float,
     mask: Bool[Tensor, "Q S"],
+    softcap: float | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
     """Attention under one mask for all heads; S is at least 1."""
-    if _uses_flash(queries, keys, values):
+    if softcap is None and _uses_flash(queries, keys, values):
         return flash_attention.masked(queries, keys, values, scaling, mask)
     groups = queries.unflatten(0, (keys.shape[0], -1))  # [K, R, Q, D]
     heads = zip(groups, keys, values, strict=True)
-    outs, lses = zip(*[attention(q, k, v, scaling, mask) for q, k, v in heads], strict=True)
+    outs, lses = zip(
+        *[attention(q, k, v, scaling, mask, None, softcap) for q, k, v in heads], strict=True
+    )
     return torch.cat(outs), torch.cat(lses)
 
 

@@ -10,6 +10,7 @@ Statistics carry no gradient.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
@@ -18,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from larder.core.errors import BadParameter
+from larder.ops.attention import NO_SINKS, sink_shares, sinks_by_group
 
 CHUNK = 64  # queries
 
@@ -68,6 +70,8 @@ def reduce_columns(
     bias: Float[Tensor, " C"] | None = None,
     judged: Sequence[int] | None = None,
     chunk: int = CHUNK,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " _"] = NO_SINKS,
 ) -> list[Float[Tensor, "R _"]]:
     """Result of `gather` over the softmax weights, for each kv head.
 
@@ -78,6 +82,7 @@ def reduce_columns(
         judged: number of entries of each head, the first ones, that `gather` receives; all by
             default. The others still take part in the softmax.
         chunk: queries per chunk, at least 1; changes memory, not results.
+        softcap, sinks: as in `ops.attention`.
 
     Raises:
         BadParameter: `chunk` below 1, or one of the positions without the other.
@@ -87,15 +92,17 @@ def reduce_columns(
     heads: list[Tensor] = []
     packed, total = 0, queries.shape[1]
     shown = lengths.tolist() if judged is None else judged
-    layout = zip(groups, starts.tolist(), lengths.tolist(), shown, strict=True)
-    for group, start, length, width in layout:
+    own_sinks = sinks_by_group(sinks, lengths.shape[0])
+    layout = zip(groups, starts.tolist(), lengths.tolist(), shown, own_sinks, strict=True)
+    for group, start, length, width, sink in layout:
+        softmax = LogitSoftmax(scaling, softcap, sink)
         own = slice(start, start + length)
         own_keys, own_bias = keys[own].detach().float(), None if bias is None else bias[own]
         visible = None
         if positions is not None:
             visible = positions[0], positions[1][packed : packed + length]
         state, first = gather.start(own_keys.new_zeros(group.shape[0], width)), 0
-        for weights in _chunks(group, own_keys, scaling, own_bias, visible, chunk):
+        for weights in _chunks(group, own_keys, softmax, own_bias, visible, chunk):
             gather.fold(state, weights[..., :width], first, total)
             first += weights.shape[1]
         heads.append(gather.finish(state, total))
@@ -106,10 +113,30 @@ def reduce_columns(
 VisibilityPositions = tuple[Tensor, Tensor] | None
 
 
+@dataclass(frozen=True)
+class LogitSoftmax:
+    """Softmax of one group of query heads: scaling and softcap of logits, and sinks.
+
+    Args:
+        sinks: logit of each of the R heads; empty without sinks.
+    """
+
+    scaling: float
+    softcap: float | None
+    sinks: Float[Tensor, " _"]
+
+    def write_weights(self, logits: Float[Tensor, "N S"], out: Float[Tensor, "N S"]) -> None:
+        """Write the softmax weights of rows of logits; rows are in order of the heads."""
+        torch.softmax(logits, -1, out=out)
+        if len(self.sinks):
+            heads = logits.logsumexp(-1).view(len(self.sinks), -1)
+            out *= sink_shares(heads, self.sinks).view(-1, 1)
+
+
 def _chunks(
     queries: Float[Tensor, "R Q D"],
     keys: Float[Tensor, "S D"],
-    scaling: float,
+    softmax: LogitSoftmax,
     bias: Float[Tensor, " S"] | None,
     positions: VisibilityPositions,
     chunk: int,
@@ -121,18 +148,20 @@ def _chunks(
     buffers = keys.new_empty(2, num_heads * min(chunk, query_len), len(keys))
     for first in range(0, query_len, chunk):
         asked = slice(first, min(first + chunk, query_len))
-        rows = (queries[:, asked].float() * scaling).reshape(-1, head_dim)
+        rows = (queries[:, asked].float() * softmax.scaling).reshape(-1, head_dim)
         logits, weights = buffers[0, : len(rows)], buffers[1, : len(rows)]
         torch.mm(rows, keys.T, out=logits)
+        if softmax.softcap is not None:
+            logits.div_(softmax.softcap).tanh_().mul_(softmax.softcap)
         if bias is not None:
             logits += bias
         grouped = (num_heads, -1, len(keys))
         if positions is None:
-            torch.softmax(logits, -1, out=weights)
+            softmax.write_weights(logits, weights)
         else:
             hidden = positions[1] > positions[0][asked].unsqueeze(-1)  # [c, S]
             logits.view(grouped).masked_fill_(hidden, -torch.inf)
-            torch.softmax(logits, -1, out=weights)
+            softmax.write_weights(logits, weights)
             # A query that sees nothing has a row of NaN so far.
             weights.view(grouped).masked_fill_(hidden, 0.0)
         yield weights.view(grouped)

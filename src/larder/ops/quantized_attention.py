@@ -77,9 +77,10 @@ def quantized_attention(
     num_kv_heads: int,
     scaling: float,
     bias: Float[Tensor, " T"] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
     """`ragged_attention` over quantized entries, in float32."""
-    if fast.supports(queries, entries.keys, entries.values, num_kv_heads):
+    if softcap is None and fast.supports(queries, entries.keys, entries.values, num_kv_heads):
         numbers = entries.keys, entries.values, entries.lengths
         return fast.quantized_attention(queries, *numbers, num_kv_heads, scaling, bias)
     starts = starts_of(entries.lengths[:, 1].long())
@@ -93,7 +94,7 @@ def quantized_attention(
         lse = own.new_full(own.shape[:2], -torch.inf, dtype=torch.float32)
         for rows in (shift + torch.arange(len(shift))).split(DECODE_CHUNK):
             if len(rows):
-                part = _attend_rows(own, entries, rows, scaling, bias)
+                part = _attend_rows(own, entries, rows, scaling, bias, softcap)
                 out, lse = merge_attention((out, part[0]), (lse, part[1]))
         outs.append(out)
         lses.append(lse)
@@ -106,8 +107,9 @@ def _attend_rows(
     rows: Int64[Tensor, " N"],
     scaling: float,
     bias: Float[Tensor, " T"] | None,
+    softcap: float | None,
 ) -> tuple[Float[Tensor, "R Q D"], Float[Tensor, "R Q"]]:
     keys, values = (side.to(queries.dtype) for side in entries.decoded(rows))
     starts, lengths = torch.zeros(1, dtype=torch.int64), torch.tensor([len(rows)])
     added = None if bias is None else bias[rows.to(bias.device)]
-    return ragged_attention(queries, keys, values, starts, lengths, scaling, added)
+    return ragged_attention(queries, keys, values, starts, lengths, scaling, added, softcap=softcap)

@@ -15,6 +15,7 @@ from larder.core.errors import BadParameter
 from larder.core.family import Family
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries, Observation
+from larder.ops.attention import sink_logits
 from larder.ops.attention_weights import head_weights_from_logits
 from larder.ops.column_statistics import ColumnReducer, reduce_columns
 from larder.policy.aggregation.base import Aggregation
@@ -78,7 +79,9 @@ class AttentionReduction:
         if seen.logits is not None and is_local and window.is_own_pass(seen):
             # The single query's logits were recorded by attention: no second product is needed.
             weights = self.aggregation.single_query(
-                head_weights_from_logits(seen.logits, *entries.layout)
+                head_weights_from_logits(
+                    seen.logits, *entries.layout, sink_logits(seen.layer, seen.logits)
+                )
             )
             joined = self.heads.join_stored(weights, entries, seen)
             return [self.aggregation.complete(head) for head in joined]
@@ -93,6 +96,8 @@ class AttentionReduction:
             key_positions=key_positions,
             bias=entries.columns.get(LOG_COUNT),
             judged=scored,
+            softcap=seen.layer.softcap,
+            sinks=sink_logits(seen.layer, entries.keys),
         )
         whole = [
             pad(head, (0, length - head.shape[-1]))
@@ -150,6 +155,8 @@ def gather_last_queries(
         query_positions=seen.query_positions[-window:],
         key_positions=entries.packed_positions(),
         bias=entries.columns.get(LOG_COUNT),
+        softcap=seen.layer.softcap,
+        sinks=sink_logits(seen.layer, entries.keys),
     )
 
 

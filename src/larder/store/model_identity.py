@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from larder.core.spec import ModelSpec
+from larder.core.spec import LayerSpec, ModelSpec
 from larder.store.blobs.container import DTYPE_NAMES, raw_bytes
 from larder.store.digests import canonical_json, digest_of, key_of
 
@@ -126,6 +126,7 @@ def model_identity(
         [layer.index, layer.query_heads, layer.kv_heads, layer.head_dim, layer.scaling]
         + [layer.sliding_window]
         + ([] if layer.kv_source is None else [layer.kv_source])
+        + _attention_variants(layer)
         for layer in spec.layers
     ]
     return ModelIdentity(
@@ -200,6 +201,13 @@ def _cached_digests(memory: Path) -> dict[str, str]:
 
 def _digest(value: Any) -> str:
     return key_of("value", json.dumps(value, sort_keys=True, default=str))
+
+
+def _attention_variants(layer: LayerSpec) -> list[object]:
+    """Softcap and sinks of a layer that has one of them."""
+    if layer.softcap is None and not layer.sinks:
+        return []
+    return [layer.softcap, _rounded_numbers(layer.sinks)]
 
 
 def _rounded_numbers(numbers: Sequence[float] | None) -> list[str] | None:

@@ -31,6 +31,8 @@ from larder.core.types import Mode
 from larder.engine.engine import Engine
 from larder.models.forward_batch import BatchSegment as Tokens
 from larder.models.forward_batch import LayerActivations
+from larder.ops.attention import cap_logits, sink_logits
+from larder.ops.attention_weights import softmax_with_sinks
 from larder.ops.search import interleaved
 from larder.session.memory import ConversationMemory
 from larder_bench.measures.base import Measure
@@ -175,7 +177,9 @@ def _layer_recall(
         is_fetched[fetched[fetched >= 0]] = True
         order = products.argsort(descending=True)
         logits = torch.cat([products, resident_products]) * layer.scaling
-        weights = logits.softmax(-1)[: len(products)]
+        sink = sink_logits(layer, logits)[head : head + 1]
+        both = softmax_with_sinks(cap_logits(logits, layer.softcap)[None], sink)[0]
+        weights = both[: len(products)]
         resident_mass = 1 - float(weights.sum())
         values = {NAMES[rank]: float(is_fetched[order[:rank]].float().mean()) for rank in RANKS}
         values["mass"] = resident_mass + float(weights[is_fetched].sum())

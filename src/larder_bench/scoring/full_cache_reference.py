@@ -22,6 +22,8 @@ from larder.core.types import Mode
 from larder.engine.engine import Engine
 from larder.models.forward_batch import BatchSegment as Tokens
 from larder.models.forward_batch import LayerActivations
+from larder.ops.attention import cap_logits, sink_logits, sinks_by_group
+from larder.ops.attention_weights import softmax_with_sinks
 from larder.session.memory import ConversationMemory
 from larder.session.prefill import PrefillInput, prefill_memory
 from larder.session.transcript.tokenizer_adapter import TokenizedTranscript
@@ -127,7 +129,10 @@ class FullCacheReference:
             among = queries @ recorded.keys[head].float().T * layer.scaling  # [R, N, N]
             ahead = torch.ones(among.shape[1:], dtype=torch.bool, device=among.device).triu(1)
             before = queries @ keys.T * layer.scaling  # [R, N, S]
-            both = torch.cat([before, among.masked_fill(ahead, -torch.inf)], -1).softmax(-1)
+            before, among = (cap_logits(part, layer.softcap) for part in (before, among))
+            logits = torch.cat([before, among.masked_fill(ahead, -torch.inf)], -1)
+            sinks = sinks_by_group(sink_logits(layer, logits), layer.kv_heads)[head]
+            both = softmax_with_sinks(logits, sinks)
             lost = both[..., : before.shape[-1]] * ~resident[head]
             shares.append(1 - lost.sum(-1))  # [R, N]
         return torch.cat(shares).mean(0)

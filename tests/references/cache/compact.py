@@ -11,6 +11,7 @@ from torch import Tensor
 from references.cache.folding import Fold, folded
 from references.cache.loop import Entry, attend_one
 from references.cache.ragged import RaggedLoop
+from references.ops.softmax import sink_of
 
 
 class CompactLoop(RaggedLoop):
@@ -42,7 +43,9 @@ class CompactLoop(RaggedLoop):
                     seen = self.looked_at([*self.heads[kv], *own])
                     unturned = self.turned(queries[head, first + q], -int(positions[first + q]))
                     query = self.turned(unturned, len(seen) - 1)
-                    out[head, first + q] = attend_one(query, seen, self.layer.scaling)
+                    layer = self.layer
+                    numbers = layer.scaling, layer.softcap, sink_of(layer.sinks, head)
+                    out[head, first + q] = attend_one(query, seen, *numbers)
                 first += section
         return out
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from larder.core.spec import LayerSpec
+from references.ops.softmax import NO_SINK, capped, shares, sink_of
 
 
 @dataclass(frozen=True)
@@ -17,18 +19,24 @@ class Entry:
     value: Tensor
 
 
-def attend_one(query: Tensor, entries: Sequence[Entry], scaling: float) -> Tensor:
+def attend_one(
+    query: Tensor,
+    entries: Sequence[Entry],
+    scaling: float,
+    softcap: float | None = None,
+    sink: float = NO_SINK,
+) -> Tensor:
     """One query's attention to the entries, in float64; nothing seen gives zeros."""
     asked = query.tolist()
-    weights: list[float] = []
+    logits: list[float] = []
     for entry in entries:
         logit = sum(q * k for q, k in zip(asked, entry.key.tolist(), strict=True))
-        weights.append(math.exp(logit * scaling))
-    total = sum(weights)
+        logits.append(capped(logit * scaling, softcap))
     out = [0.0] * len(asked)
+    weights = shares(logits, sink) if logits else []
     for weight, entry in zip(weights, entries, strict=True):
         for d, number in enumerate(entry.value.tolist()):
-            out[d] += weight / total * number
+            out[d] += weight * number
     return torch.tensor(out, dtype=torch.float64)
 
 
@@ -39,11 +47,10 @@ def attend(
     values: Tensor,
     positions: Tensor,
     sections: tuple[int, ...],
-    scaling: float,
-    window: int | None = None,
+    layer: LayerSpec,
 ) -> Tensor:
     """New tokens see the cache of their kv head, and their own section up to themselves."""
-    group = queries.shape[0] // keys.shape[0]
+    group, window = queries.shape[0] // keys.shape[0], layer.sliding_window
     out = torch.zeros(queries.shape, dtype=torch.float64)
     for head in range(queries.shape[0]):
         first = 0
@@ -55,6 +62,7 @@ def attend(
                     for s in range(first, q + 1)
                 ]
                 seen = [e for e in (*heads[kv], *own) if window is None or at - e.position < window]
-                out[head, q] = attend_one(queries[head, q], seen, scaling)
+                numbers = layer.scaling, layer.softcap, sink_of(layer.sinks, head)
+                out[head, q] = attend_one(queries[head, q], seen, *numbers)
             first += section
     return out

@@ -26,8 +26,7 @@ class RaggedLoop:
         positions: Tensor,
         sections: tuple[int, ...],
     ) -> Tensor:
-        window, scaling = self.layer.sliding_window, self.layer.scaling
-        return attend(self.heads, queries, keys, values, positions, sections, scaling, window)
+        return attend(self.heads, queries, keys, values, positions, sections, self.layer)
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         for head, entries in enumerate(self.heads):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from larder.cache.forms.base import AttentionState
 from larder.cache.memory_usage import storage_bytes
+from larder.core.spec import LayerSpec
 from larder.core.types import Queries
 from larder.ops.attention import ragged_attention
 
@@ -90,7 +91,7 @@ class SharedEntries:
         return self.keys[rows].float() * key, self.values[rows].float() * value
 
     def attend(
-        self, side: int, queries: Queries, kv_heads: int, scaling: float, column: int | None
+        self, side: int, queries: Queries, layer: LayerSpec, column: int | None
     ) -> AttentionState:
         """Attention of a layer's queries to the rows that it holds, one kv head at a time.
 
@@ -99,11 +100,12 @@ class SharedEntries:
         """
         outs: list[Tensor] = []
         lses: list[Tensor] = []
-        for head, group in enumerate(queries.unflatten(0, (kv_heads, -1))):
+        for head, group in enumerate(queries.unflatten(0, (layer.kv_heads, -1))):
             rows = (self.held[side] & (self.heads == head)).nonzero().flatten()
             bias = None if column is None else self.columns[side, column, rows]
             layout = torch.zeros(1, dtype=torch.int64), torch.tensor([len(rows)])
-            out, lse = ragged_attention(group, *self.decoded(side, rows), *layout, scaling, bias)
+            numbers = *self.decoded(side, rows), *layout, layer.scaling, bias
+            out, lse = ragged_attention(group, *numbers, softcap=layer.softcap)
             outs.append(out)
             lses.append(lse)
         return torch.cat(outs), torch.cat(lses)

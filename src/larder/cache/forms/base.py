@@ -18,7 +18,7 @@ from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
-from larder.ops.attention import causal_attention, merge_attention
+from larder.ops.attention import apply_sinks, causal_attention, merge_attention, sink_logits
 
 AttentionState = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]  # output and log-sum-exp
 AttentionCall = Callable[[], AttentionState]  # call of a kernel, with its arguments
@@ -130,14 +130,27 @@ class CacheLayer(TensorOwner):
             for call in self.attention_calls(queries, positions, mode, start):
                 states.append(call())
         if not is_step:
-            scaling, window = self.layer.scaling, self.layer.sliding_window
-            states.append(causal_attention(queries, keys, values, scaling, sections, window))
+            states.append(self.attend_new(queries, keys, values, sections))
         out, lse = merge_attention([out for out, _ in states], [lse for _, lse in states])
         if mode is Mode.APPEND:
             if not is_step:
                 self._append_block(PendingBlock(keys, values, positions, self.num_readers))
             self.observe(queries, positions, (out, lse))
-        return out.to(queries.dtype)
+        return self.output((out, lse), queries.dtype)
+
+    def attend_new(
+        self, queries: Queries, keys: Keys, values: Values, sections: tuple[int, ...]
+    ) -> AttentionState:
+        """Causal attention of tokens among themselves, within each section."""
+        layer = self.layer
+        return causal_attention(
+            queries, keys, values, layer.scaling, sections, layer.sliding_window, layer.softcap
+        )
+
+    def output(self, state: AttentionState, dtype: torch.dtype) -> Queries:
+        """Output of attention once all parts are merged, under the sinks of the layer."""
+        out, lse = state
+        return apply_sinks(out, lse, sink_logits(self.layer, out)).to(dtype)
 
     @abstractmethod
     def attention_calls(
@@ -169,7 +182,11 @@ class CacheLayer(TensorOwner):
             self.append(block.keys, block.values, block.positions)
 
     def observe(self, queries: Queries, positions: Positions, state: AttentionState) -> None:
-        """Record the attention of appended tokens, in forms that use it later."""
+        """Record the attention of appended tokens, in forms that use it later.
+
+        Args:
+            state: over the entries alone, without sinks.
+        """
         del queries, positions, state
 
     def again(
@@ -187,11 +204,8 @@ class CacheLayer(TensorOwner):
             positions: their true positions.
             answer: computes the attention of the new tokens, and appends them if required.
         """
-        layer, lengths = self.layer, (len(positions),)
-        before, _ = causal_attention(
-            queries, keys, values, layer.scaling, lengths, layer.sliding_window
-        )
-        return torch.cat([before.to(queries.dtype), answer()], 1)
+        before = self.attend_new(queries, keys, values, (len(positions),))
+        return torch.cat([self.output(before, queries.dtype), answer()], 1)
 
     @property
     def _is_empty(self) -> bool:

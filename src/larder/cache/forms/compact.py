@@ -165,7 +165,8 @@ class CompactLayer(CompositeLayer):
         places = first[:, None] + positions - positions[0]
         turned = rerotate_per_head(queries, positions, places, self._radians(queries))
         bias = held.columns.get(LOG_COUNT)
-        return [partial(ragged_attention, turned, held.keys, held.values, *layout, bias)]
+        call = partial(ragged_attention, turned, held.keys, held.values, *layout, bias)
+        return [partial(call, softcap=self.layer.softcap)]
 
     def _carry_out(self, plan: Plan, carry: Callable[[Plan], None]) -> None:
         check_counts(plan, self.layer.kv_heads)

@@ -120,7 +120,9 @@ class CorrectedLayer(TieredLayer):
         mended = [self._mended(past, queries[:, i : i + 1]) for i, past in enumerate(former)]
         self._past = (*mended, self._past[-1])[-self.parking.recall.corrected :]
         self._count_bytes()
-        return torch.cat([*(past.out.to(new.dtype) for past in mended), new], 1)
+        return torch.cat(
+            [*(self.output((past.out, past.lse), new.dtype) for past in mended), new], 1
+        )
 
     def truncate(self, length: int) -> None:
         """Drop entries at `length` and later; no remaining token is corrected any more."""
@@ -205,7 +207,7 @@ class CorrectedLayer(TieredLayer):
         held.gather(rows, keys, values)
         near = keys.to(query.device), values.to(query.device)
         layout = starts_of(lengths), lengths, self.layer.scaling
-        out, lse = ragged_attention(query, *near, *layout)
+        out, lse = ragged_attention(query, *near, *layout, softcap=self.layer.softcap)
         mended = merge_attention([past.out, out], [past.lse, lse])
         return PastAnswer(past.place, *mended, torch.cat([past.seen, fresh]), past.parked)
 

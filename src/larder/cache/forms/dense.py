@@ -141,7 +141,8 @@ class DenseLayer(CacheLayer):
     ) -> list[AttentionCall]:
         del positions, mode, shift
         rows = self._keys.flatten(0, 1), self._values.flatten(0, 1)
-        return [partial(ragged_attention, queries, *rows, *self._layout(), self.layer.scaling)]
+        layout, softcap = (*self._layout(), self.layer.scaling), self.layer.softcap
+        return [partial(ragged_attention, queries, *rows, *layout, softcap=softcap)]
 
     def _layout(self) -> tuple[Tensor, Tensor]:
         heads = torch.arange(self.layer.kv_heads)

@@ -161,7 +161,7 @@ class GradedLayer(MixedLayer):
         column, sizes = self._bias_column, (self.layer.kv_heads, self.layer.scaling)
         biases = (None if column is None else tier.columns[column] for tier in self._coded)
         return [
-            partial(quantized_attention, queries, tier.rows, *sizes, bias)
+            partial(quantized_attention, queries, tier.rows, *sizes, bias, self.layer.softcap)
             for tier, bias in zip(self._coded, biases, strict=True)
             if len(tier)
         ]

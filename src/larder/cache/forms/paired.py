@@ -207,8 +207,8 @@ class PairedLayer(MixedLayer):
     def _other_calls(self, queries: Queries) -> list[AttentionCall]:
         if not self._is_mixed:
             return []
-        sizes = self.layer.kv_heads, self.layer.scaling
-        return [partial(self._pair.shared.attend, self.side, queries, *sizes, self._bias_column)]
+        numbers = self.side, queries, self.layer, self._bias_column
+        return [partial(self._pair.shared.attend, *numbers)]
 
     def _order(self) -> PairedOrder:
         own, shared = self._ragged.entries(), self._pair.shared

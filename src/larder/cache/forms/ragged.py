@@ -233,7 +233,8 @@ class RaggedLayer(CacheLayer):
             self._hold_logits(logits)
         bias = self._columns.by_name().get(LOG_COUNT)
         rows = self._keys, self._values, self._starts, self._lengths
-        return [partial(ragged_attention, queries, *rows, self.layer.scaling, bias, logits)]
+        sizes = self.layer.scaling, bias, logits, self.layer.softcap
+        return [partial(ragged_attention, queries, *rows, *sizes)]
 
     def _changes(
         self, plan: Plan, sums: MergedEntries, starts: Tensor, lengths: Tensor

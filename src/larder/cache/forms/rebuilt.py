@@ -31,7 +31,7 @@ from larder.core.ledger import Ledger
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec, RecomputeSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
-from larder.ops.attention import causal_attention, ragged_attention
+from larder.ops.attention import ragged_attention
 from larder.ops.packing import heads_of_packed, starts_of
 
 BLOCK_TOKENS = 512  # tokens recomputed at once
@@ -103,8 +103,8 @@ class RecomputedLayer(RecoverableLayer):
         self.tokens += len(positions)
         before = torch.zeros_like(queries)
         if self.layer.index >= self.rebuilding.depth:  # outputs are unused before that layer
-            whole = self.layer.scaling, (len(positions),)
-            before = causal_attention(queries, keys, values, *whole)[0].to(queries.dtype)
+            state = self.attend_new(queries, keys, values, (len(positions),))
+            before = self.output(state, queries.dtype)
         try:
             return torch.cat([before, answer()], 1)
         finally:
@@ -189,7 +189,8 @@ class RecomputedLayer(RecoverableLayer):
         yield from self._ragged.attention_calls(queries, positions, mode, shift)
         for places, keys, values in self._blocks():
             layout, numbers = self._evicted_rows(places, keys, values)
-            yield partial(ragged_attention, queries, *numbers, *layout, self.layer.scaling)
+            call = partial(ragged_attention, queries, *numbers, *layout, self.layer.scaling)
+            yield partial(call, softcap=self.layer.softcap)
 
     def _blocks(self) -> Iterator[tuple[Int64[Tensor, " B"], RecomputedKV, RecomputedKV]]:
         """Blocks of recomputed keys and values of all evicted entries, with their positions."""

@@ -121,8 +121,8 @@ class SlidingWindowLayer(CacheLayer):
     ) -> list[AttentionCall]:
         del mode, shift
         rows, window = (self._keys, self._values, self._positions), self._window
-        scaling = self.layer.scaling
-        return [partial(windowed_attention, queries, positions, *rows, window, scaling)]
+        sizes = window, self.layer.scaling, self.layer.softcap
+        return [partial(windowed_attention, queries, positions, *rows, *sizes)]
 
     def _seen_from(self, position: int) -> slice:
         """Rows visible to a query at `position` or later."""

@@ -98,7 +98,8 @@ class PagePool(TensorOwner):
     def attention_call(self, queries: Queries) -> AttentionCall:
         """Attention to the pages loaded last."""
         rows = self._keys, self._values, self._starts, self._counts
-        return partial(ragged_attention, queries, *rows, self._layer.scaling, self._biases)
+        call = partial(ragged_attention, queries, *rows, self._layer.scaling, self._biases)
+        return partial(call, softcap=self._layer.softcap)
 
     @staticmethod
     def foreseen_bytes(layer: LayerSpec, rows: int, itemsize: int) -> int:
@@ -194,7 +195,8 @@ def attend_estimate(queries: Queries, estimate: Estimate, layer: LayerSpec) -> A
     flat = [part.float().flatten(0, 1).to(place) for part in (estimate.keys, estimate.values)]
     bias = estimate.log_counts.float().clamp(min=MASKED_BIAS).flatten().contiguous().to(place)
     lengths = torch.full_like(starts, count)
-    return ragged_attention(queries, flat[0], flat[1], starts, lengths, layer.scaling, bias)
+    layout = starts, lengths, layer.scaling, bias
+    return ragged_attention(queries, flat[0], flat[1], *layout, softcap=layer.softcap)
 
 
 def attend_with_mean(

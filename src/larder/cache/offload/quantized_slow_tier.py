@@ -215,7 +215,7 @@ class QuantizedSlowTier(SlowTier):
         for piece in self._numbers.pieces:
             if queries.device.type == "cpu":
                 sizes = layer.kv_heads, layer.scaling
-                yield partial(quantized_attention, queries, piece, *sizes)
+                yield partial(quantized_attention, queries, piece, *sizes, softcap=layer.softcap)
             else:
                 yield from _calls_on_device(queries, piece, layer)
         lengths = torch.tensor([len(keys) for keys, _ in self._numbers.waiting])
@@ -223,7 +223,8 @@ class QuantizedSlowTier(SlowTier):
             sides = zip(*self._numbers.waiting, strict=True)
             keys, values = (torch.cat(side).to(queries.device) for side in sides)
             layout = starts_of(lengths), lengths, layer.scaling
-            yield partial(ragged_attention, queries, keys, values, *layout)
+            call = partial(ragged_attention, queries, keys, values, *layout)
+            yield partial(call, softcap=layer.softcap)
 
     def without_range(self, start: int, stop: int | None = None) -> SlowTier | None:
         stays = self._staying(start, stop)
@@ -328,7 +329,7 @@ def _calls_on_device(
         lengths = torch.bincount(heads[rows], minlength=layer.kv_heads)
         keys, values = (side.to(queries.device) for side in piece.decoded(order))
         layout = starts_of(lengths), lengths, layer.scaling
-        yield partial(ragged_attention, queries, keys, values, *layout)
+        yield partial(ragged_attention, queries, keys, values, *layout, softcap=layer.softcap)
 
 
 def create_slow_tier(

@@ -178,17 +178,18 @@ class SlowTier(TensorOwner):
     def attention_calls(self, queries: Queries) -> Iterator[AttentionCall]:
         """Attention of several queries to all entries, in chunks on an accelerator."""
         held, scaling = self.entries(), self.layer.scaling
+        attend = partial(ragged_attention, queries, softcap=self.layer.softcap)
         starts, lengths = held.layout
         if queries.device.type == "cpu":
             rows = held.keys, held.values, starts, lengths
-            yield partial(ragged_attention, queries, *rows, scaling)
+            yield partial(attend, *rows, scaling)
             return
         piece = max(1, MAX_ROWS // self.layer.kv_heads)
         for first in range(0, max(held.lengths), piece):
             counts = (lengths - first).clamp(0, piece)
             rows = storage_rows(torch.arange(int(counts.sum())), starts + first, counts)
             sides = [part[rows].to(queries.device) for part in (held.keys, held.values)]
-            yield partial(ragged_attention, queries, *sides, starts_of(counts), counts, scaling)
+            yield partial(attend, *sides, starts_of(counts), counts, scaling)
 
     def _staying(self, start: int, stop: int | None) -> Bool[Tensor, " T"]:
         """Mask of the packed entries outside positions [start, stop)."""

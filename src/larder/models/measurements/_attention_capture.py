@@ -10,6 +10,8 @@ from torch import Tensor
 
 from larder.models.attention_backend import AttentionInputs, CausalAttention
 from larder.models.decoder import Decoder
+from larder.ops.attention import cap_logits
+from larder.ops.attention_weights import softmax_with_sinks
 
 CHUNK_TOKENS = 128  # queries whose weights are in memory at a time
 TINY = 1e-30  # for outputs that are all zeros
@@ -20,9 +22,10 @@ def softmax_weights(inputs: AttentionInputs, rows: Int[Tensor, " Q"]) -> Float[T
     seen = int(rows.max()) + 1
     groups = inputs.queries[:, rows].float().unflatten(0, (inputs.keys.shape[0], -1))
     keys = inputs.keys[:, None, :seen].float()
-    logits = groups @ keys.transpose(-1, -2) * inputs.scaling  # [K, R, Q, S]
+    logits = cap_logits(groups @ keys.transpose(-1, -2) * inputs.scaling, inputs.softcap)
     later = torch.arange(seen, device=rows.device) > rows[:, None]
-    return logits.masked_fill(later, -torch.inf).softmax(-1).flatten(0, 1)
+    visible = logits.masked_fill(later, -torch.inf).flatten(0, 1)  # [H, Q, S]
+    return softmax_with_sinks(visible, inputs.sinks)
 
 
 def squared_errors(
@@ -35,7 +38,10 @@ def squared_errors(
     """
     weights = softmax_weights(inputs, rows)
     marked = weights * seen[:, : weights.shape[2]]
-    marked = marked / marked.sum(-1, keepdim=True)
+    kept = marked.sum(-1, keepdim=True)
+    if len(inputs.sinks):
+        kept = kept + 1 - weights.sum(-1, keepdim=True)
+    marked = marked / kept
     values = inputs.values[:, None, : weights.shape[2]].float()
     groups = (len(values), -1)
     whole = weights.unflatten(0, groups) @ values  # [K, R, Q, D]

@@ -30,6 +30,8 @@ from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment, LayerActivations
 from larder.models.measurements._attention_capture import flatten_layers
 from larder.models.measurements.base import Granularity, Measurement, SampleText
+from larder.ops.attention import cap_logits, sink_logits
+from larder.ops.attention_weights import softmax_with_sinks
 
 SEED = 0
 CLAIM_TEMPLATE = "\n{name} is {age} years old."
@@ -148,7 +150,8 @@ def _hits(
     entries, spec = cache.entries(layer), cache.spec.layers[layer]
     keys = torch.stack([entries.head_keys(head) for head in range(spec.kv_heads)]).float()
     groups = queries.float().unflatten(0, (spec.kv_heads, -1))  # [K, R, D]
-    weights = (groups @ keys.mT * spec.scaling).softmax(-1).flatten(0, 1).cpu()  # [H, S]
+    logits = cap_logits(groups @ keys.mT * spec.scaling, spec.softcap).flatten(0, 1)
+    weights = softmax_with_sinks(logits, sink_logits(spec, logits)).cpu()  # [H, S]
     k = min(claim[1] - claim[0], weights.shape[1])
     best = torch.argsort(weights, dim=-1, descending=True, stable=True)[:, :k]
     inside = (best >= claim[0]) & (best < claim[1])

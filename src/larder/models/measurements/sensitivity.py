@@ -124,8 +124,8 @@ class _MaskedAttention:
             if inputs.sliding_window is not None:
                 mask = mask & (columns > rows[:, None] - inputs.sliding_window)
             own = (keys[:, : len(columns)], values[:, : len(columns)])
-            out, _ = masked_attention(inputs.queries[:, rows], *own, inputs.scaling, mask)
-            parts.append(out.to(keys.dtype))
+            numbers = *own, inputs.scaling, mask, inputs.softcap
+            parts.append(inputs.output(masked_attention(inputs.queries[:, rows], *numbers)))
         return torch.cat(parts, dim=1)
 
 

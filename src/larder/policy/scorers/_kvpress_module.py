@@ -20,6 +20,8 @@ from torch import Tensor
 from larder.core.errors import ScoreError
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Observation
+from larder.ops.attention import cap_logits, sink_logits, sinks_by_group
+from larder.ops.attention_weights import softmax_with_sinks
 from larder.ops.rope import rotate
 
 SCALING_TOLERANCE = 1e-6  # tolerance between a scaling and 1 / sqrt(D)
@@ -110,11 +112,13 @@ class AttentionModuleAdapter:
     def _of_head(self, head: int) -> Float[Tensor, "R Q S"]:
         seen, group = self.seen, self.seen.layer.group
         entries, queries = seen.entries, seen.queries[head * group : (head + 1) * group].float()
-        logits = queries @ entries.head_keys(head).float().T * seen.layer.scaling
+        products = queries @ entries.head_keys(head).float().T * seen.layer.scaling
+        logits = cap_logits(products, seen.layer.softcap)
+        sinks = sinks_by_group(sink_logits(seen.layer, logits), seen.layer.kv_heads)[head]
         if LOG_COUNT in entries.columns:
             logits += entries.columns[LOG_COUNT][entries.rows(head)]
         later = entries.head_positions(head) > seen.query_positions[:, None]
-        return logits.masked_fill(later, -torch.inf).softmax(-1)
+        return softmax_with_sinks(logits.masked_fill(later, -torch.inf), sinks)
 
     @property
     def _places(self) -> Int[Tensor, " Q"]:

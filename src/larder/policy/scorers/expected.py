@@ -12,7 +12,8 @@ multiplies it with the output projection, which a policy does not see. 0.01 is t
 runs that the library lists. There, statistics are of the whole input; here they are of the block
 that was read last, or of the tokens that a step of generation read: under `every_step()` that is
 one query without any covariance, so take `lagged()` or none. Queries are turned back to what they
-were before rotation, so models that norm queries are served too.
+were before rotation, so models that norm queries are served too. A softcap, under which there is no
+closed form, is applied to the expected logit.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from torch import Tensor
 from larder.core.errors import BadParameter, ScoreError
 from larder.core.observation import Observation
 from larder.core.types import Packed, Queries
+from larder.ops.attention import cap_logits, sink_logits, sinks_by_group
+from larder.ops.attention_weights import softmax_with_sinks
 from larder.ops.rope import rotate_per_head, unrotate_by_mean
 from larder.policy.protect import ProtectedTokens
 from larder.policy.scorers.base import Scorer
@@ -82,8 +85,9 @@ class Expected(Scorer):
         )
         keys = unrotate_by_mean(entries.head_keys(head), ahead, radians) * seen.layer.scaling
         is_sink = entries.head_positions(head) < self.sinks
-        logits = _expected_logits(queries, keys).masked_fill(is_sink, -torch.inf)
-        shares = logits.softmax(-1).mean(0)
+        logits = cap_logits(_expected_logits(queries, keys), seen.layer.softcap)
+        heads = sinks_by_group(sink_logits(seen.layer, logits), seen.layer.kv_heads)[head]
+        shares = softmax_with_sinks(logits.masked_fill(is_sink, -torch.inf), heads).mean(0)
         lengths = entries.head_values(head).float().square().sum(-1).sqrt()
         return ((shares + self.epsilon) * lengths).masked_fill(is_sink, torch.inf)
 

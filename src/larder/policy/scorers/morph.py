@@ -24,6 +24,7 @@ from larder.core.errors import BadParameter
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import LatestQueries, Observation, Phase
 from larder.core.types import Packed
+from larder.ops.attention import sink_logits
 from larder.ops.column_statistics import reduce_columns
 from larder.policy.protect import ProtectedTokens
 from larder.policy.scorers.base import Scorer
@@ -70,6 +71,8 @@ class Morph(Scorer):
             *older.layout,
             seen.layer.scaling,
             bias=older.columns.get(LOG_COUNT),
+            softcap=seen.layer.softcap,
+            sinks=sink_logits(seen.layer, older.keys),
         )
         pairs = zip(heads, seen.entries.lengths, strict=True)
         return torch.cat([_with_window(head[0], length) for head, length in pairs])

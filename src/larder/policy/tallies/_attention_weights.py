@@ -11,6 +11,7 @@ from torch import Tensor
 
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Observation
+from larder.ops.attention import sink_logits, sinks_by_group
 from larder.ops.attention_weights import attention_weights, weights_from_logits
 from larder.ops.column_statistics import GroupReduction, reduce_columns
 
@@ -74,8 +75,9 @@ def _update_single_query(seen: Observation, old: State, group: GroupReduction, s
 def newest_query_weights(seen: Observation, group: GroupReduction) -> Float[Tensor, " C"]:
     """Weight of the newest query of a pass for every storage row."""
     entries = seen.entries
+    sinks = sink_logits(seen.layer, entries.keys)
     if seen.logits is not None:
-        return weights_from_logits(seen.logits, *entries.layout, group)
+        return weights_from_logits(seen.logits, *entries.layout, group, sinks)
     bias = entries.columns.get(LOG_COUNT)
     starts, lengths = entries.layout
     return attention_weights(
@@ -86,11 +88,14 @@ def newest_query_weights(seen: Observation, group: GroupReduction) -> Float[Tens
         seen.layer.scaling,
         group=group,
         bias=bias,
+        softcap=seen.layer.softcap,
+        sinks=sinks,
     )
 
 
 def _update_queries(seen: Observation, old: State, group: GroupReduction, step: Step) -> State:
     new = tuple(column.clone() for column in old)
+    sinks = sinks_by_group(sink_logits(seen.layer, seen.entries.keys), seen.layer.kv_heads)
     for head, queries in enumerate(seen.queries.chunk(seen.layer.kv_heads)):  # [R, Q, D] each
         rows = seen.entries.rows(head)
         keys = seen.entries.keys[rows]
@@ -109,6 +114,8 @@ def _update_queries(seen: Observation, old: State, group: GroupReduction, step: 
             query_positions=seen.query_positions,
             key_positions=places,
             bias=None if counts is None else counts[rows],
+            softcap=seen.layer.softcap,
+            sinks=sinks[head],
         )
         for column, numbers in zip(new, result, strict=True):
             column[rows] = numbers

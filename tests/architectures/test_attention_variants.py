@@ -1,0 +1,84 @@
+"""Softcaps and sinks of real models in every form of cache, against the model alone."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from architectures.families import families
+from builders import FORM_NAMES, tiers_of
+from larder.cache.sequence import SequenceCache
+from larder.core.plan import Plan
+from larder.core.spec import RecomputeSource, RecomputeSpec
+from larder.core.types import Mode
+from larder.models.attention_backend import AttentionInputs, CausalAttention
+from larder.models.decoder import Decoder
+from larder.models.forward_batch import BatchSegment
+from larder.models.loader import wrap_model
+from larder.models.measurements._attention_capture import squared_errors
+from model_runs import own_logits, read_on, some_ids
+
+READ, STEPS, BLOCK, NEAR = 40, 4, 9, 5  # tokens
+IDS = some_ids(READ + STEPS)
+TOLERANCE = 1e-4
+# Caches that attend to evicted entries too.
+LOSSLESS: dict[str, dict[str, Any]] = {
+    "tiered": {"form": "tiered", **tiers_of("tiered")},
+    "rebuilt": {"form": "rebuilt", **tiers_of("rebuilt")},
+    "reread": {"form": "rebuilt", "rebuilding": RecomputeSpec(RecomputeSource.IDS)},
+}
+
+
+@cache
+def models(name: str) -> tuple[Decoder, torch.Tensor]:
+    """Decoder, and the logits of the model alone."""
+    family = next(row for row in families() if row.name == name)
+    expected = own_logits(family.model(), IDS)
+    return wrap_model(family.model()), expected
+
+
+variants = pytest.mark.parametrize("name", ["Gemma 2", "GPT-OSS"])
+
+
+@variants
+@pytest.mark.parametrize("form", FORM_NAMES)
+def test_blocks_and_steps_equal_the_model(name: str, form: str) -> None:
+    decoder, expected = models(name)
+    held = SequenceCache(decoder.spec, form, **tiers_of(form))
+    got = torch.cat(
+        [read_on(decoder, held, IDS[:READ], BLOCK), read_on(decoder, held, IDS[READ:], 1)]
+    )
+    assert (got - expected).abs().max() < TOLERANCE
+
+
+@variants
+@pytest.mark.parametrize("options", LOSSLESS.values(), ids=LOSSLESS)
+def test_evicted_entries_that_are_attended_to(name: str, options: dict[str, Any]) -> None:
+    """Offloaded or recomputed entries count as those that were kept."""
+    decoder, expected = models(name)
+    held = SequenceCache(decoder.spec, **options)
+    decoder.read([BatchSegment(held, IDS[:READ])], Mode.APPEND)
+    latest = torch.arange(READ - NEAR, READ)
+    for layer in decoder.spec.managed:
+        held.apply(layer.index, Plan(torch.cat([latest, latest + READ]), (NEAR, NEAR)))
+    assert held.lengths()[decoder.spec.managed[0].index] == (NEAR, NEAR)
+    got = read_on(decoder, held, IDS[READ:], 1)
+    assert (got - expected[READ:]).abs().max() < TOLERANCE
+
+
+@variants
+def test_measurements_of_eviction(name: str) -> None:
+    """A mask that hides nothing changes nothing: sinks keep their share."""
+    decoder, _ = models(name)
+    changes: list[float] = []
+
+    def measure(inputs: AttentionInputs) -> None:
+        rows = torch.arange(len(IDS))
+        change, whole = squared_errors(inputs, rows, torch.ones(len(rows), len(rows)).bool())
+        changes.append(float((change / whole).max()))
+
+    decoder.forward_uncached(IDS, CausalAttention(measure))
+    assert max(changes) < 1e-8
