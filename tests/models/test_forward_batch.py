@@ -131,11 +131,11 @@ def _watch_kernels(monkeypatch) -> list[list[str]]:
 
 
 def _watched(kernel: Callable[..., Any], walks: list[list[str]]) -> Callable[..., Any]:
-    def watch(*args: object) -> object:
+    def watch(*args: object, **named: object) -> object:
         frames = [f for f in traceback.extract_stack() if "src/larder" in f.filename]
         names = [f"{Path(f.filename).stem}.{f.name}" for f in frames]
         walks.append(names[names.index("attention_backend.attend") :])
-        return kernel(*args)
+        return kernel(*args, **named)
 
     return watch
 

@@ -69,11 +69,11 @@ EVERYTHING = torch.ones(QUERIES, ROWS, dtype=torch.bool)
 def parts(softcap: float | None) -> Iterator[tuple[Tensor, Tensor]]:
     """All rows but the latest three, then those, biases included."""
     for rows in (slice(0, 6), slice(6, None)):
-        sides = [side[:, rows].flatten(0, 1) for side in (KEYS, VALUES)]
+        keys, values = (side[:, rows].flatten(0, 1) for side in (KEYS, VALUES))
         count = len(range(ROWS)[rows])
         layout = torch.tensor([0, count]), torch.tensor([count, count])
         bias = BIAS[:, rows].flatten()
-        yield ragged_attention(QUERIES_OF, *sides, *layout, SCALING, bias, softcap=softcap)
+        yield ragged_attention(QUERIES_OF, keys, values, *layout, SCALING, bias, softcap=softcap)
 
 
 @variants
