@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -130,7 +131,7 @@ class CacheLayer(TensorOwner):
             for call in self.attention_calls(queries, positions, mode, start):
                 states.append(call())
         if not is_step:
-            states.append(self.attend_new(queries, keys, values, sections))
+            states.append(self.causal_call(queries, keys, values, sections)())
         out, lse = merge_attention([out for out, _ in states], [lse for _, lse in states])
         if mode is Mode.APPEND:
             if not is_step:
@@ -138,14 +139,13 @@ class CacheLayer(TensorOwner):
             self.observe(queries, positions, (out, lse))
         return self.output((out, lse), queries.dtype)
 
-    def attend_new(
+    def causal_call(
         self, queries: Queries, keys: Keys, values: Values, sections: tuple[int, ...]
-    ) -> AttentionState:
+    ) -> AttentionCall:
         """Causal attention of tokens among themselves, within each section."""
         layer = self.layer
-        return causal_attention(
-            queries, keys, values, layer.scaling, sections, layer.sliding_window, layer.softcap
-        )
+        sizes = layer.scaling, sections, layer.sliding_window, layer.softcap
+        return partial(causal_attention, queries, keys, values, *sizes)
 
     def output(self, state: AttentionState, dtype: torch.dtype) -> Queries:
         """Output of attention once all parts are merged, under the sinks of the layer."""
@@ -204,7 +204,7 @@ class CacheLayer(TensorOwner):
             positions: their true positions.
             answer: computes the attention of the new tokens, and appends them if required.
         """
-        before = self.attend_new(queries, keys, values, (len(positions),))
+        before = self.causal_call(queries, keys, values, (len(positions),))()
         return torch.cat([self.output(before, queries.dtype), answer()], 1)
 
     @property
