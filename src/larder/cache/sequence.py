@@ -14,11 +14,13 @@ from larder.cache.forms.shared_kv import link_shared_layers
 from larder.cache.forms.tiered import TieredLayer, tiered_layers
 from larder.cache.latest_activations import LatestActivations
 from larder.cache.memory_usage import MemoryUsage
+from larder.cache.model_positions import ModelPositions
 from larder.cache.recurrent_state import NO_STATE, CacheCheckpoint, RecurrentState
 from larder.cache.spec import CacheSpec
 from larder.cache.state_dict import move_state, restore_layers, state_dict
 from larder.core.codec import Codec
 from larder.core.errors import BudgetError, CacheError
+from larder.core.images import Span
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
@@ -36,7 +38,8 @@ class SequenceCache:
     is not thread-safe; storage that forks share is never written.
     `plans` counts the changes so far that cannot be undone: plans, and columns written.
     `latest` holds activations of the newest tokens, if the ledger asks for queries; `recurrent` the
-    state of the model's layers without attention, a value that forks share.
+    state of the model's layers without attention, a value that forks share; `model_positions` what
+    the model's RoPE counts, where that is not the true position.
 
     Args:
         form, ..., rebuilding: see `CacheSpec`.
@@ -64,6 +67,7 @@ class SequenceCache:
         self.plans = 0
         self.latest = LatestActivations(ledger.queries)
         self.recurrent = NO_STATE
+        self.model_positions = ModelPositions()
         self._is_spoiled = False
         form_of(self.cache_spec).check_spec(self.cache_spec, spec)
         self.cache_spec.check_model(spec)
@@ -81,12 +85,14 @@ class SequenceCache:
         sections: tuple[int, ...],
         shift: int = 0,
         reread: int = 0,
+        bidirectional: tuple[Span, ...] = (),
     ) -> Queries:
         """Attention of one layer, in one of three modes.
 
         Args:
             reread: number of first tokens that the cache read before, see `CacheLayer.again`.
             shift: offset of a scratch text from `next_position`; negative for earlier positions.
+            bidirectional: spans of new tokens that see all of their span.
 
         Raises: CacheError: more than one section to append, or the cache is invalid.
         """
@@ -104,6 +110,7 @@ class SequenceCache:
                 mode,
                 sections,
                 shift,
+                bidirectional=bidirectional,
             )
             return store.again(
                 queries[:, old], keys[:, old], values[:, old], positions[old], answer
@@ -112,7 +119,7 @@ class SequenceCache:
             return torch.zeros_like(queries)
         if mode is Mode.APPEND and len(sections) != 1:
             raise CacheError(f"Cannot append {len(sections)} sections at once: append one.")
-        return store.attend(queries, keys, values, positions, sections, mode, shift)
+        return store.attend(queries, keys, values, positions, sections, mode, shift, bidirectional)
 
     def record_logits(self, layers: Iterable[int]) -> None:
         """Record the logits of the next decode step in some layers."""
@@ -221,6 +228,7 @@ class SequenceCache:
         for store in self._stores:
             store.pending = None
             store.truncate(length)
+        self.model_positions = self.model_positions.truncated(length)
         if length < self.next_position:
             self.next_position = length
             self.latest.truncate(length)
@@ -232,7 +240,7 @@ class SequenceCache:
         copy._stores = [store.fork() for store in self._stores]
         copy._link_layers()
         copy.next_position, copy.latest = self.next_position, self.latest.fork()
-        copy.recurrent = self.recurrent
+        copy.recurrent, copy.model_positions = self.recurrent, self.model_positions
         return copy
 
     def entries(self, layer: int) -> Entries:
@@ -298,7 +306,8 @@ class SequenceCache:
     def state(self) -> dict[str, Tensor]:
         """All tensors by name, without slack."""
         self._check()
-        return state_dict(self._stores) | self.latest.state() | self.recurrent.state()
+        own = state_dict(self._stores) | self.latest.state()
+        return own | self.recurrent.state() | self.model_positions.state()
 
     def release_state(self, place: torch.device) -> dict[str, Tensor]:
         """All tensors, moved layer by layer to device `place`; the cache is empty afterwards."""
@@ -308,7 +317,8 @@ class SequenceCache:
         finally:
             self._link_layers()
         recurrent, self.recurrent = self.recurrent.to(place), NO_STATE
-        return handed | self.latest.release_state(place) | recurrent.state()
+        places = {name: own.to(place) for name, own in self.model_positions.state().items()}
+        return handed | self.latest.release_state(place) | recurrent.state() | places
 
     def _link_layers(self) -> None:
         """Link the layers with each other, and count their memory for the sequence."""
@@ -382,4 +392,5 @@ class SequenceCache:
         cache.latest = LatestActivations.restore(
             state, cache.cache_spec.ledger.queries, spec.device
         )
+        cache.model_positions = ModelPositions.restore(state, spec.device)
         return cache

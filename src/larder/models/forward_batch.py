@@ -17,6 +17,7 @@ from torch import Tensor
 from larder.cache.recurrent_state import NO_STATE, RecurrentState
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import ModelError
+from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.types import AppendKind, Keys, Mode, Queries, Values
 from larder.models.attention_backend import AttentionInputs
 
@@ -35,6 +36,7 @@ class BatchSegment:
         append_kind: prefill or decode step, for append mode.
         reread_ids: tokens of the cache that are re-read in front of `ids`.
         reread_start: true position of the first of them.
+        images: images among `ids`.
     """
 
     cache: SequenceCache
@@ -44,6 +46,7 @@ class BatchSegment:
     append_kind: AppendKind = AppendKind.STEP
     reread_ids: tuple[int, ...] = ()
     reread_start: int = 0
+    images: ImageSpans = NO_IMAGES
 
     @property
     def section_lengths(self) -> tuple[int, ...]:
@@ -120,9 +123,20 @@ class ForwardBatch:
         """Tokens that the model computes, packed."""
         return [token for each in self.segments for token in (*each.reread_ids, *each.ids)]
 
-    def positions(self) -> Int[Tensor, "1 Q"]:
-        """True positions of all tokens, as `position_ids` of the model."""
-        return torch.cat(self._positions)[None]
+    def positions(self) -> Int[Tensor, "*axes 1 Q"]:
+        """`position_ids` of all tokens: true ones, or in A numbers where a cache knows those."""
+        if all(segment.cache.model_positions.are_true for segment in self.segments):
+            return torch.cat(self._positions)[None]
+        parts = [self._model_positions(*pair) for pair in enumerate(self.segments)]
+        axes = max(part.shape[0] for part in parts)
+        return torch.cat([part.expand(axes, -1) for part in parts], 1)[:, None]
+
+    def _model_positions(self, index: int, segment: BatchSegment) -> Int[Tensor, "A Q"]:
+        places = self._positions[index]
+        # Those of a text are known before it is appended.
+        known = segment.cache.model_positions
+        length = known.known.shape[1] if self.mode is Mode.APPEND else segment.cache.next_position
+        return known.at(places, length)
 
     def attend(self, inputs: AttentionInputs) -> Queries:
         layer = self._spec.index_of(inputs.layer)
@@ -143,6 +157,7 @@ class ForwardBatch:
                     segment.section_lengths,
                     segment.shift,
                     len(segment.reread_ids),
+                    segment.images.bidirectional,
                 )
             )
             self._observe(index, layer, own, new_keys, new_values)

@@ -166,6 +166,35 @@ def causal_attention(
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
 
+def lookahead_attention(
+    queries: Float[Tensor, "H Q D"],
+    keys: Float[Tensor, "K Q D"],
+    values: Float[Tensor, "K Q D"],
+    scaling: float,
+    spans: Sequence[tuple[int, int]],
+    softcap: float | None = None,
+) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
+    """Attention of new tokens to the later ones of their span; other tokens see nothing.
+
+    Merged with `causal_attention`, it lets the tokens of a span see each other in both directions.
+
+    Args:
+        spans: [start, stop) of disjoint spans of tokens.
+    """
+    outs = torch.zeros(queries.shape, dtype=torch.float32, device=queries.device)
+    lses = outs.new_full(queries.shape[:2], -torch.inf)
+    for start, stop in spans:
+        if stop - start < 2:
+            continue
+        seeing, seen = slice(start, stop - 1), slice(start + 1, stop)
+        size = stop - start - 1
+        mask = torch.ones(size, size, dtype=torch.bool, device=queries.device).triu()
+        outs[:, seeing], lses[:, seeing] = masked_attention(
+            queries[:, seeing], keys[:, seen], values[:, seen], scaling, mask, softcap
+        )
+    return outs, lses
+
+
 def windowed_attention(
     queries: Float[Tensor, "H Q D"],
     query_positions: Int[Tensor, " Q"],

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
+from larder.core.images import NO_IMAGES, ImageSpans
 from larder.ops.apportion import even_ranges
 from larder.prefill.reader import PrefillReader, PrefillSequence
 
@@ -72,7 +74,9 @@ def prefill_blocks(
     """
     done, total = 0, len(ids) * sum(len(group) for group in groups)
     for group in groups:
-        for block in split_blocks(ids, tokens):
+        start = group[0].cache.next_position
+        images = group[0].images.within(start, start + len(ids))
+        for block in split_blocks(ids, tokens, images):
             yield from reader.read_and_evict_steps(
                 group, block, block, group[0].cache.next_position
             )
@@ -82,6 +86,20 @@ def prefill_blocks(
             reader.finish(lane, group[number:])
 
 
-def split_blocks(ids: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
-    """Consecutive blocks of nearly equal length, at most `size` tokens each."""
-    return [ids[start:stop] for start, stop in even_ranges(len(ids), size)]
+def split_blocks(
+    ids: tuple[int, ...], size: int, images: ImageSpans = NO_IMAGES
+) -> list[tuple[int, ...]]:
+    """Consecutive blocks of nearly equal length, at most `size` tokens each.
+
+    A cut inside an image moves to its border; a block is longer than `size` only for an image that
+    is.
+
+    Args:
+        images: images among `ids`.
+    """
+    cuts, total = [0], len(ids)
+    while cuts[-1] < total:
+        ahead = even_ranges(total - cuts[-1], size)
+        cuts += [cuts[-1] + stop for _, stop in (ahead[:1] if images.spans else ahead)]
+        cuts[-1] = images.border(cuts[-1], cuts[-2])
+    return [ids[start:stop] for start, stop in pairwise(cuts)]

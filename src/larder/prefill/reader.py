@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import ScoreError
+from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.observation import Prompts, ScratchPrompt
 from larder.core.spelling import spell
 from larder.core.types import AppendKind, Mode
@@ -35,11 +36,13 @@ class PrefillSequence:
     Args:
         prompts: scratch prompts by name.
         finish: takes over the finished cache.
+        images: images in the text, as spans of true positions.
     """
 
     cache: SequenceCache
     prompts: Prompts
     finish: Callable[[SequenceCache], None] = _keep_in_place
+    images: ImageSpans = NO_IMAGES
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class PrefillReader:
                 0,
             )
             inputs = self.planner.activation_providers
-            self.decoder.read(_rows(caches, ids), Mode.APPEND, eviction, inputs)
+            self.decoder.read(_rows(lanes, ids), Mode.APPEND, eviction, inputs)
             return
         rounds, following = list(zip(*scratches, strict=True)), list[int]()
         has_drafts = any(scratch.drafts for scratch in scratches[0])
@@ -145,7 +148,7 @@ class PrefillReader:
         observer.begin_pass(
             [ScratchPrompt(ids, (0, 0))] * len(lanes), [ScoringPhase.OBSERVE] * len(lanes), 0
         )
-        return _rows(caches, ids), observer
+        return _rows(lanes, ids), observer
 
     def _scratches(
         self, lane: PrefillSequence, block: tuple[int, ...], start: int
@@ -192,9 +195,14 @@ class PrefillReader:
         )
 
 
-def _rows(caches: Sequence[SequenceCache], ids: tuple[int, ...]) -> list[BatchSegment]:
-    """Rows with the same text for every cache."""
-    return [BatchSegment(cache, ids, append_kind=AppendKind.TEXT) for cache in caches]
+def _rows(lanes: Sequence[PrefillSequence], ids: tuple[int, ...]) -> list[BatchSegment]:
+    """Rows with the same text for every sequence."""
+    rows = list[BatchSegment]()
+    for lane in lanes:
+        start = lane.cache.next_position
+        images = lane.images.within(start, start + len(ids))
+        rows.append(BatchSegment(lane.cache, ids, append_kind=AppendKind.TEXT, images=images))
+    return rows
 
 
 def next_tokens(

@@ -15,11 +15,18 @@ from torch import Tensor
 from larder.cache.memory_usage import TensorOwner
 from larder.cache.spec import FORMS, CacheSpec
 from larder.core.errors import CacheError
+from larder.core.images import Span
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
-from larder.ops.attention import apply_sinks, causal_attention, merge_attention, sink_logits
+from larder.ops.attention import (
+    apply_sinks,
+    causal_attention,
+    lookahead_attention,
+    merge_attention,
+    sink_logits,
+)
 
 AttentionState = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]  # output and log-sum-exp
 AttentionCall = Callable[[], AttentionState]  # call of a kernel, with its arguments
@@ -108,6 +115,7 @@ class CacheLayer(TensorOwner):
         sections: tuple[int, ...],
         mode: Mode = Mode.SCRATCH,
         shift: int = 0,
+        bidirectional: tuple[Span, ...] = (),
     ) -> Queries:
         """Attention of new tokens to the cache and causally among themselves.
 
@@ -121,6 +129,7 @@ class CacheLayer(TensorOwner):
             sections: lengths that partition Q into sequences that do not see each other.
             mode: `APPEND` to append the tokens, `SCRATCH` for no side effects.
             shift: offset of `positions` from the end of the sequence; negative for earlier ones.
+            bidirectional: spans of new tokens that see all of their span.
         """
         is_step = mode is Mode.APPEND and queries.shape[1] == 1
         if is_step:
@@ -132,6 +141,10 @@ class CacheLayer(TensorOwner):
                 states.append(call())
         if not is_step:
             states.append(self.causal_call(queries, keys, values, sections)())
+            if bidirectional:
+                scaling, softcap = self.layer.scaling, self.layer.softcap
+                new = queries, keys, values
+                states.append(lookahead_attention(*new, scaling, bidirectional, softcap))
         out, lse = merge_attention([out for out, _ in states], [lse for _, lse in states])
         if mode is Mode.APPEND:
             if not is_step:

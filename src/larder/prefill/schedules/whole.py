@@ -43,8 +43,14 @@ class Whole(Schedule):
         observed = max(BLOCK_TOKENS, scorer.protected_tokens().last)  # these always stay
         last = 0 if reader.planner.observes_whole_text else max(0, len(ids) - observed)
         lane.cache.allocate(len(ids))
-        for cut in range(0, last, BLOCK_TOKENS):
-            reader.append((lane,), ids[cut : min(cut + BLOCK_TOKENS, last)])
+        images = lane.images.within(start, start + len(ids))
+        first, last = 0, images.border(last, 0)
+        if last == len(ids):  # the image ends the text
+            last = 0
+        while first < last:
+            cut = images.border(min(first + BLOCK_TOKENS, last), first)
+            reader.append((lane,), ids[first:cut])
+            first = cut
             yield None
         yield from reader.read_and_evict_steps((lane,), ids[last:], ids, start)
 

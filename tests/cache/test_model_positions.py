@@ -1,0 +1,58 @@
+"""Positions of M-RoPE beside true positions."""
+
+from __future__ import annotations
+
+import torch
+
+from larder.cache.model_positions import ModelPositions
+from larder.cache.sequence import SequenceCache
+from larder.core.spec import LayerSpec, ModelSpec
+
+# Two words, an image of two rows and two columns, two words.
+TIMES, ROWS, COLUMNS = [0, 1, 2, 2, 2, 2, 4, 5], [0, 1, 2, 2, 3, 3, 4, 5], [0, 1, 2, 3, 2, 3, 4, 5]
+GIVEN = torch.tensor([TIMES, ROWS, COLUMNS])
+
+
+def at(known: ModelPositions, places: list[int], length: int) -> list[list[int]]:
+    return known.at(torch.tensor(places), length).tolist()
+
+
+def test_without_any_known_they_are_true() -> None:
+    none = ModelPositions()
+    assert at(none, [3, 4], 3) == [[3, 4]]
+    assert none.extended(3, torch.tensor([[3, 4]] * 3)).are_true
+
+
+def test_later_tokens_count_on() -> None:
+    known = ModelPositions().extended(0, GIVEN)
+    assert at(known, [5, 6, 7, 8, 9], 8) == [[2, 4, 5, 6, 7], [3, 4, 5, 6, 7], [3, 4, 5, 6, 7]]
+    assert known.extended(8, torch.tensor([[6, 7]] * 3)) is known
+
+
+def test_a_prompt_behind_a_part_of_the_text() -> None:
+    known = ModelPositions().extended(0, GIVEN)
+    assert at(known, [6, 7], 6) == [[4, 5]] * 3  # behind the image
+    assert at(known, [1, 2], 2) == [[1, 2]] * 3  # in front of it
+
+
+def test_another_image_behind_generated_text() -> None:
+    known = ModelPositions().extended(0, GIVEN)
+    longer = known.extended(10, torch.tensor([[8, 8], [8, 8], [8, 9]]))
+    assert at(longer, [8, 9, 10, 11, 12], 12) == [
+        [6, 7, 8, 8, 10],
+        [6, 7, 8, 8, 10],
+        [6, 7, 8, 9, 10],
+    ]
+    assert torch.equal(longer.truncated(8).known, GIVEN)
+
+
+def test_a_cache_forks_saves_and_cuts_them() -> None:
+    layers = (LayerSpec(0, 2, 1, 4, 0.5),)
+    spec = ModelSpec(layers, torch.float32, torch.device("cpu"), "", 8)
+    cache = SequenceCache(spec, "ragged")
+    cache.model_positions = ModelPositions(GIVEN)
+    restored = SequenceCache.restore(spec, cache.state(), cache.meta())
+    assert torch.equal(restored.model_positions.known, GIVEN)
+    assert cache.fork().model_positions is cache.model_positions
+    cache.truncate(2)
+    assert torch.equal(cache.model_positions.known, GIVEN[:, :2])
