@@ -51,6 +51,7 @@ def assert_sequence_counted(cache: SequenceCache) -> None:
         assert_counted(layer)
     latest = cache.latest._queries.values()
     beside = cache.latest.tail.nbytes + sum(held.nbytes for held in latest)
+    beside += cache.model_positions.nbytes
     assert cache.nbytes == sum(storage_bytes(s.tensors()) for s in cache.stores) + beside
     assert cache.device_nbytes == sum(s.device_nbytes for s in cache.stores) + beside
     budgeted = [s for s in cache.stores if cache.is_budgeted(s.layer)]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks
 
 from larder.core.errors import ModelError
+from larder.models.attention_backend import NAME, register_backend
 from larder.models.introspection import AttentionSurvey
 from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
@@ -29,3 +34,19 @@ def test_a_mask_is_refused(dimensions: int) -> None:
             use_cache=False,
             larder=AttentionSurvey(),
         )
+
+
+@pytest.mark.parametrize("groups", [[-1, 0, 0, 0, -1, 1, 1], [-1] * 7])
+def test_tokens_that_see_the_next_one_are_told(groups: list[int]) -> None:
+    """Images that a model masks in both directions, after five cached tokens."""
+    register_backend()
+    blocks = torch.tensor([[-1] * 5 + groups])
+    got = AttentionMaskInterface()[NAME](
+        batch_size=1,
+        q_length=len(groups),
+        q_offset=5,
+        mask_function=or_masks(causal_mask_function, blockwise_overlay(blocks)),
+        allow_is_causal_skip=False,
+    )
+    joined = [a == b != -1 for a, b in pairwise(groups)]
+    assert (got.sees_next[0].tolist() if got else [False] * 6) == joined

@@ -34,6 +34,10 @@ class ModelPositions:
         """True if every token is at its true position, in one number."""
         return not self.known.shape[1]
 
+    @property
+    def nbytes(self) -> int:
+        return self.known.nbytes
+
     def at(self, positions: Positions, length: int) -> Int64[Tensor, "A Q"]:
         """Model positions of tokens.
 

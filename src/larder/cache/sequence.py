@@ -290,8 +290,8 @@ class SequenceCache:
 
     @property
     def _fixed_nbytes(self) -> int:
-        """Bytes that do not grow with the number of entries."""
-        return self.latest.nbytes + self.recurrent.nbytes
+        """Bytes of what is no entry."""
+        return self.latest.nbytes + self.recurrent.nbytes + self.model_positions.nbytes
 
     @property
     def shared_nbytes(self) -> int:

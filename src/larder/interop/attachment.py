@@ -1,8 +1,9 @@
 """Attachment of Larder's caches to a model of transformers by public forward hooks.
 
-Two hooks sit on the model's body (the layers without the head), one on the model. While a call of
-the body carries an `AttachedCache`, Larder's attention implementation is set and the call is
-replaced by one over packed tokens; every other call runs the model's own attention.
+Two hooks sit on the model's body (the layers without the head), one on the model, and two on what
+merges images into the embeddings between them, if anything does. While a call of the body carries
+an `AttachedCache`, Larder's attention implementation is set and the call is replaced by one over
+packed tokens; every other call runs the model's own attention.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from transformers import Cache
 
 from larder.core.errors import ModelError
 from larder.core.types import Mode
-from larder.interop.body_call import BodyCall
+from larder.interop.body_call import NO_OUTER_CALL, BodyCall, OuterCall
 from larder.models.attention_backend import CONTEXT_KEYWORD
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import ForwardBatch
@@ -31,6 +32,7 @@ from larder.models.in_memory import (
     shared_decoder,
     without_adapter_wrapper,
 )
+from larder.models.lm_head import base_model_of
 
 
 class RunningCall(Protocol):
@@ -122,6 +124,7 @@ class Attachment:
         self.decoder: Decoder = shared_decoder(module)
         self.substitute: CacheSubstitute = no_substitute
         self._logits_to_keep: object = 0
+        self._outer, self._outer_stack = NO_OUTER_CALL, ExitStack()
         self._stack = ExitStack()
         self._call: RunningCall | None = None
         self._cache: AttachedCache | None = None
@@ -132,6 +135,12 @@ class Attachment:
             body.register_forward_pre_hook(self._before_body, with_kwargs=True),
             body.register_forward_hook(self._after_body, with_kwargs=True, always_call=True),
         ]
+        base = base_model_of(module)[1]
+        if base is not body:
+            self._hooks += [
+                base.register_forward_pre_hook(self._before_base, with_kwargs=True),
+                base.register_forward_hook(self._after_base, with_kwargs=True, always_call=True),
+            ]
 
     @property
     def is_current(self) -> bool:
@@ -167,19 +176,45 @@ class Attachment:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if CONTEXT_KEYWORD in named:
             return args, self._with_embeddings(named)
-        self._abandon()
+        if self._outer is NO_OUTER_CALL:
+            self._abandon()
         named = named_arguments(body, args, named)
         cache = self._cache_of(named)
         if cache is None:
             return None
         self._check_call(body)
-        call = BodyCall.of(named, self._logits_to_keep)
+        table = self.module.get_input_embeddings()
+        call = BodyCall.of(named, self._logits_to_keep, self._outer, table)
         self._logits_to_keep = 0
         with ExitStack() as stack:
             stack.enter_context(self.decoder.attention)
             running = stack.enter_context(cache.run(call))
             self._cache, self._call, self._stack = cache, running, stack.pop_all()
         return (), {**call.options, **running.arguments}
+
+    def _before_base(
+        self, base: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Before images are merged into the embeddings, and masks are made for the body."""
+        if CONTEXT_KEYWORD in named:
+            return None
+        self._abandon()
+        named = named_arguments(base, args, named)
+        cache = self._cache_of(named)
+        if cache is None:
+            return None
+        self._check_call(base)
+        self._outer_stack.enter_context(self.decoder.attention)
+        self._outer = OuterCall(named.get("input_ids"), named.get("attention_mask"))
+        return (), {**named, "past_key_values": cache}
+
+    def _after_base(
+        self, base: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Any
+    ) -> None:
+        del base, args, out
+        if CONTEXT_KEYWORD not in named:
+            self._outer = NO_OUTER_CALL
+            self._outer_stack.close()
 
     def _after_body(
         self, body: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Any
@@ -231,11 +266,14 @@ class Attachment:
             or not capture.takes(named[CONTEXT_KEYWORD])
         ):
             return named
-        places = named["position_ids"][0] - capture.start
+        segment = named[CONTEXT_KEYWORD].segments[0]
+        places = [position - capture.start for position in segment.positions()]
         return {**named, "input_ids": None, "inputs_embeds": capture.embeddings[places][None]}
 
     def _abandon(self) -> None:
         """Roll back a call that failed, or that an interrupt left open."""
+        self._outer = NO_OUTER_CALL
+        self._outer_stack.close()
         stack, self._stack, self._call = self._stack, ExitStack(), None
         with suppress(_CallFailed):
             stack.__exit__(_CallFailed, _CallFailed(), None)

@@ -1,16 +1,21 @@
-"""Call of a model's body as transformers makes it: ids or embeddings, and which are padding."""
+"""Call of a model's body as transformers makes it: ids or embeddings, padding, images."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
 
 from larder.core.errors import ModelError
+from larder.core.images import ImageSpans, spans_of
+from larder.models.attention_backend import NewTokenMask
+
+M_ROPE_AXES = 3  # time, height and width
 
 # Arguments that are read here or follow from true positions. Other tensors are refused.
 READ_ARGUMENTS = frozenset(
@@ -28,31 +33,86 @@ RECORDED_OUTPUTS = ("output_attentions", "output_hidden_states")
 
 
 @dataclass(frozen=True)
+class OuterCall:
+    """Call of the model around the body: what images are merged into; None where it has none.
+
+    Args:
+        ids: token ids.
+        padding: mask of two dimensions that marks padding.
+    """
+
+    ids: Int[Tensor, "B Q"] | None = None
+    padding: Tensor | None = None
+
+
+NO_OUTER_CALL = OuterCall()
+
+
+@dataclass(frozen=True)
+class NewTokenMasks:
+    """Masks of a call of the body.
+
+    Args:
+        padding: mask that marks padding, as given.
+        sees_next: tokens that attend to the one behind them; None for a causal call.
+    """
+
+    padding: Any
+    sees_next: Bool[Tensor, "B Q_1"] | None = None
+
+    @staticmethod
+    def of(given: Any, outer: OuterCall) -> NewTokenMasks:
+        """Masks from `attention_mask`, which the model around the body may have made by kind of
+        layer."""
+        if not isinstance(given, dict):
+            return NewTokenMasks(given)
+        made = [mask for mask in given.values() if mask is not None]
+        other = [mask for mask in made if not isinstance(mask, NewTokenMask)]
+        if other:
+            return NewTokenMasks(other[0])
+        sees_next = [mask.sees_next for mask in made]
+        return NewTokenMasks(outer.padding, sees_next[0] if sees_next else None)
+
+
+@dataclass(frozen=True)
 class BodyCall:
     """Arguments of one call of a model's body, for B rows of Q columns.
 
     Args:
-        ids: token ids by row, without padding; zeros where embeddings are given.
+        ids: token ids by row, without padding; zeros where embeddings alone are known.
+        has_ids: whether the ids are known.
         embeddings: input embeddings [B, Q, hidden]; an empty tensor where ids are given.
         columns: columns that hold tokens, by row, in order; the others are padding.
         num_columns: Q.
         logits_to_keep: number of last columns whose logits are asked for; 0 for all.
         positions: true positions as transformers counts them, by row, like `ids`; empty if they
             were not given.
+        model_positions: positions [A, n] of the tokens by row, where RoPE counts several per
+            token; empty where it does not.
+        images: images by row, as spans of tokens.
         options: further keyword arguments of the body.
     """
 
     ids: tuple[tuple[int, ...], ...]
+    has_ids: bool
     embeddings: Float[Tensor, "_ _ _"]
     columns: tuple[tuple[int, ...], ...]
     num_columns: int
     logits_to_keep: int
     positions: tuple[tuple[int, ...], ...]
+    model_positions: tuple[Int[Tensor, "A _"], ...]
+    images: tuple[ImageSpans, ...]
     options: Mapping[str, Any]
 
     @staticmethod
-    def of(named: Mapping[str, Any], logits_to_keep: object) -> BodyCall:
+    def of(
+        named: Mapping[str, Any], logits_to_keep: object, outer: OuterCall, table: nn.Module
+    ) -> BodyCall:
         """Call from the keyword arguments of the body.
+
+        Args:
+            outer: call of the model around the body, which merged images into the embeddings.
+            table: input embeddings of the model.
 
         Raises:
             ModelError: an argument is not supported.
@@ -63,17 +123,30 @@ class BodyCall:
         given = ids if ids is not None else embeddings
         assert given is not None  # generate and every forward of transformers check it
         batch, num_columns = given.shape[:2]
-        columns = _token_columns(named.get("attention_mask"), batch, num_columns)
-        numbers = ids if ids is not None else torch.zeros(batch, num_columns, dtype=torch.long)
+        masks = NewTokenMasks.of(named.get("attention_mask"), outer)
+        columns = _token_columns(masks.padding, batch, num_columns)
+        known = ids if ids is not None else outer.ids
+        numbers = torch.zeros(batch, num_columns, dtype=torch.long) if known is None else known
+        is_image = torch.zeros(batch, num_columns, dtype=torch.bool)
+        if known is not None and embeddings is not None:
+            numbers = known.masked_fill(known >= len(_weight_of(table)), 0)
+            is_image = (table(numbers) != embeddings).any(-1)
         keep = logits_to_keep if isinstance(logits_to_keep, int) else 0
-        positions = named.get("position_ids")
+        positions = RowPositions.of(named.get("position_ids"), batch)
         return BodyCall(
             _selected(numbers, columns),
+            known is not None,
             torch.empty(0, 0, 0) if embeddings is None else embeddings,
             columns,
             num_columns,
             min(keep, num_columns),
-            () if positions is None else _selected(_rows(positions, batch), columns),
+            _selected(positions.true, columns) if len(positions.true) else (),
+            tuple(
+                positions.several[:, row, list(own)]
+                for row, own in enumerate(columns)
+                if len(positions.several)
+            ),
+            _images(is_image, masks.sees_next, columns),
             options,
         )
 
@@ -81,6 +154,15 @@ class BodyCall:
     def has_embeddings(self) -> bool:
         """True if embeddings were given in place of ids."""
         return len(self.embeddings) > 0
+
+    def is_same_row(self, row: int, other: int) -> bool:
+        """True if two rows have the same tokens, images included."""
+        if self.ids[row] != self.ids[other]:
+            return False
+        if not self.has_embeddings:
+            return True
+        rows = (self.embeddings[number, list(self.columns[number])] for number in (row, other))
+        return torch.equal(*rows)
 
 
 def _selected(
@@ -91,14 +173,55 @@ def _selected(
     return tuple(tuple(row[column] for column in own) for row, own in rows)
 
 
-def _rows(positions: Tensor, batch: int) -> Int[Tensor, "B Q"]:
-    """Positions by row; they may be given once for all rows."""
-    if positions.dim() != 2:
-        raise ModelError(
-            f"The model counts positions in {positions.dim() - 1} numbers per token, as models "
-            "with images do: Larder supports one, choose a model of text."
-        )
-    return positions.expand(batch, -1)
+@dataclass(frozen=True)
+class RowPositions:
+    """Positions that a call was given, by row and column; empty tensors for those that it lacks.
+
+    Args:
+        true: true positions.
+        several: positions of M-RoPE.
+    """
+
+    true: Int[Tensor, "_ _"]
+    several: Int[Tensor, "A _ _"]
+
+    @staticmethod
+    def of(given: Tensor | None, batch: int) -> RowPositions:
+        """Positions from `position_ids`.
+
+        Two dimensions may be given once for all rows. Of four rows of M-RoPE, the first has the
+        true positions; one row stands for three that are equal.
+        """
+        none = torch.zeros(0, 0, 0, dtype=torch.long)
+        if given is None:
+            return RowPositions(none.flatten(1), none)
+        if given.dim() == 2:
+            return RowPositions(given.expand(batch, -1), none)
+        several = given if given.shape[0] > 1 else given.expand(M_ROPE_AXES, -1, -1)
+        if given.shape[0] <= M_ROPE_AXES:
+            return RowPositions(none.flatten(1), several)
+        return RowPositions(given[0], given[1:])
+
+
+def _weight_of(table: nn.Module) -> Tensor:
+    return table.get_parameter("weight")
+
+
+def _images(
+    is_image: Bool[Tensor, "B Q"],
+    sees_next: Bool[Tensor, "B Q_1"] | None,
+    columns: tuple[tuple[int, ...], ...],
+) -> tuple[ImageSpans, ...]:
+    """Images by row: tokens whose embeddings are not those of their ids, or that see later ones."""
+    rows = list[ImageSpans]()
+    for number, (own, flags) in enumerate(zip(columns, is_image.tolist(), strict=True)):
+        sees = [] if sees_next is None else sees_next[number].tolist()
+        joined = [b == a + 1 and a < len(sees) and sees[a] for a, b in pairwise(own)]
+        both = tuple((start, stop + 1) for start, stop in spans_of(joined))
+        seen = {place for start, stop in both for place in range(start, stop)}
+        marked = [flags[column] or place in seen for place, column in enumerate(own)]
+        rows.append(ImageSpans(spans_of(marked), both))
+    return tuple(rows)
 
 
 def _token_columns(mask: Any, batch: int, num_columns: int) -> tuple[tuple[int, ...], ...]:

@@ -148,6 +148,10 @@ class LarderCache(AttachedCache):
         del layer_idx
         return self._num_columns
 
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Columns in front of those of a new call."""
+        return self.get_seq_length(layer_idx)
+
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Columns that a mask would have, and the first of them."""
         del layer_idx
@@ -335,13 +339,10 @@ class LarderCache(AttachedCache):
             rows = self._sequences
             return [self._read(n, row, texts[n], call) for n, row in enumerate(rows)]
         _check_positions(call)
-        # Rows of the same text, as beams and several sequences start with, are read once.
-        first = (
-            {} if call.has_embeddings else {text: n for n, text in reversed([*enumerate(texts)])}
-        )
         rows, states = list[GeneratedSequence](), list[Tensor]()
         for number, text in enumerate(texts):
-            known = first.get(text, number)
+            # Rows of the same text, as beams and several sequences start with, are read once.
+            known = next((n for n in range(number) if call.is_same_row(n, number)), number)
             if known < number:
                 rows.append(rows[known].fork())
                 states.append(states[known])
@@ -357,15 +358,20 @@ class LarderCache(AttachedCache):
         """Read the text of a row; the states of its last tokens."""
         if not text:
             return _no_states(self.attachment)
-        embeddings = torch.empty(0, 0)
-        if call.has_embeddings:
+        embeddings, images = torch.empty(0, 0), call.images[number].within(0, len(text))
+        if call.has_embeddings and not call.has_ids:
             sequence.check_embeddings(text)
+        if images.spans:
+            sequence.check_images(text, images)
+        if call.has_embeddings:
             columns = list(call.columns[number][: len(text)])
             embeddings = call.embeddings[number, columns]
+        if call.model_positions:
+            sequence.place(call.model_positions[number][:, : len(text)])
         wanted = call.logits_to_keep or None
         capture = HiddenCapture(sequence.cache, wanted, embeddings, sequence.cache.next_position)
         with self.attachment.capture(capture):
-            sequence.read(text)
+            sequence.read(text, images)
         return capture.states()
 
     @contextmanager
@@ -389,6 +395,8 @@ class LarderCache(AttachedCache):
         steps = list[Any]()
         for number in rows:
             sequence, ids = self._sequences[number], rest[number]
+            if call.model_positions:
+                sequence.place(call.model_positions[number][:, -len(ids) :])
             sequence.has_ended = ids[-1] in self._end.stop_ids
             if self._records_past or len(ids) > 1:
                 sequence.cache.reserve(len(ids))

@@ -6,9 +6,13 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtyping import Int
+from torch import Tensor
+
 from larder.cache.recurrent_state import CacheCheckpoint
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, UsageError
+from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.observation import Prompts
 from larder.engine.progress_bar import progress_or_bar
 from larder.models.forward_batch import BatchSegment, Observer
@@ -104,14 +108,24 @@ class GeneratedSequence:
         self._eviction: DecodeEviction | None = None
         self._num_generated = 0
 
-    def read(self, ids: tuple[int, ...]) -> None:
-        """Read a text behind the cache, and bring the cache within its budget."""
+    def place(self, positions: Int[Tensor, "A N"]) -> None:
+        """Record the positions of the next tokens where the model's RoPE counts several of each."""
+        cache = self.cache
+        cache.model_positions = cache.model_positions.extended(cache.next_position, positions)
+
+    def read(self, ids: tuple[int, ...], images: ImageSpans = NO_IMAGES) -> None:
+        """Read a text behind the cache, and bring the cache within its budget.
+
+        Args:
+            images: images in the text, which no block cuts.
+        """
         spec, length = self._runtime.decoder.spec, self.cache.next_position + len(ids)
         if self.cache.next_position:
             length = max(length, entries_per_head(self.policy, spec))
         meter = PeakMemoryMeter()
         reader = prefill_reader(self._runtime, self.policy, length, meter)
-        lane = PrefillSequence(self.cache, self._prompts)
+        images = images.shifted(self.cache.next_position)
+        lane = PrefillSequence(self.cache, self._prompts, images=images)
         with progress_or_bar(None, "Reading", "tokens") as progress:
             run_steps(self.policy.schedule.steps(reader, [lane], ids), progress)
         self.peak_bytes = max(self.peak_bytes, meter.peak_bytes)
@@ -137,6 +151,23 @@ class GeneratedSequence:
             raise UsageError(
                 f"The policy {self.policy} reads token ids, but generate() was given inputs_embeds "
                 "alone: give input_ids, or a policy that scores by attention, keys or values."
+            )
+
+    def check_images(self, ids: tuple[int, ...], images: ImageSpans) -> None:
+        """Check that the policy can read a text with images, whose tokens ids do not tell.
+
+        Raises:
+            UsageError: a part of the policy reads image tokens again, or what predicted them.
+        """
+        planner = self.policy.planner
+        scratches = planner.scorer.scratch(ids, self.cache.next_position, self._prompts)
+        shown = {ids[place] for start, stop in images.spans for place in range(start, stop)}
+        rereads = any(shown.intersection(scratch.ids) for scratch in scratches)
+        if rereads or planner.token_providers or self.policy.rebuilding:
+            raise UsageError(
+                f"The policy {self.policy} reads tokens again by their ids, but the text has "
+                "images, whose tokens have none: use a policy that scores by attention, keys or "
+                "values, such as snapkv or keydiff."
             )
 
     def step(self, ids: tuple[int, ...]) -> tuple[BatchSegment, Observer | None]:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -133,12 +133,18 @@ def register_backend() -> None:
     AttentionMaskInterface.register(NAME, _no_mask)
 
 
+def text_implementation(config: Any, name: str) -> str | dict[str, str]:
+    """Argument of `set_attn_implementation` that sets a language model, and no vision tower."""
+    text = config.get_text_config()
+    return {key: name for key in config.sub_configs if getattr(config, key) is text} or name
+
+
 def attend(
     module: nn.Module,
     query: Float[Tensor, "B H Q D"],
     key: Float[Tensor, "B K Q D"],
     value: Float[Tensor, "B K Q D"],
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | NewTokenMask | None = None,
     dropout: float = 0.0,  # sixth, as in transformers: wrappers pass it by position
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -182,18 +188,51 @@ def _check_keywords(rest: Mapping[str, object], dropout: float) -> None:
             )
 
 
-def _no_mask(*args: object, attention_mask: Tensor | None = None, **kwargs: object) -> None:
+@dataclass(frozen=True)
+class NewTokenMask:
+    """Mask of the new tokens of a call, for a caller that packs them: layers do not take it.
+
+    Args:
+        padding: mask of two dimensions that the model was given; None without.
+        sees_next: tokens that attend to the one behind them, as those of an image may; of each row
+            and each new token but the last.
+    """
+
+    padding: Bool[Tensor, "B S"] | None
+    sees_next: Bool[Tensor, "B Q"]
+
+
+def _no_mask(
+    *args: object,
+    attention_mask: Tensor | None = None,
+    mask_function: Callable[..., Any] | None = None,
+    allow_is_causal_skip: bool = True,
+    batch_size: int = 1,
+    q_length: int = 1,
+    q_offset: int = 0,
+    device: Any = "cpu",
+    **kwargs: object,
+) -> NewTokenMask | None:
     """Mask function that builds no mask, because masks follow from true positions.
 
     A mask of three dimensions arrives here too: transformers treats it as padding.
     """
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.dim() != 2:
         raise ModelError(_given_mask(attention_mask))
+    sees_next = torch.zeros(batch_size, max(q_length - 1, 0), dtype=torch.bool, device=device)
+    if mask_function is not None and not allow_is_causal_skip and q_length > 1:
+        rows = torch.arange(batch_size, device=device)[:, None]
+        places = torch.arange(q_offset, q_offset + q_length - 1, device=device)[None]
+        sees_next |= mask_function(rows, torch.zeros_like(rows), places, places + 1)
+    if attention_mask is None and not sees_next.any():
+        return None
+    return NewTokenMask(attention_mask, sees_next)
 
 
-def _given_mask(mask: Tensor) -> str:
+def _given_mask(mask: Tensor | NewTokenMask) -> str:
+    dimensions = 2 if isinstance(mask, NewTokenMask) else mask.dim()
     return (
-        f"The model was given an attention mask of {mask.dim()} dimensions, but Larder masks by "
+        f"The model was given an attention mask of {dimensions} dimensions, but Larder masks by "
         "true positions: leave the mask out, and pack sequences end to end instead of padding."
     )
 

@@ -27,7 +27,7 @@ from larder.models.attention_backend import (
 from larder.models.forward_batch import BatchSegment, ForwardBatch, Observer
 from larder.models.introspection import call_uncached, survey_model
 from larder.models.kv_cost import ModelShape
-from larder.models.lm_head import LMHead, base_model_of
+from larder.models.lm_head import LMHead, text_body_of
 from larder.models.prefetch import LayerPrefetch, attention_modules
 from larder.models.recompute import KVRecompute
 from larder.models.recompute_hooks import RecomputeHooks, with_reread_tokens
@@ -60,7 +60,7 @@ class Decoder:
     def __init__(self, module: Any) -> None:
         attention_backend.register_backend()
         self.module = module
-        if module.config._attn_implementation == attention_backend.NAME:
+        if module.config.get_text_config()._attn_implementation == attention_backend.NAME:
             raise ModelError(
                 f"This {type(module).__name__} is held by another decoder: use that one, or call "
                 "its release() first."
@@ -82,8 +82,8 @@ class Decoder:
 
     @cached_property
     def body(self) -> Any:
-        """Base model: the layers without the head."""
-        return base_model_of(self.module)[1]
+        """Layers of the language model, without the head and without a vision tower."""
+        return text_body_of(self.module)
 
     def embedding_table(self) -> Float[Tensor, "V hidden"]:
         """Input embeddings, by reference."""
@@ -401,8 +401,8 @@ def _switch_attention(module: Any, name: str) -> None:
             "cannot manage its cache: choose an architecture that does (Llama, Qwen, Mistral, "
             "Phi3, Gemma3, ...)."
         )
-    module.set_attn_implementation(name)
-    if module.config._attn_implementation != name:
+    module.set_attn_implementation(attention_backend.text_implementation(module.config, name))
+    if module.config.get_text_config()._attn_implementation != name:
         raise ModelError(f"{type(module).__name__} refused the attention implementation {name!r}.")
 
 

@@ -211,6 +211,7 @@ def _check_layer(layer: LayerSpec, kind: str) -> None:
         )
 
 
+M_ROPE_SECTION = "mrope_section"  # attribute of RoPE with several positions per token
 ROPE_BUFFER = "inv_freq"  # buffer name of RoPE frequencies in transformers
 ROTATION_TOKENS = 4  # several, because the embedding of padding may be all zeros
 ROTATION_POSITIONS = 8
@@ -222,9 +223,14 @@ def measure_rotation(
 ) -> tuple[LayerSpec, ...]:
     """Layer specs with the RoPE frequencies that explain the keys of a probe text.
 
+    Without them where RoPE counts several positions per token, as M-RoPE does in images: keys
+    cannot be rotated by one true position there.
+
     Args:
         numbers: number of each layer in the model.
     """
+    if any(M_ROPE_SECTION in vars(part) for part in model.modules()):
+        return tuple(layers)
     table, probe = model.get_input_embeddings().weight, AttentionProbe()
     tokens = (
         torch.arange(1, ROTATION_TOKENS + 1, device=table.device)

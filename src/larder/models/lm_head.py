@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -75,9 +76,28 @@ def base_model_of(module: Any) -> tuple[str, nn.Module]:
     )
 
 
+def text_body_of(module: Any) -> nn.Module:
+    """Layers of a model without the head; without the vision tower, where it has one.
+
+    Raises:
+        ModelError: the model has no such part.
+    """
+    base = base_model_of(module)[1]
+    table = module.get_input_embeddings()
+    within = (part for part in base.children() if any(m is table for m in part.children()))
+    return next(within, base)
+
+
+@dataclass
+class _LastHiddenState(BaseModelOutputWithPast):
+    """Output of a base model, of one that reads images too."""
+
+    image_hidden_states: Any = None
+
+
 class _PassThrough(nn.Module):
     """Replacement of the layers that returns its input."""
 
-    def forward(self, inputs_embeds: Tensor, **rest: Any) -> BaseModelOutputWithPast:
+    def forward(self, inputs_embeds: Tensor, **rest: Any) -> _LastHiddenState:
         del rest
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)  # pyright: ignore
+        return _LastHiddenState(last_hidden_state=inputs_embeds)  # pyright: ignore
