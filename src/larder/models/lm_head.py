@@ -31,7 +31,8 @@ class LMHead:
         self._module = copy.copy(module)
         self._module.__dict__.pop("forward", None)  # a wrapper would call the module it wraps
         self._module._modules = dict(module._modules)
-        setattr(self._module, base_model_of(module)[0], _PassThrough())
+        name, layers = base_model_of(module)
+        setattr(self._module, name, _PassThrough(layers))
 
     def logits(self, hidden: Float[Tensor, "N hidden"]) -> Float[Tensor, "N V"]:
         """Float32 logits of the next tokens."""
@@ -96,7 +97,12 @@ class _LastHiddenState(BaseModelOutputWithPast):
 
 
 class _PassThrough(nn.Module):
-    """Replacement of the layers that returns its input."""
+    """Replacement of the layers that returns its input, with their attributes, such as scales."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        own = {*vars(self), "forward"}
+        vars(self).update({name: value for name, value in vars(layers).items() if name not in own})
 
     def forward(self, inputs_embeds: Tensor, **rest: Any) -> _LastHiddenState:
         del rest

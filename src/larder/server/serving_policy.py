@@ -45,6 +45,9 @@ from larder.session.prefill import (
 
 FULL_POLICY = "full"
 TRANSIENT_LAYERS = 2  # held for a moment during a reallocation: old storage and copy
+# States of recurrent layers beside the cache's own: before the turn, before its open block, before
+# its last pass, and the one that a pass computes.
+STATE_COPIES = 4
 
 
 @dataclass(frozen=True)
@@ -214,7 +217,8 @@ class ServingPolicy:
         fixed = fixed_bytes(self.policy, spec, heads)
         scratch = max(layer.bytes_per_token(spec.dtype) for layer in spec.layers) * self._scratch
         transient = TRANSIENT_LAYERS * max(layers) if self.is_limited else max(layers)
-        return MemoryDemand(sum(layers) + fixed, transient + scratch)
+        states = STATE_COPIES * spec.recurrent_bytes
+        return MemoryDemand(sum(layers) + fixed, transient + scratch + states)
 
     def _layer_bytes(self, layer: LayerSpec, per_head: int, length: int, new_tokens: int) -> int:
         if layer.kv_source is not None:

@@ -1,0 +1,114 @@
+"""Engines of models with recurrent layers: prompts, conversations, chats that are saved."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from architectures.families import families
+from chats import EPISODES, HISTORY, SINGLE, same, state, states, under
+from larder import Chat, Engine
+from larder.engine.store_persistence import StorePersistence
+from larder.models.loader import LoadedModel, wrap_model
+from larder.session.chat_cache import ChatCache
+from larder.store.store import Store
+from server_core import characters
+
+PROMPTS = ["The harbour opened in 1871, and its master was called Ida. " * 2, "Ann has a dog."]
+# Evicting between blocks, before, while and never while generating.
+POLICIES = {
+    "blocks": "blockwise(tokens=16) > protect(sinks=2, recent=4) > keydiff() > pooled()",
+    "snapkv": "protect(sinks=2, recent=4) > snapkv(window=4) > uniform()",
+    "h2o": "protect(sinks=2, recent=4) > column_mass() > uniform() > every_step()",
+    "streaming_llm": "protect(sinks=2, recent=4) > sinks_and_window(sinks=2) > uniform()",
+    "kvzip": "blockwise(tokens=16) > protect(sinks=2, recent=4) > reconstruct() > pooled()",
+}
+TENDED = SINGLE + " > every_step()"
+
+
+@cache
+def loaded_of(name: str) -> LoadedModel:
+    [family] = [family for family in families() if family.name == name]
+    decoder = wrap_model(family.model())
+    decoder.share()
+    return LoadedModel(decoder, characters().tokenizer, name)
+
+
+def engine_of(name: str, policy: str, budget: int | None = None) -> Engine:
+    return Engine(loaded_of(name), policy=policy, budget=budget)
+
+
+@pytest.mark.parametrize("name", ["LFM2", "Qwen3-Next"])
+@torch.no_grad()
+def test_a_full_cache_continues_as_transformers_does(name: str) -> None:
+    engine, loaded = engine_of(name, "full"), loaded_of(name)
+    got = engine.generate(PROMPTS, max_new_tokens=12)
+    for completion, prompt in zip(got, PROMPTS, strict=True):
+        ids = loaded.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        out = loaded.decoder.module.generate(ids, max_new_tokens=12, do_sample=False)
+        assert completion.text == loaded.tokenizer.decode(
+            out[0, ids.shape[1] :], skip_special_tokens=True
+        )
+        assert completion.kv_bytes >= completion.full_kv_bytes
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_free_memory(policy: str) -> None:
+    engine = engine_of("Falcon-H1", POLICIES[policy], 24)
+    [batched, _] = engine.generate(PROMPTS, max_new_tokens=6)
+    alone = engine.generate(PROMPTS[0], max_new_tokens=6)
+    recurrent = loaded_of("Falcon-H1").decoder.spec.recurrent_bytes
+    assert batched.ids == alone.ids
+    assert recurrent < alone.kv_bytes < 0.8 * alone.full_kv_bytes
+
+
+def test_an_answer_leaves_the_memory_as_it_was() -> None:
+    engine = under(loaded_of("Falcon-H1"), SINGLE)
+    memory = engine.read(HISTORY)
+    before = state(memory.caches.activate(0).fork())
+    answers = [engine.ask(memory, "My dog?", max_new_tokens=40) for _ in range(2)]
+    assert answers[0].ids == answers[1].ids
+    assert same(state(memory.caches.activate(0)), before)
+    figures, spec = memory.figures, loaded_of("Falcon-H1").decoder.spec
+    assert figures.full_kv_bytes == spec.full_bytes(figures.context_tokens)
+
+
+SLOW_EPISODES = pytest.param(EPISODES, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("policy", [SINGLE, TENDED, SLOW_EPISODES, "full"])
+def test_a_saved_chat_continues_alike(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    loaded = loaded_of("LFM2")
+    engine, store = under(loaded, policy), Store(str(tmp_path / "store"), tmp_path)
+    chat = Chat(engine, "mine", HISTORY, keeper=StorePersistence(store, loaded))
+    chat.say("My dog is old.", max_new_tokens=40)
+    assert chat.keep() == ""
+    monkeypatch.setattr(ChatCache, "prefill", lambda *_: pytest.fail("read again"))
+    back = Chat(engine, "mine", keeper=StorePersistence(store, loaded))
+    assert all(same(a, b) for a, b in zip(states(back), states(chat), strict=True))
+    del chat._log_store  # only one of the two may write the file
+    asked = [engine.ask(each.memory, "Old?", max_new_tokens=8).ids for each in (back, chat)]
+    assert asked[0] == asked[1]
+    store.close()
+
+
+@pytest.mark.parametrize("policy", [SINGLE, TENDED, "full"])
+def test_a_turn_that_fails_is_undone(policy: str) -> None:
+    chat = Chat(under(loaded_of("LFM2"), policy), None, HISTORY)
+    before = states(chat)
+
+    def fail(text: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        chat.say("My dog is old. " * 4, fail, max_new_tokens=40)
+    assert all(same(a, b) for a, b in zip(states(chat), before, strict=True))
+    chat.say("My dog is old.", max_new_tokens=4)
+    assert len(chat.turns) == 1
