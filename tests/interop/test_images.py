@@ -145,3 +145,22 @@ def test_a_policy_that_reads_logits_of_images_is_refused() -> None:
         model.generate(**inputs_of(QWEN, Prompt((40,))), max_new_tokens=2, **GREEDY)
         with pytest.raises(UsageError, match="images"):
             model.generate(**given, max_new_tokens=2, **GREEDY)
+
+
+@pytest.mark.parametrize("name", [QWEN, GEMMA])
+@pytest.mark.parametrize("schedule", ["whole()", "blockwise(tokens=9)"])
+def test_a_score_tells_images_from_text(name: str, schedule: str) -> None:
+    model, given = model_of(name), inputs_of(name, PROMPT)
+    is_image, kept = torch.tensor(PROMPT.ids(name)) == IMAGE, list[int]()
+    for factor in (0, 1, 1000):
+        policy = f"{schedule} > protect(sinks=1, recent=1) > snapkv(window=1) > max() > group_max()"
+        with larder.applied(
+            model, f"{policy} > image_weight(factor={factor}) > uniform()", BUDGET
+        ) as run:
+            model.generate(**given, max_new_tokens=1, **GREEDY)
+        assert run.cache is not None
+        entries = run.cache.sequences[0].entries(1)
+        assert torch.equal(entries.column("image") > 0, is_image[entries.packed_positions().long()])
+        kept.append(int(entries.column("image").sum()))
+    assert kept[0] == 0
+    assert kept[1] < kept[2] == 2 * int(is_image.sum())

@@ -16,6 +16,7 @@ from larder.policy.providers.base import (
     PROVIDERS,
     ActivationProvider,
     DraftProvider,
+    ImageProvider,
     Kind,
     TokenProvider,
     VocabularyProvider,
@@ -53,6 +54,14 @@ def test_numbers_of_tokens_are_those_of_the_loop(name, provider) -> None:
     assert got.tolist() == pytest.approx(loop(name).numbers(rows.tolist(), ids.tolist()), abs=1e-4)
     parts = [provider.measure(rows[a:b], ids[a:b]) for a, b in ((0, 3), (3, TOKENS))]
     torch.testing.assert_close(torch.cat(parts), got)
+
+
+@pytest.mark.parametrize(("name", "provider"), of_kind(ImageProvider))
+def test_numbers_of_images_are_those_of_the_loop(name, provider) -> None:
+    is_image = torch.tensor([False, True, True, False])
+    got = provider.measure(is_image)
+    assert provider.has_column and got.dtype == torch.float32
+    assert got.tolist() == loop(name).marks(is_image.tolist())
 
 
 @pytest.mark.parametrize(("name", "provider"), of_kind(ActivationProvider))

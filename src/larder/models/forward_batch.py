@@ -20,6 +20,7 @@ from larder.core.errors import ModelError
 from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.types import AppendKind, Keys, Mode, Queries, Values
 from larder.models.attention_backend import AttentionInputs
+from larder.policy.providers.base import ImageProvider, column_providers
 
 
 @dataclass(frozen=True)
@@ -220,9 +221,19 @@ class ForwardBatch:
             self._observer(index, layer, seen)
 
     def _inputs(self, index: int) -> dict[str, Tensor]:
-        """What was captured of the new tokens of one segment."""
+        """What was captured of the new tokens of one segment, and numbers of its images."""
+        inputs = _image_inputs(self.segments[index], self._positions[index].device)
         if not self.captured:
-            return {}
+            return inputs
         stop = sum(segment.num_tokens for segment in self.segments[: index + 1])
         rows = slice(stop - len(self.segments[index].ids), stop)
-        return {name: captured[rows] for name, captured in self.captured.items()}
+        return inputs | {name: captured[rows] for name, captured in self.captured.items()}
+
+
+def _image_inputs(segment: BatchSegment, device: torch.device) -> dict[str, Tensor]:
+    """Numbers that a cache has columns for, of the tokens of a segment with images."""
+    if not segment.images.spans:
+        return {}
+    is_image = segment.images.mask(len(segment.ids)).to(device)
+    providers = column_providers(segment.cache.cache_spec.ledger.columns, ImageProvider)
+    return {name: provider.measure(is_image) for name, provider in providers.items()}

@@ -5,6 +5,7 @@ A part names the providers that it reads in `needs`, by their file names:
 | kind | made of | read as |
 |---|---|---|
 | `TokenProvider` | logits before each token | column |
+| `ImageProvider` | which tokens are of images | column |
 | `ActivationProvider` | hidden states before attention | `Observation.inputs[name]`, or column |
 | `WeightProvider` | weights of an attention module | `Observation.inputs[name]` |
 | `DraftProvider` | logits behind a scratch prompt | queries of the drafted tokens |
@@ -21,7 +22,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import ClassVar, TypeVar
 
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from larder.core.family import Family
@@ -53,6 +54,23 @@ class TokenProvider(Provider, ABC):
         Args:
             logits: float32, of the model right before each token.
             ids: the tokens.
+        """
+
+
+class ImageProvider(Provider, ABC):
+    """Number of each token of a text with images; the same for all layers and heads.
+
+    Tokens of texts without images have 0.
+    """
+
+    has_column = True
+
+    @abstractmethod
+    def measure(self, is_image: Bool[Tensor, " N"]) -> Float[Tensor, " N"]:
+        """Number of each token.
+
+        Args:
+            is_image: whether the token is of an image.
         """
 
 
