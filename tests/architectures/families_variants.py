@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from architectures.families import Family, Status, configured
+from architectures.families import Family, configured
 
 HEAD = {"head_dim": 16}
 SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
@@ -36,8 +36,7 @@ FAMILIES = (
             intermediate_size_mlp=32,
             num_local_experts=2,
             no_rope_layers=[1, 0],
+            floor_scale=8,
         ),
-        Status.REFUSED,
-        refusal="chunk",
     ),
 )

@@ -1,4 +1,4 @@
-"""Softcaps and sinks of real models in every form of cache, against the model alone."""
+"""Softcaps, sinks and chunks of real models in every form of cache, against the model alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 from architectures.families import families
 from builders import FORM_NAMES, tiers_of
 from larder.cache.sequence import SequenceCache
+from larder.core.errors import CacheError
 from larder.core.plan import Plan
 from larder.core.spec import RecomputeSource, RecomputeSpec
 from larder.core.types import Mode
+from larder.interop.cache import LarderCache
 from larder.models.attention_backend import AttentionInputs, CausalAttention
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment
@@ -40,7 +42,7 @@ def models(name: str) -> tuple[Decoder, torch.Tensor]:
     return wrap_model(family.model()), expected
 
 
-variants = pytest.mark.parametrize("name", ["Gemma 2", "GPT-OSS"])
+variants = pytest.mark.parametrize("name", ["Gemma 2", "GPT-OSS", "Llama 4"])
 
 
 @variants
@@ -82,3 +84,38 @@ def test_measurements_of_eviction(name: str) -> None:
 
     decoder.forward_uncached(IDS, CausalAttention(measure))
     assert max(changes) < 1e-8
+
+
+@pytest.mark.parametrize("lengths", [(READ, 7, 20), (17, READ)])
+def test_rows_of_one_batch_in_different_chunks(lengths: tuple[int, ...]) -> None:
+    """Each row has the chunks and the temperatures of its own positions."""
+    decoder, expected = models("Llama 4")
+    rows = [SequenceCache(decoder.spec, "ragged") for _ in lengths]
+    for held, length in zip(rows, lengths, strict=True):
+        read_on(decoder, held, IDS[:length], BLOCK)
+    batch = [
+        BatchSegment(held, IDS[length : length + 3])
+        for held, length in zip(rows, lengths, strict=True)
+    ]
+    got = decoder.forward_logits(batch, Mode.APPEND, range(3 * len(rows)))
+    for own, length in zip(got.split(3), lengths, strict=True):
+        assert (own - expected[length : length + 3]).abs().max() < TOLERANCE
+
+
+def test_a_chunk_that_is_over_is_freed() -> None:
+    decoder, _ = models("Llama 4")
+    [chunked] = decoder.spec.windows
+    held = SequenceCache(decoder.spec, "ragged")
+    for length, entries in ((15, 15), (16, 16), (17, 1), (33, 1)):
+        read_on(decoder, held, IDS[held.next_position : length], 1)
+        assert held.lengths()[chunked.index] == (entries,) * chunked.kv_heads
+
+
+@torch.no_grad()
+def test_chunks_are_not_exported() -> None:
+    family = next(row for row in families() if row.name == "Llama 4")
+    model = family.model()
+    held = LarderCache(model, "full")
+    model(torch.tensor([IDS]), past_key_values=held)
+    with pytest.raises(CacheError, match="which is not exchanged"):
+        held.to_dynamic_cache()

@@ -69,6 +69,7 @@ class Kind:
     codecs: tuple[Codec, ...] = ()
     grades: tuple[int, ...] = (0,)
     window: int | None = None
+    chunk: int | None = None
     parks: bool = False
 
 
@@ -98,6 +99,7 @@ KINDS = {
     ),
     "tiered": Kind(a_tiered, RaggedLoop, Plans.NONE, parks=True),
     "window": Kind(SlidingWindowLayer, WindowLoop, Plans.NONE, window=6),
+    "chunked": Kind(SlidingWindowLayer, WindowLoop, Plans.NONE, window=6, chunk=6),
 }
 # Forms that are compared with a loop in a test file of their own.
 COMPARED_APART = {"corrected", "graded", "paired", "rebuilt", "shared_kv"}
@@ -180,7 +182,8 @@ def cases(*kinds: str) -> list[str]:
 
 def a_subject(case: str) -> Subject:
     kind, shape = case.split("-")
-    return Subject(KINDS[kind], a_layer(*SHAPES[shape], window=KINDS[kind].window))
+    layer = a_layer(*SHAPES[shape], window=KINDS[kind].window)
+    return Subject(KINDS[kind], replace(layer, chunk=KINDS[kind].chunk))
 
 
 @pytest.fixture(params=cases(*KINDS))

@@ -239,14 +239,6 @@ def test_devices_of_a_package_that_is_missing() -> None:
         load(device="hpu")
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_chunks_that_live_in_the_mask_alone() -> None:
-    """Llama4's chunk begins far behind any text that a model is verified with."""
-    options = {"num_local_experts": 2, "intermediate_size_mlp": 32, "attention_chunk_size": 32}
-    module = built("Llama4ForCausalLM", **SHAPE, **options)
-    refused(module, "'chunked_attention'|chunks of 32 tokens")
-
-
 def a_config(**told: Any) -> Any:
     return transformers.LlamaConfig(**SHAPE, **told)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from larder.ops.attention import (
     attention,
     causal_attention,
+    chunk_sections,
     masked_attention,
     merge_attention,
     ragged_attention,
@@ -299,6 +300,25 @@ def test_long_windows_cut_into_chunks_equal_the_readable_form(window):
     agree(causal_attention(*arguments), reference(causal_attention)(*arguments), 2e-5)
 
 
+@pytest.mark.parametrize(
+    ("sections", "starts", "chunk", "expected"),
+    [
+        ((5,), (0,), 8, (5,)),
+        ((8,), (0,), 8, (8,)),
+        ((9,), (0,), 8, (8, 1)),
+        ((6,), (5,), 4, (3, 3)),
+        ((10, 3), (7, 7), 4, (1, 4, 4, 1, 1, 2)),
+        ((3,), (4,), 1, (1, 1, 1)),
+    ],
+)
+def test_sections_of_chunks(sections, starts, chunk, expected):
+    assert chunk_sections(sections, starts, chunk) == expected
+    places = [start + q for n, start in zip(sections, starts, strict=True) for q in range(n)]
+    cuts = torch.tensor(expected).cumsum(0).tolist()
+    for first, stop in zip([0, *cuts], cuts, strict=False):
+        assert len({place // chunk for place in places[first:stop]}) == 1
+
+
 @settings(max_examples=40)
 @given(seeds, st.integers(1, 4), st.integers(0, 12), st.integers(1, 14), group_lens)
 def test_windowed_equals_the_loop(seed, query_len, cached_len, window, group_len):
@@ -307,11 +327,10 @@ def test_windowed_equals_the_loop(seed, query_len, cached_len, window, group_len
     positions = torch.arange(cached_len + query_len)
     arguments = (
         queries,
-        positions[cached_len:],
+        positions[cached_len:] - window + 1,
         keys,
         values,
         positions[:cached_len],
-        window,
         SCALING,
     )
     agree(windowed_attention(*arguments), loop.windowed(*arguments), 2e-5)

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 
 from larder.core.errors import BadParameter
+
+IntOrTensor = TypeVar("IntOrTensor", int, torch.Tensor)
 
 POSITION_BYTES = 4  # positions are int32, one per entry
 
@@ -33,6 +36,8 @@ class LayerSpec:
         softcap: c of logits c * tanh(logit / c) (Gemma 2); None for logits as they are.
         sinks: logit of each query head that takes part in the softmax and has no value (GPT-OSS);
             empty without sinks.
+        chunk: tokens of a chunk; a query sees tokens of its own chunk alone (Llama 4), whose
+            number is then the sliding window too. None without chunks.
     """
 
     index: int
@@ -45,6 +50,13 @@ class LayerSpec:
     kv_source: int | None = None
     softcap: float | None = None
     sinks: tuple[float, ...] = ()
+    chunk: int | None = None
+
+    def first_visible(self, positions: IntOrTensor) -> IntOrTensor:
+        """Position of the first token that queries at true positions of a window see, or below."""
+        if self.chunk is not None:
+            return positions - positions % self.chunk
+        return 0 * positions if self.sliding_window is None else positions - self.sliding_window + 1
 
     @property
     def is_managed(self) -> bool:

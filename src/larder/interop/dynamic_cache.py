@@ -171,7 +171,7 @@ def _exported_layer(own: Any, sequences: Sequence[SequenceCache], layer: LayerSp
     keys, values, positions = (torch.stack(side) for side in zip(*parts, strict=True))
     length = sequences[0].next_position
     if layer.sliding_window is not None:
-        if type(own) is not DynamicSlidingWindowLayer:
+        if type(own) is not DynamicSlidingWindowLayer or layer.chunk is not None:
             raise _unknown_layer(own, layer)
         least = max(0, keys.shape[2] - own.sliding_window + 1)
         own.update(keys[:, :, least:], values[:, :, least:])

@@ -14,14 +14,14 @@ from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from larder.core.errors import ModelError
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Queries, Values
-from larder.ops.attention import NO_SINKS, apply_sinks, causal_attention
+from larder.ops.attention import NO_SINKS, apply_sinks, causal_attention, chunk_sections
 
 NAME = "larder"
 CONTEXT_KEYWORD = "larder"  # the keyword argument that carries the batch through the model
@@ -53,6 +53,34 @@ IGNORED_KEYWORDS = frozenset(
 )
 
 
+CHUNKED = "chunked_attention"  # kind of a layer whose chunks only its mask shows
+
+
+@dataclass(frozen=True)
+class QueryTemperature:
+    """Factor on queries that grows with their position (Llama 4).
+
+    The model counts positions from the first token of the call, whatever its true position is.
+
+    Args:
+        floor: tokens between two steps of the factor.
+        scale: of the logarithm of the step.
+    """
+
+    floor: float
+    scale: float
+
+    def factors(self, positions: Int[Tensor, " Q"]) -> Float[Tensor, " Q"]:
+        """Factor at each position."""
+        return torch.log1p(torch.floor((positions.float() + 1) / self.floor)) * self.scale + 1
+
+    def at_positions(self, queries: Queries, positions: Int[Tensor, " Q"]) -> Queries:
+        """Queries with the factors of true positions in place of those of the call."""
+        counted = torch.arange(len(positions), device=positions.device)
+        factors = self.factors(positions) / self.factors(counted)
+        return (queries * factors[:, None]).to(queries.dtype)
+
+
 @dataclass(frozen=True)
 class AttentionInputs:
     """Inputs of one call of attention.
@@ -64,6 +92,8 @@ class AttentionInputs:
         sliding_window: latest tokens, its own included, that a query sees; None for all.
         softcap: as in `LayerSpec`.
         sinks: logit of each query head that has no value; empty without sinks.
+        chunk: as in `LayerSpec`.
+        temperature: factor that the model put on the queries, None for none.
     """
 
     layer: int
@@ -74,6 +104,14 @@ class AttentionInputs:
     sliding_window: int | None
     softcap: float | None = None
     sinks: Float[Tensor, " _"] = NO_SINKS
+    chunk: int | None = None
+    temperature: QueryTemperature | None = None
+
+    def queries_at(self, positions: Int[Tensor, " Q"]) -> Queries:
+        """Queries as the model makes them at true positions."""
+        if self.temperature is None:
+            return self.queries
+        return self.temperature.at_positions(self.queries, positions)
 
     def output(
         self, state: tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]
@@ -100,7 +138,10 @@ class CausalAttention:
     def attend(self, inputs: AttentionInputs) -> Queries:
         self._show(inputs)
         sides = inputs.queries, inputs.keys, inputs.values
-        sizes = inputs.scaling, (inputs.queries.shape[1],), inputs.sliding_window, inputs.softcap
+        sections = (inputs.queries.shape[1],)
+        if inputs.chunk is not None:
+            sections = chunk_sections(sections, (0,), inputs.chunk)
+        sizes = inputs.scaling, sections, inputs.sliding_window, inputs.softcap
         return inputs.output(causal_attention(*sides, *sizes))
 
 
@@ -171,10 +212,37 @@ def attend(
         raise ModelError(f"{type(module).__name__} has no integer layer_idx, got {index!r}.")
     factor = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     sinks = NO_SINKS if s_aux is None else s_aux.detach().float()
-    sides = query[0], key[0], value[0]
-    inputs = AttentionInputs(index, *sides, factor, sliding_window, softcap, sinks)
+    chunk = _chunk_of(module, index)
+    inputs = AttentionInputs(
+        index,
+        query[0],
+        key[0],
+        value[0],
+        factor,
+        sliding_window if chunk is None else chunk,
+        softcap,
+        sinks,
+        chunk,
+        _temperature_of(module),
+    )
     out = larder.attend(inputs)
     return out.transpose(0, 1)[None], None
+
+
+def _chunk_of(module: nn.Module, index: int) -> int | None:
+    """Tokens of a chunk of a layer with chunked attention; None for other layers."""
+    config = vars(module).get("config")
+    kinds = getattr(config, "layer_types", None) or ()
+    is_chunked = index < len(kinds) and kinds[index] == CHUNKED
+    return config.attention_chunk_size if is_chunked else None
+
+
+def _temperature_of(module: nn.Module) -> QueryTemperature | None:
+    """Factor on the queries of a layer of Llama 4 without RoPE; None for other layers."""
+    own = vars(module)
+    if not own.get("attn_temperature_tuning") or own.get("use_rope", True):
+        return None
+    return QueryTemperature(float(own["floor_scale"]), float(own["attn_scale"]))
 
 
 def _check_keywords(rest: Mapping[str, object], dropout: float) -> None:

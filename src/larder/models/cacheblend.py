@@ -124,7 +124,8 @@ class _Fusion:
         visible = places[None] <= self.chosen[:, None]  # [M, N]
         sides = self._keys[layer], self._values[layer]
         numbers = inputs.scaling, visible, inputs.softcap
-        return inputs.output(masked_attention(inputs.queries, *sides, *numbers))
+        queries = inputs.queries_at(self.chosen)
+        return inputs.output(masked_attention(queries, *sides, *numbers))
 
     def choose(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Hook of the selection layer: select tokens by its values, and continue with them."""

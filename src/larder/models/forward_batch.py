@@ -143,7 +143,10 @@ class ForwardBatch:
         layer = self._spec.index_of(inputs.layer)
         widths = [segment.num_tokens for segment in self.segments]
         self.called.add(layer)
-        sides = (side.split(widths, 1) for side in (inputs.queries, inputs.keys, inputs.values))
+        queries = inputs.queries
+        if inputs.temperature is not None:
+            queries = inputs.queries_at(torch.cat(self._positions))
+        sides = (side.split(widths, 1) for side in (queries, inputs.keys, inputs.values))
         outs: list[Queries] = []
         for index, (own, new_keys, new_values) in enumerate(zip(*sides, strict=True)):
             segment, positions = self.segments[index], self._positions[index]

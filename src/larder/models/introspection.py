@@ -17,6 +17,7 @@ from larder.core.errors import ModelError
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys
 from larder.models.attention_backend import (
+    CHUNKED,
     AttentionInputs,
     AttentionProbe,
     CausalAttention,
@@ -76,6 +77,7 @@ class AttentionSurvey(CausalAttention):
             inputs.sliding_window,
             softcap=inputs.softcap,
             sinks=tuple(inputs.sinks.tolist()),
+            chunk=inputs.chunk,
         )
         self.layers[layer] = replace(spec, kv_source=self._kv_source(spec, keys))
         self._keys[layer] = keys
@@ -170,7 +172,13 @@ def _check_attention_layers(module: Any, numbers: Sequence[int]) -> None:
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Kinds of layers with attention, some beside a recurrent state, and the attention they have.
-ATTENTION_KINDS = {FULL: FULL, SLIDING: SLIDING, "hybrid": FULL, "hybrid_sliding": SLIDING}
+ATTENTION_KINDS = {
+    FULL: FULL,
+    SLIDING: SLIDING,
+    CHUNKED: SLIDING,
+    "hybrid": FULL,
+    "hybrid_sliding": SLIDING,
+}
 
 
 def check_attention_kinds(config: Any, layers: Sequence[LayerSpec]) -> None:
@@ -191,18 +199,18 @@ def check_attention_kinds(config: Any, layers: Sequence[LayerSpec]) -> None:
     for layer in layers:
         if layer.index < len(kinds):
             _check_layer(layer, kinds[layer.index])
-    if chunk:
+    if chunk and not kinds:
         raise ModelError(
-            f"The model attends in chunks of {chunk} tokens (attention_chunk_size), which Larder "
-            "does not support: choose a model without chunked attention."
+            f"The model attends in chunks of {chunk} tokens (attention_chunk_size), but its "
+            "configuration does not say in which layers: set layer_types, or choose another model."
         )
 
 
 def _check_layer(layer: LayerSpec, kind: str) -> None:
     if kind not in ATTENTION_KINDS:
         raise ModelError(
-            f"Layer {layer.index} is of the kind {kind!r}; Larder supports {FULL!r} and "
-            f"{SLIDING!r}: choose a model of these."
+            f"Layer {layer.index} is of the kind {kind!r}; Larder supports {FULL!r}, "
+            f"{SLIDING!r} and {CHUNKED!r}: choose a model of these."
         )
     if (ATTENTION_KINDS[kind] == SLIDING) != (layer.sliding_window is not None):
         raise ModelError(

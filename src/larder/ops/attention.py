@@ -195,18 +195,37 @@ def lookahead_attention(
     return outs, lses
 
 
+def chunk_sections(sections: Sequence[int], starts: Sequence[int], chunk: int) -> tuple[int, ...]:
+    """Sections cut where a chunk ends, so that tokens see their own chunk alone.
+
+    Args:
+        sections: lengths of runs of consecutive tokens.
+        starts: true position of the first token of each.
+        chunk: tokens; chunks begin at multiples of it.
+    """
+    cut: list[int] = []
+    for length, start in zip(sections, starts, strict=True):
+        ends = range(start - start % chunk + chunk, start + length, chunk)
+        edges = [start, *ends, start + length]
+        cut += [stop - first for first, stop in zip(edges, edges[1:], strict=False)]
+    return tuple(cut)
+
+
 def windowed_attention(
     queries: Float[Tensor, "H Q D"],
-    query_positions: Int[Tensor, " Q"],
+    first_visible: Int[Tensor, " Q"],
     keys: Float[Tensor, "K S D"],
     values: Float[Tensor, "K S D"],
     key_positions: Int[Tensor, " S"],
-    window: int,
     scaling: float,
     softcap: float | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """Attention over cached entries of a sliding-window layer, above query position - window."""
-    mask = key_positions > query_positions.unsqueeze(-1) - window  # [Q, S]
+    """Attention over cached entries of a window or chunk.
+
+    Args:
+        first_visible: true position of the first key that each query sees.
+    """
+    mask = key_positions >= first_visible.unsqueeze(-1)  # [Q, S]
     num_kv_heads, cached_len, head_dim = keys.shape
     if mask.all():
         lengths = torch.full((num_kv_heads,), cached_len, dtype=torch.int64)

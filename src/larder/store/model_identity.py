@@ -204,10 +204,10 @@ def _digest(value: Any) -> str:
 
 
 def _attention_variants(layer: LayerSpec) -> list[object]:
-    """Softcap and sinks of a layer that has one of them."""
-    if layer.softcap is None and not layer.sinks:
+    """Softcap, sinks and chunk of a layer that has one of them."""
+    if layer.softcap is None and not layer.sinks and layer.chunk is None:
         return []
-    return [layer.softcap, _rounded_numbers(layer.sinks)]
+    return [layer.softcap, _rounded_numbers(layer.sinks), layer.chunk]
 
 
 def _rounded_numbers(numbers: Sequence[float] | None) -> list[str] | None:

@@ -40,6 +40,13 @@ def attend_one(
     return torch.tensor(out, dtype=torch.float64)
 
 
+def sees(layer: LayerSpec, query: int, key: int) -> bool:
+    """True if the window or chunk of a query at one position holds a key at another."""
+    if layer.chunk is not None:
+        return query // layer.chunk == key // layer.chunk
+    return layer.sliding_window is None or query - key < layer.sliding_window
+
+
 def attend(
     heads: Sequence[Sequence[Entry]],
     queries: Tensor,
@@ -50,7 +57,7 @@ def attend(
     layer: LayerSpec,
 ) -> Tensor:
     """New tokens see the cache of their kv head, and their own section up to themselves."""
-    group, window = queries.shape[0] // keys.shape[0], layer.sliding_window
+    group = queries.shape[0] // keys.shape[0]
     out = torch.zeros(queries.shape, dtype=torch.float64)
     for head in range(queries.shape[0]):
         first = 0
@@ -61,7 +68,7 @@ def attend(
                     Entry(int(positions[s]), keys[kv, s], values[kv, s])
                     for s in range(first, q + 1)
                 ]
-                seen = [e for e in (*heads[kv], *own) if window is None or at - e.position < window]
+                seen = [e for e in (*heads[kv], *own) if sees(layer, at, e.position)]
                 numbers = layer.scaling, layer.softcap, sink_of(layer.sinks, head)
                 out[head, q] = attend_one(queries[head, q], seen, *numbers)
             first += section

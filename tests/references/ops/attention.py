@@ -96,15 +96,14 @@ def causal(
 
 def windowed(
     queries: Tensor,
-    query_positions: Tensor,
+    first_visible: Tensor,
     keys: Tensor,
     values: Tensor,
     key_positions: Tensor,
-    window: int,
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
     visible = [
-        [s for s, key in enumerate(key_positions.tolist()) if key > query - window]
-        for query in query_positions.tolist()
+        [s for s, key in enumerate(key_positions.tolist()) if key >= first]
+        for first in first_visible.tolist()
     ]
     return attend(queries, list(zip(keys, values, strict=True)), scaling, visible)

@@ -23,6 +23,7 @@ from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.ops.attention import (
     apply_sinks,
     causal_attention,
+    chunk_sections,
     lookahead_attention,
     merge_attention,
     sink_logits,
@@ -140,7 +141,7 @@ class CacheLayer(TensorOwner):
             for call in self.attention_calls(queries, positions, mode, start):
                 states.append(call())
         if not is_step:
-            states.append(self.causal_call(queries, keys, values, sections)())
+            states.append(self.causal_call(queries, keys, values, positions, sections)())
             if bidirectional:
                 scaling, softcap = self.layer.scaling, self.layer.softcap
                 new = queries, keys, values
@@ -153,10 +154,19 @@ class CacheLayer(TensorOwner):
         return self.output((out, lse), queries.dtype)
 
     def causal_call(
-        self, queries: Queries, keys: Keys, values: Values, sections: tuple[int, ...]
+        self,
+        queries: Queries,
+        keys: Keys,
+        values: Values,
+        positions: Positions,
+        sections: tuple[int, ...],
     ) -> AttentionCall:
         """Causal attention of tokens among themselves, within each section."""
         layer = self.layer
+        if layer.chunk is not None:
+            firsts = [sum(sections[:index]) for index in range(len(sections))]
+            starts = positions[firsts].tolist()
+            sections = chunk_sections(sections, starts, layer.chunk)
         sizes = layer.scaling, sections, layer.sliding_window, layer.softcap
         return partial(causal_attention, queries, keys, values, *sizes)
 
@@ -217,7 +227,7 @@ class CacheLayer(TensorOwner):
             positions: their true positions.
             answer: computes the attention of the new tokens, and appends them if required.
         """
-        before = self.causal_call(queries, keys, values, (len(positions),))()
+        before = self.causal_call(queries, keys, values, positions, (len(positions),))()
         return torch.cat([self.output(before, queries.dtype), answer()], 1)
 
     @property

@@ -103,7 +103,8 @@ class RecomputedLayer(RecoverableLayer):
         self.tokens += len(positions)
         before = torch.zeros_like(queries)
         if self.layer.index >= self.rebuilding.depth:  # outputs are unused before that layer
-            state = self.causal_call(queries, keys, values, (len(positions),))()
+            texts = (len(positions),)
+            state = self.causal_call(queries, keys, values, positions, texts)()
             before = self.output(state, queries.dtype)
         try:
             return torch.cat([before, answer()], 1)

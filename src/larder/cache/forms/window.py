@@ -4,6 +4,9 @@ The window is by true position, outside any budget, and counted separately. Entr
 window are dropped with the next block, so that a pass that fails in a later layer can be undone.
 
     held    [ window of the block's first token | block ]
+
+With chunked attention the window of a token is its chunk up to itself: entries of a chunk are
+dropped with the first block behind it.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from larder.ops.attention import windowed_attention
 
 
 class SlidingWindowLayer(CacheLayer):
-    """Last `sliding_window` entries, the same in every head.
+    """Last `sliding_window` entries, or those of the chunk, the same in every head.
 
     Older entries are lost: `truncate` can go back over the last appended block, and over as many
     more tokens as were reserved. Call `reserve` before a longer rollback.
@@ -37,7 +40,6 @@ class SlidingWindowLayer(CacheLayer):
             raise CacheError(f"Layer {layer.index} has no sliding window: use a dense cache.")
         shape = (layer.kv_heads, 0, layer.head_dim)
         super().__init__(layer)
-        self._window = layer.sliding_window
         self._keys = torch.empty(shape, dtype=dtype, device=device)
         self._values = torch.empty(shape, dtype=dtype, device=device)
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
@@ -120,13 +122,14 @@ class SlidingWindowLayer(CacheLayer):
         self, queries: Queries, positions: Positions, mode: Mode, shift: int
     ) -> list[AttentionCall]:
         del mode, shift
-        rows, window = (self._keys, self._values, self._positions), self._window
-        sizes = window, self.layer.scaling, self.layer.softcap
-        return [partial(windowed_attention, queries, positions, *rows, *sizes)]
+        rows = self._keys, self._values, self._positions
+        first, layer = self.layer.first_visible(positions), self.layer
+        call = partial(windowed_attention, queries, first, *rows)
+        return [partial(call, layer.scaling, layer.softcap)]
 
     def _seen_from(self, position: int) -> slice:
         """Rows visible to a query at `position` or later."""
-        return slice(int((self._positions <= position - self._window).sum()), None)
+        return slice(int((self._positions < self.layer.first_visible(position)).sum()), None)
 
     def _keep(self, rows: slice) -> None:
         self._hold(

@@ -123,6 +123,8 @@ class _MaskedAttention:
             mask = self._mask(rows, columns)
             if inputs.sliding_window is not None:
                 mask = mask & (columns > rows[:, None] - inputs.sliding_window)
+            if inputs.chunk is not None:
+                mask = mask & (columns // inputs.chunk == rows[:, None] // inputs.chunk)
             own = (keys[:, : len(columns)], values[:, : len(columns)])
             numbers = *own, inputs.scaling, mask, inputs.softcap
             parts.append(inputs.output(masked_attention(inputs.queries[:, rows], *numbers)))
