@@ -231,7 +231,7 @@ def attend(
 
 def _chunk_of(module: nn.Module, index: int) -> int | None:
     """Tokens of a chunk of a layer with chunked attention; None for other layers."""
-    config = vars(module).get("config")
+    config: Any = vars(module).get("config")
     kinds = getattr(config, "layer_types", None) or ()
     is_chunked = index < len(kinds) and kinds[index] == CHUNKED
     return config.attention_chunk_size if is_chunked else None
