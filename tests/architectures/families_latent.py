@@ -2,12 +2,104 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from architectures.families import Family, configured
 
 HEAD = {"head_dim": 16}
 SLIDING, FULL = "sliding_attention", "full_attention"
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+}
+LATENT_NOTE = (
+    "Policies see one head of latents; those that turn RoPE, quantize, offload or merge values "
+    "alone are refused."
+)
+
 FAMILIES = (
+    Family(
+        "DeepSeek-V2",
+        "DeepSeek-V2, V2-Lite, DeepSeek-Coder-V2",
+        "latents (MLA), experts",
+        "DeepseekV2ForCausalLM",
+        configured(
+            "DeepseekV2Config",
+            **(LATENT | EXPERTS | {"q_lora_rank": None}),
+            first_k_dense_replace=1,
+        ),
+        note=LATENT_NOTE,
+    ),
+    Family(
+        "DeepSeek-V3",
+        "DeepSeek-V3, V3.1, R1; Kimi K2, Moonlight",
+        "latents (MLA), experts",
+        "DeepseekV3ForCausalLM",
+        configured("DeepseekV3Config", **LATENT, **EXPERTS, first_k_dense_replace=1),
+        note="As DeepSeek-V2.",
+    ),
+    Family(
+        "GLM-4.7-Flash",
+        "GLM-4.7-Flash (Glm4MoeLite)",
+        "latents (MLA), experts",
+        "Glm4MoeLiteForCausalLM",
+        configured("Glm4MoeLiteConfig", **LATENT, **EXPERTS),
+        note="As DeepSeek-V2.",
+    ),
+    Family(
+        "Mistral 4",
+        "Mistral Small 4",
+        "latents (MLA), experts",
+        "Mistral4ForCausalLM",
+        configured("Mistral4Config", **LATENT, **EXPERTS),
+        note="As DeepSeek-V2.",
+    ),
+    Family(
+        "MiniCPM3",
+        "MiniCPM3-4B",
+        "latents (MLA)",
+        "MiniCPM3ForCausalLM",
+        configured("MiniCPM3Config", **LATENT, dim_model_base=32),
+        note="As DeepSeek-V2.",
+    ),
+    Family(
+        "Youtu",
+        "Youtu-LLM-2B",
+        "latents (MLA)",
+        "YoutuForCausalLM",
+        configured("YoutuConfig", **LATENT),
+        note="As DeepSeek-V2.",
+    ),
+    Family(
+        "LongCat-Flash",
+        "LongCat-Flash-Chat",
+        "latents (MLA), two per layer, experts",
+        "LongcatFlashForCausalLM",
+        configured(
+            "LongcatFlashConfig",
+            **(LATENT | {"head_dim": 8}),
+            num_layers=1,
+            ffn_hidden_size=96,
+            expert_ffn_hidden_size=32,
+            n_routed_experts=4,
+            zero_expert_num=2,
+            moe_topk=2,
+        ),
+        note="As DeepSeek-V2.",
+    ),
     Family(
         "Gemma 3n",
         "Gemma 3n E2B, E4B (text)",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
+from architectures.families_latent import FAMILIES
 from interop.replay import assert_same_entries
 from larder import Engine
 from larder.core.errors import CacheError
@@ -38,6 +39,20 @@ def read_cache(model: Any, policy: str, ids: Tensor) -> LarderCache:
 
 def positions_of(model: Any, ids: Tensor, start: int) -> Tensor:
     return torch.arange(start, start + ids.shape[1]).expand(ids.shape[0], -1)
+
+
+@pytest.mark.parametrize("name", ["Gemma 3n", "DeepSeek-V2"])
+@torch.no_grad()
+def test_shared_layers_and_latents_come_back_equal(name: str) -> None:
+    model = next(family for family in FAMILIES if family.name == name).model()
+    cache, new = read_cache(model, SNAPKV, text()), text(1, seed=1)
+    back = LarderCache.from_dynamic_cache(model, cache.to_dynamic_cache(), SNAPKV, 24)
+    exported = cache.to_dynamic_cache()
+    expected = model(new, past_key_values=cache).logits
+    for given in (exported, back):
+        got = model(new, past_key_values=given, position_ids=torch.tensor([[50]])).logits
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    assert_same_entries(back.sequences[0], cache.sequences[0])
 
 
 @pytest.mark.parametrize("policy", POLICIES)

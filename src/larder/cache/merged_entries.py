@@ -30,7 +30,7 @@ class MergedEntries:
 
     targets: Int64[Tensor, " N"]
     keys: Float[Tensor, "N D"]
-    values: Float[Tensor, "N D"]
+    values: Float[Tensor, "N Dv"]
 
     def among(self, places: Int64[Tensor, " M"]) -> MergedEntries:
         """Merges whose targets are in `places`, which ascend."""

@@ -76,7 +76,7 @@ class PlanWrites:
 
     targets: Int64[Tensor, " N"]
     keys: Float[Tensor, "N D"]
-    values: Float[Tensor, "N D"]
+    values: Float[Tensor, "N Dv"]
     rows: Int64[Tensor, " _"]
     columns: Mapping[str, Float[Tensor, " T"]]
     scalars: Mapping[str, Float[Tensor, " K"]]
@@ -92,15 +92,16 @@ def relocate_rows(
     """The given rows of each head in new storage of `size` rows; columns come last.
 
     Args:
-        stored: keys, values and positions, one row per row of the storage.
+        stored: keys, values unless they are the keys, and positions, one row per row of the
+            storage.
         starts: first new row of each head; slack between heads is uninitialized.
     """
-    keys, values, positions = stored
-    fresh = [keys.new_empty(size, keys.shape[1]), values.new_empty(size, values.shape[1])]
-    fresh.append(torch.zeros(size, dtype=torch.int32, device=keys.device))
+    *sides, positions = stored
+    fresh = [side.new_empty(size, side.shape[1]) for side in sides]
+    fresh.append(torch.zeros(size, dtype=torch.int32, device=positions.device))
     numbers = columns.new_zeros(len(columns), size)
     for part, start in zip(rows, starts.tolist(), strict=True):
-        part, there = part.to(keys.device), slice(start, start + len(part))
+        part, there = part.to(positions.device), slice(start, start + len(part))
         for old, new in zip(stored, fresh, strict=True):
             torch.index_select(old, 0, part, out=new[there])
         numbers[:, there] = columns[:, part]

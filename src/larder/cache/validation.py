@@ -99,6 +99,15 @@ def check_channels(plan: Plan, layer: LayerSpec) -> None:
         )
 
 
+def check_merges_whole(plan: Plan, layer: LayerSpec) -> None:
+    """Check that keys and values are merged by the same weights. Raises: CacheError."""
+    if not torch.equal(plan.folds.key_weights, plan.folds.value_weights):
+        raise CacheError(
+            f"A plan merges keys and values of layer {layer.index} by different weights, but its "
+            "latents (MLA) are both at once: take fold_ema(variant='paper'), or drop()."
+        )
+
+
 def check_ledger(ledger: Ledger, layer: int, found: Iterable[str]) -> None:
     """Check that a saved layer has the columns of its ledger. Raises: CacheError: it has others."""
     named = sorted(ledger.columns + ledger.scalars)

@@ -55,7 +55,8 @@ class Entries:
     """Cached entries of one layer: views into the cache, valid until it changes.
 
     Args:
-        keys, values: flat storage; kv head h owns rows [starts[h], starts[h] + lengths[h]).
+        keys, values: flat storage; kv head h owns rows [starts[h], starts[h] + lengths[h]). Values
+            of latents (MLA) are the first channels of the keys.
         positions: true positions, one per row of the storage.
         starts, lengths: one number per kv head.
         columns: float32 ledger columns by name, one number per row of the storage.
@@ -66,7 +67,7 @@ class Entries:
     """
 
     keys: Float[Tensor, "C D"]
-    values: Float[Tensor, "C D"]
+    values: Float[Tensor, "C Dv"]
     positions: Int[Tensor, " C"]
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -111,14 +112,14 @@ class Entries:
     def head_keys(self, head: int) -> Float[Tensor, "S D"]:
         return self.keys[self.rows(head)]
 
-    def head_values(self, head: int) -> Float[Tensor, "S D"]:
+    def head_values(self, head: int) -> Float[Tensor, "S Dv"]:
         return self.values[self.rows(head)]
 
     def keys_from(self, head: int, first: int) -> Float[Tensor, "S D"]:
         """Keys of a head's entries from index `first` on."""
         return self.head_keys(head)[first:]
 
-    def values_from(self, head: int, first: int) -> Float[Tensor, "S D"]:
+    def values_from(self, head: int, first: int) -> Float[Tensor, "S Dv"]:
         """Values of a head's entries from index `first` on."""
         return self.head_values(head)[first:]
 

@@ -38,6 +38,8 @@ class LayerSpec:
             empty without sinks.
         chunk: tokens of a chunk; a query sees tokens of its own chunk alone (Llama 4), whose
             number is then the sliding window too. None without chunks.
+        latent_rank: of latents (MLA), held once: their first channels are the values; 0 for values
+            of their own.
     """
 
     index: int
@@ -51,6 +53,7 @@ class LayerSpec:
     softcap: float | None = None
     sinks: tuple[float, ...] = ()
     chunk: int | None = None
+    latent_rank: int = 0
 
     def first_visible(self, positions: IntOrTensor) -> IntOrTensor:
         """Position of the first token that queries at true positions of a window see, or below."""
@@ -72,7 +75,8 @@ class LayerSpec:
         """Key and value bytes of one token in this layer, all kv heads together; 0 if shared."""
         if self.kv_source is not None:
             return 0
-        return 2 * self.kv_heads * self.head_dim * dtype.itemsize
+        sides = 1 if self.latent_rank else 2
+        return sides * self.kv_heads * self.head_dim * dtype.itemsize
 
     def full_bytes(self, dtype: torch.dtype, tokens: int) -> int:
         """Key and value bytes that a `DynamicCache` holds of `tokens` tokens in this layer.
@@ -153,10 +157,14 @@ class ModelSpec:
         return tuple(layer for layer in self.layers if layer.is_managed)
 
     @property
+    def holders(self) -> tuple[LayerSpec, ...]:
+        """Layers that hold entries of their own."""
+        return tuple(layer for layer in self.layers if layer.kv_source is None)
+
+    @property
     def windows(self) -> tuple[LayerSpec, ...]:
         """Layers that hold a sliding window."""
-        own = (layer for layer in self.layers if layer.kv_source is None)
-        return tuple(layer for layer in own if layer.sliding_window is not None)
+        return tuple(layer for layer in self.holders if layer.sliding_window is not None)
 
     @cached_property
     def last_readers(self) -> dict[int, int]:

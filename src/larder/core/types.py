@@ -3,6 +3,7 @@
     B sequences     L layers        H query heads    K kv heads      R = H / K
     Q query positions               S cached positions of one head   T packed positions, sum of S
     D head size     P page size     N pages          C capacity      E episodes     V vocabulary
+    Dv head size of values: D, but for latents (MLA)
 
 Query head h belongs to kv head h // R. A *packed* tensor [T] holds the entries of kv head 0, then
 those of kv head 1, and so on; `lengths` has the number of entries of each head.

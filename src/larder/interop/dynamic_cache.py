@@ -108,7 +108,7 @@ def dynamic_cache_of(sequences: Sequence[SequenceCache], config: Any) -> Dynamic
             f"{len(spec.layers)}, and {len(spec.recurrent)} tensors are of recurrent layers: "
             "continue with the LarderCache."
         )
-    for layer in spec.layers:
+    for layer in spec.holders:
         exported.layers[layer.index] = _exported_layer(
             exported.layers[layer.index], sequences, layer
         )
@@ -186,10 +186,16 @@ def _exported_layer(own: Any, sequences: Sequence[SequenceCache], layer: LayerSp
 
 def _entries(
     sequence: SequenceCache, layer: LayerSpec
-) -> tuple[Float[Tensor, "K S D"], Float[Tensor, "K S D"], Int[Tensor, "K S"]]:
-    """Keys, values and true positions of a layer whose heads hold equally many entries."""
+) -> tuple[Float[Tensor, "K S _"], Float[Tensor, "K S _"], Int[Tensor, "K S"]]:
+    """Keys, values and true positions of a layer whose heads hold equally many entries.
+
+    Of latents (MLA), transformers holds the values in place of the keys, and the rest of the keys
+    in place of the values.
+    """
     held, heads = sequence.entries(layer.index), layer.kv_heads
     keys, values = held.pack(held.keys), held.pack(held.values)
+    if layer.latent_rank:
+        keys, values = values, keys[:, layer.latent_rank :]
     return (
         keys.view(heads, -1, keys.shape[-1]),
         values.view(heads, -1, values.shape[-1]),
@@ -222,7 +228,7 @@ def filled_cache(empty: SequenceCache, cache: Cache, row: int, length: int) -> S
             "recall, such as snapkv."
         )
     state = dict[str, Tensor]()
-    for layer in spec.layers:
+    for layer in spec.holders:
         own = _layer_state(cache.layers[layer.index], row, length, spec, layer)
         if layer.sliding_window is None:
             own = _managed_state(own, form.form, layer)
@@ -247,8 +253,8 @@ def check_dynamic_cache(cache: Cache, spec: ModelSpec) -> tuple[int, int]:
             f"{len(spec.layers)} with attention and {len(spec.recurrent)} tensors of recurrent "
             "layers: give a cache that this model, without recurrent layers, has filled."
         )
-    layers: list[Any] = [*cache.layers]
-    for layer, own in zip(spec.layers, layers, strict=True):
+    layers: list[Any] = [cache.layers[layer.index] for layer in spec.holders]
+    for layer, own in zip(spec.holders, layers, strict=True):
         if not isinstance(own, DynamicLayer):
             raise _unknown_layer(own, layer)
     lengths = {own.get_seq_length() for own in layers}
@@ -265,15 +271,16 @@ def _layer_state(
     own: Any, row: int, length: int, spec: ModelSpec, layer: LayerSpec
 ) -> dict[str, Tensor]:
     """Keys, values [K, S, D] and true positions [K, S] of a row of a layer."""
-    expected = (layer.kv_heads, layer.head_dim)
-    found = (own.keys.shape[1], own.keys.shape[3])
-    if found != expected or own.values.shape != own.keys.shape or own.keys.dtype != spec.dtype:
+    keys, values = own.keys[row], own.values[row]
+    if layer.latent_rank and keys.shape[2] == layer.latent_rank:
+        keys = values = torch.cat([keys, values], dim=2)
+    expected, found = (layer.kv_heads, layer.head_dim), (keys.shape[0], keys.shape[2])
+    if found != expected or values.shape != keys.shape or keys.dtype != spec.dtype:
         raise CacheError(
             f"Layer {layer.index} of the DynamicCache has {found[0]} heads of {found[1]} numbers "
             f"in {own.keys.dtype}, but the model has {expected[0]} of {expected[1]} in "
             f"{spec.dtype}: give a cache that this model has filled."
         )
-    keys, values = own.keys[row], own.values[row]
     if layer.sliding_window is not None:
         positions = torch.arange(length - keys.shape[1], length)
     elif type(own) is EvictedLayer:

@@ -35,7 +35,9 @@ class ActivationHooks:
 
     def __enter__(self) -> None:
         for module in self._modules:
-            self._hooks.append(module.register_forward_pre_hook(self._record, with_kwargs=True))
+            # Before hooks that put another attention into the call.
+            hook = module.register_forward_pre_hook(self._record, prepend=True, with_kwargs=True)
+            self._hooks.append(hook)
 
     def __exit__(
         self,

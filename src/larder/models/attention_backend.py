@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 from larder.core.errors import ModelError
 from larder.core.spec import ModelSpec
-from larder.core.types import Keys, Queries, Values
+from larder.core.types import Keys, Queries
 from larder.ops.attention import NO_SINKS, apply_sinks, causal_attention, chunk_sections
 
 NAME = "larder"
@@ -94,18 +94,21 @@ class AttentionInputs:
         sinks: logit of each query head that has no value; empty without sinks.
         chunk: as in `LayerSpec`.
         temperature: factor that the model put on the queries, None for none.
+        latent_rank: of latents (MLA), which are keys and values at once: first channels of the
+            output that are used; 0 for values of their own.
     """
 
     layer: int
     queries: Queries
     keys: Keys
-    values: Values
+    values: Float[Tensor, "K Q Dv"]
     scaling: float
     sliding_window: int | None
     softcap: float | None = None
     sinks: Float[Tensor, " _"] = NO_SINKS
     chunk: int | None = None
     temperature: QueryTemperature | None = None
+    latent_rank: int = 0
 
     def queries_at(self, positions: Int[Tensor, " Q"]) -> Queries:
         """Queries as the model makes them at true positions."""
@@ -184,7 +187,7 @@ def attend(
     module: nn.Module,
     query: Float[Tensor, "B H Q D"],
     key: Float[Tensor, "B K Q D"],
-    value: Float[Tensor, "B K Q D"],
+    value: Float[Tensor, "B K Q Dv"],
     attention_mask: Tensor | NewTokenMask | None = None,
     dropout: float = 0.0,  # sixth, as in transformers: wrappers pass it by position
     scaling: float | None = None,
@@ -193,7 +196,7 @@ def attend(
     s_aux: Float[Tensor, " H"] | None = None,
     larder: LayerAttention | None = None,
     **rest: object,
-) -> tuple[Float[Tensor, "B Q H D"], None]:
+) -> tuple[Float[Tensor, "B Q H Dv"], None]:
     """Attention function in transformers' signature, answered by the batch in `larder`.
 
     Raises:

@@ -27,6 +27,7 @@ from larder.models.attention_backend import (
 from larder.models.forward_batch import BatchSegment, ForwardBatch, Observer
 from larder.models.introspection import call_uncached, survey_model
 from larder.models.kv_cost import ModelShape
+from larder.models.latent_attention import hook_latent_attention
 from larder.models.lm_head import LMHead, text_body_of
 from larder.models.prefetch import LayerPrefetch, attention_modules
 from larder.models.recompute import KVRecompute
@@ -66,10 +67,12 @@ class Decoder:
                 "its release() first."
             )
         self._configs = PrivateConfigs(module)
+        self._latent_hooks: list[Any] = []
         # Context of a call of the model on Larder's attention.
         self.attention: AbstractContextManager[None] = nullcontext()
         try:
             _switch_attention(module, attention_backend.NAME)
+            self._latent_hooks = hook_latent_attention(self.body)
             self.spec, self._recurrent = survey_model(module, self.body)
         except BaseException:
             self.release()
@@ -184,6 +187,8 @@ class Decoder:
     def release(self) -> None:
         """Restore the model's own attention implementation."""
         self._configs.restore()
+        for hook in self._latent_hooks:
+            hook.remove()
 
     def share(self) -> None:
         """Restore the model's own attention, except during calls of this decoder."""

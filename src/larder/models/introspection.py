@@ -78,7 +78,13 @@ class AttentionSurvey(CausalAttention):
             softcap=inputs.softcap,
             sinks=tuple(inputs.sinks.tolist()),
             chunk=inputs.chunk,
+            latent_rank=inputs.latent_rank,
         )
+        if spec.latent_rank and spec.sliding_window is not None:
+            raise ModelError(
+                f"Layer {layer} caches latents of {spec.latent_rank} numbers in a sliding window, "
+                "which Larder does not support: choose another model."
+            )
         self.layers[layer] = replace(spec, kv_source=self._kv_source(spec, keys))
         self._keys[layer] = keys
 
@@ -232,7 +238,8 @@ def measure_rotation(
     """Layer specs with the RoPE frequencies that explain the keys of a probe text.
 
     Without them where RoPE counts several positions per token, as M-RoPE does in images: keys
-    cannot be rotated by one true position there.
+    cannot be rotated by one true position there. Those of latents are unknown:
+    RoPE rotates their last channels alone.
 
     Args:
         numbers: number of each layer in the model.
@@ -254,7 +261,9 @@ def measure_rotation(
     )
     known = [buffer for name, buffer in model.named_buffers() if name.endswith(ROPE_BUFFER)]
     return tuple(
-        replace(layer, radians=_best_frequencies(probe.seen[number].keys, places, known))
+        layer
+        if layer.latent_rank
+        else replace(layer, radians=_best_frequencies(probe.seen[number].keys, places, known))
         for number, layer in zip(numbers, layers, strict=True)
     )
 

@@ -91,9 +91,10 @@ def text_body_of(module: Any) -> nn.Module:
 
 @dataclass
 class _LastHiddenState(BaseModelOutputWithPast):
-    """Output of a base model, of one that reads images too."""
+    """Output of a base model, of one with experts or images too."""
 
     image_hidden_states: Any = None
+    router_logits: Any = None
 
 
 class _PassThrough(nn.Module):

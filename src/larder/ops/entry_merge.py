@@ -22,7 +22,7 @@ SpreadFolds = tuple[
     Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"], Float[Tensor, " G"]
 ]
 # Distinct targets, ascending, and their sums of keys and of values.
-MergedSums = tuple[Int64[Tensor, " N"], Float[Tensor, "N D"], Float[Tensor, "N D"]]
+MergedSums = tuple[Int64[Tensor, " N"], Float[Tensor, "N D"], Float[Tensor, "N Dv"]]
 
 
 def updated_means(
@@ -169,7 +169,7 @@ def spread_folds(
 
 def weighted_sums(
     keys: Float[Tensor, "C D"],
-    values: Float[Tensor, "C D"],
+    values: Float[Tensor, "C Dv"],
     starts: Int64[Tensor, " K"],
     lengths: Int64[Tensor, " K"],
     sources: Int64[Tensor, " F"],
@@ -190,7 +190,7 @@ def weighted_sums(
     into, places = torch.unique(targets, return_inverse=True)
     rows = storage_rows(sources.cpu(), starts, lengths).to(keys.device)
     key_sums = keys.new_zeros(len(into), keys.shape[1], dtype=torch.float32)
-    value_sums = torch.zeros_like(key_sums)
+    value_sums = values.new_zeros(len(into), values.shape[1], dtype=torch.float32)
     parts = rows, places, key_weights, value_weights
     for some, to, of_keys, of_values in zip(
         *(part.split(SOURCE_CHUNK) for part in parts), strict=True

@@ -215,13 +215,25 @@ def empty_cache(policy: Policy, spec: ModelSpec) -> SequenceCache:
 
     Raises:
         BudgetError, UsageError: as `entries_per_head`.
+        UsageError: the policy merges keys and values of latents (MLA) apart.
     """
+    _check_merging(policy, spec)
     form = _cache_form(policy, policy.timing.prefill_tokens(entries_per_head(policy, spec)))
     ledger = Ledger() if form == "dense" else policy.planner.ledger
     storage = policy.resident_storage
     return SequenceCache(
         spec, form, ledger, storage.codecs, storage.pairing, policy.parking, policy.rebuilding
     )
+
+
+def _check_merging(policy: Policy, spec: ModelSpec) -> None:
+    latent = [layer for layer in spec.managed if layer.latent_rank]
+    if latent and policy.compensation.merges_apart:
+        raise UsageError(
+            f"{spell(policy.compensation)} merges values but not keys, and layer "
+            f"{latent[0].index} of the model caches latents (MLA), which are both at once: take "
+            "fold_ema(variant='paper'), or drop()."
+        )
 
 
 DEFAULT_BUDGET = "20%"

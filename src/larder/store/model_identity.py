@@ -127,6 +127,7 @@ def model_identity(
         + [layer.sliding_window]
         + ([] if layer.kv_source is None else [layer.kv_source])
         + _attention_variants(layer)
+        + ([layer.latent_rank] if layer.latent_rank else [])
         for layer in spec.layers
     ]
     return ModelIdentity(

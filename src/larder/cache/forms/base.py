@@ -68,6 +68,9 @@ class CacheLayer(TensorOwner):
     # Whether other layers of the model may attend to the entries.
     can_be_shared: ClassVar[bool] = True
 
+    # Whether latents (MLA) can be held, as keys and values at once.
+    holds_latents: ClassVar[bool] = False
+
     num_readers: int = 0  # layers that attend to the entries of this one
     pending: PendingBlock | None = None
     replaced_bytes: int = 0  # old storage held beside the new one during the last change
@@ -94,6 +97,14 @@ class CacheLayer(TensorOwner):
                 f"Layer {shared[0].index} of the model attends to the keys and values of layer "
                 f"{shared[0].kv_source}, which a {spec.form} cache cannot share: take a policy "
                 "that drops what it rejects, with drop()."
+            )
+
+        latent = [layer for layer in model.layers if layer.latent_rank]
+        if latent and (spec.codecs or not cls.holds_latents):
+            kind = "quantized" if spec.codecs else spec.form
+            raise CacheError(
+                f"Layer {latent[0].index} of the model caches latents (MLA), which a {kind} cache "
+                "cannot hold: take a policy whose entries stay exact, with exact() and drop()."
             )
 
     @classmethod

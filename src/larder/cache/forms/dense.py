@@ -2,11 +2,13 @@
 
     keys   [ head 0: entries, slack | head 1: entries, slack | ... ]      [K, C, D]
 
-One row of positions serves all heads, so a plan must keep the same entries in each.
+One row of positions serves all heads, so a plan must keep the same entries in each. Latents (MLA)
+are keys and values at once: both names refer to one storage.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -31,12 +33,13 @@ class DenseLayer(CacheLayer):
     """Layer storage with the same entries in every head."""
 
     supports = frozenset[str]()
+    holds_latents = True
 
     def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
         shape = (layer.kv_heads, 0, layer.head_dim)
         super().__init__(layer)
         self._keys = torch.empty(shape, dtype=dtype, device=device)
-        self._values = torch.empty(shape, dtype=dtype, device=device)
+        self._values = self._keys if layer.latent_rank else torch.empty_like(self._keys)
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
         self._length = 0
         self._count_bytes()
@@ -51,22 +54,22 @@ class DenseLayer(CacheLayer):
         if stop > self._capacity:
             self._resize(max(stop + MIN_GROWTH_TOKENS, stop + stop // GROWTH))
         self._keys[:, start:stop] = keys
-        self._values[:, start:stop] = values
+        if not self.layer.latent_rank:
+            self._values[:, start:stop] = values
         self._positions[start:stop] = positions
         self._set_length(stop)
 
     def apply(self, plan: Plan) -> None:
         rows = self._chosen(plan).to(self._keys.device)
-        keys, values, positions = self._keys[:, rows], self._values[:, rows], self._positions[rows]
-        self._replace(keys, values, positions)
+        self._replace([side[:, rows] for side in self._sides], self._positions[rows])
         self._set_length(len(rows))
 
     def evict(self, plan: Plan) -> None:
         rows = self._chosen(plan)
         positions = self._positions[rows.to(self._positions.device)]
-        keys, values = (t.view(-1, self.layer.head_dim) for t in (self._keys, self._values))
+        flat = [side.view(-1, self.layer.head_dim) for side in self._sides]
         self.replaced_bytes = 0
-        remove_rows((keys, values), *self._layout(), plan.kept.cpu(), plan.lengths)
+        remove_rows(flat, *self._layout(), plan.kept.cpu(), plan.lengths)
         self._positions[: len(rows)] = positions
         self._set_length(len(rows))
 
@@ -83,36 +86,41 @@ class DenseLayer(CacheLayer):
 
     def entries(self) -> Entries:
         starts, lengths = self._layout()
+        values, rank = self._values.flatten(0, 1), self.layer.latent_rank
         return Entries(
             self._keys.flatten(0, 1),
-            self._values.flatten(0, 1),
+            values[:, :rank] if rank else values,
             self._positions.repeat(self.layer.kv_heads),
             tuple(starts.tolist()),
             tuple(lengths.tolist()),
         )
 
     def state(self) -> dict[str, Tensor]:
-        return {
-            "keys": self._keys[:, : self._length].clone(),
-            "values": self._values[:, : self._length].clone(),
-            "positions": self._positions[: self._length].clone(),
-        }
+        named = zip(("keys", "values"), self._sides, strict=False)
+        state = {name: side[:, : self._length].clone() for name, side in named}
+        return {**state, "positions": self._positions[: self._length].clone()}
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> DenseLayer:
         store = cls(layer, state["keys"].dtype, state["keys"].device)
-        store._keys, store._values = state["keys"], state["values"]
+        store._keys = state["keys"]
+        store._values = store._keys if layer.latent_rank else state["values"]
         store._positions = state["positions"]
         store._count_bytes()
         store._set_length(len(store._positions))
         return store
 
     def own_tensors(self) -> tuple[Tensor, ...]:
-        return self._keys, self._values, self._positions
+        return *self._sides, self._positions
 
     @property
     def lengths(self) -> tuple[int, ...]:
         return (self._length,) * self.layer.kv_heads
+
+    @property
+    def _sides(self) -> tuple[Tensor, ...]:
+        """Keys and values, or latents."""
+        return (self._keys,) if self.layer.latent_rank else (self._keys, self._values)
 
     @property
     def _capacity(self) -> int:
@@ -149,18 +157,18 @@ class DenseLayer(CacheLayer):
         return heads * self._capacity, torch.full_like(heads, self._length)
 
     def _resize(self, capacity: int) -> None:
-        length, keys, values = self._length, self._keys, self._values
-        shape = (self.layer.kv_heads, capacity, self.layer.head_dim)
-        new_keys, new_values = keys.new_empty(shape), values.new_empty(shape)
-        new_keys[:, :length] = keys[:, :length]
-        new_values[:, :length] = values[:, :length]
+        length, sides = self._length, list[Tensor]()
+        for side in self._sides:
+            sides.append(side.new_empty(self.layer.kv_heads, capacity, self.layer.head_dim))
+            sides[-1][:, :length] = side[:, :length]
         positions = self._positions.new_zeros(capacity)
         positions[:length] = self._positions[:length]
-        self._replace(new_keys, new_values, positions)
+        self._replace(sides, positions)
 
-    def _replace(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+    def _replace(self, sides: Sequence[Tensor], positions: Tensor) -> None:
+        """Replace the storage by other keys and values, or latents."""
         self.replaced_bytes = self.nbytes
-        self._keys, self._values, self._positions = keys, values, positions
+        self._keys, self._values, self._positions = sides[0], sides[-1], positions
         self._count_bytes()
 
     def _set_length(self, length: int) -> None:

@@ -3,6 +3,8 @@
     keys   [ head 0 entries | slack | head 1 entries | slack | ... ]      one row an entry
              ^edges[0]                ^edges[1]
 
+Latents (MLA) are keys and values at once: both names refer to one storage.
+
 `apply` frees rejected entries at once: the kept ones are relocated into new storage. `evict`, for
 decode steps, turns them into slack for the next tokens, and a head may then begin after its edge.
 Attention reads the entries, never the slack.
@@ -22,7 +24,12 @@ from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.merged_entries import MergedEntries, merge_entries, no_merges
 from larder.cache.row_updates import InsertedEntries, PlanWrites, insert_entries, relocate_rows
 from larder.cache.spec import FORMS, CacheSpec
-from larder.cache.validation import check_counts, check_kept, check_single_precision
+from larder.cache.validation import (
+    check_counts,
+    check_kept,
+    check_merges_whole,
+    check_single_precision,
+)
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
@@ -44,6 +51,7 @@ class RaggedLayer(CacheLayer):
     """
 
     supports = frozenset({"ledger", "codecs"})
+    holds_latents = True
 
     def __init__(
         self,
@@ -54,7 +62,7 @@ class RaggedLayer(CacheLayer):
     ) -> None:
         nothing = torch.empty(0, layer.head_dim, dtype=dtype, device=device)
         super().__init__(layer)
-        self._keys, self._values = nothing, nothing.clone()
+        self._keys, self._values = nothing, nothing if layer.latent_rank else nothing.clone()
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(layer.kv_heads, dtype=torch.int64)
         self._starts = torch.zeros(layer.kv_heads, dtype=torch.int64)
@@ -89,7 +97,8 @@ class RaggedLayer(CacheLayer):
             rows = (rows[:, None] + torch.arange(count)).flatten()  # [K * Q]
         rows = rows.to(self._keys.device)
         self._keys.index_copy_(0, rows, keys.flatten(0, 1))
-        self._values.index_copy_(0, rows, values.flatten(0, 1))
+        if not self.layer.latent_rank:
+            self._values.index_copy_(0, rows, values.flatten(0, 1))
         self._positions.index_copy_(0, rows, positions.to(torch.int32).repeat(keys.shape[0]))
         self._columns.clear(rows)
         self._set_lengths(self._lengths + count)
@@ -98,7 +107,7 @@ class RaggedLayer(CacheLayer):
     def apply(self, plan: Plan) -> None:
         check_single_precision(plan)
         check_kept(plan, self.lengths)
-        self.apply_folded(plan, merge_entries(plan, self.entries()))
+        self.apply_folded(plan, self._merge(plan))
 
     def apply_folded(
         self, plan: Plan, sums: MergedEntries, arrivals: InsertedEntries | None = None
@@ -116,8 +125,7 @@ class RaggedLayer(CacheLayer):
     def evict(self, plan: Plan) -> None:
         check_single_precision(plan)
         check_counts(plan, self.layer.kv_heads)
-        sums = merge_entries(plan, self.entries()) if len(plan.folds) else no_merges(self._keys)
-        self.evict_folded(plan, sums)
+        self.evict_folded(plan, self._merge(plan))
 
     def evict_folded(
         self, plan: Plan, sums: MergedEntries, arrivals: InsertedEntries | None = None
@@ -179,7 +187,7 @@ class RaggedLayer(CacheLayer):
     def entries(self) -> Entries:
         return Entries(
             self._keys,
-            self._values,
+            self._values[:, : self.layer.latent_rank] if self.layer.latent_rank else self._values,
             self._positions,
             tuple(self._starts.tolist()),
             tuple(self._lengths.tolist()),
@@ -191,7 +199,7 @@ class RaggedLayer(CacheLayer):
         rows = torch.cat(self._everything()).to(self._keys.device)
         return {
             "keys": self._keys[rows],
-            "values": self._values[rows],
+            **({} if self.layer.latent_rank else {"values": self._values[rows]}),
             "positions": self._positions[rows],
             "lengths": self._lengths.clone(),
             **self._columns.state(rows),
@@ -200,7 +208,8 @@ class RaggedLayer(CacheLayer):
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> RaggedLayer:
         store = cls(layer, state["keys"].dtype, state["keys"].device)
-        store._keys, store._values = state["keys"], state["values"]
+        store._keys = state["keys"]
+        store._values = store._keys if layer.latent_rank else state["values"]
         store._positions = state["positions"]
         store._set_lengths(state["lengths"])
         store._starts = starts_of(store._lengths)
@@ -210,10 +219,13 @@ class RaggedLayer(CacheLayer):
         return store
 
     def _stored(self) -> tuple[Tensor, ...]:
+        """Tensors with a row per row of the storage; positions come last."""
+        if self.layer.latent_rank:
+            return (self._keys, self._positions)
         return (self._keys, self._values, self._positions)
 
     def own_tensors(self) -> tuple[Tensor, ...]:
-        own = (self._keys, self._values, self._positions, self._lengths, self._starts)
+        own = (*self._stored(), self._lengths, self._starts)
         return own + self._columns.tensors() + (() if self._logits is None else (self._logits,))
 
     @property
@@ -235,6 +247,14 @@ class RaggedLayer(CacheLayer):
         rows = self._keys, self._values, self._starts, self._lengths
         sizes = self.layer.scaling, bias, logits, self.layer.softcap
         return [partial(ragged_attention, queries, *rows, *sizes)]
+
+    def _merge(self, plan: Plan) -> MergedEntries:
+        """Merged entries of a plan."""
+        if not len(plan.folds):
+            return no_merges(self._keys)
+        if self.layer.latent_rank:
+            check_merges_whole(plan, self.layer)
+        return merge_entries(plan, self.entries())
 
     def _changes(
         self, plan: Plan, sums: MergedEntries, starts: Tensor, lengths: Tensor
@@ -264,7 +284,8 @@ class RaggedLayer(CacheLayer):
     def _write(self, changes: PlanWrites) -> None:
         if len(changes.targets):
             self._keys.index_copy_(0, changes.targets, changes.keys)
-            self._values.index_copy_(0, changes.targets, changes.values)
+            if not self.layer.latent_rank:
+                self._values.index_copy_(0, changes.targets, changes.values)
         self._columns.write_rows(changes.rows, changes.columns)
         self._columns.write_scalars(changes.scalars)
 
@@ -310,7 +331,8 @@ class RaggedLayer(CacheLayer):
         fresh = relocate_rows(self._stored(), self._columns.values, rows, starts, total)
         self._hold_logits(None)
         self.replaced_bytes = self.nbytes
-        self._keys, self._values, self._positions, self._columns.values = fresh
+        # Of latents, the fresh tensors are keys, positions and columns.
+        self._keys, self._values, self._positions, self._columns.values = fresh[0], *fresh[-3:]
         self._starts, self._room = starts, least
         self._edges = (*starts.tolist(), total)
         self._set_lengths(lengths)

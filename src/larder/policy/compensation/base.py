@@ -19,6 +19,11 @@ class Compensation(PolicyPart, ABC):
     cache_form: ClassVar[str | None] = None
 
     @property
+    def merges_apart(self) -> bool:
+        """True if keys and values of an entry are merged by different weights."""
+        return False
+
+    @property
     def rebuilding(self) -> RecomputeSpec | None:
         """Recomputation of rejected entries; None without one."""
         return None

@@ -76,6 +76,10 @@ class Cam(Compensation):
         if self.window < 1:
             raise BadParameter(f"cam.window must be at least 1, got {self.window}.")
 
+    @property
+    def merges_apart(self) -> bool:
+        return True
+
     def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         if scored.stage is not Phase.DECODE:
             return plan

@@ -122,6 +122,10 @@ class FoldEma(Compensation):
         return frozenset({"mass"}) if self._weighs is Weights.ATTENTION else frozenset()
 
     @property
+    def merges_apart(self) -> bool:
+        return self._counts
+
+    @property
     def _counts(self) -> bool:
         """True if keys do not change and `LOG_COUNT` accounts for merged entries."""
         return self.variant is Variant.LARDER

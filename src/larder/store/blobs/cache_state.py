@@ -179,7 +179,8 @@ def join_chunks(
     """
     state = {TAIL: rest[TAIL]} if TAIL in rest else {}
     for layer in spec.layers:
-        for what, short in (("keys", "k"), ("values", "v")):
+        sides = (("keys", "k"), ("values", "v"))
+        for what, short in sides[:1] if layer.latent_rank else sides:
             parts = [chunk.get(f"L{layer.index}.{short}") for chunk in chunks]
             parts += [rest[name]] if (name := f"{layer.index}.{what}") in rest else []
             whole = _concatenate(parts, what)[:, :length]

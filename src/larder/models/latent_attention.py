@@ -1,0 +1,118 @@
+"""Multi-head latent attention (MLA) over cached latents, in absorbed form.
+
+    latent   normalized low-rank input of keys and values      [rank]     the same for all heads
+    rotated  part of the keys that RoPE rotates                [rope]     the same for all heads
+    entry    latent | rotated                                             one kv head, held once
+
+The model expands a latent to the keys and values of every head, by `kv_b_proj`. Attention to the
+expanded entries is attention to the latents themselves if the projection of the keys is applied to
+the queries, and that of the values to the output. Values are then the first `rank` channels of the
+entries.
+
+DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model"
+(2024), arXiv:2405.04434, section 2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from larder.core.types import Queries
+from larder.models.attention_backend import CONTEXT_KEYWORD, AttentionInputs, LayerAttention
+
+PAST_KEYWORD = "past_key_values"
+
+
+class LatentAttention:
+    """Attention of one call of an MLA module, by a layer attention over its latents.
+
+    The module takes it for its cache too: the latents are what it would cache.
+
+    Args:
+        module: attention module of the model.
+        inner: attention of the forward batch.
+    """
+
+    def __init__(self, module: nn.Module, inner: LayerAttention) -> None:
+        self._module, self._inner = module, inner
+        self._entries: list[Tensor] = []
+
+    def update(
+        self, latents: Tensor, rotated: Tensor, layer: int, *args: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Record the latents of the new tokens, as a cache of transformers would."""
+        del layer, args, options
+        self._entries = [latents, rotated]
+        return latents, rotated
+
+    def attend(self, inputs: AttentionInputs) -> Queries:
+        """Attention output [H, Q, Dv] from expanded queries, keys and values.
+
+        A module that caches expanded keys and values is passed through.
+        """
+        if [part.shape[1] for part in self._entries] != [1, 1]:
+            return self._inner.attend(inputs)
+        latents, rotated = self._entries
+        rank, plain = latents.shape[-1], inputs.queries.shape[-1] - rotated.shape[-1]
+        own = _head_projections(self._module, inputs.keys.shape[0], latents)
+        of_keys, of_values = own[:, :plain], own[:, plain:]
+        queries = torch.cat(
+            [inputs.queries[..., :plain] @ of_keys, inputs.queries[..., plain:]], dim=-1
+        )
+        rows = torch.cat([latents, rotated.to(latents.dtype)], dim=-1)[0]  # [1, Q, rank + rope]
+        absorbed = replace(inputs, queries=queries, keys=rows, values=rows, latent_rank=rank)
+        out = self._inner.attend(absorbed)
+        return out[..., :rank] @ of_values.mT
+
+
+def _head_projections(
+    module: Any, heads: int, latents: Float[Tensor, "1 1 Q rank"]
+) -> Float[Tensor, "H P rank"]:
+    """Rows of `kv_b_proj` by head: those of the keys, then those of the values.
+
+    Quantized and adapted projections are read by what they make of unit vectors.
+    """
+    projection, rank = module.kv_b_proj, latents.shape[-1]
+    if type(projection) is nn.Linear:
+        weight = projection.weight
+    else:
+        unit = torch.eye(rank, dtype=latents.dtype, device=latents.device)
+        weight = projection(unit).T
+    return (
+        weight.view(heads, -1, rank) if weight.is_contiguous() else weight.reshape(heads, -1, rank)
+    )
+
+
+def is_latent_attention(module: Any) -> bool:
+    """True for an attention module that caches latents and expands them without a bias.
+
+    Modules that select tokens by an indexer of their own are not of this kind.
+    """
+    projection = getattr(module, "kv_b_proj", None)
+    expands = isinstance(projection, nn.Module) and hasattr(module, "expand_kv")
+    return expands and getattr(projection, "bias", None) is None and not hasattr(module, "indexer")
+
+
+def absorb_latents(
+    module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of an MLA module: its calls by Larder run over latents."""
+    inner = named.get(CONTEXT_KEYWORD)
+    if inner is None or isinstance(inner, LatentAttention):
+        return None
+    attention = LatentAttention(module, inner)
+    return args, {**named, CONTEXT_KEYWORD: attention, PAST_KEYWORD: attention}
+
+
+def hook_latent_attention(model: nn.Module) -> list[Any]:
+    """Install `absorb_latents` on all MLA modules of a model; handles to remove it."""
+    return [
+        module.register_forward_pre_hook(absorb_latents, with_kwargs=True)
+        for module in model.modules()
+        if is_latent_attention(module)
+    ]
