@@ -2,8 +2,9 @@
 
 State-space, linear-attention and convolution layers read their state from `past_key_values`,
 through the methods of transformers' `Cache`. A forward batch gives the model a `RecurrentCache`,
-which holds the state of one text at a time, and hooks on these layers compute the texts of a packed
-batch one after the other. No state of a sequence is written before the batch has succeeded.
+which holds the states of some texts at a time, and hooks on these layers compute the texts of a
+packed batch as rows, those of equal length together. No state of a sequence is written before the
+batch has succeeded.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def recurrent_layers(config: Any) -> dict[int, int]:
 
 
 class RecurrentCache(Cache):
-    """Cache of transformers with the states of recurrent layers alone, of one text at a time.
+    """Cache of transformers with the states of recurrent layers alone, a row per text.
 
     Keys and values pass through it, because attention reads Larder's caches.
 
@@ -82,26 +83,29 @@ class RecurrentCache(Cache):
         super().__init__(layers=[DummyLayer() for _ in range(max(counts) + 1)])
         self._counts = counts
 
-    def load(self, number: int, state: RecurrentState) -> None:
-        """Load copies of the tensors of a layer; empty ones where the state has none."""
+    def load(self, number: int, states: Sequence[RecurrentState]) -> None:
+        """Load copies of the tensors of a layer, a row per state; none where the first has none."""
         from transformers.cache_utils import LinearAttentionLayer
 
         layer = LinearAttentionLayer(number_of_states=self._counts[number])
-        for (owner, name), tensor in state.tensors.items():
+        for owner, name in states[0].tensors:
             if owner == number:
-                _fill(layer, name, tensor[None].clone())
+                _fill(layer, name, torch.stack([own.tensors[owner, name] for own in states]))
         self.layers[number] = layer
 
-    def take(self, number: int) -> LayerTensors:
-        """Tensors of a layer after it has computed a text."""
+    def take(self, number: int) -> list[LayerTensors]:
+        """Tensors of a layer by row, after it has computed a text per row."""
         layer: Any = self.layers[number]
         kinds = {CONV: layer.conv_states, RECURRENT: layer.recurrent_states}
-        return {
-            (number, f"{kind}.{index}"): tensor[0]
+        found = {
+            (number, f"{kind}.{index}"): tensor
             for kind, tensors in kinds.items()
             for index, tensor in tensors.items()
             if tensor is not None
         }
+        rows = range(len(next(iter(found.values()), ())))
+        # Clones, because a row outlives the others.
+        return [{key: tensor[row].clone() for key, tensor in found.items()} for row in rows]
 
     def update(
         self,
@@ -222,13 +226,28 @@ def packed_texts(segments: Sequence[BatchSegment]) -> list[PackedText]:
     return texts
 
 
+def row_groups(texts: Sequence[PackedText]) -> list[list[int]]:
+    """Indices of the texts that can be rows of one call: of equal length, all with a state or none.
+
+    The decode steps of a batch are one group.
+    """
+    groups: dict[tuple[int, bool], list[int]] = {}
+    for index, text in enumerate(texts):
+        groups.setdefault((text.stop - text.start, bool(text.state.tensors)), []).append(index)
+    return list(groups.values())
+
+
 class RecurrentHooks:
-    """Context manager whose hooks compute the texts of a batch one by one in recurrent layers."""
+    """Context manager whose hooks compute recurrent layers, group by group of texts.
+
+    The first group is computed by the call that the model makes, the others behind it.
+    """
 
     def __init__(self, layers: RecurrentModules, batch: ForwardBatch) -> None:
         self._layers, self._is_append = layers, batch.mode is Mode.APPEND
         self._cache = RecurrentCache(layers.counts)
         self._texts = packed_texts(batch.segments)
+        self._groups = row_groups(self._texts)
         self._after: list[LayerTensors] = [{} for _ in self._texts]
         self._hidden = torch.empty(0)  # input of the layer in progress, all texts
         self._handles: list[Any] = []
@@ -266,11 +285,11 @@ class RecurrentHooks:
     def _first(
         self, number: int, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Forward pre-hook: the call for the first text."""
+        """Forward pre-hook: the call for the first group."""
         del module
         self._hidden = args[0] if args else named["hidden_states"]
         own = {name: value for name, value in named.items() if name != CONTEXT_KEYWORD}
-        return self._call(number, 0, args, own)
+        return self._call(number, self._groups[0], args, own)
 
     def _others(
         self,
@@ -278,27 +297,32 @@ class RecurrentHooks:
         module: nn.Module,
         args: tuple[Any, ...],
         named: dict[str, Any],
-        out: Float[Tensor, "1 Q hidden"],
+        out: Float[Tensor, "G Q hidden"],
     ) -> Float[Tensor, "1 N hidden"]:
-        """Forward hook: the calls for the other texts, and the output for all."""
-        outs = [out]
-        self._after[0] |= self._cache.take(number)
-        for index in range(1, len(self._texts)):
-            own_args, own = self._call(number, index, args, named)
-            outs.append(module.forward(*own_args, **own))
-            self._after[index] |= self._cache.take(number)
-        return torch.cat(outs, dim=1)
+        """Forward hook: the calls for the other groups, and the output for all texts."""
+        outs = dict(zip(self._groups[0], out, strict=True))
+        self._keep(number, self._groups[0])
+        for group in self._groups[1:]:
+            own_args, own = self._call(number, group, args, named)
+            outs |= zip(group, module.forward(*own_args, **own), strict=True)
+            self._keep(number, group)
+        return torch.cat([outs[index] for index in range(len(outs))])[None]
 
     def _call(
-        self, number: int, index: int, args: tuple[Any, ...], named: Mapping[str, Any]
+        self, number: int, group: Sequence[int], args: tuple[Any, ...], named: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of a layer for one text, whose state is loaded."""
-        text = self._texts[index]
-        self._cache.load(number, text.state)
-        hidden = self._hidden[:, text.start : text.stop]
+        """Arguments of a layer for a group of texts, whose states are loaded."""
+        texts = [self._texts[index] for index in group]
+        self._cache.load(number, [text.state for text in texts])
+        hidden = torch.stack([self._hidden[0, text.start : text.stop] for text in texts])
         if args:
             return (hidden, *args[1:]), dict(named)
         return args, {**named, "hidden_states": hidden}
+
+    def _keep(self, number: int, group: Sequence[int]) -> None:
+        """Hold the states of a group behind its texts."""
+        for index, tensors in zip(group, self._cache.take(number), strict=True):
+            self._after[index] |= tensors
 
 
 class RecurrentSurvey(RecurrentCache):
@@ -308,7 +332,7 @@ class RecurrentSurvey(RecurrentCache):
         super().__init__(counts)
         self._calling, self._modules = nn.Module(), dict[int, nn.Module]()
         for number in counts:
-            self.load(number, RecurrentState())
+            self.load(number, [RecurrentState()])
 
     @contextmanager
     def installed(self, body: Any) -> Iterator[None]:
@@ -349,7 +373,7 @@ class RecurrentSurvey(RecurrentCache):
         specs = [
             RecurrentSpec(number, name, tuple(tensor.shape), tensor.dtype)
             for number in sorted(self._modules)
-            for (_, name), tensor in self.take(number).items()
+            for (_, name), tensor in self.take(number)[0].items()
         ]
         return RecurrentModules(self._counts, self._modules, tuple(specs))
 
