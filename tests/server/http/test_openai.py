@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
 from openai import OpenAI
@@ -82,6 +84,20 @@ def test_what_is_asked_reaches_the_hub(anne: OpenAI, served: Running) -> None:
     assert served.hub.asked[-1].steps == {"": 3}
     with pytest.raises(openai.BadRequestError, match="kv_steps"):
         anne.chat.completions.create(**said, extra_body={"kv_steps": -1})
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:,"}}, "'image_url'.*model.generate"),
+        ({"type": "image", "text": "a"}, "'image'.*model.generate"),
+        ({"type": "text"}, "no text"),
+    ],
+)
+def test_parts_without_text_are_refused(anne: OpenAI, part: Any, reason: str) -> None:
+    messages: Any = [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]}]
+    with pytest.raises(openai.BadRequestError, match=reason):
+        anne.chat.completions.create(model=NAME, messages=messages)
 
 
 def test_a_text_is_continued(anne: OpenAI, served: Running) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.requests import Request as HttpRequest
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from larder.engine.sampler import SamplingParams
 from larder.server.api_errors import invalid_request, validate_session_name
@@ -103,23 +103,45 @@ class GenerationRequest(JsonBody):
         )
 
 
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+
 class ContentPart(BaseModel):
     """Part of a message's content."""
 
+    # Required, which `InputMessage` checks: parts of other types have no text.
+    model_config = ConfigDict(json_schema_extra={"required": ["type", "text"]})
     type: Literal["text", "input_text", "output_text"]
-    text: Text
+    text: Annotated[Text | None, WithJsonSchema({"title": "Text", "type": "string"})] = None
+
+
+def _text_parts(content: Any) -> Any:
+    """Raises: ValueError: a part is not text."""
+    for part in content if isinstance(content, list) else ():
+        if part.type not in TEXT_PARTS:
+            raise ValueError(
+                f"a part is of type {part.type!r}, but messages hold text alone: send parts of the "
+                "types text, input_text or output_text. Images are read inside model.generate, "
+                "with larder.applied"
+            )
+        if part.text is None:
+            raise ValueError("a part has no text: send one")
+    return content
 
 
 class InputMessage(BaseModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    content: Annotated[
+        Text | Annotated[list[ContentPart], Field(fail_fast=True)] | None,
+        BeforeValidator(_text_parts),
+    ] = None
 
     def turn(self) -> ChatMessage:
         """Message in the form of the engine."""
         content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        text = content if isinstance(content, str) else "".join(part.text or "" for part in content)
         return ChatMessage(ROLES.get(self.role, self.role), text)
 
 
