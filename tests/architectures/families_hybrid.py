@@ -7,7 +7,16 @@ from typing import Any
 from architectures.families import Family, Status, configured
 
 HEAD = {"head_dim": 16}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LINEAR, FULL = "linear_attention", "full_attention"
+THREE: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR]}
+# Sizes of gated delta rules, by the names of Qwen.
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 # Sizes of state-space layers, by the names of Bamba, Granite and Falcon-H1.
 MAMBA: dict[str, Any] = {
     "mamba_n_heads": 4,
@@ -27,6 +36,19 @@ FAMILIES = (
         configured("Lfm2Config", num_hidden_layers=4, layer_types=["conv", FULL, "conv", FULL]),
     ),
     Family(
+        "LFM2-MoE",
+        "LFM2-8B-A1B",
+        "convolution and full, experts",
+        "Lfm2MoeForCausalLM",
+        configured(
+            "Lfm2MoeConfig",
+            **EXPERTS,
+            num_hidden_layers=3,
+            layer_types=["conv", FULL, "conv"],
+            num_dense_layers=1,
+        ),
+    ),
+    Family(
         "Qwen3-Next",
         "Qwen3-Next-80B-A3B",
         "linear and full, experts",
@@ -34,17 +56,25 @@ FAMILIES = (
         configured(
             "Qwen3NextConfig",
             **HEAD,
-            num_hidden_layers=3,
-            layer_types=[LINEAR, FULL, LINEAR],
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
+            **THREE,
+            **EXPERTS,
+            **DELTA,
             shared_expert_intermediate_size=32,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
         ),
+    ),
+    Family(
+        "Qwen3.5",
+        "Qwen3.5 (text, dense)",
+        "linear and full",
+        "Qwen3_5ForCausalLM",
+        configured("Qwen3_5TextConfig", **HEAD, **THREE, **DELTA),
+    ),
+    Family(
+        "OLMo Hybrid",
+        "OLMo Hybrid",
+        "linear and full",
+        "OlmoHybridForCausalLM",
+        configured("OlmoHybridConfig", **THREE, **{**DELTA, "linear_num_key_heads": 4}),
     ),
     Family(
         "Granite hybrid",
@@ -54,8 +84,7 @@ FAMILIES = (
         configured(
             "GraniteMoeHybridConfig",
             **MAMBA,
-            num_hidden_layers=3,
-            layer_types=[LINEAR, FULL, LINEAR],
+            **THREE,
             num_local_experts=4,
             num_experts_per_tok=2,
             shared_intermediate_size=64,
@@ -113,5 +142,22 @@ FAMILIES = (
         Status.REFUSED,
         note="In transformers it drops the state of a text that is read in parts.",
         refusal="recurrent",
+    ),
+    Family(
+        "MiniMax",
+        "MiniMax-Text-01, M1",
+        "linear and full, experts",
+        "MiniMaxForCausalLM",
+        configured(
+            "MiniMaxConfig",
+            **HEAD,
+            **THREE,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            block_size=8,
+        ),
+        Status.REFUSED,
+        note="In transformers it has a cache of its own.",
+        refusal="does not take a DynamicCache",
     ),
 )

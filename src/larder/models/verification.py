@@ -87,10 +87,17 @@ def _logits_in_parts(module: Any, whole: Float[Tensor, "Q V"]) -> Float[Tensor, 
     ids = torch.tensor([_probe_ids(module)], device=module.device)
     cache = transformers.DynamicCache(config=module.config)
     places = torch.arange(CHECKED_TOKENS, device=module.device)[None]
-    outputs = [
-        module(input_ids=ids[:, a:b], position_ids=places[:, a:b], past_key_values=cache)
-        for a, b in PARTS
-    ]
+    try:
+        outputs = [
+            module(input_ids=ids[:, a:b], position_ids=places[:, a:b], past_key_values=cache)
+            for a, b in PARTS
+        ]
+    except ValueError as error:
+        raise ModelError(
+            f"{type(module).__name__} has recurrent layers and does not take a DynamicCache of "
+            f"transformers ({str(error).rstrip('.')}): Larder cannot hold their states, choose "
+            "another model."
+        ) from error
     parts = [output.logits[0].float() for output in outputs]
     error = relative_difference(torch.cat(parts), whole)
     if error > CONTINUATION_TOLERANCE:
