@@ -119,34 +119,22 @@ class BodyCall:
         """
         options = {name: value for name, value in named.items() if name not in READ_ARGUMENTS}
         _check_options(options)
-        ids, embeddings = named.get("input_ids"), named.get("inputs_embeds")
-        given = ids if ids is not None else embeddings
-        assert given is not None  # generate and every forward of transformers check it
-        batch, num_columns = given.shape[:2]
+        tokens = InputTokens.of(named.get("input_ids"), named.get("inputs_embeds"), outer, table)
+        batch, num_columns = tokens.ids.shape
         masks = NewTokenMasks.of(named.get("attention_mask"), outer)
         columns = _token_columns(masks.padding, batch, num_columns)
-        known = ids if ids is not None else outer.ids
-        numbers = torch.zeros(batch, num_columns, dtype=torch.long) if known is None else known
-        is_image = torch.zeros(batch, num_columns, dtype=torch.bool)
-        if known is not None and embeddings is not None:
-            numbers = known.masked_fill(known >= len(_weight_of(table)), 0)
-            is_image = (table(numbers) != embeddings).any(-1)
         keep = logits_to_keep if isinstance(logits_to_keep, int) else 0
         positions = RowPositions.of(named.get("position_ids"), batch)
         return BodyCall(
-            _selected(numbers, columns),
-            known is not None,
-            torch.empty(0, 0, 0) if embeddings is None else embeddings,
+            _selected(tokens.ids, columns),
+            tokens.has_ids,
+            tokens.embeddings,
             columns,
             num_columns,
             min(keep, num_columns),
             _selected(positions.true, columns) if len(positions.true) else (),
-            tuple(
-                positions.several[:, row, list(own)]
-                for row, own in enumerate(columns)
-                if len(positions.several)
-            ),
-            _images(is_image, masks.sees_next, columns),
+            positions.model_positions(columns),
+            _images(tokens.is_image, masks.sees_next, columns),
             options,
         )
 
@@ -174,16 +162,56 @@ def _selected(
 
 
 @dataclass(frozen=True)
+class InputTokens:
+    """Tokens that a call was given, by row and column, padding included.
+
+    Args:
+        ids: token ids; zeros where embeddings alone are known, and for ids outside the vocabulary.
+        has_ids: whether the ids are known.
+        embeddings: input embeddings; an empty tensor where ids were given.
+        is_image: tokens whose embeddings are not those of their ids.
+    """
+
+    ids: Int[Tensor, "B Q"]
+    has_ids: bool
+    embeddings: Float[Tensor, "_ _ _"]
+    is_image: Bool[Tensor, "B Q"]
+
+    @staticmethod
+    def of(
+        ids: Tensor | None, embeddings: Tensor | None, outer: OuterCall, table: nn.Module
+    ) -> InputTokens:
+        """Tokens from `input_ids` or `inputs_embeds`, and the ids that images were merged into."""
+        if ids is not None:
+            return InputTokens(ids, True, torch.empty(0, 0, 0), torch.zeros_like(ids).bool())
+        assert embeddings is not None  # generate and every forward of transformers check it
+        if outer.ids is None:
+            none = torch.zeros(embeddings.shape[:2], dtype=torch.long)
+            return InputTokens(none, False, embeddings, none.bool())
+        vocabulary = len(table.get_parameter("weight"))
+        own = outer.ids.masked_fill(outer.ids >= vocabulary, 0)
+        return InputTokens(own, True, embeddings, (table(own) != embeddings).any(-1))
+
+
+@dataclass(frozen=True)
 class RowPositions:
     """Positions that a call was given, by row and column; empty tensors for those that it lacks.
 
     Args:
         true: true positions.
-        several: positions of M-RoPE.
+        several: positions of M-RoPE, in A numbers each.
     """
 
     true: Int[Tensor, "_ _"]
     several: Int[Tensor, "A _ _"]
+
+    def model_positions(
+        self, columns: tuple[tuple[int, ...], ...]
+    ) -> tuple[Int[Tensor, "A _"], ...]:
+        """Positions of M-RoPE at the columns of each row; empty without them."""
+        if not len(self.several):
+            return ()
+        return tuple(self.several[:, row, list(own)] for row, own in enumerate(columns))
 
     @staticmethod
     def of(given: Tensor | None, batch: int) -> RowPositions:
@@ -201,10 +229,6 @@ class RowPositions:
         if given.shape[0] <= M_ROPE_AXES:
             return RowPositions(none.flatten(1), several)
         return RowPositions(given[0], given[1:])
-
-
-def _weight_of(table: nn.Module) -> Tensor:
-    return table.get_parameter("weight")
 
 
 def _images(
