@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, Mamba2Config, Mamba2ForCausalLM
 
 from architectures.families import Status
 from architectures.families_hybrid import FAMILIES
@@ -190,6 +190,13 @@ def test_a_model_that_does_not_continue_its_state_is_refused() -> None:
     with pytest.raises(ModelError, match="do not continue from a state over several tokens"):
         wrap_model(module)
     assert module.config._attn_implementation == before
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    sizes: dict[str, Any] = {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1}
+    config = Mamba2Config(vocab_size=128, hidden_size=64, num_hidden_layers=2, **sizes)
+    with pytest.raises(ModelError, match="has 2 layers and none with attention"):
+        wrap_model(Mamba2ForCausalLM(config))
 
 
 def test_states_in_bfloat16() -> None:

@@ -34,6 +34,9 @@ CONV, RECURRENT = "conv", "recurrent"  # kinds of tensors, as transformers names
 # Kinds of layers in configurations that have a recurrent state, some beside attention.
 RECURRENT_KINDS = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
 
+# Kinds of layers without attention.
+OTHER_KINDS = frozenset({"conv", "linear_attention", "moe", "mlp"})
+
 # Tensors by layer number in the model and name.
 LayerTensors = dict[tuple[int, str], Tensor]
 
@@ -47,10 +50,17 @@ def recurrent_layers(config: Any) -> dict[int, int]:
     """Number of states of each layer that has a recurrent one, by number of the layer.
 
     Raises:
-        ModelError: the installed transformers has no caches for such layers.
+        ModelError: no layer has attention, or the installed transformers has no caches for
+            recurrent layers.
     """
-    if not RECURRENT_KINDS.intersection(layer_kinds(config)):
+    kinds = layer_kinds(config)
+    if not RECURRENT_KINDS.intersection(kinds):
         return {}
+    if OTHER_KINDS.issuperset(kinds):
+        raise ModelError(
+            f"The model has {len(kinds)} layers and none with attention, whose keys and values "
+            "Larder manages: run it in transformers, or choose a model with attention."
+        )
     try:
         from transformers.cache_utils import LinearAttentionCacheLayerMixin
     except ImportError as error:
