@@ -40,6 +40,10 @@ class Message:
         speaker: a person's name, where the source has one; else empty.
         date: date of the message, as the source spells it; else empty.
         utterance: the text without headers and captions, for embedding; empty means `content`.
+
+    Example:
+        >>> Message("user", "My cat is called Minka.").role
+        'user'
     """
 
     role: str
@@ -54,6 +58,8 @@ class Question:
     """Question about a conversation, with its reference answer where one is known.
 
     Args:
+        question: the question as a user would ask it.
+        answer: reference answer; empty where none is known.
         kind: category of the question, for tables.
         depth: relative position of the one fact that it needs, from 0 (start of the text) to 1;
             None where it needs several facts or the position is unknown.
@@ -64,6 +70,10 @@ class Question:
         scorer: name of the data set's own scorer in the benchmark; empty for the usual scores.
         classes: possible answers, where the data set scores by classification.
         answer_prefix: beginning of the answer, given to the model; `answer` goes on from there.
+
+    Example:
+        >>> Question("What is the cat called?", "Minka", answer_prefix="The cat is").prefixed_answer
+        ' Minka'
     """
 
     question: str
@@ -92,8 +102,18 @@ class Conversation:
     question.
 
     Args:
+        name: name of the conversation, for tables and messages.
+        messages: messages in order.
+        questions: questions about the conversation, which are not read with it.
+        form: prompt layout.
+        opening: text before the first message.
+        question_prompt: format string that wraps a question.
         inside: question that the context ends with, so that it is read and compressed with the
             text; None where questions come after compression.
+
+    Example:
+        >>> talk = Conversation("cats", (Message("user", "My cat is called Minka."),))
+        >>> memory = engine.read(talk)
     """
 
     name: str

@@ -26,7 +26,15 @@ from __future__ import annotations
 
 
 class LarderError(Exception):
-    """Base of every error that Larder raises on purpose. `exit_code` is what the CLI returns."""
+    """Base of every error that Larder raises on purpose. `exit_code` is what the CLI returns.
+
+    Example:
+        >>> try:
+        ...     larder.Policy.parse("snapvk")
+        ... except larder.LarderError as error:
+        ...     print(type(error).__name__, error.exit_code)
+        UnknownName 2
+    """
 
     exit_code: int = 1
 

@@ -13,7 +13,11 @@ from larder.engine.detokenizer import IncrementalDetokenizer
 from larder.engine.generate import ObserverFactory, StoppingCriteria, generate, no_observer
 from larder.engine.sampler import SamplingParams
 from larder.models.decoder import Decoder
+from larder.prefill.base import run_steps
+from larder.session.capacity import budget_tokens
 from larder.session.episodes.routing import EpisodeMatch
+from larder.session.memory import ConversationMemory
+from larder.session.prefill import ModelRuntime, prompts_per_cache, turn_reader
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 
@@ -36,6 +40,11 @@ class Answer:
         tokens_rebuilt: keys and values recomputed, over layers and steps, including other layers
             that the recomputation ran through.
         operations: multiplications and additions of the recomputation.
+
+    Example:
+        >>> answer = engine.ask(memory, "Who?", max_new_tokens=8)
+        >>> len(answer.ids) == answer.new_tokens <= 8
+        True
     """
 
     question: str
@@ -53,6 +62,7 @@ class Answer:
 
     @property
     def new_tokens(self) -> int:
+        """Number of generated tokens."""
         return len(self.ids)
 
 
@@ -151,6 +161,60 @@ class AnswerGenerator:
             pages=_counter_increase(cache.pages, pages_before),
             work=_counter_increase(recompute_cost(cache.stores), work_before),
         )
+
+
+@dataclass(frozen=True)
+class QuestionAnswerer:
+    """Answers to questions about one prefilled conversation, which they leave unchanged."""
+
+    runtime: ModelRuntime
+    generator: AnswerGenerator
+    memory: ConversationMemory
+
+    def answer(
+        self,
+        question: str,
+        sampling: SamplingParams,
+        max_new_tokens: int,
+        stop: Sequence[str],
+        on_text: Callable[[str], None],
+    ) -> Answer:
+        """Answer one question; arguments as for `Engine.ask`.
+
+        Raises:
+            InputError: the question takes more tokens than the budget holds.
+        """
+        memory, tokenizer = self.memory, self.runtime.tokenizer
+        cache, match = memory.activate_for(question)
+        prompt = tokenizer.encode_question_about(memory.conversation, question)
+        check_prompt_fits(prompt, budget_tokens(memory.policy))
+        is_copy, start = memory.policy.timing.excess() is not None, cache.checkpoint()
+        saved = cache if is_copy else None
+        if is_copy:
+            cache = cache.fork()  # entries evicted while decoding cannot be restored
+        cache_prompts = prompts_per_cache(self.runtime, memory.router, memory.prompts)[
+            match.episode if match else 0
+        ]
+        turn = turn_reader(self.runtime, memory.policy, cache, cache_prompts, saved)
+        turn.reserve(len(prompt) + max_new_tokens)
+        try:
+            rest = run_steps(turn.message_steps(prompt))
+            generated = self.generator.generate(
+                cache, rest, sampling, max_new_tokens, stop, on_text, tend=turn.observer
+            )
+            held_bytes = memory.caches.nbytes
+            if is_copy:
+                held_bytes += cache.nbytes - cache.shared_nbytes
+            elif turn.snapshot is not None:
+                held_bytes += turn.snapshot.nbytes
+        finally:
+            if turn.snapshot is None:
+                cache.roll_back(start)
+                cache.compact()
+            elif not is_copy:
+                turn.snapshot.compact()
+                memory.caches.replace_active(turn.snapshot)
+        return generated.answer(question, match, len(prompt), held_bytes)
 
 
 def _counter_increase(now: tuple[int, int], then: tuple[int, int]) -> tuple[int, int]:

@@ -46,6 +46,7 @@ class Chat:
     turn is committed, and the next turn begins with the missing work.
 
     Args:
+        engine: model, policy and budget.
         name: session name, under which the chat is saved; None for a chat that ends with the
             process.
         history: conversation to begin with. An existing session has its own.
@@ -59,6 +60,12 @@ class Chat:
         InputError: the session file is damaged, or was written with another model.
         UsageError: the session name is invalid, or the session has another history; the budget is a
             share of a context that does not exist; the policy needs the question in advance.
+
+    Example:
+        >>> chat = Chat(engine.under("streaming_llm", 256))
+        >>> answer = chat.say("My cat is called Minka.", max_new_tokens=8)
+        >>> len(chat.turns)
+        1
     """
 
     def __init__(
@@ -99,12 +106,22 @@ class Chat:
         between the two leaves the turn in the file alone: open the session again to continue.
 
         Args:
+            text: the message, without a chat template.
             on_text: receives the text of the answer as it is generated; if it raises, the turn is
                 undone.
+            sampling: sampling parameters; None takes the most likely token at every step.
+            max_new_tokens: most tokens of the answer.
+
+        Returns:
+            The answer, with the memory and work that it took.
 
         Raises:
             InputError: the text is blank, or longer than the budget; the session file cannot be
                 written.
+
+        Example:
+            >>> chat.say("What is my cat called?", max_new_tokens=8).question
+            'What is my cat called?'
         """
         check_type("text", text, str, "a message as a string")
         check_count("max_new_tokens", max_new_tokens)
@@ -148,6 +165,10 @@ class Chat:
 
         Returns:
             Reason why the caches were not saved, a key of `REASON_TEXTS`; empty if they were.
+
+        Example:
+            >>> chat.keep()  # a chat without a name ends with the process
+            'new'
         """
         restored = self.resumed.state
         if self._name is None or not self.turns:
@@ -163,8 +184,14 @@ class Chat:
         Args:
             name: session name of the fork; None for one that ends with the process.
 
+        Returns:
+            Chat with copies of the caches; turns of one are not seen by the other.
+
         Raises:
             UsageError: a session of that name exists already.
+
+        Example:
+            >>> answer = chat.fork().say("A side task.", max_new_tokens=8)
         """
         copied = self._caches.copy_before(len(self.turns))
         assert copied is not None  # no turn is to be undone
@@ -176,9 +203,17 @@ class Chat:
         Turns whose caches have only grown since are truncated; otherwise the rest of the log is
         prefilled again.
 
+        Args:
+            turns: number of turns to remove, from 0 to all.
+
         Raises:
             BadParameter: the chat has fewer turns.
             InputError: the session file cannot be written.
+
+        Example:
+            >>> chat.roll_back()
+            >>> len(chat.turns)
+            0
         """
         if not 0 <= turns <= len(self.turns):
             raise BadParameter(f"turns must be 0 to {len(self.turns)}, got {turns}.")

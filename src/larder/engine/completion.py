@@ -45,6 +45,11 @@ class Completion:
         prompt_tokens: tokens of the prompt.
         kv_bytes: bytes of the caches once the prompt was read.
         full_kv_bytes: keys and values of a plain cache of the same length.
+
+    Example:
+        >>> completion = engine.generate("Once upon a time", max_new_tokens=8)
+        >>> str(completion) == completion.text
+        True
     """
 
     prompt: str

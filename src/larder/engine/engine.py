@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -12,24 +12,18 @@ from torch import nn
 from larder.core.arguments import check_count, check_type
 from larder.core.errors import BadParameter
 from larder.core.observation import Calibration, Prompts
-from larder.engine.answer import Answer, AnswerGenerator, check_prompt_fits
+from larder.engine.answer import Answer, AnswerGenerator, QuestionAnswerer
 from larder.engine.progress_bar import progress_or_bar
 from larder.engine.sampler import SamplingParams, check_keywords
 from larder.models.calibration import calibrate
 from larder.models.loader import SEED, DeviceMap, LoadedModel, load
-from larder.prefill.base import Progress, run_steps
-from larder.session.capacity import beyond_budget, budget_tokens
+from larder.prefill.base import Progress
+from larder.session.capacity import beyond_budget
 from larder.session.embedders.base import Embedder, load_embedder
 from larder.session.files import ConversationLike, conversation_of
 from larder.session.memory import ConversationMemory
-from larder.session.policy import Policy
-from larder.session.prefill import (
-    ModelRuntime,
-    SizeOptions,
-    prefill_conversation,
-    prompts_per_cache,
-    turn_reader,
-)
+from larder.session.policy import Policy, parsed_policy
+from larder.session.prefill import ModelRuntime, SizeOptions, prefill_conversation
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 if TYPE_CHECKING:
@@ -68,8 +62,8 @@ class Engine:
 
     Example:
         >>> engine = Engine(model, tokenizer, policy="kvzip", budget="25%")
-        >>> memory = engine.read("A long text.")
-        >>> engine.ask(memory, "What does it say?").text
+        >>> memory = engine.read(text)
+        >>> answer = engine.ask(memory, "What does it say?", max_new_tokens=8)
     """
 
     def __init__(
@@ -81,7 +75,7 @@ class Engine:
         budget: str | int | float | None = None,
         block: int | None = None,
     ) -> None:
-        self.policy = _parse_policy(policy)
+        self.policy = parsed_policy(policy)
         self.sizes = SizeOptions(budget, block)
         self.loaded = _loaded_model(model, tokenizer)
         self.tokenizer = TokenizerAdapter(self.loaded.tokenizer)
@@ -138,9 +132,9 @@ class Engine:
                 or an argument has a wrong type or is not a size.
 
         Example:
-            >>> engine = Engine.load("smollm2", policy="kvzip", budget="25%", dtype="bfloat16")
+            >>> engine = Engine.load("smollm2", policy="kvzip", budget="25%")
         """
-        chosen = _parse_policy(policy)
+        chosen = parsed_policy(policy)
         SizeOptions(budget, block)  # validated before a model is loaded
         loaded = load(
             model,
@@ -160,7 +154,22 @@ class Engine:
         budget: str | int | float | None = None,
         block: int | None = None,
     ) -> Engine:
-        """Engine with the same model and loaded embedders under another policy."""
+        """Engine with the same model and loaded embedders under another policy.
+
+        Args:
+            policy: as for `Engine`.
+            budget: as for `Engine`; None takes that of the policy, not that of this engine.
+            block: as for `Engine`.
+
+        Returns:
+            New engine; this one is unchanged.
+
+        Raises:
+            LarderError: the policy does not parse, or an argument has a wrong type.
+
+        Example:
+            >>> other = engine.under("streaming_llm", 64)
+        """
         engine = Engine(self.loaded, policy=policy, budget=budget, block=block)
         engine._embedder = self._embedder
         return engine
@@ -181,9 +190,17 @@ class Engine:
             progress: receives the number of tokens read and the number of tokens to read; None
                 shows a bar on a terminal once two seconds have passed.
 
+        Returns:
+            Memory for `ask`: the caches, their sizes as `figures`, and the sized `policy`.
+
         Raises:
             InputError: the conversation is empty, or a message is malformed.
             LarderError: sizes contradict each other, or an argument has a wrong type.
+
+        Example:
+            >>> memory = engine.read([{"role": "user", "content": "My cat is called Minka."}])
+            >>> memory.conversation.messages[0].role
+            'user'
         """
         source = conversation_of(conversation)
         encoded: Prompts = {
@@ -232,7 +249,10 @@ class Engine:
         than a block, a copy preserves it.
 
         Args:
+            memory: what `read` returned, of an engine with the same model.
             question: one question, or a list of questions that are answered independently.
+            sampling: sampling parameters; None takes the most likely token at every step.
+            max_new_tokens: most tokens of an answer.
             stop: strings that end an answer.
             on_text: receives the text of an answer as it is generated.
 
@@ -240,7 +260,11 @@ class Engine:
             One answer to one question; a list of answers, in order, to a list.
 
         Raises:
+            InputError: a question takes more tokens than the budget holds.
             LarderError: an argument has a wrong type or is out of range.
+
+        Example:
+            >>> first, second = engine.ask(memory, ["Who?", "Where?"], max_new_tokens=8)
         """
         check_type("memory", memory, ConversationMemory, "what Engine.read returned")
         check_count("max_new_tokens", max_new_tokens)
@@ -248,13 +272,18 @@ class Engine:
         check_type("question", question, (str, list, tuple), question_types)
         chosen = sampling or SamplingParams()
         check_type("sampling", chosen, SamplingParams, "a SamplingParams")
+        answer_one = partial(
+            QuestionAnswerer(self.runtime, self.answer_generator, memory).answer,
+            sampling=chosen,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            on_text=on_text,
+        )
         if isinstance(question, str):
-            return self._answer(memory, question, chosen, max_new_tokens, stop, on_text)
+            return answer_one(question)
         for one in question:
             check_type("question", one, str, question_types)
-        return [
-            self._answer(memory, one, chosen, max_new_tokens, stop, on_text) for one in question
-        ]
+        return [answer_one(one) for one in question]
 
     @overload
     def generate(
@@ -319,6 +348,7 @@ class Engine:
             stop: string that ends the text, or several; it is not part of the text.
             progress: receives the number of prompt tokens read and to read; None shows a bar on a
                 terminal once two seconds have passed.
+            unknown: any other keyword; refused with the nearest name.
 
         Returns:
             One `Completion` for one prompt; a list, in order, for a list.
@@ -329,7 +359,7 @@ class Engine:
             InputError: a prompt has no tokens.
 
         Example:
-            >>> engine.generate(["One,", "Two,"], temperature=0.7, max_new_tokens=8)[0].text
+            >>> one, two = engine.generate(["One,", "Two,"], temperature=0.7, max_new_tokens=8)
         """
         check_keywords(unknown)
         sampling = SamplingParams(temperature, top_k, top_p, seed)
@@ -363,14 +393,24 @@ class Engine:
 
         Args:
             prompt: one text; lists go to `generate`.
-            max_new_tokens, temperature, top_p, top_k, seed, stop, progress: as for `generate`.
+            max_new_tokens: as for `generate`.
+            temperature: as for `generate`.
+            top_p: as for `generate`.
+            top_k: as for `generate`.
+            seed: as for `generate`.
+            stop: as for `generate`.
+            progress: as for `generate`.
+            unknown: any other keyword; refused with the nearest name.
+
+        Returns:
+            Iterator over parts of the text, which joined are that of `generate`.
 
         Raises:
             LarderError: as for `generate`; what reading the prompt raises comes with the first
                 part.
 
         Example:
-            >>> for text in engine.stream("Once upon a time", temperature=0.7):
+            >>> for text in engine.stream("Once upon a time", max_new_tokens=8):
             ...     print(text, end="", flush=True)
         """
         check_keywords(unknown)
@@ -409,46 +449,6 @@ class Engine:
         """Token ids that end a turn."""
         return stop_ids(self.loaded)
 
-    def _answer(
-        self,
-        memory: ConversationMemory,
-        question: str,
-        sampling: SamplingParams,
-        max_new_tokens: int,
-        stop: Sequence[str],
-        on_text: Callable[[str], None],
-    ) -> Answer:
-        cache, match = memory.activate_for(question)
-        prompt = self.tokenizer.encode_question_about(memory.conversation, question)
-        check_prompt_fits(prompt, budget_tokens(memory.policy))
-        is_copy, start = memory.policy.timing.excess() is not None, cache.checkpoint()
-        saved = cache if is_copy else None
-        if is_copy:
-            cache = cache.fork()  # entries evicted while decoding cannot be restored
-        cache_prompts = prompts_per_cache(self.runtime, memory.router, memory.prompts)[
-            match.episode if match else 0
-        ]
-        turn = turn_reader(self.runtime, memory.policy, cache, cache_prompts, saved)
-        turn.reserve(len(prompt) + max_new_tokens)
-        try:
-            rest = run_steps(turn.message_steps(prompt))
-            completion = self.answer_generator.generate(
-                cache, rest, sampling, max_new_tokens, stop, on_text, tend=turn.observer
-            )
-            held_bytes = memory.caches.nbytes
-            if is_copy:
-                held_bytes += cache.nbytes - cache.shared_nbytes
-            elif turn.snapshot is not None:
-                held_bytes += turn.snapshot.nbytes
-        finally:
-            if turn.snapshot is None:
-                cache.roll_back(start)
-                cache.compact()
-            elif not is_copy:
-                turn.snapshot.compact()
-                memory.caches.replace_active(turn.snapshot)
-        return completion.answer(question, match, len(prompt), held_bytes)
-
     def _load_embedder(self, name: str) -> Embedder:
         table = self.loaded.decoder.embedding_table()
         return load_embedder(name, "cpu", table, self.tokenizer.encode)
@@ -471,11 +471,6 @@ def _loaded_model(model: nn.Module | LoadedModel, tokenizer: Any) -> LoadedModel
             "as in Engine(loaded, policy='full')."
         )
     return model
-
-
-def _parse_policy(policy: str | Policy) -> Policy:
-    check_type("policy", policy, (str, Policy), "a preset's name, a spelling of parts or a Policy")
-    return policy if isinstance(policy, Policy) else Policy.parse(policy)
 
 
 def stop_ids(loaded: LoadedModel) -> frozenset[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -13,9 +12,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from larder.cache.sequence import SequenceCache
-from larder.core.arguments import check_type
 from larder.core.errors import CacheError, ModelError, UsageError
-from larder.core.observation import Calibration
 from larder.interop.attachment import AttachedCache, Attachment, HiddenCapture, attached
 from larder.interop.body_call import BodyCall
 from larder.interop.dynamic_cache import check_dynamic_cache, dynamic_cache_of, filled_cache
@@ -24,33 +21,12 @@ from larder.interop.press_policy import DEFAULT_POLICY, chosen_policy
 from larder.interop.sequence import (
     EndTokens,
     GeneratedSequence,
-    SequenceFactory,
     observer_of,
+    sequence_factory,
 )
-from larder.models.calibration import calibrate
 from larder.models.decoder import AppendCall
-from larder.session.embedders.base import Embedder
-from larder.session.policy import Policy
-from larder.session.prefill import ModelRuntime, SizeOptions, common_prompts
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
-
-
-class MissingTokenizer(TokenizerAdapter):
-    """Tokenizer adapter of a cache that was given no tokenizer: any use is an error."""
-
-    def __init__(self) -> None:
-        """Without a tokenizer."""
-
-    def encode(self, text: str) -> NoReturn:
-        raise UsageError(
-            f"The policy needs a tokenizer (for {text[:40]!r}): give tokenizer=, the one that came "
-            "with the model."
-        )
-
-    def lexicon(self, names: Any) -> dict[str, frozenset[int]]:
-        if names:
-            self.encode(", ".join(sorted(names)))
-        return {}
+from larder.session.policy import Policy, parsed_policy
+from larder.session.prefill import SizeOptions
 
 
 class LarderCache(AttachedCache):
@@ -83,7 +59,9 @@ class LarderCache(AttachedCache):
 
     Example:
         >>> cache = larder.LarderCache(model, policy="keydiff", budget="25%")
-        >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=100)
+        >>> ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=8)
+        >>> len(cache.lengths())  # rows
+        1
     """
 
     def __init__(
@@ -100,7 +78,7 @@ class LarderCache(AttachedCache):
         sizes = SizeOptions(budget, block)
         self.attachment = attached(model)
         chosen = parsed_policy(chosen_policy(self.attachment, policy, sizes, kvpress))
-        self._factory = sequence_factory(self.attachment, chosen, sizes, tokenizer)
+        self._factory = sequence_factory(self.attachment.decoder, chosen, sizes, tokenizer)
         self._sequences: list[GeneratedSequence] = []
         self._num_columns, self._records_past = 0, False
         # Whether the columns before the last whose logits are asked for are candidates.
@@ -128,12 +106,26 @@ class LarderCache(AttachedCache):
         return max(self.nbytes, sum(each.peak_bytes for each in self._sequences))
 
     def lengths(self) -> list[tuple[tuple[int, ...], ...]]:
-        """Entries of each kv head of each layer of each row."""
+        """Entries of each kv head of each layer of each row.
+
+        Returns:
+            B rows, each with L layers of K counts.
+
+        Example:
+            >>> most = max(max(layer) for row in cache.lengths() for layer in row)
+        """
         return [cache.lengths() for cache in self.sequences]
 
     @contextmanager
     def run(self, call: BodyCall) -> Iterator[PackedCall]:
-        """Context of a call of the body: texts are read before it, other tokens by it."""
+        """Context of a call of the body: texts are read before it, other tokens by it.
+
+        Args:
+            call: tokens, positions and columns of the call, by row.
+
+        Yields:
+            Attention of the call's new tokens.
+        """
         with self._undone_on_failure():
             num_read = self._num_text_columns(call)
             states = self._read_texts(call, num_read)
@@ -144,7 +136,7 @@ class LarderCache(AttachedCache):
     # What transformers asks of a cache, beside `crop` and the selection of rows.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns that were given so far, padding included."""
+        """Columns that were given so far, padding included; the same for every layer."""
         del layer_idx
         return self._num_columns
 
@@ -222,6 +214,9 @@ class LarderCache(AttachedCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` columns, which were generated.
 
+        Args:
+            tokens_to_remove: minus the number of columns.
+
         Raises:
             CacheError: the number is positive, or entries were evicted since.
         """
@@ -235,15 +230,33 @@ class LarderCache(AttachedCache):
         self._num_columns += tokens_to_remove
 
     def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
-        """Take rows in a new order, as beam search does; a row taken twice is copied."""
+        """Take rows in a new order, as beam search does; a row taken twice is copied.
+
+        Args:
+            beam_idx: former row of each new row.
+
+        Shape:
+            beam_idx: [B]
+        """
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Take some of the rows."""
+        """Take some of the rows.
+
+        Args:
+            indices: the rows by number, or a mask of all rows.
+
+        Shape:
+            indices: [B]
+        """
         self._select(torch.arange(len(self._sequences))[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times."""
+        """Repeat each row `repeats` times.
+
+        Args:
+            repeats: copies of a row, itself included.
+        """
         self._select([row for row in range(len(self._sequences)) for _ in range(repeats)])
 
     def reset(self) -> None:
@@ -256,9 +269,17 @@ class LarderCache(AttachedCache):
         It continues with the model's own attention, in `generate` too, where it is given the whole
         text so far; new tokens get their true positions. No policy acts on it.
 
+        Returns:
+            DynamicCache whose keys and values are [B K S D] in every layer.
+
         Raises:
             CacheError: heads, layers or rows hold different numbers of entries, or entries are
                 quantized, offloaded or merged.
+
+        Example:
+            >>> cache = larder.LarderCache(model, policy="streaming_llm", budget=64)
+            >>> ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=8)
+            >>> exported = cache.to_dynamic_cache()
         """
         return dynamic_cache_of(self.sequences, self.attachment.module.config)
 
@@ -280,12 +301,22 @@ class LarderCache(AttachedCache):
         tokens 0, 1, 2, ..., without padding.
 
         Args:
-            model, policy, budget, block, tokenizer: as for `LarderCache`; shares are of the tokens
-                that the cache has read.
+            model: as for `LarderCache`.
+            cache: the DynamicCache, filled by this model.
+            policy: as for `LarderCache`.
+            budget: as for `LarderCache`; shares are of the tokens that the cache has read.
+            block: as for `LarderCache`.
+            tokenizer: as for `LarderCache`.
+
+        Returns:
+            Cache with a row for every row of `cache`.
 
         Raises:
             CacheError: the cache is of another kind or model, or the policy keeps more of an entry
                 than key, value and position.
+
+        Example:
+            >>> cache = larder.LarderCache.from_dynamic_cache(model, exported, "keydiff", 64)
         """
         own = cls(model, policy, budget, block=block, tokenizer=tokenizer)
         rows, length = check_dynamic_cache(cache, own.attachment.decoder.spec)
@@ -297,7 +328,14 @@ class LarderCache(AttachedCache):
         return own
 
     def fork(self) -> LarderCache:
-        """Independent copy, for several continuations of one prompt."""
+        """Independent copy, for several continuations of one prompt.
+
+        Returns:
+            Cache that shares no entry that either may change.
+
+        Example:
+            >>> other = cache.fork()
+        """
         other = object.__new__(LarderCache)
         vars(other).update(vars(self))
         other._sequences = [sequence.fork() for sequence in self._sequences]
@@ -438,38 +476,6 @@ class LarderCache(AttachedCache):
             for row, state in zip(rows, states, strict=True):
                 row.roll_back(state)
             raise
-
-
-def parsed_policy(policy: str | Policy) -> Policy:
-    """Policy by name, spelling, or as it is."""
-    check_type("policy", policy, (str, Policy), "a preset's name, a spelling of parts or a Policy")
-    return policy if isinstance(policy, Policy) else Policy.parse(policy)
-
-
-def sequence_factory(
-    attachment: Attachment, policy: Policy, sizes: SizeOptions, tokenizer: Any
-) -> SequenceFactory:
-    """Factory of the rows of a cache.
-
-    Raises:
-        UsageError: the policy cannot be used inside generate().
-    """
-    decoder = attachment.decoder
-    adapter = MissingTokenizer() if tokenizer is None else TokenizerAdapter(tokenizer)
-    prompts = {} if tokenizer is None else common_prompts(adapter)
-
-    @cache
-    def measured(names: frozenset[str]) -> Calibration:
-        return calibrate(decoder, adapter.encode, names)
-
-    runtime = ModelRuntime(decoder, adapter, _no_embedder, measured)
-    factory = SequenceFactory(runtime, policy, sizes, prompts)
-    factory.check()
-    return factory
-
-
-def _no_embedder(name: str) -> Embedder:
-    raise UsageError(f"The embedder {name!r} is for episodes: use larder.Engine.")
 
 
 def _no_states(attachment: Attachment) -> Float[Tensor, "_ hidden"]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NoReturn
 
 from jaxtyping import Int
 from torch import Tensor
@@ -13,8 +14,10 @@ from larder.cache.recurrent_state import CacheCheckpoint
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, UsageError
 from larder.core.images import NO_IMAGES, ImageSpans
-from larder.core.observation import Prompts
+from larder.core.observation import Calibration, Prompts
 from larder.engine.progress_bar import progress_or_bar
+from larder.models.calibration import calibrate
+from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment, Observer
 from larder.prefill.base import run_steps
 from larder.prefill.decode_eviction import DecodeEviction
@@ -26,15 +29,36 @@ from larder.session.capacity import (
     entries_per_head,
     resolve_budget,
 )
+from larder.session.embedders.base import Embedder
 from larder.session.policy import Policy
 from larder.session.prefill import (
     ModelRuntime,
     SizeOptions,
+    common_prompts,
     decode_planner,
     prefill_reader,
     require_prompts,
     warm_up,
 )
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+
+
+class MissingTokenizer(TokenizerAdapter):
+    """Tokenizer adapter of a cache that was given no tokenizer: any use is an error."""
+
+    def __init__(self) -> None:
+        """Without a tokenizer."""
+
+    def encode(self, text: str) -> NoReturn:
+        raise UsageError(
+            f"The policy needs a tokenizer (for {text[:40]!r}): give tokenizer=, the one that came "
+            "with the model."
+        )
+
+    def lexicon(self, names: Any) -> dict[str, frozenset[int]]:
+        if names:
+            self.encode(", ".join(sorted(names)))
+        return {}
 
 
 @dataclass(frozen=True)
@@ -244,3 +268,31 @@ def observer_of(observers: list[Observer | None]) -> Observer | None:
     if not own:
         return None
     return lambda row, layer, activations: own[row](0, layer, activations)
+
+
+def sequence_factory(
+    decoder: Decoder, policy: Policy, sizes: SizeOptions, tokenizer: Any
+) -> SequenceFactory:
+    """Factory of the rows of a cache.
+
+    Args:
+        tokenizer: tokenizer of transformers; None where the policy needs none.
+
+    Raises:
+        UsageError: the policy cannot be used inside generate().
+    """
+    adapter = MissingTokenizer() if tokenizer is None else TokenizerAdapter(tokenizer)
+    prompts = {} if tokenizer is None else common_prompts(adapter)
+
+    @cache
+    def measured(names: frozenset[str]) -> Calibration:
+        return calibrate(decoder, adapter.encode, names)
+
+    runtime = ModelRuntime(decoder, adapter, _no_embedder, measured)
+    factory = SequenceFactory(runtime, policy, sizes, prompts)
+    factory.check()
+    return factory
+
+
+def _no_embedder(name: str) -> Embedder:
+    raise UsageError(f"The embedder {name!r} is for episodes: use larder.Engine.")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from larder.core.arguments import check_type
 from larder.core.errors import BudgetError, SpellingError, UnknownName
 from larder.core.family import LISTING, Family, unknown_name_message
 from larder.core.recall import RECALLS, OffloadSpec, RecallPart
@@ -107,7 +108,30 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Policy:
-    """Cache policy of a conversation, one part per slot. `str()` is its canonical spelling."""
+    """Cache policy of a conversation, one part per slot. `str()` is its canonical spelling.
+
+    Policies are made by `Policy.parse`; `larder policy list` prints presets and parts.
+
+    Args:
+        session: division of a conversation among caches: `single()`, or `episodes(...)`.
+        schedule: when plans are made while a text is read: after it, or after every block.
+        protect: first and last entries that no plan evicts.
+        scorer: score of every entry.
+        aggregation: reduction of attention over queries, for scorers by attention.
+        heads: reduction of attention over the query heads of a kv head, for the same scorers.
+        values: weighting of scores by the values of entries.
+        unit: grouping whose entries get one score, such as `token()` or `chunk()`.
+        budget: division of the budget among layers and heads.
+        compensation: fate of the entries that are not kept: dropped, offloaded, merged, recomputed.
+        recall: index over offloaded entries; None without offload.
+        storage: representation of kept entries, such as `exact()` or `quantized(bits=4)`.
+        timing: when plans are made while text is generated.
+
+    Example:
+        >>> policy = Policy.parse("protect(sinks=4) > keydiff() > pooled(tokens=512)")
+        >>> policy.budget.tokens
+        512
+    """
 
     session: Arrangement
     schedule: Schedule
@@ -127,10 +151,20 @@ class Policy:
     def parse(sentence: str) -> Policy:
         """Parse the name of a preset or a spelling of parts; omitted slots take defaults.
 
+        Args:
+            sentence: name of a preset such as `"kvzip"`, or parts joined by `>` in slot order.
+
+        Returns:
+            Policy whose sizes are open where the sentence names none.
+
         Raises:
             SpellingError: the spelling does not parse, or parts are out of order.
             UnknownName: a preset, part or parameter does not exist.
             BadParameter: a value is out of range.
+
+        Example:
+            >>> Policy.parse("kvzip") == Policy.parse(str(Policy.parse("kvzip")))
+            True
         """
         text = sentence.strip()
         if text in PRESETS:
@@ -206,12 +240,19 @@ class Policy:
 
         Args:
             tokens: entries per kv head, for an open budget.
-            block: M_block, for an open schedule.
+            block: M_block, for an open schedule; None takes the smaller of 512 and `tokens`.
+
+        Returns:
+            Policy without open sizes.
 
         Raises:
             UsageError: the block contradicts the spelling, or exceeds the budget.
             BudgetError: no page fits in the budget beside the protected entries.
             BadParameter: more tokens are corrected than are protected.
+
+        Example:
+            >>> Policy.parse("streaming_llm").with_sizes(256, 64).budget.tokens
+            256
         """
         budget, schedule, scorer = self.budget, self.schedule, self.scorer.with_budget(tokens)
         if budget.tokens is None:
@@ -267,6 +308,12 @@ class Policy:
             return None
         host_mib = getattr(self.compensation, "host_mib", None)
         return OffloadSpec(self.recall, host_mib, self.storage.parked)
+
+
+def parsed_policy(policy: str | Policy) -> Policy:
+    """Policy by name, spelling, or as it is."""
+    check_type("policy", policy, (str, Policy), "a preset's name, a spelling of parts or a Policy")
+    return policy if isinstance(policy, Policy) else Policy.parse(policy)
 
 
 def _recall_part(

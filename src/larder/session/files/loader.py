@@ -52,8 +52,16 @@ def read_conversation(
         path: a `.json`, `.txt` or `.md` file in UTF-8.
         adversarial: whether LoCoMo's questions without an answer are included.
 
+    Returns:
+        Messages in order, and the questions that the file has.
+
     Raises:
         InputError: the file is missing, unreadable, empty, or of no known form.
+
+    Example:
+        >>> conversation = read_conversation("examples/conversation.json")
+        >>> conversation.questions[0].answer
+        'Biscuit'
     """
     path = Path(path)
     ending = path.suffix.lower()
