@@ -44,6 +44,23 @@ FAMILIES = (
     ),
     Family("Phi-3", "Phi-3-mini-4k, Phi-4", "full", "Phi3ForCausalLM", configured("Phi3Config")),
     Family(
+        "Phi-3 (long-rope)",
+        "Phi-3-mini-128k, Phi-3.5, Phi-4-mini",
+        "full",
+        "Phi3ForCausalLM",
+        configured(
+            "Phi3Config",
+            original_max_position_embeddings=128,
+            rope_scaling={
+                "type": "longrope",
+                "short_factor": [1.0 + n / 4 for n in range(8)],
+                "long_factor": [2.0 + n for n in range(8)],
+            },
+        ),
+        note="Texts and answers within original_max_position_embeddings (4096 tokens), where the "
+        "frequencies change; a longer one is refused.",
+    ),
+    Family(
         "Gemma 3",
         "Gemma 3 (text)",
         "sliding and full",

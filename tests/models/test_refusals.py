@@ -20,8 +20,8 @@ from larder.models.attention_backend import AttentionProbe, attend
 from larder.models.decoder import Decoder
 from larder.models.introspection import check_attention_kinds
 from larder.models.loader import load, wrap_model
+from larder.models.rope_frequencies import check_rope
 from larder.models.tiny import tiny
-from larder.models.verification import check_rope
 from model_runs import own_logits, some_ids
 
 SHAPE: dict[str, Any] = {
@@ -144,19 +144,18 @@ def entry(**rope: Any) -> dict[str, Any]:
     return {"rope_scaling": rope, "rope_parameters": rope | {"rope_theta": 10000.0}}
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "dynamic", "factor": 2.0},
-        {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
 @pytest.mark.filterwarnings("ignore")
-def test_rope_that_changes_with_length(tmp_path, rope) -> None:
-    rope = rope | {"original_max_position_embeddings": 64}
-    with pytest.raises(ModelError, match=f"RoPE is '{rope['rope_type']}'"):
+def test_rope_that_changes_with_length(tmp_path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}
+    with pytest.raises(ModelError, match="RoPE is 'dynamic'"):
         load(saved(tmp_path, **entry(**rope)))
+
+
+def test_a_long_rope_without_its_length() -> None:
+    config = a_config()
+    config.rope_parameters = {"rope_type": "longrope"}
+    with pytest.raises(ModelError, match="set original_max_position_embeddings"):
+        check_rope(config)
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])

@@ -25,6 +25,7 @@ from larder.interop.sequence import (
     sequence_factory,
 )
 from larder.models.decoder import AppendCall
+from larder.models.rope_frequencies import ORIGINAL_LENGTH
 from larder.session.policy import Policy, parsed_policy
 from larder.session.prefill import SizeOptions
 
@@ -172,6 +173,14 @@ class LarderCache(AttachedCache):
             "The LarderCache was given to a model that it was not made for (it was made for a "
             f"{type(self.attachment.module).__name__}): make one for this model."
         )
+
+    def __bool__(self) -> bool:
+        """False for Phi-3 and its kin, whose `generate` drops a true cache at a certain length.
+
+        There, at `original_max_position_embeddings`, the frequencies of long-rope change; the next
+        token is refused with a way out instead.
+        """
+        return not hasattr(self.attachment.module.config, ORIGINAL_LENGTH)
 
     def __len__(self) -> int:
         return len(self.attachment.decoder.spec.layers)

@@ -33,6 +33,7 @@ from larder.models.prefetch import LayerPrefetch, attention_modules
 from larder.models.recompute import KVRecompute
 from larder.models.recompute_hooks import RecomputeHooks, with_reread_tokens
 from larder.models.recurrent import recurrent_layers
+from larder.models.rope_frequencies import rope_limit
 from larder.policy.providers.base import ActivationProvider, TokenProvider, column_providers
 
 # Providers of activations, by name.
@@ -68,6 +69,7 @@ class Decoder:
             )
         self._configs = PrivateConfigs(module)
         self._latent_hooks: list[Any] = []
+        self._rope_limit = rope_limit(module.config)
         # Context of a call of the model on Larder's attention.
         self.attention: AbstractContextManager[None] = nullcontext()
         try:
@@ -297,7 +299,7 @@ class Decoder:
     ) -> Iterator[ForwardBatch]:
         """Context of one call of the model; it rolls the caches back if the call fails."""
         batch = ForwardBatch(segments, mode, self.spec.device, observer)
-        self._check(batch.ids())
+        self._check(batch)
         try:
             hooks = RecomputeHooks(
                 lambda: self.recompute, lambda: self.shape, segments, mode, batch
@@ -332,7 +334,8 @@ class Decoder:
 
         return one_row_products()
 
-    def _check(self, ids: list[int]) -> None:
+    def _check(self, batch: ForwardBatch) -> None:
+        ids, length = batch.ids(), batch.longest()
         if not ids:
             raise InputError("The text has no tokens: give at least one.")
         wrong = [token for token in (min(ids), max(ids)) if not 0 <= token < self.vocab_size]
@@ -340,6 +343,12 @@ class Decoder:
             raise InputError(
                 f"Token id {wrong[0]} is outside the model's vocabulary of {self.vocab_size}: "
                 "use the tokenizer that came with the model."
+            )
+        if self._rope_limit is not None and length > self._rope_limit:
+            raise InputError(
+                f"The text reaches {length} tokens, but the RoPE frequencies of the model change "
+                f"behind {self._rope_limit} (longrope), which would invalidate cached keys: keep "
+                "texts and answers below it, or choose a model with one set of frequencies."
             )
 
 

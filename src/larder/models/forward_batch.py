@@ -124,6 +124,10 @@ class ForwardBatch:
         """Tokens that the model computes, packed."""
         return [token for each in self.segments for token in (*each.reread_ids, *each.ids)]
 
+    def longest(self) -> int:
+        """Tokens up to the last position of the batch; 0 for no tokens."""
+        return 1 + max((place for each in self.segments for place in each.positions()), default=-1)
+
     def positions(self) -> Int[Tensor, "*axes 1 Q"]:
         """`position_ids` of all tokens: true ones, or in A numbers where a cache knows those."""
         if all(segment.cache.model_positions.are_true for segment in self.segments):

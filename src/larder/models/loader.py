@@ -20,9 +20,10 @@ from larder.core.errors import BadParameter, DependencyError, ModelError
 from larder.models.adapter import AdapterMode, apply_adapter
 from larder.models.decoder import Decoder
 from larder.models.packaged import GGUF_SUFFIX, PACKAGED_MODELS
+from larder.models.rope_frequencies import check_rope
 from larder.models.tokenizer import check_tokenizer
 from larder.models.transformers_logging import silence_transformers
-from larder.models.verification import check_rope, reference_logits, verify
+from larder.models.verification import reference_logits, verify
 
 SEED = "seed"
 AUTO = "auto"

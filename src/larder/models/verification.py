@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import transformers
 from jaxtyping import Float
-from packaging.version import Version
 from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
@@ -30,25 +29,6 @@ PARTS = ((0, 10), (10, 18), *((place, place + 1) for place in range(18, CHECKED_
 # Between a text in one piece and in parts, in transformers alone: recurrent layers of some families
 # limit a number in one of the two ways of computing them.
 CONTINUATION_TOLERANCE = 1.5e-1
-
-CHANGING_ROPE = {"dynamic", "longrope"}
-
-
-def check_rope(config: Any) -> None:
-    """Check that a model's RoPE frequencies are fixed and read by the installed transformers.
-
-    Raises:
-        ModelError: cached keys would be rotated by changing or by wrong frequencies.
-    """
-    text = config.get_text_config().to_dict()
-    _check_rope_is_read(text)
-    found = _rope_types(_declared_rope(text)) & CHANGING_ROPE
-    if found:
-        raise ModelError(
-            f"The model's RoPE is {sorted(found)[0]!r}: its frequencies change with the length, "
-            "which would invalidate cached keys. Set a rope type with fixed frequencies "
-            "(default, linear, yarn, llama3) in its config."
-        )
 
 
 @torch.no_grad()
@@ -163,31 +143,3 @@ def _probe_ids(module: Any) -> list[int]:
     """Fixed token ids, spread over the vocabulary."""
     size = int(module.get_input_embeddings().weight.shape[0])
     return [(7 + 31 * i * i) % size for i in range(CHECKED_TOKENS)]
-
-
-def _check_rope_is_read(config: dict[str, Any]) -> None:
-    """Reject the RoPE spelling of transformers 5, which version 4 silently ignores."""
-    declared = config.get("rope_parameters")
-    if not declared or Version(transformers.__version__) >= Version("5.0.0.dev0"):
-        return
-    read = {"rope_type": "default", "rope_theta": config.get("rope_theta")}
-    read |= config.get("rope_scaling") or {}
-    if any(read.get(key) != value for key, value in declared.items()):
-        raise ModelError(
-            "The model's config spells its RoPE as `rope_parameters`, which transformers "
-            f"{transformers.__version__} does not read: install transformers 5 or later."
-        )
-
-
-def _declared_rope(config: dict[str, Any]) -> list[Any]:
-    return [config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)]
-
-
-def _rope_types(tree: Any) -> set[str]:
-    """All rope types in a configuration's nested rope entries."""
-    if isinstance(tree, dict):
-        own = {str(tree[key]) for key in ("rope_type", "type") if key in tree}
-        return own.union(*[_rope_types(value) for value in tree.values()])
-    if isinstance(tree, list):
-        return set().union(*[_rope_types(value) for value in tree])
-    return set()
