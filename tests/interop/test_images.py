@@ -26,7 +26,7 @@ POLICIES = {
     "streaming_llm": "blockwise(tokens=9) > protect(sinks=2, recent=4) > sinks_and_window(sinks=2)",
 }
 QWEN, GEMMA, LLAVA = NAMES[0], NAMES[1], NAMES[2]
-BLOCKS_OF_NINE = "blockwise(tokens=9) > protect(sinks=1, recent=2) > keydiff() > unlimited()"
+SMALL_BLOCKS = "blockwise(tokens=6) > protect(sinks=1, recent=2) > keydiff() > unlimited()"
 
 
 def assert_same_answers(got: Any, expected: Any) -> None:
@@ -35,7 +35,7 @@ def assert_same_answers(got: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("policy", ["full", BLOCKS_OF_NINE])
+@pytest.mark.parametrize("policy", ["full", SMALL_BLOCKS])
 def test_a_full_budget_is_the_model_itself(name: str, policy: str) -> None:
     model, given = model_of(name), inputs_of(name, PROMPT)
     expected = model.generate(**given, max_new_tokens=16, **LOGITS)
