@@ -175,11 +175,7 @@ class LarderCache(AttachedCache):
         )
 
     def __bool__(self) -> bool:
-        """False for Phi-3 and its kin, whose `generate` drops a true cache at a certain length.
-
-        There, at `original_max_position_embeddings`, the frequencies of long-rope change; the next
-        token is refused with a way out instead.
-        """
+        """False for Phi-3, whose `generate` drops a true cache where its frequencies change."""
         return not hasattr(self.attachment.module.config, ORIGINAL_LENGTH)
 
     def __len__(self) -> int:
