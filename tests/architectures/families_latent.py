@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from architectures.families import Family, configured
+from architectures.families import Family, Status, configured
 
 HEAD = {"head_dim": 16}
 SLIDING, FULL = "sliding_attention", "full_attention"
 
+SHARED: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": [SLIDING, FULL] * 3,
+    "sliding_window": 8,
+    "num_kv_shared_layers": 3,
+    "vocab_size_per_layer_input": 128,
+    "hidden_size_per_layer_input": 8,
+}
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,
@@ -101,21 +109,48 @@ FAMILIES = (
         note="As DeepSeek-V2.",
     ),
     Family(
+        "Kimi Linear",
+        "Kimi-Linear-48B-A3B",
+        "linear and latents (MLA), experts",
+        "KimiLinearForCausalLM",
+        configured(
+            "KimiLinearConfig",
+            **(LATENT | {"q_lora_rank": None}),
+            layer_types=["linear_attention", FULL],
+            linear_head_dim=16,
+            linear_num_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+        ),
+        note="As DeepSeek-V2.",
+    ),
+    Family(
+        "DeepSeek-V3.2",
+        "DeepSeek-V3.2, GLM-5",
+        "latents (MLA) with an indexer, experts",
+        "DeepseekV32ForCausalLM",
+        configured("DeepseekV32Config", **LATENT, **EXPERTS, index_head_dim=16, index_n_heads=2),
+        Status.REFUSED,
+        note="An indexer of the model selects the tokens that a query attends to.",
+        refusal="indexer",
+    ),
+    Family(
+        "Gemma 4",
+        "Gemma 4 (text)",
+        "sliding and full with wider heads, the last ones share entries",
+        "Gemma4ForCausalLM",
+        configured(
+            "Gemma4TextConfig", **HEAD, **SHARED, global_head_dim=32, num_global_key_value_heads=1
+        ),
+        note="As Gemma 3n.",
+    ),
+    Family(
         "Gemma 3n",
         "Gemma 3n E2B, E4B (text)",
         "sliding and full, the last ones share entries",
         "Gemma3nForCausalLM",
-        configured(
-            "Gemma3nTextConfig",
-            **HEAD,
-            num_hidden_layers=6,
-            layer_types=[SLIDING, FULL] * 3,
-            sliding_window=8,
-            num_kv_shared_layers=3,
-            vocab_size_per_layer_input=128,
-            hidden_size_per_layer_input=8,
-            laurel_rank=8,
-        ),
+        configured("Gemma3nTextConfig", **HEAD, **SHARED, laurel_rank=8),
         note="Scores come from the layers that hold entries; offloading and recomputing policies "
         "are refused.",
     ),

@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from larder.core.errors import ModelError
 from larder.core.types import Queries
 from larder.models.attention_backend import CONTEXT_KEYWORD, AttentionInputs, LayerAttention
 
@@ -91,11 +92,17 @@ def _head_projections(
 def is_latent_attention(module: Any) -> bool:
     """True for an attention module that caches latents and expands them without a bias.
 
-    Modules that select tokens by an indexer of their own are not of this kind.
+    Raises:
+        ModelError: an indexer of the model selects the tokens that a query attends to.
     """
     projection = getattr(module, "kv_b_proj", None)
+    if projection is not None and hasattr(module, "indexer"):
+        raise ModelError(
+            f"{type(module).__name__} attends to tokens that an indexer of the model selects, "
+            "which Larder does not support: choose a model without one, such as DeepSeek-V3."
+        )
     expands = isinstance(projection, nn.Module) and hasattr(module, "expand_kv")
-    return expands and getattr(projection, "bias", None) is None and not hasattr(module, "indexer")
+    return expands and getattr(projection, "bias", None) is None
 
 
 def absorb_latents(
@@ -110,9 +117,10 @@ def absorb_latents(
 
 
 def hook_latent_attention(model: nn.Module) -> list[Any]:
-    """Install `absorb_latents` on all MLA modules of a model; handles to remove it."""
-    return [
-        module.register_forward_pre_hook(absorb_latents, with_kwargs=True)
-        for module in model.modules()
-        if is_latent_attention(module)
-    ]
+    """Install `absorb_latents` on all MLA modules of a model; handles to remove it.
+
+    Raises:
+        ModelError: as `is_latent_attention`.
+    """
+    found = [module for module in model.modules() if is_latent_attention(module)]
+    return [module.register_forward_pre_hook(absorb_latents, with_kwargs=True) for module in found]
