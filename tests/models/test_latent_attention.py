@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from architectures.families_latent import FAMILIES
 from builders import tiers_of
+from interop.fake_presses import QueryPress
 from larder.cache.sequence import SequenceCache
 from larder.core.codec import Codec
 from larder.core.errors import CacheError, ModelError, ScoreError, UsageError
@@ -202,6 +203,11 @@ def test_activations_are_captured(decoder: Decoder) -> None:
     segment = BatchSegment(SequenceCache(decoder.spec, "ragged"), IDS)
     decoder.read([segment], Mode.APPEND, observe, select_providers({"states"}, ActivationProvider))
     assert [seen[layer].shape for layer in sorted(seen)] == [(40, 64)] * 2
+
+
+def test_presses_are_refused(model: Any) -> None:
+    with pytest.raises(UsageError, match=r"latents \(MLA\).*policy="):
+        LarderCache(model, kvpress=QueryPress(0.5))
 
 
 @torch.no_grad()

@@ -56,9 +56,14 @@ class AdaptedPress:
 
         Raises:
             UsageError: it is no press, does more than choose entries of a prompt, or cannot be
-                initialized for the model.
+                initialized for the model; or the model caches latents.
         """
         _check_interface(press)
+        if any(layer.latent_rank for layer in decoder.spec.layers):
+            raise UsageError(
+                f"{press!r} reads keys and values of every head, but a {type(model).__name__} "
+                f"caches latents (MLA): give policy= instead of kvpress=; {GUIDE}."
+            )
         try:
             press.post_init_from_model(model)
             return AdaptedPress(press, decoder.attentions, decoder.body.rotary_emb)
