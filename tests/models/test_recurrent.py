@@ -13,9 +13,11 @@ from transformers import DynamicCache, Mamba2Config, Mamba2ForCausalLM
 
 from architectures.families import Status
 from architectures.families_hybrid import FAMILIES
+from larder.cache.forms.tiered import TieredLayer
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, ModelError
-from larder.core.recall import OffloadSpec
+from larder.core.plan import Plan
+from larder.core.recall import FetchMode, OffloadSpec
 from larder.core.spec import RecomputeSpec
 from larder.core.types import Mode
 from larder.models.cacheblend import ContextChunk, blend
@@ -168,6 +170,31 @@ def test_what_reads_earlier_tokens_is_refused() -> None:
     assert all(torch.equal(before[key], own) for key, own in cached.state().items())
     with pytest.raises(ModelError, match="recurrent layers"):
         blend(decoder, [ContextChunk(IDS[:20], cached)])
+
+
+def test_pages_are_fetched_ahead_for_the_next_layer_with_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All that is offloaded is recalled, so that logits are those of a full cache."""
+    decoder = decoder_of("LFM2")
+    parking = OffloadSpec(Flat(tokens=40, page=4, dense=0, fetch=FetchMode.AHEAD))
+    cached = SequenceCache(decoder.spec, "tiered", parking=parking)
+    full = SequenceCache(decoder.spec, "ragged")
+    for own in (cached, full):
+        read_on(decoder, own, IDS, 40)
+    kept = torch.cat([torch.arange(36, 40), torch.arange(76, 80)])
+    for layer in decoder.spec.layers:
+        cached.apply(layer.index, Plan(kept, (4, 4)))
+    fetched, fetch = list[int](), TieredLayer.fetch
+
+    def note(tier: TieredLayer, queries: Tensor) -> None:
+        fetched.append(tier.layer.index)
+        fetch(tier, queries)
+
+    monkeypatch.setattr(TieredLayer, "fetch", note)
+    got, expected = (read_on(decoder, own, IDS[:3], 1) for own in (cached, full))
+    assert torch.allclose(got, expected, atol=1e-4)
+    assert fetched == [1] * 3
 
 
 def test_a_state_of_another_model_is_not_restored() -> None:

@@ -406,7 +406,7 @@ class ChatFigures:
         log_tokens: tokens of history and turns.
         budget_tokens: M, entries per kv head averaged over managed layers.
         block_tokens: M_block; a cache is refreshed when it exceeds M + M_block.
-        full_kv_bytes: keys and values of a plain cache of `log_tokens`.
+        full_kv_bytes: a plain cache of `log_tokens`, states of recurrent layers included.
         active_kv_bytes: bytes of the cache on the device without its slow tier; 0 before the first
             turn.
         parked_kv_bytes: bytes of the caches and slow tiers in host memory.

@@ -44,7 +44,7 @@ class Completion:
         finish_reason: `stop` after a stop token or stop string, `length` after max_new_tokens.
         prompt_tokens: tokens of the prompt.
         kv_bytes: bytes of the caches once the prompt was read.
-        full_kv_bytes: keys and values of a plain cache of the same length.
+        full_kv_bytes: a plain cache of the same length, states of recurrent layers included.
 
     Example:
         >>> completion = engine.generate("Once upon a time", max_new_tokens=8)

@@ -85,7 +85,7 @@ class ScoredText:
         scores: one per continuation; a single one for a whole text.
         kv_bytes: bytes of the cache behind a context, or at the end of a text, whose last block
             it holds whole.
-        full_kv_bytes: keys and values of a plain cache of the same length.
+        full_kv_bytes: a plain cache of the same length, states of recurrent layers included.
     """
 
     scores: tuple[TokenScore, ...]

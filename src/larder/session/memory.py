@@ -51,7 +51,7 @@ class CacheFigures:
         context_tokens: number of tokens of the conversation.
         budget_tokens: M, entries per kv head averaged over managed layers; the length of the
             context without a limit.
-        full_kv_bytes: keys and values of a plain cache of the same length.
+        full_kv_bytes: a plain cache of the same length, states of recurrent layers included.
         kv_bytes: bytes of all caches after prefill.
         active_kv_bytes: bytes of the largest cache that one question attends to; where entries are
             offloaded, of its fast tier and page slots. Dense layers are counted, so it may be a
