@@ -10,23 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 import larder
 from larder.engine import engine as engine_module
+from larder.engine.sampler import SamplingParams
+from larder.models.loader import load
 from larder.models.tiny import tiny
 from server_core import characters
 
 ROOT = Path(__file__).parents[1]
 TEXT = "Once upon a time a cat was called Minka. " * 6
+# What pages of the documentation import from modules, or public functions take.
+BESIDE = {"load": load, "SamplingParams": SamplingParams}
 KINDS = (classmethod, staticmethod, property)
 PARAMETER = re.compile(r"^ {4}(\w+): \S", re.MULTILINE)
 
 
 def documented() -> Iterator[tuple[str, Any]]:
     """Public names with what has their docstring: names of `larder`, and members of classes."""
-    for name in sorted(larder.__all__):
-        value = getattr(larder, name)
+    public = {name: getattr(larder, name) for name in sorted(larder.__all__)} | BESIDE
+    for name, value in public.items():
         yield name, value
         for key, member in vars(value).items() if inspect.isclass(value) else ():
             function = (
@@ -116,7 +121,9 @@ def names(tiny_model: tuple[Any, Any]) -> dict[str, Any]:
     model.generate(**inputs, past_key_values=cache, max_new_tokens=2)
     return {
         **{name: getattr(larder, name) for name in larder.__all__},
+        **BESIDE,
         "larder": larder,
+        "torch": torch,
         "model": model,
         "tokenizer": tokenizer,
         "inputs": inputs,

@@ -43,6 +43,10 @@ class SamplingParams:
 
     Raises:
         BadParameter: a value is outside its range.
+
+    Example:
+        >>> from larder.engine.sampler import SamplingParams
+        >>> answer = engine.ask(memory, "Who?", SamplingParams(temperature=0.7), max_new_tokens=8)
     """
 
     temperature: float = 0.0
@@ -67,11 +71,33 @@ class SamplingParams:
             raise BadParameter(f"seed must fit into 64 bits, got {self.seed}.")
 
     def generator(self) -> torch.Generator:
-        """New random generator for one answer."""
+        """New random generator for one answer.
+
+        Returns:
+            CPU generator that begins with the seed.
+
+        Example:
+            >>> generator = SamplingParams(temperature=0.7, seed=1).generator()
+        """
         return torch.Generator().manual_seed(self.seed)
 
     def sample(self, logits: Float[Tensor, " V"], random_generator: torch.Generator) -> int:
-        """Sample the next token; of equal logits the smaller id comes first."""
+        """Sample the next token; of equal logits the smaller id comes first.
+
+        Args:
+            logits: logits of the next token.
+            random_generator: state of the sampling; not used at temperature 0.
+
+        Returns:
+            Token id.
+
+        Shape:
+            logits: [V]
+
+        Example:
+            >>> SamplingParams().sample(torch.tensor([0.0, 2.0, 2.0]), torch.Generator())
+            1
+        """
         if self.temperature == 0:
             return int(logits.argmax())
         ranked, ids = torch.sort(logits.float().cpu(), descending=True, stable=True)

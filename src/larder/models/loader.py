@@ -89,11 +89,20 @@ def load(
         tokenizer: tokenizer of transformers, or the name or folder of one; None for that of the
             model.
 
+    Returns:
+        Model with its tokenizer and name. Its module has Larder's attention: for other uses, such
+        as its own `generate`, call `decoder.release()` first.
+
     Raises:
         BadParameter: unknown device, dtype or mode; arguments that contradict each other; a
             tokenizer with another vocabulary.
         DependencyError: `device_map` without accelerate.
         ModelError: the model or its adapter cannot be loaded, or uses an unsupported feature.
+
+    Example:
+        >>> from larder.models.loader import load
+        >>> loaded = load("seed")
+        >>> engine = Engine(loaded, policy="kvzip", budget="25%")
     """
     check_type("model", name, str, "a name or a folder as a string")
     check_type("device", device, str, "a string such as cpu or cuda:0")
