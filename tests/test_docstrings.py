@@ -53,7 +53,7 @@ def missing_parts(name: str, value: Any) -> list[str]:
     if is_of_transformers or isinstance(value, property):
         return [] if text else ["a text"]
     if inspect.isclass(value) and issubclass(value, Exception):
-        return missing_sections(text, "Example")
+        return missing_sections(text, "Examples")
     parameters = [
         each for each in inspect.signature(value).parameters if each not in ("self", "cls")
     ]
@@ -64,7 +64,7 @@ def missing_parts(name: str, value: Any) -> list[str]:
     has_result &= not inspect.isgeneratorfunction(inspect.unwrap(value))
     needed = ["Returns"] if has_result else []
     if name != "LarderCache.run":
-        needed.append("Example")
+        needed.append("Examples")
     return absent + missing_sections(text, *needed)
 
 
@@ -94,7 +94,7 @@ def test_missing_parts_are_found() -> None:
         return first + second
 
     absent = missing_parts("partial", partial)
-    assert absent == ["Args: second", "Args: no third in the signature", "Returns", "Example"]
+    assert absent == ["Args: second", "Args: no third in the signature", "Returns", "Examples"]
 
 
 class SilentUnlessShown(doctest.OutputChecker):

@@ -41,7 +41,7 @@ class Message:
         date: date of the message, as the source spells it; else empty.
         utterance: the text without headers and captions, for embedding; empty means `content`.
 
-    Example:
+    Examples:
         >>> Message("user", "My cat is called Minka.").role
         'user'
     """
@@ -71,7 +71,7 @@ class Question:
         classes: possible answers, where the data set scores by classification.
         answer_prefix: beginning of the answer, given to the model; `answer` goes on from there.
 
-    Example:
+    Examples:
         >>> Question("What is the cat called?", "Minka", answer_prefix="The cat is").prefixed_answer
         ' Minka'
     """
@@ -111,7 +111,7 @@ class Conversation:
         inside: question that the context ends with, so that it is read and compressed with the
             text; None where questions come after compression.
 
-    Example:
+    Examples:
         >>> talk = Conversation("cats", (Message("user", "My cat is called Minka."),))
         >>> memory = engine.read(talk)
     """

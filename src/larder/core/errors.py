@@ -28,7 +28,7 @@ from __future__ import annotations
 class LarderError(Exception):
     """Base of every error that Larder raises on purpose. `exit_code` is what the CLI returns.
 
-    Example:
+    Examples:
         >>> try:
         ...     larder.Policy.parse("snapvk")
         ... except larder.LarderError as error:

@@ -41,7 +41,7 @@ class Answer:
             that the recomputation ran through.
         operations: multiplications and additions of the recomputation.
 
-    Example:
+    Examples:
         >>> answer = engine.ask(memory, "Who?", max_new_tokens=8)
         >>> len(answer.ids) == answer.new_tokens <= 8
         True

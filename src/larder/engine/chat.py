@@ -61,7 +61,7 @@ class Chat:
         UsageError: the session name is invalid, or the session has another history; the budget is a
             share of a context that does not exist; the policy needs the question in advance.
 
-    Example:
+    Examples:
         >>> chat = Chat(engine.under("streaming_llm", 256))
         >>> answer = chat.say("My cat is called Minka.", max_new_tokens=8)
         >>> len(chat.turns)
@@ -119,7 +119,7 @@ class Chat:
             InputError: the text is blank, or longer than the budget; the session file cannot be
                 written.
 
-        Example:
+        Examples:
             >>> chat.say("What is my cat called?", max_new_tokens=8).question
             'What is my cat called?'
         """
@@ -166,7 +166,7 @@ class Chat:
         Returns:
             Reason why the caches were not saved, a key of `REASON_TEXTS`; empty if they were.
 
-        Example:
+        Examples:
             >>> chat.keep()  # a chat without a name ends with the process
             'new'
         """
@@ -190,7 +190,7 @@ class Chat:
         Raises:
             UsageError: a session of that name exists already.
 
-        Example:
+        Examples:
             >>> answer = chat.fork().say("A side task.", max_new_tokens=8)
         """
         copied = self._caches.copy_before(len(self.turns))
@@ -210,7 +210,7 @@ class Chat:
             BadParameter: the chat has fewer turns.
             InputError: the session file cannot be written.
 
-        Example:
+        Examples:
             >>> chat.roll_back()
             >>> len(chat.turns)
             0

@@ -46,7 +46,7 @@ class Completion:
         kv_bytes: bytes of the caches once the prompt was read.
         full_kv_bytes: a plain cache of the same length, states of recurrent layers included.
 
-    Example:
+    Examples:
         >>> completion = engine.generate("Once upon a time", max_new_tokens=8)
         >>> str(completion) == completion.text
         True

@@ -60,7 +60,7 @@ class Engine:
         ModelError: the model is not a decoder, or uses a feature that Larder does not support.
         LarderError: the policy does not parse, or an argument has a wrong type or is not a size.
 
-    Example:
+    Examples:
         >>> engine = Engine(model, tokenizer, policy="kvzip", budget="25%")
         >>> memory = engine.read(text)
         >>> answer = engine.ask(memory, "What does it say?", max_new_tokens=8)
@@ -131,7 +131,7 @@ class Engine:
             LarderError: the model cannot be loaded or is not supported, the policy does not parse,
                 or an argument has a wrong type or is not a size.
 
-        Example:
+        Examples:
             >>> engine = Engine.load("smollm2", policy="kvzip", budget="25%")
         """
         chosen = parsed_policy(policy)
@@ -167,7 +167,7 @@ class Engine:
         Raises:
             LarderError: the policy does not parse, or an argument has a wrong type.
 
-        Example:
+        Examples:
             >>> other = engine.under("streaming_llm", 64)
         """
         engine = Engine(self.loaded, policy=policy, budget=budget, block=block)
@@ -197,7 +197,7 @@ class Engine:
             InputError: the conversation is empty, or a message is malformed.
             LarderError: sizes contradict each other, or an argument has a wrong type.
 
-        Example:
+        Examples:
             >>> memory = engine.read([{"role": "user", "content": "My cat is called Minka."}])
             >>> memory.conversation.messages[0].role
             'user'
@@ -263,7 +263,7 @@ class Engine:
             InputError: a question takes more tokens than the budget holds.
             LarderError: an argument has a wrong type or is out of range.
 
-        Example:
+        Examples:
             >>> first, second = engine.ask(memory, ["Who?", "Where?"], max_new_tokens=8)
         """
         check_type("memory", memory, ConversationMemory, "what Engine.read returned")
@@ -358,7 +358,7 @@ class Engine:
             BadParameter: a keyword has a wrong type or is out of range.
             InputError: a prompt has no tokens.
 
-        Example:
+        Examples:
             >>> one, two = engine.generate(["One,", "Two,"], temperature=0.7, max_new_tokens=8)
         """
         check_keywords(unknown)
@@ -409,7 +409,7 @@ class Engine:
             LarderError: as for `generate`; what reading the prompt raises comes with the first
                 part.
 
-        Example:
+        Examples:
             >>> for text in engine.stream("Once upon a time", max_new_tokens=8):
             ...     print(text, end="", flush=True)
         """

@@ -44,7 +44,7 @@ class SamplingParams:
     Raises:
         BadParameter: a value is outside its range.
 
-    Example:
+    Examples:
         >>> from larder.engine.sampler import SamplingParams
         >>> answer = engine.ask(memory, "Who?", SamplingParams(temperature=0.7), max_new_tokens=8)
     """
@@ -76,7 +76,7 @@ class SamplingParams:
         Returns:
             CPU generator that begins with the seed.
 
-        Example:
+        Examples:
             >>> generator = SamplingParams(temperature=0.7, seed=1).generator()
         """
         return torch.Generator().manual_seed(self.seed)
@@ -94,7 +94,7 @@ class SamplingParams:
         Shape:
             logits: [V]
 
-        Example:
+        Examples:
             >>> SamplingParams().sample(torch.tensor([0.0, 2.0, 2.0]), torch.Generator())
             1
         """

@@ -97,7 +97,7 @@ def applied(
             than choose entries.
         ModelError: the model is not supported, compiled, training, or held by `Engine.load`.
 
-    Example:
+    Examples:
         >>> with larder.applied(model, policy="snapkv", budget=512) as run:
         ...     ids = model.generate(**inputs, max_new_tokens=8)
         >>> run.cache.nbytes <= run.cache.peak_nbytes

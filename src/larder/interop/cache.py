@@ -58,7 +58,7 @@ class LarderCache(AttachedCache):
             than choose entries.
         ModelError: the model is not supported, compiled, training, or held by `Engine.load`.
 
-    Example:
+    Examples:
         >>> cache = larder.LarderCache(model, policy="keydiff", budget="25%")
         >>> ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=8)
         >>> len(cache.lengths())  # rows
@@ -112,7 +112,7 @@ class LarderCache(AttachedCache):
         Returns:
             B rows, each with L layers of K counts.
 
-        Example:
+        Examples:
             >>> most = max(max(layer) for row in cache.lengths() for layer in row)
         """
         return [cache.lengths() for cache in self.sequences]
@@ -281,7 +281,7 @@ class LarderCache(AttachedCache):
             CacheError: heads, layers or rows hold different numbers of entries, or entries are
                 quantized, offloaded or merged.
 
-        Example:
+        Examples:
             >>> cache = larder.LarderCache(model, policy="streaming_llm", budget=64)
             >>> ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=8)
             >>> exported = cache.to_dynamic_cache()
@@ -320,7 +320,7 @@ class LarderCache(AttachedCache):
             CacheError: the cache is of another kind or model, or the policy keeps more of an entry
                 than key, value and position.
 
-        Example:
+        Examples:
             >>> cache = larder.LarderCache.from_dynamic_cache(model, exported, "keydiff", 64)
         """
         own = cls(model, policy, budget, block=block, tokenizer=tokenizer)
@@ -338,7 +338,7 @@ class LarderCache(AttachedCache):
         Returns:
             Cache that shares no entry that either may change.
 
-        Example:
+        Examples:
             >>> other = cache.fork()
         """
         other = object.__new__(LarderCache)

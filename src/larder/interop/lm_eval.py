@@ -91,7 +91,7 @@ class LarderLM(TemplateLM):
         UsageError: an argument is unknown or missing, or has a value that it cannot have.
         ModelError: the model cannot be loaded, or is not supported.
 
-    Example:
+    Examples:
         >>> lm = LarderLM("smollm2", policy="kvzip", budget=0.25, min_budget=64)
         >>> lm_eval.simple_evaluate(lm, tasks=["piqa"])
     """

@@ -99,7 +99,7 @@ def load(
         DependencyError: `device_map` without accelerate.
         ModelError: the model or its adapter cannot be loaded, or uses an unsupported feature.
 
-    Example:
+    Examples:
         >>> from larder.models.loader import load
         >>> loaded = load("seed")
         >>> engine = Engine(loaded, policy="kvzip", budget="25%")

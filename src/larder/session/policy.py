@@ -127,7 +127,7 @@ class Policy:
         storage: representation of kept entries, such as `exact()` or `quantized(bits=4)`.
         timing: when plans are made while text is generated.
 
-    Example:
+    Examples:
         >>> policy = Policy.parse("protect(sinks=4) > keydiff() > pooled(tokens=512)")
         >>> policy.budget.tokens
         512
@@ -162,7 +162,7 @@ class Policy:
             UnknownName: a preset, part or parameter does not exist.
             BadParameter: a value is out of range.
 
-        Example:
+        Examples:
             >>> Policy.parse("kvzip") == Policy.parse(str(Policy.parse("kvzip")))
             True
         """
@@ -250,7 +250,7 @@ class Policy:
             BudgetError: no page fits in the budget beside the protected entries.
             BadParameter: more tokens are corrected than are protected.
 
-        Example:
+        Examples:
             >>> Policy.parse("streaming_llm").with_sizes(256, 64).budget.tokens
             256
         """

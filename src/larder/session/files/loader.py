@@ -58,7 +58,7 @@ def read_conversation(
     Raises:
         InputError: the file is missing, unreadable, empty, or of no known form.
 
-    Example:
+    Examples:
         >>> conversation = read_conversation("examples/conversation.json")
         >>> conversation.questions[0].answer
         'Biscuit'
