@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -107,6 +108,28 @@ class HiddenCapture:
         return torch.cat(self.parts)
 
 
+def no_hook(*args: Any, **named: Any) -> None:
+    """Forward hook that does nothing."""
+    del args, named
+
+
+@dataclass(frozen=True)
+class AttachmentHook:
+    """Forward hook of an attachment.
+
+    Copies of the model have `no_hook` in its place, saved ones too: they are not attached.
+    """
+
+    attachment: Attachment
+    call: Callable[..., Any]
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self.call(*args, **named)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (no_hook,)
+
+
 class Attachment:
     """Hooks on a model, its decoder, and the call in progress. Not thread-safe.
 
@@ -131,15 +154,15 @@ class Attachment:
         self._capture: HiddenCapture | None = None
         body = self.decoder.body
         self._hooks = [
-            module.register_forward_pre_hook(self._before_model, with_kwargs=True),
-            body.register_forward_pre_hook(self._before_body, with_kwargs=True),
-            body.register_forward_hook(self._after_body, with_kwargs=True, always_call=True),
+            self._before(module, self._before_model),
+            self._before(body, self._before_body),
+            self._after(body, self._after_body),
         ]
         base = base_model_of(module)[1]
         if base is not body:
             self._hooks += [
-                base.register_forward_pre_hook(self._before_base, with_kwargs=True),
-                base.register_forward_hook(self._after_base, with_kwargs=True, always_call=True),
+                self._before(base, self._before_base),
+                self._after(base, self._after_base),
             ]
 
     @property
@@ -153,6 +176,14 @@ class Attachment:
         self._abandon()
         for hook in self._hooks:
             hook.remove()
+
+    def _before(self, module: nn.Module, call: Callable[..., Any]) -> Any:
+        hook = AttachmentHook(self, call)
+        return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _after(self, module: nn.Module, call: Callable[..., Any]) -> Any:
+        hook = AttachmentHook(self, call)
+        return module.register_forward_hook(hook, with_kwargs=True, always_call=True)
 
     @contextmanager
     def capture(self, capture: HiddenCapture) -> Iterator[HiddenCapture]:
@@ -296,9 +327,8 @@ def attached(model: Any) -> Attachment:
     module = without_adapter_wrapper(model)
     check_decoder(module)
     for hook in list(vars(module)["_forward_pre_hooks"].values()):
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, Attachment) and owner.module is module:
-            if owner.is_current:
-                return owner
-            owner.detach()
+        if isinstance(hook, AttachmentHook) and hook.attachment.module is module:
+            if hook.attachment.is_current:
+                return hook.attachment
+            hook.attachment.detach()
     return Attachment(module)
