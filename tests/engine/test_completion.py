@@ -128,6 +128,8 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "text": ({"temperature": "hot"}, BadParameter, "temperature must be a number"),
     "top_p": ({"top_p": 0}, BadParameter, r"top_p must be in \(0, 1\]"),
     "top_k": ({"top_k": 1.5}, BadParameter, "top_k must be a whole number"),
+    "top_k, a truth value": ({"top_k": True}, BadParameter, "top_k must be a whole number"),
+    "seed": ({"seed": True}, BadParameter, "seed must be a whole number, got True"),
     "no tokens": ({"max_new_tokens": 0}, BadParameter, "max_new_tokens must be at least 1"),
 }
 

@@ -44,6 +44,16 @@ def check_number(name: str, value: object) -> None:
         raise BadParameter(f"{name} must be a number, got {_describe(value)}.")
 
 
+def check_integer(name: str, value: object) -> None:
+    """Check that an argument is a whole number, of any sign.
+
+    Raises:
+        BadParameter: `value` is not a whole number.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BadParameter(f"{name} must be a whole number, got {_describe(value)}.")
+
+
 def _describe(value: object) -> str:
     """Type name of a value, with its repr where that is short."""
     text = repr(value)

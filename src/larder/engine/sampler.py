@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.arguments import check_number, check_type
+from larder.core.arguments import check_integer, check_number
 from larder.core.errors import BadParameter, UnknownName
 from larder.core.family import unknown_name_message
 
@@ -58,7 +58,7 @@ class SamplingParams:
         for name in ("temperature", "top_p"):
             check_number(name, getattr(self, name))
         for name in ("top_k", "seed"):
-            check_type(name, getattr(self, name), int, "a whole number")
+            check_integer(name, getattr(self, name))
         if not 0 <= self.temperature < math.inf:
             raise BadParameter(
                 f"temperature must be a finite number, 0 or more, got {self.temperature}."
