@@ -67,7 +67,7 @@ class AttentionSurvey(CausalAttention):
         if values.shape != keys.shape:
             raise ModelError(
                 f"Layer {layer} has keys {tuple(keys.shape)} and values {tuple(values.shape)} "
-                "(K S D): heads of different size are not supported."
+                "(K S D): heads of different size are not supported, choose another model."
             )
         sizes = queries.shape[0], keys.shape[0], keys.shape[2]
         spec = LayerSpec(

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from larder.core.errors import ModelError
 from larder.core.types import Queries
@@ -79,14 +80,10 @@ def _head_projections(
     Quantized and adapted projections are read by what they make of unit vectors.
     """
     projection, rank = module.kv_b_proj, latents.shape[-1]
-    if type(projection) is nn.Linear:
-        weight = projection.weight
-    else:
-        unit = torch.eye(rank, dtype=latents.dtype, device=latents.device)
-        weight = projection(unit).T
-    return (
-        weight.view(heads, -1, rank) if weight.is_contiguous() else weight.reshape(heads, -1, rank)
-    )
+    weight = projection.weight
+    if type(projection) is not nn.Linear or is_traceable_wrapper_subclass(weight):
+        weight = projection(torch.eye(rank, dtype=latents.dtype, device=latents.device)).T
+    return weight.reshape(heads, -1, rank)
 
 
 def is_latent_attention(module: Any) -> bool:
