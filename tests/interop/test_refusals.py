@@ -73,6 +73,10 @@ def test_calls_that_do_not_fit(llama: Any) -> None:
             llama(IDS, past_key_values=LarderCache(llama, "full"), position_ids=IDS)
         with pytest.raises(CacheError, match="got 3"):
             cache.crop(3)
+        right = torch.cat([torch.ones(1, 47), torch.zeros(1, 3)], 1).long()
+        empty = LarderCache(llama, "full")
+        with pytest.raises(ModelError, match="Row 0 ends with 3 columns of padding"):
+            llama.generate(IDS, attention_mask=right, past_key_values=empty, max_new_tokens=2)
     assert cache.get_seq_length() == 50
 
 
@@ -107,6 +111,20 @@ def test_a_call_that_fails_leaves_no_trace(llama: Any, ids: Any) -> None:
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
     assert llama.config._attn_implementation == implementation
     assert cache.sequences[0].next_position == 50 + ids.shape[1]
+
+
+def test_an_end_token_whose_call_failed_is_read_again(llama: Any) -> None:
+    cache = LarderCache(llama, "full")
+    end = torch.tensor([[llama.generation_config.eos_token_id]])
+    cache._end = type(cache._end)(cache._end.stop_ids, int(end))  # pyright: ignore
+    with torch.no_grad():
+        llama(IDS, past_key_values=cache)
+        hook = llama.model.layers[1].mlp.register_forward_hook(fail)
+        with pytest.raises(RuntimeError):
+            llama(end, past_key_values=cache)
+        hook.remove()
+        llama(end, past_key_values=cache)
+    assert cache.sequences[0].next_position == 51
 
 
 def test_what_is_no_model_is_refused() -> None:

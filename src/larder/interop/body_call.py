@@ -124,6 +124,7 @@ class BodyCall:
         masks = NewTokenMasks.of(named.get("attention_mask"), outer)
         columns = _token_columns(masks.padding, batch, num_columns)
         keep = logits_to_keep if isinstance(logits_to_keep, int) else 0
+        _check_last_columns(columns, num_columns, keep)
         positions = RowPositions.of(named.get("position_ids"), batch)
         return BodyCall(
             _selected(tokens.ids, columns),
@@ -260,6 +261,19 @@ def _token_columns(mask: Any, batch: int, num_columns: int) -> tuple[tuple[int, 
         )
     flags = mask[:, -num_columns:].bool().tolist()
     return tuple(tuple(c for c, is_token in enumerate(row) if is_token) for row in flags)
+
+
+def _check_last_columns(
+    columns: tuple[tuple[int, ...], ...], num_columns: int, logits_to_keep: int
+) -> None:
+    """Check that rows end with a token where the logits of the last column alone are asked for."""
+    for row, own in enumerate(columns):
+        if logits_to_keep == 1 and own and own[-1] < num_columns - 1:
+            raise ModelError(
+                f"Row {row} ends with {num_columns - 1 - own[-1]} columns of padding, behind which "
+                "no token can be generated: pad on the left, with padding_side='left' of the "
+                "tokenizer."
+            )
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -114,6 +114,7 @@ class SequenceState:
     plans: int
     eviction: DecodeEviction | None
     num_generated: int
+    has_ended: bool
 
 
 class GeneratedSequence:
@@ -227,7 +228,11 @@ class GeneratedSequence:
     def state(self) -> SequenceState:
         """State to return to with `roll_back`."""
         return SequenceState(
-            self.cache.checkpoint(), self.cache.plans, self._eviction, self._num_generated
+            self.cache.checkpoint(),
+            self.cache.plans,
+            self._eviction,
+            self._num_generated,
+            self.has_ended,
         )
 
     def roll_back(self, state: SequenceState) -> None:
@@ -237,6 +242,7 @@ class GeneratedSequence:
         else:
             self.cache.roll_back(state.checkpoint)
         self._eviction, self._num_generated = state.eviction, state.num_generated
+        self.has_ended = state.has_ended
 
 
 @dataclass(frozen=True)
