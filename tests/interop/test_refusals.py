@@ -69,6 +69,8 @@ def test_calls_that_do_not_fit(llama: Any) -> None:
             llama(IDS, past_key_values=cache, output_attentions=True)
         with pytest.raises(ModelError, match="4 dimensions"):
             llama(IDS, past_key_values=cache, attention_mask=torch.ones(1, 1, 50, 50))
+        with pytest.raises(ModelError, match="1 rows of 49 columns, but the call has 1 rows of 50"):
+            llama(IDS, past_key_values=cache, attention_mask=torch.ones(1, 49))
         with pytest.raises(ModelError, match="position_ids"):
             llama(IDS, past_key_values=LarderCache(llama, "full"), position_ids=IDS)
         with pytest.raises(CacheError, match="got 3"):

@@ -259,6 +259,12 @@ def _token_columns(mask: Any, batch: int, num_columns: int) -> tuple[tuple[int, 
             f"The model was given an attention mask of {shape}, but Larder masks by true "
             "positions: give a mask of two dimensions that marks padding, or none."
         )
+    rows, width = mask.shape
+    if rows != batch or width < num_columns:
+        raise ModelError(
+            f"The attention mask has {rows} rows of {width} columns, but the call has {batch} rows "
+            f"of {num_columns} tokens: give a mask of the tokens of the call, or of all so far."
+        )
     flags = mask[:, -num_columns:].bool().tolist()
     return tuple(tuple(c for c, is_token in enumerate(row) if is_token) for row in flags)
 
