@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -96,7 +95,7 @@ def _print(one: StudyCheck) -> None:
     for difference in one.differences[:SHOWN]:
         print(f"    {difference}")
     if (more := len(one.differences) - SHOWN) > 0:
-        print(f"    and {more} more", file=sys.stdout)
+        print(f"    and {more} more")
 
 
 def _record(one: StudyCheck) -> dict[str, Any]:

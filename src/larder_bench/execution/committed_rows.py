@@ -1,9 +1,8 @@
 """Check of committed rows: one cell of a study is measured again and compared.
 
 Fields of time and of the machine are left out. Texts, booleans and integers must be equal, other
-numbers nearly so:
-another processor rounds bfloat16 differently, so that scores of a token may move a little; a wrong
-formula moves them by more.
+numbers nearly so: another processor rounds bfloat16 differently, so that scores of a token may move
+a little; a wrong formula moves them by more.
 """
 
 from __future__ import annotations
