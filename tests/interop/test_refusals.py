@@ -10,6 +10,7 @@ import torch
 import larder
 from larder.core.errors import CacheError, LarderError, ModelError, UsageError
 from larder.interop.cache import LarderCache
+from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from model_runs import some_ids
 
@@ -34,6 +35,12 @@ def test_models_that_cannot_be_attached() -> None:
     compiled.compile(backend="eager")
     with pytest.raises(ModelError, match=r"before torch\.compile"):
         LarderCache(compiled, "full")
+
+
+def test_a_model_that_a_decoder_holds() -> None:
+    with wrap_model(tiny("llama")) as decoder:
+        with pytest.raises(ModelError, match="held by another decoder"):
+            LarderCache(decoder.module, "full")
 
 
 def test_a_model_that_is_compiled_later() -> None:

@@ -43,6 +43,15 @@ NO_INPUTS: Inputs = MappingProxyType({})
 TokenNumbers = dict[str, Float[Tensor, " _"]]
 
 
+def check_not_held(module: Any) -> None:
+    """Raise ModelError if a decoder holds the module, also one that `Engine.load` made."""
+    if module.config.get_text_config()._attn_implementation == attention_backend.NAME:
+        raise ModelError(
+            f"This {type(module).__name__} is held by another decoder: use that one, or call "
+            "its release() first."
+        )
+
+
 class Decoder:
     """Model on Larder's attention backend, with the specification of its caches.
 
@@ -62,11 +71,7 @@ class Decoder:
     def __init__(self, module: Any) -> None:
         attention_backend.register_backend()
         self.module = module
-        if module.config.get_text_config()._attn_implementation == attention_backend.NAME:
-            raise ModelError(
-                f"This {type(module).__name__} is held by another decoder: use that one, or call "
-                "its release() first."
-            )
+        check_not_held(module)
         self._configs = PrivateConfigs(module)
         self._latent_hooks: list[Any] = []
         self._rope_limit = rope_limit(module.config)

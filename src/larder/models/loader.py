@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from larder.core.arguments import check_type
 from larder.core.errors import BadParameter, DependencyError, ModelError
 from larder.models.adapter import AdapterMode, apply_adapter
-from larder.models.decoder import Decoder
+from larder.models.decoder import Decoder, check_not_held
 from larder.models.packaged import GGUF_SUFFIX, PACKAGED_MODELS
 from larder.models.rope_frequencies import check_rope
 from larder.models.tokenizer import check_tokenizer
@@ -248,6 +248,7 @@ def wrap_model(module: Any) -> Decoder:
     Raises:
         ModelError: the model uses an unsupported feature; it is left unchanged.
     """
+    check_not_held(module)
     check_rope(module.config)
     expected = reference_logits(module.eval())
     decoder = Decoder(module)
