@@ -147,5 +147,8 @@ def test_prompts_that_cannot_be_continued(tokenizer: Any) -> None:
     engine = engine_under("full", tokenizer)
     with pytest.raises(InputError, match="Prompt 2 has no tokens"):
         engine.generate(["Hi", ""])
+    for call in (engine.read, lambda text: engine.ask(engine.read("Hi."), text), engine.generate):
+        with pytest.raises(InputError, match="holds half a surrogate pair"):
+            call("half \ud800")
     assert engine.generate([]) == []
     assert isinstance(engine.generate("Hi", max_new_tokens=1), Completion)

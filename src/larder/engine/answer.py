@@ -16,6 +16,7 @@ from larder.models.decoder import Decoder
 from larder.prefill.base import run_steps
 from larder.session.capacity import budget_tokens
 from larder.session.episodes.routing import EpisodeMatch
+from larder.session.files.json_fields import valid_unicode
 from larder.session.memory import ConversationMemory
 from larder.session.prefill import ModelRuntime, prompts_per_cache, turn_reader
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
@@ -185,6 +186,7 @@ class QuestionAnswerer:
             InputError: the question takes more tokens than the budget holds.
         """
         memory, tokenizer = self.memory, self.runtime.tokenizer
+        valid_unicode(question, "The question")
         cache, match = memory.activate_for(question)
         prompt = tokenizer.encode_question_about(memory.conversation, question)
         check_prompt_fits(prompt, budget_tokens(memory.policy))

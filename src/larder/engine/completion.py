@@ -18,6 +18,7 @@ from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
 from larder.prefill.base import Progress, no_progress, run_steps
 from larder.prefill.turn_reader import TurnReader
 from larder.session.capacity import resolve_budget
+from larder.session.files.json_fields import valid_unicode
 from larder.session.memory import CacheFigures
 from larder.session.policy import Policy
 from larder.session.prefill import (
@@ -249,7 +250,8 @@ class PromptCompleter:
 
     def _encode(self, prompts: Sequence[str]) -> list[EncodedPrompt]:
         encode = self._runtime.tokenizer.encode_prompt
-        encoded = [EncodedPrompt(prompt, encode(prompt)) for prompt in prompts]
+        named = [valid_unicode(prompt, f"Prompt {n}") for n, prompt in enumerate(prompts, start=1)]
+        encoded = [EncodedPrompt(prompt, encode(prompt)) for prompt in named]
         for number, prompt in enumerate(encoded, start=1):
             if not prompt.ids:
                 raise InputError(f"Prompt {number} has no tokens: give it at least one character.")

@@ -12,6 +12,7 @@ from larder.core.arguments import check_type
 from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.core.errors import InputError
 from larder.session.files import chat_messages, locomo, realtalk
+from larder.session.files.json_fields import valid_unicode
 from larder.session.files.locomo import Adversarial
 
 
@@ -124,7 +125,7 @@ def _text_as_document(text: str) -> Conversation:
         raise InputError(
             f"{text!r} looks like the name of a file: give pathlib.Path({text!r}), or the text."
         )
-    return read_document(text, "text")
+    return read_document(valid_unicode(text, "The text"), "text")
 
 
 def _text(path: Path) -> str:
