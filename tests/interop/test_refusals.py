@@ -89,6 +89,27 @@ def test_calls_that_do_not_fit(llama: Any) -> None:
     assert cache.get_seq_length() == 50
 
 
+def test_tokens_of_a_text_are_not_taken_back(llama: Any) -> None:
+    cache, token = LarderCache(llama, "snapkv", 40), IDS[:, :1]
+    with torch.no_grad():
+        llama(IDS, past_key_values=cache)
+        llama(token, past_key_values=cache)
+        with pytest.raises(CacheError, match="only the last 1 were generated"):
+            cache.crop(-2)
+        cache.crop(-1)
+    assert cache.sequences[0].next_position == 50
+
+
+def test_tokens_that_moved_a_window_are_not_taken_back() -> None:
+    model = tiny("gemma3")
+    cache = LarderCache(model, "full")
+    with torch.no_grad():
+        for ids in (IDS, *IDS[:, :3].split(1, dim=1)):
+            model(ids, past_key_values=cache)
+    with pytest.raises(CacheError, match="only the last 0 were generated"):
+        cache.crop(-2)
+
+
 def test_candidates_under_a_policy_that_evicts_at_every_step(llama: Any) -> None:
     options = {**GREEDY, "max_new_tokens": 4, "prompt_lookup_num_tokens": 3}
     with larder.applied(llama, H2O, 40), pytest.raises(UsageError, match="prefill_only"):

@@ -223,13 +223,16 @@ class LarderCache(AttachedCache):
             tokens_to_remove: minus the number of columns.
 
         Raises:
-            CacheError: the number is positive, or entries were evicted since.
+            CacheError: the number is positive, entries were evicted since, or it is larger than
+                that of the tokens generated behind the latest text.
         """
         if tokens_to_remove > 0:
             raise CacheError(
                 f"crop() takes back -n columns, got {tokens_to_remove}: a LarderCache cannot be "
                 "cut to a length, because evicted entries are freed."
             )
+        for sequence in self._sequences:
+            sequence.check_truncation(-tokens_to_remove)
         for sequence in self._sequences:
             sequence.truncate(-tokens_to_remove)
         self._num_columns += tokens_to_remove
@@ -442,7 +445,7 @@ class LarderCache(AttachedCache):
                 sequence.place(call.model_positions[number][:, -len(ids) :])
             sequence.has_ended = ids[-1] in self._end.stop_ids
             if self._records_past or len(ids) > 1:
-                sequence.cache.reserve(len(ids))
+                sequence.reserve(len(ids))
             steps.append(sequence.step(ids))
         segments = [segment for segment, _ in steps]
         observer = observer_of([own for _, own in steps])

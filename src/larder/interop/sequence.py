@@ -131,7 +131,7 @@ class GeneratedSequence:
         self.peak_bytes = 0
         self._runtime, self._prompts = runtime, prompts
         self._eviction: DecodeEviction | None = None
-        self._num_generated = 0
+        self._num_generated, self._num_reserved = 0, 0
 
     def place(self, positions: Int[Tensor, "A N"]) -> None:
         """Record the positions of the next tokens where the model's RoPE counts several of each."""
@@ -155,13 +155,13 @@ class GeneratedSequence:
             run_steps(self.policy.schedule.steps(reader, [lane], ids), progress)
         self.peak_bytes = max(self.peak_bytes, meter.peak_bytes)
         self._eviction = decode_planner(self._runtime, self.policy, [self.cache])
-        self._num_generated, self.has_ended = 0, False
+        self._num_generated, self._num_reserved, self.has_ended = 0, 0, False
 
     def resume(self, cache: SequenceCache) -> None:
         """Continue with a cache in the form of the policy, in place of the own one."""
         self.cache = cache
         self._eviction = decode_planner(self._runtime, self.policy, [cache])
-        self._num_generated, self.has_ended = 0, False
+        self._num_generated, self._num_reserved, self.has_ended = 0, 0, False
 
     def check_embeddings(self, ids: tuple[int, ...]) -> None:
         """Check that the policy can read a text of embeddings whose ids are not known.
@@ -203,11 +203,17 @@ class GeneratedSequence:
             return segment, None
         return segment, self._eviction.observer([0], [segment], [self._num_generated])
 
-    def truncate(self, num_tokens: int) -> None:
-        """Drop the last tokens, which no plan has seen.
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for generated tokens that may be taken back."""
+        self.cache.reserve(num_tokens)
+        self._num_reserved = max(self._num_reserved, num_tokens)
+
+    def check_truncation(self, num_tokens: int) -> None:
+        """Check that the last tokens can be dropped: they were generated, and entries that they
+        moved out of sliding windows are still held.
 
         Raises:
-            CacheError: entries were evicted since.
+            CacheError: they cannot.
         """
         if not num_tokens:
             return
@@ -216,13 +222,27 @@ class GeneratedSequence:
                 f"{num_tokens} tokens cannot be taken back, because the policy evicts at every "
                 "step: use a policy with prefill_only()."
             )
-        self.cache.truncate(self.cache.next_position - num_tokens)
-        self._num_generated -= num_tokens
+        limit = self._num_generated
+        if any(layer.sliding_window is not None for layer in self.cache.spec.layers):
+            limit = min(limit, self._num_reserved)
+        if num_tokens > limit:
+            raise CacheError(
+                f"{num_tokens} tokens cannot be taken back, because only the last {limit} were "
+                "generated since a plan and left sliding windows whole: take back fewer, or "
+                "continue with a fork() of the cache from before them."
+            )
+
+    def truncate(self, num_tokens: int) -> None:
+        """Drop the last tokens, for which `check_truncation` passed."""
+        if num_tokens:
+            self.cache.truncate(self.cache.next_position - num_tokens)
+            self._num_generated -= num_tokens
 
     def fork(self) -> GeneratedSequence:
         """Independent copy."""
         other = copy.copy(self)
         other.cache = self.cache.fork()
+        other._num_reserved = 0  # the copy holds windows alone
         return other
 
     def state(self) -> SequenceState:
