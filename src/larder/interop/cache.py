@@ -223,8 +223,7 @@ class LarderCache(AttachedCache):
             tokens_to_remove: minus the number of columns.
 
         Raises:
-            CacheError: the number is positive, entries were evicted since, or it is larger than
-                that of the tokens generated behind the latest text.
+            CacheError: the number is positive, or not all were generated since the last plan.
         """
         if tokens_to_remove > 0:
             raise CacheError(
