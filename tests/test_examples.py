@@ -1,13 +1,16 @@
-"""The examples of the README and of examples/ run as they stand."""
+"""The examples of the README, of the documentation and of examples/ run as they stand."""
 
 from __future__ import annotations
 
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from larder.engine import engine
+from larder.models import loader
 from larder.models.tiny import tiny
 from server_core import characters
 
@@ -44,4 +47,29 @@ def test_the_readme_runs(
     names |= {"model": tiny("llama"), "tokenizer": characters().tokenizer}
     for code in others:
         exec(compile(code, "README.md", "exec"), names)
+        assert capsys.readouterr().out.strip()
+
+
+PAGES = ("tutorial", "how_to/compare_methods", "how_to/add_a_scorer")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_of_the_documentation_runs(
+    page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its Python, from the root of the repository, on the bundled model whatever it names."""
+    named = loader.load
+
+    def load_bundled(name: str = "seed", *places: Any, **options: Any) -> loader.LoadedModel:
+        del name
+        return named("seed", *places, **options)
+
+    for module in (loader, engine):
+        monkeypatch.setattr(module, "load", load_bundled)
+    monkeypatch.chdir(ROOT)
+    names = {"__name__": "__main__"}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL)
+    assert blocks
+    for code in blocks:
+        exec(compile(code, page, "exec"), names)
         assert capsys.readouterr().out.strip()
