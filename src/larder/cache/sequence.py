@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from larder.cache.forms.base import CacheLayer, create_layer, form_of
-from larder.cache.forms.shared_kv import link_shared_layers
 from larder.cache.forms.tiered import TieredLayer, tiered_layers
 from larder.cache.latest_activations import LatestActivations
 from larder.cache.memory_usage import MemoryUsage
@@ -323,7 +322,10 @@ class SequenceCache:
     def _link_layers(self) -> None:
         """Link the layers with each other, and count their memory for the sequence."""
         form_of(self.cache_spec).link_layers(self._stores, self.cache_spec)
-        link_shared_layers(self._stores)
+        if any(store.layer.kv_source is not None for store in self._stores):
+            from larder.cache.forms.shared_kv import link_shared_layers
+
+            link_shared_layers(self._stores)
         self._budgeted, self._unbudgeted = MemoryUsage(), MemoryUsage()
         for store in self._stores:
             is_budgeted = self.is_budgeted(store.layer)

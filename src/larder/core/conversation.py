@@ -30,6 +30,13 @@ class PromptLayout(Enum):
         return self in (PromptLayout.DOCUMENT, PromptLayout.SINGLE_TURN, PromptLayout.PLAIN)
 
 
+class Adversarial(Enum):
+    """Treatment of adversarial questions, which the conversation does not answer."""
+
+    LEFT_OUT = "left_out"
+    ASKED = "asked"
+
+
 @dataclass(frozen=True)
 class Message:
     """Message of a conversation.

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -26,15 +26,16 @@ from larder.models.attention_backend import (
 )
 from larder.models.forward_batch import BatchSegment, ForwardBatch, Observer
 from larder.models.introspection import call_uncached, survey_model
-from larder.models.kv_cost import ModelShape
-from larder.models.latent_attention import hook_latent_attention
 from larder.models.lm_head import LMHead, text_body_of
 from larder.models.prefetch import LayerPrefetch, attention_modules
-from larder.models.recompute import KVRecompute
 from larder.models.recompute_hooks import RecomputeHooks, with_reread_tokens
 from larder.models.recurrent import recurrent_layers
 from larder.models.rope_frequencies import rope_limit
 from larder.policy.providers.base import ActivationProvider, TokenProvider, column_providers
+
+if TYPE_CHECKING:
+    from larder.models.kv_cost import ModelShape
+    from larder.models.recompute import KVRecompute
 
 # Providers of activations, by name.
 Inputs = Mapping[str, ActivationProvider]
@@ -79,7 +80,7 @@ class Decoder:
         self.attention: AbstractContextManager[None] = nullcontext()
         try:
             _switch_attention(module, attention_backend.NAME)
-            self._latent_hooks = hook_latent_attention(self.body)
+            self._latent_hooks = _latent_hooks(self.body)
             self.spec, self._recurrent = survey_model(module, self.body)
         except BaseException:
             self.release()
@@ -217,11 +218,15 @@ class Decoder:
     def recompute(self) -> KVRecompute:
         """Recomputation of keys and values with this model."""
         with self.attention:
+            from larder.models.recompute import KVRecompute
+
             return KVRecompute(self.body, self.spec, self.read, self.attention)
 
     @cached_property
     def shape(self) -> ModelShape:
         """Sizes of the model, for costs of recomputation."""
+        from larder.models.kv_cost import ModelShape
+
         return ModelShape.of(self.module.config, self.spec)
 
     @cached_property
@@ -373,6 +378,15 @@ class AppendCall:
         parts = _new_hidden(self.batch.segments, hidden[0])
         _save_tails(self.batch.segments, parts)
         return parts
+
+
+def _latent_hooks(body: nn.Module) -> list[Any]:
+    """Handles of the hooks on modules that cache latents; few models have any."""
+    if not any(hasattr(module, "kv_b_proj") for module in body.modules()):
+        return []
+    from larder.models.latent_attention import hook_latent_attention
+
+    return hook_latent_attention(body)
 
 
 def _with_earlier_tokens(segments: Sequence[BatchSegment], mode: Mode) -> list[BatchSegment]:

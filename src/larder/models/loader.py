@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 
 from larder.core.arguments import check_type
 from larder.core.errors import BadParameter, DependencyError, ModelError
-from larder.models.adapter import AdapterMode, apply_adapter
 from larder.models.decoder import Decoder, check_not_held
 from larder.models.packaged import GGUF_SUFFIX, PACKAGED_MODELS
 from larder.models.rope_frequencies import check_rope
@@ -27,6 +26,8 @@ from larder.models.verification import reference_logits, verify
 
 SEED = "seed"
 AUTO = "auto"
+MERGED = "merged"
+ADAPTER_MODES = (MERGED, "live")  # values of `larder.models.adapter.AdapterMode`
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # What damaged or hostile files make transformers, torch and tokenizers raise while they load.
@@ -65,7 +66,7 @@ def load(
     device: str = "cpu",
     dtype: str | torch.dtype | None = None,
     adapter: str | None = None,
-    adapter_mode: str = AdapterMode.MERGED.value,
+    adapter_mode: str = MERGED,
     *,
     revision: str | None = None,
     device_map: DeviceMap | None = None,
@@ -106,7 +107,10 @@ def load(
     """
     check_type("model", name, str, "a name or a folder as a string")
     check_type("device", device, str, "a string such as cpu or cuda:0")
-    mode = _adapter_mode(adapter_mode)
+    if adapter_mode not in ADAPTER_MODES:
+        raise BadParameter(
+            f"adapter_mode must be {' or '.join(ADAPTER_MODES)}, got {adapter_mode!r}."
+        )
     placement = _placement(device, device_map)
     with silence_transformers():
         source = _source(name)
@@ -114,10 +118,9 @@ def load(
         hub = _hub_options(name, source, revision)
         module = _load(name, source, device, dtype, {**hub, **placement})
         bundled = PACKAGED_MODELS[name].adapter_folder(name) if name in PACKAGED_MODELS else None
-        if bundled is not None:
-            module = apply_adapter(module, str(bundled))
-        if adapter is not None:
-            module = apply_adapter(module, adapter, mode)
+        folders = [(str(bundled), MERGED)] if bundled is not None else []
+        folders += [(adapter, adapter_mode)] if adapter is not None else []
+        module = _with_adapters(module, folders)
         if not placement:
             module = move_to_device(module, device)
         check_device(module)
@@ -184,12 +187,15 @@ def check_device(module: Any) -> None:
         )
 
 
-def _adapter_mode(mode: str) -> AdapterMode:
-    try:
-        return AdapterMode(mode)
-    except ValueError as error:
-        modes = " or ".join(one.value for one in AdapterMode)
-        raise BadParameter(f"adapter_mode must be {modes}, got {mode!r}.") from error
+def _with_adapters(module: Any, folders: Sequence[tuple[str, str]]) -> Any:
+    """Model under adapters, each a folder and its mode; peft is imported for the first."""
+    if not folders:
+        return module
+    from larder.models.adapter import AdapterMode, apply_adapter
+
+    for folder, mode in folders:
+        module = apply_adapter(module, folder, AdapterMode(mode))
+    return module
 
 
 def _source(name: str) -> str:

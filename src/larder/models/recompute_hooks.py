@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,10 @@ from larder.core.spec import RecomputeSource
 from larder.core.types import Mode, Positions
 from larder.models.attention_backend import CONTEXT_KEYWORD
 from larder.models.forward_batch import BatchSegment
-from larder.models.kv_cost import KVSource, ModelShape
-from larder.models.recompute import KVRecompute
+
+if TYPE_CHECKING:
+    from larder.models.kv_cost import ModelShape
+    from larder.models.recompute import KVRecompute
 
 
 def with_reread_tokens(segment: BatchSegment, mode: Mode) -> BatchSegment:
@@ -103,6 +105,8 @@ class RecomputeHooks:
         if store.layer.index < spec.depth:  # it computed the re-read tokens to no effect
             return shape.projections + shape.rest
         count = max(len(segment.reread_ids) for segment in self._segments)
+        from larder.models.kv_cost import KVSource
+
         return shape.operations_per_token(KVSource.IDS, count) // shape.layers
 
     def _hooks(self) -> list[Any]:

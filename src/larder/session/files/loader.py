@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from larder.core.arguments import check_type
-from larder.core.conversation import Conversation, Message, PromptLayout
+from larder.core.conversation import Adversarial, Conversation, Message, PromptLayout
 from larder.core.errors import InputError
-from larder.session.files import chat_messages, locomo, realtalk
+from larder.session.files import chat_messages
 from larder.session.files.json_fields import valid_unicode
-from larder.session.files.locomo import Adversarial
 
 
 @dataclass(frozen=True)
@@ -28,20 +27,26 @@ class JsonFormat:
 ConversationLike = Conversation | str | Path | Sequence[Mapping[str, object]]
 MAX_FILE_NAME_CHARS = 256  # longer texts are never reported as misplaced file names
 ACCEPTED_INPUTS = "a Conversation, a text, a list of messages with role and content, or a Path"
-FORMATS = (
-    JsonFormat(
+
+
+def _formats() -> Iterator[JsonFormat]:
+    """Formats in the order in which they are tried; transcripts are imported when reached."""
+    yield JsonFormat(
         chat_messages.CHAT_WITH_QUESTIONS_SHAPE,
         chat_messages.is_chat_with_questions,
         lambda data, name, _: chat_messages.read_chat_with_questions(data, name),
-    ),
-    JsonFormat(
+    )
+    yield JsonFormat(
         chat_messages.CHAT_MESSAGES_SHAPE,
         chat_messages.is_chat_messages,
         lambda data, name, _: chat_messages.read_chat_messages(data, name),
-    ),
-    JsonFormat(locomo.SHAPE, locomo.matches, locomo.read),
-    JsonFormat(realtalk.SHAPE, realtalk.matches, lambda data, name, _: realtalk.read(data, name)),
-)
+    )
+    from larder.session.files import locomo, realtalk
+
+    yield JsonFormat(locomo.SHAPE, locomo.matches, locomo.read)
+    yield JsonFormat(
+        realtalk.SHAPE, realtalk.matches, lambda data, name, _: realtalk.read(data, name)
+    )
 
 
 def read_conversation(
@@ -167,10 +172,10 @@ def _parse(text: str) -> object:
 
 
 def _read_json(data: object, name: str, adversarial: Adversarial) -> Conversation:
-    for form in FORMATS:
+    for form in _formats():
         if form.matches(data):
             return form.read(data, name, adversarial)
-    shapes = "; ".join(form.shape for form in FORMATS)
+    shapes = "; ".join(form.shape for form in _formats())
     raise InputError(f"JSON of no known shape: it must be one of: {shapes}.")
 
 

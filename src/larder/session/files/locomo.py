@@ -6,9 +6,7 @@ Adyasha Maharana, Dong-Ho Lee, Sergey Tulyakov, Mohit Bansal, Francesco Barbieri
 
 from __future__ import annotations
 
-from enum import Enum
-
-from larder.core.conversation import Conversation, PromptLayout, Question
+from larder.core.conversation import Adversarial, Conversation, PromptLayout, Question
 from larder.core.errors import InputError
 from larder.session.files import dialogue
 from larder.session.files.dialogue import DialogueSession, Utterance
@@ -28,13 +26,6 @@ PROMPT = (
     "out from the dates of the sessions.{refusal}\nQuestion: {{question}}"
 )
 REFUSAL_INSTRUCTION = f' If the conversation does not tell, answer "{REFUSAL}".'
-
-
-class Adversarial(Enum):
-    """Treatment of adversarial questions, which the conversation does not answer."""
-
-    LEFT_OUT = "left_out"
-    ASKED = "asked"
 
 
 def matches(data: object) -> bool:
