@@ -32,7 +32,6 @@ from larder.cache.offload.page_fetch import (
     RecallCalls,
     SharedIndex,
 )
-from larder.cache.offload.quantized_slow_tier import create_slow_tier
 from larder.cache.offload.slow_tier import (
     INDEX,
     OBSERVED,
@@ -79,7 +78,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
     ) -> None:
         super().__init__(layer, RaggedLayer(layer, dtype, device, ledger))
         is_pinned = device.type == "cuda"
-        slow = create_slow_tier(layer, parking, dtype, ledger.columns, is_pinned)
+        slow = _create_slow_tier(layer, parking, dtype, ledger.columns, is_pinned)
         self.parking, self._slow = parking, self._attach(slow)
         self.finder = self._attach(PageFetcher(layer, parking.recall, dtype, device))
         self.leader: TieredLayer | None = None  # the layer whose pages it uses
@@ -189,7 +188,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         store = cls(layer, keys.dtype, keys.device, Ledger(), parking)
         store._adopt_ragged(state)
         columns, is_pinned = store._ragged.ledger.columns, keys.device.type == "cuda"
-        slow = create_slow_tier(layer, parking, keys.dtype, columns, is_pinned)
+        slow = _create_slow_tier(layer, parking, keys.dtype, columns, is_pinned)
         slow.adopt(with_prefix(SLOW, state))
         store._slow = store._attach(slow, store._slow)
         if own := with_prefix(INDEX, state):
@@ -342,6 +341,21 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 def tiered_layers(stores: Sequence[CacheLayer]) -> list[TieredLayer]:
     """Layers that have a slow tier."""
     return [store for store in stores if isinstance(store, TieredLayer)]
+
+
+def _create_slow_tier(
+    layer: LayerSpec,
+    parking: OffloadSpec,
+    dtype: torch.dtype,
+    columns: tuple[str, ...],
+    is_pinned: bool,
+) -> SlowTier:
+    """Empty slow tier, quantized if the offload spec has a codec."""
+    if parking.codec is None:
+        return SlowTier(layer, dtype, columns, is_pinned)
+    from larder.cache.offload.quantized_slow_tier import QuantizedSlowTier
+
+    return QuantizedSlowTier(layer, dtype, columns, is_pinned, parking.codec)
 
 
 Part = TieredLayer

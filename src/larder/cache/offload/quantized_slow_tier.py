@@ -26,7 +26,6 @@ from larder.cache.quantized_tier import EncodingBatch, encode_tier
 from larder.cache.state_names import with_prefix
 from larder.core.codec import Codec
 from larder.core.observation import Entries
-from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerSpec
 from larder.core.types import Queries
 from larder.ops.attention import ragged_attention
@@ -330,16 +329,3 @@ def _calls_on_device(
         keys, values = (side.to(queries.device) for side in piece.decoded(order))
         layout = starts_of(lengths), lengths, layer.scaling
         yield partial(ragged_attention, queries, keys, values, *layout, softcap=layer.softcap)
-
-
-def create_slow_tier(
-    layer: LayerSpec,
-    parking: OffloadSpec,
-    dtype: torch.dtype,
-    columns: tuple[str, ...],
-    is_pinned: bool,
-) -> SlowTier:
-    """Empty slow tier, quantized if the offload spec has a codec."""
-    if parking.codec is None:
-        return SlowTier(layer, dtype, columns, is_pinned)
-    return QuantizedSlowTier(layer, dtype, columns, is_pinned, parking.codec)
