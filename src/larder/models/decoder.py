@@ -320,7 +320,7 @@ class Decoder:
             capture = ActivationHooks(modules, batch, {**inputs, **column_inputs(appended)})
             with (
                 self.attention,
-                self._products(len(batch.ids())),
+                self._products(sum(segment.num_tokens for segment in segments)),
                 hooks.installed(),
                 prefetch,
                 capture,
