@@ -12,6 +12,7 @@ NEWEST ?= 5.23.*
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.docs
 CODE := src tests $(wildcard benchmarks examples training)
 PIP := -m pip install --quiet --disable-pip-version-check
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -30,7 +31,7 @@ LOOSE_PATTERN := ^($(subst $(SPACE),|,$(LOOSE)))==
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-cluster demo smoke lint format bench studies results compat compat-oldest compat-newest clean
+.PHONY: help install test test-cluster demo smoke lint format docs bench studies results compat compat-oldest compat-newest clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -69,6 +70,14 @@ format: $(STAMP) ## rewrite the code in the house format
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
+docs: $(DOCS_STAMP) ## the documentation site, in build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# Apart from `make install`: nothing but the site needs these packages.
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python $(PIP) -c constraints.txt --no-build-isolation -e ".[docs]"
+	touch $@
+
 bench: $(STAMP) ## every benchmark, one JSONL file each in results/
 	mkdir -p results
 	set -e; for file in benchmarks/[a-z]*.py; do $(BIN)/python "$$file"; done
@@ -102,5 +111,5 @@ $(OLDEST_VENV)/.installed $(NEWEST_VENV)/.installed: pyproject.toml constraints.
 	touch $@
 
 clean: ## remove the virtual environments and caches
-	rm -rf .venv .venv-transformers-* .pytest_cache .ruff_cache \
+	rm -rf .venv .venv-transformers-* build .pytest_cache .ruff_cache \
 		.hypothesis .import_linter_cache
