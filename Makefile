@@ -71,7 +71,8 @@ format: $(STAMP) ## rewrite the code in the house format
 	$(BIN)/ruff format $(CODE)
 
 docs: $(DOCS_STAMP) ## the documentation site, in build/site; a broken link fails
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+# Without --quiet, under which --strict counts no warning.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Apart from `make install`: nothing but the site needs these packages.
 $(DOCS_STAMP): $(STAMP)
