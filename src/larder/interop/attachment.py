@@ -148,6 +148,7 @@ class Attachment:
         self.substitute: CacheSubstitute = no_substitute
         self._logits_to_keep: object = 0
         self._outer, self._outer_stack = NO_OUTER_CALL, ExitStack()
+        self._head_stack = ExitStack()
         self._stack = ExitStack()
         self._call: RunningCall | None = None
         self._cache: AttachedCache | None = None
@@ -265,6 +266,8 @@ class Attachment:
             running, self._call = self._call, None
             out.last_hidden_state = running.hidden(out.last_hidden_state)
             out.past_key_values, self._cache = self._cache, None
+        if isinstance(context, ForwardBatch):
+            self._head_stack.enter_context(self.decoder.products.head(context.num_tokens))
         return out
 
     def _cache_of(self, named: dict[str, Any]) -> AttachedCache | None:
@@ -305,6 +308,7 @@ class Attachment:
         """Roll back a call that failed, or that an interrupt left open."""
         self._outer = NO_OUTER_CALL
         self._outer_stack.close()
+        self._head_stack.close()
         stack, self._stack, self._call = self._stack, ExitStack(), None
         with suppress(_CallFailed):
             stack.__exit__(_CallFailed, _CallFailed(), None)

@@ -34,6 +34,7 @@ from larder.models.rope_frequencies import rope_limit
 from larder.policy.providers.base import ActivationProvider, TokenProvider, column_providers
 
 if TYPE_CHECKING:
+    from larder.models.few_rows import FewRows
     from larder.models.kv_cost import ModelShape
     from larder.models.recompute import KVRecompute
 
@@ -51,6 +52,17 @@ def check_not_held(module: Any) -> None:
             f"This {type(module).__name__} is held by another decoder: use that one, or call "
             "its release() first."
         )
+
+
+class TorchProducts:
+    """Contexts of calls that run the model as it is, whatever their number of tokens."""
+
+    def matrices(self, num_tokens: int) -> AbstractContextManager[None]:
+        """Context of torch's matrix products."""
+        del num_tokens
+        return nullcontext()
+
+    layers = head = matrices
 
 
 class Decoder:
@@ -234,6 +246,15 @@ class Decoder:
         return LMHead(self.module)
 
     @cached_property
+    def products(self) -> TorchProducts | FewRows:
+        """Choice of what multiplies the tokens of a call with the weights."""
+        if self.spec.device.type != "cpu" or self.spec.dtype != torch.bfloat16:
+            return TorchProducts()
+        from larder.models.few_rows import FewRows
+
+        return FewRows(self.module, self.body, self.spec)
+
+    @cached_property
     def attentions(self) -> dict[int, nn.Module]:
         """Attention module of each layer of `spec`, by its index."""
         found = attention_modules(self.body, list(self._recurrent.modules.values()))
@@ -287,7 +308,8 @@ class Decoder:
         **options: Any,
     ) -> Any:
         with self._forward_batch(segments, mode, observer, inputs) as batch:
-            return module(**self._arguments(batch), **options)
+            with self.products.head(batch.num_tokens):
+                return module(**self._arguments(batch), **options)
 
     def _arguments(self, batch: ForwardBatch) -> dict[str, Any]:
         """Keyword arguments of the model for a forward batch."""
@@ -320,11 +342,12 @@ class Decoder:
             capture = ActivationHooks(modules, batch, {**inputs, **column_inputs(appended)})
             with (
                 self.attention,
-                self._products(sum(segment.num_tokens for segment in segments)),
+                self.products.matrices(batch.num_tokens),
                 hooks.installed(),
                 prefetch,
                 capture,
                 self._recurrent.hooks(batch) as recurrent,
+                self.products.layers(batch.num_tokens),
             ):
                 yield batch
             batch.finish(recurrent.states())
@@ -333,16 +356,6 @@ class Decoder:
         except BaseException:
             batch.roll_back()
             raise
-
-    def _products(self, num_rows: int) -> AbstractContextManager[None]:
-        """Context of the matrix products of a call with so many tokens."""
-        if num_rows > 1 or self.spec.device.type != "cpu" or self.spec.dtype != torch.bfloat16:
-            return nullcontext()
-        from larder.ops.cpu.one_row_products import (
-            one_row_products,  # measures: not before it is needed
-        )
-
-        return one_row_products()
 
     def _check(self, batch: ForwardBatch) -> None:
         ids, length = batch.ids(), batch.longest()

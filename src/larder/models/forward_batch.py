@@ -124,6 +124,11 @@ class ForwardBatch:
         """Tokens that the model computes, packed."""
         return [token for each in self.segments for token in (*each.reread_ids, *each.ids)]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the model computes."""
+        return sum(segment.num_tokens for segment in self.segments)
+
     def longest(self) -> int:
         """Tokens up to the last position of the batch; 0 for no tokens."""
         return 1 + max((place for each in self.segments for place in each.positions()), default=-1)

@@ -52,6 +52,9 @@ def c_library() -> ctypes.CDLL | None:
     library.larder_set_openmp.argtypes = [POINTER]
     library.larder_set_openmp(_openmp_of_torch())
     library.larder_decode_attention.argtypes = [ctypes.POINTER(AttentionCall)]
+    library.larder_attention_inputs.argtypes = [POINTER, POINTER]
+    library.larder_layer_output.argtypes = [POINTER, POINTER]
+    library.larder_linear.argtypes = [*[POINTER] * 3, *[INTEGER] * 3, POINTER, ctypes.c_int32]
     library.larder_top_masks.argtypes = [POINTER, INTEGER, INTEGER, INTEGER, POINTER]
     return library
 

@@ -11,14 +11,10 @@
 #include <string.h>
 #include <unistd.h>
 
-#define LANES 16
+#include "c_library.h"
+
 #define MAX_VECTORS 32 /* of LANES numbers: heads of at most 512 */
 #define PART 512       /* rows of a head that one thread reads at a time */
-#define INLINE static inline __attribute__((always_inline))
-
-#define LOG2_E 1.4426950408889634f
-#define LN_2 0.6931471805599453f
-#define MIN_EXPONENT -126.0f /* the smallest exponent of a normal float32 */
 
 struct attention {
     const float *queries; /* [heads, num_queries, head_dim] */
@@ -112,6 +108,13 @@ void larder_set_openmp(void *parallel) {
     process = getpid();
 }
 
+void larder_parallel(void (*task)(void *), void *given, int threads) {
+    if (threads > 1 && run_parallel && process == getpid())
+        run_parallel(task, given, (unsigned)threads, 0);
+    else
+        task(given);
+}
+
 /* The shares that are left when the runtime gives fewer threads are run behind the others. */
 static void attend_as_thread(void *given) {
     struct parts *parts = given;
@@ -173,10 +176,7 @@ int larder_decode_attention(const struct attention *call) {
             parts.first[p] = first;
         }
     parts.shares = threads;
-    if (threads > 1 && run_parallel && process == getpid())
-        run_parallel(attend_as_thread, &parts, (unsigned)threads, 0);
-    else
-        attend_as_thread(&parts);
+    larder_parallel(attend_as_thread, &parts, threads);
     merge_parts(&parts);
     free(parts.scratch);
     return 0;

@@ -2,25 +2,9 @@
  *
  *   NAME(x)   x with the suffix of the instruction set
  *   TARGET    function attribute that selects it
- *
- * Sixteen lanes of float32 are one vector whatever the registers are: the compiler splits it.
  */
 
-typedef float NAME(floats) __attribute__((vector_size(4 * LANES)));
-typedef int32_t NAME(ints) __attribute__((vector_size(4 * LANES)));
-typedef uint32_t NAME(words) __attribute__((vector_size(4 * LANES)));
-typedef uint16_t NAME(halves) __attribute__((vector_size(2 * LANES)));
-
-#define floats NAME(floats)
-#define ints NAME(ints)
-#define words NAME(words)
-#define halves NAME(halves)
-
-TARGET INLINE floats NAME(broadcast)(float value) { return value - (floats){0}; }
-
-TARGET INLINE floats NAME(select)(ints mask, floats taken, floats other) {
-    return (floats)(((ints)taken & mask) | ((ints)other & ~mask));
-}
+#include "vectors.h"
 
 /* Numbers [first, first + LANES) of a stored row as float32; zeros behind its end. */
 TARGET INLINE floats NAME(load)(const void *row, int64_t first, int64_t dim, int is_bfloat16) {
@@ -43,28 +27,6 @@ TARGET INLINE floats NAME(load)(const void *row, int64_t first, int64_t dim, int
     return loaded;
 }
 
-/* Lane i of the result is the sum of the lanes of sums[i]. */
-TARGET INLINE floats NAME(sum_each)(floats *sums) {
-    const ints even = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
-    const ints odd = {1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31};
-    const ints even_pairs = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
-    const ints odd_pairs = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
-    const ints even_fours = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
-    const ints odd_fours = {4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31};
-    const ints lower = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
-    const ints upper = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
-    for (int i = 0; i < 8; i++)
-        sums[i] = __builtin_shuffle(sums[2 * i], sums[2 * i + 1], even) +
-                  __builtin_shuffle(sums[2 * i], sums[2 * i + 1], odd);
-    for (int i = 0; i < 4; i++)
-        sums[i] = __builtin_shuffle(sums[2 * i], sums[2 * i + 1], even_pairs) +
-                  __builtin_shuffle(sums[2 * i], sums[2 * i + 1], odd_pairs);
-    for (int i = 0; i < 2; i++)
-        sums[i] = __builtin_shuffle(sums[2 * i], sums[2 * i + 1], even_fours) +
-                  __builtin_shuffle(sums[2 * i], sums[2 * i + 1], odd_fours);
-    return __builtin_shuffle(sums[0], sums[1], lower) + __builtin_shuffle(sums[0], sums[1], upper);
-}
-
 TARGET INLINE float NAME(largest)(floats values) {
     float most = values[0];
     for (int i = 1; i < LANES; i++)
@@ -77,22 +39,6 @@ TARGET INLINE float NAME(sum)(floats values) {
     for (int i = 0; i < LANES; i++)
         sum += values[i];
     return sum;
-}
-
-/* exp(x) for x <= 0: 2^whole by exponent bits, the rest by a series; a NaN stays one. */
-TARGET INLINE floats NAME(exponential)(floats x) {
-    const floats rounding = NAME(broadcast)(12582912.0f); /* 1.5 * 2^23: adding it rounds */
-    floats power = x * LOG2_E;
-    power = NAME(select)(power < MIN_EXPONENT, NAME(broadcast)(MIN_EXPONENT), power);
-    floats whole = (power + rounding) - rounding;
-    floats part = (power - whole) * LN_2;
-    floats series = part * (1.0f / 5040) + 1.0f / 720;
-    series = series * part + 1.0f / 120;
-    series = series * part + 1.0f / 24;
-    series = series * part + 1.0f / 6;
-    series = series * part + 1.0f / 2;
-    series = (series * part + 1.0f) * part + 1.0f;
-    return (floats)((ints)series + (__builtin_convertvector(whole, ints) << 23));
 }
 
 /* Logits of the stored rows [first, first + count) with every query, biases included. */
@@ -210,7 +156,4 @@ TARGET static void NAME(attend)(const struct attention *call, const float *queri
 #undef ATTEND
 }
 
-#undef floats
-#undef ints
-#undef words
-#undef halves
+#include "vectors_end.h"

@@ -1,0 +1,302 @@
+"""Decoder stack: the layers of a model in few calls, for the few tokens of decode steps on a CPU.
+
+While a call of few bfloat16 tokens runs, one module stands in the place of the model's layers and
+reads their weights where they are. Nothing is copied, and outside such calls the model is as it
+was. The stack serves layers that it knows whole: classes of transformers, without adapters, hooks
+or replaced methods. Every other model, and every other call, runs the model's own layers.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import BFloat16
+from torch import Tensor, nn
+
+from larder.core.spec import LayerSpec, ModelSpec
+from larder.core.types import Queries
+from larder.models.attention_backend import AttentionInputs, LayerAttention
+from larder.models.introspection import TOLERANCE, relative_difference
+from larder.ops.cpu.decoder_layer import (
+    LayerPointers,
+    LayerRows,
+    LayerSizes,
+    LayerTensors,
+    few_rows_linear,
+    is_supported,
+    max_rows,
+)
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # prefixes of transformers' classes
+ACTIVATIONS = ("SiLU", "SiLUActivation")
+PROBED_POSITION = 7  # of the token on which the first layer is compared with the model's own
+
+Angles = tuple[BFloat16[Tensor, "1 N D"], BFloat16[Tensor, "1 N D"]]  # cosines and sines
+
+
+class EchoAttention:
+    """Layer attention that returns the queries and records what it was given."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def attend(self, inputs: AttentionInputs) -> Queries:
+        self.seen += [inputs.queries, inputs.keys, inputs.values]
+        return inputs.queries
+
+
+class DecoderStack(nn.Module):
+    """Layers of a model as one module that reads their weights where they are. Not thread-safe.
+
+    Args:
+        body: the model's layers with embedding and norm.
+        spec: of its caches.
+        tensors: weights of each layer.
+    """
+
+    def __init__(self, body: Any, spec: ModelSpec, tensors: Sequence[LayerTensors]) -> None:
+        super().__init__()
+        self._owner = (body,)  # in a tuple, so that the model does not become a part of this module
+        self._spec = spec
+        self._sizes = _layer_sizes(body, spec.layers[0])
+        self._pointers = [LayerPointers.of(each) for each in tensors]
+        self._parts = [
+            (part, type(part), _children(part), _parameter_ids(part))
+            for layer in body.layers
+            for part in layer.modules()
+        ]
+        parameters = [each for layer in body.layers for each in layer.parameters()]
+        self._addresses = [(each, each.data_ptr()) for each in parameters]
+
+    @staticmethod
+    def of(body: Any, spec: ModelSpec) -> DecoderStack | None:
+        """Stack of a model's layers; None if it does not serve them as they are now.
+
+        To be called while the model is on Larder's attention.
+        """
+        if not _is_known_body(body) or len(spec.layers) != len(body.layers):
+            return None
+        tensors = list[LayerTensors]()
+        for layer, own in zip(body.layers, spec.layers, strict=True):
+            if not _is_known_layer(layer, own):
+                return None
+            tensors.append(_layer_tensors(layer))
+        if not all(_are_supported(each) for each in tensors):
+            return None
+        sizes = {_layer_sizes(body, own) for own in spec.layers}
+        if len(sizes) > 1 or not sizes.pop().are_supported:
+            return None
+        stack = DecoderStack(body, spec, tensors)
+        return stack if stack._equals_first_layer() else None
+
+    @property
+    def is_current(self) -> bool:
+        """False while a module has hooks, and once one was replaced or a weight was moved."""
+        return all(
+            type(part) is kind
+            and not _is_hooked(part)
+            and _children(part) == children
+            and _parameter_ids(part) == ids
+            for part, kind, children, ids in self._parts
+        ) and all(each.data_ptr() == address for each, address in self._addresses)
+
+    @contextmanager
+    def in_place_of_layers(self) -> Iterator[None]:
+        """Context in which calls of the model run the stack."""
+        modules = vars(self._owner[0])["_modules"]
+        former, modules["layers"] = modules["layers"], nn.ModuleList([self])
+        try:
+            yield
+        finally:
+            modules["layers"] = former
+
+    def forward(
+        self,
+        hidden_states: BFloat16[Tensor, "1 N hidden"],
+        *,
+        position_embeddings: Angles,
+        larder: LayerAttention,
+        **rest: object,
+    ) -> BFloat16[Tensor, "1 N hidden"]:
+        """States behind the last layer."""
+        del rest
+        return self._run(hidden_states, position_embeddings, larder, len(self._pointers))
+
+    def _run(
+        self,
+        states: BFloat16[Tensor, "1 N hidden"],
+        angles: Angles,
+        attention: LayerAttention,
+        num_layers: int,
+    ) -> BFloat16[Tensor, "1 N hidden"]:
+        """States behind the first layers."""
+        rows = LayerRows(self._sizes, states[0], angles[0][0], angles[1][0])
+        for pointers, layer in zip(self._pointers[:num_layers], self._spec.layers, strict=False):
+            number, sides = self._spec.number_of(layer.index), rows.attention_inputs(pointers)
+            inputs = AttentionInputs(number, *sides, layer.scaling, layer.sliding_window)
+            rows.finish_layer(pointers, attention.attend(inputs))
+        return rows.states[None]
+
+    @torch.no_grad()
+    def _equals_first_layer(self) -> bool:
+        """True if the first layer gives what the model's own gives, as far as rounding allows."""
+        body, device = self._owner[0], torch.device("cpu")
+        random = torch.Generator(device).manual_seed(0)
+        states = torch.randn(1, 1, self._sizes.hidden, generator=random).to(torch.bfloat16)
+        positions = torch.full((1, 1), PROBED_POSITION)
+        angles = body.rotary_emb(states, positions)
+        if angles[0].shape[-1] != self._sizes.head_dim:
+            return False
+        own, expected = EchoAttention(), EchoAttention()
+        got = self._run(states, angles, own, 1)
+        out = body.layers[0](
+            states,
+            attention_mask=None,
+            position_embeddings=angles,
+            use_cache=False,
+            larder=expected,
+        )
+        pairs = zip((got, *own.seen), (out, *expected.seen), strict=True)
+        return all(relative_difference(*pair) < TOLERANCE[torch.bfloat16] for pair in pairs)
+
+
+class FewRowsHead:
+    """Forward hooks by which the head of a model multiplies the states of decode steps.
+
+    Context manager; its hooks also leave after one call of the head. The head's own product is
+    given no rows.
+
+    Args:
+        module: model with a head.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._head = module.get_output_embeddings()
+        self._states = torch.empty(0)
+        self._hooks = list[Any]()
+
+    def __enter__(self) -> None:
+        head = self._head
+        if type(head) is nn.Linear and head.bias is None and not _is_hooked(head):
+            if _is_plain(head.weight) and is_supported(*head.weight.shape):
+                before = head.register_forward_pre_hook(self._before)
+                self._hooks = [before, head.register_forward_hook(self._after)]
+
+    def __exit__(self, *error: object) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _before(self, head: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
+        (self._states,) = args
+        if self._is_wide:
+            return None
+        return (self._states[..., :0, :],)
+
+    def _after(self, head: Any, args: tuple[Tensor], out: Tensor) -> Tensor:
+        del args
+        self.__exit__()
+        if self._is_wide:
+            return out
+        rows = self._states.flatten(0, -2)
+        return few_rows_linear(rows, head.weight).view(*self._states.shape[:-1], -1)
+
+    @property
+    def _is_wide(self) -> bool:
+        """True for more rows than the kernel takes."""
+        return not 0 < self._states.shape[:-1].numel() <= max_rows()
+
+
+def _is_known_body(body: Any) -> bool:
+    """True for a body of transformers whose layers are of a known family."""
+    kinds = {f"{family}Model": family for family in FAMILIES}
+    family = kinds.get(type(body).__name__, "")
+    home = f"transformers.models.{family.lower()}.modeling_{family.lower()}"
+    return type(body).__module__ == home and all(
+        type(layer) is vars(sys.modules[home])[f"{family}DecoderLayer"] for layer in body.layers
+    )
+
+
+def _is_known_layer(layer: Any, spec: LayerSpec) -> bool:
+    """True if a layer of a known family has the parts that its class makes, and no hooks."""
+    attention, gated = layer.self_attn, layer.mlp
+    linear = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    linear += (gated.gate_proj, gated.up_proj, gated.down_proj)
+    return (
+        all(type(each) is nn.Linear for each in linear)
+        and all(each.bias is None for each in linear[-3:])
+        and type(gated.act_fn).__name__ in ACTIVATIONS
+        and not any(_is_hooked(part) for part in layer.modules())
+        and (spec.softcap, spec.sinks, spec.chunk, spec.kv_source) == (None, (), None, None)
+        and all(
+            type(part).__module__ == type(layer).__module__
+            for part in (attention, gated, layer.input_layernorm, layer.post_attention_layernorm)
+        )
+    )
+
+
+def _layer_tensors(layer: Any) -> LayerTensors:
+    attention, gated = layer.self_attn, layer.mlp
+    norms = dict(attention.named_children())
+    query_norm, key_norm = norms.get("q_norm"), norms.get("k_norm")
+    return LayerTensors(
+        input_norm=layer.input_layernorm.weight,
+        output_norm=layer.post_attention_layernorm.weight,
+        query=attention.q_proj.weight,
+        key=attention.k_proj.weight,
+        value=attention.v_proj.weight,
+        output=attention.o_proj.weight,
+        gate=gated.gate_proj.weight,
+        up=gated.up_proj.weight,
+        down=gated.down_proj.weight,
+        query_bias=attention.q_proj.bias,
+        key_bias=attention.k_proj.bias,
+        value_bias=attention.v_proj.bias,
+        output_bias=attention.o_proj.bias,
+        query_norm=query_norm.weight if query_norm is not None else None,
+        key_norm=key_norm.weight if key_norm is not None else None,
+    )
+
+
+def _are_supported(tensors: LayerTensors) -> bool:
+    """True for plain contiguous bfloat16 weights on the CPU."""
+    given = [each for each in vars(tensors).values() if each is not None]
+    return all(_is_plain(each) for each in given)
+
+
+def _is_plain(weight: Tensor) -> bool:
+    return (
+        type(weight) is nn.Parameter
+        and weight.dtype == torch.bfloat16
+        and weight.device.type == "cpu"
+        and weight.is_contiguous()
+    )
+
+
+def _layer_sizes(body: Any, spec: LayerSpec) -> LayerSizes:
+    layer = body.layers[spec.index]
+    return LayerSizes(
+        hidden=layer.mlp.gate_proj.in_features,
+        inner=layer.mlp.gate_proj.out_features,
+        heads=spec.query_heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        epsilon=layer.input_layernorm.variance_epsilon,
+    )
+
+
+def _is_hooked(part: nn.Module) -> bool:
+    """True if a call of a module does something beside what its class says."""
+    own = vars(part)
+    return bool(own["_forward_hooks"] or own["_forward_pre_hooks"]) or "forward" in own
+
+
+def _children(part: nn.Module) -> list[nn.Module | None]:
+    return list(vars(part)["_modules"].values())
+
+
+def _parameter_ids(part: nn.Module) -> list[int]:
+    return list(map(id, vars(part)["_parameters"].values()))

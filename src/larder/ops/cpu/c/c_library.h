@@ -1,0 +1,17 @@
+/* What the kernels share. */
+
+#ifndef LARDER_C_LIBRARY_H
+#define LARDER_C_LIBRARY_H
+
+#define LANES 16
+#define INLINE static inline __attribute__((always_inline))
+
+#define LOG2_E 1.4426950408889634f
+#define LN_2 0.6931471805599453f
+#define MIN_EXPONENT -126.0f /* the smallest exponent of a normal float32 */
+
+/* Run a task on so many threads of torch's OpenMP runtime, or once where there is none. A task takes
+ * shares until none is left, so that fewer threads than asked for are enough. */
+void larder_parallel(void (*task)(void *), void *given, int threads);
+
+#endif

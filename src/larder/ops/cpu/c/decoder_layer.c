@@ -1,0 +1,232 @@
+/* Decoder layer of the Llama family around its attention, for a few rows in bfloat16: norms,
+ * products with the weights as the model stores them, rotation, gated activation and residuals.
+ *
+ * Every number of a row is summed in an order that follows from its own length: a row's result is
+ * the same bits alone, beside others and on any number of threads. Each step rounds to bfloat16 where
+ * the layers of transformers do.
+ */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "c_library.h"
+
+#define CHUNK 32      /* bfloat16 numbers of a vector of 16 pairs */
+#define MOST_ROWS 8   /* that share one read of the weights */
+#define MOST_WEIGHTS 3
+#define PREFETCH 2048 /* numbers ahead */
+
+enum use { STORED, GATED, ADDED }; /* written; silu(first) * second; added to what is there */
+
+struct weights {
+    const uint16_t *matrix; /* [outputs, size] */
+    const uint16_t *bias;   /* [outputs], or NULL */
+    int64_t outputs;
+    uint16_t *out; /* [rows, outputs] */
+};
+
+struct products {
+    struct weights weights[MOST_WEIGHTS];
+    int count;
+    enum use use;
+    const void *rows; /* as `pack` leaves them */
+    int64_t num_rows;
+    int64_t size;
+    int64_t blocks; /* of 16 outputs */
+    int shares;
+    int next; /* share that no thread has taken */
+};
+
+struct kernels {
+    void (*multiply)(const struct products *, int64_t);
+    const void *(*pack)(const uint16_t *, int64_t, int64_t, float *);
+    void (*norm)(const uint16_t *, const uint16_t *, float, int64_t, int64_t, uint16_t *);
+};
+
+static uint16_t to_bfloat16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static float from_bfloat16(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static float rounded(float value) { return from_bfloat16(to_bfloat16(value)); }
+
+#define NAME(x) x##_baseline
+#define TARGET
+#include "decoder_layer_body.h"
+#undef NAME
+#undef TARGET
+
+#if defined(__x86_64__)
+#define NAME(x) x##_avx2
+#define TARGET __attribute__((target("avx2,fma")))
+#include "decoder_layer_body.h"
+#undef NAME
+#undef TARGET
+
+#define NAME(x) x##_avx512
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
+#include "decoder_layer_body.h"
+#undef NAME
+#undef TARGET
+
+#include <immintrin.h>
+#define HAS_DOT_PRODUCT
+#define NAME(x) x##_avx512bf16
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")))
+#include "decoder_layer_body.h"
+#undef NAME
+#undef TARGET
+#undef HAS_DOT_PRODUCT
+#endif
+
+static const struct kernels *choose_kernels(void) {
+#if defined(__x86_64__)
+    int avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (avx512 && __builtin_cpu_supports("avx512bf16"))
+        return &kernels_avx512bf16;
+    if (avx512)
+        return &kernels_avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return &kernels_avx2;
+#endif
+    return &kernels_baseline;
+}
+
+/* The shares that are left when the runtime gives fewer threads are run behind the others. */
+static void multiply_as_thread(void *given) {
+    struct products *all = given;
+    const struct kernels *kernels = choose_kernels();
+    for (int64_t share; (share = __atomic_fetch_add(&all->next, 1, __ATOMIC_RELAXED)) < all->shares;)
+        for (int64_t b = all->blocks * share / all->shares;
+             b < all->blocks * (share + 1) / all->shares; b++)
+            kernels->multiply(all, b);
+}
+
+/* `scratch` has room for num_rows * size floats. */
+static void multiply(struct products *all, const uint16_t *rows, float *scratch, int threads) {
+    all->rows = choose_kernels()->pack(rows, all->num_rows, all->size, scratch);
+    all->blocks = 0;
+    for (int w = 0; w < (all->use == GATED ? 1 : all->count); w++)
+        all->blocks += all->weights[w].outputs / LANES;
+    all->shares = threads < all->blocks ? threads : (int)all->blocks;
+    all->next = 0;
+    larder_parallel(multiply_as_thread, all, all->shares);
+}
+
+struct decoder_layer {
+    const uint16_t *input_norm, *output_norm; /* before attention, and before the gated layers */
+    const uint16_t *query, *key, *value, *output, *gate, *up, *down;
+    const uint16_t *query_bias, *key_bias, *value_bias, *output_bias; /* or NULL */
+    const uint16_t *query_norm, *key_norm;                            /* of each head, or NULL */
+};
+
+struct decoder_rows {
+    int64_t rows, hidden, inner, heads, kv_heads, head_dim;
+    uint16_t *states;               /* [rows, hidden], read and written */
+    const uint16_t *cosines, *sines; /* [rows, head_dim] */
+    uint16_t *queries;              /* [heads, rows, head_dim] */
+    uint16_t *keys, *values;        /* [kv_heads, rows, head_dim] */
+    const uint16_t *attended;       /* [heads, rows, head_dim] */
+    float epsilon;
+    int32_t threads;
+};
+
+/* [rows, heads, head_dim] to [heads, rows, head_dim], normed and rotated where asked. */
+static void place_heads(const struct decoder_rows *call, const uint16_t *from, int64_t heads,
+                        const uint16_t *norm, const uint16_t *cosines, uint16_t *to) {
+    int64_t dim = call->head_dim, half = dim / 2;
+    for (int64_t row = 0; row < call->rows; row++)
+        for (int64_t head = 0; head < heads; head++) {
+            const uint16_t *own = from + (row * heads + head) * dim;
+            const uint16_t *cosine = cosines + row * dim, *sine = call->sines + row * dim;
+            uint16_t *out = to + (head * call->rows + row) * dim;
+            if (norm)
+                choose_kernels()->norm(own, norm, call->epsilon, 1, dim, (uint16_t *)own);
+            if (!cosines) {
+                memcpy(out, own, (size_t)dim * sizeof *out);
+                continue;
+            }
+            for (int64_t d = 0; d < dim; d++) {
+                float other = d < half ? -from_bfloat16(own[d + half]) : from_bfloat16(own[d - half]);
+                out[d] = to_bfloat16(rounded(from_bfloat16(own[d]) * from_bfloat16(cosine[d])) +
+                                     rounded(other * from_bfloat16(sine[d])));
+            }
+        }
+}
+
+/* Queries, keys and values of a layer from its input. Returns 0, or 1 if memory is short. */
+int larder_attention_inputs(const struct decoder_layer *layer, const struct decoder_rows *call) {
+    int64_t rows = call->rows, size = call->hidden;
+    int64_t wide = call->heads * call->head_dim, narrow = call->kv_heads * call->head_dim;
+    float *scratch = malloc((size_t)(rows * size) * (sizeof(float) + sizeof(uint16_t)) +
+                            (size_t)(rows * (wide + 2 * narrow)) * sizeof(uint16_t));
+    if (!scratch)
+        return 1;
+    uint16_t *normed = (uint16_t *)(scratch + rows * size), *queries = normed + rows * size;
+    uint16_t *keys = queries + rows * wide, *values = keys + rows * narrow;
+    choose_kernels()->norm(call->states, layer->input_norm, call->epsilon, rows, size, normed);
+    struct products all = {.weights = {{layer->query, layer->query_bias, wide, queries},
+                                       {layer->key, layer->key_bias, narrow, keys},
+                                       {layer->value, layer->value_bias, narrow, values}},
+                           .count = 3, .use = STORED, .num_rows = rows, .size = size};
+    multiply(&all, normed, scratch, call->threads);
+    place_heads(call, queries, call->heads, layer->query_norm, call->cosines, call->queries);
+    place_heads(call, keys, call->kv_heads, layer->key_norm, call->cosines, call->keys);
+    place_heads(call, values, call->kv_heads, NULL, NULL, call->values);
+    free(scratch);
+    return 0;
+}
+
+/* States behind a layer from its input and the output of attention. Returns 0, or 1 if memory is
+ * short. */
+int larder_layer_output(const struct decoder_layer *layer, const struct decoder_rows *call) {
+    int64_t rows = call->rows, size = call->hidden, dim = call->head_dim;
+    int64_t wide = call->heads * dim, most = wide > size ? wide : size;
+    most = most > call->inner ? most : call->inner;
+    float *scratch = malloc((size_t)(rows * most) * (sizeof(float) + sizeof(uint16_t)) +
+                            (size_t)(rows * (wide > size ? wide : size)) * sizeof(uint16_t));
+    if (!scratch)
+        return 1;
+    uint16_t *inner = (uint16_t *)(scratch + rows * most), *given = inner + rows * most;
+    for (int64_t head = 0; head < call->heads; head++)
+        for (int64_t row = 0; row < rows; row++)
+            memcpy(given + (row * call->heads + head) * dim,
+                   call->attended + (head * rows + row) * dim, (size_t)dim * sizeof *given);
+    struct products output = {.weights = {{layer->output, layer->output_bias, size, call->states}},
+                              .count = 1, .use = ADDED, .num_rows = rows, .size = wide};
+    multiply(&output, given, scratch, call->threads);
+    choose_kernels()->norm(call->states, layer->output_norm, call->epsilon, rows, size, given);
+    struct products gated = {.weights = {{layer->gate, NULL, call->inner, inner},
+                                         {layer->up, NULL, call->inner, inner}},
+                             .count = 2, .use = GATED, .num_rows = rows, .size = size};
+    multiply(&gated, given, scratch, call->threads);
+    struct products down = {.weights = {{layer->down, NULL, size, call->states}},
+                            .count = 1, .use = ADDED, .num_rows = rows, .size = call->inner};
+    multiply(&down, inner, scratch, call->threads);
+    free(scratch);
+    return 0;
+}
+
+/* out = rows @ matrix.T + bias. Returns 0, or 1 if memory is short. */
+int larder_linear(const uint16_t *rows, const uint16_t *matrix, const uint16_t *bias,
+                  int64_t num_rows, int64_t size, int64_t outputs, uint16_t *out, int32_t threads) {
+    float *scratch = malloc((size_t)(num_rows * size) * sizeof(float));
+    if (!scratch)
+        return 1;
+    struct products all = {.weights = {{matrix, bias, outputs, out}},
+                           .count = 1, .use = STORED, .num_rows = num_rows, .size = size};
+    multiply(&all, rows, scratch, threads);
+    free(scratch);
+    return 0;
+}

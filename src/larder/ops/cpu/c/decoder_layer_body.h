@@ -1,0 +1,158 @@
+/* Products and norms of bfloat16 rows for one instruction set; included once for each, with
+ *
+ *   NAME(x)           x with the suffix of the instruction set
+ *   TARGET            function attribute that selects it
+ *   HAS_DOT_PRODUCT   defined where it multiplies pairs of bfloat16
+ */
+
+#include "vectors.h"
+
+TARGET INLINE floats NAME(widen)(const uint16_t *numbers) {
+    halves bits;
+    memcpy(&bits, numbers, sizeof bits);
+    return (floats)(__builtin_convertvector(bits, words) << 16);
+}
+
+/* bfloat16 in the high half of each lane, rounded to the nearest, ties to even. */
+TARGET INLINE floats NAME(round_each)(floats values) {
+    words bits = (words)values;
+    words near = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+    return NAME(select)(values != values, (floats)(near * 0 + 0x7fc00000u), (floats)near);
+}
+
+TARGET INLINE void NAME(narrow)(floats values, uint16_t *out) {
+    halves bits = __builtin_convertvector((words)NAME(round_each)(values) >> 16, halves);
+    memcpy(out, &bits, sizeof bits);
+}
+
+/* x * sigmoid(x), rounded. */
+TARGET INLINE floats NAME(silu)(floats x) {
+    floats power = NAME(exponential)(NAME(select)(x < 0, x, -x)); /* of -|x| */
+    return NAME(round_each)(x * NAME(select)(x < 0, power, power * 0 + 1) / (power + 1));
+}
+
+#if defined(HAS_DOT_PRODUCT)
+/* Rows are multiplied as they are. */
+TARGET static const void *NAME(pack)(const uint16_t *rows, int64_t count, int64_t size,
+                                     float *scratch) {
+    (void)count, (void)size, (void)scratch;
+    return rows;
+}
+
+TARGET INLINE floats NAME(add_pairs)(floats sum, words weights, const void *row, int64_t first) {
+    words pairs;
+    memcpy(&pairs, (const uint16_t *)row + first, sizeof pairs);
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)pairs);
+}
+#define ROW_BYTES sizeof(uint16_t)
+#else
+/* Rows as float32: of every 32 numbers the 16 of even index, then the others. */
+TARGET static const void *NAME(pack)(const uint16_t *rows, int64_t count, int64_t size,
+                                     float *scratch) {
+    for (int64_t n = 0; n < count * size; n++)
+        scratch[n / CHUNK * CHUNK + n % 2 * LANES + n % CHUNK / 2] = from_bfloat16(rows[n]);
+    return scratch;
+}
+
+TARGET INLINE floats NAME(add_pairs)(floats sum, words weights, const void *row, int64_t first) {
+    floats even, odd;
+    memcpy(&even, (const float *)row + first, sizeof even);
+    memcpy(&odd, (const float *)row + first + LANES, sizeof odd);
+    sum += (floats)(weights << 16) * even;
+    return sum + (floats)(weights & 0xffff0000u) * odd;
+}
+#define ROW_BYTES sizeof(float)
+#endif
+
+/* Lane sums of 16 outputs with `count` rows, `together` outputs at a time. */
+TARGET INLINE void NAME(sum_pairs)(const uint16_t *matrix, int64_t size, const char *rows,
+                                   int count, int together, floats *sums) {
+    for (int first = 0; first < LANES; first += together) {
+        const uint16_t *own = matrix + first * size;
+        floats totals[4][MOST_ROWS] = {{{0}}};
+        for (int64_t d = 0; d < size; d += CHUNK)
+            for (int t = 0; t < together; t++) {
+                words pairs;
+                memcpy(&pairs, own + t * size + d, sizeof pairs);
+                __builtin_prefetch(own + t * size + d + PREFETCH);
+                for (int r = 0; r < count; r++)
+                    totals[t][r] = NAME(add_pairs)(totals[t][r], pairs,
+                                                   rows + r * size * (int64_t)ROW_BYTES, d);
+            }
+        for (int r = 0; r < count; r++)
+            for (int t = 0; t < together; t++)
+                sums[r * LANES + first + t] = totals[t][r];
+    }
+}
+
+/* Products of at most MOST_ROWS rows with 16 outputs, as float32 with the bias. */
+TARGET static void NAME(dot)(const struct products *all, const struct weights *weights,
+                             int64_t block, int64_t first, int64_t count, floats *out) {
+    const uint16_t *matrix = weights->matrix + block * LANES * all->size;
+    const char *rows = (const char *)all->rows + first * all->size * (int64_t)ROW_BYTES;
+    floats sums[MOST_ROWS * LANES], bias = {0};
+#define SUM(count, together) \
+    NAME(sum_pairs)(matrix, all->size, rows, count, together, sums)
+    switch (count) {
+    case 1: SUM(1, 4); break;
+    case 2: SUM(2, 4); break;
+    case 3: SUM(3, 4); break;
+    case 4: SUM(4, 4); break;
+    case 5: SUM(5, 2); break;
+    case 6: SUM(6, 2); break;
+    case 7: SUM(7, 2); break;
+    default: SUM(8, 2);
+    }
+#undef SUM
+    if (weights->bias)
+        bias = NAME(widen)(weights->bias + block * LANES);
+    for (int64_t r = 0; r < count; r++)
+        out[r] = NAME(sum_each)(sums + r * LANES) + bias;
+}
+
+/* Products of all rows with one block of outputs. */
+TARGET static void NAME(multiply)(const struct products *all, int64_t block) {
+    const struct weights *own = all->weights;
+    while (all->use != GATED && block >= own->outputs / LANES)
+        block -= own++->outputs / LANES;
+    for (int64_t first = 0; first < all->num_rows; first += MOST_ROWS) {
+        int64_t rest = all->num_rows - first, count = rest < MOST_ROWS ? rest : MOST_ROWS;
+        floats outs[MOST_ROWS], others[MOST_ROWS];
+        NAME(dot)(all, own, block, first, count, outs);
+        if (all->use == GATED)
+            NAME(dot)(all, own + 1, block, first, count, others);
+        for (int64_t r = 0; r < count; r++) {
+            uint16_t *out = own->out + (first + r) * own->outputs + block * LANES;
+            if (all->use == GATED)
+                outs[r] = NAME(silu)(NAME(round_each)(outs[r])) * NAME(round_each)(others[r]);
+            if (all->use == ADDED)
+                outs[r] = NAME(round_each)(outs[r]) + NAME(widen)(out);
+            NAME(narrow)(outs[r], out);
+        }
+    }
+}
+
+/* Rows over the root of their mean square, times weights. */
+TARGET static void NAME(norm)(const uint16_t *rows, const uint16_t *weights, float epsilon,
+                              int64_t count, int64_t size, uint16_t *out) {
+    for (int64_t row = 0; row < count; row++, rows += size, out += size) {
+        floats squares = {0};
+        float sum = 0;
+        for (int64_t d = 0; d < size; d += LANES) {
+            floats own = NAME(widen)(rows + d);
+            squares += own * own;
+        }
+        for (int i = 0; i < LANES; i++)
+            sum += squares[i];
+        float factor = 1 / sqrtf(sum / (float)size + epsilon);
+        for (int64_t d = 0; d < size; d += LANES)
+            NAME(narrow)(NAME(round_each)(NAME(widen)(rows + d) * factor) *
+                             NAME(widen)(weights + d),
+                         out + d);
+    }
+}
+
+static const struct kernels NAME(kernels) = {NAME(multiply), NAME(pack), NAME(norm)};
+
+#undef ROW_BYTES
+#include "vectors_end.h"

@@ -1,0 +1,6 @@
+/* End of what vectors.h defines for one instruction set. */
+
+#undef floats
+#undef ints
+#undef words
+#undef halves

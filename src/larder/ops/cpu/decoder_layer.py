@@ -1,0 +1,202 @@
+"""Decoder layer of the Llama family around its attention, for a few bfloat16 rows on a CPU.
+
+A decode step reads every weight once, so its limit is the memory's bandwidth. The C kernel reads
+the weights where the model stores them, with the query, key and value projections in one call, and
+norms, rotation, activation and residuals between them. It rounds to bfloat16 where transformers'
+layers do; sums are taken in another order. A row's result is the same bits alone and beside others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from ctypes import byref
+from dataclasses import dataclass, fields
+from functools import cache
+
+import torch
+from jaxtyping import BFloat16
+from torch import Tensor
+from torch.nn.functional import linear
+
+from larder.ops.cpu.c_library import INTEGER, POINTER, c_library
+
+MAX_ROWS = 16  # from there on matrix units win
+OUTPUT_MULTIPLE, INPUT_MULTIPLE = 16, 32  # of the sizes that the kernel multiplies
+TIMED_WEIGHTS = (24, 576, 1536)  # 42 MB: a step finds its weights in memory, not in a cache
+REPETITIONS = 3
+MOST_SLOWDOWN = 1.25  # of the products alone; the layer saves more than that around them
+
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class LayerTensors:
+    """Weights of one layer, by reference; None where the architecture has none."""
+
+    input_norm: Tensor
+    output_norm: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    query_bias: Tensor | None
+    key_bias: Tensor | None
+    value_bias: Tensor | None
+    output_bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+
+
+class LayerPointers(ctypes.Structure):
+    """`struct decoder_layer` of c/decoder_layer.c."""
+
+    _fields_ = [(field.name, POINTER) for field in fields(LayerTensors)]
+
+    @staticmethod
+    def of(tensors: LayerTensors) -> LayerPointers:
+        given = (vars(tensors)[field.name] for field in fields(tensors))
+        return LayerPointers(*(None if each is None else each.data_ptr() for each in given))
+
+
+class RowPointers(ctypes.Structure):
+    """`struct decoder_rows` of c/decoder_layer.c."""
+
+    _fields_ = [
+        *((name, INTEGER) for name in ("rows", "hidden", "inner", "heads", "kv_heads", "head_dim")),
+        *((name, POINTER) for name in ("states", "cosines", "sines")),
+        *((name, POINTER) for name in ("queries", "keys", "values", "attended")),
+        ("epsilon", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+    ]
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """Sizes of a layer.
+
+    Args:
+        hidden, inner: numbers of a state, and of an activation inside the gated layers.
+        epsilon: of its norms.
+    """
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    epsilon: float
+
+    @property
+    def are_supported(self) -> bool:
+        """True if the kernel multiplies such matrices."""
+        wide = self.heads * self.head_dim
+        products = (self.head_dim, self.hidden), (self.hidden, wide), (self.inner, self.hidden)
+        return all(is_supported(*each) for each in (*products, (self.hidden, self.inner)))
+
+
+class LayerRows:
+    """States of a few rows on their way through the layers. Not thread-safe.
+
+    Args:
+        states: input of the first layer; copied.
+        cosines, sines: of the rotation of each row.
+    """
+
+    def __init__(
+        self,
+        sizes: LayerSizes,
+        states: BFloat16[Tensor, "N hidden"],
+        cosines: BFloat16[Tensor, "N D"],
+        sines: BFloat16[Tensor, "N D"],
+    ) -> None:
+        rows, dim = states.shape[0], sizes.head_dim
+        self.states = states.clone(memory_format=torch.contiguous_format)
+        self._angles = cosines.contiguous(), sines.contiguous()
+        self._library = _library()
+        self._shapes = (sizes.heads, rows, dim), (sizes.kv_heads, rows, dim)
+        self._call = RowPointers(
+            rows=rows,
+            hidden=sizes.hidden,
+            inner=sizes.inner,
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
+            head_dim=dim,
+            states=self.states.data_ptr(),
+            cosines=self._angles[0].data_ptr(),
+            sines=self._angles[1].data_ptr(),
+            epsilon=sizes.epsilon,
+            threads=torch.get_num_threads(),
+        )
+
+    def attention_inputs(
+        self, layer: LayerPointers
+    ) -> tuple[BFloat16[Tensor, "H N D"], BFloat16[Tensor, "K N D"], BFloat16[Tensor, "K N D"]]:
+        """Rotated queries and keys, and values of a layer."""
+        queries, keys = (self.states.new_empty(shape) for shape in self._shapes)
+        values, call = torch.empty_like(keys), self._call
+        call.queries, call.keys, call.values = (x.data_ptr() for x in (queries, keys, values))
+        _check(self._library.larder_attention_inputs(byref(layer), byref(call)))
+        return queries, keys, values
+
+    def finish_layer(self, layer: LayerPointers, attended: BFloat16[Tensor, "H N D"]) -> None:
+        """Pass the states through what stands behind the attention of a layer."""
+        attended = attended.contiguous()
+        self._call.attended = attended.data_ptr()
+        _check(self._library.larder_layer_output(byref(layer), byref(self._call)))
+
+
+def is_supported(outputs: int, inputs: int) -> bool:
+    """True if the kernel multiplies matrices of such sizes."""
+    return outputs % OUTPUT_MULTIPLE == 0 and inputs % INPUT_MULTIPLE == 0
+
+
+def few_rows_linear(
+    rows: BFloat16[Tensor, "N D"], weight: BFloat16[Tensor, "M D"]
+) -> BFloat16[Tensor, "N M"]:
+    """Product of a few rows with the outputs of a linear layer."""
+    rows, out = rows.contiguous(), rows.new_empty(rows.shape[0], weight.shape[0])
+    sizes = *rows.shape, weight.shape[0]
+    pointers = rows.data_ptr(), weight.data_ptr(), None
+    _check(_library().larder_linear(*pointers, *sizes, out.data_ptr(), torch.get_num_threads()))
+    return out
+
+
+@cache
+def max_rows() -> int:
+    """Largest number of rows for which the kernel is taken, 0 for none; measured once."""
+    if c_library() is None:
+        return 0
+    weights = torch.ones(TIMED_WEIGHTS, dtype=torch.bfloat16)
+    for count in (MAX_ROWS, MAX_ROWS // 2, 1):
+        rows = torch.ones(count, TIMED_WEIGHTS[2], dtype=torch.bfloat16)
+        own, others = float("inf"), float("inf")
+        for _ in range(REPETITIONS):
+            own = min(own, _seconds_of_pass(few_rows_linear, rows, weights))
+            others = min(others, _seconds_of_pass(linear, rows, weights))
+        if own < others * MOST_SLOWDOWN:
+            return count
+    return 0
+
+
+def _seconds_of_pass(product: Product, rows: Tensor, weights: Tensor) -> float:
+    """Seconds in which rows are multiplied by every weight once."""
+    started = time.perf_counter()
+    for weight in weights:
+        product(rows, weight)
+    return time.perf_counter() - started
+
+
+def _library() -> ctypes.CDLL:
+    library = c_library()
+    assert library is not None, "callers ask max_rows() first"
+    return library
+
+
+def _check(failed: int) -> None:
+    if failed:
+        raise MemoryError("A decoder layer could not allocate its buffers.")

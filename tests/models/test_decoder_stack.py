@@ -1,0 +1,197 @@
+"""Decoder stack: decode steps equal the model's own layers, and the model is left as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from larder.cache.sequence import SequenceCache
+from larder.core.types import Mode
+from larder.models import decoder_stack
+from larder.models.decoder import Decoder
+from larder.models.decoder_stack import DecoderStack, FewRowsHead
+from larder.models.few_rows import FewRows
+from larder.models.forward_batch import BatchSegment
+from larder.models.tiny import tiny
+from larder.ops.cpu import decoder_layer
+from larder.ops.cpu.c_library import c_library
+from model_runs import some_ids
+
+pytestmark = pytest.mark.skipif(c_library() is None, reason="no C compiler at installation")
+SERVED = ("llama", "mistral", "qwen2", "qwen3")
+ROUNDING = 0.05  # of logits with a spread of about 3, in bfloat16
+
+
+@pytest.fixture(autouse=True)
+def kernel_is_taken(monkeypatch):
+    monkeypatch.setattr(decoder_layer, "max_rows", lambda: decoder_layer.MAX_ROWS)
+    monkeypatch.setattr(decoder_stack, "max_rows", lambda: decoder_layer.MAX_ROWS)
+
+
+@pytest.fixture
+def runs(monkeypatch) -> list[int]:
+    """Rows of every run of a stack."""
+    seen, run = list[int](), DecoderStack.forward
+
+    def noted(self, hidden_states, **named):
+        seen.append(hidden_states.shape[1])
+        return run(self, hidden_states, **named)
+
+    monkeypatch.setattr(DecoderStack, "forward", noted)
+    return seen
+
+
+def bfloat16_decoder(name: str = "llama", **options) -> Decoder:
+    return Decoder(tiny(name, dtype=torch.bfloat16, **options))
+
+
+def filled_caches(decoder: Decoder, lengths: list[int]) -> list[SequenceCache]:
+    caches = [SequenceCache(decoder.spec, "dense") for _ in lengths]
+    for seed, (cache, length) in enumerate(zip(caches, lengths, strict=True)):
+        decoder.read([BatchSegment(cache, some_ids(length, seed=seed))], Mode.APPEND)
+    return caches
+
+
+def step_logits(decoder: Decoder, caches: list[SequenceCache], token: int = 5) -> torch.Tensor:
+    segments = [BatchSegment(cache, (token + n,)) for n, cache in enumerate(caches)]
+    return decoder.forward_logits(segments, Mode.APPEND, list(range(len(caches))))
+
+
+def without_stack(monkeypatch) -> None:
+    monkeypatch.setattr(FewRows, "_are_few", lambda *_: False)
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_steps_equal_those_of_the_models_own_layers(monkeypatch, runs, name, kv_heads):
+    decoder = bfloat16_decoder(name, kv_heads=kv_heads, layers=3)
+    got = [step_logits(decoder, filled_caches(decoder, [20, 31]))]
+    assert runs == [2]
+    without_stack(monkeypatch)
+    expected = [step_logits(decoder, filled_caches(decoder, [20, 31]))]
+    assert runs == [2]
+    difference = (got[0] - expected[0]).square().mean().sqrt()
+    assert difference < ROUNDING * expected[0].std()
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_step_is_the_same_bits_alone_and_in_a_batch(runs, name):
+    decoder, lengths = bfloat16_decoder(name), [20, 31, 17, 40, 23]
+    together = step_logits(decoder, filled_caches(decoder, lengths))
+    for number, cache in enumerate(filled_caches(decoder, lengths)):
+        alone = step_logits(decoder, [cache], 5 + number)
+        assert torch.equal(alone[0], together[number])
+    assert runs == [5, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["phi3", "gemma3"])
+def test_other_architectures_run_their_own_layers(runs, name):
+    decoder = bfloat16_decoder(name)
+    step_logits(decoder, filled_caches(decoder, [20]))
+    assert runs == []
+
+
+def test_more_tokens_and_other_types_run_the_models_layers(runs):
+    decoder = bfloat16_decoder()
+    filled_caches(decoder, [decoder_layer.MAX_ROWS + 1])
+    wide = Decoder(tiny("llama"))
+    step_logits(wide, filled_caches(wide, [20]))
+    assert runs == []
+
+
+def test_the_model_keeps_its_weights_and_its_modules(runs):
+    decoder = bfloat16_decoder()
+    module = decoder.module
+    before = {name: (each, each.data_ptr()) for name, each in module.state_dict().items()}
+    parts = list(module.modules())
+    step_logits(decoder, filled_caches(decoder, [20]))
+    assert runs == [1]
+    after = module.state_dict()
+    assert list(after) == list(before)
+    assert all(after[name].data_ptr() == address for name, (_, address) in before.items())
+    assert all(a is b for a, b in zip(module.modules(), parts, strict=True))
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+
+
+def test_a_failing_step_puts_the_layers_back(monkeypatch):
+    decoder = bfloat16_decoder()
+    caches, layers = filled_caches(decoder, [20]), decoder.body.layers
+
+    def fail(*_, **__):
+        raise MemoryError("of the test")
+
+    monkeypatch.setattr(DecoderStack, "forward", fail)
+    with pytest.raises(MemoryError):
+        step_logits(decoder, caches)
+    assert decoder.body.layers is layers
+    assert not decoder.module.lm_head._forward_pre_hooks
+    assert caches[0].next_position == 20
+
+
+def replaced_projection(module) -> None:
+    class Adapted(nn.Linear):
+        pass
+
+    module.model.layers[1].self_attn.q_proj = Adapted(64, 64, bias=False).bfloat16()
+
+
+def hooked_layer(module) -> None:
+    module.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+
+
+def patched_forward(module) -> None:
+    part = module.model.layers[0].mlp.down_proj
+    part.forward = part.forward
+
+
+@pytest.mark.parametrize("change", [replaced_projection, hooked_layer, patched_forward])
+def test_a_changed_model_runs_its_own_layers(runs, change):
+    decoder = bfloat16_decoder()
+    caches = filled_caches(decoder, [20])
+    step_logits(decoder, caches)
+    change(decoder.module)
+    step_logits(decoder, caches)
+    assert runs == [1]
+
+
+def test_new_weights_are_read_at_the_next_step(monkeypatch, runs):
+    decoder, other = bfloat16_decoder(), bfloat16_decoder(seed=1)
+    caches = filled_caches(decoder, [20])
+    step_logits(decoder, caches)
+    for own, new in zip(
+        decoder.body.layers.parameters(), other.body.layers.parameters(), strict=True
+    ):
+        own.data = new.data.clone()
+    got = step_logits(decoder, filled_caches(decoder, [20]))
+    without_stack(monkeypatch)
+    expected = step_logits(decoder, filled_caches(decoder, [20]))
+    assert runs == [1, 1]
+    assert (got - expected).square().mean().sqrt() < ROUNDING * expected.std()
+
+
+def test_a_layer_that_computes_otherwise_is_not_served(monkeypatch, runs):
+    decoder = bfloat16_decoder()
+    attention = type(decoder.body.layers[0].self_attn)
+    own = attention.forward
+
+    def scaled(self, hidden_states, **named):
+        return own(self, hidden_states * 1.5, **named)
+
+    monkeypatch.setattr(attention, "forward", scaled)
+    step_logits(decoder, filled_caches(decoder, [20]))
+    assert runs == []
+
+
+def test_the_head_multiplies_once_and_leaves():
+    module = tiny("llama", dtype=torch.bfloat16)
+    states = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = module.lm_head(states)
+    with FewRowsHead(module):
+        assert module.lm_head._forward_pre_hooks
+        got = module.lm_head(states)
+        assert not module.lm_head._forward_pre_hooks and not module.lm_head._forward_hooks
+    torch.testing.assert_close(got, expected, rtol=2**-7, atol=1e-2)
+    with FewRowsHead(module):
+        wide = module.lm_head(states.repeat(1, 6, 1))
+    assert torch.equal(wide, module.lm_head(states.repeat(1, 6, 1)))

@@ -1,0 +1,84 @@
+"""Products of a few bfloat16 rows in C: their numbers, and rows that do not depend on others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from larder.ops.cpu import decoder_layer
+from larder.ops.cpu.c_library import c_library
+from larder.ops.cpu.decoder_layer import MAX_ROWS, few_rows_linear, is_supported, max_rows
+
+needs_library = pytest.mark.skipif(c_library() is None, reason="no C compiler at installation")
+ROUNDING = 2**-7  # of a bfloat16 number, relative
+
+
+def random_rows(count: int, size: int, seed: int) -> torch.Tensor:
+    return torch.randn(count, size, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@needs_library
+@given(
+    rows=st.integers(1, MAX_ROWS + 3),
+    inputs=st.integers(1, 5),
+    outputs=st.integers(1, 6),
+    seed=st.integers(0, 9),
+)
+def test_a_product_is_that_of_float32_rounded(rows, inputs, outputs, seed):
+    given, weight = random_rows(rows, 32 * inputs, seed), random_rows(16 * outputs, 32 * inputs, 99)
+    expected = given.float() @ weight.float().T
+    torch.testing.assert_close(
+        few_rows_linear(given, weight).float(), expected, rtol=ROUNDING, atol=1e-4
+    )
+
+
+@needs_library
+@given(rows=st.integers(1, MAX_ROWS), threads=st.integers(1, 3), seed=st.integers(0, 9))
+def test_a_row_is_the_same_bits_alone_beside_others_and_on_any_threads(rows, threads, seed):
+    given, weight = random_rows(rows, 160, seed), random_rows(112, 160, 99)
+    before = torch.get_num_threads()
+    alone = torch.cat([few_rows_linear(row, weight) for row in given.split(1)])
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(few_rows_linear(given, weight), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_library
+@pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_not_finite_pass_through(special):
+    rows, weight = torch.ones(2, 32).bfloat16(), torch.ones(16, 32).bfloat16()
+    rows[1, 5] = special
+    out = few_rows_linear(rows, weight)
+    assert out[0].tolist() == [32] * 16
+    assert torch.equal(out[1].isnan(), torch.full((16,), special != special))
+    assert special != special or out[1].tolist() == [special] * 16
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "expected"),
+    [(16, 32, True), (48, 96, True), (8, 32, False), (16, 48, False)],
+)
+def test_sizes_that_the_kernel_multiplies(outputs, inputs, expected):
+    assert is_supported(outputs, inputs) is expected
+
+
+def test_no_row_goes_to_the_kernel_where_it_was_not_compiled(monkeypatch):
+    monkeypatch.setattr(decoder_layer, "c_library", lambda: None)
+    assert max_rows.__wrapped__() == 0
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("slow_rows", "expected"),
+    [((), MAX_ROWS), ((16,), MAX_ROWS // 2), ((16, 8), 1), ((16, 8, 1), 0)],
+)
+def test_the_kernel_takes_as_many_rows_as_it_is_fast_for(monkeypatch, slow_rows, expected):
+    def seconds(product, rows, weights) -> float:
+        return 2 if product is few_rows_linear and len(rows) in slow_rows else 1
+
+    monkeypatch.setattr(decoder_layer, "_seconds_of_pass", seconds)
+    assert max_rows.__wrapped__() == expected
