@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from builders import a_layer
 from larder.core.errors import BadParameter
+from larder.core.observation import Entries
 from larder.core.types import Variant
 from larder.ops import dci as ops
 from larder.ops.cpu import dci as fast
@@ -231,3 +233,22 @@ def test_digests_stay_below_sixteen_bytes_a_key() -> None:
 def test_parameters_are_checked(wrong) -> None:
     with pytest.raises(BadParameter, match=f"dci.{next(iter(wrong))} must"):
         Dci(**wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [16, 24, 64])
+@pytest.mark.parametrize("variant", [Variant.LARDER, Variant.CODE])
+def test_the_c_kernel_finds_what_numbas_finds(dtype, head_dim, variant) -> None:
+    layer = replace(a_layer(kv_heads=2, group=3), head_dim=head_dim)
+    source = torch.Generator().manual_seed(head_dim)
+    keys = coarse(torch.randn(2 * 300, head_dim, generator=source)).to(dtype)
+    index = DciIndex(Dci(page=20, variant=variant, first=0.2), layer)
+    index.add(Entries(keys, keys, torch.arange(300).repeat(2).int(), (0, 300), (300, 300)))
+    forest, query = index.forest, coarse(torch.randn(6, head_dim, generator=source))
+    layout = np.array([0, 300]), forest.tree, forest.bases, forest.levels, np.array([4, 7])
+    for one, other in zip(
+        fast.search(query, keys, *layout, 9),
+        fast.numba_search(query, keys, *layout, 9),
+        strict=True,
+    ):
+        assert np.array_equal(one, other)

@@ -42,6 +42,21 @@ class AttentionCall(ctypes.Structure):
     ]
 
 
+class TreeSearchCall(ctypes.Structure):
+    """`struct tree_search` of c/tree_search.c."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("queries", "keys", "starts", "levels", "beams")),
+        *((name, POINTER) for name in ("page_bases", "cell_bases", "members", "fills", "nexts")),
+        *((name, POINTER) for name in ("firsts", "centers", "scales", "means", "ranked", "seen")),
+        *(
+            (name, INTEGER)
+            for name in ("heads", "trees", "head_dim", "item_bytes", "page", "count")
+        ),
+        ("threads", INTEGER),
+    ]
+
+
 @cache
 def c_library() -> ctypes.CDLL | None:
     """The loaded library, or None where it was not compiled."""
@@ -55,6 +70,7 @@ def c_library() -> ctypes.CDLL | None:
     library.larder_attention_inputs.argtypes = [POINTER, POINTER]
     library.larder_layer_output.argtypes = [POINTER, POINTER]
     library.larder_linear.argtypes = [*[POINTER] * 3, *[INTEGER] * 3, POINTER, ctypes.c_int32]
+    library.larder_tree_search.argtypes = [ctypes.POINTER(TreeSearchCall)]
     library.larder_top_masks.argtypes = [POINTER, INTEGER, INTEGER, INTEGER, POINTER]
     return library
 

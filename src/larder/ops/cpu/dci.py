@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import byref
 
 import numpy as np
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, as_numpy, num_threads_for
+from larder.ops.cpu.c_library import TreeSearchCall, c_library
+from larder.ops.cpu.decode_attention import (
+    MAX_HEAD_DIM,
+    SUPPORTED_DTYPES,
+    as_numpy,
+    num_threads_for,
+)
 
 Array = Shaped[np.ndarray, "..."]
 
@@ -34,6 +41,46 @@ def search(
     count: int,
 ) -> tuple[Array, Array]:
     """Kernel of `search`; thread-safe."""
+    library = c_library()
+    if library is None or queries.shape[1] > MAX_HEAD_DIM:
+        return numba_search(queries, keys, starts, tree, bases, levels, beams, count)
+    rows, stored = queries.detach().float().contiguous(), keys.detach()
+    ranked = np.full((len(rows), count), -1, np.int64)
+    seen = np.zeros(len(rows), np.int64)
+    members, fills, _, nexts, _, _, firsts, centers, scales, means = tree
+    whole = [np.ascontiguousarray(each, np.int64) for each in (starts, levels, beams, *bases)]
+    given = *whole, members, fills, nexts, firsts, centers, scales
+    call = TreeSearchCall(
+        rows.data_ptr(),
+        stored.data_ptr(),
+        *(each.ctypes.data for each in given),
+        means.ctypes.data if means.shape[1] else None,
+        ranked.ctypes.data,
+        seen.ctypes.data,
+        heads=len(rows),
+        trees=len(whole[0]),
+        head_dim=rows.shape[1],
+        item_bytes=stored.element_size(),
+        page=members.shape[1],
+        count=count,
+        threads=max(1, min(torch.get_num_threads(), len(rows))),
+    )
+    if library.larder_tree_search(byref(call)):
+        raise MemoryError("The search in a tree of keys could not allocate its buffers.")
+    return ranked, seen
+
+
+def numba_search(
+    queries: Float[Tensor, "H D"],
+    keys: Float[Tensor, "C D"],
+    starts: Array,
+    tree: tuple[Array, ...],
+    bases: Array,
+    levels: Array,
+    beams: Array,
+    count: int,
+) -> tuple[Array, Array]:
+    """`search` where no C kernel was compiled, and for heads that are too long for it."""
     from larder.ops.cpu import dci_kernels as kernels  # compiles: not before it is needed
 
     rows = queries.float().contiguous().numpy()

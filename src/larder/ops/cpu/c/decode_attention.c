@@ -13,7 +13,6 @@
 
 #include "c_library.h"
 
-#define MAX_VECTORS 32 /* of LANES numbers: heads of at most 512 */
 #define PART 512       /* rows of a head that one thread reads at a time */
 
 struct attention {

@@ -6,27 +6,6 @@
 
 #include "vectors.h"
 
-/* Numbers [first, first + LANES) of a stored row as float32; zeros behind its end. */
-TARGET INLINE floats NAME(load)(const void *row, int64_t first, int64_t dim, int is_bfloat16) {
-    int64_t rest = dim - first;
-    if (is_bfloat16) {
-        halves bits = {0};
-        const uint16_t *source = (const uint16_t *)row + first;
-        if (rest >= LANES)
-            memcpy(&bits, source, sizeof bits);
-        else
-            memcpy(&bits, source, (size_t)rest * sizeof *source);
-        return (floats)(__builtin_convertvector(bits, words) << 16);
-    }
-    floats loaded = {0};
-    const float *source = (const float *)row + first;
-    if (rest >= LANES)
-        memcpy(&loaded, source, sizeof loaded);
-    else
-        memcpy(&loaded, source, (size_t)rest * sizeof *source);
-    return loaded;
-}
-
 TARGET INLINE float NAME(largest)(floats values) {
     float most = values[0];
     for (int i = 1; i < LANES; i++)

@@ -23,6 +23,27 @@ TARGET INLINE floats NAME(select)(ints mask, floats taken, floats other) {
     return (floats)(((ints)taken & mask) | ((ints)other & ~mask));
 }
 
+/* Numbers [first, first + LANES) of a stored row as float32; zeros behind its end. */
+TARGET INLINE floats NAME(load)(const void *row, int64_t first, int64_t dim, int is_bfloat16) {
+    int64_t rest = dim - first;
+    if (is_bfloat16) {
+        halves bits = {0};
+        const uint16_t *source = (const uint16_t *)row + first;
+        if (rest >= LANES)
+            memcpy(&bits, source, sizeof bits);
+        else
+            memcpy(&bits, source, (size_t)rest * sizeof *source);
+        return (floats)(__builtin_convertvector(bits, words) << 16);
+    }
+    floats loaded = {0};
+    const float *source = (const float *)row + first;
+    if (rest >= LANES)
+        memcpy(&loaded, source, sizeof loaded);
+    else
+        memcpy(&loaded, source, (size_t)rest * sizeof *source);
+    return loaded;
+}
+
 /* Lane i of the result is the sum of the lanes of sums[i]. */
 TARGET INLINE floats NAME(sum_each)(floats *sums) {
     const ints even = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};

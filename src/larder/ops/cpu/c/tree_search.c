@@ -1,0 +1,123 @@
+/* Search of query heads in trees of keys (DCI); ops/cpu/dci_kernels.py describes the arrays.
+ *
+ * Each query descends from the top; on every level the members of the best cells are compared. A
+ * query's result depends on nothing but its own tree.
+ */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "c_library.h"
+
+struct tree_search {
+    const float *queries; /* [heads, head_dim] */
+    const void *keys;     /* [stored rows, head_dim], float32 or bfloat16 by item_bytes */
+    const int64_t *starts, *levels, *beams; /* of each tree */
+    const int64_t *page_bases, *cell_bases; /* [trees + 1] */
+    const int32_t *members;                 /* [pages, page] */
+    const int16_t *fills;
+    const int32_t *nexts;
+    const int32_t *firsts, *centers; /* of each cell */
+    const float *scales;
+    const int8_t *means; /* [cells, head_dim], or NULL */
+    int64_t *ranked;     /* [heads, count], filled with -1 */
+    int64_t *seen;       /* [heads] */
+    int64_t heads, trees, head_dim, item_bytes, page, count;
+    int64_t threads;
+};
+
+/* List of numbers, the highest value first, ties to the lower number. */
+struct ranking {
+    float *values;
+    int64_t *numbers;
+    int64_t held, room;
+};
+
+static int precedes(float value, int64_t number, float other, int64_t other_number) {
+    return value > other || (value == other && number < other_number);
+}
+
+static void insert_below(struct ranking *list, float value, int64_t number) {
+    int64_t at = list->held;
+    if (at == list->room)
+        at--;
+    else
+        list->held++;
+    for (; at > 0 && precedes(value, number, list->values[at - 1], list->numbers[at - 1]); at--) {
+        list->values[at] = list->values[at - 1];
+        list->numbers[at] = list->numbers[at - 1];
+    }
+    list->values[at] = value;
+    list->numbers[at] = number;
+}
+
+/* Key of a member of a page: an entry on level 0, the center of a cell above. */
+static const char *row_of_member(const struct tree_search *call, int64_t tree, int64_t number,
+                                 int64_t level) {
+    int64_t entry = level ? call->centers[call->cell_bases[tree] + number] : number;
+    return (const char *)call->keys +
+           (call->starts[tree] + entry) * call->head_dim * call->item_bytes;
+}
+
+INLINE void insert_ranked(struct ranking *list, float value, int64_t number) {
+    int64_t last = list->room - 1;
+    if (list->held <= last ||
+        (last >= 0 && precedes(value, number, list->values[last], list->numbers[last])))
+        insert_below(list, value, number);
+}
+
+typedef int (*search_function)(const struct tree_search *, int64_t);
+
+#define NAME(x) x##_baseline
+#define TARGET
+#include "tree_search_body.h"
+#undef NAME
+#undef TARGET
+
+#if defined(__x86_64__)
+#define NAME(x) x##_avx2
+#define TARGET __attribute__((target("avx2,fma")))
+#include "tree_search_body.h"
+#undef NAME
+#undef TARGET
+
+#define NAME(x) x##_avx512
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
+#include "tree_search_body.h"
+#undef NAME
+#undef TARGET
+#endif
+
+static search_function choose_search(void) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        return search_avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return search_avx2;
+#endif
+    return search_baseline;
+}
+
+struct heads {
+    const struct tree_search *call;
+    int next; /* head that no thread has taken */
+    int failed;
+};
+
+static void search_as_thread(void *given) {
+    struct heads *heads = given;
+    search_function search = choose_search();
+    for (int64_t h; (h = __atomic_fetch_add(&heads->next, 1, __ATOMIC_RELAXED)) < heads->call->heads;)
+        if (search(heads->call, h))
+            __atomic_store_n(&heads->failed, 1, __ATOMIC_RELAXED);
+}
+
+/* Returns 0, or 1 if memory is short. */
+int larder_tree_search(const struct tree_search *call) {
+    struct heads heads = {.call = call};
+    larder_parallel(search_as_thread, &heads, (int)call->threads);
+    return heads.failed;
+}
