@@ -268,3 +268,39 @@ def test_only_what_is_rejected_can_be_dropped(wrong) -> None:
     with pytest.raises(CacheError, match="drop only rejected entries, sorted"):
         store.apply(plan)
     assert (store.lengths, store.parked().lengths) == ((6, 6), (0, 0))
+
+
+def test_up_to_its_length_all_entries_are_read_exactly_and_none_is_indexed() -> None:
+    recall = replace(EVERYTHING, tokens=4, exact=60)
+    store = a_tiered(recall)
+    ever = filled(store)
+    new = draw(LAYER, 1, 40, seed=1)
+    assert max(store.parked().lengths) <= 60
+    assert_close(extend(store, new), loop(new, ever))
+    assert not store.finder.shared_index.is_used and store.pages == (0, 0)
+    copy = store.fork()
+    assert not copy.finder.shared_index.is_used
+    assert not any(name.startswith("index.") for name in copy.state())
+    saved = TieredLayer.adopt(LAYER, store.state())
+    later = draw(LAYER, 1, 41, seed=2)
+    assert torch.equal(extend(saved, later), extend(store, later))
+
+
+def test_behind_its_length_a_step_recalls_what_its_index_finds() -> None:
+    few, all_of_them = (replace(EVERYTHING, tokens=4, exact=exact) for exact in (5, 0))
+    stores = a_tiered(few), a_tiered(all_of_them)
+    for store in stores:
+        filled(store)
+    new = draw(LAYER, 1, 40, seed=1)
+    outs = [extend(store, new) for store in stores]
+    assert max(stores[0].parked().lengths) > 5
+    assert torch.equal(*outs) and stores[0].pages == stores[1].pages != (0, 0)
+
+
+def test_scratch_passes_and_texts_read_all_as_before() -> None:
+    stores = a_tiered(replace(EVERYTHING, exact=60)), a_tiered(EVERYTHING)
+    ever = [filled(store) for store in stores][0]
+    new = draw(LAYER, 3, 40, seed=1)
+    outs = [extend(store, new) for store in stores]
+    assert_close(outs[0], loop(new, ever))
+    assert torch.equal(*outs)

@@ -26,7 +26,7 @@ def main(names: list[str]) -> None:
     if unknown := set(names) - known.keys() - {HOMES}:
         sys.exit(f"no golden named {', '.join(sorted(unknown))}: {HOMES}, {', '.join(known)}")
     with tempfile.TemporaryDirectory() as home:
-        os.environ["LARDER_HOME"] = home
+        os.environ |= {"LARDER_HOME": home, "LARDER_RECALL_BREAK_EVEN": "0"}
         if HOMES in names:
             homes.build()
             names = [name for name in names if name != HOMES] + [*homes.GOLDENS, *homes.SLOW]

@@ -141,7 +141,17 @@ def open_engine(options: ModelOptions) -> Engine:
     resume_collection()
     if engine.beyond_budget:
         progress_console().print(beyond_budget_line(engine.beyond_budget), soft_wrap=True)
+    if engine.policy.recall is not None and engine.policy.recall.exact:
+        progress_console().print(exact_recall_line(engine.policy.recall.exact), soft_wrap=True)
     return engine
+
+
+def exact_recall_line(entries: int) -> str:
+    """Line that says up to which length the recall of a policy reads all entries."""
+    return (
+        f"Recall reads all of up to {entries:,} offloaded entries per kv head: on this machine, "
+        "that is faster than searching."
+    )
 
 
 def check_model_options(options: ModelOptions) -> Policy:

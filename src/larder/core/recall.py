@@ -178,6 +178,10 @@ class RecallPart(PolicyPart, ABC):
             RetroAttention has 1 and more.
         union: offloaded entries per kv head that the tokens of a question attend to together: the
             pages that each of them finds, the best of each in turn. Open: all of them, exactly.
+        exact: offloaded entries per kv head up to which a decode step attends to all of them
+            instead of searching. Open: `larder` measures up to where that is faster on this
+            machine, where offloaded entries lie in the model's memory; caches that are created
+            without it search always.
 
     Raises:
         BadParameter: a value out of range.
@@ -190,6 +194,7 @@ class RecallPart(PolicyPart, ABC):
     layers: int = 1
     corrected: int = 0
     union: int | None = None
+    exact: int | None = None
 
     # Whether results are pages only, without estimates, so that another layer can use them.
     is_plain: ClassVar[bool] = True
@@ -213,6 +218,13 @@ class RecallPart(PolicyPart, ABC):
             raise BadParameter(
                 f"{name}.union must be whole pages of {self.page} entries, at least one, got "
                 f"{self.union}."
+            )
+        if self.exact is not None and self.exact < 0:
+            raise BadParameter(f"{name}.exact must be at least 0 entries, got {self.exact}.")
+        if self.exact and not self.can_read_all:
+            raise BadParameter(
+                f"{name}.exact must be 0 or open, got {self.exact}: with these parameters every "
+                f"step of {name} has to search."
             )
         if self.dense < 0:
             raise BadParameter(f"{name}.dense must be at least 0 layers, got {self.dense}.")
@@ -240,6 +252,12 @@ class RecallPart(PolicyPart, ABC):
     def pages(self) -> int:
         """Pages per kv head that are fetched for a step, once `tokens` is filled in."""
         return (self.tokens or 0) // self.page
+
+    @property
+    def can_read_all(self) -> bool:
+        """True if a step may attend to all entries in place of a search, which leaves no trace."""
+        is_alone = self.layers == 1 and not self.corrected and self.fetch is FetchMode.IN_TURN
+        return is_alone and self.is_plain and not self.follows and not self.observed
 
     @property
     def prefill(self) -> PrefillRecall:

@@ -22,7 +22,7 @@ from larder.session.capacity import beyond_budget
 from larder.session.embedders.base import Embedder, load_embedder
 from larder.session.files import ConversationLike, conversation_of
 from larder.session.memory import ConversationMemory
-from larder.session.policy import Policy, parsed_policy
+from larder.session.policy import Policy, parsed_policy, with_measured_recall
 from larder.session.prefill import ModelRuntime, SizeOptions, prefill_conversation
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
@@ -75,9 +75,10 @@ class Engine:
         budget: str | int | float | None = None,
         block: int | None = None,
     ) -> None:
-        self.policy = parsed_policy(policy)
+        parsed = parsed_policy(policy)
         self.sizes = SizeOptions(budget, block)
         self.loaded = _loaded_model(model, tokenizer)
+        self.policy = with_measured_recall(parsed, self.loaded.decoder.spec)
         self.tokenizer = TokenizerAdapter(self.loaded.tokenizer)
         self._embedder = lru_cache(maxsize=None)(self._load_embedder)
         self._measured = lru_cache(maxsize=None)(self._calibrate)

@@ -30,7 +30,7 @@ from larder.session.capacity import (
     resolve_budget,
 )
 from larder.session.embedders.base import Embedder
-from larder.session.policy import Policy
+from larder.session.policy import Policy, with_measured_recall
 from larder.session.prefill import (
     ModelRuntime,
     SizeOptions,
@@ -315,6 +315,7 @@ def sequence_factory(
         return calibrate(decoder, adapter.encode, names)
 
     runtime = ModelRuntime(decoder, adapter, _no_embedder, measured)
+    policy = with_measured_recall(policy, decoder.spec)
     factory = SequenceFactory(runtime, policy, sizes, prompts)
     factory.check()
     return factory

@@ -22,7 +22,7 @@ from larder.core.arguments import check_type
 from larder.core.errors import BudgetError, SpellingError, UnknownName
 from larder.core.family import LISTING, Family, unknown_name_message
 from larder.core.recall import RECALLS, OffloadSpec, RecallPart
-from larder.core.spec import RecomputeSpec
+from larder.core.spec import ModelSpec, RecomputeSpec
 from larder.core.spelling import Call, build, parse, spell
 from larder.policy.aggregation.base import Aggregation
 from larder.policy.attention_reduction import AttentionReduction, NoAggregation, NoHeadRule
@@ -308,6 +308,15 @@ class Policy:
             return None
         host_mib = getattr(self.compensation, "host_mib", None)
         return OffloadSpec(self.recall, host_mib, self.storage.parked)
+
+
+def with_measured_recall(policy: Policy, spec: ModelSpec) -> Policy:
+    """Policy whose recall reads all offloaded entries up to the break-even of this machine."""
+    if policy.recall is None:
+        return policy
+    from larder.session.recall_break_even import with_break_even
+
+    return with_break_even(policy, spec)
 
 
 def parsed_policy(policy: str | Policy) -> Policy:

@@ -261,6 +261,9 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 
     def _offloaded_calls(self, queries: Queries, mode: Mode) -> Iterable[AttentionCall]:
         """Kernel calls for the recalled part of the slow tier, or for all of it."""
+        is_step = mode is Mode.APPEND and self._coming is AppendKind.STEP
+        if is_step and queries.shape[1] == 1 and self._reads_all:
+            return self._slow.attention_calls(queries)
         held, search = self._slow.entries(), self._search(queries, mode)
         if search is None:
             return self._slow.attention_calls(queries)
@@ -268,6 +271,12 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
             return self.finder.selection_calls(queries, held, choice)
         calls = search(queries, held, self._observed)
         return self._slow.attention_calls(queries) if calls is None else calls
+
+    @property
+    def _reads_all(self) -> bool:
+        """True while a decode step attends to all offloaded entries instead of searching."""
+        most = self.parking.recall.exact or 0
+        return self.parking.codec is None and max(self._slow.lengths, default=0) <= most
 
     def _search(self, queries: Queries, mode: Mode) -> RecallCalls | None:
         """Search for a decode step, question or block; None for attention to all entries."""
@@ -291,8 +300,8 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         return choice if self._numbering.agrees(held, self.leader.parked()) else None
 
     def _learn(self) -> None:
-        """Update the index, unless only the leader's index is searched."""
-        if self._searches:
+        """Update the index, unless only the leader's index is searched, or none."""
+        if self._searches and not self._reads_all:
             self.finder.learn(self._slow.entries(), self._observed)
 
     @property

@@ -1,0 +1,121 @@
+"""Break-even of recall: measured once per machine, saved, and named in the policy that runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from builders import a_layer, a_spec
+from larder import Engine, LarderCache
+from larder.core.errors import BadParameter, UsageError
+from larder.core.spec import ModelSpec
+from larder.models.tiny import tiny
+from larder.recall.dci import Dci
+from larder.recall.flat import Flat
+from larder.session import recall_break_even
+from larder.session.policy import Policy, with_measured_recall
+from larder.session.recall_break_even import MAX_ENTRIES, break_even, crossing, measure_break_even
+
+SPEC = a_spec(a_layer())
+
+
+@pytest.fixture
+def measured(monkeypatch) -> list[object]:
+    """Recall parts that were measured, each with a break-even of 700 entries."""
+    seen = list[object]()
+
+    def measure(recall, layer, dtype) -> int:
+        del layer, dtype
+        seen.append(recall)
+        return 700
+
+    monkeypatch.delenv("LARDER_RECALL_BREAK_EVEN")
+    monkeypatch.setattr(recall_break_even, "measure_break_even", measure)
+    return seen
+
+
+def test_it_is_measured_once_per_part_and_saved(measured, larder_home):
+    assert [break_even(Dci(tokens=64), SPEC) for _ in range(2)] == [700, 700]
+    assert break_even(Dci(tokens=128), SPEC) == 700
+    assert measured == [Dci(tokens=64), Dci(tokens=128)]
+    (file,) = (larder_home / "break_even").iterdir()
+    assert list(json.loads(file.read_text()).values()) == [700, 700]
+
+
+def test_a_damaged_file_is_measured_again(measured, larder_home):
+    break_even(Dci(tokens=64), SPEC)
+    (file,) = (larder_home / "break_even").iterdir()
+    file.write_text("{")
+    assert break_even(Dci(tokens=64), SPEC) == 700
+    assert len(measured) == 2
+
+
+def test_a_policy_names_the_length_that_runs(measured):
+    policy = with_measured_recall(Policy.parse("icecache"), SPEC)
+    assert policy.recall == replace(Policy.parse("icecache").recall, exact=700)
+    assert "exact=700" in str(policy)
+    assert Policy.parse(str(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    ["full", "icecache_ahead", str(Policy.parse("icecache")).replace("dci(", "dci(exact=9, ")],
+)
+def test_other_policies_stay_as_they_are(measured, spelling):
+    policy = Policy.parse(spelling)
+    assert with_measured_recall(policy, SPEC) == policy
+    assert measured == []
+
+
+def test_engines_and_caches_run_what_was_measured(measured):
+    model = tiny("llama")
+    assert LarderCache(model, "icecache", 64).policy.recall.exact == 700
+    engine = Engine.load(policy="icecache", budget=64)
+    assert engine.policy.recall.exact == 700
+
+
+def test_a_model_on_an_accelerator_searches(measured):
+    far = ModelSpec(SPEC.layers, torch.float32, torch.device("meta"))
+    assert with_measured_recall(Policy.parse("icecache"), far) == Policy.parse("icecache")
+    assert measured == []
+
+
+@pytest.mark.parametrize(("given", "expected"), [("0", None), ("4096", 4096)])
+def test_the_environment_overrides_the_measurement(monkeypatch, given, expected):
+    monkeypatch.setenv("LARDER_RECALL_BREAK_EVEN", given)
+    assert with_measured_recall(Policy.parse("icecache"), SPEC).recall.exact == expected
+
+
+def test_a_bad_value_in_the_environment_is_an_error(monkeypatch):
+    monkeypatch.setenv("LARDER_RECALL_BREAK_EVEN", "many")
+    with pytest.raises(UsageError, match="LARDER_RECALL_BREAK_EVEN is 'many'"):
+        break_even(Dci(), SPEC)
+
+
+@given(power=st.floats(0.1, 0.7), scale=st.floats(1e-3, 1e3), exact=st.integers(1 << 11, 1 << 17))
+def test_the_crossing_of_two_powers_is_found(power, scale, exact):
+    def seconds(length: int) -> tuple[int, float, float]:
+        return length, scale * length, scale * exact * (length / exact) ** power
+
+    times = [seconds(length) for length in (1024, 4096, 16384) if length / 4 < exact]
+    assert crossing(times) == pytest.approx(exact, rel=1e-2)
+
+
+def test_where_recall_never_pays_all_is_read():
+    assert crossing([(1024, 1.0, 2.0), (4096, 2.0, 4.0)]) == MAX_ENTRIES
+
+
+def test_a_measurement_is_a_length(monkeypatch):
+    monkeypatch.setattr(recall_break_even, "LENGTHS", (16, 32))
+    assert 0 < measure_break_even(Flat(tokens=8), a_layer(), torch.float32) <= MAX_ENTRIES
+
+
+@pytest.mark.parametrize("options", [{"layers": 3}, {"corrected": 2}])
+def test_parts_that_must_search_refuse_a_length(options):
+    with pytest.raises(BadParameter, match="dci.exact must be 0 or open"):
+        Dci(exact=5, **options)
