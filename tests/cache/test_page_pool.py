@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from builders import a_layer, a_plan, draw
 from cache_stores import append, assert_close, extend
 from larder.cache.forms.tiered import TieredLayer
+from larder.cache.offload.page_pool import PagePool
 from larder.core.ledger import Ledger
+from larder.core.observation import Entries
 from larder.core.recall import OffloadSpec, RecallPart
 from larder.ops.attention import merge_attention, ragged_attention
+from larder.ops.cpu import page_slots
 from larder.recall.bounds import Bounds
 from larder.recall.flat import Flat
 
@@ -71,3 +76,33 @@ def test_a_page_for_two_query_heads_is_the_first_ones_best() -> None:
     layout = torch.tensor([0, len(keys[0])]), torch.tensor([len(part) for part in keys])
     part = ragged_attention(new.queries, torch.cat(keys), torch.cat(values), *layout, LAYER.scaling)
     assert_close(extend(store, new), merge_attention([part[0]], [part[1]])[0])
+
+
+@settings(max_examples=30)
+@given(
+    sets=st.sampled_from([2, 4]),
+    slots=st.integers(1, 5),
+    seed=st.integers(0, 2**31),
+)
+def test_the_kernel_loads_as_the_readable_form(sets, slots, seed) -> None:
+    source = torch.Generator().manual_seed(seed)
+    rows = torch.randn(2, 2 * 40, LAYER.head_dim, generator=source)
+    entries = Entries(*rows, torch.arange(40).repeat(2).int(), (0, 40), (40, 40))
+    place = torch.float32, torch.device("cpu")
+    pools = [PagePool(LAYER, sets, slots, 4, *place) for _ in range(2)]
+    for _ in range(4):
+        width = int(torch.randint(0, slots + 1, (1,), generator=source))
+        orders = [torch.randperm(9, generator=source)[:width] for _ in range(sets)]
+        pages = torch.stack(orders)
+        for row in pages[1:]:
+            row[int(torch.randint(0, width + 1, (1,), generator=source)) :] = -1
+        versions = torch.randint(0, 2, pages.shape, generator=source)
+        numbers = torch.randint(0, 40, (*pages.shape, 4), generator=source)
+        numbers[..., int(torch.randint(1, 5, (1,), generator=source)) :] = -1
+        pools[0].load(pages, versions, numbers, entries)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(page_slots, "supports", lambda *_: False)
+            pools[1].load(pages, versions, numbers, entries)
+        assert pools[0].asked == pools[1].asked and pools[0].moved == pools[1].moved
+        ours, theirs = (pool.own_tensors() for pool in pools)
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))

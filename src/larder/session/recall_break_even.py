@@ -34,7 +34,7 @@ from larder.session.policy import Policy
 VARIABLE = "LARDER_RECALL_BREAK_EVEN"
 LENGTHS = (1 << 10, 1 << 12, 1 << 14)  # entries per kv head that are timed
 MAX_ENTRIES = 1 << 20
-FETCHED_TOKENS = 256  # for a budget that is still open
+FETCHED_SHARE = 5  # for a budget that is still open: so many entries of which a step fetches one
 REPETITIONS = 5
 DRIFT = 0.3  # of the query between two steps, relative
 
@@ -69,12 +69,11 @@ def break_even(recall: RecallPart, spec: ModelSpec) -> int:
     layer = next((layer for layer in spec.layers if layer.is_managed), None)
     if layer is None:
         return 0
-    sized = recall if recall.tokens else replace(recall, tokens=_fetched_tokens(recall))
     path = home() / "break_even" / f"{platform.node()}.json"
     sizes = layer.query_heads, layer.kv_heads, layer.head_dim, spec.dtype, torch.get_num_threads()
-    key, known = f"{spell(sized)} {sizes}", _saved(path)
+    key, known = f"{spell(recall)} {sizes}", _saved(path)
     if key not in known:
-        known[key] = measure_break_even(sized, layer, spec.dtype)
+        known[key] = measure_break_even(recall, layer, spec.dtype)
         _save(path, known)
     return known[key]
 
@@ -126,7 +125,9 @@ def _step_seconds(
     starts = tuple(head * length for head in range(heads))
     positions = torch.arange(length, dtype=torch.int32).repeat(heads)
     entries = Entries(keys, values, positions, starts, (length,) * heads)
-    fetcher = PageFetcher(layer, recall, dtype, keys.device)
+    pages = max(1, length // FETCHED_SHARE // recall.page)
+    sized = recall if recall.tokens else replace(recall, tokens=pages * recall.page)
+    fetcher = PageFetcher(layer, sized, dtype, keys.device)
     base = torch.randn(layer.query_heads, 1, layer.head_dim, generator=source)
     observed = base[:, :0]
 
@@ -152,10 +153,6 @@ def _least_seconds(attend: Callable[[Tensor], None], steps: list[Tensor]) -> flo
         attend(queries)
         times.append(time.perf_counter() - started)
     return max(min(times[1:]), 1e-9)
-
-
-def _fetched_tokens(recall: RecallPart) -> int:
-    return max(1, FETCHED_TOKENS // recall.page) * recall.page
 
 
 def _saved(path: Path) -> dict[str, int]:

@@ -26,6 +26,7 @@ from larder.core.recall import Estimate
 from larder.core.spec import LayerSpec
 from larder.core.types import Queries
 from larder.ops.attention import merge_attention, ragged_attention
+from larder.ops.cpu import page_slots
 
 MASKED_BIAS = -1e30  # finite, as biases must be; its weight is 0 beside anything seen
 NO_PAGE = -1
@@ -81,6 +82,9 @@ class PagePool(TensorOwner):
             numbers: entry numbers of each page, -1 after the last.
             entries: the slow tier.
         """
+        if type(entries) is Entries and page_slots.supports(self._keys, entries.keys):
+            self._load_by_kernel(pages, versions, numbers, entries)
+            return
         wanted = np.full((self.sets, self.slots), NO_PAGE, np.int64)
         wanted[:, : pages.shape[1]] = pages.numpy()
         fresh = np.zeros_like(wanted)
@@ -94,6 +98,35 @@ class PagePool(TensorOwner):
         self._biases = torch.where(seen, 0.0, MASKED_BIAS)
         some = torch.from_numpy(filled.any((1, 2)))
         self._counts = some * (self.slots * self.page)
+
+    def _load_by_kernel(
+        self,
+        pages: Int64[Tensor, "N P"],
+        versions: Int64[Tensor, "N P"],
+        numbers: Int64[Tensor, "N P S"],
+        entries: Entries,
+    ) -> None:
+        """`load` in one kernel call, where slots and slow tier are in the same memory."""
+        self._widen_table(int(pages.max()) + 1 if pages.numel() else 0)
+        self.asked += int((pages >= 0).sum())
+        self.moved += page_slots.load_pages(
+            {
+                "pages": pages.contiguous(),
+                "versions": versions.contiguous(),
+                "numbers": numbers.contiguous(),
+                "starts": torch.tensor(entries.starts),
+                "keys": entries.keys,
+                "values": entries.values,
+                "slot_keys": self._keys,
+                "slot_values": self._values,
+                "biases": self._biases,
+                "counts": self._counts,
+                "slot_pages": torch.from_numpy(self._pages),
+                "slot_versions": torch.from_numpy(self._versions),
+                "table": torch.from_numpy(self._table),
+            },
+            MASKED_BIAS,
+        )
 
     def attention_call(self, queries: Queries) -> AttentionCall:
         """Attention to the pages loaded last."""
@@ -115,13 +148,16 @@ class PagePool(TensorOwner):
         tables = self._pages, self._versions, self._table
         return *own, *(torch.from_numpy(table) for table in tables)
 
-    def _slots_of(self, wanted: Int64Array, versions: Int64Array) -> Int64Array:
-        """Slot of each requested page: its present one, or one that is not requested."""
-        most = int(wanted.max(initial=NO_PAGE)) + 1
+    def _widen_table(self, most: int) -> None:
+        """Make room in the table for so many pages of each set."""
         if most > self._table.shape[1]:
             more = max(most, 2 * self._table.shape[1]) - self._table.shape[1]
             self._table = np.pad(self._table, ((0, 0), (0, more)), constant_values=NO_PAGE)
             self._count_bytes()
+
+    def _slots_of(self, wanted: Int64Array, versions: Int64Array) -> Int64Array:
+        """Slot of each requested page: its present one, or one that is not requested."""
+        self._widen_table(int(wanted.max(initial=NO_PAGE)) + 1)
         slots = np.full(wanted.shape, NO_PAGE, np.int64)
         if not self._table.shape[1]:
             return slots

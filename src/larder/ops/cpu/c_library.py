@@ -70,6 +70,7 @@ def c_library() -> ctypes.CDLL | None:
     library.larder_attention_inputs.argtypes = [POINTER, POINTER]
     library.larder_layer_output.argtypes = [POINTER, POINTER]
     library.larder_linear.argtypes = [*[POINTER] * 3, *[INTEGER] * 3, POINTER, ctypes.c_int32]
+    library.larder_load_pages.argtypes = [POINTER]
     library.larder_tree_search.argtypes = [ctypes.POINTER(TreeSearchCall)]
     library.larder_top_masks.argtypes = [POINTER, INTEGER, INTEGER, INTEGER, POINTER]
     return library
