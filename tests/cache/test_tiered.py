@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from builders import Tokens, a_layer, a_plan, draw
 from cache_stores import append, assert_close, extend, same_bits
 from larder.cache.forms.tiered import TieredLayer
+from larder.cache.offload import page_fetch
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.plan import Plan
@@ -304,3 +305,39 @@ def test_scratch_passes_and_texts_read_all_as_before() -> None:
     outs = [extend(store, new) for store in stores]
     assert_close(outs[0], loop(new, ever))
     assert torch.equal(*outs)
+
+
+def test_a_large_index_takes_one_new_entry_a_step_and_the_others_are_read(monkeypatch) -> None:
+    monkeypatch.setattr(page_fetch, "AMORTIZED_ENTRIES", 20)
+    store = a_tiered()
+    ever = filled(store)
+    extend(store, draw(LAYER, 1, 40, seed=1))  # builds the index
+    before = store.finder.shared_index.known
+    block = draw(LAYER, 6, 41, seed=2)
+    append(store, block)
+    store.apply(keeping(store, Random(3)))
+    waiting = [length - known for length, known in zip(store.parked().lengths, before, strict=True)]
+    assert min(waiting) > 2
+    for new in (draw(LAYER, 1, 40, seed=1), block):
+        for head, entries in enumerate(ever):
+            for q, position in enumerate(new.positions.tolist()):
+                entries.append(Entry(position, new.keys[head, q], new.values[head, q]))
+    for step in range(1, 3):
+        new = draw(LAYER, 1, 46 + step, seed=10 + step)
+        assert_close(extend(store, new), loop(new, ever))
+        assert store.finder.shared_index.known == tuple(known + step for known in before)
+        for head, entries in enumerate(ever):
+            entries.append(Entry(46 + step, new.keys[head, 0], new.values[head, 0]))
+    assert store.fork().finder.shared_index.known == store.parked().lengths
+
+
+def test_more_waiting_entries_than_allowed_are_indexed_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(page_fetch, "AMORTIZED_ENTRIES", 1)
+    monkeypatch.setattr(page_fetch, "MAX_WAITING", 1)
+    store = a_tiered()
+    filled(store)
+    extend(store, draw(LAYER, 1, 40, seed=1))
+    append(store, draw(LAYER, 9, 41, seed=2))
+    store.apply(keeping(store, Random(3)))
+    extend(store, draw(LAYER, 1, 50, seed=3))
+    assert store.finder.shared_index.known == store.parked().lengths

@@ -9,7 +9,9 @@ part and to the pages that the index finds; softmax runs over both together. Sev
 and all tokens of a text, attend to everything, exactly, the slow tier in chunks; so do scratch
 passes, which leave no trace. If the recall part says so, a question attends to the union of the
 pages that its tokens find, and a block of text to the pages that its mean query finds. Parts are
-merged by their log-sum-exp. The index adds offloaded entries at the next search. A dense layer
+merged by their log-sum-exp. The index adds offloaded entries at the next search, a large one
+one by one, and those that wait are attended to. Where the recall part names a length (`exact`),
+steps over fewer offloaded entries attend to all and search nothing. A dense layer
 offloads nothing. A fork shares slow tier and index until one of both has to change.
 """
 

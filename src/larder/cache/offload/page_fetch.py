@@ -7,7 +7,7 @@ then; the layer waits for it first. If it fails, the layer searches as without p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from weakref import WeakSet
 
@@ -16,7 +16,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
-from larder.cache.forms.base import AttentionCall
+from larder.cache.forms.base import AttentionCall, AttentionState
 from larder.cache.memory_usage import TensorOwner
 from larder.cache.offload.page_pool import PagePool, attend_estimate, attend_with_mean
 from larder.core.observation import Entries
@@ -30,9 +30,13 @@ from larder.core.recall import (
 )
 from larder.core.spec import LayerSpec
 from larder.core.types import Queries
+from larder.ops.attention import ragged_attention
 from larder.ops.search import interleaved
 
 GROWTH = 2  # times the slots, when there are more pages than slots
+# An index of so many entries of each head takes new ones one by one, a step each, as long as no
+# more are waiting: a step that inserts all that a plan offloads would take twice as long as others.
+AMORTIZED_ENTRIES, MAX_WAITING = 4096, 64
 ObservedQueries = Float[Tensor, "H O D"]
 # Kernel calls for the entries that queries recall; None for attention to all of them.
 RecallCalls = Callable[[Queries, Entries, ObservedQueries], list[AttentionCall] | None]
@@ -80,13 +84,16 @@ class PageFetcher(TensorOwner):
         self, queries: Queries, entries: Entries, observed: ObservedQueries
     ) -> list[AttentionCall] | None:
         """Attention to the pages found for one query per head; None for attention to everything."""
-        found = self._take_prefetched(queries, entries, observed)
+        found, indexed = self._take_prefetched(queries, entries, observed), entries
         if found is None:
-            found = self._found(queries, entries, observed)
+            indexed = self._searchable(entries)
+            found = self._found(queries, indexed, observed)
         if found.attends_all:
             return None
         assert self._pool is not None  # made for what was found
         fetched = self._pool.attention_call(queries)
+        if indexed.lengths != entries.lengths:
+            return [fetched, partial(attend_behind, queries, entries, indexed.lengths, self.layer)]
         if found.share is not None and found.mean is not None:
             fetched = partial(attend_with_mean, fetched, found.share, found.mean, self.layer)
         if found.estimate is None:
@@ -192,6 +199,16 @@ class PageFetcher(TensorOwner):
         self._loaded(self.choice, entries)
         return found
 
+    def _searchable(self, entries: Entries) -> Entries:
+        """Entries that the index is to know in this step; the others are attended to one by one."""
+        known = self.shared_index.known
+        waiting = [length - old for length, old in zip(entries.lengths, known, strict=True)]
+        is_large = min(known) >= AMORTIZED_ENTRIES and max(waiting) <= MAX_WAITING
+        if not is_large or type(entries) is not Entries or not self.recall.can_read_all:
+            return entries
+        lengths = (min(pair) for pair in zip(entries.lengths, (k + 1 for k in known), strict=True))
+        return replace(entries, lengths=tuple(lengths))
+
     def _chosen(self, pages: Int64[Tensor, "N P"], slots: int, entries: Entries) -> PageSelection:
         """Selection of the found pages, limited to `slots` pages per set of `recall.sets`.
 
@@ -249,6 +266,16 @@ class PageFetcher(TensorOwner):
         if self._pool is not None:
             self._pool.usage.leave()
             self._pool = None
+
+
+def attend_behind(
+    queries: Queries, entries: Entries, indexed: tuple[int, ...], layer: LayerSpec
+) -> AttentionState:
+    """Attention to the entries behind the first `indexed` of each head."""
+    starts, lengths = entries.layout
+    first = torch.tensor(indexed)
+    rows = entries.keys, entries.values, starts + first, lengths - first
+    return ragged_attention(queries, *rows, layer.scaling, softcap=layer.softcap)
 
 
 def _count_common_pages(own: Int64[Tensor, "N P"], ahead: Int64[Tensor, "N Q"]) -> tuple[int, int]:

@@ -11,6 +11,8 @@
 
 #include "c_library.h"
 
+#define CACHE_LINE 64 /* bytes */
+
 struct tree_search {
     const float *queries; /* [heads, head_dim] */
     const void *keys;     /* [stored rows, head_dim], float32 or bfloat16 by item_bytes */
@@ -59,6 +61,16 @@ static const char *row_of_member(const struct tree_search *call, int64_t tree, i
     int64_t entry = level ? call->centers[call->cell_bases[tree] + number] : number;
     return (const char *)call->keys +
            (call->starts[tree] + entry) * call->head_dim * call->item_bytes;
+}
+
+/* Have the keys of a page on their way to the processor's cache. */
+INLINE void fetch_page(const struct tree_search *call, int64_t tree, int64_t page, int64_t level) {
+    page += call->page_bases[tree];
+    for (int64_t b = 0; b < call->fills[page]; b++) {
+        const char *row = row_of_member(call, tree, call->members[page * call->page + b], level);
+        for (int64_t line = 0; line < call->head_dim * call->item_bytes; line += CACHE_LINE)
+            __builtin_prefetch(row + line);
+    }
 }
 
 INLINE void insert_ranked(struct ranking *list, float value, int64_t number) {

@@ -7,6 +7,7 @@
 #include "vectors.h"
 
 typedef int8_t NAME(bytes) __attribute__((vector_size(LANES)));
+typedef int16_t NAME(shorts) __attribute__((vector_size(2 * LANES)));
 
 /* Products of a query with the keys of at most LANES rows. */
 TARGET INLINE floats NAME(key_products)(const floats *query, const char **rows, int64_t count,
@@ -29,7 +30,9 @@ TARGET INLINE floats NAME(mean_products)(const floats *query, const int8_t **mea
             NAME(bytes) codes = {0};
             int64_t rest = dim - v * LANES;
             memcpy(&codes, means[b] + v * LANES, rest < LANES ? (size_t)rest : sizeof codes);
-            sums[b] += query[v] * __builtin_convertvector(__builtin_convertvector(codes, ints), floats);
+            /* in steps that have an instruction each */
+            NAME(shorts) wide = __builtin_convertvector(codes, NAME(shorts));
+            sums[b] += query[v] * __builtin_convertvector(__builtin_convertvector(wide, ints), floats);
         }
     }
     return NAME(sum_each)(sums);
@@ -74,6 +77,11 @@ TARGET INLINE void NAME(descend)(const struct tree_search *call, int64_t tree, c
         for (int64_t c = 0; c < wide; c++)
             for (int64_t page = call->firsts[call->cell_bases[tree] + chosen[c]]; page >= 0;
                  page = call->nexts[call->page_bases[tree] + page]) {
+                int64_t next = call->nexts[call->page_bases[tree] + page];
+                if (next < 0 && c + 1 < wide)
+                    next = call->firsts[call->cell_bases[tree] + chosen[c + 1]];
+                if (next >= 0)
+                    fetch_page(call, tree, next, level);
                 NAME(compare_page)(call, query, tree, page, level, pages, cells, dim);
                 *seen += call->fills[call->page_bases[tree] + page];
             }
