@@ -70,6 +70,16 @@ def test_greedy_tokens_of_a_full_cache(family: Family, steps: int = STEPS) -> No
     assert got == generated(model, prompt, steps)
 
 
+@supported
+def test_a_batch_of_beams_under_a_full_cache(family: Family) -> None:
+    model = model_of(family)
+    prompts = torch.tensor([some_ids(12, seed=1), some_ids(12, seed=2)])
+    options = {**GREEDY, "num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 4}
+    expected = model.generate(prompts, **options)
+    with larder.applied(model, policy="full"):
+        assert torch.equal(model.generate(prompts, **options), expected)
+
+
 @pytest.mark.slow
 @supported
 def test_many_greedy_tokens_of_a_full_cache(family: Family) -> None:

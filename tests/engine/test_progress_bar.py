@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from larder.core.errors import BadParameter
 from larder.engine import progress_bar as module
 from larder.engine.progress_bar import progress_bar, progress_or_bar
 
@@ -76,3 +77,9 @@ def test_a_failure_takes_the_bar_away(terminal: Terminal) -> None:
     with progress_bar("Again", "tokens") as update:
         update(1, 1)
     assert "Again" in terminal.getvalue()
+
+
+def test_what_is_no_callback_is_named() -> None:
+    with pytest.raises(BadParameter, match=r"progress must be a function .*, got 3 \(int\)"):
+        with progress_or_bar(3, "Reading", "tokens"):  # pyright: ignore
+            pass

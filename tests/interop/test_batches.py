@@ -49,18 +49,33 @@ def test_a_row_of_a_batch_is_the_row_alone(model: Any, name: str) -> None:
         assert new[1:] == alone.said
 
 
-def test_padding_behind_the_end_of_a_row_is_not_cached(llama: Any) -> None:
+@pytest.mark.parametrize("padding", ["own", "end"])
+def test_padding_behind_the_end_of_a_row_is_not_cached(
+    llama: Any, padding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids, mask = padded(ROWS)
     free = llama.generate(ids, attention_mask=mask, max_new_tokens=8, **GREEDY)
     end = int(free[2, ids.shape[1] + 2])  # what the last row says third ends rows
-    cache = LarderCache(llama, "full")
-    cache._end = type(cache._end)(frozenset({end}), 0)  # pyright: ignore
-    options = {**GREEDY, "eos_token_id": end, "past_key_values": cache}
+    monkeypatch.setattr(llama.generation_config, "eos_token_id", end)
+    monkeypatch.setattr(llama.generation_config, "pad_token_id", 0)
+    pad, cache = {"own": 0, "end": end}[padding], LarderCache(llama, "full")
+    options = {"do_sample": False, "pad_token_id": pad, "past_key_values": cache}
     out = llama.generate(ids, attention_mask=mask, max_new_tokens=8, **options)
-    assert out[2, ids.shape[1] + 3 :].tolist() == [0] * (out.shape[1] - ids.shape[1] - 3)
+    assert out[2, ids.shape[1] + 3 :].tolist() == [pad] * (out.shape[1] - ids.shape[1] - 3)
     new = out[2, ids.shape[1] :].tolist()
     assert cache.sequences[2].next_position == len(ROWS[2]) + new.index(end) + 1
     assert cache.get_seq_length() == out.shape[1] - 1
+
+
+@torch.no_grad()
+def test_end_tokens_that_a_call_ignores_are_text(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama.generation_config, "eos_token_id", 5)
+    ids, cache = torch.tensor([[*ROWS[2], 5, 5, 5]]), LarderCache(llama, "full")
+    parts = [ids[:, :-2], *ids[:, -2:].split(1, dim=1)]
+    got = torch.cat([llama(part, past_key_values=cache).logits for part in parts], 1)
+    torch.testing.assert_close(got, llama(ids).logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o"])

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import larder
-from larder.core.errors import CacheError, LarderError, ModelError, UsageError
+from larder.core.errors import BadParameter, CacheError, LarderError, ModelError, UsageError
 from larder.interop.cache import LarderCache
 from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
@@ -49,6 +50,45 @@ def test_a_model_that_is_compiled_later() -> None:
     model.compile(backend="eager")
     with torch.no_grad(), pytest.raises(ModelError, match=r"before torch\.compile"):
         model._call_impl(IDS, past_key_values=cache)  # what the compiled call traces
+
+
+def test_texts_that_the_cache_has_read(llama: Any) -> None:
+    cache = LarderCache(llama, "full")
+    whole = llama.generate(IDS, past_key_values=cache, max_new_tokens=4, **GREEDY)
+    options = {**GREEDY, "past_key_values": cache, "max_new_tokens": 2}
+    with pytest.raises(CacheError, match="no tokens that the cache has not read"):
+        llama.generate(IDS[:, :20], **options)
+    with pytest.raises(CacheError, match=r"row 0 starts at position 0, but .* has read 53 tokens"):
+        llama.generate(whole[:, :53], **options)  # transformers passes the whole text again
+    with pytest.raises(CacheError, match="row 0 starts at position 23, but"):
+        llama.generate(IDS[:, :30], **options)  # and of a shorter one its end
+    mask = torch.ones(1, 30).index_fill_(1, torch.tensor([0]), 0)
+    with pytest.raises(CacheError, match="mask has 30 columns, but the call has 7 behind 53"):
+        llama.generate(IDS[:, :30], attention_mask=mask, **options)
+    with pytest.raises(CacheError, match="leave the assistant out of later turns"):
+        llama.generate(whole, prompt_lookup_num_tokens=3, **options)
+    assert cache.sequences[0].next_position == cache.get_seq_length() == 53
+    expected = llama.generate(whole, **{**options, "past_key_values": None})
+    assert torch.equal(llama.generate(whole, **options), expected)
+
+
+def test_a_cache_of_the_caller_inside_the_context(llama: Any) -> None:
+    """It would stay empty, so that calls behind it would have forgotten the text."""
+    with larder.applied(llama, "full") as run, torch.no_grad():
+        with pytest.raises(UsageError, match="A DynamicCache was given inside larder.applied"):
+            llama.generate(IDS, past_key_values=DynamicCache(), max_new_tokens=2, **GREEDY)
+        own = DynamicCache()
+        out = llama(IDS, past_key_values=own)
+        assert out.past_key_values is run.cache
+        with pytest.raises(UsageError, match="past_key_values of its output"):
+            llama(IDS[:, :1], past_key_values=own)
+        llama(IDS[:, :1], past_key_values=out.past_key_values)
+    assert out.past_key_values.get_seq_length() == 51
+
+
+def test_what_is_no_tokenizer(llama: Any) -> None:
+    with pytest.raises(BadParameter, match="must be the tokenizer of the model, got a str"):
+        LarderCache(llama, "kvzip", 40, tokenizer="smollm2")
 
 
 def test_gradients(llama: Any) -> None:
@@ -144,11 +184,10 @@ def test_a_call_that_fails_leaves_no_trace(llama: Any, ids: Any) -> None:
 
 
 def test_an_end_token_whose_call_failed_is_read_again(llama: Any) -> None:
-    cache = LarderCache(llama, "full")
-    end = torch.tensor([[llama.generation_config.eos_token_id]])
-    cache._end = type(cache._end)(cache._end.stop_ids, int(end))  # pyright: ignore
+    rows, cache = IDS.expand(2, -1), LarderCache(llama, "full")
+    end = torch.tensor([[llama.generation_config.eos_token_id], [5]])
     with torch.no_grad():
-        llama(IDS, past_key_values=cache)
+        llama(rows, past_key_values=cache)
         hook = llama.model.layers[1].mlp.register_forward_hook(fail)
         with pytest.raises(RuntimeError):
             llama(end, past_key_values=cache)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from larder.core.errors import BadParameter
+
 if TYPE_CHECKING:
     import rich.progress
 
@@ -21,8 +23,17 @@ _shown = Lock()  # held while a bar is on the terminal: a second one would overw
 
 @contextmanager
 def progress_or_bar(progress: Progress | None, doing: str, unit: str) -> Iterator[Progress]:
-    """The caller's callback; for None a bar that appears after two seconds."""
+    """The caller's callback; for None a bar that appears after two seconds.
+
+    Raises:
+        BadParameter: `progress` is not a function.
+    """
     if progress is not None:
+        if not callable(progress):
+            raise BadParameter(
+                f"progress must be a function of (done, total), got {progress!r} "
+                f"({type(progress).__name__})."
+            )
         yield progress
         return
     with progress_bar(doing, unit, DELAY) as update:

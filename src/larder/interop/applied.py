@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
+from weakref import WeakSet
 
 from transformers import DynamicCache
 
@@ -15,6 +16,9 @@ from larder.interop.cache import LarderCache
 from larder.interop.press_policy import DEFAULT_POLICY, chosen_policy
 from larder.session.policy import Policy
 from larder.session.prefill import SizeOptions
+
+# Attribute that generate() sets on a cache that it was given.
+GIVEN_BY_CALLER = "_is_user_defined"
 
 
 class AppliedPolicy:
@@ -27,6 +31,7 @@ class AppliedPolicy:
     def __init__(self, create: Callable[[], LarderCache]) -> None:
         self.cache: LarderCache | None = None
         self._create, self._has_warned = create, False
+        self._exchanged = WeakSet[DynamicCache]()
 
     def substitute(self, given: object) -> LarderCache | None:
         """New cache in place of the empty one that `generate` makes.
@@ -34,20 +39,22 @@ class AppliedPolicy:
         None where no cache is used; the first such call is warned about.
 
         Raises:
-            UsageError: a cache of another kind was asked for.
+            UsageError: a cache of another kind was asked for, or the caller gave one.
         """
         if given is None:
             self._warn_once()
             return None
-        if type(given) is not DynamicCache or given.offloading or given.get_seq_length():
+        if not _is_made_for_a_call(given) or given in self._exchanged:
             raise UsageError(
                 f"A {type(given).__name__} was given inside larder.applied, so that no policy "
                 "would act: leave cache_implementation and past_key_values out, or pass a "
-                "larder.LarderCache."
+                "larder.LarderCache. After a call of the model itself, pass on the "
+                "past_key_values of its output."
             )
+        self._exchanged.add(given)
         self.cache = self._create()
         # Only assisted decoding asks for the logits of more than the last token.
-        self.cache.takes_candidates = True
+        self.cache.batch.takes_candidates = True
         return self.cache
 
     def _warn_once(self) -> None:
@@ -62,6 +69,13 @@ class AppliedPolicy:
             UserWarning,
             stacklevel=2,
         )
+
+
+def _is_made_for_a_call(given: object) -> TypeGuard[DynamicCache]:
+    """True for an empty DynamicCache that is not the caller's, which would stay empty."""
+    if type(given) is not DynamicCache or given.offloading or given.get_seq_length():
+        return False
+    return GIVEN_BY_CALLER not in vars(given)
 
 
 @contextmanager

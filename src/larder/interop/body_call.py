@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from larder.core.errors import ModelError
+from larder.core.errors import CacheError, ModelError
 from larder.core.images import ImageSpans, spans_of
 from larder.models.attention_backend import NewTokenMask
 
@@ -27,6 +27,7 @@ READ_ARGUMENTS = frozenset(
         "cache_position",
         "past_key_values",
         "use_cache",
+        "logits_to_keep",
     }
 )
 RECORDED_OUTPUTS = ("output_attentions", "output_hidden_states")
@@ -84,6 +85,8 @@ class BodyCall:
         embeddings: input embeddings [B, Q, hidden]; an empty tensor where ids are given.
         columns: columns that hold tokens, by row, in order; the others are padding.
         num_columns: Q.
+        mask_columns: columns of the mask that was given, those of earlier calls included; 0 for
+            none.
         logits_to_keep: number of last columns whose logits are asked for; 0 for all.
         positions: true positions as transformers counts them, by row, like `ids`; empty if they
             were not given.
@@ -98,6 +101,7 @@ class BodyCall:
     embeddings: Float[Tensor, "_ _ _"]
     columns: tuple[tuple[int, ...], ...]
     num_columns: int
+    mask_columns: int
     logits_to_keep: int
     positions: tuple[tuple[int, ...], ...]
     model_positions: tuple[Int[Tensor, "A _"], ...]
@@ -115,12 +119,18 @@ class BodyCall:
             table: input embeddings of the model.
 
         Raises:
+            CacheError: the call has no tokens.
             ModelError: an argument is not supported.
         """
         options = {name: value for name, value in named.items() if name not in READ_ARGUMENTS}
         _check_options(options)
         tokens = InputTokens.of(named.get("input_ids"), named.get("inputs_embeds"), outer, table)
         batch, num_columns = tokens.ids.shape
+        if not num_columns:
+            raise CacheError(
+                "The call has no tokens that the cache has not read: give generate() the whole "
+                "text so far and new text behind it, or call reset() for another text."
+            )
         masks = NewTokenMasks.of(named.get("attention_mask"), outer)
         columns = _token_columns(masks.padding, batch, num_columns)
         keep = logits_to_keep if isinstance(logits_to_keep, int) else 0
@@ -132,6 +142,7 @@ class BodyCall:
             tokens.embeddings,
             columns,
             num_columns,
+            0 if masks.padding is None else masks.padding.shape[1],
             min(keep, num_columns),
             _selected(positions.true, columns) if len(positions.true) else (),
             positions.model_positions(columns),

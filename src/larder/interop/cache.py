@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from larder.cache.sequence import SequenceCache
-from larder.core.errors import CacheError, ModelError, UsageError
-from larder.interop.attachment import AttachedCache, Attachment, HiddenCapture, attached
+from larder.core.errors import CacheError, ModelError
+from larder.interop.attachment import AttachedCache, attached
+from larder.interop.batch import SequenceBatch
 from larder.interop.body_call import BodyCall
 from larder.interop.dynamic_cache import check_dynamic_cache, dynamic_cache_of, filled_cache
-from larder.interop.packed_call import EmptyCall, PackedCall
+from larder.interop.packed_call import PackedCall
 from larder.interop.press_policy import DEFAULT_POLICY, chosen_policy
-from larder.interop.sequence import (
-    EndTokens,
-    GeneratedSequence,
-    observer_of,
-    sequence_factory,
-)
-from larder.models.decoder import AppendCall
+from larder.interop.sequence import sequence_factory
 from larder.models.rope_frequencies import ORIGINAL_LENGTH
 from larder.session.policy import Policy, parsed_policy
 from larder.session.prefill import SizeOptions
@@ -79,22 +73,18 @@ class LarderCache(AttachedCache):
         sizes = SizeOptions(budget, block)
         self.attachment = attached(model)
         chosen = parsed_policy(chosen_policy(self.attachment, policy, sizes, kvpress))
-        self._factory = sequence_factory(self.attachment.decoder, chosen, sizes, tokenizer)
-        self._sequences: list[GeneratedSequence] = []
-        self._num_columns, self._records_past = 0, False
-        # Whether the columns before the last whose logits are asked for are candidates.
-        self.takes_candidates = False
-        self._end = EndTokens.of(self.attachment.module.generation_config)
+        factory = sequence_factory(self.attachment.decoder, chosen, sizes, tokenizer)
+        self.batch = SequenceBatch(self.attachment, factory)
 
     @property
     def policy(self) -> Policy:
         """Policy, with the sizes of the first row once a prompt has been read."""
-        return self._sequences[0].policy if self._sequences else self._factory.policy
+        return self.batch.policy
 
     @property
     def sequences(self) -> tuple[SequenceCache, ...]:
         """Cache of each row; empty before the first call."""
-        return tuple(sequence.cache for sequence in self._sequences)
+        return tuple(row.cache for row in self.batch.rows)
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +94,7 @@ class LarderCache(AttachedCache):
     @property
     def peak_nbytes(self) -> int:
         """Most bytes that a row held while a prompt was read, summed over rows."""
-        return max(self.nbytes, sum(each.peak_bytes for each in self._sequences))
+        return max(self.nbytes, sum(row.peak_bytes for row in self.batch.rows))
 
     def lengths(self) -> list[tuple[tuple[int, ...], ...]]:
         """Entries of each kv head of each layer of each row.
@@ -117,29 +107,23 @@ class LarderCache(AttachedCache):
         """
         return [cache.lengths() for cache in self.sequences]
 
-    @contextmanager
-    def run(self, call: BodyCall) -> Iterator[PackedCall]:
+    def run(self, call: BodyCall) -> AbstractContextManager[PackedCall]:
         """Context of a call of the body: texts are read before it, other tokens by it.
 
         Args:
             call: tokens, positions and columns of the call, by row.
 
-        Yields:
-            Attention of the call's new tokens.
+        Returns:
+            Context whose value is the attention of the call's new tokens.
         """
-        with self._undone_on_failure():
-            num_read = self._num_text_columns(call)
-            states = self._read_texts(call, num_read)
-            with self._appended(call, num_read) as (rows, append):
-                yield PackedCall(call, states, rows, append)
-            self._num_columns += call.num_columns
+        return self.batch.run(call)
 
     # What transformers asks of a cache, beside `crop` and the selection of rows.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns that were given so far, padding included; the same for every layer."""
         del layer_idx
-        return self._num_columns
+        return self.batch.num_columns
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Columns in front of those of a new call."""
@@ -148,7 +132,7 @@ class LarderCache(AttachedCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Columns that a mask would have, and the first of them."""
         del layer_idx
-        return self._num_columns + query_length, 0
+        return self.batch.num_columns + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: no limit."""
@@ -182,12 +166,12 @@ class LarderCache(AttachedCache):
         return len(self.attachment.decoder.spec.layers)
 
     def __repr__(self) -> str:
-        return f"LarderCache({self.policy}, rows={len(self._sequences)}, nbytes={self.nbytes})"
+        return f"LarderCache({self.policy}, rows={len(self.sequences)}, nbytes={self.nbytes})"
 
     @property
     def batch_size(self) -> int:
         """Rows; -1 before the first call."""
-        return len(self._sequences) or -1
+        return len(self.batch.rows) or -1
 
     @property
     def is_compileable(self) -> bool:
@@ -197,15 +181,14 @@ class LarderCache(AttachedCache):
     @property
     def is_initialized(self) -> bool:
         """True once a prompt has been read."""
-        return bool(self._sequences)
+        return bool(self.batch.rows)
 
     @property
     def is_croppable(self) -> bool:
         """True if generated tokens can be taken back: the policy evicts none between prompts, and
         no layer is recurrent.
         """
-        is_recurrent = bool(self.attachment.decoder.spec.recurrent)
-        return not is_recurrent and self._factory.policy.timing.excess() is None
+        return self.batch.is_croppable
 
     def activate_past_recording(self) -> None:
         """Expect candidate tokens that may be taken back, as in assisted decoding.
@@ -213,8 +196,8 @@ class LarderCache(AttachedCache):
         Raises:
             UsageError: the policy evicts at every step.
         """
-        self._check_croppable()
-        self._records_past = self.takes_candidates = True
+        self.batch.check_croppable()
+        self.batch.records_past = self.batch.takes_candidates = True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` columns, which were generated.
@@ -230,11 +213,7 @@ class LarderCache(AttachedCache):
                 f"crop() takes back -n columns, got {tokens_to_remove}: a LarderCache cannot be "
                 "cut to a length, because evicted entries are freed."
             )
-        for sequence in self._sequences:
-            sequence.check_truncation(-tokens_to_remove)
-        for sequence in self._sequences:
-            sequence.truncate(-tokens_to_remove)
-        self._num_columns += tokens_to_remove
+        self.batch.truncate(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
         """Take rows in a new order, as beam search does; a row taken twice is copied.
@@ -245,7 +224,7 @@ class LarderCache(AttachedCache):
         Shape:
             beam_idx: [B]
         """
-        self._select(beam_idx.tolist())
+        self.batch.select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Take some of the rows.
@@ -256,7 +235,7 @@ class LarderCache(AttachedCache):
         Shape:
             indices: [B]
         """
-        self._select(torch.arange(len(self._sequences))[indices.cpu()].tolist())
+        self.batch.select(torch.arange(len(self.batch.rows))[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times.
@@ -264,11 +243,11 @@ class LarderCache(AttachedCache):
         Args:
             repeats: copies of a row, itself included.
         """
-        self._select([row for row in range(len(self._sequences)) for _ in range(repeats)])
+        self.batch.select([row for row in range(len(self.batch.rows)) for _ in range(repeats)])
 
     def reset(self) -> None:
         """Empty the cache."""
-        self._sequences, self._num_columns, self._records_past = [], 0, False
+        self.batch.reset()
 
     def to_dynamic_cache(self) -> DynamicCache:
         """DynamicCache of transformers with copies of all entries.
@@ -328,10 +307,10 @@ class LarderCache(AttachedCache):
         own = cls(model, policy, budget, block=block, tokenizer=tokenizer)
         rows, length = check_dynamic_cache(cache, own.attachment.decoder.spec)
         for row in range(rows):
-            sequence = own._factory.create(length)
+            sequence = own.batch.create(length)
             sequence.resume(filled_cache(sequence.cache, cache, row, length))
-            own._sequences.append(sequence)
-        own._num_columns = length
+            own.batch.rows.append(sequence)
+        own.batch.num_columns = length
         return own
 
     def fork(self) -> LarderCache:
@@ -345,156 +324,9 @@ class LarderCache(AttachedCache):
         """
         other = object.__new__(LarderCache)
         vars(other).update(vars(self))
-        other._sequences = [sequence.fork() for sequence in self._sequences]
+        other.batch = self.batch.fork()
         return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LarderCache:
         del memo
         return self.fork()
-
-    def _select(self, order: Sequence[int]) -> None:
-        rows, taken = list[GeneratedSequence](), set[int]()
-        for row in order:
-            rows.append(self._sequences[row].fork() if row in taken else self._sequences[row])
-            taken.add(row)
-        self._sequences = rows
-
-    def _num_text_columns(self, call: BodyCall) -> int:
-        """First columns that are a text to read; the others are appended without a plan.
-
-        Candidates of assisted decoding are no text: they may be taken back.
-        """
-        num_settled = call.num_columns
-        if self.takes_candidates and call.logits_to_keep > 1:
-            self._check_croppable()
-            num_settled -= call.logits_to_keep - 1
-        longest = max(sum(c < num_settled for c in own) for own in call.columns)
-        return num_settled if longest > 1 or not self._sequences else 0
-
-    def _read_texts(self, call: BodyCall, num_read: int) -> list[Float[Tensor, "_ hidden"]]:
-        """Read the first columns of each row; the states of their last tokens, by row."""
-        if not num_read:
-            return [_no_states(self.attachment) for _ in call.ids]
-        texts = [
-            own[: sum(c < num_read for c in columns)]
-            for own, columns in zip(call.ids, call.columns, strict=True)
-        ]
-        if self._sequences:
-            self._check_rows(call)
-            rows = self._sequences
-            return [self._read(n, row, texts[n], call) for n, row in enumerate(rows)]
-        _check_positions(call)
-        rows, states = list[GeneratedSequence](), list[Tensor]()
-        for number, text in enumerate(texts):
-            # Rows of the same text, as beams and several sequences start with, are read once.
-            known = next((n for n in range(number) if call.is_same_row(n, number)), number)
-            if known < number:
-                rows.append(rows[known].fork())
-                states.append(states[known])
-                continue
-            rows.append(self._factory.create(len(text)))
-            states.append(self._read(number, rows[-1], text, call))
-        self._sequences = rows
-        return states
-
-    def _read(
-        self, number: int, sequence: GeneratedSequence, text: tuple[int, ...], call: BodyCall
-    ) -> Float[Tensor, "_ hidden"]:
-        """Read the text of a row; the states of its last tokens."""
-        if not text:
-            return _no_states(self.attachment)
-        embeddings, images = torch.empty(0, 0), call.images[number].within(0, len(text))
-        if call.has_embeddings and not call.has_ids:
-            sequence.check_embeddings(text)
-        if images.spans:
-            sequence.check_images(text, images)
-        if call.has_embeddings:
-            columns = list(call.columns[number][: len(text)])
-            embeddings = call.embeddings[number, columns]
-        if call.model_positions:
-            sequence.place(call.model_positions[number][:, : len(text)])
-        wanted = call.logits_to_keep or None
-        capture = HiddenCapture(sequence.cache, wanted, embeddings, sequence.cache.next_position)
-        with self.attachment.capture(capture):
-            sequence.read(text, images)
-        return capture.states()
-
-    @contextmanager
-    def _appended(
-        self, call: BodyCall, num_read: int
-    ) -> Iterator[tuple[list[int], AppendCall | EmptyCall]]:
-        """Context of the call for the columns from `num_read` on, and the rows that have any."""
-        self._check_rows(call)
-        rest = [
-            own[sum(c < num_read for c in columns) :]
-            for own, columns in zip(call.ids, call.columns, strict=True)
-        ]
-        rows = [
-            number
-            for number, (sequence, ids) in enumerate(zip(self._sequences, rest, strict=True))
-            if ids and not self._end.is_padding(sequence, ids)
-        ]
-        if not rows:
-            yield rows, EmptyCall(self.attachment.decoder.spec.device)
-            return
-        steps = list[Any]()
-        for number in rows:
-            sequence, ids = self._sequences[number], rest[number]
-            if call.model_positions:
-                sequence.place(call.model_positions[number][:, -len(ids) :])
-            sequence.has_ended = ids[-1] in self._end.stop_ids
-            if self._records_past or len(ids) > 1:
-                sequence.reserve(len(ids))
-            steps.append(sequence.step(ids))
-        segments = [segment for segment, _ in steps]
-        observer = observer_of([own for _, own in steps])
-        with self.attachment.decoder.append_call(segments, observer) as append:
-            yield rows, append
-
-    def _check_croppable(self) -> None:
-        if self.attachment.decoder.spec.recurrent:
-            raise UsageError(
-                "Assisted decoding takes candidates back, but recurrent layers of the model hold "
-                "a state of all tokens that cannot be cut: leave the assistant out."
-            )
-        if not self.is_croppable:
-            raise UsageError(
-                f"Assisted decoding takes candidates back, but the policy {self.policy} evicts "
-                "while text is generated, for good: use one with prefill_only(), or leave the "
-                "assistant out."
-            )
-
-    def _check_rows(self, call: BodyCall) -> None:
-        if len(call.ids) != len(self._sequences):
-            raise CacheError(
-                f"The cache holds {len(self._sequences)} rows, but the call has {len(call.ids)}: "
-                "continue with the batch that the cache was filled with, or make a new cache."
-            )
-
-    @contextmanager
-    def _undone_on_failure(self) -> Iterator[None]:
-        """Roll every row back if the block fails."""
-        rows = list(self._sequences)
-        states = [row.state() for row in rows]
-        try:
-            yield
-        except BaseException:
-            self._sequences = rows
-            for row, state in zip(rows, states, strict=True):
-                row.roll_back(state)
-            raise
-
-
-def _no_states(attachment: Attachment) -> Float[Tensor, "_ hidden"]:
-    table = attachment.decoder.embedding_table()
-    return table.new_empty(0, table.shape[1])
-
-
-def _check_positions(call: BodyCall) -> None:
-    """Check that the positions given for a first text are those of its tokens."""
-    for own in call.positions:
-        if own != tuple(range(len(own))):
-            raise ModelError(
-                f"position_ids start with {list(own[:4])}, but the tokens of a first text are at "
-                "0, 1, 2, ...: leave position_ids out."
-            )

@@ -19,6 +19,7 @@ from larder.engine.progress_bar import progress_or_bar
 from larder.models.calibration import calibrate
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment, Observer
+from larder.models.tokenizer import check_tokenizer
 from larder.prefill.base import run_steps
 from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.memory import PeakMemoryMeter
@@ -267,25 +268,21 @@ class GeneratedSequence:
 
 @dataclass(frozen=True)
 class EndTokens:
-    """Tokens that end a row, and the token that a row which has ended is fed with."""
+    """Tokens that end a row, and those that a row which has ended is fed with."""
 
     stop_ids: frozenset[int]
-    padding: int | None
+    padding: frozenset[int]
 
     @staticmethod
     def of(config: Any) -> EndTokens:
-        """End tokens of a generation configuration."""
-        named = config.eos_token_id
-        stops = named if isinstance(named, list) else [named]
-        known = [token for token in stops if token is not None]
-        padding = config.pad_token_id
-        return EndTokens(
-            frozenset(known), padding if padding is not None else next(iter(known), None)
-        )
+        """End tokens of a generation configuration; padding is its own or an end token."""
+        named, padding = config.eos_token_id, config.pad_token_id
+        stops = frozenset(named if isinstance(named, list) else [named]) - {None}
+        return EndTokens(stops, (stops | {padding}) - {None})
 
     def is_padding(self, sequence: GeneratedSequence, ids: tuple[int, ...]) -> bool:
         """True for padding behind the end of a row."""
-        return sequence.has_ended and ids == (self.padding,)
+        return sequence.has_ended and len(ids) == 1 and ids[0] in self.padding
 
 
 def observer_of(observers: list[Observer | None]) -> Observer | None:
@@ -305,8 +302,11 @@ def sequence_factory(
         tokenizer: tokenizer of transformers; None where the policy needs none.
 
     Raises:
+        BadParameter: it is no tokenizer of the model.
         UsageError: the policy cannot be used inside generate().
     """
+    if tokenizer is not None:
+        check_tokenizer(tokenizer, decoder.module)
     adapter = MissingTokenizer() if tokenizer is None else TokenizerAdapter(tokenizer)
     prompts = {} if tokenizer is None else common_prompts(adapter)
 
