@@ -70,6 +70,14 @@ def test_a_full_cache_scores_as_the_model_hf(
     )
 
 
+def test_a_long_text_scores_as_the_model_hf_in_float64(module: Any, tokenizer: Any) -> None:
+    """Summed in float32, as `hf` does by default, rounding adds up over the tokens of a text."""
+    asked = instances("loglikelihood_rolling", [(STORY * 15,)])
+    got = larder_lm(module, tokenizer).loglikelihood_rolling(asked, True)
+    expected = hf_lm(module, softmax_dtype="float64").loglikelihood_rolling(asked, True)
+    assert got == pytest.approx(expected, abs=1e-4)
+
+
 def test_a_full_cache_generates_as_the_model_hf(module: Any, tokenizer: Any) -> None:
     own, theirs = larder_lm(module, tokenizer, batch_size=2), hf_lm(module)
     whole = theirs.generate_until(
