@@ -60,6 +60,16 @@ class QueryPress(BasePress):
 
 
 @dataclass
+class KeyNormPress(QueryPress):
+    """Norms of keys, smallest first."""
+
+    def score(
+        self, module: Any, states: Tensor, keys: Tensor, values: Tensor, kwargs: dict[str, Any]
+    ) -> Tensor:
+        return -keys.norm(dim=-1)
+
+
+@dataclass
 class MaskingPress(BasePress):
     """Entries chosen over all heads together and marked in the module, as AdaKV does."""
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import larder
+from architectures.families import families
 from builders import runnable
 from interop.fake_presses import (
     GeneratingPress,
+    KeyNormPress,
     MaskingPress,
     QueryPress,
     ZeroingPress,
@@ -105,6 +107,22 @@ def test_layers_that_slide_keep_their_window(models: Any) -> None:
         models("gemma3").generate(IDS, max_new_tokens=1, **GREEDY)
     assert run.cache is not None
     assert run.cache.lengths()[0][1] == (40, 40)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["Gemma 3", "OLMo 3"])
+def test_models_with_a_rotary_embedding_for_each_kind_of_layer(name: str) -> None:
+    model = next(family for family in families() if family.name == name).model()
+    cache = LarderCache(model, kvpress=KeyNormPress(0.5))
+    model(IDS, past_key_values=cache)
+    managed = cache.sequences[0].spec.managed
+    assert managed and {cache.lengths()[0][layer.index] for layer in managed} == {(40, 40)}
+
+
+def test_a_model_without_rotary_embeddings() -> None:
+    model = next(family for family in families() if family.name == "Granite hybrid").model()
+    with pytest.raises(UsageError, match=r"KeyNormPress.* reads rotary embeddings, but this Gran"):
+        LarderCache(model, kvpress=KeyNormPress(0.5))
 
 
 @pytest.mark.parametrize(

@@ -66,12 +66,18 @@ class AdaptedPress:
             )
         try:
             press.post_init_from_model(model)
-            return AdaptedPress(press, decoder.attentions, decoder.body.rotary_emb)
+            rotary = decoder.body.rotary_emb
         except FAULTS as error:
             raise UsageError(
                 f"{press!r} cannot be initialized for a {type(model).__name__} "
                 f"({_line(error)}): give a press that knows the model; {GUIDE}."
             ) from error
+        if rotary is None:
+            raise UsageError(
+                f"{press!r} reads rotary embeddings, but this {type(model).__name__} has none: "
+                f"give policy= instead of kvpress=; {GUIDE}."
+            )
+        return AdaptedPress(press, decoder.attentions, rotary)
 
     def __repr__(self) -> str:
         return repr(self.press)
@@ -127,7 +133,7 @@ class AdaptedPress:
     def _rotary_of(self, module: Any) -> Any:
         """Rotary embedding of a layer, in models with one for each kind of attention too."""
         if "layer_type" in signature(self.rotary.forward).parameters:
-            return partial(self.rotary, layer_type=module.layer_type)
+            return partial(self.rotary, layer_type=module.config.layer_types[module.layer_idx])
         return self.rotary
 
 

@@ -253,7 +253,7 @@ class LarderCache(AttachedCache):
         """DynamicCache of transformers with copies of all entries.
 
         It continues with the model's own attention, in `generate` too, where it is given the whole
-        text so far; new tokens get their true positions. No policy acts on it.
+        text so far without padding; new tokens get their true positions. No policy acts on it.
 
         Returns:
             DynamicCache whose keys and values are [B K S D] in every layer.
