@@ -16,14 +16,21 @@ import transformers
 import larder
 from larder.engine import engine as engine_module
 from larder.engine.sampler import SamplingParams
+from larder.interop.applied import AppliedPolicy
 from larder.models.loader import load
 from larder.models.tiny import tiny
+from larder.session.memory import ConversationMemory
 from server_core import characters
 
 ROOT = Path(__file__).parents[1]
 TEXT = "Once upon a time a cat was called Minka. " * 6
-# What pages of the documentation import from modules, or public functions take.
-BESIDE = {"load": load, "SamplingParams": SamplingParams}
+# What pages of the documentation import from modules, or public functions take and return.
+BESIDE = {
+    "load": load,
+    "SamplingParams": SamplingParams,
+    "ConversationMemory": ConversationMemory,
+    "AppliedPolicy": AppliedPolicy,
+}
 KINDS = (classmethod, staticmethod, property)
 PARAMETER = re.compile(r"^ {4}(\w+): \S", re.MULTILINE)
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from larder import Engine
 from larder.core.errors import BudgetError, InputError, UsageError
+from larder.engine import engine as engine_module
 from larder.engine.log_likelihood import ContinuationRequest, LikelihoodScorer
 from larder.models.tiny import tiny
 from server_core import characters
+from test_docstrings import run_example
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of lm-eval and its dependencies
 pytest.importorskip("lm_eval")
@@ -106,6 +109,21 @@ def test_a_policy_acts_on_each_context_once(module: Any, tokenizer: Any) -> None
     info = lm.get_model_info()
     assert info["larder_contexts"] == 3
     assert 0.4 < info["larder_kv_bytes"] / info["larder_full_kv_bytes"] < 0.8
+
+
+def test_the_example_runs(seed_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a few requests in place of a task, and the bundled model in place of SmolLM2."""
+
+    def evaluate(lm: Any, tasks: Sequence[str]) -> None:
+        assert tasks == ["piqa"]
+        scores.extend(lm.loglikelihood(instances("loglikelihood", CHOICES), True))
+
+    scores = list[Any]()
+    monkeypatch.setattr(engine_module, "load", lambda *_, **__: seed_model)
+    names = {"LarderLM": LarderLM, "lm_eval": SimpleNamespace(simple_evaluate=evaluate)}
+    result = run_example("LarderLM", LarderLM.__doc__, names)
+    assert result.attempted == 2 and not result.failed
+    assert len(scores) == len(CHOICES)
 
 
 def test_the_registry_knows_the_model() -> None:

@@ -22,10 +22,16 @@ GIVEN_BY_CALLER = "_is_user_defined"
 
 
 class AppliedPolicy:
-    """What `applied` yields: the cache of the latest `generate()`.
+    """What `applied` yields: the cache of the latest `generate()`, None before it.
 
     Args:
         create: makes an empty cache.
+
+    Examples:
+        >>> with larder.applied(model, policy="snapkv", budget=64) as run:
+        ...     ids = model.generate(**inputs, max_new_tokens=2)
+        >>> run.cache.get_seq_length() == ids.shape[1] - 1
+        True
     """
 
     def __init__(self, create: Callable[[], LarderCache]) -> None:
@@ -33,7 +39,7 @@ class AppliedPolicy:
         self._create, self._has_warned = create, False
         self._exchanged = WeakSet[DynamicCache]()
 
-    def substitute(self, given: object) -> LarderCache | None:
+    def _substitute(self, given: object) -> LarderCache | None:
         """New cache in place of the empty one that `generate` makes.
 
         None where no cache is used; the first such call is warned about.
@@ -125,7 +131,7 @@ def applied(
 
     create()  # refused here rather than inside generate()
     run = AppliedPolicy(create)
-    former, attachment.substitute = attachment.substitute, run.substitute
+    former, attachment.substitute = attachment.substitute, run._substitute
     try:
         yield run
     finally:

@@ -94,7 +94,17 @@ class ConversationMemory:
 
     Args:
         policy: policy with every size filled in.
+        conversation: what was read.
+        transcript: its tokens.
+        caches: one cache, or one per episode.
+        router: finds the episode of a question.
+        figures: bytes and times of the prefill.
         prompts: scoring prompts of the prefill, in addition to those of its episodes.
+
+    Examples:
+        >>> memory = engine.read("My cat is called Minka. " * 20)
+        >>> memory.figures.kv_bytes <= memory.figures.full_kv_bytes
+        True
     """
 
     policy: Policy
@@ -106,6 +116,18 @@ class ConversationMemory:
     prompts: Prompts = field(default_factory=dict[str, tuple[int, ...]])
 
     def activate_for(self, question: str) -> tuple[SequenceCache, EpisodeMatch | None]:
-        """Make the cache for a bare question active and return it with the match."""
+        """Make the cache for a bare question active and return it with the match.
+
+        Args:
+            question: without chat template.
+
+        Returns:
+            The cache, and the episode that was found; None where the policy forms no episodes.
+
+        Examples:
+            >>> cache, match = memory.activate_for("What is the cat called?")
+            >>> cache.next_position == memory.figures.context_tokens
+            True
+        """
         match = self.router.route(question)
         return self.caches.activate(0 if match is None else match.episode), match
