@@ -14,6 +14,7 @@ from interop.replay import assert_same_entries, decoder_of, replay
 from larder.core.errors import UsageError
 from larder.interop.cache import LarderCache
 from model_runs import some_ids
+from server_core import characters
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 POLICIES = {
@@ -135,6 +136,17 @@ def test_sampling_and_streaming(llama: Any) -> None:
     with larder.applied(llama, "full"):
         assert sampled() == expected
     assert expected[0] == expected[1]
+
+
+def test_stop_strings(llama: Any) -> None:
+    """generate() passes the tokenizer that they need on to the layers."""
+    tokenizer = characters().tokenizer
+    stop = tokenizer.decode(said(llama, prompt(), 4)[2:])
+    options = {"stop_strings": [stop], "tokenizer": tokenizer}
+    expected = said(llama, prompt(), 12, **options)
+    with larder.applied(llama, "full"):
+        assert said(llama, prompt(), 12, **options) == expected
+    assert len(expected) == 4
 
 
 def test_a_copy_continues_on_its_own(llama: Any) -> None:

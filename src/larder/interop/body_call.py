@@ -17,7 +17,8 @@ from larder.models.attention_backend import NewTokenMask
 
 M_ROPE_AXES = 3  # time, height and width
 
-# Arguments that are read here or follow from true positions. Other tensors are refused.
+# Arguments that are read here, follow from true positions, or are not for layers: generate() hands
+# on the tokenizer of its stop strings. Other tensors are refused.
 READ_ARGUMENTS = frozenset(
     {
         "input_ids",
@@ -28,6 +29,8 @@ READ_ARGUMENTS = frozenset(
         "past_key_values",
         "use_cache",
         "logits_to_keep",
+        "tokenizer",
+        "assistant_tokenizer",
     }
 )
 RECORDED_OUTPUTS = ("output_attentions", "output_hidden_states")
