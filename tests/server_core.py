@@ -23,8 +23,8 @@ from larder.session.embedders.base import Embedder
 from larder.store.ledger import ByteBudgets, Tier
 
 LIMITED = "blockwise() > protect(sinks=4, recent=8) > keydiff() > pooled()"
-TENDED = "blockwise() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()"
-POLICIES = {"full": "full", "limited": LIMITED, "tended": TENDED}
+STEPWISE = "blockwise() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()"
+POLICIES = {"full": "full", "limited": LIMITED, "stepwise": STEPWISE}
 BUDGET, BLOCK = 32, 16
 
 

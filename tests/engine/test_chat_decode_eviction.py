@@ -9,7 +9,7 @@ from larder import Chat
 from larder.models.loader import LoadedModel
 
 H2O = "blockwise() > protect(sinks=2, recent=0.5) > column_mass() > uniform()"
-TENDED = {
+STEPWISE = {
     "h2o": f"{H2O} > every_step()",
     "d2o": f"{H2O} > fold_ema() > every_step()",
     "lagged": f"{H2O} > lagged(tokens=8)",
@@ -25,20 +25,20 @@ pytestmark = pytest.mark.usefixtures("read_once")
 EXCESS = {"lagged": 7}
 
 
-@pytest.mark.parametrize("name", TENDED)
+@pytest.mark.parametrize("name", STEPWISE)
 def test_the_first_turn_says_what_asking_says(loaded: LoadedModel, name: str) -> None:
-    engine = under(loaded, TENDED[name])
+    engine = under(loaded, STEPWISE[name])
     question = "What is dog number 3 called?"
     asked = engine.ask(engine.read(HISTORY), question, max_new_tokens=12)
     said = Chat(engine, history=HISTORY).say(question, max_new_tokens=12)
     assert (said.text, said.ids, said.episode) == (asked.text, asked.ids, asked.episode)
 
 
-@pytest.mark.parametrize("name", TENDED)
+@pytest.mark.parametrize("name", STEPWISE)
 def test_a_chat_stays_within_its_budget_and_is_never_read_anew(
     loaded: LoadedModel, name: str
 ) -> None:
-    chat = Chat(under(loaded, TENDED[name]), history=HISTORY)
+    chat = Chat(under(loaded, STEPWISE[name]), history=HISTORY)
     for number in range(5):
         chat.say(f"My dog is {number} years old, and the car is older.", max_new_tokens=8)
         view = chat.episodes[active(chat)]
@@ -53,7 +53,7 @@ def test_a_chat_stays_within_its_budget_and_is_never_read_anew(
 
 @pytest.mark.parametrize("name", ["h2o", "episodes"])
 def test_an_interrupted_turn_leaves_no_trace(loaded: LoadedModel, name: str) -> None:
-    chat = Chat(under(loaded, TENDED[name]), history=HISTORY)
+    chat = Chat(under(loaded, STEPWISE[name]), history=HISTORY)
     chat.say("My dog eats apples.", max_new_tokens=6)
     before, bytes_before = states(chat), chat.figures.kv_bytes
     with pytest.raises(KeyboardInterrupt):
@@ -64,7 +64,7 @@ def test_an_interrupted_turn_leaves_no_trace(loaded: LoadedModel, name: str) -> 
 
 
 def test_the_copy_is_counted_at_its_height(loaded: LoadedModel) -> None:
-    chat = Chat(under(loaded, TENDED["h2o"]), history=HISTORY)
+    chat = Chat(under(loaded, STEPWISE["h2o"]), history=HISTORY)
     answer = chat.say("My dog eats apples.", max_new_tokens=6)
     assert answer.held_bytes > 1.9 * chat.figures.kv_bytes
     assert chat.figures.peak_kv_bytes >= answer.held_bytes
@@ -86,7 +86,7 @@ def test_a_new_episode_has_nothing_of_the_old_one_in_either_tier(loaded: LoadedM
 
 
 def test_a_turn_on_a_new_topic_opens_an_episode_and_leaves_the_old_one(loaded: LoadedModel) -> None:
-    chat = Chat(under(loaded, TENDED["episodes"]), history=HISTORY)
+    chat = Chat(under(loaded, STEPWISE["episodes"]), history=HISTORY)
     before = states(chat)
     chat.say("A star is far away.", max_new_tokens=6)
     assert chat.outcome is not None and chat.outcome.is_new_episode

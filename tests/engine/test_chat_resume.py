@@ -19,7 +19,7 @@ from larder.session.transcript.chat_log_file import chat_log_path
 from larder.store.store import Store
 
 pytestmark = pytest.mark.usefixtures("read_once")
-TENDED = POLICIES["single"] + " > every_step()"
+STEPWISE = POLICIES["single"] + " > every_step()"
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,9 @@ def equal(one: Chat, other: Chat) -> bool:
     return alike and one.turns == other.turns and routers[0] == routers[1]
 
 
-@pytest.mark.parametrize("policy", [EPISODES, TENDED, "full"], ids=["episodes", "tended", "full"])
+@pytest.mark.parametrize(
+    "policy", [EPISODES, STEPWISE, "full"], ids=["episodes", "stepwise", "full"]
+)
 def test_a_restored_chat_goes_on_as_the_one_that_was_saved(
     loaded: LoadedModel, keeper: StorePersistence, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,7 +64,7 @@ def test_a_restored_chat_goes_on_as_the_one_that_was_saved(
             logits(engine, each.memory.caches.activate(number), "Far?") for each in (back, again)
         )
         # What is decided token by token differs from what is decided for a turn at once.
-        assert policy == TENDED or torch.allclose(one, other, atol=1e-3), "the turn is read"
+        assert policy == STEPWISE or torch.allclose(one, other, atol=1e-3), "the turn is read"
 
 
 def test_a_damaged_state_is_read_anew(
@@ -95,7 +97,7 @@ def test_a_fork_is_never_heard_of(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [EPISODES, TENDED, POLICIES["full"]], ids=["episodes", "tended", "full"]
+    "policy", [EPISODES, STEPWISE, POLICIES["full"]], ids=["episodes", "stepwise", "full"]
 )
 def test_turns_that_are_rolled_back_were_never_said(loaded: LoadedModel, policy: str) -> None:
     engine = under(loaded, policy)

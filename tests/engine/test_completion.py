@@ -10,7 +10,7 @@ import torch
 from larder import Completion, Engine
 from larder.core.errors import BadParameter, InputError, UnknownName
 from larder.models.tiny import tiny
-from server_core import LIMITED, TENDED, characters
+from server_core import LIMITED, STEPWISE, characters
 from type_checking import unchecked
 
 PROMPTS = [
@@ -25,7 +25,7 @@ EPISODIC = (
 )
 # Presets and sentences that evict before, between and while generating, or recall.
 PARKED = "protect(sinks=0, recent=8) > sinks_and_window() > uniform() > park() > flat(page=4)"
-POLICIES = ["full", LIMITED, TENDED, PARKED]
+POLICIES = ["full", LIMITED, STEPWISE, PARKED]
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "max_new_tokens": 12}
 
 
@@ -83,7 +83,7 @@ def test_a_seed_decides_what_is_sampled(tokenizer: Any) -> None:
     assert first != engine.generate(PROMPTS, max_new_tokens=12)
 
 
-@pytest.mark.parametrize("policy", ["full", TENDED])
+@pytest.mark.parametrize("policy", ["full", STEPWISE])
 def test_a_stream_is_the_text_of_the_completion(policy: str, tokenizer: Any) -> None:
     engine = engine_under(policy, tokenizer)
     whole = engine.generate(PROMPTS[0], max_new_tokens=12)

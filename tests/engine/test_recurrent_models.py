@@ -27,7 +27,7 @@ POLICIES = {
     "streaming_llm": "protect(sinks=2, recent=4) > sinks_and_window(sinks=2) > uniform()",
     "kvzip": "blockwise(tokens=16) > protect(sinks=2, recent=4) > reconstruct() > pooled()",
 }
-TENDED = SINGLE + " > every_step()"
+STEPWISE = SINGLE + " > every_step()"
 
 
 @cache
@@ -80,7 +80,7 @@ def test_an_answer_leaves_the_memory_as_it_was() -> None:
 SLOW_EPISODES = pytest.param(EPISODES, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("policy", [SINGLE, TENDED, SLOW_EPISODES, "full"])
+@pytest.mark.parametrize("policy", [SINGLE, STEPWISE, SLOW_EPISODES, "full"])
 def test_a_saved_chat_continues_alike(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +99,7 @@ def test_a_saved_chat_continues_alike(
     store.close()
 
 
-@pytest.mark.parametrize("policy", [SINGLE, TENDED, "full"])
+@pytest.mark.parametrize("policy", [SINGLE, STEPWISE, "full"])
 def test_a_turn_that_fails_is_undone(policy: str) -> None:
     chat = Chat(under(loaded_of("LFM2"), policy), None, HISTORY)
     before = states(chat)

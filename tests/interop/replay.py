@@ -36,7 +36,7 @@ class Replay:
     """Cache of one row, and the tokens that the model would say next behind each step."""
 
     cache: SequenceCache
-    said: list[int] = field(default_factory=list[int])
+    generated: list[int] = field(default_factory=list[int])
 
 
 @cache
@@ -67,7 +67,7 @@ def replay(decoder: Decoder, policy: str, budget: Any, turns: Sequence[tuple[Ids
             segment = BatchSegment(held, (token,))
             observer = eviction.observer([0], [segment], [step]) if eviction else None
             logits = decoder.forward_logits([segment], Mode.APPEND, [0], observer)
-            out.said.append(int(logits.argmax()))
+            out.generated.append(int(logits.argmax()))
     return out
 
 

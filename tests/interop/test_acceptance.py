@@ -54,7 +54,7 @@ def test_rows_of_three_lengths_under_ten_policies(llama: Any, policy: str) -> No
         budget = None if policy == "full" else BUDGET
         alone = replay(decoder_of("llama"), policy, budget, [(row, new[:-1])])
         assert_same_entries(cache.sequences[number], alone.cache)
-        assert new[1:] == alone.said
+        assert new[1:] == alone.generated
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def test_a_row_of_a_batch_is_the_row_alone(model: Any, name: str) -> None:
         new = out[number, ids.shape[1] :].tolist()
         alone = replay(decoder, policy, budget, [(row, new[:-1])])
         assert_same_entries(cache.sequences[number], alone.cache)
-        assert new[1:] == alone.said
+        assert new[1:] == alone.generated
 
 
 @pytest.mark.parametrize("padding", ["own", "end"])

@@ -30,7 +30,7 @@ def prompt(tokens: int = 50, seed: int = 0) -> Tensor:
     return torch.tensor([some_ids(tokens, seed=seed)])
 
 
-def said(model: Any, ids: Tensor, new: int, **options: Any) -> list[int]:
+def generated(model: Any, ids: Tensor, new: int, **options: Any) -> list[int]:
     """Generated tokens of one row."""
     out = model.generate(ids, max_new_tokens=new, **{**GREEDY, **options})
     return out[0, ids.shape[1] :].tolist()
@@ -50,37 +50,37 @@ def test_full_budget_is_the_model_itself(model: Any) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_keeps_what_it_keeps_elsewhere(model: Any, name: str) -> None:
     with larder.applied(model, POLICIES[name], BUDGET) as run:
-        new = said(model, prompt(), 6)
+        new = generated(model, prompt(), 6)
     assert run.cache is not None
     decoder = decoder_of(model.config.model_type.removesuffix("_text"))
     expected = replay(decoder, POLICIES[name], BUDGET, [(prompt()[0].tolist(), new[:-1])])
     assert_same_entries(run.cache.sequences[0], expected.cache)
-    assert new[1:] == expected.said
+    assert new[1:] == expected.generated
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_second_turn_is_read_like_a_text(llama: Any, name: str) -> None:
     cache, ids = LarderCache(llama, POLICIES[name], BUDGET), prompt()
-    first = said(llama, ids, 4, past_key_values=cache)
+    first = generated(llama, ids, 4, past_key_values=cache)
     more = torch.cat([ids, torch.tensor([first]), prompt(20, seed=1)], 1)
-    second = said(llama, more, 4, past_key_values=cache)
+    second = generated(llama, more, 4, past_key_values=cache)
     turns = [(ids[0].tolist(), first[:-1]), (more[0, 53:].tolist(), second[:-1])]
     expected = replay(decoder_of("llama"), POLICIES[name], BUDGET, turns)
     assert_same_entries(cache.sequences[0], expected.cache)
-    assert first[1:] + second[1:] == expected.said
+    assert first[1:] + second[1:] == expected.generated
 
 
 def test_a_second_turn_under_a_full_budget(llama: Any) -> None:
     cache = LarderCache(llama, "full")
-    said(llama, prompt(), 4, past_key_values=cache)
+    generated(llama, prompt(), 4, past_key_values=cache)
     more = torch.cat([prompt(), prompt(20, seed=1)], 1)[:, :65]
-    longer = torch.cat([prompt(), torch.tensor([said(llama, prompt(), 4)]), more[:, 50:]], 1)
-    assert said(llama, longer, 4, past_key_values=cache) == said(llama, longer, 4)
+    longer = torch.cat([prompt(), torch.tensor([generated(llama, prompt(), 4)]), more[:, 50:]], 1)
+    assert generated(llama, longer, 4, past_key_values=cache) == generated(llama, longer, 4)
 
 
 def test_memory_is_that_of_the_entries(llama: Any) -> None:
     with larder.applied(llama, "protect(sinks=2, recent=8) > keydiff() > pooled()", 100) as run:
-        said(llama, prompt(400), 1)
+        generated(llama, prompt(400), 1)
     assert run.cache is not None
     lengths = run.cache.lengths()[0]
     assert sum(map(sum, lengths)) == 2 * 2 * 100
@@ -93,10 +93,10 @@ def test_other_calls_run_the_models_own_attention(llama: Any) -> None:
     config, implementation = llama.config, llama.config._attn_implementation
     expected = llama(prompt()).logits
     with larder.applied(llama, "streaming_llm", BUDGET):
-        said(llama, prompt(), 2)
+        generated(llama, prompt(), 2)
         with pytest.warns(UserWarning, match="no policy acts"):
             assert torch.equal(llama(prompt()).logits, expected)
-        said(llama, prompt(), 2, use_cache=False)
+        generated(llama, prompt(), 2, use_cache=False)
     assert llama.config is config
     assert config._attn_implementation == implementation
     assert torch.equal(llama(prompt()).logits, expected)
@@ -130,7 +130,7 @@ def test_sampling_and_streaming(llama: Any) -> None:
         torch.manual_seed(0)
         streamer = Recorded()
         options = {"do_sample": True, "temperature": 2.0, "top_k": 0, "streamer": streamer}
-        return said(llama, prompt(), 8, **options), streamer.tokens[50:]
+        return generated(llama, prompt(), 8, **options), streamer.tokens[50:]
 
     expected = sampled()
     with larder.applied(llama, "full"):
@@ -141,36 +141,36 @@ def test_sampling_and_streaming(llama: Any) -> None:
 def test_stop_strings(llama: Any) -> None:
     """generate() passes the tokenizer that they need on to the layers."""
     tokenizer = characters().tokenizer
-    stop = tokenizer.decode(said(llama, prompt(), 4)[2:])
+    stop = tokenizer.decode(generated(llama, prompt(), 4)[2:])
     options = {"stop_strings": [stop], "tokenizer": tokenizer}
-    expected = said(llama, prompt(), 12, **options)
+    expected = generated(llama, prompt(), 12, **options)
     with larder.applied(llama, "full"):
-        assert said(llama, prompt(), 12, **options) == expected
+        assert generated(llama, prompt(), 12, **options) == expected
     assert len(expected) == 4
 
 
 def test_a_copy_continues_on_its_own(llama: Any) -> None:
     cache = LarderCache(llama, POLICIES["h2o"], BUDGET)
     ids = prompt()
-    said(llama, ids, 1, past_key_values=cache)
+    generated(llama, ids, 1, past_key_values=cache)
     copy, held = cache.fork(), cache.lengths()
     longer = torch.cat([ids, prompt(20, seed=1)], 1)
-    once = said(llama, longer, 4, past_key_values=copy)
+    once = generated(llama, longer, 4, past_key_values=copy)
     assert cache.lengths() == held
     assert cache.get_seq_length() == 50
-    assert said(llama, longer, 4, past_key_values=cache) == once
+    assert generated(llama, longer, 4, past_key_values=cache) == once
 
 
 def test_caches_of_one_model_are_independent(llama: Any) -> None:
     caches = [LarderCache(llama, "full"), LarderCache(llama, POLICIES["h2o"], BUDGET)]
-    expected = [said(llama, prompt(), 4, past_key_values=LarderCache(llama, "full"))]
-    said(llama, prompt(30, seed=2), 4, past_key_values=caches[1])
-    assert said(llama, prompt(), 4, past_key_values=caches[0]) == expected[0]
+    expected = [generated(llama, prompt(), 4, past_key_values=LarderCache(llama, "full"))]
+    generated(llama, prompt(30, seed=2), 4, past_key_values=caches[1])
+    assert generated(llama, prompt(), 4, past_key_values=caches[0]) == expected[0]
 
 
 def test_another_cache_inside_is_refused(llama: Any) -> None:
     with larder.applied(llama, "full"), pytest.raises(UsageError, match="StaticCache"):
-        said(llama, prompt(), 2, cache_implementation="static")
+        generated(llama, prompt(), 2, cache_implementation="static")
 
 
 def test_attachment_is_made_once(models: Callable[[str], Any]) -> None:

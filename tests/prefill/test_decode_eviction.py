@@ -154,7 +154,7 @@ def answer(decoder: Decoder, caches: Any, tended: Any, steps: int = STEPS) -> li
     """Answers to questions of different lengths, token by token."""
     questions = [some_ids(QUESTION + n, seed=n + 1) for n in range(len(caches))]
     return generate(
-        decoder, caches, questions, SamplingParams(), StoppingCriteria(steps), tend=tended
+        decoder, caches, questions, SamplingParams(), StoppingCriteria(steps), make_observer=tended
     )
 
 
@@ -278,7 +278,7 @@ def test_sequences_of_different_lengths_give_what_each_gives_alone(decoder, sent
             [question],
             SamplingParams(),
             StoppingCriteria(15),
-            tend=single.observer,
+            make_observer=single.observer,
         )
         assert got == [said[n]]
         assert_same(alone, together[n], 1e-4)

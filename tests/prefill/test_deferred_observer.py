@@ -56,5 +56,12 @@ def test_single_tokens_are_judged_afterwards_where_a_look_copies_nothing(
         kinds.append(isinstance(observer, DeferredObserver))
         return observer
 
-    generate(decoder, [cache], [some_ids(3)], SamplingParams(), StoppingCriteria(3), tend=observing)
+    generate(
+        decoder,
+        [cache],
+        [some_ids(3)],
+        SamplingParams(),
+        StoppingCriteria(3),
+        make_observer=observing,
+    )
     assert kinds == [False, is_afterwards, is_afterwards]

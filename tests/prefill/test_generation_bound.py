@@ -99,7 +99,14 @@ def generated(
     assert tending is not None
     counting = counter(tending, (tokens + (policy.timing.excess() or 0)) * HEADS * LAYERS)
     question = some_ids(4, seed=5)
-    generate(decoder, [cache], [question], SamplingParams(), StoppingCriteria(steps), tend=counting)
+    generate(
+        decoder,
+        [cache],
+        [question],
+        SamplingParams(),
+        StoppingCriteria(steps),
+        make_observer=counting,
+    )
     assert counting.passes == steps
     return counting
 
@@ -203,7 +210,7 @@ def test_more_than_the_bound_is_noticed(decoder) -> None:
         [some_ids(4, seed=5)],
         SamplingParams(),
         StoppingCriteria(6),
-        tend=stricter,
+        make_observer=stricter,
     )
     assert stricter.over
 

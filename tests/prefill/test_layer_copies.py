@@ -51,7 +51,12 @@ def answer(
     assert tended is not None
     question = [some_ids(3, seed=1)]
     generate(
-        decoder, [cache], question, SamplingParams(), StoppingCriteria(steps), tend=tended.observer
+        decoder,
+        [cache],
+        question,
+        SamplingParams(),
+        StoppingCriteria(steps),
+        make_observer=tended.observer,
     )
 
 

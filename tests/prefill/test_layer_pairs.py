@@ -37,7 +37,12 @@ def test_all_but_the_first_two_layers_share_in_pairs(decoder) -> None:
     assert tending is not None
     prompt = some_ids(6, seed=1)
     generate(
-        decoder, [cache], [prompt], SamplingParams(), StoppingCriteria(20), tend=tending.observer
+        decoder,
+        [cache],
+        [prompt],
+        SamplingParams(),
+        StoppingCriteria(20),
+        make_observer=tending.observer,
     )
     assert cache.pages[0] > 0
     # Who uses what another found needs no index as long as the same tokens are parked.

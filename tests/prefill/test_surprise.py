@@ -103,7 +103,7 @@ def test_generated_tokens_are_weighed_too(watched, reader_for, lane_for, timing)
             [question],
             SamplingParams(),
             StoppingCriteria(14),
-            tend=tending.observer,
+            make_observer=tending.observer,
         )
     finally:
         object.__delattr__(watched, "forward_logits")

@@ -18,7 +18,7 @@ def loaded_of(name: str) -> LoadedModel:
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V2", "Gemma 3n"])
-@pytest.mark.parametrize("policy", ["full", "tended"])
+@pytest.mark.parametrize("policy", ["full", "stepwise"])
 def test_sessions_answer_as_each_alone(policy: str, name: str) -> None:
     together, alone = (Served(loaded_of(name), policy) for _ in range(2))
     texts = {number: told(number) for number in range(2)}

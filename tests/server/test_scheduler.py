@@ -27,7 +27,7 @@ def need(loaded: LoadedModel, policy: str) -> int:
     [
         ("full", 6, 3),
         ("limited", 6, 2),
-        ("tended", 5, 1),
+        ("stepwise", 5, 1),
     ],
 )
 def test_sessions_on_a_budget_for_a_few_answer_as_each_alone(
@@ -97,7 +97,7 @@ def test_a_second_tenant_reads_before_the_rest_of_a_flood(small: LoadedModel) ->
 
 @pytest.mark.parametrize(
     ("policy", "steps"),
-    [("full", 0), ("full", 1), ("full", 12), ("limited", 2), ("limited", 9), ("tended", 9)],
+    [("full", 0), ("full", 1), ("full", 12), ("limited", 2), ("limited", 9), ("stepwise", 9)],
 )
 def test_19_a_cancelled_request_leaves_nothing(small: LoadedModel, policy: str, steps: int) -> None:
     served, other = Served(small, policy), Served(small, policy)
@@ -124,7 +124,7 @@ def test_19_a_cancelled_request_leaves_nothing(small: LoadedModel, policy: str, 
 
 
 def test_a_row_that_fails_ends_alone(small: LoadedModel) -> None:
-    served, alone = Served(small, "tended"), Served(small, "tended")
+    served, alone = Served(small, "stepwise"), Served(small, "stepwise")
     clients = [served.submit(told(number), max_new_tokens=20)[0] for number in range(3)]
     while len([job for job in served.core.scheduler.running if job.answer.output_ids]) < 3:
         served.step()

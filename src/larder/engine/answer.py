@@ -130,7 +130,7 @@ class AnswerGenerator:
         max_new_tokens: int,
         stop: Sequence[str],
         on_text: Callable[[str], None],
-        tend: ObserverFactory = no_observer,
+        make_observer: ObserverFactory = no_observer,
     ) -> GeneratedText:
         """Prefill the prompt and generate the answer; the cache keeps both, the caller truncates
         it.
@@ -138,7 +138,7 @@ class AnswerGenerator:
         Args:
             stop: strings that end the answer.
             on_text: receives the text of the answer as it is generated.
-            tend: makes the observer of each forward batch, for decode eviction.
+            make_observer: makes the observer of each forward batch, for decode eviction.
         """
         limits = StoppingCriteria(max_new_tokens, self.stop_ids)
         stream = IncrementalDetokenizer(self.tokenizer.decode, stop, on_text)
@@ -151,7 +151,7 @@ class AnswerGenerator:
             sampling,
             limits,
             lambda row, token: stream.push(token),
-            tend,
+            make_observer,
         )
         seconds = time.perf_counter() - started
         stream.finish()
@@ -202,7 +202,7 @@ class QuestionAnswerer:
         try:
             rest = run_steps(turn.message_steps(prompt))
             generated = self.generator.generate(
-                cache, rest, sampling, max_new_tokens, stop, on_text, tend=turn.observer
+                cache, rest, sampling, max_new_tokens, stop, on_text, make_observer=turn.observer
             )
             held_bytes = memory.caches.nbytes
             if is_copy:

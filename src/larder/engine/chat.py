@@ -139,7 +139,7 @@ class Chat:
                 max_new_tokens,
                 stop=(),
                 on_text=on_text,
-                tend=turn.reader.observer,
+                make_observer=turn.reader.observer,
             )
             ids = prompt + completion.ids + end_ids
             self._read_rest(turn, ids, len(completion.ids))

@@ -69,7 +69,7 @@ def generate(
     sampling: SamplingParams,
     limits: StoppingCriteria,
     on_token: OnToken = keep_generating,
-    tend: ObserverFactory = no_observer,
+    make_observer: ObserverFactory = no_observer,
 ) -> list[list[int]]:
     """Generate from every cache and its prompt, as `GenerationBatch` does, until all end.
 
@@ -79,7 +79,7 @@ def generate(
     Returns:
         Generated ids per sequence.
     """
-    batch = GenerationBatch(decoder, caches, prompts, sampling, limits, tend)
+    batch = GenerationBatch(decoder, caches, prompts, sampling, limits, make_observer)
     while batch.is_running:
         for number, token in batch.step():
             if not on_token(number, token):
@@ -97,7 +97,7 @@ class GenerationBatch:
     Args:
         caches: one per sequence; the same cache must not appear twice.
         prompts: token ids to prefill, one tuple per sequence.
-        tend: makes the observer of each forward batch, for decode eviction.
+        make_observer: makes the observer of each forward batch, for decode eviction.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class GenerationBatch:
         prompts: Sequence[tuple[int, ...]],
         sampling: SamplingParams,
         limits: StoppingCriteria,
-        tend: ObserverFactory = no_observer,
+        make_observer: ObserverFactory = no_observer,
     ) -> None:
         self._decoder, self._sampling = decoder, sampling
-        self._limits, self._tend = limits, tend
+        self._limits, self._make_observer = limits, make_observer
         self._sequences = [
             _RunningSequence(cache, prompt, sampling.generator())
             for cache, prompt in zip(caches, prompts, strict=True)
@@ -133,7 +133,10 @@ class GenerationBatch:
         Returns:
             Number of the sequence and its token, for those that did not end with a stop token.
         """
-        logits_of, chosen = _step(self._decoder, self._running, self._tend), list[tuple[int, int]]()
+        logits_of, chosen = (
+            _step(self._decoder, self._running, self._make_observer),
+            list[tuple[int, int]](),
+        )
         for number, logits in zip(list(self._running), logits_of, strict=True):
             sequence = self._running[number]
             token = self._sampling.sample(logits, sequence.random_generator)
@@ -153,7 +156,7 @@ class GenerationBatch:
 
 
 def _step(
-    decoder: Decoder, running: Mapping[int, _RunningSequence], tend: ObserverFactory
+    decoder: Decoder, running: Mapping[int, _RunningSequence], make_observer: ObserverFactory
 ) -> torch.Tensor:
     """Run the unread ids of every sequence; logits [B, V] after the last token of each."""
     rows = [
@@ -163,5 +166,5 @@ def _step(
         for s in running.values()
     ]
     ends = torch.tensor([len(row.ids) for row in rows]).cumsum(0) - 1
-    observer = tend(list(running), rows, [len(s.generated) for s in running.values()])
+    observer = make_observer(list(running), rows, [len(s.generated) for s in running.values()])
     return decoder.forward_logits(rows, Mode.APPEND, ends.tolist(), observer)
