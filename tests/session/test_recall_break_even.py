@@ -112,6 +112,7 @@ def test_where_recall_never_pays_all_is_read():
 
 def test_a_measurement_is_a_length(monkeypatch):
     monkeypatch.setattr(recall_break_even, "LENGTHS", (16, 32))
+    monkeypatch.setattr(recall_break_even, "EVICTED_FLOATS", 16)
     assert 0 < measure_break_even(Flat(tokens=8), a_layer(), torch.float32) <= MAX_ENTRIES
 
 

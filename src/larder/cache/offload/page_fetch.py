@@ -36,7 +36,7 @@ from larder.ops.search import interleaved
 GROWTH = 2  # times the slots, when there are more pages than slots
 # An index of so many entries of each head takes new ones one by one, a step each, as long as no
 # more are waiting: a step that inserts all that a plan offloads would take twice as long as others.
-AMORTIZED_ENTRIES, MAX_WAITING = 4096, 64
+AMORTIZED_ENTRIES, MAX_WAITING = 1024, 64
 ObservedQueries = Float[Tensor, "H O D"]
 # Kernel calls for the entries that queries recall; None for attention to all of them.
 RecallCalls = Callable[[Queries, Entries, ObservedQueries], list[AttentionCall] | None]
