@@ -45,7 +45,8 @@ def random_decoder(layers: int, dtype: torch.dtype) -> Decoder:
         tie_word_embeddings=True,
         dtype=dtype,
     )
-    return Decoder(Qwen3ForCausalLM(config).to(dtype).eval())
+    model: Any = Qwen3ForCausalLM(config)
+    return Decoder(model.to(dtype).eval())
 
 
 def filled(decoder: Decoder, policy: Policy, entries: int) -> SequenceCache:
