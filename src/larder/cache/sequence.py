@@ -120,6 +120,11 @@ class SequenceCache:
             raise CacheError(f"Cannot append {len(sections)} sections at once: append one.")
         return store.attend(queries, keys, values, positions, sections, mode, shift, bidirectional)
 
+    def step_layer(self, layer: int) -> CacheLayer:
+        """Layer that a decode step of several caches appends to. Raises: CacheError: invalid."""
+        self._check()
+        return self._stores[layer]
+
     def record_logits(self, layers: Iterable[int]) -> None:
         """Record the logits of the next decode step in some layers."""
         for layer in layers:

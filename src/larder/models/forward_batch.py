@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +21,8 @@ from larder.core.errors import ModelError
 from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.types import AppendKind, Keys, Mode, Queries, Values
 from larder.models.attention_backend import AttentionInputs
+from larder.ops.attention import apply_sinks, sink_logits
+from larder.ops.cpu.decode_attention import decode_step, supports_step
 from larder.policy.providers.base import ImageProvider, column_providers
 
 
@@ -81,6 +84,18 @@ class LayerActivations:
     inputs: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
+class SteppedSegments(NamedTuple):
+    """Attention of segments that were attended to in one call.
+
+    Args:
+        segments: their indices.
+        out: a token of each.
+    """
+
+    segments: list[int]
+    out: Float[Tensor, "H N D"]
+
+
 # Called with (segment index, layer, activations) after each layer of each segment, once the cache
 # of that layer is up to date.
 Observer = Callable[[int, int, LayerActivations], None]
@@ -112,10 +127,16 @@ class ForwardBatch:
             range(segment.reread_start, segment.reread_start + len(segment.reread_ids))
             for segment in segments
         ]
-        places = [
+        self._places = [
             [*old, *segment.positions()] for old, segment in zip(again, segments, strict=True)
         ]
-        self._positions = [torch.tensor(own, device=device) for own in places]
+        self._positions = [torch.tensor(own, device=device) for own in self._places]
+        self._widths = [segment.num_tokens for segment in segments]
+        self._firsts = [0, *accumulate(self._widths)]  # place of each segment's first token
+        # Segments that append one token.
+        self._steps = [n for n, width in enumerate(self._widths) if width == 1]
+        if mode is not Mode.APPEND:
+            self._steps = []
         for segment in segments:
             for tier in segment.cache.tiers:
                 tier.expect(segment.append_kind)
@@ -150,31 +171,71 @@ class ForwardBatch:
 
     def attend(self, inputs: AttentionInputs) -> Queries:
         layer = self._spec.index_of(inputs.layer)
-        widths = [segment.num_tokens for segment in self.segments]
         self.called.add(layer)
         queries = inputs.queries
         if inputs.temperature is not None:
             queries = inputs.queries_at(torch.cat(self._positions))
-        sides = (side.split(widths, 1) for side in (queries, inputs.keys, inputs.values))
+        stepped = self._attend_steps(layer, queries, inputs.keys, inputs.values)
+        if stepped is not None and len(stepped.segments) == len(self.segments):
+            self._observe_all(layer, queries, inputs.keys, inputs.values)
+            return stepped.out
         outs: list[Queries] = []
+        taken = {} if stepped is None else {own: n for n, own in enumerate(stepped.segments)}
+        sides = (side.split(self._widths, 1) for side in (queries, inputs.keys, inputs.values))
         for index, (own, new_keys, new_values) in enumerate(zip(*sides, strict=True)):
-            segment, positions = self.segments[index], self._positions[index]
-            outs.append(
-                segment.cache.attend(
-                    layer,
-                    own,
-                    new_keys,
-                    new_values,
-                    positions,
-                    self.mode,
-                    segment.section_lengths,
-                    segment.shift,
-                    len(segment.reread_ids),
-                    segment.images.bidirectional,
+            if stepped is not None and index in taken:
+                outs.append(stepped.out[:, taken[index], None])
+            else:
+                segment, places = self.segments[index], self._positions[index]
+                outs.append(
+                    segment.cache.attend(
+                        layer,
+                        own,
+                        new_keys,
+                        new_values,
+                        places,
+                        self.mode,
+                        segment.section_lengths,
+                        segment.shift,
+                        len(segment.reread_ids),
+                        segment.images.bidirectional,
+                    )
                 )
-            )
             self._observe(index, layer, own, new_keys, new_values)
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+    def _attend_steps(
+        self, layer: int, queries: Queries, keys: Keys, values: Values
+    ) -> SteppedSegments | None:
+        """Attention of all segments that append one token to plain storage, in one call."""
+        if not self._steps or not supports_step(queries, keys, values):
+            return None
+        layers = [self.segments[index].cache.step_layer(layer) for index in self._steps]
+        found = [(n, own) for n, own in enumerate(own.step_storage() for own in layers) if own]
+        found = [(n, own) for n, own in found if own.keys.dtype is keys.dtype]
+        if not found:
+            return None
+        segments = [self._steps[n] for n, _ in found]
+        sides, spec = (queries, keys, values), layers[0].layer
+        if len(segments) < queries.shape[1]:
+            columns = torch.tensor([self._firsts[index] for index in segments])
+            queries, keys, values = (side[:, columns] for side in sides)
+        positions = [self._places[index][0] for index in segments]
+        storages = [own for _, own in found]
+        out, lse = decode_step(queries, keys, values, positions, storages, spec.scaling)
+        for (n, _), position in zip(found, positions, strict=True):
+            layers[n].count_step(position)
+        if spec.sinks:
+            out = apply_sinks(out, lse, sink_logits(spec, out))
+        return SteppedSegments(segments, out.to(queries.dtype))
+
+    def _observe_all(self, layer: int, queries: Queries, keys: Keys, values: Values) -> None:
+        """Report a layer of every segment, unless nobody listens."""
+        if self._observer is None and not self.captured and not self._spec.last_readers:
+            return
+        sides = (side.split(self._widths, 1) for side in (queries, keys, values))
+        for index, parts in enumerate(zip(*sides, strict=True)):
+            self._observe(index, layer, *parts)
 
     def finish(self, recurrent: Sequence[RecurrentState] = ()) -> None:
         """Advance the caches by the appended tokens.

@@ -28,6 +28,7 @@ from larder.ops.attention import (
     merge_attention,
     sink_logits,
 )
+from larder.ops.cpu.decode_attention import StepStorage
 
 AttentionState = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]  # output and log-sum-exp
 AttentionCall = Callable[[], AttentionState]  # call of a kernel, with its arguments
@@ -203,6 +204,17 @@ class CacheLayer(TensorOwner):
     @abstractmethod
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         """Append new entries to every head."""
+
+    def step_storage(self) -> StepStorage | None:
+        """Storage with room for one more entry, for a decode step in one call with others.
+
+        `count_step` counts the entry once it is written. None where the layer attends alone.
+        """
+        return None
+
+    def count_step(self, position: int) -> None:
+        """Count the entry that was written behind each head of `step_storage`."""
+        del position
 
     def finish_reader(self) -> None:
         """Count a layer that has attended to the entries; behind the last, append the block."""

@@ -23,6 +23,7 @@ from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.ops.attention import ragged_attention
+from larder.ops.cpu.decode_attention import StepStorage
 from larder.ops.removal import remove_rows
 
 GROWTH = 4  # storage grows by a quarter when a caller appends without a reservation
@@ -51,13 +52,25 @@ class DenseLayer(CacheLayer):
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         start, stop = self._length, self._length + keys.shape[1]
         self.replaced_bytes = 0
-        if stop > self._capacity:
-            self._resize(max(stop + MIN_GROWTH_TOKENS, stop + stop // GROWTH))
+        self._make_room(keys.shape[1])
         self._keys[:, start:stop] = keys
         if not self.layer.latent_rank:
             self._values[:, start:stop] = values
         self._positions[start:stop] = positions
         self._set_length(stop)
+
+    def step_storage(self) -> StepStorage | None:
+        if self.layer.latent_rank or self.layer.softcap is not None:
+            return None
+        self.replaced_bytes = 0
+        self._make_room(1)
+        rows = self._keys.view(-1, self.layer.head_dim), self._values.view(-1, self.layer.head_dim)
+        columns = self._keys.new_empty(0)
+        return StepStorage(*rows, None, columns, *self._layout(), None, None)
+
+    def count_step(self, position: int) -> None:
+        self._positions[self._length] = position
+        self._set_length(self._length + 1)
 
     def apply(self, plan: Plan) -> None:
         rows = self._chosen(plan).to(self._keys.device)
@@ -155,6 +168,12 @@ class DenseLayer(CacheLayer):
     def _layout(self) -> tuple[Tensor, Tensor]:
         heads = torch.arange(self.layer.kv_heads)
         return heads * self._capacity, torch.full_like(heads, self._length)
+
+    def _make_room(self, count: int) -> None:
+        """Ensure storage for `count` more entries in every head, with some to spare if it grows."""
+        stop = self._length + count
+        if stop > self._capacity:
+            self._resize(max(stop + MIN_GROWTH_TOKENS, stop + stop // GROWTH))
 
     def _resize(self, capacity: int) -> None:
         length, sides = self._length, list[Tensor]()

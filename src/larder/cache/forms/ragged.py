@@ -36,6 +36,7 @@ from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values, empty_tensor
 from larder.ops.attention import ragged_attention
+from larder.ops.cpu.decode_attention import StepStorage
 from larder.ops.packing import packed_rows, sorted_places, starts_of, storage_rows
 from larder.ops.removal import move_rows, plan_removal, remove_rows
 
@@ -103,6 +104,23 @@ class RaggedLayer(CacheLayer):
         self._columns.clear(rows)
         self._set_lengths(self._lengths + count)
         self._room -= count
+
+    def step_storage(self) -> StepStorage | None:
+        if self.layer.latent_rank or self.layer.softcap is not None:
+            return None
+        self.replaced_bytes = 0
+        self._hold_logits(None)
+        self._make_room(1)
+        logits = self._step_logits(self.layer.query_heads // self.layer.kv_heads)
+        columns = self._columns.values
+        bias = self._columns.by_name().get(LOG_COUNT) if len(columns) else None
+        stored, layout = (self._keys, self._values, self._positions), (self._starts, self._lengths)
+        return StepStorage(*stored, columns, *layout, bias, logits)
+
+    def count_step(self, position: int) -> None:
+        del position
+        self._set_lengths(self._lengths + 1)
+        self._room -= 1
 
     def apply(self, plan: Plan) -> None:
         check_single_precision(plan)
@@ -239,14 +257,20 @@ class RaggedLayer(CacheLayer):
         del positions, shift
         logits = None
         if mode is Mode.APPEND and queries.shape[1] == 1:
-            if self._records_logits:
-                self._records_logits, group_len = False, queries.shape[0] // self.layer.kv_heads
-                logits = torch.empty(group_len, len(self._keys), device=queries.device)
-            self._hold_logits(logits)
+            logits = self._step_logits(queries.shape[0] // self.layer.kv_heads)
         bias = self._columns.by_name().get(LOG_COUNT)
         rows = self._keys, self._values, self._starts, self._lengths
         sizes = self.layer.scaling, bias, logits, self.layer.softcap
         return [partial(ragged_attention, queries, *rows, *sizes)]
+
+    def _step_logits(self, group_len: int) -> Tensor | None:
+        """Buffer for the logits of a decode step, if they are recorded."""
+        logits = None
+        if self._records_logits:
+            self._records_logits = False
+            logits = torch.empty(group_len, len(self._keys), device=self._keys.device)
+        self._hold_logits(logits)
+        return logits
 
     def _merge(self, plan: Plan) -> MergedEntries:
         """Merged entries of a plan."""
@@ -313,9 +337,11 @@ class RaggedLayer(CacheLayer):
 
     def _draw_back(self, room: int) -> None:
         """Move heads back to their edges if that gives `room` slack behind each."""
+        if self._room >= room:
+            return
         starts = torch.tensor(self._edges[:-1])
-        won = self._room if self._room >= room else self._least_room(starts, self._lengths)
-        if not self._room < room <= won:
+        won = self._least_room(starts, self._lengths)
+        if won < room:
             return
         former, held, columns = self._starts, self._lengths, self._columns.values
         kept = torch.arange(sum(self.lengths))

@@ -39,6 +39,8 @@ class AttentionCall(ctypes.Structure):
         ("logits_stride", INTEGER),
         ("scaling", ctypes.c_float),
         ("threads", ctypes.c_int32),
+        ("step", POINTER),
+        ("kv_heads", INTEGER),
     ]
 
 
@@ -72,6 +74,7 @@ def c_library() -> ctypes.CDLL | None:
     library.larder_linear.argtypes = [*[POINTER] * 3, *[INTEGER] * 3, POINTER, ctypes.c_int32]
     library.larder_load_pages.argtypes = [POINTER]
     library.larder_tree_search.argtypes = [ctypes.POINTER(TreeSearchCall)]
+    library.larder_decode_step.argtypes = [ctypes.POINTER(AttentionCall), POINTER, POINTER]
     library.larder_top_masks.argtypes = [POINTER, INTEGER, INTEGER, INTEGER, POINTER]
     return library
 

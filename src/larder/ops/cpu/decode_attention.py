@@ -12,10 +12,11 @@ heads together.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from ctypes import byref
 from functools import cache
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -94,6 +95,115 @@ def decode_attention(
     if library.larder_decode_attention(byref(call)):
         raise MemoryError("Attention over the cache could not allocate its buffers.")
     return out, lse
+
+
+class StepStorage(NamedTuple):
+    """Storage of one layer of one sequence, with room behind each kv head for one more entry.
+
+    Args:
+        positions: true positions of the stored rows; None where the caller writes them.
+        columns: numbers of each stored row, 0 for a new entry.
+        bias, logits: as in `ragged_attention`.
+    """
+
+    keys: Float[Tensor, "C D"]
+    values: Float[Tensor, "C D"]
+    positions: Int[Tensor, " C"] | None
+    columns: Float[Tensor, "n C"]
+    starts: Int[Tensor, " K"]
+    lengths: Int[Tensor, " K"]
+    bias: Float[Tensor, " C"] | None
+    logits: Float[Tensor, "R C"] | None
+
+
+def supports_step(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """True if `decode_step` takes new tokens of these shapes, dtype and device."""
+    return (
+        keys.device.type == "cpu"
+        and keys.dtype in SUPPORTED_DTYPES
+        and values.dtype == keys.dtype
+        and queries.shape[0] // keys.shape[0] <= MAX_QUERY_ROWS
+        and queries.shape[-1] == values.shape[-1]
+        and queries.shape[-1] <= MAX_HEAD_DIM
+        and c_library() is not None
+        and not (torch.is_grad_enabled() and queries.requires_grad)
+    )
+
+
+def decode_step(
+    queries: Float[Tensor, "H N D"],
+    keys: Float[Tensor, "K N D"],
+    values: Float[Tensor, "K N D"],
+    positions: Sequence[int],
+    storages: Sequence[StepStorage],
+    scaling: float,
+) -> tuple[Float[Tensor, "H N D"], Float[Tensor, "H N"]]:
+    """Append one token to each of N storages, and attend to the entries of each: one call.
+
+    The rows behind the entries are written; lengths are the caller's to change. A sequence's result
+    is the same bits as `decode_attention` over its entries, whatever stands beside it.
+
+    Raises:
+        MemoryError: buffers could not be allocated.
+    """
+    library = c_library()
+    assert library is not None
+    num_heads, batch_len, head_dim = queries.shape
+    kv_heads = keys.shape[0]
+    keys, values = (s if s.stride(-1) == 1 else s.contiguous() for s in (keys, values))
+    given = queries.transpose(0, 1).float().contiguous()  # [N, H, D]
+    rows = np.array(_step_rows(keys, values, positions, storages), np.int64)
+    layout = np.empty((2, batch_len * kv_heads), np.int64)
+    out, lse = torch.empty_like(given), given.new_empty(batch_len, num_heads)
+    total = sum(len(storage.keys) for storage in storages)
+    group_len = num_heads // kv_heads
+    call = AttentionCall(
+        queries=given.data_ptr(),
+        starts=layout[0].ctypes.data,
+        lengths=layout[1].ctypes.data,
+        outs=out.data_ptr(),
+        lses=lse.data_ptr(),
+        heads=batch_len * kv_heads,
+        num_queries=group_len,
+        head_dim=head_dim,
+        item_bytes=keys.element_size(),
+        scaling=scaling,
+        threads=min(torch.get_num_threads(), total * group_len * head_dim // SPAN_FLOATS + 1),
+        step=rows.ctypes.data,
+        kv_heads=kv_heads,
+    )
+    if library.larder_decode_step(byref(call), call.starts, call.lengths):
+        raise MemoryError("Attention over the caches could not allocate its buffers.")
+    return out.transpose(0, 1), lse.T
+
+
+def _step_rows(
+    keys: Tensor, values: Tensor, positions: Sequence[int], storages: Sequence[StepStorage]
+) -> list[tuple[int, ...]]:
+    """Fields of `struct step_row` of c/decode_attention.c, for each sequence."""
+    item = keys.element_size()
+    (key_stride, next_key, _), (value_stride, next_value, _) = keys.stride(), values.stride()
+    first_key, first_value = keys.data_ptr(), values.data_ptr()
+    return [
+        (
+            own.keys.data_ptr(),
+            own.values.data_ptr(),
+            0 if own.positions is None else own.positions.data_ptr(),
+            own.columns.data_ptr(),
+            0 if own.bias is None else own.bias.data_ptr(),
+            0 if own.logits is None else own.logits.data_ptr(),
+            own.starts.data_ptr(),
+            own.lengths.data_ptr(),
+            first_key + row * next_key * item,
+            first_value + row * next_value * item,
+            key_stride * item,
+            value_stride * item,
+            len(own.columns),
+            len(own.keys),
+            position,
+        )
+        for row, (own, position) in enumerate(zip(storages, positions, strict=True))
+    ]
 
 
 def numba_decode_attention(

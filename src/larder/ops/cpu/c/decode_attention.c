@@ -32,6 +32,28 @@ struct attention {
     int64_t logits_stride;
     float scaling;
     int32_t threads;
+    const struct step_row *step; /* storages and new entries of a batch, or NULL */
+    int64_t kv_heads;            /* of each row of a batch */
+};
+
+/* Row of a batch that appends one entry to each of its kv heads. Its heads are those of the
+ * attention call from row * kv_heads on; `starts` and `lengths` there point into its storage. */
+struct step_row {
+    char *keys;
+    char *values;
+    int32_t *positions; /* NULL where the caller writes them */
+    float *columns; /* [num_columns, columns_stride] */
+    float *bias;    /* NULL for none */
+    float *logits;  /* NULL for none */
+    const int64_t *starts;
+    const int64_t *lengths; /* without the new entry */
+    const char *new_keys;   /* [kv_heads, head_dim], a head at each stride */
+    const char *new_values;
+    int64_t keys_stride; /* in bytes */
+    int64_t values_stride;
+    int64_t num_columns;
+    int64_t stored_rows;
+    int64_t position;
 };
 
 typedef void (*attend_function)(const struct attention *, const float *, int64_t, int64_t, float *,
@@ -91,7 +113,16 @@ static void attend_share(const struct parts *parts, int share, int shares) {
         int64_t head = parts->head[p], first = parts->first[p];
         int64_t rest = call->lengths[head] - first, count = rest < PART ? rest : PART;
         int64_t start = call->starts[head] + first;
-        parts->attend(call, call->queries + head * size, start, start + count,
+        struct attention own = *call;
+        if (call->step) {
+            const struct step_row *row = call->step + head / call->kv_heads;
+            own.keys = row->keys;
+            own.values = row->values;
+            own.bias = row->bias;
+            own.logits = row->logits;
+            own.logits_stride = row->stored_rows;
+        }
+        parts->attend(&own, call->queries + head * size, start, start + count,
                       parts->peaks + p * rows, parts->masses + p * rows, parts->outs + p * size,
                       scratch);
     }
@@ -179,4 +210,25 @@ int larder_decode_attention(const struct attention *call) {
     merge_parts(&parts);
     free(parts.scratch);
     return 0;
+}
+
+/* Append the new entry of every row of a batch, with columns of 0, and attend with it.
+ *
+ * `starts` and `lengths` of the call are filled here. Returns as `larder_decode_attention`. */
+int larder_decode_step(const struct attention *call, int64_t *starts, int64_t *lengths) {
+    size_t bytes = (size_t)(call->head_dim * call->item_bytes);
+    for (int64_t head = 0; head < call->heads; head++) {
+        const struct step_row *row = call->step + head / call->kv_heads;
+        int64_t own = head % call->kv_heads, place = row->starts[own] + row->lengths[own];
+        memcpy(row->keys + (size_t)place * bytes, row->new_keys + own * row->keys_stride, bytes);
+        memcpy(row->values + (size_t)place * bytes, row->new_values + own * row->values_stride,
+               bytes);
+        if (row->positions)
+            row->positions[place] = (int32_t)row->position;
+        for (int64_t column = 0; column < row->num_columns; column++)
+            row->columns[column * row->stored_rows + place] = 0;
+        starts[head] = row->starts[own];
+        lengths[head] = row->lengths[own] + 1;
+    }
+    return larder_decode_attention(call);
 }

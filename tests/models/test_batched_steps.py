@@ -1,0 +1,161 @@
+"""Decode steps of many sequences in one call: the bits of each sequence alone, and its bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from builders import a_layer, a_spec
+from larder.cache.forms.base import CacheLayer
+from larder.cache.memory_usage import storage_bytes
+from larder.cache.sequence import SequenceCache
+from larder.core.ledger import LOG_COUNT, Ledger
+from larder.core.plan import Plan
+from larder.core.types import Mode
+from larder.models.attention_backend import AttentionInputs
+from larder.models.forward_batch import BatchSegment, ForwardBatch
+from larder.ops.cpu.c_library import c_library
+
+CPU = torch.device("cpu")
+LAYER = a_layer(2, 3)
+LEDGER = Ledger((LOG_COUNT, "mass"))
+
+
+@st.composite
+def rows(draw: Any) -> list[tuple[str, int, int, int]]:
+    """Form, entries, seed of an eviction (0 for none) and new tokens of each sequence."""
+    row = st.tuples(
+        st.sampled_from(["dense", "ragged"]),
+        st.integers(0, 40),
+        st.integers(0, 3),
+        st.sampled_from([1, 1, 1, 4]),
+    )
+    return draw(st.lists(row, min_size=1, max_size=5))
+
+
+def cache_of(row: tuple[str, int, int, int], dtype: torch.dtype) -> SequenceCache:
+    """Cache with a history of appends and, where it is ragged, one eviction per head."""
+    form, entries, seed, _ = row
+    spec = a_spec(LAYER, dtype=dtype)
+    cache = SequenceCache(spec, form, LEDGER if form == "ragged" else Ledger())
+    source = torch.Generator().manual_seed(entries)
+    if entries:
+        append(cache, entries, source)
+    if form == "ragged" and entries and seed:
+        drop = [torch.randperm(entries, generator=source)[: seed + head] for head in range(2)]
+        stays = torch.ones(2, entries, dtype=torch.bool)
+        for head, gone in enumerate(drop):
+            stays[head, gone] = False
+        (cache.evict if seed > 1 else cache.apply)(
+            0, Plan.from_mask(stays.flatten(), (entries, entries))
+        )
+        cache.note(0, {LOG_COUNT: torch.rand(len(cache.entries(0).positions), generator=source)})
+    cache.record_logits([0])
+    return cache
+
+
+def sides(count: int, source: torch.Generator, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys and values of new tokens."""
+    return [
+        torch.randn(heads, count, LAYER.head_dim, generator=source).to(dtype)
+        for heads in (LAYER.query_heads, LAYER.kv_heads, LAYER.kv_heads)
+    ]
+
+
+def append(cache: SequenceCache, count: int, source: torch.Generator) -> None:
+    attend([(cache, sides(count, source, cache.spec.dtype))])
+
+
+def attend(told: list[tuple[SequenceCache, list[Tensor]]]) -> Tensor:
+    """Attention of new tokens of some caches in one forward batch, which appends them."""
+    segments = [BatchSegment(cache, (7,) * new[0].shape[1]) for cache, new in told]
+    batch = ForwardBatch(segments, Mode.APPEND, CPU, None)
+    queries, keys, values = (torch.cat([new[side] for _, new in told], 1) for side in range(3))
+    out = batch.attend(AttentionInputs(0, queries, keys, values, LAYER.scaling, None))
+    batch.finish()
+    return out
+
+
+def of_cache(cache: SequenceCache, new: list[Tensor]) -> Tensor:
+    """Attention as the cache of one sequence gives it: the loop."""
+    count = new[0].shape[1]
+    places = torch.arange(cache.next_position, cache.next_position + count)
+    queries, keys, values = new
+    out = cache.attend(0, queries, keys, values, places, Mode.APPEND, (count,))
+    cache.advance(count)
+    return out
+
+
+@pytest.mark.skipif(c_library() is None, reason="C kernels were not compiled")
+@given(rows(), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 3))
+def test_steps_in_one_call_have_the_bits_and_bytes_of_the_loop(drawn, dtype, steps) -> None:
+    told = [
+        (cache_of(row, dtype), cache_of(row, dtype), sides(row[3], generator(n), dtype))
+        for n, row in enumerate(drawn)
+    ]
+    for _ in range(steps):
+        batched = attend([(cache, new) for cache, _, new in told]).split(
+            [row[3] for row in drawn], 1
+        )
+        for (cache, alone, new), out in zip(told, batched, strict=True):
+            assert torch.equal(out, of_cache(alone, new))
+            assert_equal(cache, alone)
+            assert_equal_logits(cache.stores[0], alone.stores[0])
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(100 + seed)
+
+
+def assert_equal_logits(layer: CacheLayer, alone: CacheLayer) -> None:
+    """Assert that both recorded the same logits, or none."""
+    logits, others, held = layer.take_logits(), alone.take_logits(), alone.entries()
+    if logits is None or others is None:
+        assert logits is others
+        return
+    for start, length in zip(held.starts, held.lengths, strict=True):
+        own = slice(start, start + length)
+        assert torch.equal(logits[:, own], others[:, own])
+
+
+def assert_equal(cache: SequenceCache, alone: SequenceCache) -> None:
+    """Assert the same entries, columns and bytes, and that bytes are those of the tensors."""
+    own, other = cache.state(), alone.state()
+    assert own.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in own.items())
+    assert cache.nbytes == alone.nbytes
+    assert cache.nbytes == storage_bytes(t for store in cache.stores for t in store.tensors())
+    assert cache.managed_entries == sum(map(sum, cache.lengths()))
+
+
+@pytest.mark.skipif(c_library() is None, reason="C kernels were not compiled")
+def test_plain_steps_are_not_attended_to_one_by_one(monkeypatch) -> None:
+    caches = [cache_of((form, 9, 2, 1), torch.float32) for form in ("dense", "ragged")]
+
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("a decode step attended alone")
+
+    monkeypatch.setattr(SequenceCache, "attend", refused)
+    attend([(cache, sides(1, generator(0), torch.float32)) for cache in caches])
+    assert [cache.lengths() for cache in caches] == [((10, 10),), ((8, 7),)]
+
+
+def test_a_step_without_memory_leaves_the_caches_as_they_were(monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    cache = cache_of(("ragged", 9, 2, 1), torch.float32)
+    before = cache.state()
+    monkeypatch.setattr("larder.models.forward_batch.decode_step", fail)
+    monkeypatch.setattr("larder.models.forward_batch.supports_step", lambda *_: True)
+    batch = ForwardBatch([BatchSegment(cache, (7,))], Mode.APPEND, CPU, None)
+    queries, keys, values = sides(1, generator(0), torch.float32)
+    with pytest.raises(MemoryError):
+        batch.attend(AttentionInputs(0, queries, keys, values, LAYER.scaling, None))
+    batch.roll_back()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in cache.state().items())
