@@ -7,6 +7,7 @@ found. Without it, numba compiles kernels at their first call, which takes secon
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,6 +60,45 @@ class TreeSearchCall(ctypes.Structure):
     ]
 
 
+class WeighingCall(ctypes.Structure):
+    """`struct weighing` of c/attention_weights.c."""
+
+    _fields_ = [
+        ("logits", POINTER),
+        ("starts", POINTER),
+        ("lengths", POINTER),
+        ("weights", POINTER),
+        ("logits_stride", INTEGER),
+        ("heads", INTEGER),
+        ("group_len", INTEGER),
+        ("query_len", INTEGER),
+        ("join", INTEGER),
+    ]
+
+
+class MoveCall(ctypes.Structure):
+    """`struct move` of c/removal.c."""
+
+    _fields_ = [
+        ("storages", POINTER),
+        ("row_bytes", POINTER),
+        ("count", INTEGER),
+        ("kept", POINTER),
+        ("starts", POINTER),
+        ("new_starts", POINTER),
+        ("lengths", POINTER),
+        ("new_lengths", POINTER),
+        ("heads", INTEGER),
+        ("shares", INTEGER),
+        ("next", INTEGER),
+    ]
+
+
+def integers(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    """Array of int64 for a call."""
+    return (INTEGER * len(numbers))(*numbers)
+
+
 @cache
 def c_library() -> ctypes.CDLL | None:
     """The loaded library, or None where it was not compiled."""
@@ -76,6 +116,15 @@ def c_library() -> ctypes.CDLL | None:
     library.larder_tree_search.argtypes = [ctypes.POINTER(TreeSearchCall)]
     library.larder_decode_step.argtypes = [ctypes.POINTER(AttentionCall), POINTER, POINTER]
     library.larder_top_masks.argtypes = [POINTER, INTEGER, INTEGER, INTEGER, POINTER]
+    library.larder_weights_from_logits.argtypes = [ctypes.POINTER(WeighingCall)]
+    library.larder_keep_highest.argtypes = [*[POINTER] * 3, INTEGER, INTEGER, POINTER]
+    library.larder_keep_highest.restype = None
+    library.larder_check_kept.argtypes = [*[POINTER] * 5, INTEGER, POINTER]
+    library.larder_check_kept.restype = INTEGER
+    library.larder_plan_removal.argtypes = [*[POINTER] * 5, INTEGER, INTEGER, *[POINTER] * 3]
+    library.larder_plan_removal.restype = INTEGER
+    library.larder_move_rows.argtypes = [ctypes.POINTER(MoveCall)]
+    library.larder_move_rows.restype = None
     return library
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import addressof, byref
 
 import numpy as np
 import torch
 from jaxtyping import Int, Int64
 from torch import Tensor
 
-from larder.ops.cpu.decode_attention import num_threads_for
+from larder.ops.cpu.c_library import INTEGER, MoveCall, c_library, integers
+from larder.ops.cpu.decode_attention import SPAN_FLOATS, num_threads_for
 
 BYTES_PER_FLOAT = 16  # moving this many bytes takes about as long as attending to one float
 
@@ -28,17 +30,41 @@ def remove_rows(
     new_starts: Int64[Tensor, " K"],
 ) -> int | None:
     """Kernel of `remove_rows`; thread-safe on different storages."""
-    from larder.ops.cpu import removal_kernels as kernels  # compiles: not before it is needed
-
-    packed = kept.cpu().contiguous().numpy()
-    counts = np.array(new_lengths, np.int64)
-    bad, rows = kernels.check_kept(
-        packed, starts.numpy(), new_starts.numpy(), lengths.numpy(), counts
-    )
+    kept = kept.cpu().contiguous()
+    bad, rows = _check_kept(kept, starts, new_starts, lengths, new_lengths)
     if bad >= 0:
-        return int(bad)
-    move_rows(storages, starts, lengths, kept.cpu(), new_lengths, new_starts, int(rows))
+        return bad
+    move_rows(storages, starts, lengths, kept, new_lengths, new_starts, rows)
     return None
+
+
+def _check_kept(
+    kept: Int64[Tensor, " kept"],
+    starts: Int[Tensor, " K"],
+    new_starts: Int64[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    new_lengths: tuple[int, ...],
+) -> tuple[int, int]:
+    """First head with invalid kept entries, or -1; and the number of rows to move."""
+    library = c_library()
+    if library is None:
+        from larder.ops.cpu import removal_kernels as kernels  # compiles: not before it is needed
+
+        layout = (starts.numpy(), new_starts.numpy(), lengths.numpy())
+        bad, moved = kernels.check_kept(kept.numpy(), *layout, np.array(new_lengths, np.int64))
+        return int(bad), int(moved)
+    rows = INTEGER()
+    starts, new_starts, lengths = (x.contiguous() for x in (starts, new_starts, lengths))
+    bad = library.larder_check_kept(
+        kept.data_ptr(),
+        starts.data_ptr(),
+        new_starts.data_ptr(),
+        lengths.data_ptr(),
+        integers(new_lengths),
+        len(new_lengths),
+        byref(rows),
+    )
+    return bad, rows.value
 
 
 def move_rows(
@@ -51,10 +77,45 @@ def move_rows(
     rows: int,
 ) -> None:
     """Carry out a valid removal that moves `rows` rows."""
-    from larder.ops.cpu import removal_kernels as kernels
-
     if not rows:
         return
+    library = c_library()
+    if library is None:
+        return numba_move_rows(storages, starts, lengths, kept, new_lengths, new_starts, rows)
+    row_bytes = [storage.stride(0) * storage.itemsize for storage in storages]
+    work = rows * sum(row_bytes) // BYTES_PER_FLOAT
+    addresses = integers([storage.data_ptr() for storage in storages])
+    sizes, counts = integers(row_bytes), integers(new_lengths)
+    kept, starts, new_starts, lengths = (
+        x.contiguous() for x in (kept, starts, new_starts, lengths)
+    )
+    call = MoveCall(
+        storages=addressof(addresses),
+        row_bytes=addressof(sizes),
+        count=len(storages),
+        kept=kept.data_ptr(),
+        starts=starts.data_ptr(),
+        new_starts=new_starts.data_ptr(),
+        lengths=lengths.data_ptr(),
+        new_lengths=addressof(counts),
+        heads=len(new_lengths),
+        shares=max(min(torch.get_num_threads(), work // SPAN_FLOATS), 1),
+    )
+    library.larder_move_rows(byref(call))
+
+
+def numba_move_rows(
+    storages: Sequence[Tensor],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    kept: Int64[Tensor, " kept"],
+    new_lengths: tuple[int, ...],
+    new_starts: Int64[Tensor, " K"],
+    rows: int,
+) -> None:
+    """`move_rows` where no C kernel was compiled."""
+    from larder.ops.cpu import removal_kernels as kernels
+
     addresses = np.array([storage.data_ptr() for storage in storages], np.int64)
     row_bytes = np.array([s.stride(0) * s.itemsize for s in storages], np.int64)
     packed, counts = kept.contiguous().numpy(), np.array(new_lengths, np.int64)
@@ -85,6 +146,35 @@ def plan_removal(
     Returns:
         The first head whose kept entries are invalid, or None; then the fields of a plan.
     """
+    library = c_library()
+    if library is None:
+        return numba_plan_removal(starts, lengths, kept, new_lengths, edges, roomy)
+    kept, starts, lengths = kept.contiguous(), starts.contiguous(), lengths.contiguous()
+    new_starts, room, rows = torch.empty_like(starts), INTEGER(), INTEGER()
+    bad = library.larder_plan_removal(
+        kept.data_ptr(),
+        starts.data_ptr(),
+        lengths.data_ptr(),
+        integers(new_lengths),
+        integers(edges),
+        len(new_lengths),
+        roomy,
+        new_starts.data_ptr(),
+        byref(room),
+        byref(rows),
+    )
+    return (None if bad < 0 else bad), new_starts, room.value, rows.value
+
+
+def numba_plan_removal(
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    kept: Int64[Tensor, " kept"],
+    new_lengths: tuple[int, ...],
+    edges: tuple[int, ...],
+    roomy: int,
+) -> tuple[int | None, Int64[Tensor, " K"], int, int]:
+    """`plan_removal` where no C kernel was compiled."""
     from larder.ops.cpu import removal_kernels as kernels  # compiles: not before it is needed
 
     packed, new_starts = kept.contiguous().numpy(), torch.empty_like(starts)

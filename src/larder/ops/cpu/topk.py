@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from larder.ops.cpu.c_library import c_library
+from larder.ops.cpu.c_library import c_library, integers
 
 MAX_SCORES = 1 << 17  # above it torch with all threads is faster
 
@@ -43,7 +43,7 @@ def numba_top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor, "K
     return marks
 
 
-MAX_REJECTED = 4  # per kv head; above it a selection over all scores is faster
+MAX_REJECTED = 4  # per kv head, as in c/removal.c; above it a selection over all scores is faster
 
 
 def supports_per_head(scores: Tensor, lengths: tuple[int, ...], count: int) -> bool:
@@ -63,6 +63,30 @@ def top_per_head(
     spared: Bool[Tensor, " T"] | None = None,
 ) -> Int64[Tensor, " N"]:
     """Kernel of `top_per_head`; thread-safe."""
+    library = c_library()
+    if library is None:
+        return numba_top_per_head(scores, lengths, count, spared)
+    kept = torch.empty(sum(min(length, count) for length in lengths), dtype=torch.int64)
+    scores = scores.detach().contiguous()
+    spared = None if spared is None else spared.contiguous()
+    library.larder_keep_highest(
+        scores.data_ptr(),
+        None if spared is None else spared.data_ptr(),
+        integers(lengths),
+        len(lengths),
+        count,
+        kept.data_ptr(),
+    )
+    return kept
+
+
+def numba_top_per_head(
+    scores: Float[Tensor, " T"],
+    lengths: tuple[int, ...],
+    count: int,
+    spared: Bool[Tensor, " T"] | None = None,
+) -> Int64[Tensor, " N"]:
+    """`top_per_head` where no C kernel was compiled."""
     from larder.ops.cpu import topk_kernels as kernels  # compiles: not before it is needed
 
     kept = torch.empty(sum(min(length, count) for length in lengths), dtype=torch.int64)

@@ -1,0 +1,93 @@
+"""Kernels that numba compiles where no C kernel was: they equal those that were compiled from C."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from larder.ops.cpu import attention_weights, c_library, removal, topk
+
+LENGTHS = (700, 0, 33, 257)
+STARTS = torch.tensor([2, 702, 705, 740])
+ROWS = 1000
+
+
+@pytest.fixture(params=range(3))
+def generator(request: pytest.FixtureRequest) -> torch.Generator:
+    return torch.Generator().manual_seed(request.param)
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Any]]:
+    """Results of a call with C kernels and without them."""
+    if c_library.c_library() is None:
+        pytest.skip("the C kernels were not compiled: no C compiler was found at installation")
+
+    def call(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+        compiled = function(*args)
+        with monkeypatch.context() as patch:
+            for module in (attention_weights, removal, topk):
+                patch.setattr(module, "c_library", lambda: None)
+            return compiled, function(*args)
+
+    return call
+
+
+def kept_of(generator: torch.Generator, share: float) -> tuple[Tensor, tuple[int, ...]]:
+    marks = torch.rand(sum(LENGTHS), generator=generator) < share
+    return marks.nonzero().flatten(), tuple(int(part.sum()) for part in marks.split(LENGTHS))
+
+
+@pytest.mark.parametrize("join", attention_weights.REDUCTION_CODES)
+def test_weights(both, generator, join):
+    queries = torch.randn(12, 2, 40, generator=generator) * 3
+    keys = torch.randn(ROWS, 40, generator=generator)
+    layout = STARTS, torch.tensor(LENGTHS)
+    compiled, numba = both(attention_weights.attention_weights, queries, keys, *layout, 0.3, join)
+    torch.testing.assert_close(compiled, numba, rtol=1e-4, atol=1e-6)
+    logits = torch.randn(3, ROWS, generator=generator) * 5
+    compiled, numba = both(attention_weights.weights_from_logits, logits, *layout, join)
+    torch.testing.assert_close(compiled, numba, rtol=1e-4, atol=1e-6)
+    compiled, numba = both(attention_weights.head_weights_from_logits, logits, *layout)
+    torch.testing.assert_close(compiled, numba, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("gone", range(topk.MAX_REJECTED + 1))
+def test_selection(both, generator, gone):
+    scores = torch.randint(0, 9, (40,), generator=generator).float()
+    spared = torch.rand(40, generator=generator) < 0.3
+    for marks in (None, spared):
+        compiled, numba = both(topk.top_per_head, scores, (20, 3, 17), 20 - gone, marks)
+        assert torch.equal(compiled, numba)
+
+
+@pytest.mark.parametrize("roomy", [0, 400])
+def test_plans_of_removal(both, generator, roomy):
+    kept, new_lengths = kept_of(generator, 0.9)
+    edges = (0, 702, 703, 738, ROWS)
+    args = STARTS, torch.tensor(LENGTHS), kept, new_lengths, edges, roomy
+    (bad, starts, *rest), (numba_bad, numba_starts, *numba_rest) = both(removal.plan_removal, *args)
+    assert (bad, rest) == (numba_bad, numba_rest) == (None, numba_rest)
+    assert torch.equal(starts, numba_starts)
+    invalid = kept.flip(0)
+    compiled, numba = both(removal.plan_removal, *args[:2], invalid, *args[3:])
+    assert compiled[0] == numba[0] == 0
+
+
+def test_moves(both, generator):
+    stored = torch.randn(ROWS, 8, generator=generator)
+
+    def moved(*args: Any) -> Tensor:
+        tensors = [stored.clone(), stored[:, 0].clone()]
+        assert removal.remove_rows(tensors, *args) is None
+        return torch.cat([tensors[0].flatten(), tensors[1]])
+
+    kept, new_lengths = kept_of(generator, 0.7)
+    compiled, numba = both(moved, STARTS, torch.tensor(LENGTHS), kept, new_lengths, STARTS + 1)
+    assert torch.equal(compiled, numba) and not torch.equal(
+        compiled[: stored.numel()], stored.flatten()
+    )
