@@ -78,6 +78,7 @@ def test_the_bundled_model_is_shown() -> None:
     status, text, _ = run("show", "seed", "--json")
     document = json.loads(text)
     assert status == 0 and document["architecture"] == "qwen3" and document["layers"] == 6
+    assert (Path(document["folder"]) / "config.json").is_file()
     status, _, error = run("show", "smollm")
     assert status == 2 and "Did you mean 'smollm2'" in error
 

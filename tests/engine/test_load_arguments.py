@@ -42,6 +42,8 @@ def test_a_tokenizer_from_elsewhere(folder: Path, tmp_path: Path) -> None:
         Engine.load(str(folder), tokenizer=3)
     with pytest.raises(ModelError, match="'no/such' cannot be loaded"):
         Engine.load(str(folder), tokenizer="no/such")
+    with pytest.raises(ModelError, match="Did you mean 'smollm2'?"):
+        Engine.load("smolm2")
 
 
 def test_a_device_map_places_the_weights(folder: Path) -> None:

@@ -185,6 +185,8 @@ def _architecture(name: str) -> dict[str, Any]:
     tokens = config.max_position_embeddings
     sliding = sum(layer.sliding_window is not None for layer in layers)
     return {
+        # What AutoModelForCausalLM and AutoTokenizer of transformers take.
+        "folder": config.name_or_path,
         "architecture": config.model_type,
         "layers": len(layers),
         "layers_with_a_sliding_window": sliding,

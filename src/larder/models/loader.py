@@ -6,6 +6,7 @@ import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -334,9 +335,11 @@ def _call_transformers(name: str, function: Any, *args: Any, **options: Any) -> 
         return function(*args, **options)
     except LOAD_FAILURES as error:
         reason = " ".join(str(error).split()).split(". ")[0] or type(error).__name__
+        near = get_close_matches(name, (SEED, *PACKAGED_MODELS), 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ModelError(
-            f"The model {name!r} cannot be loaded: {reason}. Give a local folder, a Hugging Face "
-            f"name that this machine can reach, or leave --model out for the bundled one."
+            f"The model {name!r} cannot be loaded: {reason}.{hint} Give a local folder, a Hugging "
+            f"Face name that this machine can reach, or leave --model out for the bundled one."
         ) from error
 
 
