@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from larder.cache.sequence import SequenceCache
 from larder.core.arguments import check_count, check_type
@@ -31,6 +32,10 @@ from larder.session.prefill import (
 )
 from larder.session.transcript.tokenizer_adapter import TokenizedTranscript
 
+if TYPE_CHECKING:
+    from larder.models.merged_images import MergedText
+
+Images = Sequence[Sequence[Any]] | None  # images of each prompt
 ROUTED_TOKENS = 64  # end of a prompt, which chooses among the episodes of the prompt
 
 
@@ -95,10 +100,15 @@ class CompletionOptions:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """Prompt as text, and the token ids that are read."""
+    """Prompt as text, and the token ids that are read.
+
+    Args:
+        merged: the prompt with its images; None where it has none.
+    """
 
     text: str
     ids: tuple[int, ...]
+    merged: MergedText | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +157,11 @@ def prefill_prompt(
     ids, spec = prompt.ids, runtime.decoder.spec
     tokens = resolve_budget(policy, sizes.budget, len(ids), spec)
     policy = policy.with_sizes(tokens, sizes.block)
+    if prompt.merged is not None:
+        from larder.session.image_prefill import prefill_images
+
+        read = prefill_images(runtime, policy, prompt.merged, progress)
+        return PromptCache(read.cache, policy, read.prompts, read.figures)
     context = ids[:-1]
     messages = (Message("user", prompt.text),) if context else ()
     source = PrefillInput(
@@ -168,23 +183,34 @@ class PromptCompleter:
 
     Args:
         stop_ids: token ids that end a text.
+        processor: processor of a model with a vision tower, for prompts with images.
     """
 
     def __init__(
-        self, runtime: ModelRuntime, policy: Policy, sizes: SizeOptions, stop_ids: frozenset[int]
+        self,
+        runtime: ModelRuntime,
+        policy: Policy,
+        sizes: SizeOptions,
+        stop_ids: frozenset[int],
+        processor: Any = None,
     ) -> None:
         self._runtime, self._policy, self._sizes = runtime, policy, sizes
-        self._stop_ids = stop_ids
+        self._stop_ids, self._processor = stop_ids, processor
 
     def complete(
-        self, prompts: Sequence[str], options: CompletionOptions, progress: Progress | None
+        self,
+        prompts: Sequence[str],
+        options: CompletionOptions,
+        progress: Progress | None,
+        images: Images = None,
     ) -> list[Completion]:
         """Complete prompts, in order.
 
         Args:
+            images: images of each prompt; None for none.
             progress: receives the number of prompt tokens read and to read; None shows a bar.
         """
-        return self.complete_encoded(self._encode(prompts), options, progress)
+        return self.complete_encoded(self._encode(prompts, images), options, progress)
 
     def complete_encoded(
         self,
@@ -214,10 +240,19 @@ class PromptCompleter:
         ]
 
     def stream(
-        self, prompt: str, options: CompletionOptions, progress: Progress | None
+        self,
+        prompt: str,
+        options: CompletionOptions,
+        progress: Progress | None,
+        images: Images = None,
     ) -> Iterator[str]:
-        """Text of a completion in parts, each as soon as it will not change any more."""
-        rows, parts = self._read(self._encode([prompt]), options, progress), list[str]()
+        """Text of a completion in parts, each as soon as it will not change any more.
+
+        Args:
+            images: images of the prompt, in a list of one; None for none.
+        """
+        encoded, parts = self._encode([prompt], images), list[str]()
+        rows = self._read(encoded, options, progress)
         text = self._detokenizer(rows[0], options, parts)
         batch = self._batch(rows, options)
         while batch.is_running:
@@ -248,9 +283,13 @@ class PromptCompleter:
                 )
         return rows
 
-    def _encode(self, prompts: Sequence[str]) -> list[EncodedPrompt]:
+    def _encode(self, prompts: Sequence[str], images: Images) -> list[EncodedPrompt]:
         encode = self._runtime.tokenizer.encode_prompt
         named = [valid_unicode(prompt, f"Prompt {n}") for n, prompt in enumerate(prompts, start=1)]
+        if images is not None:
+            from larder.engine.image_prompts import encode_image_prompts
+
+            return encode_image_prompts(self._runtime, self._processor, named, images)
         encoded = [EncodedPrompt(prompt, encode(prompt)) for prompt in named]
         for number, prompt in enumerate(encoded, start=1):
             if not prompt.ids:

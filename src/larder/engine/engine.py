@@ -48,6 +48,8 @@ class Engine:
             around one. Its weights are not copied, and its own `generate` and `forward` stay what
             they were. Or a `LoadedModel` from `larder.models.loader.load`.
         tokenizer: the fast tokenizer of `model`; None for a `LoadedModel`, which has its own.
+        processor: processor of a model in memory with a vision tower; None where no images are
+            given. Its tokenizer is the default of `tokenizer`.
         policy: name of a preset, spelling of parts, or a `Policy`.
         budget: budget of each cache (episodes have one cache each): 512 (tokens per kv head,
             averaged over layers), `"20%"`, `"1/5"` or 0.2 of the context, `"64MiB"`; None takes
@@ -74,9 +76,12 @@ class Engine:
         policy: str | Policy = DEFAULT_POLICY,
         budget: str | int | float | None = None,
         block: int | None = None,
+        processor: Any = None,
     ) -> None:
         parsed = parsed_policy(policy)
-        self.sizes = SizeOptions(budget, block)
+        self.sizes, self._processor = SizeOptions(budget, block), processor
+        if processor is not None and tokenizer is None and isinstance(model, nn.Module):
+            tokenizer = processor.tokenizer
         self.loaded = _loaded_model(model, tokenizer)
         self.policy = with_measured_recall(parsed, self.loaded.decoder.spec)
         self.tokenizer = TokenizerAdapter(self.loaded.tokenizer)
@@ -137,16 +142,8 @@ class Engine:
         """
         chosen = parsed_policy(policy)
         SizeOptions(budget, block)  # validated before a model is loaded
-        loaded = load(
-            model,
-            device,
-            dtype,
-            adapter,
-            adapter_mode,
-            revision=revision,
-            device_map=device_map,
-            tokenizer=tokenizer,
-        )
+        hub = {"revision": revision, "device_map": device_map, "tokenizer": tokenizer}
+        loaded = load(model, device, dtype, adapter, adapter_mode, **hub)
         return cls(loaded, policy=chosen, budget=budget, block=block)
 
     def under(
@@ -172,7 +169,7 @@ class Engine:
             >>> other = engine.under("streaming_llm", 64)
         """
         engine = Engine(self.loaded, policy=policy, budget=budget, block=block)
-        engine._embedder = self._embedder
+        engine._embedder, engine._processor = self._embedder, self._processor
         return engine
 
     def read(
@@ -291,6 +288,7 @@ class Engine:
         self,
         prompts: str,
         *,
+        images: Sequence[Any] | None = None,
         max_new_tokens: int = 256,
         temperature: float = 0.0,
         top_p: float = 1.0,
@@ -306,6 +304,7 @@ class Engine:
         self,
         prompts: Sequence[str],
         *,
+        images: Sequence[Sequence[Any]] | None = None,
         max_new_tokens: int = 256,
         temperature: float = 0.0,
         top_p: float = 1.0,
@@ -320,6 +319,7 @@ class Engine:
         self,
         prompts: str | Sequence[str],
         *,
+        images: Sequence[Any] | None = None,
         max_new_tokens: int = 256,
         temperature: float = 0.0,
         top_p: float = 1.0,
@@ -341,6 +341,8 @@ class Engine:
                 added as by the tokenizer. For a chat template give
                 `tokenizer.apply_chat_template(messages, tokenize=False,
                 add_generation_prompt=True)`, or use `Chat`.
+            images: PIL images of the prompt, in the order of its image tokens; for several
+                prompts, a list for each. The engine needs a `processor`.
             max_new_tokens: most tokens to generate for a prompt.
             temperature: 0 takes the most likely token; otherwise logits are divided by it.
             top_p: sample among the most likely tokens that together reach this probability.
@@ -372,13 +374,15 @@ class Engine:
         several = [prompts] if isinstance(prompts, str) else list(prompts)
         for prompt in several:
             check_type("prompts", prompt, str, types)
-        completions = self._completer.complete(several, options, progress)
+        given = [images] if images is not None and isinstance(prompts, str) else images
+        completions = self._completer.complete(several, options, progress, given)
         return completions[0] if isinstance(prompts, str) else completions
 
     def stream(
         self,
         prompt: str,
         *,
+        images: Sequence[Any] | None = None,
         max_new_tokens: int = 256,
         temperature: float = 0.0,
         top_p: float = 1.0,
@@ -394,6 +398,7 @@ class Engine:
 
         Args:
             prompt: one text; lists go to `generate`.
+            images: as for `generate`.
             max_new_tokens: as for `generate`.
             temperature: as for `generate`.
             top_p: as for `generate`.
@@ -420,7 +425,8 @@ class Engine:
 
         options = CompletionOptions(sampling, max_new_tokens, stop)
         check_type("prompt", prompt, str, "one prompt as a string (generate takes lists)")
-        return self._completer.stream(prompt, options, progress)
+        given = None if images is None else [images]
+        return self._completer.stream(prompt, options, progress, given)
 
     @property
     def beyond_budget(self) -> tuple[str, ...]:
@@ -443,7 +449,8 @@ class Engine:
     def _completer(self) -> PromptCompleter:
         from larder.engine.completion import PromptCompleter
 
-        return PromptCompleter(self.runtime, self.policy, self.sizes, self.stop_ids)
+        end = self.stop_ids
+        return PromptCompleter(self.runtime, self.policy, self.sizes, end, self._processor)
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:

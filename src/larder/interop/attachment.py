@@ -22,8 +22,8 @@ from transformers import Cache
 
 from larder.core.errors import ModelError
 from larder.core.types import Mode
-from larder.interop.body_call import NO_OUTER_CALL, BodyCall, OuterCall
 from larder.models.attention_backend import CONTEXT_KEYWORD
+from larder.models.body_call import NO_OUTER_CALL, BodyCall, OuterCall
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import ForwardBatch
 from larder.models.in_memory import (

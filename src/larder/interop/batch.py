@@ -13,7 +13,6 @@ from torch import Tensor
 
 from larder.core.errors import CacheError, ModelError, UsageError
 from larder.interop.attachment import Attachment, HiddenCapture
-from larder.interop.body_call import BodyCall
 from larder.interop.packed_call import EmptyCall, PackedCall
 from larder.interop.sequence import (
     EndTokens,
@@ -21,6 +20,7 @@ from larder.interop.sequence import (
     SequenceFactory,
     observer_of,
 )
+from larder.models.body_call import BodyCall
 from larder.models.decoder import AppendCall
 from larder.session.policy import Policy
 

@@ -14,11 +14,11 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, ModelError
 from larder.interop.attachment import AttachedCache, attached
 from larder.interop.batch import SequenceBatch
-from larder.interop.body_call import BodyCall
 from larder.interop.dynamic_cache import check_dynamic_cache, dynamic_cache_of, filled_cache
 from larder.interop.packed_call import PackedCall
 from larder.interop.press_policy import DEFAULT_POLICY, chosen_policy
 from larder.interop.sequence import sequence_factory
+from larder.models.body_call import BodyCall
 from larder.models.rope_frequencies import ORIGINAL_LENGTH
 from larder.session.policy import Policy, parsed_policy
 from larder.session.prefill import SizeOptions

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.interop.body_call import BodyCall
 from larder.models.attention_backend import CONTEXT_KEYWORD, AttentionProbe
+from larder.models.body_call import BodyCall
 from larder.models.decoder import AppendCall
 
 

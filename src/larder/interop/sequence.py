@@ -31,6 +31,7 @@ from larder.session.capacity import (
     resolve_budget,
 )
 from larder.session.embedders.base import Embedder
+from larder.session.image_prefill import check_images
 from larder.session.policy import Policy, with_measured_recall
 from larder.session.prefill import (
     ModelRuntime,
@@ -185,16 +186,7 @@ class GeneratedSequence:
         Raises:
             UsageError: a part of the policy reads image tokens again, or what predicted them.
         """
-        planner = self.policy.planner
-        scratches = planner.scorer.scratch(ids, self.cache.next_position, self._prompts)
-        shown = {ids[place] for start, stop in images.spans for place in range(start, stop)}
-        rereads = any(shown.intersection(scratch.ids) for scratch in scratches)
-        if rereads or planner.token_providers or self.policy.rebuilding:
-            raise UsageError(
-                f"The policy {self.policy} reads tokens again by their ids, but the text has "
-                "images, whose tokens have none: use a policy that scores by attention, keys or "
-                "values, such as snapkv or keydiff."
-            )
+        check_images(self.policy, ids, images, self.cache.next_position, self._prompts)
 
     def step(self, ids: tuple[int, ...]) -> tuple[BatchSegment, Observer | None]:
         """Segment of generated tokens, and the observer of their forward batch."""
