@@ -1,8 +1,11 @@
 """Tokens per CPU second of decode steps over several caches at once, beside transformers' batch.
 
     python benchmarks/batch_step.py --model smollm2 --dtype bfloat16 --entries 1024 --rows 1 8 16
+    python benchmarks/batch_step.py --model smollm2 --dtype bfloat16 --entries 4096 --memory 512
 
-Caches hold random entries, the same number for every head. Cases take turns; medians.
+Caches hold random entries, in ragged ones half to one and a half of the number per head, and grow
+by a token a step. Cases take turns; medians. With `--memory`, the largest batches that fit those
+MiB of cache: dense caches of all entries against ragged caches of a quarter of them.
 """
 
 from __future__ import annotations
@@ -22,16 +25,17 @@ from larder.models.forward_batch import BatchSegment
 from larder.models.loader import load
 from larder_bench.profiling.synthetic_cache import random_cache
 
+MOST_STEPS = 32  # tokens that caches have room for
+
 
 def larder_step(decoder: Decoder, form: str, rows: int, entries: int) -> Callable[[], None]:
     caches = [random_cache(decoder, form, entries) for _ in range(rows)]
+    for cache in caches:
+        cache.allocate(MOST_STEPS)
 
     def step() -> None:
-        marks = [cache.next_position for cache in caches]
         segments = [BatchSegment(cache, (7,)) for cache in caches]
         decoder.forward_logits(segments, Mode.APPEND, range(rows))
-        for cache, mark in zip(caches, marks, strict=True):
-            cache.truncate(mark)
 
     return step
 
@@ -50,6 +54,18 @@ def transformers_step(model: Any, decoder: Decoder, rows: int, entries: int) -> 
         cache.crop(-1)
 
     return step
+
+
+def equal_memory(decoder: Decoder, mebibytes: int, entries: int, steps: int) -> None:
+    """Print tokens per CPU second of the largest batches that fit the memory."""
+    sizes = {"full": ("dense", entries), "quarter": ("ragged", entries // 4)}
+    rows = {
+        name: (mebibytes << 20) // random_cache(decoder, *size).nbytes
+        for name, size in sizes.items()
+    }
+    cases = {name: larder_step(decoder, form, rows[name], n) for name, (form, n) in sizes.items()}
+    for name, seconds in cpu_seconds(cases, steps).items():
+        print(f"{name:8} {rows[name]:3} rows {rows[name] / seconds:7.1f} tokens/s")
 
 
 def cpu_seconds(cases: dict[str, Callable[[], None]], steps: int) -> dict[str, float]:
@@ -71,10 +87,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16])
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--memory", type=int, help="MiB of cache")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     decoder = load(chosen.model, dtype=chosen.dtype).decoder
     decoder.share()
+    if chosen.memory:
+        equal_memory(decoder, chosen.memory, chosen.entries, chosen.steps)
+        return
     for rows in chosen.rows:
         cases = {
             "DynamicCache": transformers_step(decoder.module, decoder, rows, chosen.entries),
