@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -149,6 +150,28 @@ def test_a_long_function_is_found() -> None:
     short = "def short():\n    '''" + "Why.\n" * 100 + "'''\n    return 0\n"
     long = "def long():\n" + "    x = 0\n" * FUNCTION_LINES
     assert long_functions(short + long) == ["long"]
+
+
+# Options of every command; Python callers have none, so that messages speak of budget and model.
+OPTION = re.compile(r"--(?:policy|budget|block|model|adapter|device|dtype|seed)\b")
+
+
+def options_in_errors(source: str) -> list[int]:
+    """Lines that raise an error whose message names an option of the command line."""
+    raised = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Raise))
+    return [
+        node.lineno
+        for statement in raised
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Constant) and OPTION.search(str(node.value))
+    ]
+
+
+def test_errors_do_not_assume_the_command_line() -> None:
+    files = [file for file in PACKAGE.rglob("*.py") if "cli" not in file.parts]
+    named = {str(f.relative_to(PACKAGE)): options_in_errors(f.read_text("utf-8")) for f in files}
+    assert {name: lines for name, lines in named.items() if lines} == {}
+    assert options_in_errors('raise ValueError(f"{n} is too small: raise --budget.")') == [1]
 
 
 def test_what_is_imported_is_declared() -> None:

@@ -162,7 +162,7 @@ def test_weights_that_are_no_numbers(run: Run, talk: Path, copy: Path) -> None:
 
 def test_a_folder_that_is_not_there(run: Run, talk: Path, tmp_path: Path) -> None:
     line = complaint(run("ask", talk, "-q", CAT, "--model", tmp_path / "no"), 1)
-    assert "does not exist: check --model" in line
+    assert "does not exist: check its name" in line
 
 
 def test_a_folder_that_is_no_model(run: Run, talk: Path, tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_a_session_of_another_model_is_not_gone_on_with(engine: Engine) -> None:
     record["model"] = {"name": "other/model", "fingerprint": "0"}
     path.write_text(json.dumps(record), encoding="utf-8")
     before = path.read_bytes()
-    with pytest.raises(InputError, match="--model other/model") as caught:
+    with pytest.raises(InputError, match="take that model, or another session name") as caught:
         Chat(engine, "mine")
     assert str(path) in str(caught.value) and path.read_bytes() == before
 

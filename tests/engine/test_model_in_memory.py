@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -108,10 +109,37 @@ def test_what_is_no_decoder(case: str, tokenizer: Any) -> None:
         Engine(make(), tokenizer)
 
 
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "training": (lambda module: module.train(), r"call model\.eval\(\) first"),
+    "dtype": (
+        lambda module: module.to(torch.bfloat16),
+        "torch.bfloat16 on cpu, but its caches were specified for torch.float32 on cpu",
+    ),
+    "device": (lambda module: module.to("meta"), "torch.float32 on meta, but"),
+    "compiled in place": (lambda module: module.compile(backend="eager"), "before torch.compile"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_model_that_was_changed_since(case: str, tokenizer: Any) -> None:
+    change, expected = CHANGES[case]
+    module = tiny("llama")
+    engine = Engine(module, tokenizer, policy="keydiff", budget=48)
+    memory = engine.read(TEXT * 2)
+    before = memory.caches.activate(0).state()
+    change(module)
+    with pytest.raises(ModelError, match=expected):
+        engine.ask(memory, "Who?", max_new_tokens=4)
+    with pytest.raises(ModelError, match=expected):
+        engine.generate(TEXT, max_new_tokens=4)
+    after = memory.caches.activate(0).state()
+    assert all(torch.equal(before[name], own) for name, own in after.items())
+
+
 def test_a_tokenizer_of_the_model_is_needed(tokenizer: Any) -> None:
-    with pytest.raises(BadParameter, match="got None: give transformers.AutoTokenizer"):
+    with pytest.raises(BadParameter, match=r"as by transformers.AutoTokenizer.*, got None"):
         Engine(tiny("llama"))
-    with pytest.raises(BadParameter, match="got a str"):
+    with pytest.raises(BadParameter, match=r"got 'full' \(str\)"):
         Engine(tiny("llama"), "full")
     larger = tiny("llama")
     larger.resize_token_embeddings(3 * VOCABULARY)

@@ -63,7 +63,7 @@ def test_an_adapter_of_the_bundled_model_is_loaded(tmp_path: Path) -> None:
 
 
 def test_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="has no adapter_config.json: give --adapter a folder"):
+    with pytest.raises(ModelError, match="has no adapter_config.json: give a folder that peft"):
         load(adapter=str(tmp_path / "none"))
     with pytest.raises(BadParameter, match="adapter_mode must be merged or live, got 'hot'"):
         load(adapter_mode="hot")

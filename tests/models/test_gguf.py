@@ -139,7 +139,7 @@ def test_damaged_files_are_refused(tmp_path: Path, home: Path, change: Any, said
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="does not exist: check --model"):
+    with pytest.raises(ModelError, match="does not exist: check its name"):
         load(str(tmp_path / "none.gguf"))
 
 

@@ -107,11 +107,11 @@ def test_dropout_is_not_silently_left_out() -> None:
     for layer in module.model.layers:
         layer.self_attn.attention_dropout = 0.5
     with Decoder(module) as decoder:
-        decoder.module.train()
+        module.model.layers[0].self_attn.train()
         from larder.cache.sequence import SequenceCache
         from model_runs import read_on
 
-        with pytest.raises(ModelError, match="eval mode"):
+        with pytest.raises(ModelError, match="Attention dropout is 0.5: put the model in eval mode"):
             read_on(decoder, SequenceCache(decoder.spec, "ragged"), some_ids(4), 4)
 
 

@@ -74,7 +74,7 @@ def test_a_budget_must_hold_what_a_scorer_always_keeps() -> None:
     )
     with pytest.raises(BudgetError, match=r"40 tokens is smaller than the 41 that") as caught:
         planner(wide).quotas(40, 100, (0, 1), {})
-    assert "raise --budget" in str(caught.value) and "\n" not in str(caught.value)
+    assert "raise the budget" in str(caught.value) and "\n" not in str(caught.value)
     assert planner(wide).quotas(41, 100, (0, 1), {}) == {0: 41, 1: 41}
     with pytest.raises(BudgetError, match="smaller than sinks \\+ recent"):
         planner(wide, Protect(4, 64)).quotas(60, 100, (0, 1), {})
@@ -113,7 +113,7 @@ def test_a_budget_too_small_for_both_says_what_each_keeps() -> None:
         planner(SnapKV(window=32), Protect(sinks=4, recent=0)).quotas(34, 100, (0,), {})
     said = str(caught.value)
     assert "smaller than the 36 that protect(sinks=4, recent=0) and snapkv(window=32" in said
-    assert "(4 at the start, 32 at the end): raise --budget, or give either of them less." in said
+    assert "(4 at the start, 32 at the end): raise the budget, or give either of them less." in said
     assert "\n" not in said
 
 

@@ -212,9 +212,9 @@ def test_layers_that_slide_a_window_are_never_taken_back() -> None:
 @pytest.mark.parametrize(
     ("policy", "way"),
     [
-        ("icecache", "raise --budget"),
+        ("icecache", "raise the budget"),
         ("exact_question", "question"),
-        ("snapkv_blockwise", "raise --budget"),
+        ("snapkv_blockwise", "raise the budget"),
     ],
 )
 def test_a_policy_that_cannot_be_served_is_refused_at_the_start(

@@ -229,5 +229,5 @@ def check_prompt_fits(prompt: tuple[int, ...], tokens: int) -> None:
     if len(prompt) > tokens:
         raise InputError(
             f"The question takes {len(prompt)} tokens, more than the budget of {tokens} per head: "
-            "shorten it, raise --budget, or give a long text as a file."
+            "shorten it, raise the budget, or give a long text as a file."
         )

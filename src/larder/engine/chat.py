@@ -376,7 +376,7 @@ def initial_log(
         model = record.identity.model
         raise InputError(
             f"The session file {chat_log_path(str(name))} was written with another model "
-            f"({model}): take --model {model}, or another session name."
+            f"({model}): take that model, or another session name."
         )
     if history is not None and replace(history, questions=()) != record.log.history:
         raise UsageError(

@@ -26,13 +26,8 @@ from larder.models.attention_backend import CONTEXT_KEYWORD
 from larder.models.body_call import NO_OUTER_CALL, BodyCall, OuterCall
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import ForwardBatch
-from larder.models.in_memory import (
-    check_decoder,
-    check_mode,
-    check_not_compiled,
-    shared_decoder,
-    without_adapter_wrapper,
-)
+from larder.models.in_memory import check_decoder, shared_decoder, without_adapter_wrapper
+from larder.models.introspection import check_mode, check_not_compiled
 from larder.models.lm_head import base_model_of
 
 

@@ -50,7 +50,7 @@ def apply_adapter(module: Any, folder: str, mode: AdapterMode = AdapterMode.MERG
     if CONFIG not in files or not files.intersection(WEIGHTS):
         missing = WEIGHTS[0] if CONFIG in files else CONFIG
         raise ModelError(
-            f"{folder} has no {missing}: give --adapter a folder that peft has saved an adapter in."
+            f"{folder} has no {missing}: give a folder that peft has saved an adapter in."
         )
     try:
         from peft import PeftConfig, PeftModel  # pyright: ignore

@@ -25,7 +25,7 @@ from larder.models.attention_backend import (
     RenumberedAttention,
 )
 from larder.models.forward_batch import BatchSegment, ForwardBatch, Observer
-from larder.models.introspection import call_uncached, survey_model
+from larder.models.introspection import call_uncached, check_unchanged, survey_model
 from larder.models.lm_head import LMHead, text_body_of
 from larder.models.prefetch import LayerPrefetch, attention_modules
 from larder.models.recompute_hooks import RecomputeHooks, with_reread_tokens
@@ -71,7 +71,8 @@ class Decoder:
     While a decoder holds the module, the attention implementation is Larder's, set in a private
     copy of the configuration: other modules that share the original are not affected. `release`,
     or leaving the `with` block, restores it. After `share` the module has its own attention
-    whenever no call of the decoder runs. Nothing else of the model changes. Not thread-safe.
+    whenever no call of the decoder runs. Nothing else of the model changes, and calls are refused
+    once others have changed its mode, dtype or device. Not thread-safe.
 
     Args:
         module: a `PreTrainedModel` with a language-model head, in eval mode.
@@ -188,6 +189,7 @@ class Decoder:
     @torch.no_grad()
     def forward_uncached(self, ids: Sequence[int], attention: LayerAttention) -> None:
         """Pass a text through all layers with another attention, and without a cache."""
+        check_unchanged(self.module, self.spec)
         with self.attention:
             call_uncached(self.body, ids, RenumberedAttention(attention, self.spec))
 
@@ -358,6 +360,7 @@ class Decoder:
             raise
 
     def _check(self, batch: ForwardBatch) -> None:
+        check_unchanged(self.module, self.spec)
         ids, length = batch.ids(), batch.longest()
         if not ids:
             raise InputError("The text has no tokens: give at least one.")

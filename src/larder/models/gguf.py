@@ -151,7 +151,7 @@ def _digest(path: Path) -> str:
         hasher = blake3(max_threads=blake3.AUTO)
         hasher.update_mmap(path)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error}): check --model.") from error
+        raise ModelError(f"{path} cannot be read ({error}): check its name.") from error
     return hasher.hexdigest()[:DIGEST_LENGTH]
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from larder.core.errors import ModelError
 from larder.models.decoder import Decoder
+from larder.models.introspection import check_mode, check_not_compiled
 from larder.models.loader import LoadedModel, check_device, wrap_model
 from larder.models.tokenizer import check_tokenizer
 
@@ -60,17 +61,6 @@ def without_adapter_wrapper(model: Any) -> Any:
     return model.get_base_model()
 
 
-def check_not_compiled(model: Any) -> None:
-    """Raise ModelError if a module is compiled by torch."""
-    dynamo = sys.modules.get("torch._dynamo")  # a compiled module exists only where it is loaded
-    is_wrapped = dynamo is not None and isinstance(model, dynamo.OptimizedModule)
-    if is_wrapped or getattr(model, "_compiled_call_impl", None) is not None:
-        raise ModelError(
-            "The model is compiled, which fixes its attention: give Larder the model as it was "
-            "before torch.compile."
-        )
-
-
 def check_decoder(model: Any) -> None:
     """Raise ModelError unless the module is a causal language model in eval mode."""
     from transformers import PreTrainedModel
@@ -93,10 +83,3 @@ def check_decoder(model: Any) -> None:
         )
     check_mode(model)
     check_device(model)
-
-
-def check_mode(model: Any) -> None:
-    """Raise ModelError if a module is compiled or in training mode; cheap enough for every call."""
-    check_not_compiled(model)
-    if model.training:
-        raise ModelError(f"{type(model).__name__} is in training mode: call model.eval() first.")

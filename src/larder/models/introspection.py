@@ -1,9 +1,10 @@
-"""Introspection of a model: attention calls, kinds, rotation, digest, tensors of its weights."""
+"""Introspection of a model: mode, attention calls, kinds, rotation, digest, weights."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -50,6 +51,40 @@ def relative_difference(got: Float[Tensor, "*S"], expected: Float[Tensor, "*S"])
     """Largest root mean square over the last dimension, relative to the spread of all."""
     rows = (got.float() - expected.float()).square().mean(-1).sqrt()
     return float(rows.max() / expected.float().std().clamp_min(1e-6))
+
+
+def check_not_compiled(model: Any) -> None:
+    """Raise ModelError if a module is compiled by torch."""
+    dynamo = sys.modules.get("torch._dynamo")  # a compiled module exists only where it is loaded
+    is_wrapped = dynamo is not None and isinstance(model, dynamo.OptimizedModule)
+    if is_wrapped or getattr(model, "_compiled_call_impl", None) is not None:
+        raise ModelError(
+            "The model is compiled, which fixes its attention: give Larder the model as it was "
+            "before torch.compile."
+        )
+
+
+def check_mode(model: Any) -> None:
+    """Raise ModelError if a module is compiled or in training mode; cheap enough for every call."""
+    check_not_compiled(model)
+    if model.training:
+        raise ModelError(f"{type(model).__name__} is in training mode: call model.eval() first.")
+
+
+def check_unchanged(model: Any, spec: ModelSpec) -> None:
+    """Check that a module is still what its caches were specified for; cheap enough for every call.
+
+    Raises:
+        ModelError: it is compiled or in training mode, or its weights have another dtype or device.
+    """
+    check_mode(model)
+    table = model.get_input_embeddings().weight
+    if (table.dtype, table.device) != (spec.dtype, spec.device):
+        raise ModelError(
+            f"The weights of {type(model).__name__} are {table.dtype} on {table.device}, but its "
+            f"caches were specified for {spec.dtype} on {spec.device}: move the model back, or "
+            "give it to Larder again."
+        )
 
 
 class AttentionSurvey(CausalAttention):

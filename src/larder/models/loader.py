@@ -272,16 +272,14 @@ def _check_folder(source: str) -> None:
     folder = Path(source)
     if not folder.exists():
         if folder.is_absolute() or source.startswith((".", "~")) or source.endswith(GGUF_SUFFIX):
-            raise ModelError(f"The model {source} does not exist: check --model.")
+            raise ModelError(f"The model {source} does not exist: check its name.")
         return
     if not folder.is_dir():
         raise ModelError(
-            f"{source} is a file: give --model the folder that holds config.json, or a .gguf file."
+            f"{source} is a file: give the folder that holds config.json, or a .gguf file."
         )
     if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"{source} has no config.json: give --model a folder saved by transformers."
-        )
+        raise ModelError(f"{source} has no config.json: give a folder saved by transformers.")
     if not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise ModelError(
             f"{source} has a config.json but no weights (*.safetensors): download them into it."
@@ -339,7 +337,7 @@ def _call_transformers(name: str, function: Any, *args: Any, **options: Any) -> 
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ModelError(
             f"The model {name!r} cannot be loaded: {reason}.{hint} Give a local folder, a Hugging "
-            f"Face name that this machine can reach, or leave --model out for the bundled one."
+            "Face name that this machine can reach, or leave the model out for the bundled one."
         ) from error
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from larder.core.arguments import check_type
 from larder.core.errors import BadParameter
 
 TOKENIZER_CALL = "transformers.AutoTokenizer.from_pretrained(NAME)"
+EXPECTED = f"the tokenizer of the model, as by {TOKENIZER_CALL}, or the one of its processor"
 LEAST_COVERAGE = 0.5  # of the embedding rows; models pad them by a few per cent
 
 
@@ -18,12 +20,7 @@ def check_tokenizer(tokenizer: Any, model: Any) -> None:
     """
     from transformers import PreTrainedTokenizerBase
 
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        given = "None" if tokenizer is None else f"a {type(tokenizer).__name__}"
-        raise BadParameter(
-            f"tokenizer must be the tokenizer of the model, got {given}: give "
-            f"{TOKENIZER_CALL}, or the `tokenizer` of a processor."
-        )
+    check_type("tokenizer", tokenizer, PreTrainedTokenizerBase, EXPECTED)
     if not tokenizer.is_fast:
         raise BadParameter(
             f"The tokenizer {type(tokenizer).__name__} reports no character offsets, because it is "

@@ -99,7 +99,7 @@ def _not_finite(module: Any) -> str:
         )
     return (
         "The model's logits are not finite on a short text: its weights hold NaN or infinity. "
-        "Load intact weights, or another --dtype."
+        "Load intact weights, or another dtype."
     )
 
 

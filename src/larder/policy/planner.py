@@ -213,7 +213,7 @@ class Planner:
             raise BudgetError(
                 f"The budget of {tokens} tokens is smaller than the {least.tokens} that "
                 f"{spell(self.protect)} and {spell(self.scorer)} always keep ({least.first} at the "
-                f"start, {least.last} at the end): raise --budget, or give either of them less."
+                f"start, {least.last} at the end): raise the budget, or give either of them less."
             )
         if not layers:  # every layer slides its own window
             return {}

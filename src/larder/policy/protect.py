@@ -55,7 +55,7 @@ class Protect:
         if least.tokens > tokens:
             raise BudgetError(
                 f"The budget of {tokens} tokens is smaller than sinks + recent = {least.first} + "
-                f"{least.last}: raise --budget, or lower protect(sinks, recent)."
+                f"{least.last}: raise the budget, or lower protect(sinks, recent)."
             )
         return least
 

@@ -84,7 +84,7 @@ def check_recent_fits(policy: Policy, tokens: int) -> None:
         raise BudgetError(
             f"{spell(policy.timing)} leaves {room} of {tokens} entries for generated text, fewer "
             f"than the {recent} recent tokens that {spell(policy.protect)} keeps: "
-            "raise --budget, or protect fewer."
+            "raise the budget, or protect fewer."
         )
 
 
@@ -184,14 +184,14 @@ def _resident_entries(policy: Policy, tokens: int) -> int:
         taken += f" and the {policy.lag} that {spell(policy.timing)} lets accumulate"
     if resident < 1:
         raise BudgetError(
-            f"The budget of {tokens} tokens has no room beside {taken}: raise --budget, fetch "
+            f"The budget of {tokens} tokens has no room beside {taken}: raise the budget, fetch "
             "fewer, or lag less."
         )
     least = policy.protect.least(tokens).union(policy.scorer.protected_tokens()).tokens
     if least > resident and not isinstance(policy.protect.recent, float):
         raise BudgetError(
             f"The budget of {tokens} tokens has no room for {taken} beside the {least} that "
-            f"{spell(policy.protect)} and {spell(policy.scorer)} always keep: raise --budget, "
+            f"{spell(policy.protect)} and {spell(policy.scorer)} always keep: raise the budget, "
             "fetch fewer, or protect fewer."
         )
     return resident

@@ -282,8 +282,8 @@ class Policy:
             raise BudgetError(
                 f"The budget of {tokens} tokens has no room for a page of {self.recall.page} "
                 f"beside the {least} that {spell(self.protect)} and {spell(self.scorer)} always "
-                f"keep and the {self.lag} that {spell(self.timing)} lets pile up: raise --budget, "
-                "protect fewer, lag less, or take smaller pages."
+                f"keep and the {self.lag} that {spell(self.timing)} lets pile up: raise the "
+                "budget, protect fewer, lag less, or take smaller pages."
             )
         return replace(self.recall, tokens=fitting)
 

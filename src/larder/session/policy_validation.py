@@ -153,20 +153,21 @@ def with_block_size(schedule: Schedule, tokens: int, block: int | None) -> Sched
     if "tokens" not in names:
         if block is not None:
             raise UsageError(
-                f"--block {block} was given, but {spell(schedule)} reads no blocks: leave it out, "
-                "or take blockwise()."
+                f"A block of {block} tokens was given, but {spell(schedule)} reads no blocks: "
+                "leave it out, or take blockwise()."
             )
         return schedule
     size = schedule.tokens if schedule.tokens is not None else block
     if block is not None and size != block:
         raise UsageError(
-            f"--block {block} contradicts {spell(schedule)} in the policy: give one of the two."
+            f"A block of {block} tokens contradicts {spell(schedule)} in the policy: give one of "
+            "the two."
         )
     size = min(DEFAULT_BLOCK_TOKENS, tokens) if size is None else size
     if size > tokens:
         raise UsageError(
-            f"The block of {size} tokens is larger than the budget of {tokens}: lower --block or "
-            "raise --budget."
+            f"The block of {size} tokens is larger than the budget of {tokens}: lower the block, "
+            "or raise the budget."
         )
     return replace(schedule, tokens=size)  # pyright: ignore
 

@@ -59,7 +59,7 @@ class MixedPrecisionStorage(Storage):
             raise BudgetError(
                 f"The budget of {tokens} tokens is no more than the "
                 f"{self.residual_window + spare} that {spell(self)} keeps at full precision until "
-                "a group is full: raise --budget, or lower its group."
+                "a group is full: raise the budget, or lower its group."
             )
         gains = [self._gain(layer.head_dim, itemsize) for layer in layers]
         return self.residual_window + int(
