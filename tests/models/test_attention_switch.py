@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
 import torch
 
 from larder.cache.sequence import SequenceCache
 from larder.core.types import Mode
+from larder.models.activation_hooks import forward_hooks
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment
 from larder.models.tiny import tiny
@@ -61,3 +66,15 @@ def test_attention_may_be_wrapped_as_kvpress_wraps_it() -> None:
     finally:
         del ALL_ATTENTION_FUNCTIONS["larder"]  # what is registered shows again
     assert called == [0, 1]
+
+
+def test_hooks_are_removed_where_one_cannot_be_installed() -> None:
+    module = torch.nn.Linear(2, 2)
+
+    def install() -> Iterator[Any]:
+        yield module.register_forward_hook(lambda *_: None)
+        raise RuntimeError("no second hook")
+
+    with pytest.raises(RuntimeError, match="no second hook"), forward_hooks(install()):
+        pass
+    assert not module._forward_hooks

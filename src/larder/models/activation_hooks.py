@@ -1,20 +1,38 @@
-"""Hooks that capture activations at the input of attention during a forward batch."""
+"""Hooks on modules: for the time of a block, and those that capture activations during a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from larder.models.attention_backend import CONTEXT_KEYWORD
 from larder.models.forward_batch import BatchSegment, ForwardBatch
 from larder.policy.providers.base import ActivationProvider, column_providers
 
 
-class ActivationHooks:
-    """Context manager whose hooks capture activations at each layer's attention input.
+@contextmanager
+def forward_hooks(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Context that removes hooks at its end.
+
+    Args:
+        handles: of the hooks. If an iterator fails to install one, those before it are removed.
+    """
+    with ExitStack() as installed:
+        for handle in handles:
+            installed.enter_context(handle)
+        yield
+
+
+def capture_activations(
+    modules: Mapping[int, nn.Module],
+    batch: ForwardBatch,
+    providers: Mapping[str, ActivationProvider],
+) -> AbstractContextManager[None]:
+    """Context whose hooks capture activations at each layer's attention input.
 
     Without a provider no hook is installed.
 
@@ -23,37 +41,16 @@ class ActivationHooks:
         batch: the batch in the model's call, which gets what was captured.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[int, nn.Module],
-        batch: ForwardBatch,
-        providers: Mapping[str, ActivationProvider],
-    ) -> None:
-        self._modules = modules.values() if providers else ()
-        self._batch, self._providers = batch, providers
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> None:
-        for module in self._modules:
-            # Before hooks that put another attention into the call.
-            hook = module.register_forward_pre_hook(self._record, prepend=True, with_kwargs=True)
-            self._hooks.append(hook)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _record(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if named.get(CONTEXT_KEYWORD) is self._batch:
+    def record(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if named.get(CONTEXT_KEYWORD) is batch:
             states = (args[0] if args else named["hidden_states"])[0]
-            self._batch.captured = {
-                name: each.capture(module, states) for name, each in self._providers.items()
-            }
+            batch.captured = {name: own.capture(module, states) for name, own in providers.items()}
+
+    # Before hooks that put another attention into the call.
+    return forward_hooks(
+        module.register_forward_pre_hook(record, prepend=True, with_kwargs=True)
+        for module in (modules.values() if providers else ())
+    )
 
 
 def column_inputs(segments: Sequence[BatchSegment]) -> dict[str, ActivationProvider]:

@@ -25,6 +25,7 @@ from larder.cache.spec import CacheSpec
 from larder.core.errors import BadParameter, CacheError, ModelError
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Queries, Values
+from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import AttentionInputs
 from larder.models.decoder import Decoder
 from larder.ops.attention import masked_attention
@@ -88,11 +89,8 @@ def blend(
     hooks = [layer.register_forward_pre_hook(fusion.choose, with_kwargs=True)]
     for later in decoder.body.layers[SELECTION_LAYER + 1 :]:
         hooks.append(later.register_forward_pre_hook(fusion.narrow, with_kwargs=True))
-    try:
+    with forward_hooks(hooks):
         decoder.forward_uncached(ids, fusion)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return BlendedCache(fusion.cache(), fusion.chosen, fusion.deviations)
 
 

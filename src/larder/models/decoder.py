@@ -17,7 +17,7 @@ from larder.cache.forms.corrected import CorrectedLayer
 from larder.core.errors import InputError, ModelError
 from larder.core.types import AppendKind, Mode
 from larder.models import attention_backend
-from larder.models.activation_hooks import ActivationHooks, column_inputs
+from larder.models.activation_hooks import capture_activations, column_inputs
 from larder.models.attention_backend import (
     AttentionPerCall,
     LayerAttention,
@@ -341,14 +341,15 @@ class Decoder:
             appended = segments if mode is Mode.APPEND else ()
             modules = self.attentions
             prefetch = LayerPrefetch(modules, appended, batch)
-            capture = ActivationHooks(modules, batch, {**inputs, **column_inputs(appended)})
+            capture = capture_activations(modules, batch, {**inputs, **column_inputs(appended)})
+            recurrent = self._recurrent.hooks(batch)
             with (
                 self.attention,
                 self.products.matrices(batch.num_tokens),
                 hooks.installed(),
-                prefetch,
+                prefetch.installed(),
                 capture,
-                self._recurrent.hooks(batch) as recurrent,
+                recurrent.installed(),
                 self.products.layers(batch.num_tokens),
             ):
                 yield batch

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import AttentionInputs, CausalAttention, PrivateConfigs
 from larder.models.decoder import Decoder
 from larder.models.introspection import has_quantized_weights, own_logits, relative_difference
@@ -114,22 +115,17 @@ def _logits_with(module: Any, attention: str, ids: Sequence[int]) -> Float[Tenso
 def _attention_outputs(decoder: Decoder) -> Iterator[dict[int, Float[Tensor, "Q hidden"]]]:
     """Output of every attention module by layer, filled in during a forward of the model."""
     outputs: dict[int, Tensor] = {}
-    handles: list[Any] = []
 
     def record(layer: int, output: Any) -> None:
         outputs[layer] = (output[0] if isinstance(output, tuple) else output)[0]
 
-    for layer, attention in decoder.attentions.items():
-        handles.append(
-            attention.register_forward_hook(
-                lambda module, args, output, layer=layer: record(layer, output)
-            )
+    with forward_hooks(
+        attention.register_forward_hook(
+            lambda module, args, output, layer=layer: record(layer, output)
         )
-    try:
+        for layer, attention in decoder.attentions.items()
+    ):
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _ignore(inputs: AttentionInputs) -> None:

@@ -15,18 +15,20 @@ caches continue without prefetch, after one warning.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from larder.cache.forms.tiered import TieredLayer
 from larder.core.errors import ModelError
 from larder.core.types import AppendKind
+from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import CONTEXT_KEYWORD, AttentionProbe
 from larder.models.forward_batch import BatchSegment
 
@@ -48,7 +50,7 @@ def attention_modules(model: Any, others: Sequence[nn.Module] = ()) -> dict[int,
 
 
 class LayerPrefetch:
-    """Context manager that prefetches pages during one forward batch.
+    """Prefetch of pages during one forward batch.
 
     Args:
         modules: attention modules by layer index.
@@ -66,31 +68,28 @@ class LayerPrefetch:
             for n in range(len(segments))
         ]
         self._worker: ThreadPoolExecutor | None = None
-        self._hooks: list[Any] = []
 
-    def __enter__(self) -> None:
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Context in which pages are fetched ahead."""
         upcoming = list(self._tiers)[1:]
         if not upcoming:
+            yield
             return
         self._worker = ThreadPoolExecutor(1, "larder-prefetch")
-        for layer in upcoming:
-            before = self._modules[layer - 1]
-            launch = partial(self._launch, layer)
-            self._hooks.append(before.register_forward_pre_hook(launch, with_kwargs=True))
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        if self._worker is not None:
+        try:
+            with forward_hooks(self._before(layer) for layer in upcoming):
+                yield
+        finally:
             self._worker.shutdown(wait=True, cancel_futures=True)
-        for tiers in self._tiers.values():
-            for tier in tiers:
-                tier.finder.expect(None)
+            for tiers in self._tiers.values():
+                for tier in tiers:
+                    tier.finder.expect(None)
+
+    def _before(self, layer: int) -> RemovableHandle:
+        """Hook on the layer before one whose pages are fetched."""
+        launch = partial(self._launch, layer)
+        return self._modules[layer - 1].register_forward_pre_hook(launch, with_kwargs=True)
 
     def _launch(
         self, layer: int, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]

@@ -32,6 +32,7 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, ModelError
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
+from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import AttentionInputs, AttentionProbe
 from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
 from larder.models.introspection import SURVEY_TOKENS, TOLERANCE
@@ -263,14 +264,10 @@ class LayerStack:
             del module, args
             flags.append(isinstance(output, tuple))
 
-        handles = [layer.register_forward_hook(record) for layer in self.layers]
-        try:
+        with forward_hooks(layer.register_forward_hook(record) for layer in self.layers):
             place = torch.zeros(1, 1, dtype=torch.int64, device=self._base.device)
             probe = AttentionProbe()
             self._base(input_ids=place, position_ids=place, use_cache=False, larder=probe)
-        finally:
-            for handle in handles:
-                handle.remove()
         return flags
 
 
@@ -327,19 +324,17 @@ class ResidualStream:
             layers: all layers of the model.
         """
         counts = {layer: len(blocks) for layer, blocks in self._blocks.items()}
-        handles = [
+        hooks = forward_hooks(
             layers[index].register_forward_pre_hook(self._recorder(index), with_kwargs=True)
             for index in self._blocks
-        ]
+        )
         try:
-            yield
+            with hooks:
+                yield
         except BaseException:
             for layer, blocks in self._blocks.items():
                 del blocks[counts[layer] :]
             raise
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @property
     def nbytes(self) -> int:

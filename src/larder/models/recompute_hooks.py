@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from larder.cache.forms.rebuilt import RecomputedKV, RecomputedLayer, recomputed_layers
 from larder.core.errors import CacheError
 from larder.core.spec import RecomputeSource
 from larder.core.types import Mode, Positions
+from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import CONTEXT_KEYWORD
 from larder.models.forward_batch import BatchSegment
 
@@ -77,14 +79,12 @@ class RecomputeHooks:
             yield
             return
         before = [store.tokens for store in stores]
-        handles = self._hooks()
         for store in stores:
             store.project = self._project
         try:
-            yield
+            with forward_hooks(self._hooks()):
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
             for store in stores:
                 store.project = None
         if self._mode is Mode.APPEND:
@@ -109,7 +109,7 @@ class RecomputeHooks:
 
         return shape.operations_per_token(KVSource.IDS, count) // shape.layers
 
-    def _hooks(self) -> list[Any]:
+    def _hooks(self) -> list[RemovableHandle]:
         """Hooks on the layers whose input is recorded."""
         layers = {layer for segment in self._segments for layer in _residual_layers(segment)}
         if not layers:

@@ -10,22 +10,24 @@ batch has succeeded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import transformers
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
 from larder.cache.recurrent_state import RecurrentState
 from larder.core.errors import CacheError, ModelError
 from larder.core.spec import RecurrentSpec
 from larder.core.types import Mode
+from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import CONTEXT_KEYWORD
 from larder.models.forward_batch import BatchSegment, ForwardBatch
 from larder.models.prefetch import is_numbered
@@ -169,18 +171,14 @@ class RecurrentModules:
     specs: tuple[RecurrentSpec, ...] = ()
 
     def hooks(self, batch: ForwardBatch) -> RecurrentHooks | NoHooks:
-        """Context of the model's call for a forward batch."""
+        """Hooks of the model's call for a forward batch."""
         return RecurrentHooks(self, batch) if self.modules else NoHooks()
 
-    @contextmanager
-    def silenced(self) -> Iterator[None]:
+    def silenced(self) -> AbstractContextManager[None]:
         """Context in which the layers answer with zeros, so that tokens do not see each other."""
-        handles = [module.register_forward_hook(_zeros) for module in self.modules.values()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return forward_hooks(
+            module.register_forward_hook(_zeros) for module in self.modules.values()
+        )
 
 
 def _zeros(module: nn.Module, args: tuple[Any, ...], out: Any) -> Tensor:
@@ -189,18 +187,11 @@ def _zeros(module: nn.Module, args: tuple[Any, ...], out: Any) -> Tensor:
 
 
 class NoHooks:
-    """Context of a call of a model without recurrent layers."""
+    """Hooks of a call of a model without recurrent layers."""
 
-    def __enter__(self) -> NoHooks:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Without effect."""
+    def installed(self) -> AbstractContextManager[None]:
+        """Context without effect."""
+        return nullcontext()
 
     def states(self) -> list[RecurrentState]:
         """No states."""
@@ -248,7 +239,7 @@ def row_groups(texts: Sequence[PackedText]) -> list[list[int]]:
 
 
 class RecurrentHooks:
-    """Context manager whose hooks compute recurrent layers, group by group of texts.
+    """Hooks that compute recurrent layers, group by group of texts.
 
     The first group is computed by the call that the model makes, the others behind it.
     """
@@ -260,24 +251,17 @@ class RecurrentHooks:
         self._groups = row_groups(self._texts)
         self._after: list[LayerTensors] = [{} for _ in self._texts]
         self._hidden = torch.empty(0)  # input of the layer in progress, all texts
-        self._handles: list[Any] = []
         batch.options["past_key_values"] = self._cache
 
-    def __enter__(self) -> RecurrentHooks:
+    def installed(self) -> AbstractContextManager[None]:
+        """Context of the model's call."""
+        return forward_hooks(self._install())
+
+    def _install(self) -> Iterator[RemovableHandle]:
         for number, module in self._layers.modules.items():
             first, others = partial(self._first, number), partial(self._others, number)
-            self._handles.append(module.register_forward_pre_hook(first, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(others, with_kwargs=True))
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
+            yield module.register_forward_pre_hook(first, with_kwargs=True)
+            yield module.register_forward_hook(others, with_kwargs=True)
 
     def states(self) -> list[RecurrentState]:
         """State of each segment behind the batch in append mode, else none.
@@ -344,19 +328,13 @@ class RecurrentSurvey(RecurrentCache):
         for number in counts:
             self.load(number, [RecurrentState()])
 
-    @contextmanager
-    def installed(self, body: Any) -> Iterator[None]:
+    def installed(self, body: Any) -> AbstractContextManager[None]:
         """Context in which the modules that are called are followed."""
-        handles = [
+        return forward_hooks(
             module.register_forward_pre_hook(self._enter)
             for module in body.modules()
             if is_numbered(module)
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        )
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kw: Any) -> Any:
         self._modules[layer_idx] = self._calling
