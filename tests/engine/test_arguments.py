@@ -123,6 +123,8 @@ CALLS = {
     "engine.ask(memory, 'Who?', 0.7)": "sampling must be",
     "engine.ask(memory, 'Who?', max_new_tokens='8')": "max_new_tokens must be",
     "engine.ask(memory, 'Who?', max_new_tokens=0)": "max_new_tokens must be",
+    "engine.ask(memory, 'Who?', stop=5)": "stop must be a string or a list of strings",
+    "engine.ask(memory, 'Who?', stop=['a', 5])": "stop must be a string or a list of strings",
     "Chat(3)": "engine must be",
     "Chat(engine).say(3)": "text must be",
     "Chat(engine).say('Hi', max_new_tokens=None)": "max_new_tokens must be",

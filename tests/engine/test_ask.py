@@ -11,8 +11,9 @@ import torch
 
 from chats import EPISODES, HISTORY, SINGLE, under
 from larder import Engine
-from larder.core.errors import UsageError
-from larder.models.loader import LoadedModel
+from larder.core.errors import CacheError, UsageError
+from larder.models.loader import LoadedModel, wrap_model
+from larder.models.tiny import tiny
 from topic_embedder import TopicEmbedder
 
 
@@ -83,3 +84,19 @@ def test_a_policy_may_judge_by_any_prompt_that_is_given(loaded: LoadedModel) -> 
     )
     held = [memory.caches.activate(0).entries(0).packed_positions() for memory in (dogs, cars)]
     assert held[0].shape != held[1].shape or not torch.equal(*held)
+
+
+def test_one_stop_string_is_not_its_letters(engine: Engine) -> None:
+    memory = engine.read(HISTORY)
+    whole = engine.ask(memory, "My dog?", max_new_tokens=12).text
+    letters = "".join(reversed(dict.fromkeys(whole))) + "\0"
+    assert engine.ask(memory, "My dog?", max_new_tokens=12, stop=letters).text == whole
+    stopped = engine.ask(memory, "My dog?", max_new_tokens=12, stop=whole[-1])
+    assert stopped.text == whole[: whole.index(whole[-1])].strip()
+
+
+def test_a_memory_of_another_model_is_refused(engine: Engine) -> None:
+    memory = engine.read(HISTORY)
+    other = Engine(replace(engine.loaded, decoder=wrap_model(tiny("qwen3"))), policy="full")
+    with pytest.raises(CacheError, match="made for another model than the Qwen3ForCausalLM"):
+        other.ask(memory, "My dog?", max_new_tokens=4)

@@ -126,6 +126,14 @@ def test_saved_and_forked_caches_continue(decoder: Decoder) -> None:
     assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
 
 
+def test_no_entries_of_a_copy_have_the_dtype_of_the_source(decoder: Decoder) -> None:
+    spec = replace(decoder.spec, dtype=torch.bfloat16)
+    for cache in (held := SequenceCache(spec, "ragged"), held.fork()):
+        entries = cache.entries(3)
+        assert entries.keys.dtype is entries.values.dtype is torch.bfloat16
+        assert not sum(entries.lengths) and not entries.keys.numel()
+
+
 def test_refusals(decoder: Decoder) -> None:
     with pytest.raises(CacheError, match="cannot share"):
         SequenceCache(decoder.spec, "tiered", **tiers_of("tiered"))

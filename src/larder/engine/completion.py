@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from larder.cache.sequence import SequenceCache
-from larder.core.arguments import check_count, check_type
+from larder.core.arguments import check_count
 from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.core.errors import InputError
 from larder.core.observation import Prompts
-from larder.engine.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer
+from larder.engine.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer, stop_strings
 from larder.engine.generate import GenerationBatch, StoppingCriteria
 from larder.engine.progress_bar import progress_or_bar
 from larder.engine.sampler import SamplingParams
@@ -88,14 +88,12 @@ class CompletionOptions:
 
     def __post_init__(self) -> None:
         check_count("max_new_tokens", self.max_new_tokens)
-        check_type("stop", self.stop, (str, list, tuple), "a string or a list of strings")
-        for one in self.stops:
-            check_type("stop", one, str, "a string or a list of strings")
+        stop_strings(self.stop)
 
     @property
     def stops(self) -> tuple[str, ...]:
         """All stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return stop_strings(self.stop)
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from larder.core.arguments import check_type
+
 REPLACEMENT_CHARACTER = "\ufffd"  # decoded from an incomplete character
 # Tokens that the text of a new one may depend on: characters of 1 to 4 bytes fit in it.
 CONTEXT_TOKENS = 12
+
+
+def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """All stop strings of an argument that is one or several.
+
+    Raises:
+        BadParameter: it is neither.
+    """
+    expected = "a string or a list of strings"
+    check_type("stop", stop, (str, list, tuple), expected)
+    several = (stop,) if isinstance(stop, str) else tuple(stop)
+    for one in several:
+        check_type("stop", one, str, expected)
+    return several
 
 
 class IncrementalDetokenizer:

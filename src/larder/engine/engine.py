@@ -13,6 +13,7 @@ from larder.core.arguments import check_count, check_type
 from larder.core.errors import BadParameter
 from larder.core.observation import Calibration, Prompts
 from larder.engine.answer import Answer, AnswerGenerator, QuestionAnswerer
+from larder.engine.detokenizer import stop_strings
 from larder.engine.progress_bar import progress_or_bar
 from larder.engine.sampler import SamplingParams, check_keywords
 from larder.models.calibration import calibrate
@@ -216,7 +217,7 @@ class Engine:
         question: str,
         sampling: SamplingParams | None = None,
         max_new_tokens: int = 256,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         on_text: Callable[[str], None] = discard_text,
     ) -> Answer: ...
 
@@ -227,7 +228,7 @@ class Engine:
         question: Sequence[str],
         sampling: SamplingParams | None = None,
         max_new_tokens: int = 256,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         on_text: Callable[[str], None] = discard_text,
     ) -> list[Answer]: ...
 
@@ -237,7 +238,7 @@ class Engine:
         question: str | Sequence[str],
         sampling: SamplingParams | None = None,
         max_new_tokens: int = 256,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         on_text: Callable[[str], None] = discard_text,
     ) -> Answer | list[Answer]:
         """Answer one or several questions about a prefilled conversation; the memory is unchanged.
@@ -251,7 +252,7 @@ class Engine:
             question: one question, or a list of questions that are answered independently.
             sampling: sampling parameters; None takes the most likely token at every step.
             max_new_tokens: most tokens of an answer.
-            stop: strings that end an answer.
+            stop: string that ends an answer, or several; it is not part of the answer.
             on_text: receives the text of an answer as it is generated.
 
         Returns:
@@ -274,7 +275,7 @@ class Engine:
             QuestionAnswerer(self.runtime, self.answer_generator, memory).answer,
             sampling=chosen,
             max_new_tokens=max_new_tokens,
-            stop=stop,
+            stop=stop_strings(stop),
             on_text=on_text,
         )
         if isinstance(question, str):

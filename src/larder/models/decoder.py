@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from larder.cache.forms.corrected import CorrectedLayer
-from larder.core.errors import InputError, ModelError
+from larder.core.errors import CacheError, InputError, ModelError
 from larder.core.types import AppendKind, Mode
 from larder.models import attention_backend
 from larder.models.activation_hooks import capture_activations, column_inputs
@@ -362,6 +362,13 @@ class Decoder:
 
     def _check(self, batch: ForwardBatch) -> None:
         check_unchanged(self.module, self.spec)
+        if any(
+            segment.cache.spec.fingerprint != self.spec.fingerprint for segment in batch.segments
+        ):
+            raise CacheError(
+                f"The cache was made for another model than the {type(self.module).__name__} that "
+                "is to continue it: read the text again with this one."
+            )
         ids, length = batch.ids(), batch.longest()
         if not ids:
             raise InputError("The text has no tokens: give at least one.")

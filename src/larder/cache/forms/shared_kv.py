@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from larder.cache.forms.base import AttentionCall, CacheLayer
@@ -30,14 +29,10 @@ class SharedKVLayer(CacheLayer):
 
     source: CacheLayer
 
-    def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(layer)
-        self._nothing = torch.empty(0, layer.head_dim, dtype=dtype, device=device)
-
     @classmethod
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> SharedKVLayer:
-        del spec
-        return cls(layer, model.dtype, model.device)
+        del model, spec
+        return cls(layer)
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         """No effect: the source appends the tokens, a block behind its last reader."""
@@ -78,10 +73,9 @@ class SharedKVLayer(CacheLayer):
         del length
 
     def entries(self) -> Entries:
-        """No entries."""
-        places = self._nothing.new_empty(0, dtype=torch.int32)
-        nothing = (0,) * self.layer.kv_heads
-        return Entries(self._nothing, self._nothing, places, nothing, nothing)
+        """No entries, of the dtype and on the device of the source."""
+        held, nothing = self.source.entries(), (0,) * self.layer.kv_heads
+        return Entries(held.keys[:0], held.values[:0], held.positions[:0], nothing, nothing)
 
     def state(self) -> dict[str, Tensor]:
         return {}
@@ -89,7 +83,7 @@ class SharedKVLayer(CacheLayer):
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> SharedKVLayer:
         del state
-        return cls(layer, torch.get_default_dtype(), torch.device("cpu"))
+        return cls(layer)
 
     def own_tensors(self) -> tuple[Tensor, ...]:
         return ()
