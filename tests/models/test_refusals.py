@@ -111,9 +111,7 @@ def test_dropout_is_not_silently_left_out() -> None:
         from larder.cache.sequence import SequenceCache
         from model_runs import read_on
 
-        with pytest.raises(
-            ModelError, match="Attention dropout is 0.5: put the model in eval mode"
-        ):
+        with pytest.raises(ModelError, match="dropout is 0.5: put the model in eval mode"):
             read_on(decoder, SequenceCache(decoder.spec, "ragged"), some_ids(4), 4)
 
 
