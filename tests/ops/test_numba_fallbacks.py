@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from larder.ops.cpu import attention_weights, c_library, removal, topk
+from larder.ops.cpu import attention_weights, c_library, entry_merge, removal, search, topk
 
 LENGTHS = (700, 0, 33, 257)
 STARTS = torch.tensor([2, 702, 705, 740])
@@ -30,7 +30,7 @@ def both(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Any]]:
     def call(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
         compiled = function(*args)
         with monkeypatch.context() as patch:
-            for module in (attention_weights, removal, topk):
+            for module in (attention_weights, entry_merge, removal, search, topk):
                 patch.setattr(module, "c_library", lambda: None)
             return compiled, function(*args)
 
@@ -91,3 +91,23 @@ def test_moves(both, generator):
     assert torch.equal(compiled, numba) and not torch.equal(
         compiled[: stored.numel()], stored.flatten()
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merges(both, generator, dtype):
+    keys, values = torch.randn(2, ROWS, 40, generator=generator).to(dtype)
+    layout = STARTS, torch.tensor(LENGTHS)
+    marked = torch.rand(sum(LENGTHS), generator=generator) < 0.9
+    asked = torch.tensor([0, 650, 699, 700, 731, 800])
+    compiled, numba = both(search.nearest_rows, keys, *layout, marked, asked)
+    torch.testing.assert_close(compiled[0], numba[0])
+    assert torch.equal(compiled[1], numba[1])
+    heads, (likeness, nearest) = torch.tensor([0, 0, 0, 2, 2, 3]), compiled
+    before = torch.tensor([0.1, torch.nan, torch.nan, 0.9])
+    thresholds = heads, likeness, likeness.exp(), 2.5, before, 0.7, 1e-6
+    compiled, numba = both(entry_merge.thresholded_folds, asked, nearest, *thresholds)
+    torch.testing.assert_close(compiled, numba, rtol=0, atol=0, equal_nan=True)
+    sources, targets, weights = compiled[1]
+    folds = sources, targets, weights, weights.sqrt()
+    compiled, numba = both(entry_merge.weighted_sums, keys, values, *layout, *folds)
+    torch.testing.assert_close(compiled, numba, rtol=0, atol=0)

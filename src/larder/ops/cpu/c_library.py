@@ -94,6 +94,37 @@ class MoveCall(ctypes.Structure):
     ]
 
 
+class NearestCall(ctypes.Structure):
+    """`struct nearest` of c/entry_merge.c."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("rows", "starts", "lengths", "marked", "asked")),
+        *((name, POINTER) for name in ("cosines", "places")),
+        *((name, INTEGER) for name in ("head_dim", "item_bytes", "count", "next")),
+    ]
+
+
+class FoldingCall(ctypes.Structure):
+    """`struct folding` of c/entry_merge.c."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("sources", "targets", "heads", "likeness", "given")),
+        *((name, POINTER) for name in ("before", "moved", "froms", "intos", "weights")),
+        *((name, INTEGER) for name in ("count", "groups")),
+        *((name, ctypes.c_float) for name in ("rate", "rest", "slack", "own")),
+    ]
+
+
+class SummingCall(ctypes.Structure):
+    """`struct summing` of c/entry_merge.c."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("stored", "starts", "lengths", "sources", "targets")),
+        *((name, POINTER) for name in ("weights", "into", "sums")),
+        *((name, INTEGER) for name in ("dim", "item_bytes", "count")),
+    ]
+
+
 def integers(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
     """Array of int64 for a call."""
     return (INTEGER * len(numbers))(*numbers)
@@ -125,6 +156,12 @@ def c_library() -> ctypes.CDLL | None:
     library.larder_plan_removal.restype = INTEGER
     library.larder_move_rows.argtypes = [ctypes.POINTER(MoveCall)]
     library.larder_move_rows.restype = None
+    library.larder_nearest_rows.argtypes = [ctypes.POINTER(NearestCall), ctypes.c_int32]
+    library.larder_nearest_rows.restype = None
+    library.larder_threshold_folds.argtypes = [ctypes.POINTER(FoldingCall)]
+    library.larder_threshold_folds.restype = INTEGER
+    library.larder_sum_rows.argtypes = [ctypes.POINTER(SummingCall)]
+    library.larder_sum_rows.restype = INTEGER
     return library
 
 

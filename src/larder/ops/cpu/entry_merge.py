@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from ctypes import CDLL, byref
+
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from larder.ops.cpu.c_library import FoldingCall, SummingCall, c_library
 from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, as_numpy
 
 MAX_FOLDS = 1 << 10  # above it torch is as fast, and uses all threads
@@ -88,6 +91,54 @@ def thresholded_folds(
     Float[Tensor, " K"], tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"]]
 ]:
     """Kernel of `thresholded_folds`; the same bits as torch."""
+    library = c_library()
+    if library is None:
+        return numba_thresholded_folds(
+            sources, targets, heads, likeness, given, own, before, rate, slack
+        )
+    sources, targets, heads = sources.contiguous(), targets.contiguous(), heads.contiguous()
+    likeness, given, before = likeness.contiguous(), given.contiguous(), before.contiguous()
+    moved = torch.empty(len(before), dtype=torch.float32)
+    froms, intos = torch.empty(2, 2 * len(sources), dtype=torch.int64)
+    weights = torch.empty(2 * len(sources), dtype=torch.float32)
+    call = FoldingCall(
+        sources=sources.data_ptr(),
+        targets=targets.data_ptr(),
+        heads=heads.data_ptr(),
+        likeness=likeness.data_ptr(),
+        given=given.data_ptr(),
+        before=before.data_ptr(),
+        moved=moved.data_ptr(),
+        froms=froms.data_ptr(),
+        intos=intos.data_ptr(),
+        weights=weights.data_ptr(),
+        count=len(sources),
+        groups=len(before),
+        rate=rate,
+        rest=1 - rate,
+        slack=slack,
+        own=own,
+    )
+    folds = library.larder_threshold_folds(byref(call))
+    if folds < 0:
+        raise MemoryError("The merges of entries could not allocate their buffers.")
+    return moved, (froms[:folds], intos[:folds], weights[:folds])
+
+
+def numba_thresholded_folds(
+    sources: Int64[Tensor, " F"],
+    targets: Int64[Tensor, " F"],
+    heads: Int64[Tensor, " F"],
+    likeness: Float[Tensor, " F"],
+    given: Float[Tensor, " F"],
+    own: float,
+    before: Float[Tensor, " K"],
+    rate: float,
+    slack: float,
+) -> tuple[
+    Float[Tensor, " K"], tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"]]
+]:
+    """`thresholded_folds` where no C kernel was compiled."""
     from larder.ops.cpu import entry_merge_kernels as kernels
 
     moved = torch.empty(len(before))
@@ -146,6 +197,59 @@ def weighted_sums(
     value_weights: Float[Tensor, " F"],
 ) -> tuple[Int64[Tensor, " N"], Float[Tensor, "N D"], Float[Tensor, "N D"]]:
     """Kernel of `weighted_sums`; the same bits as torch."""
+    library = c_library()
+    if library is None:
+        return numba_weighted_sums(
+            keys, values, starts, lengths, sources, targets, key_weights, value_weights
+        )
+    layout = (starts.contiguous(), lengths.contiguous(), sources.contiguous(), targets.contiguous())
+    into, key_sums = _sum_rows(library, keys.detach(), layout, key_weights.contiguous())
+    _, value_sums = _sum_rows(library, values.detach(), layout, value_weights.contiguous())
+    return into, key_sums, value_sums
+
+
+def _sum_rows(
+    library: CDLL,
+    stored: Float[Tensor, "C D"],
+    layout: tuple[Tensor, Tensor, Tensor, Tensor],
+    weights: Float[Tensor, " F"],
+) -> tuple[Int64[Tensor, " N"], Float[Tensor, "N D"]]:
+    """Distinct targets, and the sums of their sources' rows.
+
+    Args:
+        layout: starts and lengths of the heads, sources, targets.
+    """
+    starts, lengths, sources, targets = layout
+    into = torch.empty(len(sources), dtype=torch.int64)
+    sums = torch.empty(len(sources), stored.shape[1], dtype=torch.float32)
+    call = SummingCall(
+        stored=stored.data_ptr(),
+        starts=starts.data_ptr(),
+        lengths=lengths.data_ptr(),
+        sources=sources.data_ptr(),
+        targets=targets.data_ptr(),
+        weights=weights.data_ptr(),
+        into=into.data_ptr(),
+        sums=sums.data_ptr(),
+        dim=stored.shape[1],
+        item_bytes=stored.element_size(),
+        count=len(sources),
+    )
+    count = library.larder_sum_rows(byref(call))
+    return into[:count], sums[:count]
+
+
+def numba_weighted_sums(
+    keys: Float[Tensor, "C D"],
+    values: Float[Tensor, "C D"],
+    starts: Int64[Tensor, " K"],
+    lengths: Int64[Tensor, " K"],
+    sources: Int64[Tensor, " F"],
+    targets: Int64[Tensor, " F"],
+    key_weights: Float[Tensor, " F"],
+    value_weights: Float[Tensor, " F"],
+) -> tuple[Int64[Tensor, " N"], Float[Tensor, "N D"], Float[Tensor, "N D"]]:
+    """`weighted_sums` where no C kernel was compiled."""
     from larder.ops.cpu import entry_merge_kernels as kernels
 
     into, key_sums, value_sums = kernels.sum_rows(

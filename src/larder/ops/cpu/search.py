@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from ctypes import byref
+
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, as_numpy, num_threads_for, query_rows
+from larder.ops.cpu.c_library import NearestCall, c_library
+from larder.ops.cpu.decode_attention import (
+    MAX_HEAD_DIM,
+    SPAN_FLOATS,
+    SUPPORTED_DTYPES,
+    as_numpy,
+    num_threads_for,
+    query_rows,
+)
 
 
 def supports(queries: Tensor, keys: Tensor) -> bool:
@@ -89,6 +99,39 @@ def nearest_rows(
     asked: Int64[Tensor, " F"],
 ) -> tuple[Float[Tensor, " F"], Int64[Tensor, " F"]]:
     """Kernel of `nearest_rows`; thread-safe."""
+    library = c_library()
+    if library is None or rows.shape[1] > MAX_HEAD_DIM:
+        return numba_nearest_rows(rows, starts, lengths, marked, asked)
+    starts, lengths, marked = starts.contiguous(), lengths.contiguous(), marked.contiguous()
+    rows, asked = rows.detach(), asked.contiguous()
+    cosines = torch.empty(len(asked), dtype=torch.float32)
+    places = torch.empty(len(asked), dtype=torch.int64)
+    call = NearestCall(
+        rows=rows.data_ptr(),
+        starts=starts.data_ptr(),
+        lengths=lengths.data_ptr(),
+        marked=marked.data_ptr(),
+        asked=asked.data_ptr(),
+        cosines=cosines.data_ptr(),
+        places=places.data_ptr(),
+        head_dim=rows.shape[1],
+        item_bytes=rows.element_size(),
+        count=len(asked),
+    )
+    work = 2 * len(asked) * len(marked) // len(lengths) * rows.shape[1] if len(lengths) else 0
+    threads = min(torch.get_num_threads(), len(asked), work // SPAN_FLOATS)
+    library.larder_nearest_rows(byref(call), threads)
+    return cosines, places
+
+
+def numba_nearest_rows(
+    rows: Float[Tensor, "C D"],
+    starts: Int[Tensor, " K"],
+    lengths: Int[Tensor, " K"],
+    marked: Bool[Tensor, " T"],
+    asked: Int64[Tensor, " F"],
+) -> tuple[Float[Tensor, " F"], Int64[Tensor, " F"]]:
+    """`nearest_rows` where no C kernel was compiled, and for rows that are too long for it."""
     from larder.ops.cpu import search_kernels as kernels  # compiles: not before it is needed
 
     owned, marks = lengths.numpy(), marked.numpy()
