@@ -26,7 +26,6 @@ from larder.core.recall import Estimate
 from larder.core.spec import LayerSpec
 from larder.core.types import Queries
 from larder.ops.attention import merge_attention, ragged_attention
-from larder.ops.cpu import page_slots
 
 MASKED_BIAS = -1e30  # finite, as biases must be; its weight is 0 beside anything seen
 NO_PAGE = -1
@@ -82,6 +81,8 @@ class PagePool(TensorOwner):
             numbers: entry numbers of each page, -1 after the last.
             entries: the slow tier.
         """
+        from larder.ops.cpu import page_slots  # not before pages are recalled
+
         if type(entries) is Entries and page_slots.supports(self._keys, entries.keys):
             self._load_by_kernel(pages, versions, numbers, entries)
             return
@@ -107,6 +108,8 @@ class PagePool(TensorOwner):
         entries: Entries,
     ) -> None:
         """`load` in one kernel call, where slots and slow tier are in the same memory."""
+        from larder.ops.cpu import page_slots
+
         self._widen_table(int(pages.max()) + 1 if pages.numel() else 0)
         self.asked += int((pages >= 0).sum())
         self.moved += page_slots.load_pages(
