@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
+from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
 
 import larder
+from architectures.families_vision import IMAGE, PATCH, SIDE
 from interop.image_prompts import IMAGE_TOKENS, NAMES, Prompt, inputs_of, model_of
 from interop.replay import assert_same_entries
 from larder.core.errors import BadParameter, InputError, ModelError, UsageError
@@ -156,3 +158,29 @@ def test_images_that_do_not_fit_the_prompt() -> None:
     with pytest.raises(InputError, match="do not go together"):
         engine.generate("5", images=[PROMPT])
     assert engine.generate("5", images=[OTHER], max_new_tokens=4).ids  # the model is as before
+
+
+def test_a_processor_of_transformers() -> None:
+    """PIL images through the processor of Llava, with one word of the vocabulary as its image."""
+    model = model_of(LLAVA)
+    vocabulary = {str(n): n for n in range(len(model.get_input_embeddings().weight)) if n != IMAGE}
+    backend = Tokenizer(WordLevel({**vocabulary, "<image>": IMAGE}, "0"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    sizes = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+    processor = LlavaProcessor(
+        CLIPImageProcessorPil(**sizes),
+        tokenizer,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    engine = larder.Engine(model, policy="full", processor=processor)
+    engine.stop_ids = frozenset()
+    text, red = "5 <image> 7 8", Image.new("RGB", (20, 30), (200, 10, 30))
+    given = processor(text=[text], images=[[red]], return_tensors="pt")
+    expected = model.generate(**given, max_new_tokens=8, **GREEDY)[0, -8:].tolist()
+    assert list(engine.generate(text, images=[red], max_new_tokens=8).ids) == expected
+    with pytest.raises(InputError, match="do not go together"):
+        engine.generate("5 7 8", images=[red])
