@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from larder.engine import engine
 from larder.models import loader
@@ -73,3 +75,33 @@ def test_a_page_of_the_documentation_runs(
     for code in blocks:
         exec(compile(code, page, "exec"), names)
         assert capsys.readouterr().out.strip()
+
+
+def python_of(page: str) -> list[str]:
+    """Python blocks of a page of docs/."""
+    text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_page_of_engine_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    names = {"model": tiny("llama"), "tokenizer": characters().tokenizer}
+    (code,) = python_of("python")
+    exec(compile(code, "python.md", "exec"), names)
+    assert "length" in capsys.readouterr().out
+
+
+def test_the_page_of_generate_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its block of images, which tests/interop/test_images.py has on every family."""
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: tiny("llama"))
+    monkeypatch.setattr(
+        AutoTokenizer, "from_pretrained", lambda name, **options: characters().tokenizer
+    )
+    text, images, exported = python_of("generate")
+    assert "processor" in images
+    text = text.replace("A long text ...", "A long text, longer than what is always kept. " * 20)
+    exec(compile(text, "generate.md", "exec"), names := dict[str, Any]())
+    read = names["model"].generate(**names["inputs"], max_new_tokens=100)
+    names["longer_inputs"] = {"input_ids": read, "attention_mask": torch.ones_like(read)}
+    exec(compile(exported, "generate.md", "exec"), names)
+    (layers,) = names["cache"].lengths()
+    assert max(map(max, layers)) == names["exported"].layers[0].keys.shape[2] < read.shape[1]
