@@ -103,10 +103,10 @@ weigh_avx512(const struct weighing *call, float *raised, float *sums) {
 
 static void weigh_dispatched(const struct weighing *call, float *raised, float *sums) {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
+    enum instruction_set own = larder_instruction_set();
+    if (own >= AVX512)
         return weigh_avx512(call, raised, sums);
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    if (own == AVX2)
         return weigh_avx2(call, raised, sums);
 #endif
     weigh_baseline(call, raised, sums);

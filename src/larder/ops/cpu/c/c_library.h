@@ -11,6 +11,11 @@
 #define LN_2 0.6931471805599453f
 #define MIN_EXPONENT -126.0f /* the smallest exponent of a normal float32 */
 
+/* What the processor can run, in rising order. */
+enum instruction_set { BASELINE, AVX2, AVX512, AVX512_BF16 };
+
+enum instruction_set larder_instruction_set(void);
+
 /* Run a task on so many threads of torch's OpenMP runtime, or once where there is none. A task takes
  * shares until none is left, so that fewer threads than asked for are enough. */
 void larder_parallel(void (*task)(void *), void *given, int threads);

@@ -59,36 +59,10 @@ struct step_row {
 typedef void (*attend_function)(const struct attention *, const float *, int64_t, int64_t, float *,
                                 float *, float *, void *);
 
-#define NAME(x) x##_baseline
-#define TARGET
-#include "decode_attention_body.h"
-#undef NAME
-#undef TARGET
+#define BODY "decode_attention_body.h"
+#include "instruction_sets.h"
 
-#if defined(__x86_64__)
-#define NAME(x) x##_avx2
-#define TARGET __attribute__((target("avx2,fma")))
-#include "decode_attention_body.h"
-#undef NAME
-#undef TARGET
-
-#define NAME(x) x##_avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
-#include "decode_attention_body.h"
-#undef NAME
-#undef TARGET
-#endif
-
-static attend_function choose_attend(void) {
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return attend_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        return attend_avx2;
-#endif
-    return attend_baseline;
-}
+static const attend_function attend_forms[] = FORMS(attend);
 
 struct parts {
     const struct attention *call;
@@ -182,7 +156,7 @@ static void merge_parts(const struct parts *parts) {
 /* Returns 0, or 1 if memory is short. */
 int larder_decode_attention(const struct attention *call) {
     int64_t rows = call->num_queries, dim = call->head_dim, vectors = (dim + LANES - 1) / LANES;
-    struct parts parts = {.call = call, .attend = choose_attend()};
+    struct parts parts = {.call = call, .attend = attend_forms[larder_instruction_set()]};
     for (int64_t head = 0; head < call->heads; head++)
         parts.count += (call->lengths[head] + PART - 1) / PART;
     int threads = call->threads < parts.count ? call->threads : (int)parts.count;

@@ -60,47 +60,13 @@ static float from_bfloat16(uint16_t half) {
 
 static float rounded(float value) { return from_bfloat16(to_bfloat16(value)); }
 
-#define NAME(x) x##_baseline
-#define TARGET
-#include "decoder_layer_body.h"
-#undef NAME
-#undef TARGET
-
-#if defined(__x86_64__)
-#define NAME(x) x##_avx2
-#define TARGET __attribute__((target("avx2,fma")))
-#include "decoder_layer_body.h"
-#undef NAME
-#undef TARGET
-
-#define NAME(x) x##_avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
-#include "decoder_layer_body.h"
-#undef NAME
-#undef TARGET
-
-#include <immintrin.h>
-#define HAS_DOT_PRODUCT
-#define NAME(x) x##_avx512bf16
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")))
-#include "decoder_layer_body.h"
-#undef NAME
-#undef TARGET
-#undef HAS_DOT_PRODUCT
-#endif
+#define WITH_DOT_PRODUCT
+#define BODY "decoder_layer_body.h"
+#include "instruction_sets.h"
 
 static const struct kernels *choose_kernels(void) {
-#if defined(__x86_64__)
-    int avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (avx512 && __builtin_cpu_supports("avx512bf16"))
-        return &kernels_avx512bf16;
-    if (avx512)
-        return &kernels_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        return &kernels_avx2;
-#endif
-    return &kernels_baseline;
+    static const struct kernels *const forms[] = FORMS(&kernels);
+    return forms[larder_instruction_set()];
 }
 
 /* The shares that are left when the runtime gives fewer threads are run behind the others. */

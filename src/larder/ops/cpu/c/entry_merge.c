@@ -119,10 +119,10 @@ find_avx512(const struct nearest *call, int64_t f) {
 
 static void find_dispatched(const struct nearest *call, int64_t f) {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl"))
+    enum instruction_set own = larder_instruction_set();
+    if (own >= AVX512)
         return find_avx512(call, f);
-    if (__builtin_cpu_supports("avx2"))
+    if (own == AVX2)
         return find_avx2(call, f);
 #endif
     find_baseline(call, f);

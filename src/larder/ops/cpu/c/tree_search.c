@@ -82,36 +82,10 @@ INLINE void insert_ranked(struct ranking *list, float value, int64_t number) {
 
 typedef int (*search_function)(const struct tree_search *, int64_t);
 
-#define NAME(x) x##_baseline
-#define TARGET
-#include "tree_search_body.h"
-#undef NAME
-#undef TARGET
+#define BODY "tree_search_body.h"
+#include "instruction_sets.h"
 
-#if defined(__x86_64__)
-#define NAME(x) x##_avx2
-#define TARGET __attribute__((target("avx2,fma")))
-#include "tree_search_body.h"
-#undef NAME
-#undef TARGET
-
-#define NAME(x) x##_avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
-#include "tree_search_body.h"
-#undef NAME
-#undef TARGET
-#endif
-
-static search_function choose_search(void) {
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return search_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        return search_avx2;
-#endif
-    return search_baseline;
-}
+static const search_function search_forms[] = FORMS(search);
 
 struct heads {
     const struct tree_search *call;
@@ -121,7 +95,7 @@ struct heads {
 
 static void search_as_thread(void *given) {
     struct heads *heads = given;
-    search_function search = choose_search();
+    search_function search = search_forms[larder_instruction_set()];
     for (int64_t h; (h = __atomic_fetch_add(&heads->next, 1, __ATOMIC_RELAXED)) < heads->call->heads;)
         if (search(heads->call, h))
             __atomic_store_n(&heads->failed, 1, __ATOMIC_RELAXED);
