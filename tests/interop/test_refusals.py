@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from transformers import DynamicCache
 
 import larder
+from architectures.families import families
 from larder.core.errors import BadParameter, CacheError, LarderError, ModelError, UsageError
 from larder.interop.cache import LarderCache
+from larder.models.lm_head import text_body_of
 from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from model_runs import some_ids
@@ -181,6 +184,29 @@ def test_a_call_that_fails_leaves_no_trace(llama: Any, ids: Any) -> None:
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
     assert llama.config._attn_implementation == implementation
     assert cache.sequences[0].next_position == 50 + ids.shape[1]
+
+
+@pytest.mark.parametrize("name", ["Llama", "Llava"])
+def test_a_call_of_another_thread_meanwhile(name: str) -> None:
+    """It would roll the first call back, and run in its attention."""
+    model: Any = next(family for family in families() if family.name == name).model()
+    caches, refused = [LarderCache(model, "full") for _ in range(2)], list[Any]()
+
+    def call(cache: LarderCache) -> Any:
+        with torch.no_grad():
+            return model(IDS, past_key_values=cache).logits
+
+    def call_meanwhile(*args: Any) -> None:
+        hook.remove()  # or a call that is not refused would start another
+        with ThreadPoolExecutor(1) as pool:
+            refused.append(pool.submit(call, caches[1]).exception())
+
+    body: Any = text_body_of(model)
+    hook = body.layers[1].mlp.register_forward_hook(call_meanwhile)
+    got = call(caches[0])
+    assert refused and all("one thread at a time" in str(error) for error in refused)
+    assert torch.equal(got, call(caches[1]))
+    assert caches[0].lengths() == caches[1].lengths()
 
 
 def test_an_end_token_whose_call_failed_is_read_again(llama: Any) -> None:

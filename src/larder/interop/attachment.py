@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -55,6 +56,8 @@ class AttachedCache(Cache):
         """Context of a call of the body; a block that fails leaves the cache as it was."""
         raise NotImplementedError
 
+
+NO_THREAD = 0
 
 # Called with the cache of a call that carries no `AttachedCache`, or None; returns the cache to
 # use instead, or None to leave the call alone.
@@ -145,6 +148,7 @@ class Attachment:
         self._outer, self._outer_stack = NO_OUTER_CALL, ExitStack()
         self._head_stack = ExitStack()
         self._stack = ExitStack()
+        self._thread = NO_THREAD
         self._call: RunningCall | None = None
         self._cache: AttachedCache | None = None
         self._capture: HiddenCapture | None = None
@@ -204,6 +208,7 @@ class Attachment:
         if CONTEXT_KEYWORD in named:
             return args, self._with_embeddings(named)
         if self._outer is NO_OUTER_CALL:
+            self._check_thread()
             self._abandon()
         named = named_arguments(body, args, named)
         cache = self._cache_of(named)
@@ -214,6 +219,7 @@ class Attachment:
         call = BodyCall.of(named, self._logits_to_keep, self._outer, table)
         self._logits_to_keep = 0
         with ExitStack() as stack:
+            stack.enter_context(self._taken_by_thread())
             stack.enter_context(self.decoder.attention)
             running = stack.enter_context(cache.run(call))
             self._cache, self._call, self._stack = cache, running, stack.pop_all()
@@ -225,12 +231,14 @@ class Attachment:
         """Before images are merged into the embeddings, and masks are made for the body."""
         if CONTEXT_KEYWORD in named:
             return None
+        self._check_thread()
         self._abandon()
         named = named_arguments(base, args, named)
         cache = self._cache_of(named)
         if cache is None:
             return None
         self._check_call(base)
+        self._outer_stack.enter_context(self._taken_by_thread())
         self._outer_stack.enter_context(self.decoder.attention)
         self._outer = OuterCall(named.get("input_ids"), named.get("attention_mask"))
         return (), {**named, "past_key_values": cache}
@@ -239,7 +247,7 @@ class Attachment:
         self, base: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Any
     ) -> None:
         del base, args, out
-        if CONTEXT_KEYWORD not in named:
+        if CONTEXT_KEYWORD not in named and not self._is_taken():
             self._outer = NO_OUTER_CALL
             self._outer_stack.close()
 
@@ -276,6 +284,28 @@ class Attachment:
                 f"than the {type(self.module).__name__} that is called: make one for this model."
             )
         return given
+
+    @contextmanager
+    def _taken_by_thread(self) -> Iterator[None]:
+        """Context of a call over a cache: the model has Larder's attention."""
+        former, self._thread = self._thread, get_ident()
+        try:
+            yield
+        finally:
+            self._thread = former
+
+    def _is_taken(self) -> bool:
+        """True while another thread is in a call over a cache."""
+        return self._thread not in (NO_THREAD, get_ident())
+
+    def _check_thread(self) -> None:
+        """Check that no other thread is in a call over a cache."""
+        if self._is_taken():
+            raise ModelError(
+                f"The {type(self.module).__name__} was called while another thread calls it over a "
+                "LarderCache: call it from one thread at a time, with a lock around generate(), or "
+                "serve several users with larder.Engine or `larder serve`."
+            )
 
     def _check_call(self, body: nn.Module) -> None:
         check_mode(self.module)
