@@ -17,7 +17,7 @@ from without_kernels import reference
 @given(
     seed=st.integers(0, 2**31),
     marks=st.lists(st.lists(st.booleans(), max_size=40), min_size=1, max_size=3),
-    head_dim=st.sampled_from([5, 16]),
+    head_dim=st.sampled_from([5, 16, 600]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_every_form_equals_the_loop(seed, marks, head_dim, dtype) -> None:

@@ -236,7 +236,7 @@ def test_parameters_are_checked(wrong) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [16, 24, 64])
+@pytest.mark.parametrize("head_dim", [16, 24, 64, 600])
 @pytest.mark.parametrize("variant", [Variant.LARDER, Variant.CODE])
 def test_the_c_kernel_finds_what_numbas_finds(dtype, head_dim, variant) -> None:
     layer = replace(a_layer(kv_heads=2, group=3), head_dim=head_dim)

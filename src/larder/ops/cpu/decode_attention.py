@@ -27,7 +27,7 @@ from larder.ops.cpu.c_library import AttentionCall, c_library
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 MAX_QUERY_ROWS = 16  # query rows per kv head; from there on a matrix product is faster
-MAX_HEAD_DIM = 512  # of the C kernel
+MAX_HEAD_DIM = 1024  # of the C kernel
 SPAN_FLOATS = 1 << 15  # least work per thread; for less, waking it costs more than it saves
 THREADSAFE_LAYERS = ("omp", "tbb")  # numba's "workqueue" aborts under two Python threads
 

@@ -4,7 +4,7 @@
 #define LARDER_C_LIBRARY_H
 
 #define LANES 16
-#define MAX_VECTORS 32 /* of LANES numbers: heads of at most 512 */
+#define MAX_VECTORS 64 /* of LANES numbers: heads of at most 1,024 */
 #define INLINE static inline __attribute__((always_inline))
 
 #define LOG2_E 1.4426950408889634f

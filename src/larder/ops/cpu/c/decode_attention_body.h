@@ -130,6 +130,7 @@ TARGET static void NAME(attend)(const struct attention *call, const float *queri
     case 96: ATTEND(96); break;
     case 128: ATTEND(128); break;
     case 256: ATTEND(256); break;
+    case 576: ATTEND(576); break;
     default: ATTEND(call->head_dim);
     }
 #undef ATTEND
