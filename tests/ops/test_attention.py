@@ -171,7 +171,9 @@ def test_spans_across_heads_equal_the_readable_form(dtype, threads):
     agree(biased, reference(ragged_attention)(queries, *cached, SCALING, bias), 2e-5)
 
 
-@pytest.mark.parametrize("head_dim", [8, 24, 32, 64, 80, 96, 128, 256, 512, 513, 576, 1000, 1024, 1030])
+@pytest.mark.parametrize(
+    "head_dim", [8, 24, 32, 64, 80, 96, 128, 256, 512, 513, 576, 1000, 1024, 1030]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_compiled_kernel_reads_heads_of_any_size(compiled, head_dim, dtype):
     cached = ragged_storage(4, [33, 0, 1100], head_dim, dtype)
