@@ -121,8 +121,8 @@ def _text_parts(content: Any) -> Any:
         if part.type not in TEXT_PARTS:
             raise ValueError(
                 f"a part is of type {part.type!r}, but messages hold text alone: send parts of the "
-                "types text, input_text or output_text. Images are read inside model.generate, "
-                "with larder.applied"
+                "types text, input_text or output_text. Images are read in Python: by "
+                "Engine.generate, or inside model.generate with larder.applied"
             )
         if part.text is None:
             raise ValueError("a part has no text: send one")
