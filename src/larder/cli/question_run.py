@@ -150,7 +150,7 @@ def exact_recall_line(entries: int) -> str:
     """Line that says up to which length the recall of a policy reads all entries."""
     return (
         f"Recall reads all of up to {entries:,} offloaded entries per kv head: on this machine, "
-        "that is faster than searching."
+        "that is faster than searching. Active memory does not count them."
     )
 
 

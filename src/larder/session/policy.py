@@ -319,6 +319,13 @@ def with_measured_recall(policy: Policy, spec: ModelSpec) -> Policy:
     return with_break_even(policy, spec)
 
 
+def with_searched_recall(policy: Policy) -> Policy:
+    """Policy whose recall searches at every step, whatever is faster: the method of its paper."""
+    if policy.recall is None:
+        return policy
+    return replace(policy, recall=replace(policy.recall, exact=0))
+
+
 def parsed_policy(policy: str | Policy) -> Policy:
     """Policy by name, spelling, or as it is."""
     check_type("policy", policy, (str, Policy), "a preset's name, a spelling of parts or a Policy")

@@ -93,12 +93,15 @@ def _run(
     engine: Engine, shown: Demonstration, conversation: Conversation, budget: str | None
 ) -> tuple[dict[str, QuestionRun], bool]:
     """Finished runs by policy; False if Ctrl-C came before the last."""
+    from larder.session.policy import parsed_policy, with_searched_recall
+
     done: dict[str, QuestionRun] = {}
     try:
         done[FULL] = _run_policy(engine.under(FULL), conversation, FULL)
         context = done[FULL].memory.figures.context_tokens
         for name, spelling in shown.policies.items():
-            limited = engine.under(spelling, budget or str(context // shown.budget_divisor))
+            searching = with_searched_recall(parsed_policy(spelling))
+            limited = engine.under(searching, budget or str(context // shown.budget_divisor))
             done[name] = _run_policy(limited, conversation, name)
     except KeyboardInterrupt:
         if not done:
