@@ -131,11 +131,13 @@ class AnswerGenerator:
         stop: Sequence[str],
         on_text: Callable[[str], None],
         make_observer: ObserverFactory = no_observer,
+        message: tuple[int, ...] = (),
     ) -> GeneratedText:
         """Prefill the prompt and generate the answer; the cache keeps both, the caller truncates
         it.
 
         Args:
+            message: the whole message that ends with `prompt`, which `repetition_penalty` counts.
             stop: strings that end the answer.
             on_text: receives the text of the answer as it is generated.
             make_observer: makes the observer of each forward batch, for decode eviction.
@@ -152,6 +154,7 @@ class AnswerGenerator:
             limits,
             lambda row, token: stream.push(token),
             make_observer,
+            [message or prompt],
         )
         seconds = time.perf_counter() - started
         stream.finish()
@@ -202,7 +205,14 @@ class QuestionAnswerer:
         try:
             rest = run_steps(turn.message_steps(prompt))
             generated = self.generator.generate(
-                cache, rest, sampling, max_new_tokens, stop, on_text, make_observer=turn.observer
+                cache,
+                rest,
+                sampling,
+                max_new_tokens,
+                stop,
+                on_text,
+                make_observer=turn.observer,
+                message=prompt,
             )
             held_bytes = memory.caches.nbytes
             if is_copy:

@@ -140,6 +140,7 @@ class Chat:
                 stop=(),
                 on_text=on_text,
                 make_observer=turn.reader.observer,
+                message=prompt,
             )
             ids = prompt + completion.ids + end_ids
             self._read_rest(turn, ids, len(completion.ids))

@@ -311,6 +311,7 @@ class PromptCompleter:
             options.sampling,
             StoppingCriteria(options.max_new_tokens, self._stop_ids),
             _TurnObservers([row.turn for row in rows]),
+            [row.ids for row in rows],
         )
 
     def _detokenizer(

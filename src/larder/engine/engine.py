@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from larder.core.observation import Calibration, Prompts
 from larder.engine.answer import Answer, AnswerGenerator, QuestionAnswerer
 from larder.engine.detokenizer import stop_strings
 from larder.engine.progress_bar import progress_or_bar
-from larder.engine.sampler import SamplingParams, check_keywords
+from larder.engine.sampler import SamplingKeywords, SamplingParams, params_of
 from larder.models.calibration import calibrate
 from larder.models.loader import SEED, DeviceMap, LoadedModel, load
 from larder.prefill.base import Progress
@@ -291,13 +291,9 @@ class Engine:
         *,
         images: Sequence[Any] | None = None,
         max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int = 0,
         stop: str | Sequence[str] = (),
         progress: Progress | None = None,
-        **unknown: object,
+        **sampling: Unpack[SamplingKeywords],
     ) -> Completion: ...
 
     @overload
@@ -307,13 +303,9 @@ class Engine:
         *,
         images: Sequence[Sequence[Any]] | None = None,
         max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int = 0,
         stop: str | Sequence[str] = (),
         progress: Progress | None = None,
-        **unknown: object,
+        **sampling: Unpack[SamplingKeywords],
     ) -> list[Completion]: ...
 
     def generate(
@@ -322,13 +314,9 @@ class Engine:
         *,
         images: Sequence[Any] | None = None,
         max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int = 0,
         stop: str | Sequence[str] = (),
         progress: Progress | None = None,
-        **unknown: object,
+        **sampling: Unpack[SamplingKeywords],
     ) -> Completion | list[Completion]:
         """Continue one or several prompts, each under the policy with a budget of its own.
 
@@ -345,14 +333,13 @@ class Engine:
             images: PIL images of the prompt, in the order of its image tokens; for several
                 prompts, a list for each. The engine needs a `processor`.
             max_new_tokens: most tokens to generate for a prompt.
-            temperature: 0 takes the most likely token; otherwise logits are divided by it.
-            top_p: sample among the most likely tokens that together reach this probability.
-            top_k: sample among the k most likely tokens; 0 for all.
-            seed: seed of the sampling, the same for every prompt.
             stop: string that ends the text, or several; it is not part of the text.
             progress: receives the number of prompt tokens read and to read; None shows a bar on a
                 terminal once two seconds have passed.
-            unknown: any other keyword; refused with the nearest name.
+            sampling: keywords of `SamplingParams` (`temperature`, `top_k`, `top_p`, `min_p`,
+                `seed`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`,
+                `logit_bias`), the same for every prompt; any other is refused with the nearest
+                name.
 
         Returns:
             One `Completion` for one prompt; a list, in order, for a list.
@@ -365,11 +352,9 @@ class Engine:
         Examples:
             >>> one, two = engine.generate(["One,", "Two,"], temperature=0.7, max_new_tokens=8)
         """
-        check_keywords(unknown)
-        sampling = SamplingParams(temperature, top_k, top_p, seed)
         from larder.engine.completion import CompletionOptions
 
-        options = CompletionOptions(sampling, max_new_tokens, stop)
+        options = CompletionOptions(params_of(sampling), max_new_tokens, stop)
         types = "a prompt as a string, or a list of prompts"
         check_type("prompts", prompts, (str, list, tuple), types)
         several = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -385,13 +370,9 @@ class Engine:
         *,
         images: Sequence[Any] | None = None,
         max_new_tokens: int = 256,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int = 0,
         stop: str | Sequence[str] = (),
         progress: Progress | None = None,
-        **unknown: object,
+        **sampling: Unpack[SamplingKeywords],
     ) -> Iterator[str]:
         """Continue a prompt as `generate` does, and yield the text in parts as it is generated.
 
@@ -401,13 +382,9 @@ class Engine:
             prompt: one text; lists go to `generate`.
             images: as for `generate`.
             max_new_tokens: as for `generate`.
-            temperature: as for `generate`.
-            top_p: as for `generate`.
-            top_k: as for `generate`.
-            seed: as for `generate`.
             stop: as for `generate`.
             progress: as for `generate`.
-            unknown: any other keyword; refused with the nearest name.
+            sampling: as for `generate`.
 
         Returns:
             Iterator over parts of the text, which joined are that of `generate`.
@@ -420,11 +397,9 @@ class Engine:
             >>> for text in engine.stream("Once upon a time", max_new_tokens=8):
             ...     print(text, end="", flush=True)
         """
-        check_keywords(unknown)
-        sampling = SamplingParams(temperature, top_k, top_p, seed)
         from larder.engine.completion import CompletionOptions
 
-        options = CompletionOptions(sampling, max_new_tokens, stop)
+        options = CompletionOptions(params_of(sampling), max_new_tokens, stop)
         check_type("prompt", prompt, str, "one prompt as a string (generate takes lists)")
         given = None if images is None else [images]
         return self._completer.stream(prompt, options, progress, given)

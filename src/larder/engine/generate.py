@@ -10,7 +10,7 @@ import torch
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter
 from larder.core.types import AppendKind, Mode
-from larder.engine.sampler import SamplingParams
+from larder.engine.sampler import SamplingParams, TokenSampler
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment, Observer
 
@@ -58,7 +58,7 @@ class _RunningSequence:
 
     cache: SequenceCache
     unread: tuple[int, ...]
-    random_generator: torch.Generator
+    sampler: TokenSampler
     generated: list[int] = field(default_factory=list)
 
 
@@ -70,6 +70,7 @@ def generate(
     limits: StoppingCriteria,
     on_token: OnToken = keep_generating,
     make_observer: ObserverFactory = no_observer,
+    contexts: Sequence[Sequence[int]] | None = None,
 ) -> list[list[int]]:
     """Generate from every cache and its prompt, as `GenerationBatch` does, until all end.
 
@@ -79,7 +80,7 @@ def generate(
     Returns:
         Generated ids per sequence.
     """
-    batch = GenerationBatch(decoder, caches, prompts, sampling, limits, make_observer)
+    batch = GenerationBatch(decoder, caches, prompts, sampling, limits, make_observer, contexts)
     while batch.is_running:
         for number, token in batch.step():
             if not on_token(number, token):
@@ -98,6 +99,8 @@ class GenerationBatch:
         caches: one per sequence; the same cache must not appear twice.
         prompts: token ids to prefill, one tuple per sequence.
         make_observer: makes the observer of each forward batch, for decode eviction.
+        contexts: all token ids before each answer, which `repetition_penalty` counts; None where
+            these are `prompts`.
     """
 
     def __init__(
@@ -108,12 +111,12 @@ class GenerationBatch:
         sampling: SamplingParams,
         limits: StoppingCriteria,
         make_observer: ObserverFactory = no_observer,
+        contexts: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self._decoder, self._sampling = decoder, sampling
-        self._limits, self._make_observer = limits, make_observer
+        self._decoder, self._limits, self._make_observer = decoder, limits, make_observer
         self._sequences = [
-            _RunningSequence(cache, prompt, sampling.generator())
-            for cache, prompt in zip(caches, prompts, strict=True)
+            _RunningSequence(cache, prompt, TokenSampler(sampling, context))
+            for cache, prompt, context in zip(caches, prompts, contexts or prompts, strict=True)
         ]
         self._running = dict(enumerate(self._sequences))
 
@@ -139,7 +142,7 @@ class GenerationBatch:
         )
         for number, logits in zip(list(self._running), logits_of, strict=True):
             sequence = self._running[number]
-            token = self._sampling.sample(logits, sequence.random_generator)
+            token = sequence.sampler.sample(logits, sequence.generated)
             if token in self._limits.stop_ids:
                 del self._running[number]
                 continue

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
+from typing import Any, TypedDict
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.arguments import check_integer, check_number
+from larder.core.arguments import check_integer, check_number, check_type
 from larder.core.errors import BadParameter, UnknownName
 from larder.core.family import unknown_name_message
 
@@ -27,12 +28,29 @@ TRANSFORMERS_KEYWORDS: Mapping[str, str] = MappingProxyType(
         "past_key_values": "engine.read keeps a context, and engine.ask answers over it",
     }
 )
-KEYWORDS = ("temperature", "top_p", "top_k", "seed", "max_new_tokens", "stop", "progress")
+MAX_BIASES = 1024  # token ids with a bias, of one answer
+
+
+class SamplingKeywords(TypedDict, total=False):
+    """Keywords of `SamplingParams`, as methods of `Engine` take them."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters: temperature, top-k, top-p and seed.
+    """Sampling parameters of an answer.
+
+    They act on the logits in this order: `logit_bias`, penalties, `temperature`, `min_p`, `top_k`,
+    `top_p`. Bias and penalties hold at temperature 0, too.
 
     Args:
         temperature: 0 takes the most likely token; otherwise logits are divided by it.
@@ -40,6 +58,14 @@ class SamplingParams:
         top_p: nucleus in (0, 1]: sample among the most likely of these k that together reach this
             share of their probability (the order of Hugging Face's generation: top-k first).
         seed: seed of the random generator, in 64 bits.
+        min_p: sample among tokens that are at least this share as likely as the most likely one,
+            in [0, 1).
+        repetition_penalty: logits of tokens that the prompt or the answer contains are divided by
+            it if positive, else multiplied (Keskar et al., "CTRL" (2019), arXiv:1909.05858,
+            section 4.1); 1 for none. In `Engine.ask` and `Chat.say` the message alone counts.
+        presence_penalty: subtracted from the logits of tokens that the answer contains.
+        frequency_penalty: subtracted as many times as the answer contains the token.
+        logit_bias: number added to the logit of a token, by token id; at most 1,024 of them.
 
     Raises:
         BadParameter: a value is outside its range.
@@ -53,9 +79,14 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p"):
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             check_number(name, getattr(self, name))
         for name in ("top_k", "seed"):
             check_integer(name, getattr(self, name))
@@ -69,6 +100,15 @@ class SamplingParams:
             raise BadParameter(f"top_p must be in (0, 1], got {self.top_p}.")
         if not -(1 << 63) <= self.seed < 1 << 64:
             raise BadParameter(f"seed must fit into 64 bits, got {self.seed}.")
+        if not 0 <= self.min_p < 1:
+            raise BadParameter(f"min_p must be in [0, 1), got {self.min_p}.")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise BadParameter(
+                f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}."
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_finite(name, getattr(self, name))
+        _check_biases(self.logit_bias)
 
     def generator(self) -> torch.Generator:
         """New random generator for one answer.
@@ -103,21 +143,112 @@ class SamplingParams:
         ranked, ids = torch.sort(logits.float().cpu(), descending=True, stable=True)
         ranked = ranked[: self.top_k or None].double()
         # The best is 0 before dividing: however small the temperature, nothing overflows upwards.
-        shares = ((ranked - ranked[0]) / self.temperature).softmax(-1)
+        scaled = (ranked - ranked[0]) / self.temperature
+        if self.min_p:
+            scaled = _min_p_logits(self.min_p, scaled)
+        shares = scaled.softmax(-1)
         before = shares.cumsum(-1) - shares
         return int(
             ids[torch.multinomial(shares * (before < self.top_p), 1, generator=random_generator)]
         )
 
 
-def check_keywords(unknown: Mapping[str, object]) -> None:
-    """Reject keyword arguments of generation that do not exist.
+class TokenSampler:
+    """Sampling of one answer: random state, and the prompt's tokens for the repetition penalty.
+
+    Args:
+        prompt_ids: token ids that `repetition_penalty` counts beside those of the answer.
+    """
+
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
+        self._params, self._random_generator = params, params.generator()
+        is_counted = params.repetition_penalty != 1
+        self._prompt_ids = sorted(set(prompt_ids)) if is_counted else []
+
+    def sample(self, logits: Float[Tensor, " V"], answer_ids: Sequence[int]) -> int:
+        """Sample the next token.
+
+        Args:
+            logits: logits of the next token; they stay as they are.
+            answer_ids: tokens of the answer so far.
+        """
+        params = self._params
+        if params.logit_bias:
+            logits = _biased(logits, params.logit_bias)
+        if params.repetition_penalty != 1:
+            counted = (*self._prompt_ids, *answer_ids)
+            logits = _repetition_penalized(logits, params.repetition_penalty, counted)
+        if answer_ids and (params.presence_penalty or params.frequency_penalty):
+            ids = torch.tensor(answer_ids, device=logits.device)
+            counts = torch.bincount(ids, minlength=len(logits))
+            logits = logits - params.frequency_penalty * counts
+            logits -= params.presence_penalty * (counts > 0)
+        return params.sample(logits, self._random_generator)
+
+
+def _min_p_logits(min_p: float, logits: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
+    from transformers.generation.logits_process import MinPLogitsWarper
+
+    return MinPLogitsWarper(min_p)(_no_ids(), logits[None])[0]
+
+
+def _biased(logits: Float[Tensor, " V"], bias: Mapping[int, float]) -> Float[Tensor, " V"]:
+    """Raises: BadParameter: a token id is outside the vocabulary."""
+    from transformers.generation.logits_process import SequenceBiasLogitsProcessor
+
+    if max(bias) >= len(logits):
+        raise BadParameter(
+            f"logit_bias has the token id {max(bias)}, but the model has {len(logits)} tokens: "
+            "take the ids of its own tokenizer."
+        )
+    by_sequence: Any = {(token,): float(number) for token, number in bias.items()}
+    return SequenceBiasLogitsProcessor(by_sequence)(_no_ids(), logits[None])[0]
+
+
+def _repetition_penalized(
+    logits: Float[Tensor, " V"], penalty: float, ids: Sequence[int]
+) -> Float[Tensor, " V"]:
+    from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+    counted: Any = torch.tensor([ids], device=logits.device, dtype=torch.long)
+    return RepetitionPenaltyLogitsProcessor(penalty)(counted, logits[None])[0]
+
+
+def _no_ids() -> torch.LongTensor:
+    return torch.LongTensor([[]])
+
+
+def _check_finite(name: str, value: float) -> None:
+    """Raises: BadParameter: the value is not a finite number."""
+    check_number(name, value)
+    if not math.isfinite(value):
+        raise BadParameter(f"{name} must be a finite number, got {value}.")
+
+
+def _check_biases(bias: Mapping[int, float]) -> None:
+    """Raises: BadParameter: the biases are malformed or too many."""
+    check_type("logit_bias", bias, Mapping, "a mapping of token ids to numbers")
+    if len(bias) > MAX_BIASES:
+        raise BadParameter(f"logit_bias must have at most {MAX_BIASES} ids, got {len(bias)}.")
+    for token, number in bias.items():
+        check_integer("a token id of logit_bias", token)
+        if token < 0:
+            raise BadParameter(f"The token ids of logit_bias must be 0 or more, got {token}.")
+        _check_finite(f"logit_bias[{token}]", number)
+
+
+def params_of(keywords: SamplingKeywords) -> SamplingParams:
+    """Sampling parameters of keyword arguments of generation.
 
     Raises:
-        UnknownName: there is one; the message names the nearest, or the way that Larder has.
+        UnknownName: one does not exist; the message names the nearest, or the way that Larder has.
+        BadParameter: a value is outside its range.
     """
-    for name in unknown:
-        message = unknown_name_message("sampling keyword", name, list(KEYWORDS))
+    known = [each.name for each in fields(SamplingParams)]
+    for name in keywords.keys() - set(known):
+        others = ("max_new_tokens", "stop", "progress", "images")
+        message = unknown_name_message("sampling keyword", name, [*known, *others])
         if name in TRANSFORMERS_KEYWORDS:
             message = f"No sampling keyword named {name!r}: {TRANSFORMERS_KEYWORDS[name]}."
         raise UnknownName(message)
+    return SamplingParams(**keywords)
