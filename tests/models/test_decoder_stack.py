@@ -145,7 +145,15 @@ def patched_forward(module) -> None:
     part.forward = part.forward
 
 
-@pytest.mark.parametrize("change", [replaced_projection, hooked_layer, patched_forward])
+def transposed_weight(module) -> None:
+    weight = module.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data.T
+
+
+@pytest.mark.parametrize(
+    "change",
+    [replaced_projection, hooked_layer, patched_forward, transposed_weight],
+)
 def test_a_changed_model_runs_its_own_layers(runs, change):
     decoder = bfloat16_decoder()
     caches = filled_caches(decoder, [20])
@@ -153,6 +161,33 @@ def test_a_changed_model_runs_its_own_layers(runs, change):
     change(decoder.module)
     step_logits(decoder, caches)
     assert runs == [1]
+
+
+def test_a_replaced_layer_is_the_one_that_runs(monkeypatch, runs):
+    decoder, other = bfloat16_decoder(), bfloat16_decoder(seed=1)
+    step_logits(decoder, filled_caches(decoder, [20]))
+    decoder.body.layers[1] = other.body.layers[1]
+    got = step_logits(decoder, filled_caches(decoder, [20]))
+    without_stack(monkeypatch)
+    expected = step_logits(decoder, filled_caches(decoder, [20]))
+    assert runs == [1, 1]
+    assert (got - expected).square().mean().sqrt() < ROUNDING * expected.std()
+
+
+def test_hooks_on_all_modules_see_what_the_model_computes(runs):
+    decoder, seen = bfloat16_decoder(), list[tuple[int, ...]]()
+    caches = filled_caches(decoder, [20])
+    step_logits(decoder, caches)
+    linear = [part for part in decoder.module.modules() if type(part) is nn.Linear]
+
+    def see(part, args, out) -> None:
+        if type(part) is nn.Linear:
+            seen.append(tuple(out.shape[:-1]))
+
+    with nn.modules.module.register_module_forward_hook(see):
+        step_logits(decoder, caches)
+    assert runs == [1]
+    assert seen == [(1, 1)] * len(linear)
 
 
 def test_new_weights_are_read_at_the_next_step(monkeypatch, runs):
@@ -195,3 +230,12 @@ def test_the_head_multiplies_once_and_leaves():
     with FewRowsHead(module):
         wide = module.lm_head(states.repeat(1, 6, 1))
     assert torch.equal(wide, module.lm_head(states.repeat(1, 6, 1)))
+
+
+def test_the_head_leaves_states_of_another_dtype_to_torch():
+    module = tiny("llama", dtype=torch.bfloat16)
+    states = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = module.lm_head(states)
+        with FewRowsHead(module):
+            assert torch.equal(module.lm_head(states), expected)

@@ -16,6 +16,10 @@ from typing import Any
 import torch
 from jaxtyping import BFloat16
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    _global_forward_hooks,  # pyright: ignore[reportPrivateUsage]
+    _global_forward_pre_hooks,  # pyright: ignore[reportPrivateUsage]
+)
 
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Queries
@@ -64,9 +68,10 @@ class DecoderStack(nn.Module):
         self._spec = spec
         self._sizes = _layer_sizes(body, spec.layers[0])
         self._pointers = [LayerPointers.of(each) for each in tensors]
+        self._layers = list(body.layers)
         self._parts = [
             (part, type(part), _children(part), _parameter_ids(part))
-            for layer in body.layers
+            for layer in self._layers
             for part in layer.modules()
         ]
         parameters = [each for layer in body.layers for each in layer.parameters()]
@@ -95,14 +100,24 @@ class DecoderStack(nn.Module):
 
     @property
     def is_current(self) -> bool:
-        """False while a module has hooks, and once one was replaced or a weight was moved."""
-        return all(
-            type(part) is kind
-            and not _is_hooked(part)
-            and _children(part) == children
-            and _parameter_ids(part) == ids
-            for part, kind, children, ids in self._parts
-        ) and all(each.data_ptr() == address for each, address in self._addresses)
+        """False while a module has hooks, and once one was replaced or a weight was changed.
+
+        New numbers in the memory of a weight are no change: they are read where they are.
+        """
+        return (
+            list(self._owner[0].layers) == self._layers
+            and all(
+                type(part) is kind
+                and not _is_hooked(part)
+                and _children(part) == children
+                and _parameter_ids(part) == ids
+                for part, kind, children, ids in self._parts
+            )
+            and all(
+                each.data_ptr() == address and each.dtype is torch.bfloat16 and each.is_contiguous()
+                for each, address in self._addresses
+            )
+        )
 
     @contextmanager
     def in_place_of_layers(self) -> Iterator[None]:
@@ -192,22 +207,23 @@ class FewRowsHead:
 
     def _before(self, head: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
         (self._states,) = args
-        if self._is_wide:
+        if not self._is_served:
             return None
         return (self._states[..., :0, :],)
 
     def _after(self, head: Any, args: tuple[Tensor], out: Tensor) -> Tensor:
         del args
         self.__exit__()
-        if self._is_wide:
+        if not self._is_served:
             return out
         rows = self._states.flatten(0, -2)
         return few_rows_linear(rows, head.weight).view(*self._states.shape[:-1], -1)
 
     @property
-    def _is_wide(self) -> bool:
-        """True for more rows than the kernel takes."""
-        return not 0 < self._states.shape[:-1].numel() <= max_rows()
+    def _is_served(self) -> bool:
+        """True for as few bfloat16 rows as the kernel takes."""
+        is_few = 0 < self._states.shape[:-1].numel() <= max_rows()
+        return is_few and self._states.dtype is torch.bfloat16
 
 
 def _is_known_body(body: Any) -> bool:
@@ -291,7 +307,8 @@ def _layer_sizes(body: Any, spec: LayerSpec) -> LayerSizes:
 def _is_hooked(part: nn.Module) -> bool:
     """True if a call of a module does something beside what its class says."""
     own = vars(part)
-    return bool(own["_forward_hooks"] or own["_forward_pre_hooks"]) or "forward" in own
+    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"]
+    return bool(hooks or _global_forward_hooks or _global_forward_pre_hooks) or "forward" in own
 
 
 def _children(part: nn.Module) -> list[nn.Module | None]:
