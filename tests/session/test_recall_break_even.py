@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -47,12 +49,43 @@ def test_it_is_measured_once_per_part_and_saved(measured, larder_home):
     assert list(json.loads(file.read_text()).values()) == [700, 700]
 
 
-def test_a_damaged_file_is_measured_again(measured, larder_home):
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "{",
+        lambda text: "[" * 100_000,
+        lambda text: "[700]",
+        *(
+            partial(re.sub, "700", number)
+            for number in ('"700"', "null", "-1", "3.5", "true", "1e400", "[7]", str(10**30))
+        ),
+    ],
+)
+def test_a_damaged_file_is_measured_again(measured, larder_home, damage):
     break_even(Dci(tokens=64), SPEC)
     (file,) = (larder_home / "break_even").iterdir()
-    file.write_text("{")
+    file.write_text(damage(file.read_text()))
     assert break_even(Dci(tokens=64), SPEC) == 700
     assert len(measured) == 2
+
+
+def test_a_home_that_cannot_be_written_is_measured_every_time(measured, larder_home):
+    larder_home.mkdir(exist_ok=True)
+    (larder_home / "break_even").write_text("a file where the folder would be")
+    assert [break_even(Dci(tokens=64), SPEC) for _ in range(2)] == [700, 700]
+    assert len(measured) == 2
+
+
+def test_what_another_process_saved_in_the_meantime_stays(measured, monkeypatch, larder_home):
+    def measure(recall, layer, dtype) -> int:
+        monkeypatch.setattr(recall_break_even, "measure_break_even", lambda *_: 300)
+        assert break_even(Dci(tokens=128), SPEC) == 300
+        return 200
+
+    monkeypatch.setattr(recall_break_even, "measure_break_even", measure)
+    break_even(Dci(tokens=64), SPEC)
+    (file,) = (larder_home / "break_even").iterdir()
+    assert sorted(json.loads(file.read_text()).values()) == [200, 300]
 
 
 def test_a_policy_names_the_length_that_runs(measured):
@@ -108,6 +141,17 @@ def test_the_crossing_of_two_powers_is_found(power, scale, exact):
 
 def test_where_recall_never_pays_all_is_read():
     assert crossing([(1024, 1.0, 2.0), (4096, 2.0, 4.0)]) == MAX_ENTRIES
+
+
+@given(shares=st.lists(st.floats(1e-9, 1e9), min_size=6, max_size=6))
+def test_any_times_give_a_length(shares):
+    times = list(zip((1024, 4096, 16384), shares[:3], shares[3:], strict=True))
+    for count in (1, 2, 3):
+        assert 0 <= crossing(times[:count]) <= MAX_ENTRIES
+
+
+def test_times_that_approach_each_other_slowly_give_a_length():
+    assert crossing([(1024, 1.0, 2.0), (4096, 4.0, 8.0 - 1e-9)]) == MAX_ENTRIES
 
 
 def test_a_measurement_is_a_length(monkeypatch):

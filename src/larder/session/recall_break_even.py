@@ -72,11 +72,11 @@ def break_even(recall: RecallPart, spec: ModelSpec) -> int:
         return 0
     path = home() / "break_even" / f"{platform.node()}.json"
     sizes = layer.query_heads, layer.kv_heads, layer.head_dim, spec.dtype, torch.get_num_threads()
-    key, known = f"{spell(recall)} {sizes}", _saved(path)
-    if key not in known:
-        known[key] = measure_break_even(recall, layer, spec.dtype)
-        _save(path, known)
-    return known[key]
+    key = f"{spell(recall)} {sizes}"
+    if (entries := _saved(path).get(key)) is None:
+        entries = measure_break_even(recall, layer, spec.dtype)
+        _save(path, _saved(path) | {key: entries})  # others may have measured in the meantime
+    return entries
 
 
 def measure_break_even(recall: RecallPart, layer: LayerSpec, dtype: torch.dtype) -> int:
@@ -109,10 +109,11 @@ def crossing(times: list[tuple[int, float, float]]) -> int:
         if later[0] >= later[1]:
             break
     length, whole, found = times[-1]
-    gain = slopes[0] - slopes[1]
-    if gain <= 0:
+    most, gain = math.log(MAX_ENTRIES / length), slopes[0] - slopes[1]
+    lead = math.log(found / whole)
+    if gain <= 0 or lead >= gain * most:
         return MAX_ENTRIES
-    return int(min(MAX_ENTRIES, length * math.exp(math.log(found / whole) / gain)))
+    return int(length * math.exp(lead / gain))
 
 
 def _step_seconds(
@@ -158,18 +159,19 @@ def _least_seconds(attend: Callable[[Tensor], None], steps: list[Tensor]) -> flo
 
 
 def _saved(path: Path) -> dict[str, int]:
-    """Saved break-evens; empty where the file is missing or unreadable."""
+    """Saved break-evens, without what is none; empty where the file is missing or unreadable."""
     try:
         known = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return known if isinstance(known, dict) else {}
+    pairs = known.items() if isinstance(known, dict) else ()
+    return {key: n for key, n in pairs if type(n) is int and 0 <= n <= MAX_ENTRIES}
 
 
 def _save(path: Path, known: dict[str, int]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps(known, indent=1))
         temporary.replace(path)
     except OSError:
