@@ -16,7 +16,14 @@ from larder.server.persistence import session_file
 from larder.server.persistence.base import SessionPersistence
 from larder.server.persistence.restore import CandidateLoader
 from larder.server.persistence.session_file import TranscriptSnapshot
-from larder.server.request import ChatMessage, Listener, Report, Request, Ticket
+from larder.server.request import (
+    ChatMessage,
+    Listener,
+    Report,
+    Request,
+    Ticket,
+    TokenLogprob,
+)
 from larder.server.session_state import SessionState
 from larder.server.tiers.disk import DiskTier
 from larder.session.embedders.base import Embedder
@@ -53,12 +60,16 @@ class Client:
     report: Report | None = None
     error: Exception | None = None
     steps: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     served: Served | None = None
 
     def on_text(self, text: str) -> None:
         self.text += text
         if self.served is not None:
             self.steps.append(self.served.core.scheduler.blocks)
+
+    def on_logprobs(self, logprobs: tuple[TokenLogprob, ...]) -> None:
+        self.logprobs += logprobs
 
     def on_done(self, report: Report) -> None:
         assert self.report is None and self.error is None

@@ -102,7 +102,7 @@ def test_min_p_keeps_what_is_likely_enough() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"min_p": 1.0},
+        {"min_p": 1.1},
         {"min_p": -0.1},
         {"repetition_penalty": 0.0},
         {"repetition_penalty": math.inf},

@@ -11,7 +11,15 @@ from typing import Any
 
 from larder.server.engine_client import EngineClient
 from larder.server.operation import Operation
-from larder.server.request import ApiError, ChatMessage, Listener, Report, Request, Ticket
+from larder.server.request import (
+    ApiError,
+    ChatMessage,
+    Listener,
+    Report,
+    Request,
+    Ticket,
+    TokenLogprob,
+)
 from larder.server.session_info import (
     CachedPositions,
     ServedModel,
@@ -69,6 +77,8 @@ class FakeHub(EngineClient):
             reason = "cancelled"
         said = [f"{word} " for word in f"You said: {last}".split()]
         for place, word in enumerate(said):
+            if request.logprobs is not None:
+                listener.on_logprobs((_logprob(word, request.logprobs),))
             listener.on_text(word)
             if last == "break" and place == 1:
                 listener.on_error(ApiError("It broke.", 503, "overloaded", None, 1.0))
@@ -192,6 +202,13 @@ class FakeHub(EngineClient):
         numbers = (turns, 4 * turns, "device", tiers, 3 * turns, turns, 0, False)
         held = {"held_tokens": 3 * turns, "budget_tokens": 4 * turns}
         return SessionInfo(name, "idle", *numbers, is_pinned, turns, 1.0, time.time(), **held)
+
+
+def _logprob(word: str, num_top: int) -> TokenLogprob:
+    top = tuple(
+        TokenLogprob(place, f"{word}{place}", b"", -2.0 - place) for place in range(num_top)
+    )
+    return TokenLogprob(7, word, word.encode(), -1.0, top)
 
 
 def _report(name: str, known: int, words: int, reason: str) -> Report:

@@ -15,7 +15,7 @@ from larder.models.loader import LoadedModel
 from larder.server.local_engine_client import LocalEngineClient
 from larder.server.persistence import session_file
 from larder.server.persistence.store import StoreSessionPersistence
-from larder.server.request import ApiError, ChatMessage, Report, Request, Ticket
+from larder.server.request import ApiError, ChatMessage, Report, Request, Ticket, TokenLogprob
 from larder.server.session_info import TokenTexts
 from larder.store.ledger import ByteBudgets, Tier
 from larder.store.store import Store
@@ -32,6 +32,9 @@ class Waiting:
 
     def on_text(self, text: str) -> None:
         self.text += text
+
+    def on_logprobs(self, logprobs: tuple[TokenLogprob, ...]) -> None:
+        raise AssertionError(f"nobody wants {logprobs}")
 
     def on_done(self, report: Report) -> None:
         self.report = report

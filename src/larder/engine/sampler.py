@@ -59,7 +59,7 @@ class SamplingParams:
             share of their probability (the order of Hugging Face's generation: top-k first).
         seed: seed of the random generator, in 64 bits.
         min_p: sample among tokens that are at least this share as likely as the most likely one,
-            in [0, 1).
+            in [0, 1].
         repetition_penalty: logits of tokens that the prompt or the answer contains are divided by
             it if positive, else multiplied (Keskar et al., "CTRL" (2019), arXiv:1909.05858,
             section 4.1); 1 for none. In `Engine.ask` and `Chat.say` the message alone counts.
@@ -100,8 +100,8 @@ class SamplingParams:
             raise BadParameter(f"top_p must be in (0, 1], got {self.top_p}.")
         if not -(1 << 63) <= self.seed < 1 << 64:
             raise BadParameter(f"seed must fit into 64 bits, got {self.seed}.")
-        if not 0 <= self.min_p < 1:
-            raise BadParameter(f"min_p must be in [0, 1), got {self.min_p}.")
+        if not 0 <= self.min_p <= 1:
+            raise BadParameter(f"min_p must be in [0, 1], got {self.min_p}.")
         if not 0 < self.repetition_penalty < math.inf:
             raise BadParameter(
                 f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}."

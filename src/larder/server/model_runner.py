@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+
+from torch import Tensor
 
 from larder.core.types import AppendKind, Mode
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
+from larder.server.request import TokenLogprob
 from larder.server.request_state import RequestState
+from larder.server.token_logprobs import TokenTexts, token_logprobs
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 STOP, LENGTH, CONTINUES = "stop", "length", ""
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """Token that a decode step has sampled, with its log-probabilities if they are wanted."""
+
+    id: int
+    logprob: TokenLogprob | None = None
+
 
 # The finish reason, `CONTINUES` if the answer is not finished, or its error.
 Outcome = str | Exception
@@ -32,6 +46,7 @@ class ModelRunner:
     ) -> None:
         self._decoder, self._tokenizer, self._stops = decoder, tokenizer, stops
         self._closing = tokenizer.end_of_turn_ids()
+        self._texts = TokenTexts(tokenizer)
 
     def closing(self, job: RequestState) -> tuple[int, ...]:
         """Token ids that close an answer's turn; empty for a raw prompt, which has no turns."""
@@ -77,21 +92,30 @@ class ModelRunner:
 
     def _tokens(
         self, jobs: Sequence[RequestState], failures: tuple[type[Exception], ...]
-    ) -> list[int | Exception]:
+    ) -> list[NextToken | Exception]:
         """The next token of each request, or the error of its sampling; the
         forward pass was made."""
         rows = [self._segment(job) for job in jobs]
         observer = _observer(jobs, rows)
         ends = [stop - 1 for stop in accumulate(len(row.ids) for row in rows)]
         logits = self._decoder.forward_logits(rows, Mode.APPEND, ends, observer)
-        tokens = list[int | Exception]()
+        tokens = list[NextToken | Exception]()
         for job, row_logits in zip(jobs, logits, strict=True):
-            assert job.answer.generator is not None
             try:
-                tokens.append(job.request.sampling.sample(row_logits, job.answer.generator))
+                tokens.append(self._sampled(job, row_logits))
             except failures as error:
                 tokens.append(error)
         return tokens
+
+    def _sampled(self, job: RequestState, logits: Tensor) -> NextToken:
+        assert job.answer.sampler is not None
+        token, num_top = job.answer.sampler.sample(logits, job.answer.output_ids), None
+        if not job.answer.finish_reason:
+            num_top = job.request.logprobs
+        if num_top is None:
+            return NextToken(token)
+        [logprob] = token_logprobs(logits[None], [token], num_top, self._texts)
+        return NextToken(token, logprob)
 
     def _segment(self, job: RequestState) -> BatchSegment:
         coming = AppendKind.STEP if job.answer.output_ids else AppendKind.QUESTION
@@ -101,7 +125,7 @@ class ModelRunner:
     def _outcome(
         self,
         job: RequestState,
-        token: int | Exception,
+        token: NextToken | Exception,
         plans: int,
         failures: tuple[type[Exception], ...],
     ) -> Outcome:
@@ -119,13 +143,13 @@ class ModelRunner:
             return CONTINUES
         return reason
 
-    def _append(self, job: RequestState, token: int) -> str:
+    def _append(self, job: RequestState, token: NextToken) -> str:
         """Append a token and stream its text; the finish reason, if the answer ends with it."""
         assert job.answer.stream is not None
-        if token in self._stops:
+        if token.id in self._stops:
             return STOP
-        job.answer.output_ids.append(token)
-        if not job.answer.stream.push(token):
+        job.answer.output_ids.append(token.id)
+        if not job.answer.stream.push(token.id, token.logprob):
             return STOP
         return LENGTH if len(job.answer.output_ids) >= job.new_tokens else CONTINUES
 

@@ -23,6 +23,24 @@ class ChatMessage:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a token in its place, by the model's own logits.
+
+    Args:
+        token: its id.
+        text: text of the token alone; `data` its bytes.
+        logprob: natural logarithm; None for the first token of a text.
+        top: the most likely tokens in its place, best first.
+    """
+
+    token: int
+    text: str
+    data: bytes
+    logprob: float | None
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
 class Request:
     """A request to generate text.
 
@@ -39,6 +57,9 @@ class Request:
         routing_tag: part of a generated session name.
         steps: workflow steps until each session is used again, by session name; "" means this
             request's session.
+        logprobs: number of the most likely tokens to report beside each token of the answer; None
+            for no log-probabilities. A repeated request that wants them is answered anew, since
+            they are not stored.
     """
 
     tenant: str
@@ -52,6 +73,7 @@ class Request:
     raw_prompt: str | None = None
     routing_tag: str = ""
     steps: Mapping[str, int] = field(default_factory=dict)
+    logprobs: int | None = None
 
     @property
     def is_nameless(self) -> bool:
@@ -109,6 +131,11 @@ class Listener(Protocol):
 
     def on_text(self, text: str) -> None:
         """Receive the next text delta."""
+        ...
+
+    def on_logprobs(self, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """Receive the log-probabilities of tokens whose text comes next, if the request wants
+        them."""
         ...
 
     def on_done(self, report: Report) -> None:

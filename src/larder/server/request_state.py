@@ -8,10 +8,9 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import torch
-
 from larder.cache.sequence import SequenceCache
-from larder.engine.detokenizer import IncrementalDetokenizer
+from larder.engine.sampler import TokenSampler
+from larder.server.answer_text import AnswerText
 from larder.server.request import Listener, Report, Request, Ticket
 from larder.server.session_backend.base import SessionBackend
 from larder.server.session_index import ResolvedSession
@@ -109,7 +108,7 @@ class AnswerProgress:
     """Progress of a request's answer.
 
     Args:
-        stream, generator: text and randomness of the answer; None until the prompt is read.
+        stream, sampler: text and sampling of the answer; None until the prompt is read.
         output_ids: generated tokens.
         active_turn: the chat cache that answers.
         finish_reason: set once the answer has ended while `closing_ids`, the end of the turn, is
@@ -119,8 +118,8 @@ class AnswerProgress:
         turn_commit: the chat state after the turn.
     """
 
-    stream: IncrementalDetokenizer | None = None
-    generator: torch.Generator | None = None
+    stream: AnswerText | None = None
+    sampler: TokenSampler | None = None
     output_ids: list[int] = field(default_factory=list)
     active_turn: ActiveTurn | None = None
     finish_reason: str = ""

@@ -330,7 +330,8 @@ class SessionIndex:
     def _is_same_request(
         self, turn: CompletedTurn, request: Request, rest: tuple[ChatMessage, ...]
     ) -> bool:
-        return turn.messages == rest and turn.params == GenerationParams.of(request)
+        is_same = turn.messages == rest and turn.params == GenerationParams.of(request)
+        return is_same and request.logprobs is None
 
     def _prompt_ids(
         self, past_turns: tuple[CompletedTurn, ...], rest: tuple[ChatMessage, ...]

@@ -12,7 +12,14 @@ import pytest
 from larder.models.loader import LoadedModel
 from larder.server.cluster.client import ClusterEngineClient
 from larder.server.cluster.relay import route, routing_key
-from larder.server.request import ApiError, ChatMessage, Report, Request, SessionUnreadableError
+from larder.server.request import (
+    ApiError,
+    ChatMessage,
+    Report,
+    Request,
+    SessionUnreadableError,
+    TokenLogprob,
+)
 from larder.server.stats import ServerStats, sum_stats
 from server.cluster.local_replicas import Near
 from server_core import Served, told, user
@@ -30,6 +37,9 @@ class Listening:
     def on_text(self, text: str) -> None:
         self.pieces.append(text)
         self.begun.set()
+
+    def on_logprobs(self, logprobs: tuple[TokenLogprob, ...]) -> None:
+        raise AssertionError(f"nobody wants {logprobs}")
 
     def on_done(self, report: Report) -> None:
         self.report = report

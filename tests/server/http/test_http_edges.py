@@ -32,13 +32,11 @@ def test_an_event_is_one_line_whatever_ends_lines_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("name", "harmless", "other"),
     [
-        ("repetition_penalty", 1.0, 1.2),
-        ("min_p", 0, 0.1),
+        ("best_of", 1, 2),
         ("ignore_eos", False, True),
         ("stop_token_ids", [], [7]),
         ("guided_json", None, {"type": "object"}),
         ("n", 1, 2),
-        ("logprobs", False, True),
         ("tools", [], [{"type": "function"}]),
     ],
 )

@@ -165,8 +165,8 @@ def test_only_what_will_do_later_is_tried_again(server: Running, served: Running
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"n": 2},
         {"response_format": {"type": "json_object"}},
-        {"logit_bias": {"1": 5}},
-        {"presence_penalty": 0.5},
+        {"bad_words": ["no"]},
+        {"min_tokens": 5},
     ],
 )
 def test_what_would_be_passed_over_silently_is_refused(

@@ -19,7 +19,14 @@ from dataclasses import replace
 
 from larder.core.session_name import root_name
 from larder.server.cluster.replica import ReplicaLost, ReplicaSet, StartFrame
-from larder.server.request import ApiError, Listener, Report, Request, Ticket
+from larder.server.request import (
+    ApiError,
+    Listener,
+    Report,
+    Request,
+    Ticket,
+    TokenLogprob,
+)
 from larder.store.digests import key_of
 
 LOG = logging.getLogger(__name__)
@@ -53,7 +60,7 @@ class Relay(Ticket):
         self._key, self._request = route(request)
         self._patience_seconds = patience_seconds
         self._started: Future[None] = Future()
-        self._sent_text, self._is_repeated = "", False
+        self._sent_text, self._sent_logprobs, self._is_repeated = "", 0, False
         self._task = asyncio.run_coroutine_threadsafe(self._run(), loop)
         self._task.add_done_callback(lambda task: self._fail(no_replica("the server stops")))
 
@@ -109,7 +116,7 @@ class Relay(Ticket):
             ReplicaLost: the replica is gone or stops before the end.
             ApiError: the replica has refused.
         """
-        text = ""
+        text, num_logprobs = "", 0
         try:
             async with (
                 asyncio.timeout(self._patience_seconds) as limit,
@@ -122,6 +129,9 @@ class Relay(Ticket):
                     if isinstance(frame, str):
                         text += frame
                         self._send_new_text(text)
+                    elif isinstance(frame, tuple):
+                        num_logprobs += len(frame)
+                        self._send_new_logprobs(frame, num_logprobs)
                     elif isinstance(frame, StartFrame):
                         self._mark_started()
                     elif frame.reason == CANCELLED:
@@ -149,6 +159,12 @@ class Relay(Ticket):
         if len(text) > known:
             new, self._sent_text = text[known:], text
             self._listener.on_text(new)
+
+    def _send_new_logprobs(self, logprobs: tuple[TokenLogprob, ...], count: int) -> None:
+        """Forward log-probabilities that the client does not have; `count` with those before."""
+        if count > self._sent_logprobs:
+            self._listener.on_logprobs(logprobs[-(count - self._sent_logprobs) :])
+            self._sent_logprobs = count
 
     def _fail(self, refusal: ApiError) -> bool:
         """Make `wait` fail; False if a replica had accepted the request."""

@@ -14,7 +14,7 @@ from larder.server.engine_client import EngineClient
 from larder.server.http.error_responses import logged_api_error
 from larder.server.http.streaming import AnswerQueue
 from larder.server.operations import OPERATIONS
-from larder.server.request import ApiError, Report, Request
+from larder.server.request import ApiError, Report, Request, TokenLogprob
 
 THREADS = 32  # that may wait for the model's thread at the same time
 
@@ -44,7 +44,7 @@ class Replica:
             is_over = False
             while not is_over:
                 items = await queue.take_all()
-                is_over = not isinstance(items[-1], str)
+                is_over = isinstance(items[-1], Report | Exception)
                 yield [logged_api_error(e) if isinstance(e, Exception) else e for e in items]
         finally:
             ticket.cancel()
@@ -77,8 +77,9 @@ class StartFrame:
     """Frame: the request was accepted."""
 
 
-# The frames after `StartFrame` are texts; the last one is the report, or the error.
-Frame = StartFrame | str | Report | ApiError
+# The frames after `StartFrame` are texts and log-probabilities; the last one is the report, or the
+# error.
+Frame = StartFrame | str | tuple[TokenLogprob, ...] | Report | ApiError
 
 
 class ReplicaLost(Exception):

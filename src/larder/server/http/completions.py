@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
@@ -17,7 +17,9 @@ from pydantic import BaseModel, Field
 from larder.server.api_errors import invalid_request
 from larder.server.http.app_state import AppState, app_state
 from larder.server.http.json_route import JsonRoute
+from larder.server.http.logprobs import chat_logprobs, text_logprobs
 from larder.server.http.protocol import (
+    NEUTRAL_VALUES,
     GenerationRequest,
     InputMessage,
     Stop,
@@ -29,17 +31,20 @@ from larder.server.http.protocol import (
     session_hint,
     stop_strings,
     usage,
+    warnings_of,
 )
 from larder.server.http.streaming import (
     DONE,
     AnswerStream,
+    CompleteAnswer,
     EventStream,
+    Logprobs,
     collect_answer,
     sse_event,
     stream_answer,
     with_pings,
 )
-from larder.server.request import ChatMessage, Request
+from larder.server.request import ChatMessage, Report, Request
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
 Texts = Annotated[list[Text], Field(max_length=128, fail_fast=True)]
@@ -52,9 +57,16 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+TopLogprobs = Annotated[int, Field(ge=0, le=20)]
+
+
 class AnswerRequest(GenerationRequest):
     """Fields of both endpoints."""
 
+    extra_fields: ClassVar[frozenset[str]] = frozenset(NEUTRAL_VALUES) - {
+        "logprobs",
+        "top_logprobs",
+    }
     max_tokens: Tokens | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
     stream_options: StreamOptions | None = None
@@ -65,6 +77,19 @@ class ChatCompletionRequest(AnswerRequest):
 
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
     max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of the most likely tokens beside each token.
+
+        Raises:
+            ApiError: 400: `top_logprobs` without `logprobs`.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise invalid_request("top_logprobs needs logprobs: true; add it.", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def turns(self) -> tuple[ChatMessage, ...]:
         """Messages in the form of the engine."""
@@ -75,6 +100,12 @@ class CompletionRequest(AnswerRequest):
     """Text to continue: a string, a list of one string, or token ids."""
 
     prompt: Text | Texts | Ids | tuple[Ids]
+    logprobs: TopLogprobs | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of the most likely tokens beside each token."""
+        return self.logprobs
 
 
 @dataclass(frozen=True)
@@ -85,45 +116,50 @@ class AnswerFormat:
         prefix: of the answer's id.
         object: type of a whole answer.
         chunk_object: type of a streamed part.
-        choice: choice of a whole answer, from its text and finish reason.
-        chunk: choice of a part: of its text, or of the finish reason at the end.
-        opening: choice of the part before the text, if there is one.
+        choice: what a choice of a whole answer has of its text.
+        chunk: what a choice of a streamed part has of its text; of None at the end.
+        logprobs: log-probabilities of tokens, the first of which begins at a character.
+        opening: what the choice before the text has, if there is one.
     """
 
     prefix: str
     object: str
     chunk_object: str
-    choice: Callable[[str, str], dict[str, Any]]
-    chunk: Callable[[str | None, str | None], dict[str, Any]]
+    choice: Callable[[str], dict[str, Any]]
+    chunk: Callable[[str | None], dict[str, Any]]
+    logprobs: Callable[[Logprobs, int], dict[str, Any]]
     opening: dict[str, Any] | None = None
 
 
-def _choice(reason: str | None, **content: Any) -> dict[str, Any]:
-    return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+def _message(text: str) -> dict[str, Any]:
+    return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
 
-def _message_choice(text: str, reason: str) -> dict[str, Any]:
-    return _choice(reason, message={"role": "assistant", "content": text, "refusal": None})
+def _delta(text: str | None) -> dict[str, Any]:
+    return {"delta": {} if text is None else {"content": text}}
 
 
-def _delta_choice(text: str | None, reason: str | None) -> dict[str, Any]:
-    return _choice(reason, delta={} if text is None else {"content": text})
+def _text(text: str | None) -> dict[str, Any]:
+    return {"text": text or ""}
 
 
-def _text_choice(text: str | None, reason: str | None) -> dict[str, Any]:
-    return _choice(reason, text=text or "")
+def _choice(
+    content: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    return {"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
 CHAT_FORMAT = AnswerFormat(
     "chatcmpl-",
     "chat.completion",
     "chat.completion.chunk",
-    _message_choice,
-    _delta_choice,
-    _choice(None, delta={"role": "assistant", "content": ""}),
+    _message,
+    _delta,
+    chat_logprobs,
+    {"delta": {"role": "assistant", "content": ""}},
 )
 TEXT_FORMAT = AnswerFormat(
-    "cmpl-", "text_completion", "text_completion", _text_choice, _text_choice
+    "cmpl-", "text_completion", "text_completion", _text, _text, text_logprobs
 )
 
 
@@ -167,30 +203,53 @@ async def _answer(
     }
     if body.stream:
         has_usage = body.stream_options is not None and body.stream_options.include_usage
-        return EventStream(_chunks(head, answer, form, has_usage))
-    text, report = await collect_answer(answer)
-    choices = [form.choice(text, report.reason)]
-    return JSONResponse(
-        {**head, "choices": choices, "usage": usage(report), "kv": kv_usage(report)}
-    )
+        return EventStream(_chunks(head, answer, form, has_usage, warnings_of(body)))
+    said = await collect_answer(answer)
+    told = {"usage": usage(said.report), "kv": kv_usage(said.report), **warnings_of(body)}
+    choices = [_whole_choice(said, form, body.num_logprobs)]
+    return JSONResponse({**head, "choices": choices, **told})
+
+
+def _whole_choice(
+    said: CompleteAnswer, form: AnswerFormat, num_logprobs: int | None
+) -> dict[str, Any]:
+    logprobs = None if num_logprobs is None else form.logprobs(said.logprobs, 0)
+    return _choice(form.choice(said.text), said.report.reason, logprobs)
 
 
 async def _chunks(
-    head: dict[str, Any], answer: AnswerStream, form: AnswerFormat, has_usage: bool
+    head: dict[str, Any],
+    answer: AnswerStream,
+    form: AnswerFormat,
+    has_usage: bool,
+    warnings: dict[str, list[str]],
 ) -> AsyncGenerator[bytes, None]:
     if form.opening is not None:
-        yield sse_event({**head, "choices": [form.opening]})
+        yield sse_event({**head, "choices": [_choice(form.opening)]})
+    waiting, length = Logprobs(), 0
     async for frame in with_pings(answer):
         if isinstance(frame, bytes):
             yield frame
+        elif isinstance(frame, tuple):
+            waiting += frame
         elif isinstance(frame, str):
-            yield sse_event({**head, "choices": [form.chunk(frame, None)]})
+            logprobs = form.logprobs(waiting, length) if waiting else None
+            yield sse_event({**head, "choices": [_choice(form.chunk(frame), None, logprobs)]})
+            waiting, length = (), length + len(frame)
         else:
-            kv = kv_usage(frame)
-            yield sse_event({**head, "choices": [form.chunk(None, frame.reason)], "kv": kv})
-            if has_usage:
-                yield sse_event({**head, "choices": [], "usage": usage(frame), "kv": kv})
+            if waiting:
+                last = _choice(form.chunk(""), None, form.logprobs(waiting, length))
+                yield sse_event({**head, "choices": [last]})
+            for event in _last_chunks(frame, form, has_usage):
+                yield sse_event({**head, **event, **warnings})
             yield DONE
+
+
+def _last_chunks(report: Report, form: AnswerFormat, has_usage: bool) -> Iterator[dict[str, Any]]:
+    kv = kv_usage(report)
+    yield {"choices": [_choice(form.chunk(None), report.reason)], "kv": kv}
+    if has_usage:
+        yield {"choices": [], "usage": usage(report), "kv": kv}
 
 
 def _prompt(state: AppState, prompt: str | list[str] | list[int] | tuple[list[int]]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import islice
 from types import UnionType
@@ -25,7 +25,7 @@ from typing import (
 )
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, PrivateAttr, ValidationError
 
 from larder.server.api_errors import invalid_request
 from larder.server.http.error_responses import malformed_field
@@ -37,6 +37,8 @@ MAX_PARTS = 40_000  # of a field: validation visits each of them
 MAX_ITEMS = 1 << 20  # of a list
 MAPPING_BYTES = 1 << 20  # of a mapping with arbitrary names: each is stored and hashed
 SMALL_BYTES = 256  # of an extra field, which is only compared with constants
+MAX_UNKNOWN_NAMES = 16  # that an answer names
+UNKNOWN_FIELD = re.compile("unknown field `([^`]{1,100})")
 PATH_STEP = re.compile(r"\[(\d+|\.\.\.)\]")
 Model = TypeVar("Model", bound="JsonBody")
 
@@ -59,6 +61,16 @@ class JsonBody(BaseModel):
     """
 
     extra_fields: ClassVar[frozenset[str]] = frozenset()
+    _unknown_fields: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def unknown_fields(self) -> tuple[str, ...]:
+        """Names in the body that are no fields, the first 16; of a long body perhaps one."""
+        return self._unknown_fields
+
+    def note_unknown_fields(self, names: Iterable[str]) -> None:
+        """Record the names in the body that are no fields."""
+        self._unknown_fields = tuple(islice(names, MAX_UNKNOWN_NAMES))
 
 
 def decode_body(model: type[Model], content: bytes) -> Model | None:
@@ -69,19 +81,26 @@ def decode_body(model: type[Model], content: bytes) -> Model | None:
     """
     if content.strip() == b"null":
         return None
-    fields = _fields(model, content)
+    fields, unknown = _fields(model, content)
     try:
-        return model.model_validate(fields, from_attributes=True)
+        decoded = model.model_validate(fields, from_attributes=True)
+        decoded.note_unknown_fields(unknown)
+        return decoded
     except ValidationError as error:
         [first, *_] = error.errors(include_url=False, include_context=False, include_input=False)
     del fields  # else the traceback of the error would keep them alive
     raise malformed_field(first["loc"], first["msg"])
 
 
-def _fields(model: type[JsonBody], content: bytes) -> dict[str, Any]:
-    """Fields of a model, decoded as far as the model reads them."""
+def _fields(model: type[JsonBody], content: bytes) -> tuple[dict[str, Any], list[str]]:
+    """Fields of a model, decoded as far as the model reads them, and names of no field."""
+    top, unknown = _top(model), list[str]()
     try:
-        decoded = msgspec.json.decode(content, type=_top(model))
+        try:
+            decoded = msgspec.json.decode(content, type=_strict_top(model))
+        except msgspec.ValidationError as surplus:
+            decoded = msgspec.json.decode(content, type=top)
+            unknown = _unknown_names(top, content, str(surplus))
     except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors
         raise invalid_request(f"The body is not a JSON object of valid text ({error}).") from error
     present = {
@@ -92,7 +111,24 @@ def _fields(model: type[JsonBody], content: bytes) -> dict[str, Any]:
     return {
         name: _extra(raw) if name in model.extra_fields else _value(model, name, raw)
         for name, raw in present.items()
-    }
+    }, unknown
+
+
+def _unknown_names(top: type[msgspec.Struct], content: bytes, surplus: str) -> list[str]:
+    """Names in a body that are no fields of its struct.
+
+    Args:
+        surplus: error of the strict struct, which names the first; a long body is not decoded for
+            the others.
+    """
+    if len(content) > MAPPING_BYTES:
+        return [name[1] for name in [UNKNOWN_FIELD.search(surplus)] if name]
+    names = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+    return [
+        name.encode("utf-8", "replace").decode()
+        for name in names
+        if name not in top.__struct_fields__
+    ]
 
 
 def _extra(raw: msgspec.Raw) -> Any:
@@ -158,6 +194,12 @@ def _top(model: type[JsonBody]) -> type[msgspec.Struct]:
     """Struct with the fields of a model as raw JSON."""
     names = dict.fromkeys((*model.model_fields, *model.extra_fields))
     return msgspec.defstruct(model.__name__, [(name, msgspec.Raw, MISSING_FIELD) for name in names])
+
+
+@cache
+def _strict_top(model: type[JsonBody]) -> type[msgspec.Struct]:
+    """The same struct, which rejects other fields."""
+    return msgspec.defstruct(model.__name__, [], bases=(_top(model),), forbid_unknown_fields=True)
 
 
 @cache

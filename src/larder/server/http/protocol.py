@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.requests import Request as HttpRequest
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from larder.engine.sampler import SamplingParams
+from larder.engine.sampler import MAX_BIASES, SamplingParams
 from larder.server.api_errors import invalid_request, validate_session_name
 from larder.server.http.app_state import AppState, app_state, tenant_of
 from larder.server.http.json_body import JsonBody, Text
@@ -19,6 +19,15 @@ from larder.server.request import ChatMessage, Report, Request
 Tokens = Annotated[int, Field(ge=1, le=1 << 31)]
 Steps = Annotated[int, Field(ge=0, le=1 << 31)]
 Stop = Annotated[Text, Field(min_length=1, max_length=1024)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+LogitBias = Annotated[
+    dict[
+        Annotated[int, Field(ge=0, lt=1 << 31)],
+        Annotated[float, Field(ge=-100, le=100)],
+    ],
+    Field(max_length=MAX_BIASES),
+]
+SAMPLING_FIELDS = tuple(each.name for each in fields(SamplingParams))
 ROLES = {"developer": "system"}
 # Unsupported fields that would change the answer, with the values that have no effect.
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -27,7 +36,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
@@ -35,16 +43,12 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "ignore_eos": (False,),
-    "logit_bias": ({},),
     "logprobs": (False, 0),
-    "min_p": (0,),
     "min_tokens": (0,),
     "modalities": (["text"],),
     "n": (1,),
     "prediction": (),
-    "presence_penalty": (0,),
     "prompt": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "stop_token_ids": ([],),
     "structured_outputs": (),
@@ -57,8 +61,8 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
 
 
 class GenerationRequest(JsonBody):
-    """Fields of every generation request. Unknown fields are ignored unless they would change the
-    answer."""
+    """Fields of every generation request. Fields that no endpoint knows are named in the answer's
+    `warnings`; known ones that would change the answer, and are not supported, are refused."""
 
     model_config = ConfigDict(extra="allow")
     extra_fields: ClassVar[frozenset[str]] = frozenset(NEUTRAL_VALUES)
@@ -69,6 +73,11 @@ class GenerationRequest(JsonBody):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: LogitBias | None = None
     user: Text | None = None
     session_id: Text | None = None
     prompt_cache_key: Text | None = None
@@ -95,12 +104,13 @@ class GenerationRequest(JsonBody):
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """Sampling parameters; fields that are not set come from `defaults`."""
-        return SamplingParams(
-            defaults.temperature if self.temperature is None else self.temperature,
-            defaults.top_k if self.top_k is None else self.top_k,
-            defaults.top_p if self.top_p is None else self.top_p,
-            defaults.seed if self.seed is None else self.seed,
-        )
+        given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        return replace(defaults, **{name: v for name, v in given.items() if v is not None})
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of the most likely tokens beside each token; None for no log-probabilities."""
+        return None
 
 
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -230,7 +240,20 @@ def engine_request(
         exact=body.kv_policy == "exact",
         raw_prompt=raw_prompt,
         steps=body.steps,
+        logprobs=body.num_logprobs,
     )
+
+
+def warnings_of(body: GenerationRequest) -> dict[str, list[str]]:
+    """Field `warnings` of an answer; absent if there is nothing to say."""
+    if not body.unknown_fields:
+        return {}
+    return {
+        "warnings": [
+            f"{name[:100]!r} is no field of this endpoint and was ignored."
+            for name in body.unknown_fields
+        ]
+    }
 
 
 def usage(report: Report) -> dict[str, Any]:

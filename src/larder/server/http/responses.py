@@ -41,6 +41,7 @@ from larder.server.http.protocol import (
     kv_usage,
     new_id,
     session_hint,
+    warnings_of,
 )
 from larder.server.http.streaming import (
     PING,
@@ -55,6 +56,41 @@ from larder.server.request import ApiError, ChatMessage, Report
 
 router = APIRouter(prefix="/v1/responses", tags=["responses"], route_class=JsonRoute)
 RETRY_HEADER = "x-stainless-retry-count"  # number of retries, sent by OpenAI's clients
+
+
+class ResponseInputMessage(InputMessage):
+    """Input message of a response."""
+
+    type: Literal["message"] = "message"
+
+
+class ConversationParam(BaseModel):
+    """Reference to a conversation by id."""
+
+    id: Text
+
+
+class ResponsesRequest(GenerationRequest):
+    """Body of a request: new messages of a conversation, or all of it."""
+
+    input: (
+        Text
+        | Annotated[
+            list[ResponseInputMessage], Field(min_length=1, max_length=10_000, fail_fast=True)
+        ]
+    )
+    instructions: Text | None = None
+    conversation: Text | ConversationParam | None = None
+    previous_response_id: Text | None = None
+    max_output_tokens: Tokens | None = None
+    metadata: Metadata | None = None
+    store: bool = True
+
+    def messages(self) -> Sequence[InputMessage]:
+        """The new messages."""
+        if isinstance(self.input, str):
+            return (InputMessage(role="user", content=self.input),)
+        return self.input
 
 
 @router.post("")
@@ -75,8 +111,8 @@ async def create(http: HttpRequest, request: ResponsesRequest) -> Response:
     answer = await stream_answer(http, state, engine_input, is_firm)
     if request.stream:
         return EventStream(_events(pending, answer))
-    text, report = await collect_answer(answer)
-    return JSONResponse(await run_in_threadpool(pending.finish, text, report))
+    said = await collect_answer(answer)
+    return JSONResponse(await run_in_threadpool(pending.finish, said.text, said.report))
 
 
 @router.get("/{name}")
@@ -128,7 +164,7 @@ async def _events(pending: PendingResponse, answer: AnswerStream) -> AsyncGenera
             elif isinstance(item, str):
                 parts.append(item)
                 yield _event(numbers, "response.output_text.delta", location | {"delta": item})
-            else:
+            elif isinstance(item, Report):
                 for frame in await _closing_events(pending, "".join(parts), item, numbers):
                     yield frame
     except LarderError as error:
@@ -178,41 +214,6 @@ def _event(numbers: Iterator[int], event: str, content: dict[str, Any]) -> bytes
 
 MAX_CHAIN = 10_000
 IDEMPOTENCY_HEADER = "idempotency-key"  # client's identifier of a request
-
-
-class ResponseInputMessage(InputMessage):
-    """Input message of a response."""
-
-    type: Literal["message"] = "message"
-
-
-class ConversationParam(BaseModel):
-    """Reference to a conversation by id."""
-
-    id: Text
-
-
-class ResponsesRequest(GenerationRequest):
-    """Body of a request: new messages of a conversation, or all of it."""
-
-    input: (
-        Text
-        | Annotated[
-            list[ResponseInputMessage], Field(min_length=1, max_length=10_000, fail_fast=True)
-        ]
-    )
-    instructions: Text | None = None
-    conversation: Text | ConversationParam | None = None
-    previous_response_id: Text | None = None
-    max_output_tokens: Tokens | None = None
-    metadata: Metadata | None = None
-    store: bool = True
-
-    def messages(self) -> Sequence[InputMessage]:
-        """The new messages."""
-        if isinstance(self.input, str):
-            return (InputMessage(role="user", content=self.input),)
-        return self.input
 
 
 @dataclass(frozen=True)
@@ -295,6 +296,7 @@ class PendingResponse:
         if not is_whole:
             told["incomplete_details"] = {"reason": "max_output_tokens"}
         told |= {"usage": input_usage(report), "kv": kv_usage(report), "completed_at": time.time()}
+        told |= warnings_of(self.request)
         answer = ConversationItem(self.answer, ChatMessage("assistant", text))
         self._store(told, answer, report.session)
         return told

@@ -18,7 +18,7 @@ from larder.core.errors import LarderError
 from larder.server.engine_client import EngineClient
 from larder.server.http.app_state import AppState
 from larder.server.http.error_responses import as_api_error, error_body, logged_api_error
-from larder.server.request import ApiError, Report, Request, Ticket
+from larder.server.request import ApiError, Report, Request, Ticket, TokenLogprob
 
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -35,7 +35,17 @@ class StreamIdle:
     """Item of a stream that was idle for the ping interval."""
 
 
-AnswerStream = AsyncGenerator[str | Report | StreamIdle, None]
+@dataclass(frozen=True)
+class CompleteAnswer:
+    """Answer that is complete: its text, its report, and log-probabilities if they are wanted."""
+
+    text: str
+    report: Report
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+Logprobs = tuple[TokenLogprob, ...]  # of tokens whose text comes next
+AnswerStream = AsyncGenerator[str | Logprobs | Report | StreamIdle, None]
 
 
 class AnswerQueue:
@@ -43,10 +53,13 @@ class AnswerQueue:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[str | Report | Exception] = asyncio.Queue()
+        self._items: asyncio.Queue[str | Logprobs | Report | Exception] = asyncio.Queue()
 
     def on_text(self, text: str) -> None:
         self.put(text)
+
+    def on_logprobs(self, logprobs: Logprobs) -> None:
+        self.put(logprobs)
 
     def on_done(self, report: Report) -> None:
         self.put(report)
@@ -54,21 +67,21 @@ class AnswerQueue:
     def on_error(self, error: Exception) -> None:
         self.put(error)
 
-    def put(self, item: str | Report | Exception) -> None:
+    def put(self, item: str | Logprobs | Report | Exception) -> None:
         """Enqueue an item from any thread; dropped once the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
         except RuntimeError:
             pass
 
-    async def take(self, seconds: float) -> str | Report | Exception | StreamIdle:
+    async def take(self, seconds: float) -> str | Logprobs | Report | Exception | StreamIdle:
         """Next item, or StreamIdle after `seconds`."""
         try:
             return await asyncio.wait_for(self._items.get(), seconds)
         except TimeoutError:
             return StreamIdle()
 
-    async def take_all(self) -> list[str | Report | Exception]:
+    async def take_all(self) -> list[str | Logprobs | Report | Exception]:
         """All waiting items; waits for at least one."""
         items = [await self._items.get()]
         while not self._items.empty():
@@ -99,18 +112,20 @@ async def stream_answer(
     return _chain(first, answer)
 
 
-async def collect_answer(answer: AnswerStream) -> tuple[str, Report]:
-    """Complete text of an answer, and its report."""
-    parts: list[str] = []
+async def collect_answer(answer: AnswerStream) -> CompleteAnswer:
+    """The complete answer of a stream."""
+    parts, logprobs = list[str](), list[TokenLogprob]()
     async for item in answer:
         if isinstance(item, Report):
-            return "".join(parts), item
+            return CompleteAnswer("".join(parts), item, tuple(logprobs))
         if isinstance(item, str):
             parts.append(item)
+        elif isinstance(item, tuple):
+            logprobs += item
     raise ClientClosedRequest
 
 
-async def with_pings(answer: AnswerStream) -> AsyncGenerator[str | Report | bytes, None]:
+async def with_pings(answer: AnswerStream) -> AsyncGenerator[str | Logprobs | Report | bytes, None]:
     """Items of an answer with idle times as ping comments; an error is the last event.
 
     Raises:
@@ -200,7 +215,7 @@ async def _watch(http: HttpRequest, queue: AnswerQueue) -> None:
     queue.put(ClientClosedRequest())
 
 
-async def _chain(first: str | Report | StreamIdle, rest: AnswerStream) -> AnswerStream:
+async def _chain(first: str | Logprobs | Report | StreamIdle, rest: AnswerStream) -> AnswerStream:
     async with aclosing(rest) as others:
         yield first
         async for item in others:

@@ -29,6 +29,7 @@ from larder.server.session_state import (
 FORMAT, VERSION = "larder session", 1
 IMPORT_BYTES = 2**23  # of an imported session: 700,000 tokens with their text
 TOKEN_CHARACTERS = 64  # above the average length of a token in any real text
+OLDEST_SAMPLING = ("temperature", "top_k", "top_p", "seed")  # fields that every file has
 ROLES = ("", "system", "user", "assistant")  # the first is that of a raw prompt
 
 
@@ -71,6 +72,21 @@ class SamplingRecord(msgspec.Struct, gc=False):
     top_k: int
     top_p: float
     seed: int
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+
+    @staticmethod
+    def of(sampling: SamplingParams) -> dict[str, Any]:
+        """JSON of sampling parameters; those that earlier versions lack only where they are set."""
+        neutral = asdict(SamplingParams())
+        return {
+            name: value
+            for name, value in asdict(sampling).items()
+            if value != neutral[name] or name in OLDEST_SAMPLING
+        }
 
 
 class TurnRecord(msgspec.Struct):
@@ -221,7 +237,7 @@ def _turn_record(turn: CompletedTurn) -> dict[str, Any]:
         "text": turn.text,
         "answer": turn.answer_ids.tolist(),
         "unread": turn.unread_tokens,
-        "sampling": asdict(turn.params.sampling),
+        "sampling": SamplingRecord.of(turn.params.sampling),
         "max_new_tokens": turn.params.max_new_tokens,
         "stop": list(turn.params.stop),
         "reason": turn.reason,
@@ -233,8 +249,7 @@ def _completed_turn(record: TurnRecord, vocabulary: int) -> CompletedTurn:
     unread = record.unread
     if not prompt or not 0 <= unread <= len(answer) + 1:
         raise ValueError(f"a turn has {unread} unread tokens, but {len(answer)} in its answer")
-    drawn = record.sampling
-    sampling = SamplingParams(drawn.temperature, drawn.top_k, drawn.top_p, drawn.seed)
+    sampling = SamplingParams(**msgspec.structs.asdict(record.sampling))
     params = GenerationParams(sampling, record.max_new_tokens, tuple(record.stop))
     messages = tuple(_message(each) for each in record.turns)
     return CompletedTurn(messages, prompt, record.text, answer, unread, params, record.reason)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from larder.core.errors import Refused
-from larder.engine.detokenizer import IncrementalDetokenizer
+from larder.engine.sampler import TokenSampler
+from larder.server.answer_text import AnswerText
 from larder.server.serving_policy import ServingPolicy
 from larder.server.session_state import CompletedTurn, SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
@@ -106,8 +107,8 @@ class SessionBackend(ABC):
         """Prepare the text and the randomness of the answer, unless they continue after a retry."""
         if job.answer.stream is None:
             decode, request = self._tokenizer.decode, job.request
-            job.answer.stream = IncrementalDetokenizer(decode, request.stop, job.listener.on_text)
-            job.answer.generator = request.sampling.generator()
+            job.answer.stream = AnswerText(decode, request.stop, job.listener)
+            job.answer.sampler = TokenSampler(request.sampling, job.resolved.prompt_ids)
 
     def _count_cached(self, job: RequestState, cached: int) -> None:
         """Count the tokens that the cache has before the prefill."""

@@ -1,0 +1,129 @@
+"""Fields of generation requests: sampling, log-probabilities, and names of no field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from openai import OpenAI
+
+from larder.server.http import json_body
+from server.fake_engine_client import NAME
+from server.http.running_server import Running
+
+ASKED: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "a b"}]}
+
+
+def test_penalties_and_biases_reach_the_engine(anne: OpenAI, served: Running) -> None:
+    anne.chat.completions.create(
+        **ASKED,
+        presence_penalty=0.5,
+        frequency_penalty=-0.25,
+        logit_bias={"50": -100, "7": 2},
+        extra_body={"min_p": 0.1, "repetition_penalty": 1.2},
+    )
+    sampling = served.hub.asked[-1].sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.25)
+    assert sampling.logit_bias == {50: -100.0, 7: 2.0}
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.1, 1.2)
+    anne.completions.create(model=NAME, prompt="a", presence_penalty=1.5)
+    assert served.hub.asked[-1].sampling.presence_penalty == 1.5
+    anne.responses.create(model=NAME, input="a", extra_body={"min_p": 0.2})
+    assert served.hub.asked[-1].sampling.min_p == 0.2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"presence_penalty": 3},
+        {"repetition_penalty": 0},
+        {"min_p": 2},
+        {"logit_bias": {"one": 1}},
+        {"logit_bias": {"1": 1000}},
+        {"logit_bias": {str(token): 1 for token in range(1025)}},
+        {"logprobs": True, "top_logprobs": 21},
+        {"top_logprobs": 2},
+    ],
+)
+def test_fields_out_of_range_are_refused(
+    anne: OpenAI, served: Running, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(openai.BadRequestError) as told:
+        anne.chat.completions.create(**ASKED, extra_body=wrong)
+    assert str(told.value.param).startswith(list(wrong)[-1])
+    assert not served.hub.asked
+
+
+def test_log_probabilities_of_a_chat(anne: OpenAI, served: Running) -> None:
+    whole = anne.chat.completions.create(**ASKED, logprobs=True, top_logprobs=2)
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert [each.token for each in logprobs.content] == ["You ", "said: ", "a ", "b "]
+    first = logprobs.content[0]
+    assert (first.logprob, bytes(first.bytes or ())) == (-1.0, b"You ")
+    assert [(top.token, top.logprob) for top in first.top_logprobs] == [
+        ("You 0", -2.0),
+        ("You 1", -3.0),
+    ]
+    chunks = anne.chat.completions.create(**ASKED, logprobs=True, top_logprobs=2, stream=True)
+    parts = [choice for chunk in chunks for choice in chunk.choices]
+    streamed = [
+        (part.delta.content, each)
+        for part in parts
+        if part.logprobs is not None
+        for each in part.logprobs.content or ()
+    ]
+    assert [text for text, _ in streamed] == [each.token for each in logprobs.content]
+    assert [each for _, each in streamed] == logprobs.content
+    plain = anne.chat.completions.create(**ASKED)
+    assert plain.choices[0].logprobs is None
+
+
+def test_log_probabilities_of_a_completion(anne: OpenAI, served: Running) -> None:
+    whole = anne.completions.create(model=NAME, prompt="a", logprobs=1)
+    told = whole.choices[0].logprobs
+    assert told is not None
+    assert told.tokens == ["You ", "said: ", "a "] and told.text_offset == [0, 4, 10]
+    assert told.token_logprobs == [-1.0] * 3
+    assert told.top_logprobs is not None
+    assert told.top_logprobs[0] == {"You 0": -2.0, "You ": -1.0}
+    chunks = list(anne.completions.create(model=NAME, prompt="a", logprobs=1, stream=True))
+    parts = [chunk.choices[0].logprobs for chunk in chunks]
+    assert [offset for part in parts if part for offset in part.text_offset or ()] == [0, 4, 10]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+def test_names_of_no_field_are_in_the_warnings(
+    http: httpx2.Client, served: Running, path: str
+) -> None:
+    said = {
+        "chat/completions": ASKED,
+        "completions": {"model": NAME, "prompt": "a"},
+        "responses": {"model": NAME, "input": "a"},
+    }
+    body = said[path] | {"frob": [{}], "temperat\u00fcre": 1}
+    whole = http.post(f"/v1/{path}", json=body).json()
+    assert "warnings" in whole, whole
+    told = whole["warnings"]
+    assert any("'frob'" in one for one in told) and any("'temperat\u00fcre'" in o for o in told)
+    assert not any("'model'" in one for one in told)
+    if path != "responses":
+        text = http.post(f"/v1/{path}", json=body | {"stream": True}).text
+        assert "'frob'" in text
+
+
+def test_answers_without_such_names_have_no_warnings(http: httpx2.Client, served: Running) -> None:
+    assert "warnings" not in http.post("/v1/chat/completions", json=ASKED).json()
+
+
+def test_of_many_or_long_names_a_few_are_told(
+    http: httpx2.Client, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = ASKED | {f"name{place}": 1 for place in range(1000)} | {"x" * 5000: 2}
+    told = http.post("/v1/chat/completions", json=many).json()["warnings"]
+    assert len(told) == 16
+    monkeypatch.setattr(json_body, "MAPPING_BYTES", 100)
+    [only] = http.post("/v1/chat/completions", json=many).json()["warnings"]
+    assert "'name0'" in only
