@@ -226,7 +226,12 @@ class ForwardBatch:
         for (n, _), position in zip(found, positions, strict=True):
             layers[n].count_step(position)
         if spec.sinks:
-            out = apply_sinks(out, lse, sink_logits(spec, out))
+            sinks, tokens = (
+                sink_logits(spec, out),
+                zip(out.split(1, 1), lse.split(1, 1), strict=True),
+            )
+            # One by one: torch rounds a number of a vector by its place there.
+            out = torch.cat([apply_sinks(*token, sinks) for token in tokens], 1)
         return SteppedSegments(segments, out.to(queries.dtype))
 
     def _observe_all(self, layer: int, queries: Queries, keys: Keys, values: Values) -> None:
