@@ -53,6 +53,7 @@ def models(context: EngineContext) -> tuple[ServedModel, ...]:
         made=context.made,
         budget_tokens=core.rule.budget_tokens,
         beyond_budget=core.engine.beyond_budget,
+        template_variables=core.engine.tokenizer.template_variables,
     )
     return (model,)
 

@@ -15,7 +15,8 @@ class ChatMessage:
     """A message of a conversation.
 
     Args:
-        role: `system`, `user`, `assistant`, or any other that the model's chat template supports.
+        role: `system`, `user`, `assistant`, or any other that the model's chat template supports;
+            `template` for variables of the template, as JSON.
     """
 
     role: str

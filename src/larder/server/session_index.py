@@ -32,7 +32,7 @@ from larder.server.session_state import (
     SessionIdentity,
     SessionState,
 )
-from larder.session.transcript.chat_template import TemplateMessage
+from larder.session.transcript.chat_template import VARIABLES_ROLE, TemplateMessage
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 
@@ -414,7 +414,9 @@ def prompt_ids(
     """
     if not rest or rest[-1].role == ASSISTANT:
         raise UsageError("The last message must not be the assistant's: send a message to answer.")
-    messages = [TemplateMessage(message.role, message.text) for message in rest]
+    first = [each for turn in past_turns[:1] for each in turn.messages[:1]]
+    variables = [each for each in first if each.role == VARIABLES_ROLE]
+    messages = [TemplateMessage(each.role, each.text) for each in (*variables, *rest)]
     ids = (
         tokenizer.encode_continuation(messages)
         if past_turns

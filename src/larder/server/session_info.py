@@ -150,6 +150,7 @@ class ServedModel:
         made: seconds since 1970.
         budget_tokens: M, entries per kv head of one cache; None without a limit.
         beyond_budget: what is stored in addition to the budget, one clause each.
+        template_variables: variables of the chat template that a conversation may set.
     """
 
     name: str
@@ -158,6 +159,7 @@ class ServedModel:
     made: float
     budget_tokens: int | None = None
     beyond_budget: tuple[str, ...] = ()
+    template_variables: frozenset[str] = frozenset()
 
 
 def session_status(session: SessionState) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -127,3 +128,21 @@ def test_of_many_or_long_names_a_few_are_told(
     monkeypatch.setattr(json_body, "MAPPING_BYTES", 100)
     [only] = http.post("/v1/chat/completions", json=many).json()["warnings"]
     assert "'name0'" in only
+
+
+def test_template_variables_reach_the_engine_if_the_template_has_them(
+    http: httpx2.Client, served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served_model = replace(served.hub.models()[0], template_variables=frozenset({"depth", "mood"}))
+    monkeypatch.setattr(served.hub, "models", lambda: (served_model,))
+    given = {"mood": "calm", "depth": 2, "tokenize": True}
+    told = http.post("/v1/chat/completions", json=ASKED | {"chat_template_kwargs": given}).json()
+    [first, *rest] = served.hub.asked[-1].turns
+    assert (first.role, first.text) == ("template", '{"depth": 2, "mood": "calm"}')
+    assert [turn.role for turn in rest] == ["user"]
+    [warning] = told["warnings"]
+    assert "chat_template_kwargs.tokenize" in warning and "depth, mood" in warning
+    wrong = {"chat_template_kwargs": {"mood": ["calm"]}}
+    assert http.post("/v1/chat/completions", json=ASKED | wrong).status_code == 400
+    role = {"messages": [{"role": "template", "content": "{}"}]}
+    assert http.post("/v1/chat/completions", json=ASKED | role).status_code == 400

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ from larder.server.http.streaming import (
     with_pings,
 )
 from larder.server.request import ChatMessage, Report, Request
+from larder.session.transcript.chat_template import VARIABLES_ROLE
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
 Texts = Annotated[list[Text], Field(max_length=128, fail_fast=True)]
@@ -57,6 +59,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+TemplateValue = Text | bool | int | float | None
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
@@ -79,6 +82,7 @@ class ChatCompletionRequest(AnswerRequest):
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
+    chat_template_kwargs: Annotated[dict[Text, TemplateValue], Field(max_length=32)] | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -91,9 +95,23 @@ class ChatCompletionRequest(AnswerRequest):
             raise invalid_request("top_logprobs needs logprobs: true; add it.", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def turns(self) -> tuple[ChatMessage, ...]:
-        """Messages in the form of the engine."""
-        return tuple(message.turn() for message in self.messages)
+    def turns(self, variables: frozenset[str]) -> tuple[ChatMessage, ...]:
+        """Messages in the form of the engine, variables of the chat template before them.
+
+        Args:
+            variables: those that the template has; a warning names others.
+        """
+        given = self.chat_template_kwargs or {}
+        for name in given.keys() - variables:
+            known = ", ".join(sorted(variables)) or "none"
+            self.warn(
+                f"chat_template_kwargs.{name[:100]} is no variable of the model's chat template "
+                f"(it has: {known}) and was ignored."
+            )
+        messages = tuple(message.turn() for message in self.messages)
+        used = {name: given[name] for name in sorted(given.keys() & variables)}
+        first = (ChatMessage(VARIABLES_ROLE, json.dumps(used)),) if used else ()
+        return (*first, *messages)
 
 
 class CompletionRequest(AnswerRequest):
@@ -168,7 +186,8 @@ async def chat_completions(http: HttpRequest, body: ChatCompletionRequest) -> Re
     """Answer a conversation, as one body or as a stream."""
     state, hint = app_state(http), session_hint(http, body)
     max_new_tokens = body.max_completion_tokens or body.max_tokens
-    turns = await run_in_threadpool(body.turns)
+    variables = state.check_model(body.model).template_variables
+    turns = await run_in_threadpool(body.turns, variables)
     request = engine_request(
         http, state, body, hint.name, max_new_tokens, stop_strings(body.stop), turns
     )

@@ -8,7 +8,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.requests import Request as HttpRequest
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    WithJsonSchema,
+)
 
 from larder.engine.sampler import MAX_BIASES, SamplingParams
 from larder.server.api_errors import invalid_request, validate_session_name
@@ -83,6 +90,18 @@ class GenerationRequest(JsonBody):
     prompt_cache_key: Text | None = None
     kv_policy: Literal["exact", "budget"] | None = None
     kv_steps: Steps | Annotated[dict[Text, Steps], Field(max_length=10_000)] | None = None
+
+    _warnings: list[str] = PrivateAttr(default_factory=list)
+
+    def warn(self, warning: str) -> None:
+        """Add a sentence to `warnings` of the answer."""
+        self._warnings.append(warning)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the answer says was ignored, a sentence each."""
+        unknown = (f"{name[:100]!r} is no field of this endpoint" for name in self.unknown_fields)
+        return [*(f"{each} and was ignored." for each in unknown), *self._warnings]
 
     def check(self) -> None:
         """Raises: ApiError: 400 for an invalid session name or an unsupported field."""
@@ -246,14 +265,7 @@ def engine_request(
 
 def warnings_of(body: GenerationRequest) -> dict[str, list[str]]:
     """Field `warnings` of an answer; absent if there is nothing to say."""
-    if not body.unknown_fields:
-        return {}
-    return {
-        "warnings": [
-            f"{name[:100]!r} is no field of this endpoint and was ignored."
-            for name in body.unknown_fields
-        ]
-    }
+    return {"warnings": body.warnings} if body.warnings else {}
 
 
 def usage(report: Report) -> dict[str, Any]:

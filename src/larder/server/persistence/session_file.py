@@ -25,12 +25,13 @@ from larder.server.session_state import (
     GenerationParams,
     SessionState,
 )
+from larder.session.transcript.chat_template import VARIABLES_ROLE
 
 FORMAT, VERSION = "larder session", 1
 IMPORT_BYTES = 2**23  # of an imported session: 700,000 tokens with their text
 TOKEN_CHARACTERS = 64  # above the average length of a token in any real text
 OLDEST_SAMPLING = ("temperature", "top_k", "top_p", "seed")  # fields that every file has
-ROLES = ("", "system", "user", "assistant")  # the first is that of a raw prompt
+ROLES = ("", VARIABLES_ROLE, "system", "user", "assistant")  # "" is that of a raw prompt
 
 
 @dataclass(frozen=True)

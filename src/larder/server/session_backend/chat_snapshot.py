@@ -18,6 +18,7 @@ from larder.server.session_state import CompletedTurn, PositionMap, PositionMaps
 from larder.session.chat_cache import ChatCache
 from larder.session.chat_state import chat_state_record, restore_chat_state
 from larder.session.transcript.chat_log import ChatLog, ChatTurn
+from larder.session.transcript.chat_template import VARIABLES_ROLE
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 SCHEMA = 1
@@ -112,7 +113,7 @@ def opening_history(
         turns: messages before the first answer.
         prompt: their tokens.
     """
-    if len(turns) < 2:
+    if len(turns) < 2 or turns[0].role == VARIABLES_ROLE:
         return EMPTY_HISTORY, 0
     messages = tuple(Message(turn.role, turn.text) for turn in turns[:-1])
     history = Conversation(name, messages)

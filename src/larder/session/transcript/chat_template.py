@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -12,6 +13,13 @@ from typing import Any
 
 from larder.core.errors import ModelError
 
+# Role of a message that is none: its content is JSON of variables of the chat template, which hold
+# for the whole conversation.
+VARIABLES_ROLE = "template"
+# Variables that a conversation cannot set.
+RESERVED_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt"}
+)
 PLAIN_ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
 ANSWER_PLACEHOLDER = "0mark0"  # placeholder of an answer; no template changes it
 # Errors of the code of a template itself; `render_template` raises the others.
@@ -58,16 +66,19 @@ class ChatTemplate:
             ModelError: the template fails even on alternating messages, or exceeds a bound of
                 output or time.
         """
+        given = [turn for turn in turns if turn.role == VARIABLES_ROLE]
+        turns = [turn for turn in turns if turn.role != VARIABLES_ROLE]
         if not self.tokenizer.chat_template:
             return _plain_text(turns, end)
         from jinja2 import TemplateError
 
+        variables = self._variables_of(given)
         try:
-            return self._apply(turns, end)
+            return self._apply(turns, end, variables)
         except TemplateError:
             pass
         try:
-            return self._apply(_alternating_messages(turns), end)
+            return self._apply(_alternating_messages(turns), end, variables)
         except TemplateError as error:
             raise ModelError(
                 f"The tokenizer's chat template rejects the conversation: {error}. Give a model "
@@ -103,13 +114,47 @@ class ChatTemplate:
             )
         return rest
 
-    def _apply(self, turns: Sequence[TemplateMessage], end: PromptEnd) -> str:
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Variables of the template that a conversation may set."""
+        if not self.tokenizer.chat_template:
+            return frozenset()
+        from jinja2 import TemplateError
+
+        from larder.session.transcript.template_sandbox import template_variables
+
+        try:
+            used = template_variables(self.tokenizer.get_chat_template())
+        except TemplateError:  # `render` says so
+            return frozenset()
+        return used.difference(RESERVED_VARIABLES, self.tokenizer.special_tokens_map)
+
+    def _variables_of(self, given: Sequence[TemplateMessage]) -> dict[str, Any]:
+        """Variables in messages of `VARIABLES_ROLE`, those that the template has.
+
+        Raises:
+            ModelError: a content is not a JSON object.
+        """
+        found: dict[str, Any] = {}
+        for turn in given:
+            try:
+                found |= json.loads(turn.content)
+            except (ValueError, TypeError, RecursionError) as error:
+                raise ModelError(
+                    f"The variables of the chat template are not a JSON object ({error}): begin "
+                    "another conversation."
+                ) from error
+        return {name: value for name, value in found.items() if name in self.variables}
+
+    def _apply(
+        self, turns: Sequence[TemplateMessage], end: PromptEnd, variables: Mapping[str, Any]
+    ) -> str:
         from jinja2 import TemplateError
 
         from larder.session.transcript.template_sandbox import render_template
 
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
-        named = self.tokenizer.special_tokens_map
+        named = {**self.tokenizer.special_tokens_map, **variables}
         try:
             return render_template(
                 self._code, messages, add_generation_prompt=end is PromptEnd.ANSWER, **named

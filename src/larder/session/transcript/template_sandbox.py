@@ -29,7 +29,7 @@ from datetime import datetime
 from types import BuiltinMethodType, CodeType, GeneratorType
 from typing import Any
 
-from jinja2 import Environment, Template, TemplateError, nodes
+from jinja2 import Environment, Template, TemplateError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -56,6 +56,17 @@ def compile_template(source: str) -> CodeType:
     return environment.compile(
         _CheckInserter().visit(environment.parse(source)), filename="chat template"
     )
+
+
+def template_variables(source: str) -> frozenset[str]:
+    """Variables that a chat template reads and does not set, without the functions of the sandbox.
+
+    Raises:
+        jinja2.TemplateError: the template does not parse.
+    """
+    environment = _Sandbox(BASE_CHARS, MAX_SECONDS)
+    names = meta.find_undeclared_variables(environment.parse(source))
+    return frozenset(names - environment.globals.keys())
 
 
 def render_template(

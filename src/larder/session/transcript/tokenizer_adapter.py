@@ -41,6 +41,11 @@ class TokenizerAdapter:
         self._template = ChatTemplate(tokenizer)
         self._token_sets: dict[str, frozenset[int]] = {}
 
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Variables of the chat template that a conversation may set."""
+        return self._template.variables
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a bare text."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))

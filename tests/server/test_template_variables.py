@@ -1,0 +1,95 @@
+"""Variables of the chat template: they belong to a conversation, and to no other."""
+
+from __future__ import annotations
+
+import pytest
+
+from larder.core.errors import InputError, ModelError
+from larder.models.loader import LoadedModel
+from larder.server.request import ChatMessage
+from larder.session.transcript.chat_template import (
+    VARIABLES_ROLE,
+    ChatTemplate,
+    PromptEnd,
+    TemplateMessage,
+)
+from server_core import LIMITED, Client, Served, characters, encode_session, user
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% if mood is defined %}({{ mood }}){% endif %}"
+    "{% if depth %}{{ depth }}{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture
+def templated() -> LoadedModel:
+    loaded = characters()
+    loaded.tokenizer.chat_template = TEMPLATE
+    return loaded
+
+
+def moody(mood: str) -> ChatMessage:
+    return ChatMessage(VARIABLES_ROLE, f'{{"mood": "{mood}"}}')
+
+
+def prompt_of(served: Served, client: Client) -> str:
+    """Text of a session up to its last answer."""
+    session = served.core.find("a", client.told.session)
+    ids = [*session.transcript.ids][: -len(session.turns[-1].answer_ids)]
+    return served.core.engine.tokenizer.decode(ids)
+
+
+def test_a_template_says_which_variables_it_has(templated: LoadedModel) -> None:
+    assert ChatTemplate(templated.tokenizer).variables == {"mood", "depth"}
+    assert ChatTemplate(characters().tokenizer).variables == frozenset()
+
+
+def test_variables_that_would_reach_further_are_left_out(templated: LoadedModel) -> None:
+    given = '{"messages": [], "add_generation_prompt": false, "bos_token": "?", "mood": "x"}'
+    turns = [TemplateMessage(VARIABLES_ROLE, given), TemplateMessage("user", "Hi")]
+    assert ChatTemplate(templated.tokenizer).render(turns, PromptEnd.ANSWER) == (
+        "[user]Hi\n[assistant](x)"
+    )
+    with pytest.raises(ModelError, match="JSON"):
+        broken = [TemplateMessage(VARIABLES_ROLE, "{"), TemplateMessage("user", "Hi")]
+        ChatTemplate(templated.tokenizer).render(broken, PromptEnd.ANSWER)
+
+
+@pytest.mark.parametrize("policy", ["full", LIMITED])
+def test_variables_hold_for_all_turns_of_a_conversation(
+    templated: LoadedModel, policy: str
+) -> None:
+    served = Served(templated, policy, tokens=64)
+    said = [moody("calm"), user("One?")]
+    first = served.ask(said)
+    said = [*said, ChatMessage("assistant", first.text), user("Two?")]
+    second = served.ask(said)
+    assert second.told.session == first.told.session
+    assert prompt_of(served, second).endswith("[user]Two?\n[assistant](calm)")
+    assert second.told.cached_tokens > len("[user]One?\n[assistant](calm)")
+
+
+def test_a_conversation_with_others_is_another(templated: LoadedModel) -> None:
+    served = Served(templated)
+    first = served.ask([moody("calm"), user("One?")])
+    said = ChatMessage("assistant", first.text)
+    others = (
+        served.ask([moody("wild"), user("One?"), said, user("Two?")]),
+        served.ask([user("One?"), said, user("Two?")]),
+    )
+    sessions = {each.told.session for each in (first, *others)}
+    assert len(sessions) == 3
+    assert "(calm)" not in prompt_of(served, others[0]) + prompt_of(served, others[1])
+
+
+def test_variables_come_back_with_a_session(templated: LoadedModel) -> None:
+    served, other = Served(templated), Served(templated)
+    first = served.ask([moody("calm"), user("One?")], "x")
+    data = encode_session(served.core.find("a", "x"))
+    other.core.import_("a", "x", other.core.restorer.decode(data))
+    said = [moody("calm"), user("One?"), ChatMessage("assistant", first.text), user("Two?")]
+    assert prompt_of(other, other.ask(said, "x")).endswith("Two?\n[assistant](calm)")
+    with pytest.raises((InputError, ModelError)):
+        wrong = [ChatMessage(VARIABLES_ROLE, "["), user("One?")]
+        other.ask(wrong)
