@@ -33,7 +33,7 @@ from larder.session.prefill import SizeOptions, prefill_conversation
 from larder_bench.datasets.prompt_templates import worded_chat
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.datasets.wording import Wording
-from larder_bench.results.rows import Row, append_rows
+from larder_bench.results.rows import Row, append_rows, read_rows
 from larder_bench.tasks.base import parse_task
 
 TASK = 'needles(kind="magic", needles=4, hay="prose")'
@@ -47,8 +47,7 @@ Positions = list[list[list[int]]]  # by layer and kv head, ascending
 def main() -> None:
     options = _options()
     if options.report is not None:
-        rows = [json.loads(line) for line in options.report.read_text().splitlines()]
-        print("\n".join(table(rows)))
+        print("\n".join(table(read_rows(options.report))))
         return
     rows = list(_compare(options))
     append_rows(options.out, rows)

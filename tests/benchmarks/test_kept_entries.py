@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from larder import Policy
+from larder_bench.results.rows import read_rows
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "benchmarks" / "peers"
@@ -20,11 +20,11 @@ def among_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page_has_the_table_of_the_measured_rows() -> None:
-    lines = (PEERS / "kept_entries.jsonl").read_text().splitlines()
+    rows = read_rows(PEERS / "kept_entries.jsonl.zst")
     page = (ROOT / "docs" / "kvpress.md").read_text()
-    table = list(import_module("kept_entries").table([json.loads(line) for line in lines]))
+    table = list(import_module("kept_entries").table(rows))
     assert "\n".join(table) in page
-    assert len(table) == 2 + len(lines)
+    assert len(table) == 2 + len(rows)
 
 
 def test_agreement_is_the_jaccard_index_of_each_head() -> None:
