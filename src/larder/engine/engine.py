@@ -126,8 +126,8 @@ class Engine:
             adapter_mode: `"merged"` into the weights, or `"live"` beside them.
             revision: commit, branch or tag of a Hugging Face name; None for its main branch.
             device_map: placement of the weights by accelerate in place of `device`: `"auto"`, a
-                device, or devices by parts of the model. All weights must end on one device,
-                where the caches lie.
+                device, or devices by parts of the model. One device computes all layers and
+                holds the caches; parts that do not fit may lie on `"cpu"` or `"disk"`.
             tokenizer: a tokenizer of transformers, or the name or folder of one, where the model's
                 own is not to be used.
 

@@ -30,6 +30,7 @@ from larder.models.forward_batch import ForwardBatch
 from larder.models.in_memory import check_decoder, shared_decoder, without_adapter_wrapper
 from larder.models.introspection import check_mode, check_not_compiled
 from larder.models.lm_head import base_model_of
+from larder.models.placement import input_placement
 
 
 class RunningCall(Protocol):
@@ -168,8 +169,8 @@ class Attachment:
     @property
     def is_current(self) -> bool:
         """False once the model was moved or converted to another dtype."""
-        table, spec = self.decoder.embedding_table(), self.decoder.spec
-        return (table.dtype, table.device) == (spec.dtype, spec.device)
+        spec = self.decoder.spec
+        return input_placement(self.decoder.module) == (spec.dtype, spec.device)
 
     def detach(self) -> None:
         """Remove the hooks."""

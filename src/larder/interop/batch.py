@@ -159,7 +159,7 @@ class SequenceBatch:
     def _read_texts(self, call: BodyCall, num_read: int) -> list[Float[Tensor, "_ hidden"]]:
         """Read the first columns of each row; the states of their last tokens, by row."""
         if not num_read:
-            return [_no_states(self.attachment) for _ in call.ids]
+            return [self.attachment.decoder.no_states() for _ in call.ids]
         texts = [
             own[: sum(c < num_read for c in columns)]
             for own, columns in zip(call.ids, call.columns, strict=True)
@@ -184,7 +184,7 @@ class SequenceBatch:
     ) -> Float[Tensor, "_ hidden"]:
         """Read the text of a row; the states of its last tokens."""
         if not text:
-            return _no_states(self.attachment)
+            return self.attachment.decoder.no_states()
         embeddings, images = torch.empty(0, 0), call.images[number].within(0, len(text))
         if call.has_embeddings and not call.has_ids:
             sequence.check_embeddings(text)
@@ -251,11 +251,6 @@ class SequenceBatch:
             for row, state in zip(rows, states, strict=True):
                 row.roll_back(state)
             raise
-
-
-def _no_states(attachment: Attachment) -> Float[Tensor, "_ hidden"]:
-    table = attachment.decoder.embedding_table()
-    return table.new_empty(0, table.shape[1])
 
 
 def _check_mask(call: BodyCall, num_columns: int) -> None:

@@ -27,6 +27,7 @@ from larder.models.attention_backend import (
 from larder.models.forward_batch import BatchSegment, ForwardBatch, Observer
 from larder.models.introspection import call_uncached, check_unchanged, survey_model
 from larder.models.lm_head import LMHead, text_body_of
+from larder.models.placement import loaded_tensor
 from larder.models.prefetch import LayerPrefetch, attention_modules
 from larder.models.recompute_hooks import RecomputeHooks, with_reread_tokens
 from larder.models.recurrent import recurrent_layers
@@ -110,8 +111,13 @@ class Decoder:
         return text_body_of(self.module)
 
     def embedding_table(self) -> Float[Tensor, "V hidden"]:
-        """Input embeddings, by reference."""
-        return self.module.get_input_embeddings().weight.detach()
+        """Input embeddings, by reference unless they are offloaded."""
+        table = self.module.get_input_embeddings()
+        return loaded_tensor(table, "weight", table.weight).to(self.spec.device)
+
+    def no_states(self) -> Float[Tensor, "0 hidden"]:
+        """Hidden states of no token."""
+        return torch.empty(0, self.spec.width, dtype=self.spec.dtype, device=self.spec.device)
 
     @torch.no_grad()
     def read(
@@ -161,7 +167,7 @@ class Decoder:
             if len(segment.ids) > 1
         ]
         parts = iter(self._hidden(longer, Mode.SCRATCH, None) if longer else ())
-        nothing = self.embedding_table().new_empty(0, self.embedding_table().shape[1])
+        nothing = self.no_states()
         passed = [next(parts) if len(segment.ids) > 1 else nothing for segment in segments]
         pairs = zip(segments, passed, strict=True)
         return [
@@ -406,7 +412,7 @@ class AppendCall:
 
 def _latent_hooks(body: nn.Module) -> list[Any]:
     """Handles of the hooks on modules that cache latents; few models have any."""
-    if not any(hasattr(module, "kv_b_proj") for module in body.modules()):
+    if not any(name.endswith("kv_b_proj") for name, _ in body.named_modules()):
         return []
     from larder.models.latent_attention import hook_latent_attention
 

@@ -10,7 +10,8 @@ from torch import nn
 from larder.core.errors import ModelError
 from larder.models.decoder import Decoder
 from larder.models.introspection import check_mode, check_not_compiled
-from larder.models.loader import LoadedModel, check_device, wrap_model
+from larder.models.loader import LoadedModel, wrap_model
+from larder.models.placement import check_placement
 from larder.models.tokenizer import check_tokenizer
 
 
@@ -82,4 +83,4 @@ def check_decoder(model: Any) -> None:
             "transformers.AutoModelForCausalLM does."
         )
     check_mode(model)
-    check_device(model)
+    check_placement(model)

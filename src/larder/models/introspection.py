@@ -24,6 +24,12 @@ from larder.models.attention_backend import (
     CausalAttention,
     LayerAttention,
 )
+from larder.models.placement import (
+    input_placement,
+    loaded_tensor,
+    loaded_tensors,
+    weights_loaded,
+)
 from larder.models.recurrent import (
     RecurrentModules,
     RecurrentSurvey,
@@ -43,7 +49,7 @@ QUANTIZED_TOLERANCE = 1.5e-1  # of quantized weights, whose activations may be q
 
 def own_logits(module: Any, ids: Sequence[int]) -> Float[Tensor, "Q V"]:
     """Float32 logits of a model of transformers on its own attention."""
-    given = torch.tensor([list(ids)], device=module.device)
+    given = torch.tensor([list(ids)], device=input_placement(module)[1])
     return module(input_ids=given, use_cache=False).logits[0].float()
 
 
@@ -78,10 +84,10 @@ def check_unchanged(model: Any, spec: ModelSpec) -> None:
         ModelError: it is compiled or in training mode, or its weights have another dtype or device.
     """
     check_mode(model)
-    table = model.get_input_embeddings().weight
-    if (table.dtype, table.device) != (spec.dtype, spec.device):
+    dtype, device = input_placement(model)
+    if (dtype, device) != (spec.dtype, spec.device):
         raise ModelError(
-            f"The weights of {type(model).__name__} are {table.dtype} on {table.device}, but its "
+            f"The weights of {type(model).__name__} are {dtype} on {device}, but its "
             f"caches were specified for {spec.dtype} on {spec.device}: move the model back, or "
             "give it to Larder again."
         )
@@ -138,7 +144,7 @@ def call_uncached(body: Any, ids: Sequence[int], attention: LayerAttention, **op
     Args:
         options: further keyword arguments of the body.
     """
-    device = body.get_input_embeddings().weight.device
+    device = input_placement(body)[1]
     body(
         input_ids=torch.tensor([ids], device=device),
         position_ids=torch.arange(len(ids), device=device)[None],
@@ -159,8 +165,8 @@ def survey_model(module: Any, body: Any) -> tuple[ModelSpec, RecurrentModules]:
     Raises:
         ModelError: a layer does not call attention, or has an unsupported feature.
     """
-    table, survey = module.get_input_embeddings().weight, AttentionSurvey()
-    ids, counts = range(min(SURVEY_TOKENS, table.shape[0])), recurrent_layers(module.config)
+    num_tokens = min(SURVEY_TOKENS, len(module.get_input_embeddings().weight))
+    survey, ids, counts = AttentionSurvey(), range(num_tokens), recurrent_layers(module.config)
     recurrent = RecurrentModules()
     if counts:
         states = RecurrentSurvey(counts)
@@ -178,8 +184,7 @@ def survey_model(module: Any, body: Any) -> tuple[ModelSpec, RecurrentModules]:
         layers = measure_rotation(body, found, numbers)
     spec = ModelSpec(
         layers,
-        table.dtype,
-        table.device,
+        *input_placement(module),
         fingerprint(module),
         module.config.get_text_config().hidden_size,
         numbers if numbers != tuple(range(len(numbers))) else (),
@@ -281,20 +286,19 @@ def measure_rotation(
     """
     if any(M_ROPE_SECTION in vars(part) for part in model.modules()):
         return tuple(layers)
-    table, probe = model.get_input_embeddings().weight, AttentionProbe()
-    tokens = (
-        torch.arange(1, ROTATION_TOKENS + 1, device=table.device)
-        * table.shape[0]
-        // (ROTATION_TOKENS + 1)
-    )
-    places = torch.arange(ROTATION_POSITIONS, device=table.device)
+    vocabulary = len(model.get_input_embeddings().weight)
+    device, probe = input_placement(model)[1], AttentionProbe()
+    parts = torch.arange(1, ROTATION_TOKENS + 1, device=device)
+    tokens = parts * vocabulary // (ROTATION_TOKENS + 1)
+    places = torch.arange(ROTATION_POSITIONS, device=device)
     model(
         input_ids=tokens.repeat_interleave(ROTATION_POSITIONS)[None],
         position_ids=places.repeat(ROTATION_TOKENS)[None],
         use_cache=False,
         larder=probe,
     )
-    known = [buffer for name, buffer in model.named_buffers() if name.endswith(ROPE_BUFFER)]
+    buffers = [pair for pair in model.named_buffers() if pair[0].endswith(ROPE_BUFFER)]
+    known = [loaded_tensor(model, *pair) for pair in buffers]
     return tuple(
         layer
         if layer.latent_rank
@@ -347,11 +351,12 @@ def stored_weights(module: Any) -> Iterator[tuple[str, Tensor]]:
     """Plain tensors of all weights by name; those that a quantized weight is made of, and integer
     matrices that are held as buffers, one by one.
     """
-    for name, weight in module.named_parameters():
-        yield from _plain_tensors(name, weight.detach())
-    for name, buffer in module.named_buffers():
-        if buffer.ndim > 1 and buffer.dtype in INTEGER_WEIGHTS:
-            yield name, buffer
+    parameters = {name for name, _ in module.named_parameters()}
+    for name, tensor in loaded_tensors(module):
+        if name in parameters:
+            yield from _plain_tensors(name, tensor)
+        elif tensor.ndim > 1 and tensor.dtype in INTEGER_WEIGHTS:
+            yield name, tensor
 
 
 def _plain_tensors(name: str, weight: Any) -> Iterator[tuple[str, Tensor]]:
@@ -393,10 +398,9 @@ def weight_inputs(
     providers = select_providers(names, WeightProvider)
     if not providers:
         return {}
-    return {
-        layer.index: {
-            name: provider.layer_tensor(modules[layer.index], layer)
-            for name, provider in providers.items()
-        }
-        for layer in layers
-    }
+    found = dict[int, dict[str, Tensor]]()
+    for layer in layers:
+        with weights_loaded(module := modules[layer.index]):
+            pairs = providers.items()
+            found[layer.index] = {name: each.layer_tensor(module, layer) for name, each in pairs}
+    return found

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from larder.core.errors import ModelError
 from larder.core.types import Queries
 from larder.models.attention_backend import CONTEXT_KEYWORD, AttentionInputs, LayerAttention
+from larder.ops.linear_weight import linear_weight
 
 PAST_KEYWORD = "past_key_values"
 
@@ -75,15 +75,9 @@ class LatentAttention:
 def _head_projections(
     module: Any, heads: int, latents: Float[Tensor, "1 1 Q rank"]
 ) -> Float[Tensor, "H P rank"]:
-    """Rows of `kv_b_proj` by head: those of the keys, then those of the values.
-
-    Quantized and adapted projections are read by what they make of unit vectors.
-    """
-    projection, rank = module.kv_b_proj, latents.shape[-1]
-    weight = projection.weight
-    if type(projection) is not nn.Linear or is_traceable_wrapper_subclass(weight):
-        weight = projection(torch.eye(rank, dtype=latents.dtype, device=latents.device)).T
-    return weight.reshape(heads, -1, rank)
+    """Rows of `kv_b_proj` by head: those of the keys, then those of the values."""
+    weight = linear_weight(module.kv_b_proj, latents[0, 0])
+    return weight.reshape(heads, -1, latents.shape[-1])
 
 
 def is_latent_attention(module: Any) -> bool:
@@ -92,14 +86,16 @@ def is_latent_attention(module: Any) -> bool:
     Raises:
         ModelError: an indexer of the model selects the tokens that a query attends to.
     """
-    projection = getattr(module, "kv_b_proj", None)
-    if projection is not None and hasattr(module, "indexer"):
+    children = dict(module.named_children())
+    projection = children.get("kv_b_proj")
+    if projection is not None and "indexer" in children:
         raise ModelError(
             f"{type(module).__name__} attends to tokens that an indexer of the model selects, "
             "which Larder does not support: choose a model without one, such as DeepSeek-V3."
         )
-    expands = isinstance(projection, nn.Module) and hasattr(module, "expand_kv")
-    return expands and getattr(projection, "bias", None) is None
+    if projection is None or "expand_kv" not in dir(type(module)):
+        return False
+    return not any(name.endswith("bias") for name, _ in projection.named_parameters())
 
 
 def absorb_latents(

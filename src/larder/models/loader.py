@@ -20,6 +20,7 @@ from larder.core.arguments import check_type
 from larder.core.errors import BadParameter, DependencyError, ModelError
 from larder.models.decoder import Decoder, check_not_held
 from larder.models.packaged import GGUF_SUFFIX, PACKAGED_MODELS
+from larder.models.placement import check_placement
 from larder.models.rope_frequencies import check_rope
 from larder.models.tokenizer import check_tokenizer
 from larder.models.transformers_logging import silence_transformers
@@ -50,7 +51,7 @@ LOAD_FAILURES = (
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # `auto`, a device, or a device by name of a part of the model, as transformers takes it.
-DeviceMap = str | int | torch.device | dict[str, str | int | torch.device]
+DeviceMap = str | int | torch.device | Mapping[str, str | int | torch.device]
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,9 @@ def load(
         adapter: folder with an adapter that peft saved, such as LoRA.
         adapter_mode: `merged` into the weights, or `live` beside them.
         revision: commit, branch or tag of a Hugging Face name; None for its main branch.
-        device_map: placement of the weights by accelerate, in place of `device`, all of them on
-            one device in the end; the default dtype is then that of the saved weights.
+        device_map: placement of the weights by accelerate, in place of `device`: one device
+            computes all layers, and what does not fit is offloaded to `cpu` or `disk`. The default
+            dtype is then that of the saved weights.
         tokenizer: tokenizer of transformers, or the name or folder of one; None for that of the
             model.
 
@@ -124,7 +126,7 @@ def load(
         module = _with_adapters(module, folders)
         if not placement:
             module = move_to_device(module, device)
-        check_device(module)
+        check_placement(module)
         own = _tokenizer(name, source, hub, tokenizer)
         if tokenizer is not None:
             check_tokenizer(own, module)
@@ -176,16 +178,6 @@ def _placement(device: str, device_map: DeviceMap | None) -> dict[str, DeviceMap
     if find_spec("accelerate") is None:
         raise DependencyError("device_map needs the package accelerate: pip install accelerate.")
     return {"device_map": device_map}
-
-
-def check_device(module: Any) -> None:
-    """Raise ModelError unless all weights of a model lie on one device."""
-    devices = sorted({str(weight.device) for weight in module.parameters()})
-    if len(devices) > 1 or devices == ["meta"]:
-        raise ModelError(
-            f"The weights of {type(module).__name__} lie on {', '.join(devices)}, but Larder's "
-            "caches lie on one device: load the model with device_map={'': DEVICE}."
-        )
 
 
 def _with_adapters(module: Any, folders: Sequence[tuple[str, str]]) -> Any:

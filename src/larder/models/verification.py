@@ -20,7 +20,9 @@ from larder.models.introspection import (
     has_quantized_weights,
     own_logits,
     relative_difference,
+    stored_weights,
 )
+from larder.models.placement import input_placement
 from larder.models.recurrent import recurrent_layers
 
 CHECKED_TOKENS = 24
@@ -64,9 +66,10 @@ def _logits_in_parts(module: Any, whole: Float[Tensor, "Q V"]) -> Float[Tensor, 
     Args:
         whole: logits of the text in one piece.
     """
-    ids = torch.tensor([_probe_ids(module)], device=module.device)
+    device = input_placement(module)[1]
+    ids = torch.tensor([_probe_ids(module)], device=device)
     cache = transformers.DynamicCache(config=module.config)
-    places = torch.arange(CHECKED_TOKENS, device=module.device)[None]
+    places = torch.arange(CHECKED_TOKENS, device=device)[None]
     try:
         outputs = [
             module(input_ids=ids[:, a:b], position_ids=places[:, a:b], past_key_values=cache)
@@ -91,7 +94,7 @@ def _logits_in_parts(module: Any, whole: Float[Tensor, "Q V"]) -> Float[Tensor, 
 
 def _not_finite(module: Any) -> str:
     """Message on logits that are not finite."""
-    weights = (weight for weight in module.parameters() if weight.is_floating_point())
+    weights = (weight for _, weight in stored_weights(module) if weight.is_floating_point())
     if all(bool(torch.isfinite(weight).all()) for weight in weights):
         return (
             "The model's logits are not finite on a short text, though its weights are: its dtype "
