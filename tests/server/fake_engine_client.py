@@ -65,10 +65,11 @@ class FakeHub(EngineClient):
             raise ApiError(f"Refused: {last}.", int(words[2]), words[1], None, None)
         if words == ["busy"] and request.session is not None:
             raise ApiError("The session is busy: wait.", 409, "session_busy", None, 2.0)
-        self.tickets.append(FakeTicket())
-        told = (request, last, listener, self.tickets[-1])
+        ticket = FakeTicket()
+        self.tickets.append(ticket)
+        told = (request, last, listener, ticket)
         threading.Thread(target=self._answer, args=told, daemon=True).start()
-        return self.tickets[-1]
+        return ticket
 
     def _answer(self, request: Request, last: str, listener: Listener, ticket: FakeTicket) -> None:
         reason = "stop"

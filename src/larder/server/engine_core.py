@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from time import monotonic
+from weakref import WeakValueDictionary
 
 from larder.core.errors import BudgetError
 from larder.engine.detokenizer import IncrementalDetokenizer
@@ -117,6 +118,8 @@ class EngineCore:
             engine.loaded.decoder, self.sessions, persistence, rules, self._charged
         )
         self.refused = ReasonCounter()
+        # First answers to prompts that get several, by tenant and group, while they are in use.
+        self._first_choices = WeakValueDictionary[tuple[str, str], RequestState]()
 
     @property
     def context(self) -> int:
@@ -163,7 +166,8 @@ class EngineCore:
                 f"max_tokens must be at least 1, got {request.max_new_tokens}.",
                 "max_tokens",
             )
-        resolved = self._resolved(request)
+        resolved = self._resolved_ephemeral(request) if request.is_ephemeral else None
+        resolved = resolved or self._resolved(request)
         if resolved.repeated_turn is not None:
             return replay_answer(
                 self.engine.tokenizer,
@@ -181,6 +185,8 @@ class EngineCore:
                 self.forget(resolved.session)
             raise
         self.scheduler.enqueue(job)
+        if request.choice_group and not request.choice:
+            self._first_choices[request.tenant, request.choice_group] = job
         self._wake()
         return job
 
@@ -260,9 +266,16 @@ class EngineCore:
             resolved = self.sessions.resolve(request, rule)
         return resolved
 
+    def _resolved_ephemeral(self, request: Request) -> ResolvedSession:
+        """A session for one answer, beside that of the first answer to the same prompt."""
+        self.check_length(request.raw_prompt or "", *(turn.text for turn in request.turns))
+        first = self._first_choices.get((request.tenant, request.choice_group))
+        leader = None if first is None or request.prompt_logprobs else first.resolved
+        return self.sessions.resolve_ephemeral(request, self.rule_of(request), leader)
+
     def rule_of(self, request: Request) -> ServingPolicy:
         """The policy that a request is answered under."""
-        return self._exact if request.exact else self.rule
+        return self._exact if request.exact or request.prompt_logprobs else self.rule
 
     def _backend_of(self, rule: ServingPolicy) -> SessionBackend:
         """Backend of the sessions under a policy."""

@@ -139,7 +139,8 @@ class ModelRunner:
             reason = self._append(job, token)
         except failures as error:
             return error
-        if reason and job.backend.needs_closing_pass(job, reason, self.closing(job)):
+        has_turn = reason and not job.request.is_ephemeral
+        if has_turn and job.backend.needs_closing_pass(job, reason, self.closing(job)):
             return CONTINUES
         return reason
 
@@ -147,6 +148,8 @@ class ModelRunner:
         """Append a token and stream its text; the finish reason, if the answer ends with it."""
         assert job.answer.stream is not None
         if token.id in self._stops:
+            if job.request.prompt_logprobs and token.logprob is not None:
+                job.answer.stream.add_logprob(token.logprob)
             return STOP
         job.answer.output_ids.append(token.id)
         if not job.answer.stream.push(token.id, token.logprob):

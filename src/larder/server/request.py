@@ -61,6 +61,14 @@ class Request:
         logprobs: number of the most likely tokens to report beside each token of the answer; None
             for no log-probabilities. A repeated request that wants them is answered anew, since
             they are not stored.
+        prompt_logprobs: report the tokens of `raw_prompt`, too, and the token that ends the answer.
+            The prompt is read into a full cache, without those of other requests, and no session
+            stays.
+        raw_ids: token ids of `raw_prompt`, read as they are; empty to encode the text.
+        choice: number of this answer among those to one prompt. All but 0 continue on a copy of
+            what answer 0 of their `choice_group` has read, if it is known here, and leave no
+            session.
+        choice_group: what the answers to one prompt have in common; empty for a single one.
     """
 
     tenant: str
@@ -75,6 +83,15 @@ class Request:
     routing_tag: str = ""
     steps: Mapping[str, int] = field(default_factory=dict)
     logprobs: int | None = None
+    prompt_logprobs: bool = False
+    raw_ids: tuple[int, ...] = ()
+    choice: int = 0
+    choice_group: str = ""
+
+    @property
+    def is_ephemeral(self) -> bool:
+        """True if no session stays behind the answer."""
+        return self.choice > 0 or self.prompt_logprobs
 
     @property
     def is_nameless(self) -> bool:

@@ -77,6 +77,7 @@ class PrefillProgress:
         new_ids: the part of the prompt that a chat session's caches lack.
         prompt_tail: end of the prompt, read by the first decode step.
         passed_blocks: blocks given to other requests of the tenant since this one had one.
+        scored_len: prompt tokens whose log-probabilities were sent.
     """
 
     cached_len: int = 0
@@ -89,6 +90,7 @@ class PrefillProgress:
     new_ids: tuple[int, ...] = ()
     prompt_tail: tuple[int, ...] = ()
     passed_blocks: int = 0
+    scored_len: int = 0
 
     @property
     def is_done(self) -> bool:

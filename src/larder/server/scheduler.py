@@ -271,6 +271,11 @@ class Scheduler:
         session = job.session
         usage = session.usage
         assert job.answer.stream is not None
+        if job.request.is_ephemeral:
+            job.answer.stream.finish()
+            job.backend.rollback(job)
+            self._close(job, reason)
+            return
         try:
             turn = job.backend.prepare_turn(job, reason, self._runner.closing(job))
         except FAILURES as error:

@@ -11,7 +11,7 @@ import secrets
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from larder.core.errors import UsageError
 from larder.core.session_name import branch_name, root_name
@@ -210,18 +210,36 @@ class SessionIndex:
                 answer.
         """
         if request.raw_prompt is not None:
-            prompt_tokens = self._tokenizer.encode(request.raw_prompt)
-            if not prompt_tokens:
-                raise invalid_request("The prompt is empty: send at least one token.", "prompt")
-            return ResolvedSession(
-                self._create(request, rule),
-                (),
-                (ChatMessage("", request.raw_prompt),),
-                prompt_tokens,
-            )
+            messages, prompt_tokens = self._whole_prompt(request)
+            return ResolvedSession(self._create(request, rule), (), messages, prompt_tokens)
         if request.follows is not None:
             return self._resolve_follows(request, rule)
         return self._resolve_messages(request, rule)
+
+    def resolve_ephemeral(
+        self, request: Request, rule: ServingPolicy, leader: ResolvedSession | None
+    ) -> ResolvedSession:
+        """A session for one answer, which is removed with its request.
+
+        Args:
+            leader: where another answer to the same prompt is given; None if that is not known.
+        """
+        name = f"s-{secrets.token_hex(8)}"
+        if leader is None:
+            messages, prompt_tokens = self._whole_prompt(request)
+            session = self._provisional(self.open(request.tenant, name, rule))
+            return ResolvedSession(session, (), messages, prompt_tokens)
+        forked = self.fork(leader.session, name, leader.session.rule, len(leader.past_turns))
+        return replace(leader, session=self._provisional(forked))
+
+    def _whole_prompt(self, request: Request) -> tuple[tuple[ChatMessage, ...], tuple[int, ...]]:
+        """Messages and tokens of a request that continues no session."""
+        if request.raw_prompt is None:
+            return request.turns, self._prompt_ids((), request.turns)
+        prompt_tokens = request.raw_ids or self._tokenizer.encode(request.raw_prompt)
+        if not prompt_tokens:
+            raise invalid_request("The prompt is empty: send at least one token.", "prompt")
+        return (ChatMessage("", request.raw_prompt),), prompt_tokens
 
     def _provisional(self, session: SessionState) -> SessionState:
         """Mark a session that is removed if its first turn fails."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated
 
 from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
@@ -17,40 +17,38 @@ from pydantic import BaseModel, Field
 
 from larder.server.api_errors import invalid_request
 from larder.server.http.app_state import AppState, app_state
+from larder.server.http.choices import (
+    CHAT_FORMAT,
+    MAX_CHOICES,
+    TEXT_FORMAT,
+    AnswerFormat,
+    PromptChoices,
+    choice_stream,
+    chunk_events,
+    prompt_choices,
+    whole_answer,
+)
 from larder.server.http.json_route import JsonRoute
-from larder.server.http.logprobs import chat_logprobs, text_logprobs
 from larder.server.http.protocol import (
-    NEUTRAL_VALUES,
     GenerationRequest,
     InputMessage,
     Stop,
     Text,
     Tokens,
     engine_request,
-    kv_usage,
     new_id,
     session_hint,
     stop_strings,
-    usage,
     warnings_of,
 )
-from larder.server.http.streaming import (
-    DONE,
-    AnswerStream,
-    CompleteAnswer,
-    EventStream,
-    Logprobs,
-    collect_answer,
-    sse_event,
-    stream_answer,
-    with_pings,
-)
-from larder.server.request import ChatMessage, Report, Request
+from larder.server.http.streaming import EventStream
+from larder.server.request import ChatMessage
 from larder.session.transcript.chat_template import VARIABLES_ROLE
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
-Texts = Annotated[list[Text], Field(max_length=128, fail_fast=True)]
+Texts = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
 Ids = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
+Prompts = str | list[str] | list[int] | list[list[int]]
 
 
 class StreamOptions(BaseModel):
@@ -66,10 +64,7 @@ TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 class AnswerRequest(GenerationRequest):
     """Fields of both endpoints."""
 
-    extra_fields: ClassVar[frozenset[str]] = frozenset(NEUTRAL_VALUES) - {
-        "logprobs",
-        "top_logprobs",
-    }
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Tokens | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
     stream_options: StreamOptions | None = None
@@ -115,70 +110,16 @@ class ChatCompletionRequest(AnswerRequest):
 
 
 class CompletionRequest(AnswerRequest):
-    """Text to continue: a string, a list of one string, or token ids."""
+    """Texts to continue: a string, token ids, which are read as they are, or a list of either."""
 
-    prompt: Text | Texts | Ids | tuple[Ids]
+    prompt: Text | Texts | Ids | Annotated[list[Ids], Field(max_length=MAX_CHOICES)]
+    echo: bool | None = None
     logprobs: TopLogprobs | None = None
 
     @property
     def num_logprobs(self) -> int | None:
         """Number of the most likely tokens beside each token."""
         return self.logprobs
-
-
-@dataclass(frozen=True)
-class AnswerFormat:
-    """JSON of an answer at one endpoint.
-
-    Args:
-        prefix: of the answer's id.
-        object: type of a whole answer.
-        chunk_object: type of a streamed part.
-        choice: what a choice of a whole answer has of its text.
-        chunk: what a choice of a streamed part has of its text; of None at the end.
-        logprobs: log-probabilities of tokens, the first of which begins at a character.
-        opening: what the choice before the text has, if there is one.
-    """
-
-    prefix: str
-    object: str
-    chunk_object: str
-    choice: Callable[[str], dict[str, Any]]
-    chunk: Callable[[str | None], dict[str, Any]]
-    logprobs: Callable[[Logprobs, int], dict[str, Any]]
-    opening: dict[str, Any] | None = None
-
-
-def _message(text: str) -> dict[str, Any]:
-    return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-
-def _delta(text: str | None) -> dict[str, Any]:
-    return {"delta": {} if text is None else {"content": text}}
-
-
-def _text(text: str | None) -> dict[str, Any]:
-    return {"text": text or ""}
-
-
-def _choice(
-    content: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    return {"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}
-
-
-CHAT_FORMAT = AnswerFormat(
-    "chatcmpl-",
-    "chat.completion",
-    "chat.completion.chunk",
-    _message,
-    _delta,
-    chat_logprobs,
-    {"delta": {"role": "assistant", "content": ""}},
-)
-TEXT_FORMAT = AnswerFormat(
-    "cmpl-", "text_completion", "text_completion", _text, _text, text_logprobs
-)
 
 
 @router.post("/v1/chat/completions")
@@ -191,7 +132,9 @@ async def chat_completions(http: HttpRequest, body: ChatCompletionRequest) -> Re
     request = engine_request(
         http, state, body, hint.name, max_new_tokens, stop_strings(body.stop), turns
     )
-    return await _answer(http, body, request, hint.is_firm, CHAT_FORMAT)
+    return await _answer(
+        http, body, [prompt_choices(request, body.n or 1)], hint.is_firm, CHAT_FORMAT
+    )
 
 
 @router.post("/v1/completions")
@@ -199,21 +142,38 @@ async def completions(http: HttpRequest, body: CompletionRequest) -> Response:
     """Continue a text, as one body or as a stream."""
     state, hint = app_state(http), session_hint(http, body)
     request = engine_request(
-        http,
-        state,
-        body,
-        hint.name,
-        body.max_tokens,
-        stop_strings(body.stop),
-        raw_prompt=await run_in_threadpool(_prompt, state, body.prompt),
+        http, state, body, hint.name, body.max_tokens, stop_strings(body.stop), raw_prompt=""
     )
-    return await _answer(http, body, request, hint.is_firm, TEXT_FORMAT)
+    prompts, count = await run_in_threadpool(_prompts, state, body.prompt), body.n or 1
+    if len(prompts) * count > MAX_CHOICES:
+        raise invalid_request(
+            f"{len(prompts)} prompts with n={count} are {len(prompts) * count} answers, more than "
+            f"{MAX_CHOICES}: send several requests.",
+            "n" if count > 1 else "prompt",
+        )
+    is_scored = bool(body.echo) and body.logprobs is not None
+    requests = [
+        replace(
+            request,
+            raw_prompt=text,
+            raw_ids=ids,
+            prompt_logprobs=is_scored,
+            session=None if number else hint.name,
+        )
+        for number, (text, ids) in enumerate(prompts)
+    ]
+    choices = [prompt_choices(each, count, is_echoed=bool(body.echo)) for each in requests]
+    return await _answer(http, body, choices, hint.is_firm, TEXT_FORMAT)
 
 
 async def _answer(
-    http: HttpRequest, body: AnswerRequest, request: Request, is_firm: bool, form: AnswerFormat
+    http: HttpRequest,
+    body: AnswerRequest,
+    prompts: Sequence[PromptChoices],
+    is_firm: bool,
+    form: AnswerFormat,
 ) -> Response:
-    answer = await stream_answer(http, app_state(http), request, is_firm)
+    choices = await choice_stream(http, app_state(http), prompts, is_firm)
     head = {
         "id": new_id(form.prefix),
         "object": form.chunk_object if body.stream else form.object,
@@ -222,64 +182,25 @@ async def _answer(
     }
     if body.stream:
         has_usage = body.stream_options is not None and body.stream_options.include_usage
-        return EventStream(_chunks(head, answer, form, has_usage, warnings_of(body)))
-    said = await collect_answer(answer)
-    told = {"usage": usage(said.report), "kv": kv_usage(said.report), **warnings_of(body)}
-    choices = [_whole_choice(said, form, body.num_logprobs)]
-    return JSONResponse({**head, "choices": choices, **told})
+        return EventStream(chunk_events(head, choices, prompts, form, has_usage, warnings_of(body)))
+    told = await whole_answer(choices, prompts, form)
+    return JSONResponse({**head, **told, **warnings_of(body)})
 
 
-def _whole_choice(
-    said: CompleteAnswer, form: AnswerFormat, num_logprobs: int | None
-) -> dict[str, Any]:
-    logprobs = None if num_logprobs is None else form.logprobs(said.logprobs, 0)
-    return _choice(form.choice(said.text), said.report.reason, logprobs)
-
-
-async def _chunks(
-    head: dict[str, Any],
-    answer: AnswerStream,
-    form: AnswerFormat,
-    has_usage: bool,
-    warnings: dict[str, list[str]],
-) -> AsyncGenerator[bytes, None]:
-    if form.opening is not None:
-        yield sse_event({**head, "choices": [_choice(form.opening)]})
-    waiting, length = Logprobs(), 0
-    async for frame in with_pings(answer):
-        if isinstance(frame, bytes):
-            yield frame
-        elif isinstance(frame, tuple):
-            waiting += frame
-        elif isinstance(frame, str):
-            logprobs = form.logprobs(waiting, length) if waiting else None
-            yield sse_event({**head, "choices": [_choice(form.chunk(frame), None, logprobs)]})
-            waiting, length = (), length + len(frame)
-        else:
-            if waiting:
-                last = _choice(form.chunk(""), None, form.logprobs(waiting, length))
-                yield sse_event({**head, "choices": [last]})
-            for event in _last_chunks(frame, form, has_usage):
-                yield sse_event({**head, **event, **warnings})
-            yield DONE
-
-
-def _last_chunks(report: Report, form: AnswerFormat, has_usage: bool) -> Iterator[dict[str, Any]]:
-    kv = kv_usage(report)
-    yield {"choices": [_choice(form.chunk(None), report.reason)], "kv": kv}
-    if has_usage:
-        yield {"choices": [], "usage": usage(report), "kv": kv}
-
-
-def _prompt(state: AppState, prompt: str | list[str] | list[int] | tuple[list[int]]) -> str:
-    """Text of the prompt; token ids are detokenized."""
+def _prompts(state: AppState, prompt: Prompts) -> list[tuple[str, tuple[int, ...]]]:
+    """Text of each prompt; with its token ids, where it was given as such."""
     if isinstance(prompt, str):
-        return prompt
-    if prompt and isinstance(prompt[0], int):
-        return state.client.detokenize([each for each in prompt if isinstance(each, int)])
-    if len(prompt) != 1:
-        raise invalid_request(f"prompt has {len(prompt)} texts: send one per request.", "prompt")
-    [only] = prompt
-    if isinstance(only, list):
-        return state.client.detokenize(only)
-    return str(only)
+        return [(prompt, ())]
+    if not prompt:
+        raise invalid_request("prompt is an empty list: send a text, or token ids.", "prompt")
+    if isinstance(prompt[0], int):
+        prompt = [[each for each in prompt if isinstance(each, int)]]
+    return [_prompt(state, each) for each in prompt if not isinstance(each, int)]
+
+
+def _prompt(state: AppState, prompt: str | list[int]) -> tuple[str, tuple[int, ...]]:
+    if isinstance(prompt, str):
+        return prompt, ()
+    if not prompt:
+        raise invalid_request("A prompt has no token ids: send at least one.", "prompt")
+    return state.client.detokenize(prompt), tuple(prompt)

@@ -109,7 +109,7 @@ def _fields(model: type[JsonBody], content: bytes) -> tuple[dict[str, Any], list
         if raw is not MISSING_FIELD
     }
     return {
-        name: _extra(raw) if name in model.extra_fields else _value(model, name, raw)
+        name: _value(model, name, raw) if name in model.model_fields else _extra(raw)
         for name, raw in present.items()
     }, unknown
 

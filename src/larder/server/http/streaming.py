@@ -14,10 +14,9 @@ from fastapi.requests import Request as HttpRequest
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from larder.core.errors import LarderError
 from larder.server.engine_client import EngineClient
 from larder.server.http.app_state import AppState
-from larder.server.http.error_responses import as_api_error, error_body, logged_api_error
+from larder.server.http.error_responses import logged_api_error
 from larder.server.request import ApiError, Report, Request, Ticket, TokenLogprob
 
 PING = b": ping\n\n"
@@ -102,7 +101,14 @@ async def stream_answer(
         ClientClosedRequest: the client disconnected.
     """
     queue = AnswerQueue()
-    ticket = await run_in_threadpool(_submit, state.client, request, queue, is_firm)
+    submission = asyncio.ensure_future(
+        run_in_threadpool(_submit, state.client, request, queue, is_firm)
+    )
+    try:
+        ticket = await asyncio.shield(submission)
+    except asyncio.CancelledError:  # the thread goes on, and nobody would cancel its ticket
+        submission.add_done_callback(_cancel_ticket)
+        raise
     answer = _receive(http, state, queue, ticket)
     try:
         first = await anext(answer)
@@ -123,19 +129,6 @@ async def collect_answer(answer: AnswerStream) -> CompleteAnswer:
         elif isinstance(item, tuple):
             logprobs += item
     raise ClientClosedRequest
-
-
-async def with_pings(answer: AnswerStream) -> AsyncGenerator[str | Logprobs | Report | bytes, None]:
-    """Items of an answer with idle times as ping comments; an error is the last event.
-
-    Raises:
-        ClientClosedRequest: the client disconnected.
-    """
-    try:
-        async for item in answer:
-            yield PING if isinstance(item, StreamIdle) else item
-    except LarderError as error:
-        yield sse_event(error_body(as_api_error(error)))
 
 
 def sse_event(content: dict[str, Any], event: str | None = None) -> bytes:
@@ -183,6 +176,11 @@ def _submit(client: EngineClient, request: Request, queue: AnswerQueue, is_firm:
         if is_firm or refusal.code != "session_busy":
             raise
     return client.submit(replace(request, session=None), queue)
+
+
+def _cancel_ticket(submission: asyncio.Future[Ticket]) -> None:
+    if not submission.cancelled() and submission.exception() is None:
+        submission.result().cancel()
 
 
 async def _receive(

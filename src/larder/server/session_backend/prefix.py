@@ -9,6 +9,9 @@ from time import perf_counter
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError
+from larder.core.types import AppendKind, Mode
+from larder.models.forward_batch import BatchSegment
+from larder.models.lm_head import LOGITS_CHUNK
 from larder.prefill.base import split_blocks
 from larder.prefill.reader import PrefillSequence
 from larder.server.request_state import CacheLoad, RequestState
@@ -17,6 +20,7 @@ from larder.server.session_backend.base import FindPrefix, SessionBackend
 from larder.server.session_state import TOKEN_TYPECODE, CompletedTurn, SessionState, num_tokens
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.manager import TierManager
+from larder.server.token_logprobs import TokenTexts, token_logprobs, unscored_token
 from larder.session.caches import SessionCaches
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
@@ -37,7 +41,7 @@ class PrefixBackend(SessionBackend):
         find: FindPrefix,
     ) -> None:
         super().__init__(tiers, reservations, tokenizer)
-        self._find = find
+        self._find, self._texts = find, TokenTexts(tokenizer)
 
     def turn_demand(
         self, rule: ServingPolicy, turns: Sequence[CompletedTurn], length: int, new_tokens: int
@@ -107,7 +111,10 @@ class PrefixBackend(SessionBackend):
         assert cache is not None
         reader, started = session.rule.reader(len(job.resolved.prompt_ids)), perf_counter()
         cache.reserve(len(block))
-        reader.append([PrefillSequence(cache, {})], block)
+        if job.request.prompt_logprobs:
+            self._read_scored(job, cache, block)
+        else:
+            reader.append([PrefillSequence(cache, {})], block)
         if 2 * len(block) > session.rule.block:  # short prefills are slower per token
             self._tiers.disk.note_reading(len(block), perf_counter() - started)
         session.residency.cached_ids.extend(block)
@@ -116,6 +123,18 @@ class PrefixBackend(SessionBackend):
         if prefill.is_done:
             self._prepare(job)
         return len(block)
+
+    def _read_scored(self, job: RequestState, cache: SequenceCache, block: tuple[int, ...]) -> None:
+        """Read a block, and send the log-probabilities of the tokens that it predicts."""
+        decoder, ids = job.session.rule.runtime.decoder, job.resolved.prompt_ids
+        start, scored = cache.next_position, job.prefill.scored_len
+        row = BatchSegment(cache, block, append_kind=AppendKind.TEXT)
+        logits = decoder.forward_logits([row], Mode.APPEND, range(len(block)))
+        predicted = ids[start + 1 : start + 1 + len(block)]
+        found = token_logprobs(logits, predicted, job.request.logprobs or 0, self._texts)
+        # Those of an earlier attempt are not sent again.
+        job.listener.on_logprobs(tuple(found[max(0, scored - start - 1) :]))
+        job.prefill.scored_len = max(scored, start + 1 + len(block))
 
     def restart_prefill(self, job: RequestState) -> None:
         session = job.session
@@ -167,8 +186,14 @@ class PrefixBackend(SessionBackend):
 
     def _split_prefill(self, job: RequestState, text: tuple[int, ...]) -> None:
         prefill, session = job.prefill, job.session
-        unread = text[len(session.residency.cached_ids) : -1]
-        prefill.blocks = split_blocks(unread, session.rule.block)
+        unread, block = text[len(session.residency.cached_ids) : -1], session.rule.block
+        if job.request.prompt_logprobs:  # all logits of a block are there at once
+            vocab_size = session.rule.runtime.decoder.vocab_size
+            block = min(block, max(1, LOGITS_CHUNK // vocab_size))
+            if not prefill.scored_len:
+                prefill.scored_len = 1
+                job.listener.on_logprobs((unscored_token(text[0], self._texts),))
+        prefill.blocks = split_blocks(unread, block)
         prefill.next_block = 0
         if prefill.is_done:
             self._prepare(job)
@@ -232,7 +257,7 @@ class PrefixBackend(SessionBackend):
     def _start_over(self, job: RequestState) -> None:
         """Start with a copy of another session's cache, or with an empty one."""
         session = job.session
-        source = self._source(job)
+        source = None if job.request.prompt_logprobs else self._source(job)
         if source is not None:
             try:
                 if not source.residency.is_resident:

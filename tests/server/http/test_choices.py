@@ -1,0 +1,182 @@
+"""Several answers to one request: prompts in a list, choices of a prompt, prompts repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import torch
+from openai import OpenAI
+
+from larder import Engine
+from larder.models.loader import LoadedModel
+from larder.models.tiny import tiny
+from larder.server.http.app import create_app
+from larder.server.http.app_state import HttpSettings
+from larder.server.http.archive import Archive
+from larder.server.http.auth import LoopbackAuth
+from larder.server.local_engine_client import LocalEngineClient
+from larder.store.ledger import ByteBudgets, Tier
+from server.fake_engine_client import NAME
+from server.http.running_server import Running, listening
+
+USER: Any = [{"role": "user", "content": "a b"}]
+TEXTS = ["Once upon a time", "x", "The harbour opened in 1871. " * 9]
+
+
+def test_prompts_of_a_list_are_answered_each(anne: OpenAI, served: Running) -> None:
+    whole = anne.completions.create(model=NAME, prompt=["a", "b c"], echo=True)
+    assert [(each.index, each.text) for each in whole.choices] == [
+        (0, "aYou said: a "),
+        (1, "b cYou said: b c "),
+    ]
+    assert whole.usage is not None and whole.usage.completion_tokens == 3 + 4
+    assert whole.usage.prompt_tokens == 2 * 9
+    ids = anne.completions.create(model=NAME, prompt=[[97, 98], [99]])
+    assert [each.text for each in ids.choices] == ["You said: ab ", "You said: c "]
+    asked = {request.raw_prompt: request.raw_ids for request in served.hub.asked}
+    assert asked == {"a": (), "b c": (), "ab": (97, 98), "c": (99,)}
+    texts = ["", ""]
+    for chunk in anne.completions.create(model=NAME, prompt=["a", "b"], echo=True, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == ["aYou said: a ", "bYou said: b "]
+
+
+def test_choices_have_seeds_of_their_own(anne: OpenAI, served: Running) -> None:
+    whole = anne.chat.completions.create(
+        model=NAME, messages=USER, n=3, seed=7, extra_headers={"x-session-id": "one"}
+    )
+    assert [each.index for each in whole.choices] == [0, 1, 2]
+    assert whole.usage is not None and whole.usage.prompt_tokens == 9
+    by_choice = {each.choice: each for each in served.hub.asked}
+    assert {choice: each.sampling.seed for choice, each in by_choice.items()} == {0: 7, 1: 8, 2: 9}
+    assert len({each.choice_group for each in served.hub.asked}) == 1
+    assert [each.is_ephemeral for each in by_choice.values()].count(False) == 1
+    chunks = list(anne.chat.completions.create(model=NAME, messages=USER, n=2, stream=True))
+    ends = [c.index for chunk in chunks for c in chunk.choices if c.finish_reason]
+    assert sorted(ends) == [0, 1]
+    openings = [c.index for chunk in chunks for c in chunk.choices if c.delta.role]
+    assert openings == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"n": 10**9}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 2, "prompt": ["a"] * 65}, "n"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+    ],
+)
+def test_too_many_answers_are_refused(
+    http: httpx2.Client, served: Running, more: dict[str, Any], param: str
+) -> None:
+    told = http.post("/v1/completions", json={"model": NAME, "prompt": "a"} | more)
+    assert told.status_code == 400 and told.json()["error"]["param"] == param
+    assert not served.hub.asked
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_fails_ends_the_others(anne: OpenAI, served: Running, stream: bool) -> None:
+    with pytest.raises(openai.APIError) as told:
+        list(anne.completions.create(model=NAME, prompt=["wait", "break"], stream=stream))
+    assert told.value.code == "overloaded"
+    assert len(served.hub.tickets) == 2
+    assert all(ticket.cancelled.wait(10) for ticket in served.hub.tickets)
+
+
+def test_the_first_refusal_is_the_status(anne: OpenAI, served: Running) -> None:
+    with pytest.raises(openai.BadRequestError):
+        anne.completions.create(model=NAME, prompt=["refuse no 400"], n=2, stream=True)
+
+
+@pytest.fixture(scope="module")
+def hub(small: LoadedModel) -> Iterator[LocalEngineClient]:
+    budgets = ByteBudgets({Tier.DEVICE: 1 << 20, Tier.HOST: 1 << 20})
+    yield LocalEngineClient(Engine(small, policy="full"), budgets)
+
+
+@pytest.fixture(scope="module")
+def client(hub: LocalEngineClient) -> Iterator[OpenAI]:
+    with connected(hub) as found:
+        yield found
+
+
+@contextmanager
+def connected(hub: LocalEngineClient) -> Iterator[OpenAI]:
+    """OpenAI's client of a server over a model."""
+    app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=4))
+    with listening(app) as url, OpenAI(api_key="-", base_url=f"{url}/v1", max_retries=0) as found:
+        yield found
+
+
+def own_logprobs(ids: list[int]) -> torch.Tensor:
+    """Log-probabilities of all tokens behind each of a text, by the plain model."""
+    with torch.no_grad():
+        logits = tiny("qwen3", layers=2)(torch.tensor([ids])).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echoed_prompts_have_the_log_probabilities_of_the_model(
+    client: OpenAI, hub: LocalEngineClient, stream: bool
+) -> None:
+    prompts = [[ord(sign) for sign in text] for text in TEXTS]
+    asked: dict[str, Any] = {"model": "characters", "prompt": prompts, "temperature": 0}
+    asked |= {"max_tokens": 1, "logprobs": 2, "echo": True, "seed": 1234}
+    found: dict[int, list[Any]] = {number: [] for number in range(len(prompts))}
+    if stream:
+        for chunk in client.completions.create(**asked, stream=True):
+            for choice in chunk.choices:
+                found[choice.index].append(choice.logprobs)
+    else:
+        for choice in client.completions.create(**asked).choices:
+            assert choice.text.startswith(TEXTS[choice.index])
+            found[choice.index].append(choice.logprobs)
+    for ids, parts in zip(prompts, found.values(), strict=True):
+        given = [part for part in parts if part is not None]
+        numbers = [number for part in given for number in part.token_logprobs]
+        tops = [top for part in given for top in part.top_logprobs]
+        assert len(numbers) == len(ids) + 1 and numbers[0] is tops[0] is None
+        own = own_logprobs(ids)
+        for place, token in enumerate(ids[1:]):
+            assert numbers[place + 1] == pytest.approx(own[place, token].item(), abs=1e-4)
+            best = max(tops[place + 1].values())
+            assert best == pytest.approx(own[place].max().item(), abs=1e-4)
+        assert numbers[-1] == pytest.approx(own[-1].max().item(), abs=1e-4)
+    assert hub.sessions("local") == ()
+
+
+def test_choices_share_the_prompt_and_leave_one_session(small: LoadedModel) -> None:
+    hub = LocalEngineClient(Engine(small, policy="full"), ByteBudgets({Tier.DEVICE: 1 << 20}))
+    with connected(hub) as client:
+        check_choices(client, hub)
+
+
+def check_choices(client: OpenAI, hub: LocalEngineClient) -> None:
+    asked: dict[str, Any] = {"model": "characters", "temperature": 1.0, "max_tokens": 12}
+    messages: Any = [{"role": "user", "content": TEXTS[2]}]
+    whole = client.chat.completions.create(**asked, messages=messages, n=4, seed=5)
+    texts = [each.message.content for each in whole.choices]
+    [session] = hub.sessions("local")
+    stats = hub.stats()
+    assert stats.prompt_tokens - stats.cached_tokens < 1.5 * session.tokens
+    alone = [
+        client.chat.completions.create(
+            **asked,
+            messages=messages,
+            seed=5 + number,
+            extra_headers={"x-session-id": f"s{number}"},
+        )
+        .choices[0]
+        .message.content
+        for number in range(4)
+    ]
+    assert texts == alone and len(set(texts)) > 1
