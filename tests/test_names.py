@@ -29,7 +29,6 @@ FIELD_GERUNDS = frozenset(
     fencing embedding scoring reasoning forcing logging wording""".split()
 )
 PARTS = frozenset({"larder_bench/measures/reading.py"})  # their file names are their spelling
-PUBLIC_ENUMS = frozenset({"Trial", "Threshold"})  # `larder policy show` prints their names
 PATH = re.compile(r"`((?:src/)?[\w/]+(?:\.py|/))`")
 
 
@@ -79,7 +78,7 @@ def test_no_class_has_a_forbidden_name() -> None:
 
 def test_no_class_name_stands_twice_in_a_package() -> None:
     twice = {
-        package: [n for n, count in names.items() if count > 1 and n not in PUBLIC_ENUMS]
+        package: [name for name, count in names.items() if count > 1]
         for package, names in classes_by_package().items()
     }
     assert {package: names for package, names in twice.items() if names} == {}

@@ -14,8 +14,7 @@ from larder.core.errors import BadParameter, ModelError
 from larder.core.observation import LayerScores
 from larder.policy.budgets.composite import Composite
 from larder.policy.budgets.eviction_error import EvictionError
-from larder.policy.budgets.headkv import HeadKV
-from larder.policy.budgets.headkv import Trial as Kind
+from larder.policy.budgets.headkv import HeadKV, HeadTrial
 from larder.policy.budgets.retrieval_heads import RetrievalHeads, Trial
 from larder.policy.budgets.squeeze import Squeeze, highest_group
 from larder.policy.heads.group_and_layer import GroupAndLayer
@@ -57,7 +56,7 @@ def test_headkv_rounds_its_pool_down_and_names_what_it_measures() -> None:
     assert HeadKV().layer_tokens(128, 2, 32, 4000, facts) == (32 + 16, 32 + 16 + 160)
     assert HeadKV().layer_tokens(122, 2, 32, 4000, facts) == (32 + 15, 32 + 15 + 150)
     assert HeadKV().layer_tokens(123, 2, 32, 4000, facts) == (32 + 16, 32 + 16 + 150)
-    other = HeadKV(trial=Kind.RETRIEVAL)
+    other = HeadKV(trial=HeadTrial.RETRIEVAL)
     assert other.layer_tokens(128, 2, 32, 4000, facts) == (32 + 16 + 160, 32 + 16)
     assert (HeadKV().required_calibrations(), other.required_calibrations()) == (
         {"reasoning"},

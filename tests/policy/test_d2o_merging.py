@@ -15,7 +15,7 @@ from larder.core.errors import BadParameter
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries, LayerScores
 from larder.core.types import Variant
-from larder.policy.compensation.fold_ema import FoldEma, Threshold, Weights
+from larder.policy.compensation.fold_ema import FoldEma, MergeThreshold, Weights
 
 
 def judged(lengths: tuple[int, ...]) -> LayerScores:
@@ -41,7 +41,7 @@ def two_folded_into_one(tau: float = math.nan) -> Entries:
 )
 def test_merged_keys_and_values_by_hand(part, expected) -> None:
     entries = two_folded_into_one()
-    plan = replace(part, threshold=Threshold.NONE).compensate(
+    plan = replace(part, threshold=MergeThreshold.NONE).compensate(
         a_plan([[0]], (3,)), entries, judged((3,))
     )
     merged = merge_entries(plan, entries)
@@ -54,7 +54,7 @@ def test_merged_keys_and_values_by_hand(part, expected) -> None:
 def test_larder_leaves_keys_and_counts_attention_by_hand() -> None:
     # Per query that could see them 6 / 3, 2 / 2 and 3 / 1: 2, 1 and 3 of 6, three times its own.
     entries = two_folded_into_one()
-    part = FoldEma(threshold=Threshold.NONE)
+    part = FoldEma(threshold=MergeThreshold.NONE)
     plan = part.compensate(a_plan([[0]], (3,)), entries, judged((3,)))
     merged = merge_entries(plan, entries)
     assert merged.keys[0].tolist() == [1.0, 0.0]
@@ -79,7 +79,7 @@ def test_merging_loses_nothing_for_a_query_like_those_before() -> None:
     entries = Entries(keys, values, places, (0,), (12,), columns, {"tau": torch.tensor([math.nan])})
     lost = dict[Variant, float]()
     for variant in Variant:
-        part = FoldEma(threshold=Threshold.NONE, variant=variant)
+        part = FoldEma(threshold=MergeThreshold.NONE, variant=variant)
         plan = part.compensate(a_plan([[0, 4, 7, 11]], (12,)), entries, judged((12,)))
         merged, rows = merge_entries(plan, entries), [keys.clone(), values.clone()]
         rows[0][merged.targets], rows[1][merged.targets] = merged.keys, merged.values

@@ -16,7 +16,7 @@ from larder.server.local_engine_client import LocalEngineClient
 from larder.server.persistence import session_file
 from larder.server.persistence.store import StoreSessionPersistence
 from larder.server.request import ApiError, ChatMessage, Report, Request, Ticket, TokenLogprob
-from larder.server.session_info import TokenTexts
+from larder.server.session_info import TranscriptTexts
 from larder.store.ledger import ByteBudgets, Tier
 from larder.store.store import Store
 from server_core import told, user
@@ -193,7 +193,7 @@ def test_tokens_go_there_and_back(hub: LocalEngineClient) -> None:
 
 def test_tokens_that_share_a_character_have_it_once() -> None:
     raw = "Aé€𝄞z".encode()
-    pieces = TokenTexts(lambda ids: bytes(ids).decode("utf-8", "replace"))
+    pieces = TranscriptTexts(lambda ids: bytes(ids).decode("utf-8", "replace"))
     assert pieces.texts(raw) == ("A", "", "é", "", "", "€", "", "", "", "𝄞", "z")
     assert pieces.texts(raw[:2] + b"z") == ("A", "\ufffd", "z")
 

@@ -12,7 +12,7 @@ from larder.server.engine_core import EngineCore
 from larder.server.model_thread import ModelThread
 from larder.server.persistence.base import SessionPersistence
 from larder.server.persistence.restore import CandidateLoader
-from larder.server.session_info import TokenTexts
+from larder.server.session_info import TranscriptTexts
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class EngineContext:
     def __init__(self, core: EngineCore, persistence: SessionPersistence) -> None:
         self.core, self.persistence, self.made = core, persistence, core.clock()
         self.removals = PendingRemovals()
-        self.token_texts = TokenTexts(core.engine.tokenizer.decode)
+        self.token_texts = TranscriptTexts(core.engine.tokenizer.decode)
         self.thread = ModelThread(core.step, core.close)
         self.candidates = CandidateLoader(
             core.sessions,

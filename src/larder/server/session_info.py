@@ -303,7 +303,7 @@ REPLACEMENT_CHARACTER = "\ufffd"  # decoded from incomplete UTF-8
 MAX_CHARACTER_TOKENS = 4  # tokens that one character may be spread over
 
 
-class TokenTexts:
+class TranscriptTexts:
     """Text of each token id, memoized. Not safe from threads.
 
     Args:

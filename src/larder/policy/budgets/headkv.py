@@ -30,7 +30,7 @@ from larder.policy.budgets.base import Budget
 from larder.policy.layer_calibration import split_evenly
 
 
-class Trial(Enum):
+class HeadTrial(Enum):
     """Measurement that scores heads: reasoning answers, or retrieval only."""
 
     REASONING = "reasoning"
@@ -48,7 +48,7 @@ class HeadKV(Budget):
     """
 
     beta: float = 1.2
-    trial: Trial = Trial.REASONING
+    trial: HeadTrial = HeadTrial.REASONING
     calibrations = frozenset({"reasoning", "retrieval"})
 
     def __post_init__(self) -> None:

@@ -62,7 +62,7 @@ class Likeness(Enum):
     VALUES = "values"
 
 
-class Threshold(Enum):
+class MergeThreshold(Enum):
     """Threshold below which entries are dropped; the paper's ablation merges everything."""
 
     EMA = "ema"
@@ -105,7 +105,7 @@ class FoldEma(Compensation):
     """
 
     beta: float = 0.7
-    threshold: Threshold = Threshold.EMA
+    threshold: MergeThreshold = MergeThreshold.EMA
     likeness: Likeness = Likeness.KEYS
     weights: Weights = Weights.VARIANT
     variant: Variant = Variant.LARDER
@@ -144,7 +144,7 @@ class FoldEma(Compensation):
         rows = entries.keys if self.likeness is Likeness.KEYS else entries.values
         likeness, nearest = nearest_rows(rows, *entries.layout, stays, gone)
         heads = heads_of(gone, entries)
-        if self.threshold is Threshold.EMA and self.variant is not Variant.CODE:
+        if self.threshold is MergeThreshold.EMA and self.variant is not Variant.CODE:
             weights, own = self._merge_weights(gone, nearest, likeness, entries)
             tau, folds = thresholded_folds(
                 gone,
@@ -175,7 +175,7 @@ class FoldEma(Compensation):
         else:
             judged, tau = u, updated_means(u, heads, before, self.beta)
         plan = replace(plan, scalars={**plan.scalars, TAU: tau})
-        if self.threshold is Threshold.EMA:
+        if self.threshold is MergeThreshold.EMA:
             alike = judged >= tau[heads] - TIE
             gone, nearest, u = gone[alike], nearest[alike], u[alike]
         weights, own = self._merge_weights(gone, nearest, u, entries)
