@@ -71,6 +71,15 @@ def session_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield home
 
 
+@pytest.fixture(scope="session", autouse=True)
+def unflushed() -> Iterator[None]:
+    """No test waits for a disk: what is written here need not survive a power cut."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        patch.setattr("larder.store.sqlite.SYNCHRONOUS", "OFF")
+        yield
+
+
 @pytest.fixture(scope="session")
 def numbers() -> Iterator[int]:
     """No two of them are the same."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,11 +19,6 @@ from larder.store.store import Store
 
 pytestmark = pytest.mark.usefixtures("read_once")
 STEPWISE = POLICIES["single"] + " > every_step()"
-
-
-@pytest.fixture(autouse=True)
-def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from pathlib import Path
 
@@ -59,7 +58,6 @@ def test_a_batch_is_each_prompt_alone(name: str) -> None:
 def test_a_saved_chat_continues_alike(
     name: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
     loaded = loaded_of(name)
     engine, store = under(loaded, policy), Store(str(tmp_path / "store"), tmp_path)
     chat = Chat(engine, "mine", HISTORY, keeper=StorePersistence(store, loaded))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -35,11 +34,6 @@ from topic_embedder import TopicEmbedder
 TOLERANCE = {"raw": 0.0, "int8": 0.2, "int4": 3.0, "entropy": 2.0}
 SHORT, LONG = (ChatLog(replace(HISTORY, messages=HISTORY.messages[:n])) for n in (6, 20))
 ROOM, PAGED_ROOM = 50, 200  # tokens of a cache that reads SHORT, and of one that parks of LONG
-
-
-@pytest.fixture(autouse=True)
-def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 @pytest.fixture(scope="module")

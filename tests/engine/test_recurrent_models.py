@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from pathlib import Path
 
@@ -84,7 +83,6 @@ SLOW_EPISODES = pytest.param(EPISODES, marks=pytest.mark.slow)
 def test_a_saved_chat_continues_alike(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
     loaded = loaded_of("LFM2")
     engine, store = under(loaded, policy), Store(str(tmp_path / "store"), tmp_path)
     chat = Chat(engine, "mine", HISTORY, keeper=StorePersistence(store, loaded))

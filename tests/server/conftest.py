@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from larder.models.loader import LoadedModel
@@ -14,11 +12,6 @@ from server_core import characters
 @pytest.fixture(scope="session")
 def small() -> LoadedModel:
     return characters()
-
-
-@pytest.fixture
-def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 @pytest.fixture

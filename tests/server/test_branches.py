@@ -16,8 +16,6 @@ from larder.server.request import ApiError, ChatMessage, Request
 from server_core import LIMITED, answered, told, user
 from server_engine_clients import SLOW, Waiting, ask, failing, flip, hub_in
 
-pytestmark = pytest.mark.usefixtures("unflushed")
-
 
 def names(hub: LocalEngineClient) -> set[str]:
     return {view.name for view in hub.sessions("a")}

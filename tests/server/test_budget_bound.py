@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from budget_bounds import KEYDIFF, SENTENCES, held, most, peaks
@@ -16,11 +14,6 @@ from topic_embedder import TopicEmbedder
 BUDGET, BLOCK = 96, 32
 SAID = ["My dog is 7.", "The car is red. " * 6, "What car?", "Why is it so?"]
 QUICK = ("keydiff", "snapkv", "h2o_while_reading", "epicache", "icecache", "int4")
-
-
-@pytest.fixture(autouse=True)
-def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 @pytest.fixture(scope="module")

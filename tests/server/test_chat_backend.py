@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from larder import Chat, Conversation, Engine, Message
@@ -14,11 +12,6 @@ from larder.server.session_info import cached_positions, session_info
 from larder.store.ledger import Tier
 from server_chats import HISTORY, KINDS, REFUSED, SAID, TOKENS, WIDE, asked, ways
 from server_core import Served, answered, characters, told, user
-
-
-@pytest.fixture(autouse=True)
-def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 def serving(

@@ -17,7 +17,6 @@ from larder.server.session_state import SessionState
 from server_core import told
 from server_engine_clients import SLOW, ask, failing, hub_in
 
-pytestmark = pytest.mark.usefixtures("unflushed")
 READER = "reader"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,10 +134,8 @@ def test_branches_of_a_name_are_names_and_so_is_its_root(name: str) -> None:
 def hub(
     small: LoadedModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalEngineClient]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: None)
-        with hub_in(tmp_path_factory.mktemp("names"), small) as made:
-            yield made
+    with hub_in(tmp_path_factory.mktemp("names"), small) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

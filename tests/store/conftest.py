@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-
-
-@pytest.fixture(autouse=True)
-def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 @pytest.fixture

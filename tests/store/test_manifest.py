@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from contextlib import closing
 from dataclasses import replace
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 
 import pytest
 
 from larder import LarderError
 from larder.core.errors import Damaged, Refused, StoreFull, Superseded
+from larder.store import sqlite as store_sqlite
 from larder.store.blobs.blob_index import BlobIndex
 from larder.store.manifest import Manifest
 from larder.store.sessions.records import SessionKey, decode_record, encode_record
@@ -44,6 +47,18 @@ def test_10_a_record_of_another_schema_is_refused() -> None:
 def test_30_any_other_name_is_a_digest_in_paths(name: str) -> None:
     key = SessionKey.named(TENANT, name).session
     assert a_record(1).path.count("/") == 3 and name not in replace(a_record(1), session=key).path
+
+
+def test_commits_are_flushed_to_the_disk(tmp_path: Path) -> None:
+    spec = find_spec("larder.store.sqlite")
+    assert spec is not None and spec.loader is not None
+    outside_tests = module_from_spec(spec)  # inside, nothing is flushed
+    spec.loader.exec_module(outside_tests)
+    for module, flushes in ((outside_tests, 2), (store_sqlite, 0)):
+        with closing(sqlite3.connect(tmp_path / f"{flushes}.sqlite")) as database:
+            module.begin_log(database)
+            assert database.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
+            assert database.execute("PRAGMA synchronous").fetchall() == [(flushes,)]
 
 
 def test_heads_move_by_compare_and_swap(tmp_path: Path) -> None:

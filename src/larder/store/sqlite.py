@@ -13,6 +13,7 @@ from larder.core.errors import Damaged, StoreError, StoreFull, StoreSlow
 
 SCHEMA_VERSION = 3
 INCOMPLETE_SCHEMA = -SCHEMA_VERSION  # of a database that has not indexed all records yet
+SYNCHRONOUS = "FULL"  # a commit survives a power cut
 CHECKPOINT_PAGES = 64  # of 4 KiB: size of the write-ahead log
 BUSY_SECONDS = 5.0
 OWNER_PRAGMA = "PRAGMA application_id"
@@ -112,6 +113,12 @@ def make_private(path: Path) -> None:
             path.with_name(f"{path.name}{suffix}").chmod(0o600)
 
 
+def begin_log(database: sqlite3.Connection) -> None:
+    """Give a database a write-ahead log, flushed at every commit."""
+    for setting in ("journal_mode = WAL", f"synchronous = {SYNCHRONOUS}"):
+        database.execute(f"PRAGMA {setting}").fetchall()
+
+
 def prepare_schema(database: sqlite3.Connection, path: Path) -> None:
     """Create the schema in an empty database, or migrate an earlier one.
 
@@ -119,12 +126,8 @@ def prepare_schema(database: sqlite3.Connection, path: Path) -> None:
         Damaged: it is damaged, or no index of a store.
         StoreError: its schema is that of a later version.
     """
-    for setting in (
-        "journal_mode = WAL",
-        "synchronous = FULL",
-        f"wal_autocheckpoint = {CHECKPOINT_PAGES}",
-    ):
-        database.execute(f"PRAGMA {setting}").fetchall()
+    begin_log(database)
+    database.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}").fetchall()
     [(result,)] = database.execute("PRAGMA quick_check(1)").fetchall()
     if result != "ok":
         raise Damaged(f"{path} is damaged ({str(result)[:80]}): it is built again.")

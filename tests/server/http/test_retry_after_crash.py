@@ -89,7 +89,6 @@ def begun(client: httpx2.Client) -> str:
     return name
 
 
-@pytest.mark.usefixtures("unflushed")
 @pytest.mark.parametrize(
     "step, store", [*((step, True) for step in range(ROWS + 2)), (0, False), (ROWS, False)]
 )
@@ -114,7 +113,6 @@ def test_18_a_crash_and_a_retry_make_one_turn(
         assert len(said_in(client, name)) == 4
 
 
-@pytest.mark.usefixtures("unflushed")
 @pytest.mark.parametrize("store", [True, False])
 def test_18_a_key_is_answered_once(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: bool

@@ -12,8 +12,6 @@ from larder.server.request import ApiError, ChatMessage
 from server_core import Served, answered, characters, told
 from server_engine_clients import ask, flip, hub_in, keeper_in
 
-pytestmark = pytest.mark.usefixtures("unflushed")
-
 
 @pytest.fixture(scope="module")
 def other() -> LoadedModel:

@@ -28,7 +28,7 @@ from server_core import Served, answered, told, user
 from server_engine_clients import ask, flip, hub_in, keeper_in
 from server_stores import Stored
 
-pytestmark = pytest.mark.usefixtures("unflushed", "loads")
+pytestmark = pytest.mark.usefixtures("loads")
 KINDS = ["transcript", "tokens", "cache", "beside", "record", "row", "newest", "every"]
 TEXT_IS_GONE = ("transcript", "every")
 

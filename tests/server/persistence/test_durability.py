@@ -28,7 +28,6 @@ from server_engine_clients import failing
 from server_stores import Stored
 from store.file_systems import FULL, Faulty, refusing
 
-pytestmark = pytest.mark.usefixtures("unflushed")
 ERRORS: dict[str, LarderError] = {
     "full": StoreFull("The disk is full: make room."),
     "slow": StoreSlow("The disk does not answer: see to it."),

@@ -14,8 +14,6 @@ from larder.server.persistence.restore import ResidencyLocks
 from server_core import told
 from server_engine_clients import ask, flip, hub_in
 
-pytestmark = pytest.mark.usefixtures("unflushed")
-
 
 def crowded(hub: LocalEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on whoever comes to memory has all leave it that may."""

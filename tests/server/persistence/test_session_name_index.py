@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 
@@ -14,11 +13,6 @@ from larder.server.persistence.store import StoreSessionPersistence
 from larder.store.sessions.records import Record
 from larder.store.store import Store
 from server_core import Served, answered, told
-
-
-@pytest.fixture(autouse=True)
-def unflushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 class Index:

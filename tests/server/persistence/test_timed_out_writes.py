@@ -19,8 +19,6 @@ from server_engine_clients import SLOW, ask, failing, hub_in, keeper_in, unheard
 from server_stores import Stored
 from store.file_systems import Faulty
 
-pytestmark = pytest.mark.usefixtures("unflushed")
-
 
 def begun(served: Served | Stored) -> list[ChatMessage]:
     return answered(told(1), served.ask(told(1), "x"), "Why?")

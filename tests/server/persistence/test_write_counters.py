@@ -15,7 +15,7 @@ from server_core import answered, told
 from server_engine_clients import failing
 from server_stores import Stored
 
-pytestmark = pytest.mark.usefixtures("unflushed", "loads")
+pytestmark = pytest.mark.usefixtures("loads")
 FULL = StoreFull("No room.")
 
 

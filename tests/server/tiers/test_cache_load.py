@@ -13,7 +13,7 @@ from server_chats import asked
 from server_core import answered, told
 from server_stores import Stored
 
-pytestmark = pytest.mark.usefixtures("unflushed", "loads")
+pytestmark = pytest.mark.usefixtures("loads")
 
 
 # How a session is held, and what cannot be done with its caches when they come back.

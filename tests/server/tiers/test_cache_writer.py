@@ -19,7 +19,7 @@ from larder.store.throughput import RestorePath, ThroughputEstimates
 from server_core import Served, answered, told
 from server_stores import Stored
 
-pytestmark = pytest.mark.usefixtures("unflushed", "loads")
+pytestmark = pytest.mark.usefixtures("loads")
 
 
 def talk(served: Stored | Served, session: str = "x", number: int = 1) -> list[ChatMessage]:

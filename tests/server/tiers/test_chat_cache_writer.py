@@ -15,7 +15,7 @@ from server_chats import HISTORY, KINDS, REFUSED, SAID, TOKENS, WIDE, asked, way
 from server_core import Served, answered, characters, user
 from server_stores import Stored
 
-pytestmark = pytest.mark.usefixtures("unflushed", "loads")
+pytestmark = pytest.mark.usefixtures("loads")
 
 
 @pytest.fixture(scope="session")

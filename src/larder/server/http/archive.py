@@ -23,7 +23,7 @@ from larder.server.http.archive_rows import (
 )
 from larder.server.request import ApiError, ChatMessage
 from larder.store.encryption import Encryption, NoEncryption
-from larder.store.sqlite import DATABASE_SUFFIXES, make_private
+from larder.store.sqlite import DATABASE_SUFFIXES, begin_log, make_private
 
 __all__ = ["IDEMPOTENT_ANSWER", "CONVERSATION", "RESPONSE", "Archive", "ConversationItem"]
 
@@ -74,8 +74,7 @@ class Archive:
             ":memory:" if path is None else path, timeout=30, check_same_thread=False
         )
         try:
-            self._base.execute("PRAGMA journal_mode=WAL")
-            self._base.execute("PRAGMA synchronous=FULL")
+            begin_log(self._base)
             self._base.executescript(TABLE)
             with self._base:
                 self._rows.check(self._base)
