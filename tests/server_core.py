@@ -52,6 +52,24 @@ def characters(architecture: str = "qwen3", layers: int = 2) -> LoadedModel:
     return LoadedModel(wrap_model(tiny(architecture, layers=layers)), told, "characters")
 
 
+def byte_characters() -> LoadedModel:
+    """The same model with a byte-level tokenizer, as those of real models are."""
+    from tokenizers import Regex, Tokenizer, decoders
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    names = {sign: byte for byte, sign in bytes_to_unicode().items() if 3 <= byte < 128}
+    tokenizer = Tokenizer(WordLevel({"<pad>": 0, "<bos>": 1, "<eos>": 2, **names}, "<pad>"))
+    each = Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.pre_tokenizer = Sequence([ByteLevel(False, use_regex=False), each])
+    tokenizer.decoder = decoders.ByteLevel()
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    told = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    return LoadedModel(wrap_model(tiny("qwen3", layers=2)), told, "characters")
+
+
 @dataclass
 class Client:
     """Hears one answer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,9 @@ from larder.core.types import AppendKind, Mode
 from larder.engine.sampler import SamplingParams, TokenSampler
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment, Observer
+
+if TYPE_CHECKING:
+    from larder.engine.constraint import ConstraintMatcher
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ def generate(
     on_token: OnToken = keep_generating,
     make_observer: ObserverFactory = no_observer,
     contexts: Sequence[Sequence[int]] | None = None,
+    matchers: Sequence[ConstraintMatcher | None] | None = None,
 ) -> list[list[int]]:
     """Generate from every cache and its prompt, as `GenerationBatch` does, until all end.
 
@@ -80,7 +85,9 @@ def generate(
     Returns:
         Generated ids per sequence.
     """
-    batch = GenerationBatch(decoder, caches, prompts, sampling, limits, make_observer, contexts)
+    batch = GenerationBatch(
+        decoder, caches, prompts, sampling, limits, make_observer, contexts, matchers
+    )
     while batch.is_running:
         for number, token in batch.step():
             if not on_token(number, token):
@@ -101,6 +108,7 @@ class GenerationBatch:
         make_observer: makes the observer of each forward batch, for decode eviction.
         contexts: all token ids before each answer, which `repetition_penalty` counts; None where
             these are `prompts`.
+        matchers: what each answer must match; None for any text.
     """
 
     def __init__(
@@ -112,11 +120,18 @@ class GenerationBatch:
         limits: StoppingCriteria,
         make_observer: ObserverFactory = no_observer,
         contexts: Sequence[Sequence[int]] | None = None,
+        matchers: Sequence[ConstraintMatcher | None] | None = None,
     ) -> None:
         self._decoder, self._limits, self._make_observer = decoder, limits, make_observer
         self._sequences = [
-            _RunningSequence(cache, prompt, TokenSampler(sampling, context))
-            for cache, prompt, context in zip(caches, prompts, contexts or prompts, strict=True)
+            _RunningSequence(cache, prompt, TokenSampler(sampling, context, matcher))
+            for cache, prompt, context, matcher in zip(
+                caches,
+                prompts,
+                contexts or prompts,
+                matchers or [None] * len(prompts),
+                strict=True,
+            )
         ]
         self._running = dict(enumerate(self._sequences))
 
@@ -149,7 +164,8 @@ class GenerationBatch:
             sequence.generated.append(token)
             sequence.unread = (token,)
             chosen.append((number, token))
-            if len(sequence.generated) >= self._limits.max_new_tokens:
+            is_full = len(sequence.generated) >= self._limits.max_new_tokens
+            if is_full or sequence.sampler.is_complete:
                 del self._running[number]
         return chosen
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from jaxtyping import Float
@@ -15,6 +15,9 @@ from torch import Tensor
 from larder.core.arguments import check_integer, check_number, check_type
 from larder.core.errors import BadParameter, UnknownName
 from larder.core.family import unknown_name_message
+
+if TYPE_CHECKING:
+    from larder.engine.constraint import ConstraintMatcher
 
 # Keywords of transformers' generate that have another name here, and what to give instead.
 TRANSFORMERS_KEYWORDS: Mapping[str, str] = MappingProxyType(
@@ -158,12 +161,24 @@ class TokenSampler:
 
     Args:
         prompt_ids: token ids that `repetition_penalty` counts beside those of the answer.
+        matcher: what the answer must match; None for any text.
     """
 
-    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        matcher: ConstraintMatcher | None = None,
+    ) -> None:
         self._params, self._random_generator = params, params.generator()
+        self._matcher = matcher
         is_counted = params.repetition_penalty != 1
         self._prompt_ids = sorted(set(prompt_ids)) if is_counted else []
+
+    @property
+    def is_complete(self) -> bool:
+        """True if nothing may follow the tokens so far."""
+        return self._matcher is not None and self._matcher.is_complete
 
     def sample(self, logits: Float[Tensor, " V"], answer_ids: Sequence[int]) -> int:
         """Sample the next token.
@@ -172,6 +187,13 @@ class TokenSampler:
             logits: logits of the next token; they stay as they are.
             answer_ids: tokens of the answer so far.
         """
+        if self._matcher is None:
+            return self._sample(logits, answer_ids)
+        token = self._sample(self._matcher.masked(logits), answer_ids)
+        self._matcher.accept(token)
+        return token
+
+    def _sample(self, logits: Float[Tensor, " V"], answer_ids: Sequence[int]) -> int:
         params = self._params
         if params.logit_bias:
             logits = _biased(logits, params.logit_bias)

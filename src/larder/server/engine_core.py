@@ -9,6 +9,7 @@ from time import monotonic
 from weakref import WeakValueDictionary
 
 from larder.core.errors import BudgetError
+from larder.engine.constraint import ConstraintCompiler
 from larder.engine.detokenizer import IncrementalDetokenizer
 from larder.engine.engine import Engine
 from larder.server.admin_operations import AdminOperations
@@ -81,6 +82,10 @@ class EngineCore:
         wake: Callable[[], None],
     ) -> None:
         self.engine, self.clock, self._wake = engine, clock, wake
+        vocab_size = engine.loaded.decoder.vocab_size
+        self.constraints = ConstraintCompiler(
+            engine.tokenizer.tokenizer, vocab_size, engine.stop_ids
+        )
         self.rule = ServingPolicy.of(engine)
         self._exact = self.rule.exact() if self.rule.is_limited or self.rule.is_chat else self.rule
         self.ledger = ByteLedger(budgets)
@@ -323,6 +328,7 @@ class EngineCore:
             times=RequestTimes(arrived),
             wake=self._wake,
             backend=backend,
+            matcher=request.constraint and self.constraints.matcher(request.constraint),
         )
 
     def _charged(self, session: SessionState) -> SessionState:

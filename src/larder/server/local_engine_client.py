@@ -68,6 +68,8 @@ class LocalEngineClient(EngineClient):
     def submit(self, request: Request, listener: Listener) -> Ticket:
         context, core = self.context, self.context.core
         try:
+            if request.constraint is not None:  # compiled here, so that the model's thread need not
+                core.constraints.matcher(request.constraint)
             take = partial(self._submit_now, request, listener, core.clock())
             return context.candidates.resolve_resident(request, core.rule_of(request), take)
         except ApiError as error:

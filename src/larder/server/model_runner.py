@@ -109,9 +109,10 @@ class ModelRunner:
 
     def _sampled(self, job: RequestState, logits: Tensor) -> NextToken:
         assert job.answer.sampler is not None
-        token, num_top = job.answer.sampler.sample(logits, job.answer.output_ids), None
-        if not job.answer.finish_reason:
-            num_top = job.request.logprobs
+        if job.answer.finish_reason:  # only the end of the turn was read
+            return NextToken(-1)
+        token = job.answer.sampler.sample(logits, job.answer.output_ids)
+        num_top = job.request.logprobs
         if num_top is None:
             return NextToken(token)
         [logprob] = token_logprobs(logits[None], [token], num_top, self._texts)
@@ -152,7 +153,8 @@ class ModelRunner:
                 job.answer.stream.add_logprob(token.logprob)
             return STOP
         job.answer.output_ids.append(token.id)
-        if not job.answer.stream.push(token.id, token.logprob):
+        assert job.answer.sampler is not None
+        if not job.answer.stream.push(token.id, token.logprob) or job.answer.sampler.is_complete:
             return STOP
         return LENGTH if len(job.answer.output_ids) >= job.new_tokens else CONTINUES
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from larder.core.errors import LarderError
+from larder.engine.constraint import Constraint
 from larder.engine.sampler import SamplingParams
 
 
@@ -65,6 +66,7 @@ class Request:
             The prompt is read into a full cache, without those of other requests, and no session
             stays.
         raw_ids: token ids of `raw_prompt`, read as they are; empty to encode the text.
+        constraint: what the answer must match; None for any text.
         choice: number of this answer among those to one prompt. All but 0 continue on a copy of
             what answer 0 of their `choice_group` has read, if it is known here, and leave no
             session.
@@ -85,6 +87,7 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: bool = False
     raw_ids: tuple[int, ...] = ()
+    constraint: Constraint | None = None
     choice: int = 0
     choice_group: str = ""
 

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from larder.cache.sequence import SequenceCache
+from larder.engine.constraint import ConstraintMatcher
 from larder.engine.sampler import TokenSampler
 from larder.server.answer_text import AnswerText
 from larder.server.request import Listener, Report, Request, Ticket
@@ -139,6 +140,7 @@ class RequestState(Ticket):
         new_tokens: maximum number of generated tokens.
         wake: requests a step of the model's thread.
         backend: how the session holds its caches.
+        matcher: parser of the request's constraint.
         was_new: the session was created for this request.
         durable: as in `Report`.
     """
@@ -150,6 +152,7 @@ class RequestState(Ticket):
     times: RequestTimes
     wake: Callable[[], None]
     backend: SessionBackend
+    matcher: ConstraintMatcher | None = None
     counts: PromptTokenCounts = field(default_factory=PromptTokenCounts)
     prefill: PrefillProgress = field(default_factory=PrefillProgress)
     answer: AnswerProgress = field(default_factory=AnswerProgress)

@@ -79,15 +79,19 @@ ASSISTANT = "assistant"
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """Sampling, length limit and stop strings; part of the identity of a repeated request."""
+    """Sampling, length limit, stop strings and digest of the constraint; part of the identity of a
+    repeated request."""
 
     sampling: SamplingParams
     max_new_tokens: int
     stop: tuple[str, ...]
+    constraint: str = ""
 
     @staticmethod
     def of(request: Request) -> GenerationParams:
-        return GenerationParams(request.sampling, request.max_new_tokens, request.stop)
+        constraint = "" if request.constraint is None else request.constraint.digest
+        sampling, stop = request.sampling, request.stop
+        return GenerationParams(sampling, request.max_new_tokens, stop, constraint)
 
 
 @dataclass(frozen=True)

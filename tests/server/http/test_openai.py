@@ -161,7 +161,6 @@ def test_only_what_will_do_later_is_tried_again(server: Running, served: Running
     "more",
     [
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        {"response_format": {"type": "json_object"}},
         {"bad_words": ["no"]},
         {"min_tokens": 5},
     ],

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
@@ -15,6 +15,7 @@ from fastapi.requests import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 
+from larder.engine.constraint import Constraint
 from larder.server.api_errors import invalid_request
 from larder.server.http.app_state import AppState, app_state
 from larder.server.http.choices import (
@@ -42,6 +43,7 @@ from larder.server.http.protocol import (
     warnings_of,
 )
 from larder.server.http.streaming import EventStream
+from larder.server.http.structured import answer_constraint
 from larder.server.request import ChatMessage
 from larder.session.transcript.chat_template import VARIABLES_ROLE
 
@@ -64,7 +66,22 @@ TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 class AnswerRequest(GenerationRequest):
     """Fields of both endpoints."""
 
+    json_fields: ClassVar[frozenset[str]] = frozenset({"response_format", "structured_outputs"})
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+    def constraint(self) -> Constraint | None:
+        """What the answer must match; of what is not enforced a warning says so.
+
+        Raises:
+            ApiError: 400 for a constraint that is malformed or cannot be enforced.
+        """
+        found = answer_constraint(self.response_format, self.structured_outputs)
+        for each in () if found is None else found.warnings:
+            self.warn(f"response_format is not enforced here: {each[:200]}.")
+        return found
+
     max_tokens: Tokens | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
     stream_options: StreamOptions | None = None
@@ -129,8 +146,9 @@ async def chat_completions(http: HttpRequest, body: ChatCompletionRequest) -> Re
     max_new_tokens = body.max_completion_tokens or body.max_tokens
     variables = state.check_model(body.model).template_variables
     turns = await run_in_threadpool(body.turns, variables)
+    constraint, stop = await run_in_threadpool(body.constraint), stop_strings(body.stop)
     request = engine_request(
-        http, state, body, hint.name, max_new_tokens, stop_strings(body.stop), turns
+        http, state, body, hint.name, max_new_tokens, stop, turns, constraint=constraint
     )
     return await _answer(
         http, body, [prompt_choices(request, body.n or 1)], hint.is_firm, CHAT_FORMAT
@@ -142,7 +160,14 @@ async def completions(http: HttpRequest, body: CompletionRequest) -> Response:
     """Continue a text, as one body or as a stream."""
     state, hint = app_state(http), session_hint(http, body)
     request = engine_request(
-        http, state, body, hint.name, body.max_tokens, stop_strings(body.stop), raw_prompt=""
+        http,
+        state,
+        body,
+        hint.name,
+        body.max_tokens,
+        stop_strings(body.stop),
+        raw_prompt="",
+        constraint=await run_in_threadpool(body.constraint),
     )
     prompts, count = await run_in_threadpool(_prompts, state, body.prompt), body.n or 1
     if len(prompts) * count > MAX_CHOICES:

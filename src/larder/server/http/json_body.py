@@ -36,6 +36,7 @@ CONTAINERS = (dict, list, tuple, msgspec.Struct)
 MAX_PARTS = 40_000  # of a field: validation visits each of them
 MAX_ITEMS = 1 << 20  # of a list
 MAPPING_BYTES = 1 << 20  # of a mapping with arbitrary names: each is stored and hashed
+JSON_FIELD_BYTES = 1 << 18  # of a field that holds any JSON
 SMALL_BYTES = 256  # of an extra field, which is only compared with constants
 MAX_UNKNOWN_NAMES = 16  # that an answer names
 UNKNOWN_FIELD = re.compile("unknown field `([^`]{1,100})")
@@ -57,10 +58,11 @@ class JsonBody(BaseModel):
     """Base of request bodies.
 
     `extra_fields` names undeclared fields that are passed to the model as `model_extra`, where its
-    configuration allows that.
+    configuration allows that; `json_fields` those that hold any JSON, up to `JSON_FIELD_BYTES`.
     """
 
     extra_fields: ClassVar[frozenset[str]] = frozenset()
+    json_fields: ClassVar[frozenset[str]] = frozenset()
     _unknown_fields: tuple[str, ...] = PrivateAttr(())
 
     @property
@@ -139,7 +141,10 @@ def _extra(raw: msgspec.Raw) -> Any:
 def _value(model: type[JsonBody], name: str, raw: msgspec.Raw) -> Any:
     """Value of a field, decoded as the first of its shapes that matches."""
     why = ""
-    for shape in _shapes_of(model, name):
+    is_json = name in model.json_fields
+    if is_json and len(raw) > JSON_FIELD_BYTES:
+        raise invalid_request(f"{name} has more than {JSON_FIELD_BYTES} bytes.", name)
+    for shape in (Any,) if is_json else _shapes_of(model, name):
         if get_origin(shape) is dict and len(raw) > MAPPING_BYTES:
             raise invalid_request(
                 f"{name} has more than {MAPPING_BYTES} bytes: send fewer names.", name

@@ -17,6 +17,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from larder.engine.constraint import Constraint
 from larder.engine.sampler import MAX_BIASES, SamplingParams
 from larder.server.api_errors import invalid_request, validate_session_name
 from larder.server.http.app_state import AppState, app_state, tenant_of
@@ -241,6 +242,7 @@ def engine_request(
     stop: tuple[str, ...] = (),
     turns: tuple[ChatMessage, ...] = (),
     raw_prompt: str | None = None,
+    constraint: Constraint | None = None,
 ) -> Request:
     """Engine request of a validated HTTP request.
 
@@ -259,6 +261,7 @@ def engine_request(
         exact=body.kv_policy == "exact",
         raw_prompt=raw_prompt,
         steps=body.steps,
+        constraint=constraint,
         logprobs=body.num_logprobs,
     )
 

@@ -102,6 +102,7 @@ class TurnRecord(msgspec.Struct):
     max_new_tokens: int
     stop: list[str]
     reason: str
+    constraint: str = ""
 
 
 class SessionFileDocument(msgspec.Struct):
@@ -242,6 +243,7 @@ def _turn_record(turn: CompletedTurn) -> dict[str, Any]:
         "max_new_tokens": turn.params.max_new_tokens,
         "stop": list(turn.params.stop),
         "reason": turn.reason,
+        **({"constraint": turn.params.constraint} if turn.params.constraint else {}),
     }
 
 
@@ -251,7 +253,8 @@ def _completed_turn(record: TurnRecord, vocabulary: int) -> CompletedTurn:
     if not prompt or not 0 <= unread <= len(answer) + 1:
         raise ValueError(f"a turn has {unread} unread tokens, but {len(answer)} in its answer")
     sampling = SamplingParams(**msgspec.structs.asdict(record.sampling))
-    params = GenerationParams(sampling, record.max_new_tokens, tuple(record.stop))
+    stop = tuple(record.stop)
+    params = GenerationParams(sampling, record.max_new_tokens, stop, record.constraint)
     messages = tuple(_message(each) for each in record.turns)
     return CompletedTurn(messages, prompt, record.text, answer, unread, params, record.reason)
 

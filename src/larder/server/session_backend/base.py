@@ -108,7 +108,8 @@ class SessionBackend(ABC):
         if job.answer.stream is None:
             decode, request = self._tokenizer.decode, job.request
             job.answer.stream = AnswerText(decode, request.stop, job.listener)
-            job.answer.sampler = TokenSampler(request.sampling, job.resolved.prompt_ids)
+            prompt_ids = job.resolved.prompt_ids
+            job.answer.sampler = TokenSampler(request.sampling, prompt_ids, job.matcher)
 
     def _count_cached(self, job: RequestState, cached: int) -> None:
         """Count the tokens that the cache has before the prefill."""

@@ -1,0 +1,228 @@
+"""Constrained decoding by llguidance: answers that match a JSON schema, a pattern or a grammar.
+
+llguidance (Moskal et al., github.com/guidance-ai/llguidance) keeps a parser beside the answer and
+says which tokens may come next. A schema that it cannot express is refused, never approximated,
+unless the caller says `lenient`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import BadParameter, DependencyError
+
+CACHED_GRAMMARS = 64
+MAX_GRAMMAR_CHARS = 1 << 18
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What an answer must match.
+
+    Args:
+        grammar: grammar in the form of llguidance; `json_constraint` and others make it.
+        warnings: what of a lenient schema is not enforced.
+    """
+
+    grammar: str
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """Digest of the grammar."""
+        return hashlib.sha256(self.grammar.encode("utf-8", "replace")).hexdigest()
+
+
+def json_constraint(schema: Mapping[str, Any] | bool, lenient: bool = False) -> Constraint:
+    """Constraint to JSON that a schema describes, without white space between values.
+
+    Args:
+        schema: a JSON schema; `ANY_OBJECT` for any object.
+        lenient: leave out what llguidance cannot express, and name it in `warnings`.
+
+    Raises:
+        BadParameter: the schema is too long, not valid, or cannot be expressed.
+        DependencyError: llguidance is not installed.
+    """
+    _check_installed()
+    from llguidance import LLMatcher
+
+    options: Any = {"whitespace_flexible": False, "lenient": lenient}
+    try:
+        text = json.dumps(_without_string_names(schema))
+    except RecursionError as error:
+        raise BadParameter("A schema must not nest hundreds of levels: flatten it.") from error
+    _check_length(text)
+    return _checked(LLMatcher.grammar_from_json_schema(text, overrides=options))
+
+
+def regex_constraint(pattern: str) -> Constraint:
+    """Constraint to a regular expression of the whole answer, without look-around.
+
+    Raises:
+        BadParameter, DependencyError: as for `json_constraint`.
+    """
+    _check_installed()
+    from llguidance import LLMatcher
+
+    _check_length(pattern)
+    return _checked(LLMatcher.grammar_from_regex(pattern))
+
+
+def grammar_constraint(grammar: str) -> Constraint:
+    """Constraint to a grammar in Lark's notation, as llguidance reads it.
+
+    Raises:
+        BadParameter, DependencyError: as for `json_constraint`.
+    """
+    _check_installed()
+    from llguidance import LLMatcher
+
+    _check_length(grammar)
+    return _checked(LLMatcher.grammar_from_lark(grammar))
+
+
+def choice_constraint(choices: Sequence[str]) -> Constraint:
+    """Constraint to one of several texts.
+
+    Raises:
+        BadParameter, DependencyError: as for `json_constraint`.
+    """
+    if not choices:
+        raise BadParameter("There are no choices: give at least one text.")
+    texts = (json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return grammar_constraint(f"start: {' | '.join(texts)}")
+
+
+class ConstraintCompiler:
+    """Compiled constraints of one tokenizer, the latest of them cached. Safe from any thread.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers.
+        vocab_size: number of logits.
+        stop_ids: token ids that end an answer, allowed where the constraint is met.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, stop_ids: frozenset[int]) -> None:
+        self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, stop_ids
+        self._lock, self._words = threading.Lock(), None
+        self._matchers: OrderedDict[str, Any] = OrderedDict()
+
+    def matcher(self, constraint: Constraint) -> ConstraintMatcher:
+        """Matcher of a new answer; compiled once per grammar, in up to a second.
+
+        Raises:
+            BadParameter: the grammar cannot be compiled within its limits.
+        """
+        with self._lock:
+            compiled = self._matchers.pop(constraint.grammar, None) or self._compiled(constraint)
+            self._matchers[constraint.grammar] = compiled
+            if len(self._matchers) > CACHED_GRAMMARS:
+                self._matchers.popitem(last=False)
+            return ConstraintMatcher(compiled.deep_copy())
+
+    def _compiled(self, constraint: Constraint) -> Any:
+        _check_installed()
+        from llguidance import LLMatcher, LLTokenizer
+        from tokenizers import Tokenizer
+
+        if self._words is None:
+            plain = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
+            plain.no_padding()
+            plain.no_truncation()
+            stops = sorted(self._stop_ids)
+            try:
+                self._words = LLTokenizer(plain.to_str(), self._vocab_size, stops)
+            except ValueError as error:
+                raise BadParameter(
+                    f"The tokenizer of this model cannot enforce a schema, pattern or grammar "
+                    f"({error}): leave it out, or take a model with byte-level tokens."
+                ) from error
+        matcher = LLMatcher(self._words, constraint.grammar, log_level=0)
+        if matcher.is_error():
+            raise BadParameter(_message(matcher.get_error()))
+        return matcher
+
+
+class ConstraintMatcher:
+    """Parser of one answer: which tokens may come next."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    @property
+    def is_complete(self) -> bool:
+        """True if nothing may follow, so that the answer ends without a stop token."""
+        return self._matcher.is_stopped()
+
+    def masked(self, logits: Float[Tensor, " V"]) -> Float[Tensor, " V"]:
+        """Logits with -inf for all tokens that may not come next."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little")[: len(logits)].astype(bool)
+        mask = torch.zeros(len(logits), dtype=torch.bool)
+        mask[: len(allowed)] = torch.from_numpy(allowed)
+        return logits.masked_fill(~mask.to(logits.device), -torch.inf)
+
+    def accept(self, token: int) -> None:
+        """Continue with the token that was chosen.
+
+        Raises:
+            BadParameter: the parser reached one of its limits.
+        """
+        if not self._matcher.consume_token(token):
+            raise BadParameter(_message(self._matcher.get_error()))
+
+
+def _check_installed() -> None:
+    if find_spec("llguidance") is None:
+        raise DependencyError(
+            "Answers by schema, pattern or grammar need llguidance: pip install "
+            "'larder[structured]'."
+        )
+
+
+def _check_length(text: str) -> None:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise BadParameter(
+            f"A schema, pattern or grammar must have at most {MAX_GRAMMAR_CHARS} characters, got "
+            f"{len(text)}."
+        )
+
+
+def _checked(grammar: str) -> Constraint:
+    """Raises: BadParameter: llguidance cannot express the grammar."""
+    from llguidance import LLMatcher
+
+    _check_length(grammar)
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    if is_error:
+        raise BadParameter(_message(" ".join(messages)))
+    return Constraint(grammar, tuple(messages))
+
+
+def _message(why: str) -> str:
+    return f"The schema, pattern or grammar cannot be enforced ({' '.join(why.split())[:300]})."
+
+
+def _without_string_names(schema: Any) -> Any:
+    """The schema without `propertyNames` that say only that names are strings, as all are."""
+    if isinstance(schema, Mapping):
+        return {
+            key: _without_string_names(value)
+            for key, value in schema.items()
+            if not (key == "propertyNames" and value == {"type": "string"})
+        }
+    return [_without_string_names(each) for each in schema] if isinstance(schema, list) else schema
