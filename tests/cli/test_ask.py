@@ -233,3 +233,20 @@ def test_a_reading_is_kept_and_restored_when_asked(
     run("ask", talk, "-q", CAT, "--policy", "snapkv", "--budget", "56", "--keep")
     assert len(document(run("cache", "list", "--json"))["sessions"]) == 2, "another budget"
     assert "--keep" in complaint(run(*words, "--codec", "int4"), 2)
+
+
+def test_answers_by_schema(run: Run, talk: Path, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance", reason="the extra structured is not installed")
+    schema = {"type": "object", "properties": {"cat": {"enum": ["Mira", "Rex"]}}}
+    schema |= {"required": ["cat"], "additionalProperties": False}
+    path = write(tmp_path / "schema.json", json.dumps(schema))
+    asked = ("ask", talk, "-q", CAT, "--policy", "full", "--schema")
+    result = run(*asked, path)
+    assert json.loads(result.stdout)["cat"] in ("Mira", "Rex")
+    for wrong, reason, code in (
+        ("[]", "no JSON object", 1),
+        ('{"not": {}}', "cannot be enforced", 2),
+    ):
+        bad = write(tmp_path / "wrong.json", wrong)
+        assert reason in complaint(run(*asked, bad), code)
+    assert "cannot be read" in complaint(run(*asked, tmp_path / "absent.json"), 1)

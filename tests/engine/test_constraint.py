@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from pydantic import BaseModel
 
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
+from larder import Engine
 from larder.core.errors import BadParameter
 from larder.engine import constraint as constraint_module
 from larder.engine.constraint import (
@@ -23,7 +25,7 @@ from larder.engine.constraint import (
     regex_constraint,
 )
 from larder.engine.sampler import SamplingParams, TokenSampler
-from server_core import byte_characters, characters
+from server_core import LIMITED, byte_characters, characters
 
 V, END = 128, 2
 PERSON = {
@@ -154,3 +156,24 @@ def test_a_tokenizer_without_bytes_is_refused() -> None:
     compiler = ConstraintCompiler(characters().tokenizer, V, frozenset({END}))
     with pytest.raises(BadParameter, match="tokenizer of this model"):
         compiler.matcher(choice_constraint(["a"]))
+
+
+class Home(BaseModel):
+    """Where somebody lives."""
+
+    town: Literal["Bern", "Rome"]
+    known: bool
+
+
+@pytest.mark.parametrize("policy", ["full", LIMITED])
+def test_an_engine_answers_by_schema(policy: str) -> None:
+    budget = None if policy == "full" else 64
+    engine = Engine(byte_characters(), policy=policy, budget=budget)
+    memory = engine.read("Ann lives in Rome. " * 6)
+    one, two = engine.ask(memory, ["Where?", "Really?"], max_new_tokens=64, schema=Home)
+    assert all(Home.model_validate_json(answer.text) for answer in (one, two))
+    as_json = engine.ask(memory, "Where?", max_new_tokens=64, schema=Home.model_json_schema())
+    assert as_json.text == one.text
+    assert engine.ask(memory, "Where?", max_new_tokens=3, schema=Home).new_tokens == 3
+    with pytest.raises(BadParameter, match="pydantic"):
+        engine.ask(memory, "Where?", schema=int)

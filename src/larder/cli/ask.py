@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,7 +23,7 @@ from larder.cli.store_options import (
     open_persistence,
 )
 from larder.core.conversation import Conversation, Question
-from larder.core.errors import LarderError, UsageError
+from larder.core.errors import InputError, LarderError, UsageError
 
 if TYPE_CHECKING:
     from larder.cli.question_run import QuestionRun
@@ -48,6 +50,10 @@ def ask(
         bool,
         typer.Option("--keep", help="Save the caches after prefill; restore them the next time."),
     ] = False,
+    schema: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON schema that each answer matches."),
+    ] = None,
     store: StoreUrl = None,
     codec: CodecName = DEFAULT_CODEC,
     key_file: KeyFile = None,
@@ -61,6 +67,7 @@ def ask(
 
     _check_page(explain)
     check_codec(codec)
+    answer_schema = None if schema is None else _read_schema(schema)
     if not keep and (store is not None or codec != DEFAULT_CODEC or key_file is not None):
         raise UsageError(
             "--store, --codec and --key-file need --keep: add --keep, or leave them out."
@@ -70,7 +77,9 @@ def ask(
     options = choose_policy(options, [conversation])
     engine = open_engine(options)
     with open_persistence(engine, store, codec, key_file) if keep else nullcontext() as keeper:
-        run, is_whole = _run_questions(engine, keeper, options, conversation, questions)
+        run, is_whole = _run_questions(
+            engine, keeper, options, conversation, questions, answer_schema
+        )
     if explain is not None and is_whole:
         _write_page(explain, run)
     if options.json:
@@ -90,6 +99,7 @@ def _run_questions(
     options: ModelOptions,
     conversation: Conversation,
     questions: list[Question],
+    schema: Mapping[str, Any] | None,
 ) -> tuple[QuestionRun, bool]:
     """Prefill and questions; False if Ctrl-C came before the last question.
 
@@ -99,7 +109,7 @@ def _run_questions(
     from larder.cli.question_run import prefill_run, prompts_for, sampling_params
 
     run = prefill_run(engine, conversation, prompts_for(engine, questions), keeper=keeper)
-    sampling = sampling_params(options)
+    sampling, run.schema = sampling_params(options), schema
     try:
         for one in questions:
             if not options.json and len(questions) > 1:
@@ -115,6 +125,26 @@ def _run_questions(
     if all(asked.error is not None for asked in run.asked):
         raise _first_error(run)
     return run, True
+
+
+def _read_schema(path: Path) -> Mapping[str, Any]:
+    """JSON schema in a file, checked before anything is read.
+
+    Raises:
+        InputError: the file is no JSON object.
+        BadParameter: the schema cannot be enforced.
+        DependencyError: llguidance is not installed.
+    """
+    from larder.engine.constraint import json_constraint
+
+    try:
+        schema = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} cannot be read as JSON ({error}): give a JSON schema.") from error
+    if not isinstance(schema, dict):
+        raise InputError(f"{path} holds no JSON object: give a JSON schema.")
+    json_constraint(schema)
+    return schema
 
 
 def _first_error(run: QuestionRun) -> LarderError:

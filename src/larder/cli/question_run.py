@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from larder.cli.console import format_bytes, progress_console
 from larder.cli.options import ModelOptions
@@ -63,12 +63,14 @@ class QuestionRun:
 
     Args:
         peak_kv_bytes: peak over prefill and all answers.
+        schema: JSON schema of the answers; None for any text.
     """
 
     engine: Engine
     memory: ConversationMemory
     peak_kv_bytes: int
     asked: list[QuestionOutcome] = field(default_factory=list)
+    schema: Mapping[str, Any] | None = None
 
     def ask(
         self,
@@ -80,7 +82,12 @@ class QuestionRun:
         """Answer one question; a `LarderError` becomes its outcome."""
         try:
             answer = self.engine.ask(
-                self.memory, question.question, sampling, max_new_tokens, on_text=on_text
+                self.memory,
+                question.question,
+                sampling,
+                max_new_tokens,
+                on_text=on_text,
+                schema=self.schema,
             )
             outcome = QuestionOutcome(question, answer, score_answer(answer.text, question))
             self.peak_kv_bytes = max(self.peak_kv_bytes, answer.held_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from larder.cache.forms.rebuilt import recompute_cost
 from larder.cache.sequence import SequenceCache
@@ -20,6 +21,9 @@ from larder.session.files.json_fields import valid_unicode
 from larder.session.memory import ConversationMemory
 from larder.session.prefill import ModelRuntime, prompts_per_cache, turn_reader
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+
+if TYPE_CHECKING:
+    from larder.engine.constraint import ConstraintMatcher
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,11 @@ class GeneratedText:
         )
 
 
+def no_matcher() -> None:
+    """Matcher factory of answers of any text."""
+    return None
+
+
 @dataclass(frozen=True)
 class AnswerGenerator:
     """Text generation over one cache: model, tokenizer and stop token ids.
@@ -132,12 +141,14 @@ class AnswerGenerator:
         on_text: Callable[[str], None],
         make_observer: ObserverFactory = no_observer,
         message: tuple[int, ...] = (),
+        matcher: ConstraintMatcher | None = None,
     ) -> GeneratedText:
         """Prefill the prompt and generate the answer; the cache keeps both, the caller truncates
         it.
 
         Args:
             message: the whole message that ends with `prompt`, which `repetition_penalty` counts.
+            matcher: what the answer must match; None for any text.
             stop: strings that end the answer.
             on_text: receives the text of the answer as it is generated.
             make_observer: makes the observer of each forward batch, for decode eviction.
@@ -155,6 +166,7 @@ class AnswerGenerator:
             lambda row, token: stream.push(token),
             make_observer,
             [message or prompt],
+            [matcher],
         )
         seconds = time.perf_counter() - started
         stream.finish()
@@ -182,8 +194,12 @@ class QuestionAnswerer:
         max_new_tokens: int,
         stop: Sequence[str],
         on_text: Callable[[str], None],
+        new_matcher: Callable[[], ConstraintMatcher | None] = no_matcher,
     ) -> Answer:
         """Answer one question; arguments as for `Engine.ask`.
+
+        Args:
+            new_matcher: makes what the answer must match.
 
         Raises:
             InputError: the question takes more tokens than the budget holds.
@@ -213,6 +229,7 @@ class QuestionAnswerer:
                 on_text,
                 make_observer=turn.observer,
                 message=prompt,
+                matcher=new_matcher(),
             )
             held_bytes = memory.caches.nbytes
             if is_copy:

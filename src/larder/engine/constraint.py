@@ -46,6 +46,27 @@ class Constraint:
         return hashlib.sha256(self.grammar.encode("utf-8", "replace")).hexdigest()
 
 
+SchemaLike = Mapping[str, Any] | type  # a JSON schema, or the class of a pydantic model
+
+
+def schema_constraint(schema: SchemaLike) -> Constraint:
+    """Constraint to JSON of a schema or of a pydantic model.
+
+    Raises:
+        BadParameter, DependencyError: as for `json_constraint`.
+    """
+    if isinstance(schema, Mapping):
+        return json_constraint(schema)
+    _check_installed()
+    from pydantic import BaseModel
+
+    if not issubclass(schema, BaseModel):
+        raise BadParameter(
+            f"schema must be a JSON schema or the class of a pydantic model, got {schema.__name__}."
+        )
+    return json_constraint(schema.model_json_schema())
+
+
 def json_constraint(schema: Mapping[str, Any] | bool, lenient: bool = False) -> Constraint:
     """Constraint to JSON that a schema describes, without white space between values.
 

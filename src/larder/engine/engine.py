@@ -12,7 +12,7 @@ from torch import nn
 from larder.core.arguments import check_count, check_type
 from larder.core.errors import BadParameter
 from larder.core.observation import Calibration, Prompts
-from larder.engine.answer import Answer, AnswerGenerator, QuestionAnswerer
+from larder.engine.answer import Answer, AnswerGenerator, QuestionAnswerer, no_matcher
 from larder.engine.detokenizer import stop_strings
 from larder.engine.progress_bar import progress_or_bar
 from larder.engine.sampler import SamplingKeywords, SamplingParams, params_of
@@ -29,6 +29,7 @@ from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 if TYPE_CHECKING:
     from larder.engine.completion import Completion, PromptCompleter
+    from larder.engine.constraint import ConstraintCompiler, ConstraintMatcher, SchemaLike
 
 DEFAULT_POLICY = "epicache_pooled"
 
@@ -219,6 +220,7 @@ class Engine:
         max_new_tokens: int = 256,
         stop: str | Sequence[str] = (),
         on_text: Callable[[str], None] = discard_text,
+        schema: SchemaLike | None = None,
     ) -> Answer: ...
 
     @overload
@@ -230,6 +232,7 @@ class Engine:
         max_new_tokens: int = 256,
         stop: str | Sequence[str] = (),
         on_text: Callable[[str], None] = discard_text,
+        schema: SchemaLike | None = None,
     ) -> list[Answer]: ...
 
     def ask(
@@ -240,6 +243,7 @@ class Engine:
         max_new_tokens: int = 256,
         stop: str | Sequence[str] = (),
         on_text: Callable[[str], None] = discard_text,
+        schema: SchemaLike | None = None,
     ) -> Answer | list[Answer]:
         """Answer one or several questions about a prefilled conversation; the memory is unchanged.
 
@@ -254,13 +258,17 @@ class Engine:
             max_new_tokens: most tokens of an answer.
             stop: string that ends an answer, or several; it is not part of the answer.
             on_text: receives the text of an answer as it is generated.
+            schema: JSON schema, or class of a pydantic model, that each answer matches; None for
+                any text. Needs `larder[structured]`. An answer that `max_new_tokens` cuts is no
+                JSON.
 
         Returns:
             One answer to one question; a list of answers, in order, to a list.
 
         Raises:
             InputError: a question takes more tokens than the budget holds.
-            LarderError: an argument has a wrong type or is out of range.
+            LarderError: an argument has a wrong type or is out of range; the schema cannot be
+                enforced, or llguidance is not installed.
 
         Examples:
             >>> first, second = engine.ask(memory, ["Who?", "Where?"], max_new_tokens=8)
@@ -277,6 +285,7 @@ class Engine:
             max_new_tokens=max_new_tokens,
             stop=stop_strings(stop),
             on_text=on_text,
+            new_matcher=self._matcher_factory(schema),
         )
         if isinstance(question, str):
             return answer_one(question)
@@ -420,6 +429,22 @@ class Engine:
     def answer_generator(self) -> AnswerGenerator:
         """Text generation over one cache."""
         return AnswerGenerator(self.loaded.decoder, self.tokenizer, self.stop_ids)
+
+    @cached_property
+    def constraints(self) -> ConstraintCompiler:
+        """Compiled schemas, patterns and grammars of this model's tokenizer."""
+        from larder.engine.constraint import ConstraintCompiler
+
+        decoder, tokenizer = self.loaded.decoder, self.loaded.tokenizer
+        return ConstraintCompiler(tokenizer, decoder.vocab_size, self.stop_ids)
+
+    def _matcher_factory(self, schema: SchemaLike | None) -> Callable[[], ConstraintMatcher | None]:
+        """Makes the parser of each answer."""
+        if schema is None:
+            return no_matcher
+        from larder.engine.constraint import schema_constraint
+
+        return partial(self.constraints.matcher, schema_constraint(schema))
 
     @property
     def _completer(self) -> PromptCompleter:

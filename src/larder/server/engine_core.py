@@ -9,7 +9,6 @@ from time import monotonic
 from weakref import WeakValueDictionary
 
 from larder.core.errors import BudgetError
-from larder.engine.constraint import ConstraintCompiler
 from larder.engine.detokenizer import IncrementalDetokenizer
 from larder.engine.engine import Engine
 from larder.server.admin_operations import AdminOperations
@@ -82,10 +81,7 @@ class EngineCore:
         wake: Callable[[], None],
     ) -> None:
         self.engine, self.clock, self._wake = engine, clock, wake
-        vocab_size = engine.loaded.decoder.vocab_size
-        self.constraints = ConstraintCompiler(
-            engine.tokenizer.tokenizer, vocab_size, engine.stop_ids
-        )
+        self.constraints = engine.constraints
         self.rule = ServingPolicy.of(engine)
         self._exact = self.rule.exact() if self.rule.is_limited or self.rule.is_chat else self.rule
         self.ledger = ByteLedger(budgets)
