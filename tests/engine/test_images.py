@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +20,13 @@ import larder
 from architectures.families_vision import IMAGE, PATCH, SIDE
 from interop.image_prompts import IMAGE_TOKENS, NAMES, Prompt, inputs_of, model_of
 from interop.replay import assert_same_entries
-from larder.core.errors import BadParameter, InputError, ModelError, UsageError
+from larder.core.errors import BadParameter, DependencyError, InputError, ModelError, UsageError
 from larder.core.types import Mode
 from larder.engine.completion import prefill_prompt
 from larder.engine.image_prompts import encode_image_prompts
 from larder.interop.cache import LarderCache
 from larder.models.forward_batch import BatchSegment
+from larder.models.processor import PROCESSOR_FILES
 
 PROMPT = Prompt((10, None, 12, None, 7))
 OTHER = Prompt((5, None, 9), seed=9)
@@ -160,27 +163,75 @@ def test_images_that_do_not_fit_the_prompt() -> None:
     assert engine.generate("5", images=[OTHER], max_new_tokens=4).ids  # the model is as before
 
 
-def test_a_processor_of_transformers() -> None:
-    """PIL images through the processor of Llava, with one word of the vocabulary as its image."""
-    model = model_of(LLAVA)
+def llava_processor(model: Any) -> LlavaProcessor:
+    """Processor of Llava, with one word of the vocabulary as its image."""
     vocabulary = {str(n): n for n in range(len(model.get_input_embeddings().weight)) if n != IMAGE}
     backend = Tokenizer(WordLevel({**vocabulary, "<image>": IMAGE}, "0"))
     backend.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     sizes = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
-    processor = LlavaProcessor(
+    return LlavaProcessor(
         CLIPImageProcessorPil(**sizes),
         tokenizer,
         patch_size=PATCH,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
     )
+
+
+RED = Image.new("RGB", (20, 30), (200, 10, 30))
+
+
+def expected_of_red(model: Any, processor: LlavaProcessor, text: str) -> list[int]:
+    given = processor(text=[text], images=[[RED]], return_tensors="pt")
+    return model.generate(**given, max_new_tokens=8, **GREEDY)[0, -8:].tolist()
+
+
+def test_a_processor_of_transformers() -> None:
+    model, text = model_of(LLAVA), "5 <image> 7 8"
+    processor = llava_processor(model)
     engine = larder.Engine(model, policy="full", processor=processor)
     engine.stop_ids = frozenset()
-    text, red = "5 <image> 7 8", Image.new("RGB", (20, 30), (200, 10, 30))
-    given = processor(text=[text], images=[[red]], return_tensors="pt")
-    expected = model.generate(**given, max_new_tokens=8, **GREEDY)[0, -8:].tolist()
-    assert list(engine.generate(text, images=[red], max_new_tokens=8).ids) == expected
+    expected = expected_of_red(model, processor, text)
+    assert list(engine.generate(text, images=[RED], max_new_tokens=8).ids) == expected
     with pytest.raises(InputError, match="do not go together"):
-        engine.generate("5 7 8", images=[red])
+        engine.generate("5 7 8", images=[RED])
+
+
+@pytest.fixture(scope="module")
+def llava_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a model of Llava with its processor."""
+    folder = tmp_path_factory.mktemp("llava")
+    model_of(LLAVA).save_pretrained(folder)
+    llava_processor(model_of(LLAVA)).save_pretrained(folder)
+    return folder
+
+
+def test_a_folder_is_loaded_with_its_processor(llava_folder: Path) -> None:
+    text, model = "5 <image> 7 8", model_of(LLAVA)
+    expected = expected_of_red(model, llava_processor(model), text)
+    for given in (None, str(llava_folder), llava_processor(model)):
+        engine = larder.Engine.load(str(llava_folder), policy="full", processor=given)
+        engine.stop_ids = frozenset()
+        assert list(engine.generate(text, images=[RED], max_new_tokens=8).ids) == expected
+        under = engine.under("full").generate(text, images=[RED], max_new_tokens=1)
+        assert list(under.ids) == expected[:1]
+
+
+def test_a_folder_without_a_processor(llava_folder: Path, tmp_path: Path) -> None:
+    bare = shutil.copytree(llava_folder, tmp_path / "bare")
+    for name in PROCESSOR_FILES:
+        (bare / name).unlink(missing_ok=True)
+    with pytest.raises(BadParameter, match="processor="):
+        larder.Engine.load(str(bare), policy="full").generate("5 <image> 7", images=[RED])
+    with pytest.raises(ModelError, match="processor of nowhere"):
+        larder.Engine.load(str(bare), policy="full", processor="nowhere")
+
+
+def test_an_absent_extra_is_named(llava_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("larder.models.processor.find_spec", lambda name: None)
+    engine = larder.Engine.load(str(llava_folder), policy="full")
+    assert engine.generate("5 6 7", max_new_tokens=1).ids  # texts need no Pillow
+    with pytest.raises(DependencyError, match=r"larder\[vision\]"):
+        engine.generate("5 <image> 7", images=[RED])

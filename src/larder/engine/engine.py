@@ -50,8 +50,8 @@ class Engine:
             around one. Its weights are not copied, and its own `generate` and `forward` stay what
             they were. Or a `LoadedModel` from `larder.models.loader.load`.
         tokenizer: the fast tokenizer of `model`; None for a `LoadedModel`, which has its own.
-        processor: processor of a model in memory with a vision tower; None where no images are
-            given. Its tokenizer is the default of `tokenizer`.
+        processor: processor of a model with a vision tower; None for that of a `LoadedModel`, or
+            where no images are given. Its tokenizer is the default of `tokenizer`.
         policy: name of a preset, spelling of parts, or a `Policy`.
         budget: budget of each cache (episodes have one cache each): 512 (tokens per kv head,
             averaged over layers), `"20%"`, `"1/5"` or 0.2 of the context, `"64MiB"`; None takes
@@ -81,10 +81,11 @@ class Engine:
         processor: Any = None,
     ) -> None:
         parsed = parsed_policy(policy)
-        self.sizes, self._processor = SizeOptions(budget, block), processor
+        self.sizes = SizeOptions(budget, block)
         if processor is not None and tokenizer is None and isinstance(model, nn.Module):
             tokenizer = processor.tokenizer
         self.loaded = _loaded_model(model, tokenizer)
+        self._processor = self.loaded.processor if processor is None else processor
         self.policy = with_measured_recall(parsed, self.loaded.decoder.spec)
         self.tokenizer = TokenizerAdapter(self.loaded.tokenizer)
         self._embedder = lru_cache(maxsize=None)(self._load_embedder)
@@ -105,6 +106,7 @@ class Engine:
         revision: str | None = None,
         device_map: DeviceMap | None = None,
         tokenizer: Any = None,
+        processor: Any = None,
     ) -> Engine:
         """Load a model under a policy; the bundled model is the default.
 
@@ -131,6 +133,9 @@ class Engine:
                 holds the caches; parts that do not fit may lie on `"cpu"` or `"disk"`.
             tokenizer: a tokenizer of transformers, or the name or folder of one, where the model's
                 own is not to be used.
+            processor: a processor of transformers, or the name or folder of one, for a model with
+                a vision tower; None for the one that was saved with it, which is loaded when
+                images are first given. It needs the extra `larder[vision]`.
 
         Returns:
             Engine with the verified model: its logits through Larder's attention equal its own.
@@ -145,7 +150,8 @@ class Engine:
         chosen = parsed_policy(policy)
         SizeOptions(budget, block)  # validated before a model is loaded
         hub = {"revision": revision, "device_map": device_map, "tokenizer": tokenizer}
-        loaded = load(model, device, dtype, adapter, adapter_mode, **hub)
+        kind = (device, dtype, adapter, adapter_mode)
+        loaded = load(model, *kind, **hub, processor=processor)
         return cls(loaded, policy=chosen, budget=budget, block=block)
 
     def under(

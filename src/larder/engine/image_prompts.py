@@ -28,7 +28,8 @@ def encode_image_prompts(
     if processor is None:
         raise BadParameter(
             "images were given, but the engine has no processor: make it with "
-            "Engine(model, processor=transformers.AutoProcessor.from_pretrained(name))."
+            "Engine(model, processor=transformers.AutoProcessor.from_pretrained(name)), or with "
+            "Engine.load(name, processor=name)."
         )
     check_type("images", images, (list, tuple), "a list of images, or one for each prompt")
     if len(images) != len(prompts):

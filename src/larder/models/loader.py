@@ -56,11 +56,16 @@ DeviceMap = str | int | torch.device | Mapping[str, str | int | torch.device]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Decoder with its tokenizer and the name that it was loaded by."""
+    """Decoder with its tokenizer and the name that it was loaded by.
+
+    Args:
+        processor: processor of a model with a vision tower; None where no images are taken.
+    """
 
     decoder: Decoder
     tokenizer: Any
     name: str
+    processor: Any = None
 
 
 def load(
@@ -73,6 +78,7 @@ def load(
     revision: str | None = None,
     device_map: DeviceMap | None = None,
     tokenizer: Any = None,
+    processor: Any = None,
 ) -> LoadedModel:
     """Verified model by name.
 
@@ -92,6 +98,8 @@ def load(
             dtype is then that of the saved weights.
         tokenizer: tokenizer of transformers, or the name or folder of one; None for that of the
             model.
+        processor: processor of transformers, or the name or folder of one; None for that of the
+            model, which is loaded when images are first given.
 
     Returns:
         Model with its tokenizer and name. Its module has Larder's attention: for other uses, such
@@ -130,7 +138,17 @@ def load(
         own = _tokenizer(name, source, hub, tokenizer)
         if tokenizer is not None:
             check_tokenizer(own, module)
-        return LoadedModel(wrap_model(module.eval()), own, name)
+        chosen = _processor(source, module.config, hub, processor)
+        return LoadedModel(wrap_model(module.eval()), own, name, chosen)
+
+
+def _processor(source: str, config: Any, hub: dict[str, str], processor: Any) -> Any:
+    """Processor as it is given, by the name that is given, or that of the model."""
+    from larder.models.processor import NamedProcessor, processor_of
+
+    if processor is None:
+        return processor_of(source, config, hub)
+    return NamedProcessor(processor, {}).loaded if isinstance(processor, str) else processor
 
 
 def _tokenizer(name: str, source: str, hub: dict[str, str], tokenizer: Any) -> Any:
@@ -216,8 +234,6 @@ def _load(
     Args:
         placement: `revision` and `device_map`, where they are given.
     """
-    from transformers import AutoModelForCausalLM
-
     saved = "device_map" in placement and dtype is None
     kind = AUTO if saved or dtype == AUTO else torch_dtype(dtype, device)
     revision = {key: placement[key] for key in ("revision",) if key in placement}
@@ -228,9 +244,20 @@ def _load(
     if not Path(source).is_dir():
         _check_hub_indexes(source, revision)
     options = {"trust_remote_code": False, **_dtype_option(kind), **placement}
-    module = _call_transformers(name, AutoModelForCausalLM.from_pretrained, source, **options)
+    module = _call_transformers(name, _auto_class(config).from_pretrained, source, **options)
     _check_dtype(name, module.dtype)
     return module
+
+
+def _auto_class(config: Any) -> Any:
+    """Class of transformers that loads a model: of language, or of language with images."""
+    import transformers
+
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM  # its error names the configuration
 
 
 def seed_tokenizer() -> Any:
