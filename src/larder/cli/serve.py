@@ -50,6 +50,22 @@ class ServeOptions(ModelOptions):
             help="Policy of each session: a preset or a sentence of parts.",
         ),
     ] = "full"
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            metavar="TOKENS",
+            help="Longest text with its answer.  Default: what the model reads.",
+        ),
+    ] = None
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Name of the model in requests; may be repeated, answers have the first.  "
+            "Default: --model.",
+        ),
+    ] = None
     host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1"
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="The port to listen at; 0 takes a free one.")
@@ -166,7 +182,7 @@ def _run(
 def _print_address(options: ServeOptions, client: EngineClient, bound: socket.socket) -> None:
     from larder.session.capacity import beyond_budget_line
 
-    [served] = client.models()
+    served = client.models()[0]
     host, port = bound.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     if options.json:
@@ -401,6 +417,8 @@ def _local_engine_client(
         eviction=options.eviction,
         persistence=persistence,
         disk=disk_tier,
+        names=options.served_model_name or (),
+        max_model_len=options.max_model_len,
     )
     try:
         with StoreSweeper(store):

@@ -8,7 +8,7 @@ from functools import partial
 from time import monotonic
 from weakref import WeakValueDictionary
 
-from larder.core.errors import BudgetError
+from larder.core.errors import BudgetError, UsageError
 from larder.engine.detokenizer import IncrementalDetokenizer
 from larder.engine.engine import Engine
 from larder.server.admin_operations import AdminOperations
@@ -57,15 +57,17 @@ MAX_REFRESHES = 4  # times that a session is reloaded if other servers keep writ
 class EngineCore:
     """Scheduler, session index, memory tiers and persistence of one engine, without a thread.
 
-    The caller invokes `step` until it returns False.
+    The caller invokes `step` until it returns False. `context` is the longest text with its answer,
+    in tokens.
 
     Args:
         engine, budgets, eviction, rows, waiting, persistence, disk, clock: as in
             `LocalEngineClient`.
         wake: called, from any thread, when a step would have work to do.
+        names, max_model_len: as in `LocalEngineClient`.
 
     Raises:
-        UsageError: the policy cannot be served.
+        UsageError: the policy cannot be served, or the model does not read `max_model_len` tokens.
     """
 
     def __init__(
@@ -79,8 +81,12 @@ class EngineCore:
         disk: DiskTier,
         clock: Callable[[], float],
         wake: Callable[[], None],
+        names: Sequence[str] = (),
+        max_model_len: int | None = None,
     ) -> None:
         self.engine, self.clock, self._wake = engine, clock, wake
+        self.names = tuple(names) or (engine.loaded.name,)
+        self.context = _context_tokens(engine, max_model_len)
         self.constraints = engine.constraints
         self.rule = ServingPolicy.of(engine)
         self._exact = self.rule.exact() if self.rule.is_limited or self.rule.is_chat else self.rule
@@ -121,12 +127,6 @@ class EngineCore:
         self.refused = ReasonCounter()
         # First answers to prompts that get several, by tenant and group, while they are in use.
         self._first_choices = WeakValueDictionary[tuple[str, str], RequestState]()
-
-    @property
-    def context(self) -> int:
-        """Tokens in the model's context window."""
-        config = self.engine.loaded.decoder.module.config.get_text_config()
-        return int(config.max_position_embeddings)
 
     def step(self) -> bool:
         """Run `Scheduler.step`, then evict sessions if a budget was lowered while they were
@@ -334,6 +334,22 @@ class EngineCore:
                 BudgetError("Host memory has no room for another session: remove some.")
             )
         return session
+
+
+def _context_tokens(engine: Engine, max_model_len: int | None) -> int:
+    """Longest text with its answer, in tokens.
+
+    Raises:
+        UsageError: it is longer than the model reads.
+    """
+    config = engine.loaded.decoder.module.config.get_text_config()
+    context = int(config.max_position_embeddings)
+    if max_model_len is not None and max_model_len > context:
+        raise UsageError(
+            f"--max-model-len {max_model_len} is more than the {context} tokens that the model "
+            "reads: give fewer, or leave it out."
+        )
+    return context if max_model_len is None else max_model_len
 
 
 def replay_answer(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -34,9 +34,11 @@ class LocalEngineClient(EngineClient):
         persistence: stores finished turns.
         disk: stores caches that are not in use.
         clock: seconds since 1970.
+        names: names of the model in requests, the first that of answers; none for its own.
+        max_model_len: longest text with its answer, in tokens; None for what the model reads.
 
     Raises:
-        UsageError: the policy cannot be served.
+        UsageError: the policy cannot be served, or the model does not read `max_model_len` tokens.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class LocalEngineClient(EngineClient):
         persistence: SessionPersistence | None = None,
         disk: DiskTier | None = None,
         clock: Callable[[], float] = time.time,
+        names: Sequence[str] = (),
+        max_model_len: int | None = None,
     ) -> None:
         persistence = persistence or SessionPersistence()
         core = EngineCore(
@@ -62,6 +66,8 @@ class LocalEngineClient(EngineClient):
             disk or DiskTier(),
             clock,
             self._wake,
+            names,
+            max_model_len,
         )
         self.context = EngineContext(core, persistence)
 

@@ -44,10 +44,10 @@ SESSION = f"{SESSIONS}/{{name:path}}"
 
 @operation(Placement.ANY, is_constant=True)
 def models(context: EngineContext) -> tuple[ServedModel, ...]:
-    """Served models."""
+    """The served model under each of its names."""
     core = context.core
     model = ServedModel(
-        name=core.engine.loaded.name,
+        name=core.names[0],
         policy=str(core.rule),
         context_tokens=core.context,
         made=context.made,
@@ -55,7 +55,7 @@ def models(context: EngineContext) -> tuple[ServedModel, ...]:
         beyond_budget=core.engine.beyond_budget,
         template_variables=core.engine.tokenizer.template_variables,
     )
-    return (model,)
+    return tuple(replace(model, name=name) for name in core.names)
 
 
 @operation(Placement.ANY)

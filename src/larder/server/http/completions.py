@@ -203,7 +203,7 @@ async def _answer(
         "id": new_id(form.prefix),
         "object": form.chunk_object if body.stream else form.object,
         "created": int(time.time()),
-        "model": body.model,
+        "model": app_state(http).check_model(None).name,
     }
     if body.stream:
         has_usage = body.stream_options is not None and body.stream_options.include_usage

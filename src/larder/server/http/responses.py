@@ -265,7 +265,7 @@ class PendingResponse:
             "conversation": conversation,
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
-            "model": request.model,
+            "model": self.state.check_model(None).name,
             "output": [] if text is None else [self.message(text)],
             "parallel_tool_calls": False,
             "previous_response_id": request.previous_response_id,

@@ -1,0 +1,42 @@
+"""Names of the served model, and the longest text that it is served with."""
+
+from __future__ import annotations
+
+import httpx2
+import openai
+import pytest
+from openai import OpenAI
+
+from larder import Engine
+from larder.core.errors import UsageError
+from larder.models.loader import LoadedModel
+from larder.server.http.app import create_app
+from larder.server.http.app_state import HttpSettings
+from larder.server.http.archive import Archive
+from larder.server.http.auth import LoopbackAuth
+from larder.server.local_engine_client import LocalEngineClient
+from server.http.running_server import listening
+
+
+def test_a_model_has_several_names_and_a_shorter_context(small: LoadedModel) -> None:
+    hub = LocalEngineClient(Engine(small, policy="full"), names=("one", "two"), max_model_len=50)
+    app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=4))
+    with listening(app) as url, OpenAI(api_key="-", base_url=f"{url}/v1", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["one", "two"]
+        told = [client.completions.create(model=name, prompt="a").model for name in ("one", "two")]
+        assert told == ["one", "one"]
+        assert client.responses.create(model="two", input="a").model == "one"
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="characters", prompt="a")
+        lengths = httpx2.post(f"{url}/tokenize", json={"prompt": "abc"}).json()
+        assert (lengths["max_model_len"], lengths["count"]) == (50, 3)
+        cut = client.completions.create(model="one", prompt="a" * 48, max_tokens=9)
+        assert cut.usage is not None and cut.usage.completion_tokens <= 2
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(model="one", prompt="a" * 50)
+        assert refused.value.code == "context_length_exceeded"
+
+
+def test_a_context_longer_than_the_model_reads_is_refused(small: LoadedModel) -> None:
+    with pytest.raises(UsageError, match="--max-model-len 99999999"):
+        LocalEngineClient(Engine(small, policy="full"), max_model_len=99_999_999)
