@@ -104,6 +104,9 @@ class FakeHub(EngineClient):
     def tokenize(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode("utf-8", "replace"))
 
+    def tokenizer_info(self) -> dict[str, str | None]:
+        return {"eos_token": "<eos>", "bos_token": None, "pad_token": None, "chat_template": None}
+
     def detokenize(self, ids: Sequence[int]) -> str:
         if any(each > 255 for each in ids):
             raise ApiError("No such token.", 400, "invalid_request", "tokens")

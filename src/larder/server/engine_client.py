@@ -45,6 +45,7 @@ class EngineClient(ABC):
     models = operations.models
     tokenize = operations.tokenize
     detokenize = operations.detokenize
+    tokenizer_info = operations.tokenizer_info
     stats = operations.stats
     is_healthy = operations.is_healthy
     problems = operations.problems

@@ -9,7 +9,7 @@ change a session that is answering.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
@@ -81,6 +81,18 @@ def detokenize(context: EngineContext, ids: Sequence[int]) -> str:
             "tokens",
         )
     return context.call(lambda: engine.tokenizer.decode(ids))
+
+
+@operation(Placement.ANY, is_constant=True)
+def tokenizer_info(context: EngineContext) -> Mapping[str, str | None]:
+    """Texts of the special tokens, and the chat template."""
+    tokenizer = context.core.engine.tokenizer.tokenizer
+    return {
+        "eos_token": tokenizer.eos_token,
+        "bos_token": tokenizer.bos_token,
+        "pad_token": tokenizer.pad_token,
+        "chat_template": tokenizer.get_chat_template() if tokenizer.chat_template else None,
+    }
 
 
 @operation(Placement.ALL, merge=sum_stats)

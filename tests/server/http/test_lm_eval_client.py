@@ -37,9 +37,14 @@ def own_likelihood(ids: list[int], num_scored: int) -> tuple[float, bool]:
     return own.sum().item(), before.argmax(-1).tolist() == scored
 
 
+@pytest.mark.parametrize("backend", ["huggingface", "remote"])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_log_likelihoods_are_those_of_the_model(
-    small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int
+    small: LoadedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    batch_size: int,
+    backend: str,
 ) -> None:
     pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
     client_type = import_module("lm_eval.models.openai_completions").LocalCompletionsAPI
@@ -52,7 +57,8 @@ def test_log_likelihoods_are_those_of_the_model(
         client: Any = client_type(
             model="characters",
             base_url=f"{url}/v1/completions",
-            tokenizer=str(tmp_path),
+            tokenizer=str(tmp_path) if backend == "huggingface" else None,
+            tokenizer_backend=backend,
             batch_size=batch_size,
             max_length=512,
         )

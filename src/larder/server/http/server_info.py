@@ -106,6 +106,12 @@ def detokenize(http: HttpRequest, body: DetokenizeRequest) -> JSONResponse:
     return JSONResponse({"prompt": app_state(http).client.detokenize(body.tokens)})
 
 
+@router.get("/tokenizer_info")
+def tokenizer_info(http: HttpRequest) -> JSONResponse:
+    """Texts of the special tokens, and the chat template: what lm-eval's remote tokenizer asks."""
+    return JSONResponse(dict(app_state(http).client.tokenizer_info()))
+
+
 @router.get("/", include_in_schema=False)
 def page() -> Response:
     """Web page with a chat, the sessions and their cached positions."""
