@@ -23,6 +23,7 @@ from larder.engine.constraint import (
     grammar_constraint,
     json_constraint,
     regex_constraint,
+    schema_constraint,
 )
 from larder.engine.sampler import SamplingParams, TokenSampler
 from server_core import LIMITED, byte_characters, characters
@@ -109,6 +110,17 @@ def test_what_cannot_be_enforced_is_refused_unless_lenient(schema: dict[str, Any
 def test_names_that_are_strings_are_no_condition() -> None:
     record = {"type": "object", "propertyNames": {"type": "string"}}
     assert json_constraint(record) == json_constraint({"type": "object"})
+    named = {"type": "object", "properties": {"propertyNames": {"type": "string"}}}
+    listed = {"enum": [{"propertyNames": {"type": "string"}}]}
+    for schema in (named, listed):
+        assert "propertyNames" in json_constraint(schema).grammar
+
+
+def test_a_pydantic_model_has_no_other_fields(compiler: ConstraintCompiler) -> None:
+    matcher = compiler.matcher(schema_constraint(Home))
+    for sign in '{"town":"Bern","known":true':
+        matcher.accept(ord(sign))
+    assert torch.isfinite(matcher.masked(torch.zeros(V))).nonzero().flatten().tolist() == [ord("}")]
 
 
 def test_hostile_grammars_are_refused(compiler: ConstraintCompiler) -> None:

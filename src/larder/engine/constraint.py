@@ -11,7 +11,7 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -25,6 +25,8 @@ from larder.core.errors import BadParameter, DependencyError
 
 CACHED_GRAMMARS = 64
 MAX_GRAMMAR_CHARS = 1 << 18
+NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+CONSTANTS = ("const", "enum", "default", "examples")
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -50,7 +52,7 @@ SchemaLike = Mapping[str, Any] | type  # a JSON schema, or the class of a pydant
 
 
 def schema_constraint(schema: SchemaLike) -> Constraint:
-    """Constraint to JSON of a schema or of a pydantic model.
+    """Constraint to JSON of a schema, or of a pydantic model without fields that it does not name.
 
     Raises:
         BadParameter, DependencyError: as for `json_constraint`.
@@ -64,7 +66,7 @@ def schema_constraint(schema: SchemaLike) -> Constraint:
         raise BadParameter(
             f"schema must be a JSON schema or the class of a pydantic model, got {schema.__name__}."
         )
-    return json_constraint(schema.model_json_schema())
+    return json_constraint(_rewritten(schema.model_json_schema(), _closed))
 
 
 def json_constraint(schema: Mapping[str, Any] | bool, lenient: bool = False) -> Constraint:
@@ -83,7 +85,7 @@ def json_constraint(schema: Mapping[str, Any] | bool, lenient: bool = False) -> 
 
     options: Any = {"whitespace_flexible": False, "lenient": lenient}
     try:
-        text = json.dumps(_without_string_names(schema))
+        text = json.dumps(_rewritten(schema, _without_string_names))
     except RecursionError as error:
         raise BadParameter("A schema must not nest hundreds of levels: flatten it.") from error
     _check_length(text)
@@ -238,12 +240,31 @@ def _message(why: str) -> str:
     return f"The schema, pattern or grammar cannot be enforced ({' '.join(why.split())[:300]})."
 
 
-def _without_string_names(schema: Any) -> Any:
+def _rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """The schema with `change` applied to every schema in it, innermost first; names of properties
+    and constant values are none."""
+    if isinstance(schema, list):
+        return [_rewritten(each, change) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in CONSTANTS:
+            found[key] = value
+        elif key in NAMED_SCHEMAS and isinstance(value, Mapping):
+            found[key] = {name: _rewritten(each, change) for name, each in value.items()}
+        else:
+            found[key] = _rewritten(value, change)
+    return change(found)
+
+
+def _without_string_names(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema without `propertyNames` that say only that names are strings, as all are."""
-    if isinstance(schema, Mapping):
-        return {
-            key: _without_string_names(value)
-            for key, value in schema.items()
-            if not (key == "propertyNames" and value == {"type": "string"})
-        }
-    return [_without_string_names(each) for each in schema] if isinstance(schema, list) else schema
+    if schema.get("propertyNames") == {"type": "string"}:
+        del schema["propertyNames"]
+    return schema
+
+
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without properties that it does not name, unless it says that there may be."""
+    return {"additionalProperties": False, **schema} if "properties" in schema else schema
