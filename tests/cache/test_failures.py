@@ -14,7 +14,10 @@ from builders import a_plan
 from cache_stores import exact, same_bits
 from larder.cache.forms.base import CacheLayer
 from larder.cache.forms.graded import GradedLayer
+from larder.cache.forms.ragged import RaggedLayer
+from larder.core.errors import CacheError
 from larder.core.plan import Folds, Plan
+from larder.core.spec import LayerSpec
 from memory_counts import assert_counted
 
 # Operations that only write into memory that is there already.
@@ -147,3 +150,12 @@ def test_noting(remembering) -> None:
 def test_truncating(subject) -> None:
     store, _ = subject.filled()
     assert refusals(lambda: store, lambda store: store.truncate(5)) > 0
+
+
+def test_entries_of_another_dtype_are_named() -> None:
+    layer = RaggedLayer(LayerSpec(3, 2, 1, 4, 0.5), torch.float32, torch.device("cpu"))
+    rows, places = torch.zeros(1, 2, 4), torch.arange(2)
+    layer.append(rows, rows, places)
+    with pytest.raises(CacheError, match=r"Layer 3 .* values in torch.bfloat16.* torch.float32: "):
+        layer.append(rows, rows.bfloat16(), places + 2)
+    assert layer.lengths == (2,)

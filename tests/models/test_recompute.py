@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from architectures.families_variants import FAMILIES
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, ModelError
 from larder.core.types import Mode
@@ -122,6 +125,18 @@ def test_generation_goes_on_from_what_was_read_again(architecture, adopted) -> N
     more = some_ids(9, seed=1)
     got, expected = (read_on(decoder, each, more, 1) for each in (again, cache))
     assert (got - expected).abs().max() < 1e-4
+
+
+def test_queries_read_again_have_the_temperature_of_their_positions() -> None:
+    """Llama 4 scales queries by their place in a call, in layers without RoPE; here the first."""
+    (family,) = (own for own in FAMILIES if own.name == "Llama 4")
+    config = family.config()
+    config.no_rope_layers, config.layer_types = [0, 1], ["full_attention", "chunked_attention"]
+    with Decoder(replace(family, config=lambda: config).model()) as decoder:
+        recompute, residuals, cache = read_and_kept(decoder)
+        again = SequenceCache(decoder.spec, "dense")
+        recompute.reread(0, residuals.before(0), again, 7)
+        assert differences(again, cache) < TOLERANCE
 
 
 def test_layers_before_the_residual_keep_their_entries(three_layers) -> None:

@@ -194,7 +194,8 @@ class _AppendingLayers:
         self._cache, self._positions = cache, positions
 
     def attend(self, inputs: AttentionInputs) -> Queries:
-        new = inputs.queries, inputs.keys, inputs.values, self._positions
+        queries = inputs.queries_at(self._positions)
+        new = queries, inputs.keys, inputs.values, self._positions
         return self._cache.attend(inputs.layer, *new, Mode.APPEND, (len(self._positions),))
 
 

@@ -30,6 +30,7 @@ from larder.cache.validation import (
     check_merges_whole,
     check_single_precision,
 )
+from larder.core.errors import CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
@@ -90,6 +91,7 @@ class RaggedLayer(CacheLayer):
         return logits
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
+        self._check_dtypes(keys, values)
         count, self.replaced_bytes = keys.shape[1], 0
         self._hold_logits(None)
         self._make_room(count)
@@ -104,6 +106,16 @@ class RaggedLayer(CacheLayer):
         self._columns.clear(rows)
         self._set_lengths(self._lengths + count)
         self._room -= count
+
+    def _check_dtypes(self, keys: Keys, values: Values) -> None:
+        """Raise CacheError if new entries have another dtype than the stored ones."""
+        held = self._keys.dtype
+        if (keys.dtype, values.dtype) != (held, held):
+            raise CacheError(
+                f"Layer {self.layer.index} was given keys in {keys.dtype} and values in "
+                f"{values.dtype}, but its cache holds {held}: bring the model to one dtype, as by "
+                f"model.to({held}), and call it outside torch.autocast."
+            )
 
     def step_storage(self) -> StepStorage | None:
         if self.layer.latent_rank or self.layer.softcap is not None:
