@@ -98,7 +98,7 @@ def test_what_is_merged_is_a_weighted_mean(compensation) -> None:
     targets = folds.targets.unique()
     torch.testing.assert_close(sums[0][targets], torch.ones(len(targets)))
     kind = public_name(type(compensation)), getattr(compensation, "variant", None)
-    if kind == ("fold_ema", Variant.LARDER):  # keys stay as they are
+    if kind in (("fold_ema", Variant.LARDER), ("merge_values", None)):  # keys stay as they are
         assert torch.equal(folds.key_weights, (folds.sources == folds.targets).float())
     elif kind[0] != "cam":  # values are added to values
         assert torch.equal(folds.key_weights, folds.value_weights)

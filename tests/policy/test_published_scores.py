@@ -14,9 +14,12 @@ from larder import LarderError, Policy
 from larder.core.errors import SpellingError
 from larder.core.observation import Entries, LatestQueries, Observation, Phase
 from larder.core.spec import LayerSpec
+from larder.policy.scorers.capkv import CapKV
+from larder.policy.scorers.curdkv import CurDKV, Leverages
 from larder.policy.scorers.last_query import LastQuery
 from larder.policy.scorers.morph import Fusion, Morph
 from larder.policy.scorers.snapkv import Pool, SnapKV
+from larder.policy.tallies.persistence import Persistence
 from larder.policy.timing.split import Split, Strategy
 from larder.policy.values.base import Selection
 from larder.policy.values.criticality import Criticality, Norms
@@ -277,3 +280,40 @@ def test_prompts_may_judge_what_is_read_where_something_else_judges_what_is_gene
         Policy.parse("whole() > reconstruct() > uniform() > split()")
     with pytest.raises(SpellingError, match="judges by prompts"):
         Policy.parse('whole() > snapkv() > uniform() > split(scorer="reconstruct()")')
+
+
+def test_what_gets_less_than_an_even_share_counts_as_unimportant() -> None:
+    seen = attended([[[0.4, 0.05, 0.05, 0.5]]])
+    column = seen.entries.with_columns({"unimportant": torch.tensor([8.0, 0.0, 4.0, 0.0])})
+    [counts] = Persistence().update(replace(seen, entries=column)).values()
+    fading = 1 - 1 / 400
+    assert counts.tolist() == pytest.approx([8 * fading, 1.0, 4 * fading + 1, 0.0])
+
+
+def stored(keys: list[list[float]], values: list[list[float]]) -> Observation:
+    """One head with these entries, of which the newest asks with the query (1, 0)."""
+    places, count = torch.arange(len(keys)), len(keys)
+    layer = LayerSpec(0, 1, 1, 2, 1.0, radians=(0.0,))
+    entries = Entries(torch.tensor(keys), torch.tensor(values), places.int(), (0,), (count,))
+    asked = torch.tensor([[[1.0, 0.0]]])
+    return Observation(layer, entries, asked, places[-1:], count, (0, count), keys=asked)
+
+
+def test_lengths_of_keys_and_values_are_shares_of_their_window() -> None:
+    seen = stored([[1.0, 0.0], [1.0, 1.0], [2.0, 0.0]], [[1.0, 1.0], [1.0, 0.0], [0.0, 3.0]])
+    scores = {by: CurDKV(window=2, sinks=0, by=by).score(seen) for by in Leverages}
+    assert scores[Leverages.KEYS].tolist() == pytest.approx([1 / 6, 1 / 3, 1 / 2])
+    assert scores[Leverages.VALUES].tolist() == pytest.approx([1 / 3, 1 / 6, 1 / 2])
+    assert scores[Leverages.MEAN].tolist() == pytest.approx([1 / 4, 1 / 4, 1 / 2])
+    assert scores[Leverages.PRODUCT].tolist() == pytest.approx([2 / 13, 2 / 13, 9 / 13])
+
+
+def test_values_that_repeat_are_worth_less() -> None:
+    """Three keys alike: A is 1 + 2 along the value held twice, 1 + 1 along the other."""
+    seen = stored([[1.0, 0.0]] * 3, [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    scores = CapKV(future=1, sinks=0).score(seen).tolist()
+    assert scores == pytest.approx([1 / 3, 1 / 3, 1 / 2], abs=1e-4)
+    away = stored([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0]], [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    relevance = math.exp(-2 * 5)
+    assert CapKV(future=1, sinks=0).score(away).tolist()[2] == pytest.approx(relevance, rel=0.05)
+    assert CapKV(future=1, sinks=0, tau=0.0).score(away).tolist() == pytest.approx(scores, abs=1e-4)

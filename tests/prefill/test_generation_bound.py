@@ -143,11 +143,10 @@ def while_generating(slot: str) -> Iterator[str]:
 def test_the_bound_holds_at_every_step(
     decoder, scorer, budget, compensation, timing, sinks, recent, context
 ) -> None:
-    small = {
-        "snapkv": "window=2, kernel=1",
-        "sinks_and_window": "sinks=2",
-        "lagkv": "sinks=2",
-    }.get(scorer, "")
+    few_sinks = dict.fromkeys(
+        ("sinks_and_window", "lagkv", "expected", "capkv", "curdkv"), "sinks=2"
+    )
+    small = {**few_sinks, "snapkv": "window=2, kernel=1", "morph": "window=2"}.get(scorer, "")
     rest = "park() > dci(page=4)" if compensation == "park" else f"{compensation}()"
     parts = f"{scorer}({small}) > {budget}() > {rest} > {timing}"
     sentence = f"blockwise(tokens=8) > protect(sinks={sinks}, recent={recent}) > {parts}"

@@ -24,13 +24,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter, ScoreError
+from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.core.types import Packed, Queries
 from larder.ops.attention import cap_logits, sink_logits, sinks_by_group
 from larder.ops.attention_weights import softmax_with_sinks
-from larder.ops.rope import rotate_per_head, unrotate_by_mean
+from larder.ops.rope import unrotate_by_mean
 from larder.policy.protect import ProtectedTokens
+from larder.policy.scorers._future_queries import (
+    future_positions,
+    rope_radians,
+    unrotated_queries,
+)
 from larder.policy.scorers.base import Scorer
 
 
@@ -63,11 +68,8 @@ class Expected(Scorer):
         return ProtectedTokens(self.sinks)
 
     def score(self, seen: Observation) -> Packed:
-        radians = _radians(seen)
-        unturned = rotate_per_head(seen.queries.float(), -seen.effective_rope_positions, radians)
-        counting = seen.query_positions >= self.sinks
-        if bool(counting.any()):
-            unturned = unturned[:, counting]
+        radians = rope_radians(seen, "expected")
+        unturned = unrotated_queries(seen, radians, self.sinks)
         groups = enumerate(torch.split(unturned, seen.layer.group))
         return torch.cat([self._of_head(seen, head, group, radians) for head, group in groups])
 
@@ -79,10 +81,7 @@ class Expected(Scorer):
         radians: Float[Tensor, " half"],
     ) -> Float[Tensor, " S"]:
         entries = seen.entries
-        ahead = (
-            torch.arange(1, self.future + 1, device=queries.device)
-            + seen.effective_rope_positions[head, -1]
-        )
+        ahead = future_positions(seen, head, self.future)
         keys = unrotate_by_mean(entries.head_keys(head), ahead, radians) * seen.layer.scaling
         is_sink = entries.head_positions(head) < self.sinks
         logits = cap_logits(_expected_logits(queries, keys), seen.layer.softcap)
@@ -98,15 +97,6 @@ def _expected_logits(queries: Queries, keys: Float[Tensor, "S D"]) -> Float[Tens
     spread = queries - mean[:, None]
     covariance = spread.transpose(1, 2) @ spread / queries.shape[1]  # [R, D, D]
     return mean @ keys.T + ((keys @ covariance) * keys).sum(-1) / 2
-
-
-def _radians(seen: Observation) -> Float[Tensor, " half"]:
-    if seen.layer.radians is None:
-        raise ScoreError(
-            f"Layer {seen.layer.index} rotates its queries in an unknown way, so "
-            "expected cannot undo the rotation: take a scorer that uses cached keys."
-        )
-    return torch.tensor(seen.layer.radians, device=seen.queries.device)
 
 
 Part = Expected

@@ -1,0 +1,100 @@
+"""Scorer by what an entry adds to the span of the values that future queries will read (CAPKV).
+
+"CAPKV" (2026), arXiv:2604.25975, known to us by the code that NVIDIA/kvpress released. Entry i has
+a relevance w_i = exp(tau cos(k_i, q)), where q is the mean of past queries, rotated as the next
+`future` positions will be on average. The capacity of a head is A = I + sum_i w_i v_i v_i^T over
+its values, and the score of an entry w_i v_i^T A^-1 v_i: high where it is relevant and no other
+relevant entry has a value like its own. Query heads that share a kv head are averaged.
+
+As there, keys and the mean query have unit length (the paper multiplies them as they are), and
+relevances are relative to the head's largest. Queries are those of the block that was read last;
+at a step of generation, that of the newest token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Observation
+from larder.core.types import Packed
+from larder.ops.rope import unrotate_by_mean
+from larder.policy.protect import ProtectedTokens
+from larder.policy.scorers._future_queries import (
+    future_positions,
+    rope_radians,
+    unrotated_queries,
+)
+from larder.policy.scorers.base import Scorer
+
+FLOOR = 1e-6  # added to every relevance inside the capacity
+
+
+@dataclass(frozen=True)
+class CapKV(Scorer):
+    """Relevance times leverage of the value among relevant values.
+
+    Args:
+        tau: sharpness of the relevance; 0 leaves the leverage of values alone.
+        future: positions that the rotation of the mean query is averaged over.
+        sinks: tokens at the start of the sequence that always stay and do not count, unless there
+            are no others.
+    """
+
+    tau: float = 5.0
+    future: int = 512
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tau < math.inf:
+            raise BadParameter(f"capkv.tau must be 0 or more, got {self.tau}.")
+        if self.future < 1:
+            raise BadParameter(f"capkv.future must be at least 1 position, got {self.future}.")
+        if self.sinks < 0:
+            raise BadParameter(f"capkv.sinks must be 0 or more, got {self.sinks}.")
+
+    def protected_tokens(self) -> ProtectedTokens:
+        """The sinks."""
+        return ProtectedTokens(self.sinks)
+
+    def score(self, seen: Observation) -> Packed:
+        radians = rope_radians(seen, "capkv")
+        means = unrotated_queries(seen, radians, self.sinks).mean(1)
+        groups = enumerate(torch.split(means, seen.layer.group))
+        return torch.cat([self._of_head(seen, head, group, radians) for head, group in groups])
+
+    def _of_head(
+        self,
+        seen: Observation,
+        head: int,
+        means: Float[Tensor, "R D"],
+        radians: Float[Tensor, " half"],
+    ) -> Float[Tensor, " S"]:
+        entries = seen.entries
+        is_sink = entries.head_positions(head) < self.sinks
+        keys = normalize(entries.head_keys(head)[~is_sink].float(), dim=-1)
+        values = entries.head_values(head)[~is_sink].float()
+        scores = values.new_full((len(is_sink),), torch.inf)
+        if len(values):
+            ahead = future_positions(seen, head, self.future)
+            turned = unrotate_by_mean(means, -ahead, radians)  # the inverse of the inverse
+            alike = normalize(turned, dim=-1) @ keys.T
+            scores[~is_sink] = _capacity_scores(self.tau * alike, values)
+        return scores
+
+
+def _capacity_scores(logits: Float[Tensor, "R S"], values: Float[Tensor, "S D"]) -> Packed:
+    relevance = (logits - logits.amax(-1, keepdim=True)).exp()
+    weighed = values * (relevance + FLOOR)[..., None]  # [R, S, D]
+    capacity = weighed.mT @ values + torch.eye(values.shape[1], device=values.device)
+    leverage = (torch.linalg.solve(capacity, values.T) * values.T).sum(1)  # [R, S]
+    return (relevance * leverage).mean(0)
+
+
+Part = CapKV

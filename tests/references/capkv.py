@@ -1,0 +1,69 @@
+"""`capkv`: relevance of a key times leverage of its value, with a capacity matrix in full."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from larder.core.observation import Observation
+from references.attention_loop import group_of, heads_of, positions_of
+from references.expected import Matrix, dot, rotation, times
+from references.keydiff import mean, unit
+
+SMALL = {"tau": 1.5, "future": 5, "sinks": 2}  # parameters for small layers
+
+
+def scores(part: Any, seen: Observation) -> list[list[float]]:
+    return [one_head(part, seen, head) for head in heads_of(seen)]
+
+
+def one_head(part: Any, seen: Observation, head: int) -> list[float]:
+    places, start = positions_of(seen.entries, head), seen.entries.starts[head]
+    judged = [s for s, place in enumerate(places) if place >= part.sinks]
+    keys = [unit(seen.entries.keys[start + s].tolist()) for s in judged]
+    values = [seen.entries.values[start + s].tolist() for s in judged]
+    out = [math.inf] * len(places)
+    for s in judged:
+        out[s] = 0.0
+    for query_head in group_of(seen, head) if judged else []:
+        anchor = unit(mean_query(part, seen, head, query_head))
+        logits = [part.tau * dot(key, anchor) for key in keys]
+        weights = [math.exp(logit - max(logits)) for logit in logits]
+        size = range(len(values[0]))
+        capacity = [
+            [
+                float(a == b)
+                + sum((w + 1e-6) * v[a] * v[b] for w, v in zip(weights, values, strict=True))
+                for b in size
+            ]
+            for a in size
+        ]
+        for s, weight, value in zip(judged, weights, values, strict=True):
+            leverage = dot(value, solve(capacity, value))
+            out[s] += weight * leverage / len(group_of(seen, head))
+    return out
+
+
+def mean_query(part: Any, seen: Observation, head: int, query_head: int) -> list[float]:
+    at, true = seen.effective_rope_positions[head].tolist(), seen.query_positions.tolist()
+    counted = [q for q, place in enumerate(true) if place >= part.sinks] or range(len(true))
+    unturned = [
+        times(rotation(seen, -at[q]), seen.queries[query_head, q].tolist()) for q in counted
+    ]
+    ahead = range(at[-1] + 1, at[-1] + 1 + part.future)
+    return mean([times(rotation(seen, place), mean(unturned)) for place in ahead])
+
+
+def solve(matrix: Matrix, right: list[float]) -> list[float]:
+    """Gaussian elimination; the matrix is positive definite."""
+    size = len(right)
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for pivot in range(size):
+        for below in range(pivot + 1, size):
+            factor = rows[below][pivot] / rows[pivot][pivot]
+            rows[below] = [b - factor * a for a, b in zip(rows[pivot], rows[below], strict=True)]
+    out = [0.0] * size
+    for pivot in reversed(range(size)):
+        known = sum(rows[pivot][later] * out[later] for later in range(pivot + 1, size))
+        out[pivot] = (rows[pivot][size] - known) / rows[pivot][pivot]
+    return out

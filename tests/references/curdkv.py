@@ -1,0 +1,40 @@
+"""`curdkv`: squared lengths of key and value, each over the sum of a window of entries."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from larder.core.observation import Observation
+from references.attention_loop import heads_of, positions_of
+
+SMALL = {"window": 3, "sinks": 2}  # parameters for small layers
+
+
+def scores(part: Any, seen: Observation) -> list[list[float]]:
+    return [one_head(part, seen, head) for head in heads_of(seen)]
+
+
+def one_head(part: Any, seen: Observation, head: int) -> list[float]:
+    rows, places = seen.entries.rows(head), positions_of(seen.entries, head)
+    keys = shares(part, seen.entries.keys[rows].tolist())
+    values = shares(part, seen.entries.values[rows].tolist())
+    by = part.by.value
+    both = [
+        {"product": k * v, "mean": (k + v) / 2, "keys": k, "values": v}[by]
+        for k, v in zip(keys, values, strict=True)
+    ]
+    total = sum(both)
+    return [
+        math.inf if place < part.sinks else score / total
+        for score, place in zip(both, places, strict=True)
+    ]
+
+
+def shares(part: Any, rows: list[list[float]]) -> list[float]:
+    squares = [sum(x * x for x in row) for row in rows]
+    out = []
+    for place, square in enumerate(squares):
+        first = place - place % part.window
+        out.append(square / sum(squares[first : first + part.window]))
+    return out

@@ -1,0 +1,22 @@
+"""`persistence`, the tally: queries that gave less than an even share; the scorer: minus that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from larder.core.observation import Observation
+from references.attention_loop import heads_of
+from references.tally_loop import Told
+
+
+def remembered(told: Told) -> dict[str, float]:
+    count = 0.0
+    for time, row in zip(told.times, told.weights, strict=True):
+        count *= 1 - 1 / 400
+        count += sum(row) / len(row) < 1 / (time + 1)
+    return {"unimportant": count}
+
+
+def scores(part: Any, seen: Observation) -> list[list[float]]:
+    column = seen.entries.columns["unimportant"]
+    return [[-float(x) for x in column[seen.entries.rows(head)]] for head in heads_of(seen)]
