@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from larder.core.errors import ModelError
 from larder.core.types import Queries
 from larder.models.attention_backend import CONTEXT_KEYWORD, AttentionInputs, LayerAttention
-from larder.ops.linear_weight import linear_weight
 
 PAST_KEYWORD = "past_key_values"
 
@@ -76,6 +75,8 @@ def _head_projections(
     module: Any, heads: int, latents: Float[Tensor, "1 1 Q rank"]
 ) -> Float[Tensor, "H P rank"]:
     """Rows of `kv_b_proj` by head: those of the keys, then those of the values."""
+    from larder.ops.linear_weight import linear_weight
+
     weight = linear_weight(module.kv_b_proj, latents[0, 0])
     return weight.reshape(heads, -1, latents.shape[-1])
 

@@ -144,6 +144,8 @@ def load(
 
 def _processor(source: str, config: Any, hub: dict[str, str], processor: Any) -> Any:
     """Processor as it is given, by the name that is given, or that of the model."""
+    if processor is None and "vision_config" not in config.to_dict():
+        return None
     from larder.models.processor import NamedProcessor, processor_of
 
     if processor is None:

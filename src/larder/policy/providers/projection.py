@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from larder.core.errors import ModelError
 from larder.core.spec import LayerSpec
-from larder.ops.linear_weight import linear_weight
 from larder.policy.providers.base import WeightProvider
 
 OUTPUT_PROJECTION_NAMES = ("o_proj", "out_proj", "dense", "c_proj", "wo")
@@ -28,6 +27,8 @@ def _output_weight(module: nn.Module, width: int) -> Float[Tensor, "N W"]:
     for name in OUTPUT_PROJECTION_NAMES:
         child = children.get(name)
         if child is not None and vars(child).get("in_features") == width:
+            from larder.ops.linear_weight import linear_weight
+
             return linear_weight(child, _no_rows(child, width))
     raise ModelError(
         f"{type(module).__name__} has no linear output projection from {width} channels among "
