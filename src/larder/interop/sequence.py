@@ -19,7 +19,7 @@ from larder.engine.progress_bar import progress_or_bar
 from larder.models.calibration import calibrate
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment, Observer
-from larder.models.tokenizer import check_tokenizer
+from larder.models.verification import check_tokenizer
 from larder.prefill.base import run_steps
 from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.memory import PeakMemoryMeter

@@ -12,7 +12,7 @@ from larder.models.decoder import Decoder
 from larder.models.introspection import check_mode, check_not_compiled
 from larder.models.loader import LoadedModel, wrap_model
 from larder.models.placement import check_placement
-from larder.models.tokenizer import check_tokenizer
+from larder.models.verification import check_tokenizer
 
 
 def wrap_in_memory(model: nn.Module, tokenizer: Any) -> LoadedModel:

@@ -22,9 +22,8 @@ from larder.models.decoder import Decoder, check_not_held
 from larder.models.packaged import GGUF_SUFFIX, PACKAGED_MODELS
 from larder.models.placement import check_placement
 from larder.models.rope_frequencies import check_rope
-from larder.models.tokenizer import check_tokenizer
 from larder.models.transformers_logging import silence_transformers
-from larder.models.verification import reference_logits, verify
+from larder.models.verification import check_tokenizer, reference_logits, verify
 
 SEED = "seed"
 AUTO = "auto"

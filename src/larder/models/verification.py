@@ -1,4 +1,6 @@
-"""Verification of a loaded model: its logits through Larder's attention must equal its own."""
+"""Verification of a loaded model, whose logits through Larder's attention must equal its own, and
+check of its tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
-from larder.core.errors import ModelError
+from larder.core.arguments import check_type
+from larder.core.errors import BadParameter, ModelError
 from larder.core.types import Mode
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment
@@ -31,6 +34,9 @@ PARTS = ((0, 10), (10, 18), *((place, place + 1) for place in range(18, CHECKED_
 # Between a text in one piece and in parts, in transformers alone: recurrent layers of some families
 # limit a number in one of the two ways of computing them.
 CONTINUATION_TOLERANCE = 1.5e-1
+TOKENIZER_CALL = "transformers.AutoTokenizer.from_pretrained(NAME)"
+EXPECTED = f"the tokenizer of the model, as by {TOKENIZER_CALL}, or the one of its processor"
+LEAST_COVERAGE = 0.5  # of the embedding rows; models pad them by a few per cent
 
 
 @torch.no_grad()
@@ -146,3 +152,26 @@ def _probe_ids(module: Any) -> list[int]:
     """Fixed token ids, spread over the vocabulary."""
     size = int(module.get_input_embeddings().weight.shape[0])
     return [(7 + 31 * i * i) % size for i in range(CHECKED_TOKENS)]
+
+
+def check_tokenizer(tokenizer: Any, model: Any) -> None:
+    """Check that a tokenizer fits a model.
+
+    Raises:
+        BadParameter: it is missing, of another type, slow, or has another vocabulary.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    check_type("tokenizer", tokenizer, PreTrainedTokenizerBase, EXPECTED)
+    if not tokenizer.is_fast:
+        raise BadParameter(
+            f"The tokenizer {type(tokenizer).__name__} reports no character offsets, because it is "
+            f"not a fast one: give {TOKENIZER_CALL}."
+        )
+    rows, tokens = int(model.get_input_embeddings().weight.shape[0]), len(tokenizer)
+    if tokens > rows or tokens < LEAST_COVERAGE * rows:
+        raise BadParameter(
+            f"The tokenizer has {tokens} tokens, but the model's embedding has {rows} rows: give "
+            "the tokenizer that came with the model, or call model.resize_token_embeddings(len("
+            "tokenizer)) if tokens were added."
+        )

@@ -1,10 +1,11 @@
 """Scorer by what an entry adds to the span of the values that future queries will read (CAPKV).
 
-"CAPKV" (2026), arXiv:2604.25975, known to us by the code that NVIDIA/kvpress released. Entry i has
-a relevance w_i = exp(tau cos(k_i, q)), where q is the mean of past queries, rotated as the next
-`future` positions will be on average. The capacity of a head is A = I + sum_i w_i v_i v_i^T over
-its values, and the score of an entry w_i v_i^T A^-1 v_i: high where it is relevant and no other
-relevant entry has a value like its own. Query heads that share a kv head are averaged.
+Yang et al., "Rethinking KV Cache Eviction via a Unified Information-Theoretic Objective" (2026),
+arXiv:2604.25975, known to us by the code that NVIDIA/kvpress released. Entry i has a relevance w_i
+= exp(tau cos(k_i, q)), where q is the mean of past queries, rotated as the next `future` positions
+will be on average. The capacity of a head is A = I + sum_i w_i v_i v_i^T over its values, and the
+score of an entry w_i v_i^T A^-1 v_i: high where it is relevant and no other relevant entry has a
+value like its own. Query heads that share a kv head are averaged.
 
 As there, keys and the mean query have unit length (the paper multiplies them as they are), and
 relevances are relative to the head's largest. Queries are those of the block that was read last;

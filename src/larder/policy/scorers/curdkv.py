@@ -1,11 +1,12 @@
 """Scorer by the lengths of keys and values, as cheap leverage scores (CurDKV).
 
-"Value-Guided KV Compression for LLMs via Approximated CUR Decomposition" (2025), arXiv:2509.15038.
-The rows of keys and values that a CUR decomposition would pick have a high leverage score, for
-which the squared length of a row stands. The paper's product of both is the default. Follows the
-code in NVIDIA/kvpress: lengths are shares of those of a window of `window` neighboring entries,
-counted from the head's first, and scores are shares of the head's sum, so that heads compare. There
-4 sinks have the score 1; here they are protected. The paper's random projection is left out.
+Sengupta et al., "Value-Guided KV Compression for LLMs via Approximated CUR Decomposition" (2025),
+arXiv:2509.15038. The rows of keys and values that a CUR decomposition would pick have a high
+leverage score, for which the squared length of a row stands. The paper's product of both is the
+default. Follows the code in NVIDIA/kvpress: lengths are shares of those of a window of `window`
+neighboring entries, counted from the head's first, and scores are shares of the head's sum, so that
+heads compare. There 4 sinks have the score 1; here they are protected. The paper's random
+projection is left out.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ UNIMPORTANT = "unimportant"
 HISTORY = 400  # queries
 
 
-class Persistence(Tally):
+class PersistenceTally(Tally):
     """Column `unimportant`: queries that gave the entry less than an even share, fading."""
 
     columns = (UNIMPORTANT,)
@@ -41,4 +41,4 @@ def _counted(state: State, votes: QueryWeights) -> State:
     return (before + (low * fading).sum(0),)
 
 
-Part = Persistence
+Part = PersistenceTally
