@@ -3,7 +3,8 @@
 A decode step reads every weight once, so its limit is the memory's bandwidth. The C kernel reads
 the weights where the model stores them, with the query, key and value projections in one call, and
 norms, rotation, activation and residuals between them. It rounds to bfloat16 where transformers'
-layers do; sums are taken in another order. A row's result is the same bits alone and beside others.
+layers do; sums are taken in another order. Within the kernel a row's result is the same bits alone
+and beside others; batches of more than `max_rows()` rows take torch's products, which differ.
 """
 
 from __future__ import annotations
