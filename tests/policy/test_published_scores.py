@@ -19,7 +19,7 @@ from larder.policy.scorers.curdkv import CurDKV, Leverages
 from larder.policy.scorers.last_query import LastQuery
 from larder.policy.scorers.morph import Fusion, Morph
 from larder.policy.scorers.snapkv import Pool, SnapKV
-from larder.policy.tallies.persistence import Persistence
+from larder.policy.tallies.persistence import PersistenceTally
 from larder.policy.timing.split import Split, Strategy
 from larder.policy.values.base import Selection
 from larder.policy.values.criticality import Criticality, Norms
@@ -285,7 +285,7 @@ def test_prompts_may_judge_what_is_read_where_something_else_judges_what_is_gene
 def test_what_gets_less_than_an_even_share_counts_as_unimportant() -> None:
     seen = attended([[[0.4, 0.05, 0.05, 0.5]]])
     column = seen.entries.with_columns({"unimportant": torch.tensor([8.0, 0.0, 4.0, 0.0])})
-    [counts] = Persistence().update(replace(seen, entries=column)).values()
+    [counts] = PersistenceTally().update(replace(seen, entries=column)).values()
     fading = 1 - 1 / 400
     assert counts.tolist() == pytest.approx([8 * fading, 1.0, 4 * fading + 1, 0.0])
 
