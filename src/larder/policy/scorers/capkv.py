@@ -94,8 +94,8 @@ def _capacity_scores(logits: Float[Tensor, "R S"], values: Float[Tensor, "S D"])
     relevance = (logits - logits.amax(-1, keepdim=True)).exp()
     weighed = values * (relevance + FLOOR)[..., None]  # [R, S, D]
     capacity = weighed.mT @ values + torch.eye(values.shape[1], device=values.device)
-    leverage = (torch.linalg.solve(capacity, values.T) * values.T).sum(1)  # [R, S]
-    return (relevance * leverage).mean(0)
+    solved: Tensor = torch.linalg.solve(capacity, values.T)  # pyright: ignore
+    return (relevance * (solved * values.T).sum(1)).mean(0)  # sums of [R, D, S]
 
 
 Part = CapKV
