@@ -95,7 +95,8 @@ def _capacity_scores(logits: Float[Tensor, "R S"], values: Float[Tensor, "S D"])
     weighed = values * (relevance + FLOOR)[..., None]  # [R, S, D]
     capacity = weighed.mT @ values + torch.eye(values.shape[1], device=values.device)
     solved: Tensor = torch.linalg.solve(capacity, values.T)  # pyright: ignore
-    return (relevance * (solved * values.T).sum(1)).mean(0)  # sums of [R, D, S]
+    leverage = torch.einsum("rds,sd->rs", solved, values)
+    return (relevance * leverage).mean(0)
 
 
 Part = CapKV
