@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import random
+import shutil
 import socket
 from collections.abc import Iterator
 from itertools import count
@@ -20,6 +21,10 @@ os.environ.setdefault("NUMBA_NUM_THREADS", KERNEL_THREADS)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # else the second spins until the next kernel
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Stores of tests are thousands of small files, which some disks take longer to delete than to test.
+IN_MEMORY, ROOM_BYTES = Path("/dev/shm"), 4 << 30
+if os.access(IN_MEMORY, os.W_OK) and shutil.disk_usage(IN_MEMORY).free >= ROOM_BYTES:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(IN_MEMORY))
 
 import numpy as np
 import pytest

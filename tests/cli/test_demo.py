@@ -85,7 +85,7 @@ def test_a_bad_budget_is_known_at_once(run: Run) -> None:
 
 def test_another_model_reads_the_document(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demonstration, "CONVERSATION_MODEL", "another")
-    short = replace(demonstration.DOCUMENT, questions=demonstration.DOCUMENT.questions[:2])
+    short = replace(demonstration.DOCUMENT, questions=demonstration.DOCUMENT.questions[:1])
     monkeypatch.setattr(demonstration, "DOCUMENT", short)
     told = document(run("demo", "--model", "seed", "--json", "--budget", "100"))
     assert [row["name"] for row in told["rows"]] == DOCUMENT

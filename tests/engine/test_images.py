@@ -197,6 +197,10 @@ def test_a_processor_of_transformers() -> None:
     assert list(engine.generate(text, images=[RED], max_new_tokens=8).ids) == expected
     with pytest.raises(InputError, match="do not go together"):
         engine.generate("5 7 8", images=[RED])
+    with pytest.raises(BadParameter, match="images of prompt 1 must be images in memory.* got int"):
+        engine.generate(text, images=[5])
+    with pytest.raises(BadParameter, match="with a tokenizer.* got a CLIPImageProcessorPil"):
+        larder.Engine(model, policy="full", processor=processor.image_processor)
 
 
 @pytest.fixture(scope="module")

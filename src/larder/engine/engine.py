@@ -82,9 +82,7 @@ class Engine:
     ) -> None:
         parsed = parsed_policy(policy)
         self.sizes = SizeOptions(budget, block)
-        if processor is not None and tokenizer is None and isinstance(model, nn.Module):
-            tokenizer = processor.tokenizer
-        self.loaded = _loaded_model(model, tokenizer)
+        self.loaded = _loaded_model(model, tokenizer, processor)
         self._processor = self.loaded.processor if processor is None else processor
         self.policy = with_measured_recall(parsed, self.loaded.decoder.spec)
         self.tokenizer = TokenizerAdapter(self.loaded.tokenizer)
@@ -472,14 +470,14 @@ class Engine:
         return calibrate(self.loaded.decoder, self.tokenizer.encode, names)
 
 
-def _loaded_model(model: nn.Module | LoadedModel, tokenizer: Any) -> LoadedModel:
+def _loaded_model(model: nn.Module | LoadedModel, tokenizer: Any, processor: Any) -> LoadedModel:
     """Model with its tokenizer, verified unless it is loaded already."""
     if not isinstance(model, LoadedModel):
         expected = "a model of transformers, or what larder.models.loader.load returned"
         check_type("model", model, nn.Module, f"{expected} (Engine.load takes names)")
         from larder.models.in_memory import wrap_in_memory
 
-        return wrap_in_memory(model, tokenizer)
+        return wrap_in_memory(model, tokenizer, processor)
     if tokenizer is not None:
         raise BadParameter(
             "A loaded model has its tokenizer: leave tokenizer out, and give a policy by keyword, "

@@ -60,12 +60,25 @@ def _encoded(
             )
     try:
         inputs = processor(text=[prompt], images=[list(images)], return_tensors="pt")
+    except TypeError as error:
+        kinds = ", ".join(sorted({type(image).__name__ for image in images}))
+        raise BadParameter(
+            f"images of prompt {number} must be images in memory, such as PIL's, got {kinds}: "
+            f"the processor refuses them ({error})."
+        ) from error
+    except ValueError as error:
+        raise _mismatch(number, images, error) from error
+    try:
         merged = merge_images(runtime.decoder, inputs)
     except ValueError as error:
-        raise InputError(
-            f"Prompt {number} and its {len(images)} images do not go together ({error}): give an "
-            "image for each image token of the prompt, as a chat template writes it."
-        ) from error
+        raise _mismatch(number, images, error) from error
     if merged.images.spans[-1][1] == len(merged.ids):
         raise InputError(f"Prompt {number} ends with an image: give text behind it.")
     return EncodedPrompt(prompt, merged.ids, merged)
+
+
+def _mismatch(number: int, images: Sequence[Any], error: ValueError) -> InputError:
+    return InputError(
+        f"Prompt {number} and its {len(images)} images do not go together ({error}): give an "
+        "image for each image token of the prompt, as a chat template writes it."
+    )

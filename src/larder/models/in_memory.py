@@ -12,10 +12,11 @@ from larder.models.decoder import Decoder
 from larder.models.introspection import check_mode, check_not_compiled
 from larder.models.loader import LoadedModel, wrap_model
 from larder.models.placement import check_placement
+from larder.models.processor import tokenizer_of
 from larder.models.verification import check_tokenizer
 
 
-def wrap_in_memory(model: nn.Module, tokenizer: Any) -> LoadedModel:
+def wrap_in_memory(model: nn.Module, tokenizer: Any, processor: Any = None) -> LoadedModel:
     """Verified decoder around a model and its tokenizer; weights are not copied.
 
     The model has Larder's attention during calls of the decoder alone, so that its own `generate`
@@ -23,7 +24,8 @@ def wrap_in_memory(model: nn.Module, tokenizer: Any) -> LoadedModel:
 
     Args:
         model: causal language model of transformers in eval mode, or a peft model around one.
-        tokenizer: its fast tokenizer.
+        tokenizer: its fast tokenizer; None for that of `processor`.
+        processor: its processor, where it has a vision tower.
 
     Raises:
         BadParameter: the tokenizer is missing, or not of this model.
@@ -31,6 +33,8 @@ def wrap_in_memory(model: nn.Module, tokenizer: Any) -> LoadedModel:
     """
     base = without_adapter_wrapper(model)
     check_decoder(base)
+    if tokenizer is None and processor is not None:
+        tokenizer = tokenizer_of(processor)
     check_tokenizer(tokenizer, base)
     decoder = shared_decoder(base)
     # Not the name of a folder: identities of saved caches come from the weights in memory.

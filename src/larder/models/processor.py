@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from larder.core.errors import DependencyError, ModelError
+from larder.core.errors import BadParameter, DependencyError, ModelError
 from larder.models.transformers_logging import silence_transformers
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -74,6 +74,21 @@ def processor_of(source: str, config: Any, revision: Mapping[str, str]) -> Named
     if folder.is_dir() and not any((folder / name).is_file() for name in PROCESSOR_FILES):
         return None
     return NamedProcessor(source, revision)
+
+
+def tokenizer_of(processor: Any) -> Any:
+    """Tokenizer of a processor of transformers.
+
+    Raises:
+        BadParameter: it has none.
+    """
+    try:
+        return processor.tokenizer
+    except AttributeError as error:
+        raise BadParameter(
+            "processor must be one of transformers with a tokenizer, as AutoProcessor loads it, "
+            f"got a {type(processor).__name__}: give it, or the tokenizer as well."
+        ) from error
 
 
 def _first_sentence(error: BaseException) -> str:
