@@ -33,7 +33,7 @@ class EntryColumns:
         """The scalars [K], as views."""
         return dict(zip(self.ledger.scalars, self._scalars, strict=True))
 
-    def clear(self, rows: Int[Tensor, " N"]) -> None:
+    def clear(self, rows: Int[Tensor, " N"] | slice) -> None:
         """Zero all columns at the rows of new entries."""
         if len(self.values):
             self.values[:, rows] = 0.0

@@ -96,16 +96,34 @@ class RaggedLayer(CacheLayer):
         self._hold_logits(None)
         self._make_room(count)
         rows = self._starts + self._lengths
-        if count > 1:
-            rows = (rows[:, None] + torch.arange(count)).flatten()  # [K * Q]
-        rows = rows.to(self._keys.device)
-        self._keys.index_copy_(0, rows, keys.flatten(0, 1))
-        if not self.layer.latent_rank:
-            self._values.index_copy_(0, rows, values.flatten(0, 1))
-        self._positions.index_copy_(0, rows, positions.to(torch.int32).repeat(keys.shape[0]))
-        self._columns.clear(rows)
+        if count == 1:
+            self._append_entry(rows.to(self._keys.device), keys, values, positions)
+        else:
+            self._append_runs(rows.tolist(), keys, values, positions)
         self._set_lengths(self._lengths + count)
         self._room -= count
+
+    def _append_entry(
+        self, rows: Int64[Tensor, " K"], keys: Keys, values: Values, positions: Positions
+    ) -> None:
+        """Append one entry to each head, at its row."""
+        self._keys.index_copy_(0, rows, keys[:, 0])
+        if not self.layer.latent_rank:
+            self._values.index_copy_(0, rows, values[:, 0])
+        self._positions.index_copy_(0, rows, positions.to(torch.int32).expand(len(rows)))
+        self._columns.clear(rows)
+
+    def _append_runs(
+        self, firsts: list[int], keys: Keys, values: Values, positions: Positions
+    ) -> None:
+        """Append many entries to each head, from its first row on, without a copy between."""
+        for head, first in enumerate(firsts):
+            rows = slice(first, first + keys.shape[1])
+            self._keys[rows] = keys[head]
+            if not self.layer.latent_rank:
+                self._values[rows] = values[head]
+            self._positions[rows] = positions
+            self._columns.clear(rows)
 
     def _check_dtypes(self, keys: Keys, values: Values) -> None:
         """Raise CacheError if new entries have another dtype than the stored ones."""

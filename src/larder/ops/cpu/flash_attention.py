@@ -72,18 +72,25 @@ def causal(
     """Kernel of `causal_attention`; sections of equal length become one batch."""
     if window is None and len(sections) > 1 and len(set(sections)) == 1 and sections[0] > 0:
         return _causal_batch(queries, keys, values, scaling, len(sections))
+    if len(sections) == 1 and sections[0] > 0:
+        return _causal_section(queries, keys, values, scaling, window)
     out = queries.new_zeros(queries.shape, dtype=torch.float32)
     lse = queries.new_full(queries.shape[:2], -torch.inf, dtype=torch.float32)
     start = 0
-    for length in sections:
+    for length in filter(None, sections):
         own = slice(start, start + length)
-        q, k, v = queries[:, own], keys[:, own], values[:, own]
-        if length and window is not None and window < length:
-            out[:, own], lse[:, own] = _sliding_window(q, k, v, scaling, window)
-        elif length:
-            out[:, own], lse[:, own] = _flash_attention(q, k, v, scaling, is_causal=True)
+        section = queries[:, own], keys[:, own], values[:, own]
+        out[:, own], lse[:, own] = _causal_section(*section, scaling, window)
         start += length
     return out, lse
+
+
+def _causal_section(
+    queries: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    if window is not None and window < queries.shape[1]:
+        return _sliding_window(queries, keys, values, scaling, window)
+    return _flash_attention(queries, keys, values, scaling, is_causal=True)
 
 
 def masked(
