@@ -9,11 +9,15 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
 from blake3 import blake3
 
 from larder_bench.results.rows import ENVIRONMENT, SCHEMA, Row
 
 ID_LENGTH = 12
+PROCESSOR_KEY = "processor"  # field of the kind of processor
+# Features of torch.cpu that multiply bfloat16, those that oneDNN prefers first.
+_BFLOAT16_FEATURES = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 def environment_row(threads: int, accelerator: str = "") -> Row:
@@ -32,6 +36,7 @@ def environment_row(threads: int, accelerator: str = "") -> Row:
         "transformers": _version("transformers"),
         "platform": platform.platform(),
         "cpu": _cpu(),
+        PROCESSOR_KEY: processor_kind(),
         "threads": threads,
         **({"accelerator": accelerator} if accelerator else {}),
     }
@@ -39,6 +44,18 @@ def environment_row(threads: int, accelerator: str = "") -> Row:
     date = datetime.now(UTC).isoformat(timespec="seconds")
     head = {"schema": SCHEMA, "row": ENVIRONMENT, "id": digest}
     return {**head, **fields, "date": date}
+
+
+def processor_kind() -> str:
+    """Vendor of the CPU and instructions that multiply bfloat16 on it, such as `GenuineIntel
+    amx_bf16`; without such instructions the vector set that torch uses, such as `AuthenticAMD AVX2`.
+
+    Kinds round products differently: libraries choose kernels by both.
+    """
+    features = getattr(torch.cpu, "get_capabilities", dict)()  # not in older torch
+    found = [name for name in _BFLOAT16_FEATURES if features.get(name)]
+    vendor = _cpuinfo("vendor_id") or platform.machine()
+    return f"{vendor} {found[0] if found else torch.backends.cpu.get_cpu_capability()}"
 
 
 def checkout_commit() -> str:
@@ -71,9 +88,14 @@ def _version(package: str) -> str:
 
 def _cpu() -> str:
     """Model name of the CPU if the system reports it."""
+    return _cpuinfo("model name") or platform.processor()
+
+
+def _cpuinfo(field: str) -> str:
+    """Field of the first CPU in /proc/cpuinfo; empty where the system has no such file or field."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+        return ""
+    values = [line.partition(":")[2].strip() for line in lines if line.startswith(field)]
+    return values[0] if values else ""
