@@ -11,7 +11,8 @@ from larder import Engine
 from larder.core.errors import InputError
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.execution import committed_rows
-from larder_bench.execution.committed_rows import cheapest_cell, check_cell, differences
+from larder_bench.execution.committed_rows import cheapest_cell, check_cell, rounding_of
+from larder_bench.execution.row_comparison import LOG_LIKELIHOOD, Rounding, differences
 from larder_bench.execution.runner import StudyRunner
 from larder_bench.random_models import open_model
 from larder_bench.results.rows import Row
@@ -80,17 +81,64 @@ def test_rows_that_are_not_there_are_named(rows: list[Row]) -> None:
         cheapest_cell(STUDY, rows, ["h2o"])
 
 
+def test_rows_of_another_processor_are_compared_by_their_means(
+    bench: ModelContext, rows: list[Row]
+) -> None:
+    """One token's likelihood may move; the mean of a cell by no more than the tolerance."""
+    cell, row = cheapest_cell(STUDY, rows)
+    first, *others = row["items"]
+    allowed = 0.9 * LOG_LIKELIHOOD * len(row["items"])
+    for moved, found in ((allowed, 0), (-allowed, 0), (1.3 * allowed, 1)):
+        items = [{**first, "log_likelihood": first["log_likelihood"] + moved}, *others]
+        checked = check_cell(cell, {**row, "items": items}, lambda _: bench, Rounding.OTHER)
+        assert len(checked.differences) == found
+        assert len(check_cell(cell, {**row, "items": items}, lambda _: bench).differences) == 1
+
+
+@pytest.mark.parametrize("changed", ["processor", "torch", "accelerator"])
+def test_equal_processors_and_libraries_round_alike(changed: str) -> None:
+    here = {"processor": "GenuineIntel amx_bf16", "torch": "2.13.0", "commit": "a"}
+    assert rounding_of(here | {"commit": "b", "threads": 3}, here) is Rounding.SAME
+    assert rounding_of(here | {changed: "other"}, here) is Rounding.OTHER
+    unknown = {name: value for name, value in here.items() if name != "processor"}
+    assert rounding_of(unknown, unknown) is Rounding.OTHER
+
+
 @pytest.mark.parametrize(
     ("one", "other", "found"),
     [
-        ({"a": 1.0}, {"a": 1.004}, []),
-        ({"a": 0.002}, {"a": 0.004}, ["a: 0.002 committed, 0.004 measured"]),
+        ({"a": 1.0}, {"a": 1.0 + 1e-9}, []),
+        ({"a": 0.0002}, {"a": 0.0003}, ["a: 0.0002 committed, 0.0003 measured"]),
         ({"a": 1000}, {"a": 1001}, ["a: 1000 committed, 1001 measured"]),
-        ({"a": 1.0}, {"a": 1.1}, ["a: 1.0 committed, 1.1 measured"]),
+        ({"a": 1.0}, {"a": 1.001}, ["a: 1.0 committed, 1.001 measured"]),
         ({"a": True}, {"a": False}, ["a: True committed, False measured"]),
         ({"a": [1, 2]}, {"a": (1,)}, ["a: 2 values committed, 1 measured"]),
         ({"a": "x"}, {}, ["a: 'x' committed, None measured"]),
     ],
 )
 def test_differences(one: Any, other: Any, found: list[str]) -> None:
-    assert list(differences(one, other)) == found
+    assert list(differences(one, other, Rounding.SAME)) == found
+    assert list(differences({"items": [one]}, {"items": [other]}, Rounding.SAME)) == [
+        f"items[0].{text}" for text in found
+    ]
+
+
+def _answers(right: int, **more: Any) -> Row:
+    items = [{"question": n, "exact": n < right, "answer": str(right)} for n in range(4)]
+    return {"kv_bytes": 10_000, "items": items, **more}
+
+
+@pytest.mark.parametrize(
+    ("measured", "found"),
+    [
+        (_answers(2), []),
+        (_answers(1), []),  # one answer of the cell
+        (_answers(0), ["mean items.exact: 0.5 committed, 0 measured"]),
+        (_answers(2, kv_bytes=10_090), []),
+        (_answers(2, kv_bytes=10_200), ["kv_bytes: 10000 committed, 10200 measured"]),
+        (_answers(2, tokens=1), ["tokens: None committed, 1 measured"]),
+        (_answers(2, items=[]), ["items: 4 values committed, 0 measured"]),
+    ],
+)
+def test_differences_on_another_processor(measured: Row, found: list[str]) -> None:
+    assert list(differences(_answers(2), measured, Rounding.OTHER)) == found

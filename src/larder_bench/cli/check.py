@@ -13,8 +13,9 @@ from larder.cli.errors import SCHEMA, print_document
 from larder.core.errors import LarderError, UsageError
 from larder.models.packaged import PACKAGED_MODELS
 from larder_bench.cli.bench import BenchOptions, context_loader
-from larder_bench.execution.committed_rows import cheapest_cell, check_cell
+from larder_bench.execution.committed_rows import cheapest_cell, check_cell, rounding_of
 from larder_bench.reports.study_index import RESULTS
+from larder_bench.results.environment import environment_row
 from larder_bench.results.rows import read_results, rows_file
 from larder_bench.studies.study import read_study, study_names
 
@@ -28,6 +29,7 @@ class StudyCheck:
     Args:
         cell: policy, budget and task of the cell; empty if it was skipped.
         differences: of the committed row and the measured one.
+        comparison: how both were compared.
         skipped: why nothing was measured; else empty.
     """
 
@@ -36,6 +38,7 @@ class StudyCheck:
     seconds: float
     differences: tuple[str, ...] = ()
     skipped: str = ""
+    comparison: str = ""
 
     @property
     def outcome(self) -> str:
@@ -76,22 +79,30 @@ def _packaged_studies() -> Iterator[str]:
 
 
 def _check(name: str, options: BenchOptions) -> StudyCheck:
+    from torch import set_num_threads
+
     started = perf_counter()
     try:
         study = read_study(name)
-        rows = read_results([rows_file(RESULTS, study.name)]).cells
-        cell, row = cheapest_cell(study, rows, options.policy or ())
+        results = read_results([rows_file(RESULTS, study.name)])
+        cell, row = cheapest_cell(study, results.cells, options.policy or ())
+        origin = results.environments.get(row.get("environment", ""), {})
+        set_num_threads(threads := origin.get("threads", 1))
+        rounding = rounding_of(origin, environment_row(threads))
         loader = context_loader(study, replace(options, dtype=options.dtype or row.get("dtype")))
-        checked = check_cell(cell, row, loader)
+        checked = check_cell(cell, row, loader, rounding)
     except LarderError as error:
         return StudyCheck(name, "", perf_counter() - started, skipped=str(error))
     what = f"{row['policy']} at {row['budget']}, {row['task']}, {row['model']}"
-    return StudyCheck(name, what, perf_counter() - started, checked.differences)
+    seconds = perf_counter() - started
+    return StudyCheck(name, what, seconds, checked.differences, comparison=rounding.comparison)
 
 
 def _print(one: StudyCheck) -> None:
     cell = f" ({one.cell})" if one.cell else ""
     print(f"{one.study}{cell}: {one.outcome}, {one.seconds:.0f} s", flush=True)
+    if one.comparison:
+        print(f"    compared {one.comparison}")
     for difference in one.differences[:SHOWN]:
         print(f"    {difference}")
     if (more := len(one.differences) - SHOWN) > 0:
@@ -103,6 +114,7 @@ def _record(one: StudyCheck) -> dict[str, Any]:
         "study": one.study,
         "cell": one.cell,
         "outcome": one.outcome,
+        "comparison": one.comparison,
         "differences": list(one.differences),
         "seconds": round(one.seconds, 2),
     }

@@ -1,26 +1,26 @@
 """Check of committed rows: one cell of a study is measured again and compared.
 
-Fields of time and of the machine are left out. Texts, booleans and integers must be equal, other
-numbers nearly so: another processor rounds bfloat16 differently, so that scores of a token may move
-a little; a wrong formula moves them by more.
+Fields of time and of the machine are left out. On the processor and torch of the row all else must
+be equal, elsewhere nearly so (`larder_bench.execution.row_comparison`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from larder.core.errors import InputError, LarderError
 from larder_bench.datasets.conversation_file import conversation_digest
 from larder_bench.execution.measured_cells import MeasuredCells
+from larder_bench.execution.row_comparison import Rounding, differences
 from larder_bench.execution.runner import ContextLoader, measure_cell, validate_study
+from larder_bench.results.environment import PROCESSOR_KEY
 from larder_bench.results.rows import TEXT_DIGEST_KEY, Row, split_exhibits, without_timings
 from larder_bench.studies.cells import Cell
 from larder_bench.studies.study import Study
 
-RELATIVE, ABSOLUTE = 0.02, 1e-4  # tolerance of numbers that are not integers
+_KERNEL_KEYS = (PROCESSOR_KEY, "torch", "accelerator")  # of environments: they choose kernels
 # Fields that name the machine and the revision.
 ORIGIN_KEYS = frozenset({"environment", "study", "accelerator"})
 SHARED_KEY = "shared_with"  # of rows that were not measured themselves
@@ -69,7 +69,18 @@ def cheapest_cell(
     return cells[_place(row)], row
 
 
-def check_cell(cell: Cell, row: Row, open_model: ContextLoader) -> CheckedCell:
+def rounding_of(committed: Row, here: Row) -> Rounding:
+    """Rounding that a committed row's environment and this one have in common; another one if the
+    processor of the row is not known.
+    """
+    known = PROCESSOR_KEY in committed
+    equal = all(committed.get(key) == here.get(key) for key in _KERNEL_KEYS)
+    return Rounding.SAME if known and equal else Rounding.OTHER
+
+
+def check_cell(
+    cell: Cell, row: Row, open_model: ContextLoader, rounding: Rounding = Rounding.SAME
+) -> CheckedCell:
     """Measure a cell and compare it with its row.
 
     Another text than that of the row, and a cell that is refused now, are differences.
@@ -88,32 +99,7 @@ def check_cell(cell: Cell, row: Row, open_model: ContextLoader) -> CheckedCell:
     except LarderError as error:
         return CheckedCell(row, (f"refused now: {error}",))
     again = split_exhibits(cell.head(bench.row_fields()) | measured)[-1]
-    return CheckedCell(row, tuple(differences(_compared(row), _compared(again))))
-
-
-def differences(committed: Any, measured: Any, name: str = "") -> Iterator[str]:
-    """Fields in which two values differ, nested ones by their path.
-
-    Numbers that are not integers are equal within 2 % or .0001.
-    """
-    if isinstance(committed, dict) and isinstance(measured, dict):
-        for key in sorted({*committed, *measured}):
-            path = f"{name}.{key}" if name else key
-            yield from differences(committed.get(key), measured.get(key), path)
-    elif isinstance(committed, list) and isinstance(measured, list | tuple):
-        if len(committed) != len(measured):
-            yield f"{name}: {len(committed)} values committed, {len(measured)} measured"
-            return
-        for place, (one, other) in enumerate(zip(committed, measured, strict=True)):
-            yield from differences(one, other, f"{name}[{place}]")
-    elif not _is_equal(committed, measured):
-        yield f"{name}: {committed!r} committed, {measured!r} measured"
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
-    return one == other
+    return CheckedCell(row, tuple(differences(_compared(row), _compared(again), rounding)))
 
 
 def _place(row: Row) -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
 from blake3 import blake3
 
 from larder_bench.results.rows import ENVIRONMENT, SCHEMA, Row
@@ -47,11 +46,13 @@ def environment_row(threads: int, accelerator: str = "") -> Row:
 
 
 def processor_kind() -> str:
-    """Vendor of the CPU and instructions that multiply bfloat16 on it, such as `GenuineIntel
-    amx_bf16`; without such instructions the vector set that torch uses, such as `AuthenticAMD AVX2`.
+    """Vendor of the CPU and its instructions for bfloat16, such as `GenuineIntel amx_bf16`; without
+    such instructions the vector set that torch uses, such as `AuthenticAMD AVX2`.
 
     Kinds round products differently: libraries choose kernels by both.
     """
+    import torch  # here, so that reports start without it
+
     features = getattr(torch.cpu, "get_capabilities", dict)()  # not in older torch
     found = [name for name in _BFLOAT16_FEATURES if features.get(name)]
     vendor = _cpuinfo("vendor_id") or platform.machine()
