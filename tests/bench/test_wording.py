@@ -377,9 +377,10 @@ def test_later_questions_of_a_sequence_are_ordinary_turns(
     first, second = made.questions[:2]
     turns[0] = replace(turns[0], content=turns[0].content + first.question)
     answered = TemplateMessage("assistant", first.answer_prefix + first.prefixed_answer)
+    asked = TemplateMessage("user", second.question)
     expected = [
-        tokenizer.encode_messages(turns) + tokenizer.encode(first.answer_prefix),
-        tokenizer.encode_messages([*turns, answered, TemplateMessage("user", second.question)])
+        tokenizer.encode(tokenizer.render_messages(turns)) + tokenizer.encode(first.answer_prefix),
+        tokenizer.encode(tokenizer.render_messages([*turns, answered, asked]))
         + tokenizer.encode(second.answer_prefix),
     ]
     read = [text + scorer.prompts[0]]

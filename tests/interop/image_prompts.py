@@ -76,7 +76,7 @@ def inputs_of(name: str, *prompts: Prompt, seen: Prompt | None = None) -> dict[s
     given = {"input_ids": ids, "attention_mask": mask}
     if not any(images):
         return given
-    return given | _IMAGE_INPUTS[name](ids, images)
+    return given | IMAGE_INPUTS[name](ids, images)
 
 
 def _qwen(ids: Tensor, images: Sequence[list[Tensor]]) -> dict[str, Tensor]:
@@ -111,7 +111,7 @@ def _smol(ids: Tensor, images: Sequence[list[Tensor]]) -> dict[str, Tensor]:
     return {"pixel_values": torch.stack(rows)}
 
 
-_IMAGE_INPUTS = {
+IMAGE_INPUTS = {
     "Qwen2.5-VL": _qwen,
     "Gemma 3 with images": _gemma,
     "Llava": _llava,

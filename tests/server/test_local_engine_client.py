@@ -205,7 +205,7 @@ def test_a_text_that_could_never_be_read_is_not_taken_apart(
         raise AssertionError("the model's thread is kept from others")
 
     monkeypatch.setattr(type(hub.context.core.engine.tokenizer), "encode", fail)
-    monkeypatch.setattr(type(hub.context.core.engine.tokenizer), "encode_messages", fail)
+    monkeypatch.setattr(type(hub.context.core.engine.tokenizer), "render_messages", fail)
     text = "x" * (64 * 4096 + 1)
     with pytest.raises(ApiError) as caught:
         ask(hub, [user(text)], "x")

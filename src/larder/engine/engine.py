@@ -83,7 +83,7 @@ class Engine:
         parsed = parsed_policy(policy)
         self.sizes = SizeOptions(budget, block)
         self.loaded = _loaded_model(model, tokenizer, processor)
-        self._processor = self.loaded.processor if processor is None else processor
+        self.processor = self.loaded.processor if processor is None else processor
         self.policy = with_measured_recall(parsed, self.loaded.decoder.spec)
         self.tokenizer = TokenizerAdapter(self.loaded.tokenizer)
         self._embedder = lru_cache(maxsize=None)(self._load_embedder)
@@ -175,7 +175,7 @@ class Engine:
             >>> other = engine.under("streaming_llm", 64)
         """
         engine = Engine(self.loaded, policy=policy, budget=budget, block=block)
-        engine._embedder, engine._processor = self._embedder, self._processor
+        engine._embedder, engine.processor = self._embedder, self.processor
         return engine
 
     def read(
@@ -455,7 +455,7 @@ class Engine:
         from larder.engine.completion import PromptCompleter
 
         end = self.stop_ids
-        return PromptCompleter(self.runtime, self.policy, self.sizes, end, self._processor)
+        return PromptCompleter(self.runtime, self.policy, self.sizes, end, self.processor)
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:

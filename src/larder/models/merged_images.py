@@ -37,14 +37,24 @@ class MergedText:
     positions: Int[Tensor, "A _"]
     images: ImageSpans
 
-    def place(self, cache: SequenceCache) -> None:
-        """Record the positions of M-RoPE in an empty cache; none are recorded without them."""
+    def place(self, cache: SequenceCache, start: int = 0) -> None:
+        """Record the positions of M-RoPE in a cache; none are recorded without them.
+
+        Args:
+            start: true position of the first token.
+        """
         if len(self.positions):
-            cache.model_positions = cache.model_positions.extended(0, self.positions)
+            known = cache.model_positions
+            first = int(known.at(torch.tensor([start]), start).max())
+            cache.model_positions = known.extended(start, self.positions + first)
 
     @contextmanager
-    def embedded(self, decoder: Decoder, cache: SequenceCache) -> Iterator[None]:
-        """Context in which the tokens appended to a cache are read from the embeddings."""
+    def embedded(self, decoder: Decoder, cache: SequenceCache, start: int = 0) -> Iterator[None]:
+        """Context in which the tokens appended to a cache are read from the embeddings.
+
+        Args:
+            start: true position of the first token.
+        """
 
         def replace_ids(
             body: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
@@ -55,7 +65,8 @@ class MergedText:
                 return None
             if batch.segments[0].cache is not cache:
                 return None
-            rows = self.embeddings[batch.segments[0].positions()]
+            places = [place - start for place in batch.segments[0].positions()]
+            rows = self.embeddings[places]
             return args, {**named, "input_ids": None, "inputs_embeds": rows[None]}
 
         handle = decoder.body.register_forward_pre_hook(replace_ids, with_kwargs=True)

@@ -19,6 +19,7 @@ from larder.server.api_errors import (
     kv_budget_exceeded,
     text_too_long,
 )
+from larder.server.image_prompts import ImagePromptEncoder
 from larder.server.model_runner import ModelRunner
 from larder.server.model_thread import CompletionQueue
 from larder.server.persistence.base import SessionPersistence
@@ -92,7 +93,8 @@ class EngineCore:
         self._exact = self.rule.exact() if self.rule.is_limited or self.rule.is_chat else self.rule
         self.ledger = ByteLedger(budgets)
         self.reservations = DeviceReservations(self.ledger)
-        self.sessions = SessionIndex(engine.tokenizer, clock)
+        self.images = ImagePromptEncoder(engine.processor, engine.loaded.decoder, engine.tokenizer)
+        self.sessions = SessionIndex(engine.tokenizer, self.images, clock)
         self.residency_locks = ResidencyLocks()
         completions = self.completions = CompletionQueue(wake)
         rule, unload = EVICTIONS.load(eviction)(), self._unload
@@ -101,7 +103,7 @@ class EngineCore:
         )
         self._chat = ChatBackend(self.tiers, self.reservations, engine.tokenizer)
         self._prefix = PrefixBackend(
-            self.tiers, self.reservations, engine.tokenizer, self.sessions.find_shared_prefix
+            self.tiers, self.reservations, self.images, self.sessions.find_shared_prefix
         )
         self._persistence = persistence
         self.unwritten = WriteRetryQueue(persistence, completions, disk.durability, clock, wake)
@@ -313,6 +315,7 @@ class EngineCore:
             raise context_length_exceeded(length, self.context)
         new_tokens = min(request.max_new_tokens, self.context - length)
         rule = resolved.session.rule
+        self.images.check_policy(resolved.prompt_ids, rule)
         backend = self._backend_of(rule)
         demand = backend.turn_demand(rule, resolved.past_turns, length, new_tokens)
         check_demand(request.tenant, demand, self.reservations)

@@ -54,6 +54,7 @@ def models(context: EngineContext) -> tuple[ServedModel, ...]:
         budget_tokens=core.rule.budget_tokens,
         beyond_budget=core.engine.beyond_budget,
         template_variables=core.engine.tokenizer.template_variables,
+        takes_images=core.images.takes_images,
     )
     return tuple(replace(model, name=name) for name in core.names)
 

@@ -71,6 +71,7 @@ class Request:
             what answer 0 of their `choice_group` has read, if it is known here, and leave no
             session.
         choice_group: what the answers to one prompt have in common; empty for a single one.
+        images: files of the images that `turns` have marks of, by SHA-256.
     """
 
     tenant: str
@@ -90,6 +91,7 @@ class Request:
     constraint: Constraint | None = None
     choice: int = 0
     choice_group: str = ""
+    images: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def is_ephemeral(self) -> bool:

@@ -12,6 +12,7 @@ from larder.cache.sequence import SequenceCache
 from larder.engine.constraint import ConstraintMatcher
 from larder.engine.sampler import TokenSampler
 from larder.server.answer_text import AnswerText
+from larder.server.image_prompts import ImagePart
 from larder.server.request import Listener, Report, Request, Ticket
 from larder.server.session_backend.base import SessionBackend
 from larder.server.session_index import ResolvedSession
@@ -79,6 +80,7 @@ class PrefillProgress:
         prompt_tail: end of the prompt, read by the first decode step.
         passed_blocks: blocks given to other requests of the tenant since this one had one.
         scored_len: prompt tokens whose log-probabilities were sent.
+        image_part: part of the prompt that is being read, if it has images.
     """
 
     cached_len: int = 0
@@ -92,6 +94,7 @@ class PrefillProgress:
     prompt_tail: tuple[int, ...] = ()
     passed_blocks: int = 0
     scored_len: int = 0
+    image_part: ImagePart | None = None
 
     @property
     def is_done(self) -> bool:

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from larder.core.errors import UsageError
 from larder.core.session_name import branch_name, root_name
 from larder.server.api_errors import (
     invalid_request,
@@ -22,6 +21,7 @@ from larder.server.api_errors import (
     session_not_found,
     validate_session_name,
 )
+from larder.server.image_prompts import ImagePromptEncoder, rendered_prompt
 from larder.server.request import ChatMessage, Request
 from larder.server.serving_policy import ServingPolicy
 from larder.server.session_state import (
@@ -32,7 +32,6 @@ from larder.server.session_state import (
     SessionIdentity,
     SessionState,
 )
-from larder.session.transcript.chat_template import VARIABLES_ROLE, TemplateMessage
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 
@@ -57,8 +56,10 @@ class ResolvedSession:
 class SessionIndex:
     """All sessions in memory by tenant and name. For the model's thread."""
 
-    def __init__(self, tokenizer: TokenizerAdapter, clock: Callable[[], float]) -> None:
-        self._tokenizer, self._clock = tokenizer, clock
+    def __init__(
+        self, tokenizer: TokenizerAdapter, images: ImagePromptEncoder, clock: Callable[[], float]
+    ) -> None:
+        self._tokenizer, self._images, self._clock = tokenizer, images, clock
         self._sessions: dict[tuple[str, str], SessionState] = {}
         self._families: dict[tuple[str, str], dict[int, SessionState]] = defaultdict(dict)
         self._firsts: dict[tuple[str, int], dict[int, SessionState]] = defaultdict(dict)
@@ -235,7 +236,7 @@ class SessionIndex:
     def _whole_prompt(self, request: Request) -> tuple[tuple[ChatMessage, ...], tuple[int, ...]]:
         """Messages and tokens of a request that continues no session."""
         if request.raw_prompt is None:
-            return request.turns, self._prompt_ids((), request.turns)
+            return request.turns, self._prompt_ids((), request.turns, request)
         prompt_tokens = request.raw_ids or self._tokenizer.encode(request.raw_prompt)
         if not prompt_tokens:
             raise invalid_request("The prompt is empty: send at least one token.", "prompt")
@@ -267,7 +268,7 @@ class SessionIndex:
             request.turns if session.turns else session.transcript.opening_messages + request.turns
         )
         past_turns = tuple(session.turns)
-        prompt_tokens = self._prompt_ids(past_turns, turns)
+        prompt_tokens = self._prompt_ids(past_turns, turns, request)
         if session.rule is not rule:
             session = self._provisional(self.fork(session, None, rule, len(past_turns)))
         return ResolvedSession(session, past_turns, turns, prompt_tokens)
@@ -283,7 +284,7 @@ class SessionIndex:
             raise session_busy(request.session)
         exchanges = match.exchanges if best is not None else 0
         past_turns = tuple(best.turns[:exchanges]) if best is not None else ()
-        prompt_tokens = self._prompt_ids(past_turns, match.rest)
+        prompt_tokens = self._prompt_ids(past_turns, match.rest, request)
         if best is None or (not exchanges and self._is_free(request)):
             return ResolvedSession(self._create(request, rule), (), request.turns, prompt_tokens)
         if not is_whole or best.usage.is_answering or best.rule is not rule:
@@ -352,12 +353,26 @@ class SessionIndex:
         return is_same and request.logprobs is None
 
     def _prompt_ids(
-        self, past_turns: tuple[CompletedTurn, ...], rest: tuple[ChatMessage, ...]
+        self,
+        past_turns: tuple[CompletedTurn, ...],
+        rest: tuple[ChatMessage, ...],
+        request: Request,
     ) -> tuple[int, ...]:
-        try:
-            new = prompt_ids(self._tokenizer, past_turns, rest)
-        except UsageError as error:
-            raise invalid_request(str(error), "messages") from error
+        """Token ids of completed turns and new messages.
+
+        Raises:
+            ApiError: 400: there is no message to answer, or its images cannot be read.
+        """
+        if not rest or rest[-1].role == ASSISTANT:
+            raise invalid_request(
+                "The last message must not be the assistant's: send a message to answer.",
+                "messages",
+            )
+        prompt = rendered_prompt(self._tokenizer, past_turns, rest)
+        if prompt.digests:
+            new = self._images.ids(prompt, request.images)
+        else:
+            new = self._tokenizer.encode(prompt.text)
         ids = [
             token
             for each in past_turns
@@ -420,27 +435,6 @@ def prefix_hashes(turns: Iterable[ChatMessage]) -> Iterator[int]:
     for turn in turns:
         digest = hash((digest, turn))
         yield digest
-
-
-def prompt_ids(
-    tokenizer: TokenizerAdapter, past_turns: Sequence[CompletedTurn], rest: Sequence[ChatMessage]
-) -> array:
-    """Token ids that new messages add after completed turns.
-
-    Raises:
-        UsageError: there is no message to answer.
-    """
-    if not rest or rest[-1].role == ASSISTANT:
-        raise UsageError("The last message must not be the assistant's: send a message to answer.")
-    first = [each for turn in past_turns[:1] for each in turn.messages[:1]]
-    variables = [each for each in first if each.role == VARIABLES_ROLE]
-    messages = [TemplateMessage(each.role, each.text) for each in (*variables, *rest)]
-    ids = (
-        tokenizer.encode_continuation(messages)
-        if past_turns
-        else tokenizer.encode_messages(messages)
-    )
-    return array(TOKEN_TYPECODE, ids)
 
 
 def prefix_key(tenant: str, ids: Sequence[int]) -> tuple[str, bytes]:

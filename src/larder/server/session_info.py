@@ -151,6 +151,7 @@ class ServedModel:
         budget_tokens: M, entries per kv head of one cache; None without a limit.
         beyond_budget: what is stored in addition to the budget, one clause each.
         template_variables: variables of the chat template that a conversation may set.
+        takes_images: messages may have images.
     """
 
     name: str
@@ -160,6 +161,7 @@ class ServedModel:
     budget_tokens: int | None = None
     beyond_budget: tuple[str, ...] = ()
     template_variables: frozenset[str] = frozenset()
+    takes_images: bool = False
 
 
 def session_status(session: SessionState) -> str:

@@ -71,6 +71,7 @@ class PositionMaps:
 
 
 TOKEN_TYPECODE = "i"  # of arrays: four bytes per token id
+MAX_TOKEN_ID = (1 << 31) - 1
 MAX_THINK_TIMES = 16
 COPIES = 2  # of a cache while it is written or loaded: its state, and the blob
 OVERHEAD_BYTES = 1024  # of a session in memory, without its texts and tokens

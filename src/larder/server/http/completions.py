@@ -29,6 +29,7 @@ from larder.server.http.choices import (
     prompt_choices,
     whole_answer,
 )
+from larder.server.http.image_parts import RequestImages
 from larder.server.http.json_route import JsonRoute
 from larder.server.http.protocol import (
     GenerationRequest,
@@ -107,11 +108,14 @@ class ChatCompletionRequest(AnswerRequest):
             raise invalid_request("top_logprobs needs logprobs: true; add it.", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def turns(self, variables: frozenset[str]) -> tuple[ChatMessage, ...]:
+    def turns(
+        self, variables: frozenset[str], images: RequestImages | None = None
+    ) -> tuple[ChatMessage, ...]:
         """Messages in the form of the engine, variables of the chat template before them.
 
         Args:
             variables: those that the template has; a warning names others.
+            images: takes the images; None for a model without a vision tower.
         """
         given = self.chat_template_kwargs or {}
         for name in given.keys() - variables:
@@ -120,7 +124,7 @@ class ChatCompletionRequest(AnswerRequest):
                 f"chat_template_kwargs.{name[:100]} is no variable of the model's chat template "
                 f"(it has: {known}) and was ignored."
             )
-        messages = tuple(message.turn() for message in self.messages)
+        messages = tuple(message.turn(images) for message in self.messages)
         used = {name: given[name] for name in sorted(given.keys() & variables)}
         first = (ChatMessage(VARIABLES_ROLE, json.dumps(used)),) if used else ()
         return (*first, *messages)
@@ -144,12 +148,14 @@ async def chat_completions(http: HttpRequest, body: ChatCompletionRequest) -> Re
     """Answer a conversation, as one body or as a stream."""
     state, hint = app_state(http), session_hint(http, body)
     max_new_tokens = body.max_completion_tokens or body.max_tokens
-    variables = state.check_model(body.model).template_variables
-    turns = await run_in_threadpool(body.turns, variables)
+    model, images = state.check_model(body.model), RequestImages()
+    taken = images if model.takes_images else None
+    turns = await run_in_threadpool(body.turns, model.template_variables, taken)
     constraint, stop = await run_in_threadpool(body.constraint), stop_strings(body.stop)
     request = engine_request(
         http, state, body, hint.name, max_new_tokens, stop, turns, constraint=constraint
     )
+    request = replace(request, images=images.files)
     return await _answer(
         http, body, [prompt_choices(request, body.n or 1)], hint.is_firm, CHAT_FORMAT
     )

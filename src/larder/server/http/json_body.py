@@ -29,6 +29,7 @@ from pydantic import AfterValidator, BaseModel, PrivateAttr, ValidationError
 
 from larder.server.api_errors import invalid_request
 from larder.server.http.error_responses import malformed_field
+from larder.session.transcript.image_marks import has_mark
 
 Scalar = str | int | float | bool | None
 MISSING_FIELD = msgspec.Raw(b"")
@@ -45,9 +46,13 @@ Model = TypeVar("Model", bound="JsonBody")
 
 
 def _valid_unicode(text: str) -> str:
-    """Raises: ValueError: the string has a lone surrogate, which JSON can escape."""
-    if not text.isascii() and any("\ud800" <= sign <= "\udfff" for sign in text):
-        raise ValueError("it contains half of a surrogate pair, which is not text")
+    """Raises: ValueError: the string has a lone surrogate, which JSON can escape, or looks like an
+    image."""
+    if not text.isascii():
+        if any("\ud800" <= sign <= "\udfff" for sign in text):
+            raise ValueError("it contains half of a surrogate pair, which is not text")
+        if has_mark(text):
+            raise ValueError("it contains U+FDD0, which is no character")
     return text
 
 

@@ -21,6 +21,7 @@ from larder.engine.constraint import Constraint
 from larder.engine.sampler import MAX_BIASES, SamplingParams
 from larder.server.api_errors import invalid_request, validate_session_name
 from larder.server.http.app_state import AppState, app_state, tenant_of
+from larder.server.http.image_parts import RequestImages
 from larder.server.http.json_body import JsonBody, Text
 from larder.server.request import ChatMessage, Report, Request
 
@@ -134,28 +135,41 @@ class GenerationRequest(JsonBody):
 
 
 TEXT_PARTS = ("text", "input_text", "output_text")
+IMAGE_PARTS = ("image_url", "input_image")
+
+
+class ImageUrl(BaseModel):
+    """Image of a part, as OpenAI's chat completions write it."""
+
+    url: Text
 
 
 class ContentPart(BaseModel):
-    """Part of a message's content."""
+    """Part of a message's content: a text, or an image as a data URL."""
 
-    # Required, which `InputMessage` checks: parts of other types have no text.
-    model_config = ConfigDict(json_schema_extra={"required": ["type", "text"]})
-    type: Literal["text", "input_text", "output_text"]
+    type: Literal["text", "input_text", "output_text", "image_url", "input_image"]
     text: Annotated[Text | None, WithJsonSchema({"title": "Text", "type": "string"})] = None
+    image_url: ImageUrl | Text | None = None
+
+    @property
+    def url(self) -> str:
+        """Address of the image."""
+        given = self.image_url
+        return given.url if isinstance(given, ImageUrl) else given or ""
 
 
-def _text_parts(content: Any) -> Any:
-    """Raises: ValueError: a part is not text."""
+def _known_parts(content: Any) -> Any:
+    """Raises: ValueError: a part is neither text nor an image."""
     for part in content if isinstance(content, list) else ():
-        if part.type not in TEXT_PARTS:
+        if part.type not in TEXT_PARTS + IMAGE_PARTS:
             raise ValueError(
-                f"a part is of type {part.type!r}, but messages hold text alone: send parts of the "
-                "types text, input_text or output_text. Images are read in Python: by "
-                "Engine.generate, or inside model.generate with larder.applied"
+                f"a part is of type {part.type!r}, but messages hold texts and images: send parts "
+                "of the types text, input_text, output_text, image_url or input_image"
             )
-        if part.text is None:
+        if part.type in TEXT_PARTS and part.text is None:
             raise ValueError("a part has no text: send one")
+        if part.type in IMAGE_PARTS and part.image_url is None:
+            raise ValueError("an image has no image_url: send one, as data:image/png;base64,...")
     return content
 
 
@@ -165,14 +179,35 @@ class InputMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         Text | Annotated[list[ContentPart], Field(fail_fast=True)] | None,
-        BeforeValidator(_text_parts),
+        BeforeValidator(_known_parts),
     ] = None
 
-    def turn(self) -> ChatMessage:
-        """Message in the form of the engine."""
+    def turn(self, images: RequestImages | None = None) -> ChatMessage:
+        """Message in the form of the engine.
+
+        Args:
+            images: takes the images of user messages; None where there may be none.
+
+        Raises:
+            ApiError: 400: an image that is not taken here, or cannot be read.
+        """
         content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text or "" for part in content)
+        parts = [content] if isinstance(content, str) else content
+        text = "".join(
+            part if isinstance(part, str) else self._text(part, images) for part in parts
+        )
         return ChatMessage(ROLES.get(self.role, self.role), text)
+
+    def _text(self, part: ContentPart, images: RequestImages | None) -> str:
+        if part.type not in IMAGE_PARTS:
+            return part.text or ""
+        if images is None or self.role != "user":
+            raise invalid_request(
+                "An image stands where only texts are read: send it in a message of the user to "
+                "/v1/chat/completions, of a server whose model sees.",
+                "messages",
+            )
+        return images.mark(part.url)
 
 
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:

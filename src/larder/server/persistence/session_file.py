@@ -20,12 +20,14 @@ from larder.core.session_name import check_session_name
 from larder.engine.sampler import SamplingParams
 from larder.server.request import ChatMessage
 from larder.server.session_state import (
+    MAX_TOKEN_ID,
     TOKEN_TYPECODE,
     CompletedTurn,
     GenerationParams,
     SessionState,
 )
 from larder.session.transcript.chat_template import VARIABLES_ROLE
+from larder.session.transcript.image_marks import has_mark
 
 FORMAT, VERSION = "larder session", 1
 IMPORT_BYTES = 2**23  # of an imported session: 700,000 tokens with their text
@@ -248,14 +250,15 @@ def _turn_record(turn: CompletedTurn) -> dict[str, Any]:
 
 
 def _completed_turn(record: TurnRecord, vocabulary: int) -> CompletedTurn:
-    prompt, answer = _ids(record.prompt, vocabulary), _ids(record.answer, vocabulary)
-    unread = record.unread
+    messages = tuple(_message(each) for each in record.turns)
+    has_images = any(has_mark(each.text) for each in messages)
+    prompt = _ids(record.prompt, MAX_TOKEN_ID if has_images else vocabulary)
+    answer, unread = _ids(record.answer, vocabulary), record.unread
     if not prompt or not 0 <= unread <= len(answer) + 1:
         raise ValueError(f"a turn has {unread} unread tokens, but {len(answer)} in its answer")
     sampling = SamplingParams(**msgspec.structs.asdict(record.sampling))
     stop = tuple(record.stop)
     params = GenerationParams(sampling, record.max_new_tokens, stop, record.constraint)
-    messages = tuple(_message(each) for each in record.turns)
     return CompletedTurn(messages, prompt, record.text, answer, unread, params, record.reason)
 
 

@@ -108,7 +108,9 @@ class SessionBackend(ABC):
         if job.answer.stream is None:
             decode, request = self._tokenizer.decode, job.request
             job.answer.stream = AnswerText(decode, request.stop, job.listener)
-            prompt_ids = job.resolved.prompt_ids
+            vocabulary = job.session.rule.runtime.decoder.vocab_size
+            # The ids of image tokens are none of the model's.
+            prompt_ids = [token for token in job.resolved.prompt_ids if token < vocabulary]
             job.answer.sampler = TokenSampler(request.sampling, prompt_ids, job.matcher)
 
     def _count_cached(self, job: RequestState, cached: int) -> None:

@@ -12,17 +12,16 @@ from larder.core.errors import BudgetError
 from larder.core.types import AppendKind, Mode
 from larder.models.forward_batch import BatchSegment
 from larder.models.lm_head import LOGITS_CHUNK
-from larder.prefill.base import split_blocks
-from larder.prefill.reader import PrefillSequence
+from larder.server.image_prompts import ImagePromptEncoder
 from larder.server.request_state import CacheLoad, RequestState
 from larder.server.serving_policy import CacheOccupancy, ServingPolicy
 from larder.server.session_backend.base import FindPrefix, SessionBackend
+from larder.server.session_backend.image_reader import ImageReader
 from larder.server.session_state import TOKEN_TYPECODE, CompletedTurn, SessionState, num_tokens
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.manager import TierManager
 from larder.server.token_logprobs import TokenTexts, token_logprobs, unscored_token
 from larder.session.caches import SessionCaches
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 
 class PrefixBackend(SessionBackend):
@@ -30,6 +29,7 @@ class PrefixBackend(SessionBackend):
     prefills the rest.
 
     Args:
+        images: encoder of prompts with images.
         find: finds another session with a common prefix.
     """
 
@@ -37,11 +37,12 @@ class PrefixBackend(SessionBackend):
         self,
         tiers: TierManager,
         reservations: DeviceReservations,
-        tokenizer: TokenizerAdapter,
+        images: ImagePromptEncoder,
         find: FindPrefix,
     ) -> None:
-        super().__init__(tiers, reservations, tokenizer)
-        self._find, self._texts = find, TokenTexts(tokenizer)
+        super().__init__(tiers, reservations, images.tokenizer)
+        self._find, self._texts = find, TokenTexts(images.tokenizer)
+        self._images, self._image_reader = images, ImageReader(images)
 
     def turn_demand(
         self, rule: ServingPolicy, turns: Sequence[CompletedTurn], length: int, new_tokens: int
@@ -110,15 +111,17 @@ class PrefixBackend(SessionBackend):
         cache = session.residency.active
         assert cache is not None
         reader, started = session.rule.reader(len(job.resolved.prompt_ids)), perf_counter()
+        beside = 0
         cache.reserve(len(block))
         if job.request.prompt_logprobs:
             self._read_scored(job, cache, block)
         else:
-            reader.append([PrefillSequence(cache, {})], block)
+            beside = self._image_reader.read(job, reader, block)
         if 2 * len(block) > session.rule.block:  # short prefills are slower per token
             self._tiers.disk.note_reading(len(block), perf_counter() - started)
         session.residency.cached_ids.extend(block)
-        self._reservations.check(session.key, max(cache.nbytes, reader.meter.peak_bytes))
+        held = max(cache.nbytes, reader.meter.peak_bytes) + beside
+        self._reservations.check(session.key, held)
         prefill.next_block += 1
         if prefill.is_done:
             self._prepare(job)
@@ -186,20 +189,22 @@ class PrefixBackend(SessionBackend):
 
     def _split_prefill(self, job: RequestState, text: tuple[int, ...]) -> None:
         prefill, session = job.prefill, job.session
-        unread, block = text[len(session.residency.cached_ids) : -1], session.rule.block
+        block = session.rule.block
         if job.request.prompt_logprobs:  # all logits of a block are there at once
             vocab_size = session.rule.runtime.decoder.vocab_size
             block = min(block, max(1, LOGITS_CHUNK // vocab_size))
             if not prefill.scored_len:
                 prefill.scored_len = 1
                 job.listener.on_logprobs((unscored_token(text[0], self._texts),))
-        prefill.blocks = split_blocks(unread, block)
+        cached = len(session.residency.cached_ids)
+        prefill.blocks = self._image_reader.split(job, text, cached, block)
         prefill.next_block = 0
         if prefill.is_done:
             self._prepare(job)
 
     def _prepare(self, job: RequestState) -> None:
         """Prepare decoding: the prompt is read."""
+        job.prefill.image_part = None
         session, cache = job.session, job.session.residency.active
         assert cache is not None
         cache.reserve(job.new_tokens - len(job.answer.output_ids))
@@ -318,6 +323,8 @@ class PrefixBackend(SessionBackend):
         demand = job.session.rule.lossless_turn_demand(
             occupancy, len(job.resolved.prompt_ids), job.new_tokens
         )
+        embeddings = self._images.embedding_bytes(job.resolved.prompt_ids)
+        demand = replace(demand, bytes=demand.bytes + embeddings)
         if source is None:
             return demand
         nbytes = source.residency.nbytes

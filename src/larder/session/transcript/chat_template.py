@@ -12,6 +12,7 @@ from types import CodeType
 from typing import Any
 
 from larder.core.errors import ModelError
+from larder.session.transcript.image_marks import has_mark, split_marks
 
 # Role of a message that is none: its content is JSON of variables of the chat template, which hold
 # for the whole conversation.
@@ -22,6 +23,7 @@ RESERVED_VARIABLES = frozenset(
 )
 PLAIN_ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
 ANSWER_PLACEHOLDER = "0mark0"  # placeholder of an answer; no template changes it
+TEXT_PART = {"type": "text", "text": ANSWER_PLACEHOLDER}
 # Errors of the code of a template itself; `render_template` raises the others.
 TEMPLATE_ERRORS = (
     ArithmeticError,
@@ -149,11 +151,16 @@ class ChatTemplate:
     def _apply(
         self, turns: Sequence[TemplateMessage], end: PromptEnd, variables: Mapping[str, Any]
     ) -> str:
+        messages = [{"role": turn.role, "content": self._content(turn.content)} for turn in turns]
+        return self._rendered(messages, end, variables)
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], end: PromptEnd, variables: Mapping[str, Any]
+    ) -> str:
         from jinja2 import TemplateError
 
         from larder.session.transcript.template_sandbox import render_template
 
-        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
         named = {**self.tokenizer.special_tokens_map, **variables}
         try:
             return render_template(
@@ -161,6 +168,40 @@ class ChatTemplate:
             )
         except TEMPLATE_ERRORS as error:
             raise TemplateError(f"{type(error).__name__}: {error}") from error
+
+    def _content(self, text: str) -> str | list[dict[str, str]]:
+        """Content of a message: its text, or parts for a template that takes those alone, or where
+        there are images. A template without image parts renders the marks of images as text."""
+        if not (self._takes_images if has_mark(text) else self._takes_parts_alone):
+            return text
+        parts = list[dict[str, str]]()
+        for number, piece in enumerate(split_marks(text)):
+            parts += [{"type": "image"}] if number else []
+            parts += [{"type": "text", "text": piece}] if piece else []
+        return parts or [{"type": "text", "text": ""}]
+
+    @cached_property
+    def _takes_images(self) -> bool:
+        """True if the template writes something for a part that is an image."""
+        shown = self._probe([{"type": "image"}, TEXT_PART])
+        return ANSWER_PLACEHOLDER in shown and shown != self._probe([TEXT_PART])
+
+    @cached_property
+    def _takes_parts_alone(self) -> bool:
+        """True if the template drops contents that are no lists of parts."""
+        if ANSWER_PLACEHOLDER in self._probe(ANSWER_PLACEHOLDER):
+            return False
+        return ANSWER_PLACEHOLDER in self._probe([TEXT_PART])
+
+    def _probe(self, content: str | list[dict[str, str]]) -> str:
+        """Rendering of one user message; empty if the template rejects it."""
+        from jinja2 import TemplateError
+
+        try:
+            messages = [{"role": "user", "content": content}]
+            return self._rendered(messages, PromptEnd.CLOSED, {})
+        except (ModelError, TemplateError):
+            return ""
 
     @cached_property
     def _code(self) -> CodeType:

@@ -176,13 +176,13 @@ class TokenizerAdapter:
         """Encode the first user message, up to the beginning of the answer."""
         return self.encode(self._template.render([TemplateMessage("user", text)], PromptEnd.ANSWER))
 
-    def encode_messages(self, turns: Sequence[TemplateMessage]) -> tuple[int, ...]:
-        """Encode a whole conversation, up to the beginning of the next answer."""
-        return self.encode(self._template.render(turns, PromptEnd.ANSWER))
+    def render_messages(self, turns: Sequence[TemplateMessage]) -> str:
+        """Text of a whole conversation, up to the beginning of the next answer."""
+        return self._template.render(turns, PromptEnd.ANSWER)
 
-    def encode_continuation(self, turns: Sequence[TemplateMessage]) -> tuple[int, ...]:
-        """Encode further messages after a finished turn, up to the beginning of the answer."""
-        return self.encode(self._template.continuation(turns, PromptEnd.ANSWER))
+    def render_continuation(self, turns: Sequence[TemplateMessage]) -> str:
+        """Text of further messages after a finished turn, up to the beginning of the answer."""
+        return self._template.continuation(turns, PromptEnd.ANSWER)
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
         """Encode an answer as it follows a question, end of turn included."""

@@ -1,0 +1,212 @@
+"""Prompts with images: their token ids, and the embeddings that the model merges images into.
+
+Token ids do not tell images apart, but prefixes of sessions are compared by them. So an image token
+has an id behind the vocabulary, by the digests of the images of its messages and its place among
+their image tokens: equal ids are equal images. What the model reads are the embeddings.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from io import BytesIO
+from typing import Any
+
+from larder.core.images import ImageSpans, spans_of
+from larder.models.decoder import Decoder
+from larder.models.merged_images import MergedText, merge_images
+from larder.models.processor import NamedProcessor
+from larder.server.api_errors import invalid_request
+from larder.server.request import ApiError, ChatMessage
+from larder.server.serving_policy import ServingPolicy
+from larder.server.session_state import MAX_TOKEN_ID, CompletedTurn
+from larder.session.transcript.chat_template import VARIABLES_ROLE, TemplateMessage
+from larder.session.transcript.image_marks import image_digests, split_marks
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+
+IMAGE_TOKEN_NAMES = ("image_token_id", "image_token_index")  # in configurations of transformers
+CACHED_PROMPTS = 8  # whose pixels are kept until the model reads them
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """Messages of one turn as the chat template renders them.
+
+    Args:
+        text: marks stand for images that the template has no text for.
+        digests: SHA-256 of each image, in order; empty without images.
+    """
+
+    text: str
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ImagePart:
+    """Part of a prompt whose images are merged.
+
+    Args:
+        start: true position of its first token.
+        ids: its token ids, those of image tokens behind the vocabulary.
+        merged: the text, with positions that count from its start.
+    """
+
+    start: int
+    ids: tuple[int, ...]
+    merged: MergedText
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.ids)
+
+    @property
+    def spans(self) -> ImageSpans:
+        """Images at their true positions."""
+        return self.merged.images.shifted(self.start)
+
+    @property
+    def nbytes(self) -> int:
+        return self.merged.embeddings.nbytes
+
+
+def rendered_prompt(
+    tokenizer: TokenizerAdapter, past: Sequence[CompletedTurn], new: Sequence[ChatMessage]
+) -> RenderedPrompt:
+    """Rendered text of new messages after completed turns."""
+    first = [each for turn in past[:1] for each in turn.messages[:1]]
+    variables = [each for each in first if each.role == VARIABLES_ROLE]
+    messages = [TemplateMessage(each.role, each.text) for each in (*variables, *new)]
+    render = tokenizer.render_continuation if past else tokenizer.render_messages
+    digests = [digest for each in new for digest in image_digests(each.text)]
+    return RenderedPrompt(render(messages), tuple(digests))
+
+
+class ImagePromptEncoder:
+    """Encoder of prompts with images. For the model's thread.
+
+    Args:
+        processor: processor of the model; None for models without a vision tower.
+        decoder: the model.
+        tokenizer: its tokenizer.
+    """
+
+    def __init__(self, processor: Any, decoder: Decoder, tokenizer: TokenizerAdapter) -> None:
+        self._processor, self._decoder, self.tokenizer = processor, decoder, tokenizer
+        config = decoder.module.config.to_dict()
+        named = [config[name] for name in IMAGE_TOKEN_NAMES if name in config]
+        self._image_token = named[0] if named else None
+        self._inputs: OrderedDict[RenderedPrompt, Mapping[str, Any]] = OrderedDict()
+
+    @property
+    def takes_images(self) -> bool:
+        """True if the model reads images."""
+        return self._processor is not None and self._image_token is not None
+
+    def image_spans(self, ids: Sequence[int]) -> ImageSpans:
+        """Spans of image tokens among token ids."""
+        vocabulary = self._decoder.vocab_size
+        return ImageSpans(spans_of([token >= vocabulary for token in ids]))
+
+    def embedding_bytes(self, ids: Sequence[int]) -> int:
+        """Upper bound of the embeddings of a prompt while it is read; 0 without images."""
+        if not self.image_spans(ids).spans:
+            return 0
+        spec = self._decoder.spec
+        return len(ids) * spec.width * spec.dtype.itemsize
+
+    def check_policy(self, ids: Sequence[int], rule: ServingPolicy) -> None:
+        """Check that sessions under a policy can hold a prompt.
+
+        Raises:
+            ApiError: 400: the prompt has images, and the policy evicts or forms episodes.
+        """
+        if rule.is_chat and self.image_spans(ids).spans:
+            raise invalid_request(
+                f"The messages have images, but sessions under {rule} are read again by their "
+                "words: ask with kv_policy 'exact', or serve another policy, such as full.",
+                "messages",
+            )
+
+    def ids(self, prompt: RenderedPrompt, images: Mapping[str, bytes]) -> tuple[int, ...]:
+        """Token ids of a prompt, those of image tokens behind the vocabulary.
+
+        Args:
+            images: files of the images, by digest.
+
+        Raises:
+            ApiError: 400: an image is missing, or images and text do not go together.
+        """
+        inputs = self._inputs.get(prompt)
+        if inputs is None:
+            inputs = self._inputs[prompt] = self._processed(prompt, images)
+            if len(self._inputs) > CACHED_PROMPTS:
+                self._inputs.popitem(last=False)
+        ids = inputs["input_ids"][0].tolist()
+        places = [place for place, token in enumerate(ids) if token == self._image_token]
+        if not places or places[-1] == len(ids) - 1:
+            raise invalid_request(
+                "The chat template of the model has no text behind an image, or none for it: send "
+                "text behind the image.",
+                "messages",
+            )
+        first = self._first_id(prompt.digests, len(places))
+        for number, place in enumerate(places):
+            ids[place] = first + number
+        return tuple(ids)
+
+    def merged(self, start: int, prompt: RenderedPrompt, images: Mapping[str, bytes]) -> ImagePart:
+        """Part of a prompt with its images merged, which runs the vision tower.
+
+        Args:
+            start: true position of its first token.
+            images: files of the images, by digest.
+
+        Raises:
+            ApiError: 400: as `ids`.
+        """
+        ids = self.ids(prompt, images)
+        try:
+            merged = merge_images(self._decoder, self._inputs.pop(prompt))
+        except ValueError as error:
+            raise _mismatch(error) from error
+        return ImagePart(start, ids, merged)
+
+    def _processed(self, prompt: RenderedPrompt, images: Mapping[str, bytes]) -> Mapping[str, Any]:
+        from PIL import Image
+
+        if any(digest not in images for digest in prompt.digests):
+            raise invalid_request(
+                "An image of an earlier message is no longer in a cache, and images are not "
+                "stored: send all messages with their images.",
+                "messages",
+            )
+        processor = self._processor
+        if isinstance(processor, NamedProcessor):
+            processor = processor.loaded
+        opened = [Image.open(BytesIO(images[each])).convert("RGB") for each in prompt.digests]
+        text = processor.image_token.join(split_marks(prompt.text))
+        shown = text.count(processor.image_token)
+        if shown != len(opened):
+            raise invalid_request(
+                f"The messages have {len(opened)} images, but the prompt {shown} image tokens "
+                f"({processor.image_token}): leave these out of texts.",
+                "messages",
+            )
+        try:
+            return processor(
+                text=[text], images=[opened], return_tensors="pt", add_special_tokens=False
+            )
+        except ValueError as error:
+            raise _mismatch(error) from error
+
+    def _first_id(self, digests: Sequence[str], count: int) -> int:
+        """First id of the image tokens of a turn, the same for the same images."""
+        vocabulary = self._decoder.vocab_size
+        digest = int.from_bytes(sha256("".join(digests).encode()).digest()[:8])
+        return vocabulary + digest % (MAX_TOKEN_ID - vocabulary - count)
+
+
+def _mismatch(error: ValueError) -> ApiError:
+    return invalid_request(f"The images do not fit the prompt: {error}.", "messages")
