@@ -22,8 +22,12 @@ from larder.server.api_errors import invalid_request
 from larder.server.request import ApiError, ChatMessage
 from larder.server.serving_policy import ServingPolicy
 from larder.server.session_state import MAX_TOKEN_ID, CompletedTurn
-from larder.session.transcript.chat_template import VARIABLES_ROLE, TemplateMessage
-from larder.session.transcript.image_marks import image_digests, split_marks
+from larder.session.transcript.chat_template import (
+    VARIABLES_ROLE,
+    TemplateMessage,
+    image_digests,
+    split_marks,
+)
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 IMAGE_TOKEN_NAMES = ("image_token_id", "image_token_index")  # in configurations of transformers

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from io import BytesIO
 
 from larder.server.api_errors import invalid_request
-from larder.session.transcript.image_marks import image_mark
+from larder.session.transcript.chat_template import image_mark
 
 MAX_IMAGES = 64  # of a request
 MAX_PIXELS = 1 << 25  # of an image: 100 MB decoded

@@ -29,7 +29,7 @@ from pydantic import AfterValidator, BaseModel, PrivateAttr, ValidationError
 
 from larder.server.api_errors import invalid_request
 from larder.server.http.error_responses import malformed_field
-from larder.session.transcript.image_marks import has_mark
+from larder.session.transcript.chat_template import has_mark
 
 Scalar = str | int | float | bool | None
 MISSING_FIELD = msgspec.Raw(b"")

@@ -26,8 +26,7 @@ from larder.server.session_state import (
     GenerationParams,
     SessionState,
 )
-from larder.session.transcript.chat_template import VARIABLES_ROLE
-from larder.session.transcript.image_marks import has_mark
+from larder.session.transcript.chat_template import VARIABLES_ROLE, has_mark
 
 FORMAT, VERSION = "larder session", 1
 IMPORT_BYTES = 2**23  # of an imported session: 700,000 tokens with their text

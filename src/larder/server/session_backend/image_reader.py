@@ -10,7 +10,7 @@ from larder.server.api_errors import invalid_request
 from larder.server.image_prompts import ImagePart, ImagePromptEncoder, rendered_prompt
 from larder.server.request import ChatMessage
 from larder.server.request_state import RequestState
-from larder.session.transcript.image_marks import has_mark
+from larder.session.transcript.chat_template import has_mark
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -12,7 +13,6 @@ from types import CodeType
 from typing import Any
 
 from larder.core.errors import ModelError
-from larder.session.transcript.image_marks import has_mark, split_marks
 
 # Role of a message that is none: its content is JSON of variables of the chat template, which hold
 # for the whole conversation.
@@ -22,6 +22,10 @@ RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt"}
 )
 PLAIN_ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
+# A mark stands in the text of a message where an image stands, and names it by its SHA-256. It
+# begins with a code point that is no character, which texts from outside must not contain.
+MARK_START, MARK_STOP = "\ufdd0", "\ufdd1"  # Unicode reserves both for use inside a program
+_MARK = re.compile(f"{MARK_START}image ([0-9a-f]{{64}}){MARK_STOP}")
 ANSWER_PLACEHOLDER = "0mark0"  # placeholder of an answer; no template changes it
 TEXT_PART = {"type": "text", "text": ANSWER_PLACEHOLDER}
 # Errors of the code of a template itself; `render_template` raises the others.
@@ -34,6 +38,30 @@ TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
+
+
+def image_mark(digest: str) -> str:
+    """Mark of an image, as text.
+
+    Args:
+        digest: SHA-256 in hexadecimal.
+    """
+    return f"{MARK_START}image {digest}{MARK_STOP}"
+
+
+def has_mark(text: str) -> bool:
+    """True if a text contains the beginning of a mark."""
+    return MARK_START in text
+
+
+def image_digests(text: str) -> list[str]:
+    """Digests of the images in a text, in order."""
+    return _MARK.findall(text)
+
+
+def split_marks(text: str) -> list[str]:
+    """Texts around the images: one more than there are images."""
+    return _MARK.split(text)[::2]
 
 
 @dataclass(frozen=True)
