@@ -104,6 +104,9 @@ class FakeHub(EngineClient):
     def tokenize(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode("utf-8", "replace"))
 
+    def count_prompt(self, turns: Sequence[ChatMessage], images: dict[str, bytes]) -> int:
+        return sum(len(turn.text) for turn in turns)
+
     def tokenizer_info(self) -> dict[str, str | None]:
         return {"eos_token": "<eos>", "bos_token": None, "pad_token": None, "chat_template": None}
 

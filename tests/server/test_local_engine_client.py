@@ -19,7 +19,7 @@ from larder.server.request import ApiError, ChatMessage, Report, Request, Ticket
 from larder.server.session_info import TranscriptTexts
 from larder.store.ledger import ByteBudgets, Tier
 from larder.store.store import Store
-from server_core import told, user
+from server_core import Served, told, user
 
 
 class Waiting:
@@ -256,3 +256,14 @@ def test_a_session_is_not_taken_apart_on_the_thread_that_answers(
         hub.close()
     assert [name for name, _ in threads] == ["encode", "decode", "encode", "decode", "encode"]
     assert "larder model" not in {thread for _, thread in threads}
+
+
+def test_the_stop_string_that_ended_an_answer_is_reported(small: LoadedModel) -> None:
+    served = Served(small)
+    whole = served.ask(told(1), max_new_tokens=6)
+    assert whole.told.matched_stop is None
+    stops = (whole.text[3], whole.text[2:4], "not in it")
+    cut = served.ask(told(1), max_new_tokens=6, stop=stops)
+    first = min(stops[:2], key=lambda stop: (whole.text.find(stop), stop))
+    assert cut.told.matched_stop == first
+    assert cut.text == whole.text[: whole.text.find(first)]

@@ -61,6 +61,7 @@ class IncrementalDetokenizer:
         self._context = decode(self._ids) if context else ""
         self._before = self._context  # text of the settled ones among them
         self._sent = 0
+        self.matched_stop: str | None = None  # the stop string that ended the answer
 
     @property
     def text(self) -> str:
@@ -73,8 +74,9 @@ class IncrementalDetokenizer:
         self._read()
         skipped = max(0, len(self._settled) - self._longest)
         near = self._settled[skipped:] + self._tail
-        cut = min((near.find(stop) for stop in self._stops if stop in near), default=-1)
-        if cut >= 0:
+        matches = [(near.find(stop), stop) for stop in self._stops if stop in near]
+        if matches:
+            cut, self.matched_stop = min(matches)
             self._settled, self._tail = self.text[: skipped + cut], ""
             self._send(near[:cut], skipped)
             return False

@@ -30,6 +30,11 @@ class AnswerText:
         """The whole text so far."""
         return self._stream.text
 
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that ended the answer; None if none did."""
+        return self._stream.matched_stop
+
     def push(self, token: int, logprob: TokenLogprob | None = None) -> bool:
         """Add one token; returns False once a stop string ends the answer."""
         if logprob is not None:

@@ -67,6 +67,20 @@ def tokenize(context: EngineContext, text: str) -> tuple[int, ...]:
 
 
 @operation(Placement.ANY)
+def count_prompt(
+    context: EngineContext, turns: Sequence[ChatMessage], images: Mapping[str, bytes]
+) -> int:
+    """Number of tokens of a conversation, up to the beginning of its next answer.
+
+    Raises:
+        ApiError: 400: there is no message to answer, or its images cannot be read.
+    """
+    core = context.core
+    core.check_length(*(turn.text for turn in turns))
+    return context.call(lambda: len(core.sessions.prompt_ids((), tuple(turns), images)))
+
+
+@operation(Placement.ANY)
 def detokenize(context: EngineContext, ids: Sequence[int]) -> str:
     """Text of token ids.
 

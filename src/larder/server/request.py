@@ -126,6 +126,8 @@ class Report:
         seconds: from arrival to the end.
         durable: true if the store has the turn; None if the end of an answer does not wait for it,
             or without a store.
+        matched_stop: the stop string that ended the answer; None if none did, or if the answer to
+            a repeated request was stored.
     """
 
     session: str
@@ -143,6 +145,7 @@ class Report:
     first_seconds: float
     seconds: float
     durable: bool | None = None
+    matched_stop: str | None = None
 
 
 @runtime_checkable

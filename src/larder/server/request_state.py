@@ -256,4 +256,5 @@ class RequestState(Ticket):
             first_seconds=(now if times.first is None else times.first) - times.asked,
             seconds=now - times.asked,
             durable=self.durable,
+            matched_stop=None if self.answer.stream is None else self.answer.stream.matched_stop,
         )

@@ -236,7 +236,7 @@ class SessionIndex:
     def _whole_prompt(self, request: Request) -> tuple[tuple[ChatMessage, ...], tuple[int, ...]]:
         """Messages and tokens of a request that continues no session."""
         if request.raw_prompt is None:
-            return request.turns, self._prompt_ids((), request.turns, request)
+            return request.turns, self.prompt_ids((), request.turns, request.images)
         prompt_tokens = request.raw_ids or self._tokenizer.encode(request.raw_prompt)
         if not prompt_tokens:
             raise invalid_request("The prompt is empty: send at least one token.", "prompt")
@@ -268,7 +268,7 @@ class SessionIndex:
             request.turns if session.turns else session.transcript.opening_messages + request.turns
         )
         past_turns = tuple(session.turns)
-        prompt_tokens = self._prompt_ids(past_turns, turns, request)
+        prompt_tokens = self.prompt_ids(past_turns, turns, request.images)
         if session.rule is not rule:
             session = self._provisional(self.fork(session, None, rule, len(past_turns)))
         return ResolvedSession(session, past_turns, turns, prompt_tokens)
@@ -284,7 +284,7 @@ class SessionIndex:
             raise session_busy(request.session)
         exchanges = match.exchanges if best is not None else 0
         past_turns = tuple(best.turns[:exchanges]) if best is not None else ()
-        prompt_tokens = self._prompt_ids(past_turns, match.rest, request)
+        prompt_tokens = self.prompt_ids(past_turns, match.rest, request.images)
         if best is None or (not exchanges and self._is_free(request)):
             return ResolvedSession(self._create(request, rule), (), request.turns, prompt_tokens)
         if not is_whole or best.usage.is_answering or best.rule is not rule:
@@ -352,13 +352,16 @@ class SessionIndex:
         is_same = turn.messages == rest and turn.params == GenerationParams.of(request)
         return is_same and request.logprobs is None
 
-    def _prompt_ids(
+    def prompt_ids(
         self,
         past_turns: tuple[CompletedTurn, ...],
         rest: tuple[ChatMessage, ...],
-        request: Request,
+        images: Mapping[str, bytes],
     ) -> tuple[int, ...]:
         """Token ids of completed turns and new messages.
+
+        Args:
+            images: files of the images of the messages, by SHA-256.
 
         Raises:
             ApiError: 400: there is no message to answer, or its images cannot be read.
@@ -370,7 +373,7 @@ class SessionIndex:
             )
         prompt = rendered_prompt(self._tokenizer, past_turns, rest)
         if prompt.digests:
-            new = self._images.ids(prompt, request.images)
+            new = self._images.ids(prompt, images)
         else:
             new = self._tokenizer.encode(prompt.text)
         ids = [

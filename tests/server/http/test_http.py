@@ -62,6 +62,9 @@ def test_32_nothing_but_the_page_and_health_answers_without_a_key(served: Runnin
             if method == "HEAD":
                 assert reply.status_code == 401
                 continue
+            if place.startswith("/v1/messages"):  # Anthropic's form
+                assert reply.json()["error"]["type"] == "authentication_error"
+                continue
             assert error(reply, 401)["code"] == "invalid_api_key", (method, place)
         for given in ("Bearer sk-wrong", ANNE, f"Basic {ANNE}", "Bearer", f"Bearer {ANNE}x"):
             error(client.get("/v1/sessions", headers={"authorization": given}), 401)

@@ -19,6 +19,7 @@ from larder.server.http import (
     completions,
     conversations,
     error_responses,
+    messages,
     responses,
     server_info,
     sessions,
@@ -61,7 +62,7 @@ def create_app(
     description = "Bytes of request bodies and of their decoded values."
     metrics.add("body_bytes", description, lambda: bodies.used_bytes)
     app.state.larder = AppState(client, archive, bodies, metrics, settings)
-    for module in (completions, responses, conversations, sessions, server_info):
+    for module in (completions, messages, responses, conversations, sessions, server_info):
         app.include_router(module.router)
     app.add_exception_handler(LarderError, error_responses.on_larder_error)
     app.add_exception_handler(HTTPException, error_responses.on_http_error)

@@ -65,9 +65,9 @@ class ApiKeyAuth(Authenticator):
 
     def admit(self, headers: Mapping[str, str], client: str | None) -> Principal:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        principal = (
-            self._principals.get(self._digest(key.strip())) if scheme.lower() == "bearer" else None
-        )
+        if scheme.lower() != "bearer":
+            key = headers.get("x-api-key", "")  # Anthropic's clients
+        principal = self._principals.get(self._digest(key.strip()))
         if principal is None:
             raise ApiError(
                 "No valid API key: send 'Authorization: Bearer KEY' with a key of this server.",

@@ -153,9 +153,16 @@ async def chat_completions(http: HttpRequest, body: ChatCompletionRequest) -> Re
     turns = await run_in_threadpool(body.turns, model.template_variables, taken)
     constraint, stop = await run_in_threadpool(body.constraint), stop_strings(body.stop)
     request = engine_request(
-        http, state, body, hint.name, max_new_tokens, stop, turns, constraint=constraint
+        http,
+        state,
+        body,
+        hint.name,
+        max_new_tokens,
+        stop,
+        turns,
+        constraint=constraint,
+        images=images.files,
     )
-    request = replace(request, images=images.files)
     return await _answer(
         http, body, [prompt_choices(request, body.n or 1)], hint.is_firm, CHAT_FORMAT
     )

@@ -35,6 +35,9 @@ ERROR_TYPES = {
     409: "conflict_error",
     429: "rate_limit_error",
 }
+# Paths whose errors are in Anthropic's form, and the types of errors there.
+MESSAGES_PATH = "/v1/messages"
+MESSAGES_ERROR_TYPES = ERROR_TYPES | {413: "request_too_large", 503: "overloaded_error"}
 LOCATION_TYPES = frozenset({"body", "str", "int", "path", "query"})
 FRAMEWORK_CODES = {404: "not_found", 405: "method_not_allowed"}
 
@@ -113,8 +116,19 @@ def error_body(refusal: ApiError) -> dict[str, Any]:
     }
 
 
-def error_response(refusal: ApiError) -> JSONResponse:
-    """Complete HTTP response of an error."""
+def messages_error_body(refusal: ApiError) -> dict[str, Any]:
+    """JSON body of an error in Anthropic's form."""
+    default = "api_error" if refusal.status >= 500 else "invalid_request_error"
+    kind = MESSAGES_ERROR_TYPES.get(refusal.status, default)
+    return {"type": "error", "error": {"type": kind, "message": str(refusal)}}
+
+
+def error_response(refusal: ApiError, path: str = "") -> JSONResponse:
+    """Complete HTTP response of an error.
+
+    Args:
+        path: of the request, which decides the form of the body.
+    """
     headers: dict[str, str] = {}
     if refusal.retry_after is not None:
         headers["retry-after"] = str(max(1, math.ceil(refusal.retry_after)))
@@ -122,22 +136,24 @@ def error_response(refusal: ApiError) -> JSONResponse:
         headers["x-should-retry"] = "false"
     if refusal.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(error_body(refusal), refusal.status, headers)
+    is_message = path.startswith(MESSAGES_PATH)
+    body = messages_error_body(refusal) if is_message else error_body(refusal)
+    return JSONResponse(body, refusal.status, headers)
 
 
 async def on_larder_error(request: HttpRequest, error: Exception) -> JSONResponse:
     """Handler of LarderErrors."""
-    return error_response(as_api_error(error))
+    return error_response(as_api_error(error), request.url.path)
 
 
 async def on_http_error(request: HttpRequest, error: Exception) -> JSONResponse:
     """Handler of framework errors: unknown paths, methods, broken bodies."""
     if isinstance(error, BodyError):
-        return error_response(error.refusal)
+        return error_response(error.refusal, request.url.path)
     assert isinstance(error, BareHTTPException)
     code = FRAMEWORK_CODES.get(error.status_code, INVALID_REQUEST)
     response = error_response(
-        ApiError(f"{error.detail}.".replace("..", "."), error.status_code, code)
+        ApiError(f"{error.detail}.".replace("..", "."), error.status_code, code), request.url.path
     )
     response.headers.update(error.headers or {})
     return response
@@ -147,12 +163,12 @@ async def on_validation_error(request: HttpRequest, error: Exception) -> JSONRes
     """Handler of bodies and parameters that do not match the schema of the endpoint."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    return error_response(malformed_field(first["loc"], first["msg"]))
+    return error_response(malformed_field(first["loc"], first["msg"]), request.url.path)
 
 
 async def on_unexpected_error(request: HttpRequest, error: Exception) -> JSONResponse:
     """Handler of unexpected exceptions; clients get no internal details."""
-    return error_response(as_api_error(error))
+    return error_response(as_api_error(error), request.url.path)
 
 
 def _is_field(part: int | str) -> bool:

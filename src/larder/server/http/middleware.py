@@ -47,7 +47,8 @@ class AccessMiddleware:
         try:
             tenant = self._admitted(scope)
         except ApiError as refusal:
-            await error_responses.error_response(refusal)(scope, receive, secured_send)
+            response = error_responses.error_response(refusal, scope["path"])
+            await response(scope, receive, secured_send)
             return
         with self._bodies.open_reservation(tenant) as reservation:
             await self._app(scope, self._limited(receive, reservation), secured_send)

@@ -42,6 +42,7 @@ ROLES = {"developer": "system"}
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "background": (False,),
+    "container": (),
     "bad_words": ([],),
     "best_of": (1,),
     "echo": (False,),
@@ -53,6 +54,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "ignore_eos": (False,),
     "logprobs": (False, 0),
+    "mcp_servers": ([],),
     "min_tokens": (0,),
     "modalities": (["text"],),
     "n": (1,),
@@ -62,6 +64,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "stop_token_ids": ([],),
     "structured_outputs": (),
     "suffix": ("",),
+    "thinking": ({"type": "disabled"},),
     "text": ({"format": {"type": "text"}}, {}),
     "tools": ([],),
     "top_logprobs": (0,),
@@ -278,6 +281,7 @@ def engine_request(
     turns: tuple[ChatMessage, ...] = (),
     raw_prompt: str | None = None,
     constraint: Constraint | None = None,
+    images: Mapping[str, bytes] | None = None,
 ) -> Request:
     """Engine request of a validated HTTP request.
 
@@ -298,6 +302,7 @@ def engine_request(
         steps=body.steps,
         constraint=constraint,
         logprobs=body.num_logprobs,
+        images=images or {},
     )
 
 

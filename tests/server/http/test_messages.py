@@ -1,0 +1,141 @@
+"""Messages in Anthropic's form: whole, streamed, counted, refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+from larder.server.request import ChatMessage
+from server.fake_engine_client import NAME
+from server.http.conftest import ANNE
+from server.http.running_server import Running
+
+HELLO = [{"role": "user", "content": "hello there"}]
+
+
+def sent(http: httpx2.Client, path: str = "/v1/messages", **body: Any) -> httpx2.Response:
+    given = {"model": NAME, "max_tokens": 50, "messages": HELLO} | body
+    return http.post(path, json=given)
+
+
+def events(response: httpx2.Response) -> list[tuple[str, dict[str, Any]]]:
+    found = list[tuple[str, dict[str, Any]]]()
+    for frame in response.text.split("\n\n")[:-1]:
+        name, data = frame.split("\n")
+        told = json.loads(data.removeprefix("data: "))
+        assert told["type"] == name.removeprefix("event: ")
+        found.append((told["type"], told))
+    return found
+
+
+def test_a_whole_answer(http: httpx2.Client, served: Running) -> None:
+    told = sent(http, temperature=0.5, top_k=3, stop_sequences=["END"]).json()
+    assert told["content"] == [{"type": "text", "text": "You said: hello there "}]
+    assert (told["type"], told["role"], told["model"]) == ("message", "assistant", NAME)
+    assert (told["stop_reason"], told["stop_sequence"]) == ("end_turn", None)
+    usage = told["usage"]
+    assert usage["input_tokens"] == 0 and usage["output_tokens"] == 4
+    assert usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"] == 9
+    asked = served.hub.asked[-1]
+    assert (asked.max_new_tokens, asked.stop, asked.sampling.top_k) == (50, ("END",), 3)
+
+
+def test_system_and_blocks(http: httpx2.Client, served: Running) -> None:
+    blocks = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    said = [*HELLO, {"role": "assistant", "content": blocks}, {"role": "user", "content": blocks}]
+    marked = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    for system in ("Be brief.", marked):
+        assert sent(http, system=system, messages=said).status_code == 200
+        assert served.hub.asked[-1].turns == (
+            ChatMessage("system", "Be brief."),
+            ChatMessage("user", "hello there"),
+            ChatMessage("assistant", "ab"),
+            ChatMessage("user", "ab"),
+        )
+
+
+def test_a_streamed_answer(http: httpx2.Client, served: Running) -> None:
+    told = events(sent(http, stream=True))
+    names = [name for name, _ in told]
+    assert names[:2] == ["message_start", "content_block_start"]
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(names[2:-3]) == {"content_block_delta"}
+    assert "".join(e["delta"]["text"] for n, e in told if n == "content_block_delta") == (
+        "You said: hello there "
+    )
+    assert told[0][1]["message"]["content"] == []
+    assert told[-2][1]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert told[-2][1]["usage"]["output_tokens"] == 4
+
+
+def test_what_cuts_an_answer_short(http: httpx2.Client, served: Running) -> None:
+    long = [{"role": "user", "content": "long"}]
+    assert sent(http, messages=long).json()["stop_reason"] == "max_tokens"
+    broken = events(sent(http, messages=[{"role": "user", "content": "break"}], stream=True))
+    assert broken[-1] == (
+        "error",
+        {"type": "error", "error": {"type": "overloaded_error", "message": "It broke."}},
+    )
+
+
+def test_tokens_are_counted(http: httpx2.Client, served: Running) -> None:
+    told = http.post("/v1/messages/count_tokens", json={"model": NAME, "messages": HELLO})
+    assert told.json() == {"input_tokens": len("hello there")}
+    assert served.hub.asked == []
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind", "message"),
+    [
+        ({"model": "other"}, 404, "not_found_error", "no model 'other'"),
+        ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
+        ({"tools": [{"name": "f"}]}, 400, "invalid_request_error", "tools is not supported"),
+        ({"thinking": {"type": "enabled"}}, 400, "invalid_request_error", "thinking"),
+        ({"output_config": {"format": {"type": "xml"}}}, 400, "invalid_request_error", "json_sch"),
+        ({"messages": []}, 400, "invalid_request_error", "messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+            400,
+            "invalid_request_error",
+            "'tool_result'",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}
+                ]
+            },
+            400,
+            "invalid_request_error",
+            "nothing is fetched",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "refuse slow 429"}]},
+            429,
+            "rate_limit_error",
+            "",
+        ),
+    ],
+)
+def test_refusals(
+    http: httpx2.Client, served: Running, body: dict[str, Any], status: int, kind: str, message: str
+) -> None:
+    response = sent(http, **body)
+    assert response.status_code == status
+    told = response.json()
+    assert told["type"] == "error" and told["error"]["type"] == kind
+    assert message in told["error"]["message"]
+
+
+def test_keys(served: Running) -> None:
+    body = {"model": NAME, "max_tokens": 5, "messages": HELLO}
+    with httpx2.Client(base_url=served.url) as client:
+        refused = client.post("/v1/messages", json=body, headers={"x-api-key": "sk-nobody-0123456"})
+        assert refused.status_code == 401
+        assert refused.json()["error"]["type"] == "authentication_error"
+        admitted = client.post("/v1/messages", json=body, headers={"x-api-key": ANNE})
+        assert admitted.status_code == 200
+    assert served.hub.asked[-1].tenant == "anne"
