@@ -12,7 +12,18 @@ from golden.comparison import MASK, Golden, masked
 from golden.surface import ROOT
 
 STUDIES = ROOT / "studies" / "results"
-MACHINE = ("environment", "id", "commit", "date", "platform", "cpu", "threads", "larder", "seconds")
+MACHINE = (
+    "environment",
+    "id",
+    "commit",
+    "date",
+    "platform",
+    "cpu",
+    "processor",
+    "threads",
+    "larder",
+    "seconds",
+)
 MACHINE += ("python", "torch", "transformers", "latency", "first_token_p50", "first_token_p95")
 MACHINE += ("token_p50", "token_p95")
 SMALL = ("--files", "1", "--budget", "1/4", "--control", "full", "--control", "random")
