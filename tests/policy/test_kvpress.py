@@ -18,6 +18,7 @@ from larder.cache.merged_entries import merge_entries
 from larder.core.errors import BadParameter, DependencyError, ScoreError, UnknownName
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import LayerScores, Observation
+from larder.ops.rope import rotate
 from larder.policy.compensation.merge_values import MergeValues
 from larder.policy.protect import ProtectedTokens
 from larder.policy.scorers._kvpress_module import AttentionModuleAdapter
@@ -224,6 +225,23 @@ def test_observed_attention_is_mass_for_each_query_that_could_look() -> None:
     lookers = torch.arange(TOKENS, 0, -1) * seen.layer.group
     theirs = heads(Kvpress("ObservedAttentionPress").score(seen))
     torch.testing.assert_close(theirs, ours / lookers)
+
+
+def test_leverage_equals_the_press_under_one_sketch_and_ridge() -> None:
+    """Formula of LeverageScorePress: keys before rotation, centered and sketched; the diagonal of
+    X (X'X + .01)^-1 X'. In kvpress the sketch is drawn anew; our ridge is a share of the diagonal.
+    """
+    seen, drawn = whole(kv_heads=1), Leverage(sketch=5)
+    places, radians = seen.entries.effective_rope_positions, torch.tensor(seen.layer.radians)
+    keys = rotate(seen.entries.head_keys(0)[None], -places[seen.entries.rows(0)], radians)[0]
+    sketched = (keys - keys.mean(0)) @ drawn._sketch(keys)  # pyright: ignore
+    gram = sketched.T @ sketched
+    inverse = torch.linalg.inv(gram + 0.01 * torch.eye(5))  # pyright: ignore
+    theirs = (sketched @ inverse * sketched).sum(1)
+    share = 0.01 / float(gram.diagonal().mean())
+    assert torch.allclose(replace(drawn, ridge=share).score(seen), theirs, atol=1e-5)
+    assert not torch.allclose(replace(drawn, ridge=100 * share).score(seen), theirs, atol=1e-5)
+    assert not torch.allclose(replace(drawn, ridge=share, seed=1).score(seen), theirs, atol=1e-2)
 
 
 @with_kvpress
