@@ -18,6 +18,7 @@ from larder.cache.recurrent_state import NO_STATE, CacheCheckpoint, RecurrentSta
 from larder.cache.spec import CacheSpec
 from larder.cache.state_dict import move_state, restore_layers, state_dict
 from larder.core.codec import Codec
+from larder.core.decode_eviction import StepMerging
 from larder.core.errors import BudgetError, CacheError
 from larder.core.images import Span
 from larder.core.ledger import Ledger
@@ -26,6 +27,8 @@ from larder.core.plan import Plan
 from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerPairing, LayerSpec, ModelSpec, RecomputeSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
+from larder.ops.cpu.decode_eviction import NO_MERGING, EvictedLayer, evict_step
+from larder.ops.removal import MIN_ROAMING_SLACK
 
 
 class SequenceCache:
@@ -148,6 +151,22 @@ class SequenceCache:
         """Apply a plan to one layer; rejected entries become slack for the next tokens."""
         with self._changing():
             self._stores[layer].evict(plan)
+
+    def evict_step(
+        self, layers: Mapping[int, EvictedLayer], merging: StepMerging | None
+    ) -> list[int]:
+        """Evict from several layers in one call, and return those that are done.
+
+        The others have not changed. Each layer is its own `eviction_storage`.
+        """
+        done: list[int] = []
+        with self._changing():
+            rooms = evict_step(tuple(layers.values()), MIN_ROAMING_SLACK, merging or NO_MERGING)
+            for layer, room in zip(layers, rooms, strict=True):
+                if room is not None:
+                    self._stores[layer].count_eviction(room)
+                    done.append(layer)
+        return done
 
     def note(self, layer: int, columns: Mapping[str, Tensor]) -> None:
         """Replace ledger columns of one layer, one number per row of its storage."""

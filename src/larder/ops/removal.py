@@ -21,6 +21,8 @@ from torch import Tensor
 from larder.core.errors import CacheError
 from larder.ops.cpu import removal
 
+MIN_ROAMING_SLACK = 16  # rows of slack from which on a head may move within its region
+
 
 def remove_rows(
     tensors: Sequence[Tensor],

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from larder.core.decode_eviction import StepRule
 from larder.core.errors import BudgetError, ScoreError
 from larder.core.family import Family, public_name
 from larder.core.ledger import Ledger
@@ -187,6 +188,23 @@ class Planner:
         scorer = self._scoring(Phase.DECODE).scorer
         uses_attention = self.storage.rerotates_keys or scorer.default_reduction() is not None
         return bool(self._tallies) or (is_due and uses_attention)
+
+    @cached_property
+    def step_rule(self) -> StepRule | None:
+        """Eviction of a decode step as a kernel can carry it out; None if parts do more."""
+        column, ledger = self.scorer.step_column, self.ledger
+        if column is None or not self.compensation.is_step_rule:
+            return None
+        is_plain = (
+            all(tally.columns == (column,) for tally in self._tallies)
+            and not (ledger.queries or self.providers or self.timing.extends_protection)
+            and self.timing.scoring is None
+            and isinstance(self.values, KeysAlone)
+            and self.unit == Token()
+            and self.storage == Exact()
+            and self.recall is None
+        )
+        return StepRule(column, self.compensation.step_merging) if is_plain else None
 
     def with_model_facts(self, seen: Observation) -> Observation:
         """Observation with calibration, lexicon and weight inputs of its layer."""

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
 from larder.core.observation import Phase, ScratchPrompt
-from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
+from larder.models.forward_batch import BatchSegment, Observer
 from larder.policy.planner import Planner
 from larder.policy.providers.base import TokenProvider
 from larder.prefill.eviction_pass import EvictionMode, EvictionPass, ScoringPhase, token_observer
+from larder.prefill.step_eviction import DeferredObserver, StepEviction, SteppedRow
 
 # Numbers of the tokens of rows before they are read, by provider; one mapping per row.
 TokenForecast = Callable[
@@ -97,7 +98,14 @@ class DecodeEviction:
             observer = token_observer(eviction, caches, list(self.quotas[0]), expected)
         if max(len(row.ids) for row in rows) > 1 or self._copies(caches):
             return observer
-        return DeferredObserver(observer, len(rows) * len(caches[0].spec.layers))
+        stepped = [SteppedRow(*each) for each in zip(caches, quotas, due, lengths, strict=True)]
+        calls = len(rows) * len(caches[0].spec.layers)
+        return DeferredObserver(observer, calls, self._step_eviction(stepped))
+
+    def _step_eviction(self, rows: Sequence[SteppedRow]) -> StepEviction | None:
+        """Part of a pass of single tokens that a kernel can carry out; None for none."""
+        rule = self.planner.step_rule
+        return None if rule is None else StepEviction(self.planner, rule, self.tokens, rows)
 
     def _copies(self, caches: Sequence[SequenceCache]) -> bool:
         """True if reading the entries of a layer copies them."""
@@ -139,29 +147,3 @@ class DecodeEviction:
             sum(finest[layer]) > (capacity[layer] + excess - len(row.ids)) * len(finest[layer])
             for layer in quotas
         )
-
-
-class DeferredObserver:
-    """Observer that buffers the activations of a pass of single tokens until its last layer.
-
-    Eviction between layers runs with cold processor caches, since the model's weights pass through
-    them. Done for all layers at the end of the pass, the work of H2O took a quarter less time. The
-    buffer holds queries and recorded logits of every layer: for single tokens, less than a
-    hundredth of the entries. A pass that fails halfway has changed nothing. Used once.
-
-    Args:
-        observer: receives all calls in their order.
-        calls: number of calls of the pass: one per layer and row.
-    """
-
-    def __init__(self, observer: Observer, calls: int) -> None:
-        self._observer = observer
-        self._calls = calls
-        self._buffer: list[tuple[int, int, LayerActivations]] = []
-
-    def __call__(self, row: int, layer: int, recorded: LayerActivations) -> None:
-        self._buffer.append((row, layer, recorded))
-        if len(self._buffer) == self._calls:
-            calls, self._buffer = self._buffer, []
-            for row, layer, recorded in calls:
-                self._observer(row, layer, recorded)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from larder.cache.memory_usage import TensorOwner
 from larder.cache.spec import FORMS, CacheSpec
+from larder.core.decode_eviction import StepRule
 from larder.core.errors import CacheError
 from larder.core.images import Span
 from larder.core.observation import Entries
@@ -29,6 +30,7 @@ from larder.ops.attention import (
     sink_logits,
 )
 from larder.ops.cpu.decode_attention import StepStorage
+from larder.ops.cpu.decode_eviction import EvictedLayer
 
 AttentionState = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]  # output and log-sum-exp
 AttentionCall = Callable[[], AttentionState]  # call of a kernel, with its arguments
@@ -215,6 +217,22 @@ class CacheLayer(TensorOwner):
     def count_step(self, position: int) -> None:
         """Count the entry that was written behind each head of `step_storage`."""
         del position
+
+    def eviction_storage(self, rule: StepRule) -> EvictedLayer | None:
+        """Storage with recorded logits, for an eviction in one call with other layers.
+
+        `count_eviction` counts what is left. None where the layer evicts by plans.
+        """
+        del rule
+        return None
+
+    def count_eviction(self, room: int) -> None:
+        """Count the entries that the call left, with `room` rows of slack behind each head."""
+        del room
+
+    def ledger_scalars(self) -> Mapping[str, Float[Tensor, " K"]]:
+        """Ledger scalars by name, as views."""
+        return self.entries().scalars
 
     def finish_reader(self) -> None:
         """Count a layer that has attended to the entries; behind the last, append the block."""

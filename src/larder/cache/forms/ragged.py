@@ -30,6 +30,7 @@ from larder.cache.validation import (
     check_merges_whole,
     check_single_precision,
 )
+from larder.core.decode_eviction import StepRule
 from larder.core.errors import CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries
@@ -38,10 +39,10 @@ from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values, empty_tensor
 from larder.ops.attention import ragged_attention
 from larder.ops.cpu.decode_attention import StepStorage
+from larder.ops.cpu.decode_eviction import EvictedLayer, supports
 from larder.ops.packing import packed_rows, sorted_places, starts_of, storage_rows
-from larder.ops.removal import move_rows, plan_removal, remove_rows
+from larder.ops.removal import MIN_ROAMING_SLACK, move_rows, plan_removal, remove_rows
 
-MIN_ROAMING_SLACK = 16  # rows of slack from which on a head may move within its region
 GROWTH_TOKENS = 64  # slack allocated when a caller appends without a reservation
 
 
@@ -151,6 +152,37 @@ class RaggedLayer(CacheLayer):
         del position
         self._set_lengths(self._lengths + 1)
         self._room -= 1
+
+    def eviction_storage(self, rule: StepRule) -> EvictedLayer | None:
+        names, logits = self._columns.ledger.columns, self._logits
+        stored = self._keys, self._values, self._columns.values
+        if logits is None or len(self.layer.sinks) or not supports(*stored):
+            return None
+        merging = rule.merging
+        return EvictedLayer(
+            self._keys,
+            self._values,
+            self._positions,
+            self._starts,
+            self._lengths,
+            self._edges,
+            self._columns.values,
+            names.index(rule.column),
+            None if merging is None else names.index(LOG_COUNT),
+            None if merging is None else self._columns.scalars_by_name()[merging.scalar],
+            logits,
+            None,
+            0,
+            0,
+        )
+
+    def count_eviction(self, room: int) -> None:
+        self.replaced_bytes, self._room = 0, room
+        self._hold_logits(None)
+        self._set_lengths(self._lengths)
+
+    def ledger_scalars(self) -> Mapping[str, Float[Tensor, " K"]]:
+        return self._columns.scalars_by_name()
 
     def apply(self, plan: Plan) -> None:
         check_single_precision(plan)

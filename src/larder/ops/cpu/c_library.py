@@ -94,6 +94,19 @@ class MoveCall(ctypes.Structure):
     ]
 
 
+class EvictionCall(ctypes.Structure):
+    """`struct eviction` of c/decode_eviction.c."""
+
+    _fields_ = [
+        ("layers", POINTER),
+        ("count", INTEGER),
+        ("roomy", INTEGER),
+        *((name, ctypes.c_float) for name in ("rate", "rest", "slack")),
+        ("threads", ctypes.c_int32),
+        ("next", INTEGER),
+    ]
+
+
 class NearestCall(ctypes.Structure):
     """`struct nearest` of c/entry_merge.c."""
 
@@ -156,6 +169,8 @@ def c_library() -> ctypes.CDLL | None:
     library.larder_plan_removal.restype = INTEGER
     library.larder_move_rows.argtypes = [ctypes.POINTER(MoveCall)]
     library.larder_move_rows.restype = None
+    library.larder_evict_step.argtypes = [ctypes.POINTER(EvictionCall)]
+    library.larder_evict_step.restype = None
     library.larder_nearest_rows.argtypes = [ctypes.POINTER(NearestCall), ctypes.c_int32]
     library.larder_nearest_rows.restype = None
     library.larder_threshold_folds.argtypes = [ctypes.POINTER(FoldingCall)]

@@ -111,11 +111,16 @@ SHARE = "share"  # ledger scalar: the layer's share of the average budget, used 
 
 
 def entries_from_share(scored: LayerScores, quota: int) -> int:
-    """Entries of a layer by its remembered share of a quota, rounded down.
+    """Entries of a layer by its remembered share of a quota, rounded down."""
+    return share_of_quota(float(scored.scalars[SHARE][0]), quota)
+
+
+def share_of_quota(share: float, quota: int) -> int:
+    """Share of a quota, rounded down.
 
     A float32 share may be slightly below the exact quotient, hence the tolerance.
     """
-    return int(float(scored.scalars[SHARE][0]) * quota + 1e-3)
+    return int(share * quota + 1e-3)
 
 
 def with_share(plan: Plan, scored: LayerScores, entries: int, quota: int) -> Plan:

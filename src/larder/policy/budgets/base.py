@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.decode_eviction import StepQuota
 from larder.core.errors import BadParameter
 from larder.core.family import public_name
 from larder.core.observation import Calibration, LayerScores, Observation
@@ -93,6 +97,18 @@ class Budget(PolicyPart, ABC):
         if self.has_shared_pool:
             return sum(held[layer] for layer in allowed) > sum(allowed.values())
         return any(held[layer] > most for layer, most in allowed.items())
+
+    def step_quota(
+        self, scalars: Mapping[str, Float[Tensor, " K"]], quota: int, tokens: int
+    ) -> StepQuota | None:
+        """What `choose` does in a decode step, if each head keeps its own best; else None.
+
+        Args:
+            scalars: ledger scalars of the layer.
+            quota: entries per kv head of the layer.
+            tokens: M, the budget that protected shares are relative to.
+        """
+        del scalars, quota, tokens
 
     @abstractmethod
     def choose(

@@ -38,8 +38,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.decode_eviction import StepQuota
 from larder.core.errors import BadParameter
 from larder.core.ledger import Ledger
 from larder.core.observation import LayerScores, Observation, Phase
@@ -51,6 +53,7 @@ from larder.policy.attention_reduction import gather_last_queries
 from larder.policy.budgets._selection import (
     SHARE,
     entries_from_share,
+    share_of_quota,
     top_k_per_head,
     with_layer_protection,
     with_share,
@@ -117,6 +120,16 @@ class InverseVariance(Budget):
             lengths = [int(part.sum()) for part in torch.split(beyond, lengths)]
         heads = torch.split(mass, lengths)
         return (float(torch.stack([_variance(head) for head in heads]).mean()),)
+
+    def step_quota(
+        self, scalars: Mapping[str, Float[Tensor, " K"]], quota: int, tokens: int
+    ) -> StepQuota | None:
+        del tokens
+        share = float(scalars[SHARE][0])  # written for all heads of a layer at once
+        if math.isnan(share):
+            return None
+        count = share_of_quota(share, quota)
+        return StepQuota(max(count, 0), count)
 
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]

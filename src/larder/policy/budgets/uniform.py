@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.decode_eviction import StepQuota
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.policy.budgets._selection import top_k_per_head
@@ -22,6 +26,12 @@ class Uniform(Budget):
     Args:
         tokens: entries per kv head.
     """
+
+    def step_quota(
+        self, scalars: Mapping[str, Float[Tensor, " K"]], quota: int, tokens: int
+    ) -> StepQuota:
+        del scalars
+        return StepQuota(max(quota, 0), tokens)
 
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]

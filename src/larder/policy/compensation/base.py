@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+from larder.core.decode_eviction import StepMerging
 from larder.core.observation import Entries, LayerScores
 from larder.core.part import PolicyPart
 from larder.core.plan import Plan
@@ -22,6 +23,16 @@ class Compensation(PolicyPart, ABC):
     def merges_apart(self) -> bool:
         """True if keys and values of an entry are merged by different weights."""
         return False
+
+    @property
+    def is_step_rule(self) -> bool:
+        """True if `step_merging` is all that happens to entries rejected in a decode step."""
+        return False
+
+    @property
+    def step_merging(self) -> StepMerging | None:
+        """Merging of entries rejected in a decode step; None for entries that are dropped."""
+        return None
 
     @property
     def rebuilding(self) -> RecomputeSpec | None:

@@ -16,6 +16,10 @@ from larder.policy.compensation.base import Compensation
 class Drop(Compensation):
     """Rejected entries are dropped."""
 
+    @property
+    def is_step_rule(self) -> bool:
+        return True
+
     def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         del entries, scored
         return plan

@@ -33,6 +33,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.decode_eviction import StepMerging
 from larder.core.errors import BadParameter
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, LayerScores
@@ -135,6 +136,19 @@ class FoldEma(Compensation):
         """Weighting of merged entries; None for the likeness itself."""
         return WEIGHTS[self.variant] if self.weights is Weights.VARIANT else self.weights
 
+    @property
+    def is_step_rule(self) -> bool:
+        return (
+            self._counts
+            and self.threshold is MergeThreshold.EMA
+            and self.likeness is Likeness.KEYS
+            and self._weighs is Weights.ATTENTION
+        )
+
+    @property
+    def step_merging(self) -> StepMerging | None:
+        return StepMerging(TAU, self.beta, TIE)
+
     def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         del scored
         stays = kept_mask(plan, entries)
@@ -202,7 +216,9 @@ class FoldEma(Compensation):
         if not self._counts:
             return replace(plan, folds=Folds(sources, targets, weights, weights))
         own = sources == targets
-        logs = entries.column(LOG_COUNT).index_add(0, targets[own], -weights[own].log())
+        logs = entries.column(LOG_COUNT).index_add(
+            0, targets[own], -weights[own].double().log().float()
+        )
         columns = {**plan.columns, LOG_COUNT: logs[plan.kept]}
         return replace(plan, folds=Folds(sources, targets, own.float(), weights), columns=columns)
 

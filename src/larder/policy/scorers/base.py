@@ -28,6 +28,9 @@ class Scorer(PolicyPart, ABC):
     # Names of the prompts that must be given before prefill.
     prompts: ClassVar[frozenset[str]] = frozenset()
 
+    # Ledger column that is the score, where that is all that counts; None otherwise.
+    step_column: ClassVar[str | None] = None
+
     @abstractmethod
     def score(self, seen: Observation) -> Packed:
         """Float32 score of every cached entry, packed over heads; higher stays longer."""

@@ -20,6 +20,7 @@ class ColumnMass(Scorer):
     """Accumulated attention: the heavy hitters stay."""
 
     tallies = frozenset({"mass"})
+    step_column = "mass"
 
     def score(self, seen: Observation) -> Packed:
         return seen.entries.column("mass")

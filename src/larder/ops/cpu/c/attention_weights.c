@@ -5,21 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "attention_weights.h"
 #include "c_library.h"
-
-enum { MAX, SUM, MEAN }; /* REDUCTION_CODES */
-
-struct weighing {
-    const float *logits; /* [heads' rows, logits_stride] */
-    const int64_t *starts;
-    const int64_t *lengths;
-    float *weights; /* [stored rows], zeros */
-    int64_t logits_stride;
-    int64_t heads;
-    int64_t group_len; /* query heads of a kv head */
-    int64_t query_len;
-    int64_t join;
-};
 
 /* exp(x) for x <= 0: 2^whole by exponent bits, the rest by a series; a NaN stays one. */
 INLINE float exponential(float x) {
@@ -112,7 +99,6 @@ static void weigh_dispatched(const struct weighing *call, float *raised, float *
     weigh_baseline(call, raised, sums);
 }
 
-/* Returns 0, or 1 if memory is short. */
 int larder_weights_from_logits(const struct weighing *call) {
     int64_t most = 1;
     for (int64_t head = 0; head < call->heads; head++)

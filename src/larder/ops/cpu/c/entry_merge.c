@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "c_library.h"
+#include "entry_merge.h"
 
 #if defined(__clang__)
 #pragma STDC FP_CONTRACT OFF
@@ -17,20 +18,6 @@
 #endif
 
 #define MIN_NORM 1e-12f /* as in ops/search.py */
-
-struct nearest {
-    const void *rows; /* [stored rows, head_dim], float32 or bfloat16 by item_bytes */
-    const int64_t *starts;
-    const int64_t *lengths;
-    const uint8_t *marked; /* of packed entries */
-    const int64_t *asked;  /* packed entries, ascending */
-    float *cosines;
-    int64_t *places;
-    int64_t head_dim;
-    int64_t item_bytes;
-    int64_t count; /* of `asked` */
-    int64_t next;  /* asked entry that no thread has taken */
-};
 
 INLINE float load(const void *rows, int64_t at, int64_t item_bytes) {
     if (item_bytes == 4)
@@ -139,25 +126,6 @@ void larder_nearest_rows(struct nearest *call, int threads) {
     larder_parallel(find_as_thread, call, threads);
 }
 
-struct folding {
-    const int64_t *sources; /* [count] */
-    const int64_t *targets; /* negative: none */
-    const int64_t *heads;
-    const float *likeness;
-    const float *given;
-    const float *before; /* [groups] */
-    float *moved;        /* [groups] */
-    int64_t *froms;      /* [2 * count] */
-    int64_t *intos;
-    float *weights;
-    int64_t count;
-    int64_t groups;
-    float rate;
-    float rest; /* 1 - rate */
-    float slack;
-    float own;
-};
-
 static int ascending(const void *left, const void *right) {
     int64_t a = *(const int64_t *)left, b = *(const int64_t *)right;
     return (a > b) - (a < b);
@@ -224,20 +192,6 @@ int64_t larder_threshold_folds(const struct folding *call) {
     free(into);
     return folds + count;
 }
-
-struct summing {
-    const void *stored; /* [stored rows, dim] */
-    const int64_t *starts;
-    const int64_t *lengths;
-    const int64_t *sources; /* packed entries */
-    const int64_t *targets;
-    const float *weights;
-    int64_t *into; /* [count], the distinct targets, ascending */
-    float *sums;   /* [count, dim] */
-    int64_t dim;
-    int64_t item_bytes;
-    int64_t count;
-};
 
 /* Sums of the weighted rows of each target; a row of weight 0 is not read. Returns their number. */
 int64_t larder_sum_rows(const struct summing *call) {

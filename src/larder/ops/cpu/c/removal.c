@@ -5,34 +5,43 @@
 #include <string.h>
 
 #include "c_library.h"
+#include "removal.h"
 
-#define MOST_REJECTED 4 /* MAX_REJECTED of topk.py */
+/* Find the `gone` lowest of `count` scores, ascending by index; returns how many there are. Of equals
+ * the later one is lower; scores of spared entries count as infinite. */
+int64_t larder_find_lowest(const float *scores, const uint8_t *spared, int64_t count, int64_t gone,
+                           int64_t *worst) {
+    int64_t found = 0;
+    float values[MOST_REJECTED];
+    for (int64_t s = 0; gone > 0 && s < count; s++) {
+        float score = spared && spared[s] ? INFINITY : scores[s];
+        if (found == gone && score > values[found - 1])
+            continue;
+        int64_t i = found < gone ? found++ : found - 1;
+        for (; i > 0 && score <= values[i - 1]; i--) {
+            values[i] = values[i - 1];
+            worst[i] = worst[i - 1];
+        }
+        values[i] = score;
+        worst[i] = s;
+    }
+    for (int64_t i = 1; i < found; i++)
+        for (int64_t j = i; j > 0 && worst[j] < worst[j - 1]; j--) {
+            int64_t other = worst[j];
+            worst[j] = worst[j - 1];
+            worst[j - 1] = other;
+        }
+    return found;
+}
 
 /* Write the packed indices of all but the lowest scores of every head, at most MOST_REJECTED of
- * which go. Of equals the later one is lower; scores of spared entries count as infinite. */
+ * which go. */
 void larder_keep_highest(const float *scores, const uint8_t *spared, const int64_t *lengths,
                          int64_t heads, int64_t count, int64_t *kept) {
     for (int64_t h = 0, first = 0; h < heads; first += lengths[h++]) {
-        int64_t gone = lengths[h] - count, worst[MOST_REJECTED], found = 0;
-        float values[MOST_REJECTED];
-        for (int64_t s = 0; gone > 0 && s < lengths[h]; s++) {
-            float score = spared && spared[first + s] ? INFINITY : scores[first + s];
-            if (found == gone && score > values[found - 1])
-                continue;
-            int64_t i = found < gone ? found++ : found - 1;
-            for (; i > 0 && score <= values[i - 1]; i--) {
-                values[i] = values[i - 1];
-                worst[i] = worst[i - 1];
-            }
-            values[i] = score;
-            worst[i] = s;
-        }
-        for (int64_t i = 1; i < found; i++) /* ascending */
-            for (int64_t j = i; j > 0 && worst[j] < worst[j - 1]; j--) {
-                int64_t other = worst[j];
-                worst[j] = worst[j - 1];
-                worst[j - 1] = other;
-            }
+        int64_t worst[MOST_REJECTED];
+        int64_t found = larder_find_lowest(scores + first, spared ? spared + first : NULL,
+                                           lengths[h], lengths[h] - count, worst);
         for (int64_t w = 0, s = 0; w <= found; w++, s++)
             for (int64_t end = w < found ? worst[w] : lengths[h]; s < end; s++)
                 *kept++ = first + s;

@@ -1,0 +1,106 @@
+"""Eviction behind a decode step, in one call for all layers where a kernel does what plans do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from larder.cache.sequence import SequenceCache
+from larder.core.decode_eviction import StepRule
+from larder.models.forward_batch import LayerActivations, Observer
+from larder.ops.cpu.decode_eviction import EvictedLayer
+from larder.policy.planner import Planner
+
+
+@dataclass(frozen=True)
+class SteppedRow:
+    """One row of a pass of single tokens.
+
+    Args:
+        quotas: entries per kv head of each managed layer, by layer index.
+        is_due: whether entries are rejected, or attention only recorded.
+        length: true tokens read at the end of the pass.
+    """
+
+    cache: SequenceCache
+    quotas: Mapping[int, int]
+    is_due: bool
+    length: int
+
+
+class StepEviction:
+    """Part of an observer that a kernel carries out at the end of a pass.
+
+    Args:
+        tokens: M, entries per kv head averaged over the managed layers.
+    """
+
+    def __init__(
+        self, planner: Planner, rule: StepRule, tokens: int, rows: Sequence[SteppedRow]
+    ) -> None:
+        self._planner, self._rule, self._tokens, self._rows = planner, rule, tokens, rows
+
+    def run(self) -> set[tuple[int, int]]:
+        """Evict, and return the layers that are done: (row, layer).
+
+        Rows of which the kernel cannot do a layer are left to plans.
+        """
+        done: set[tuple[int, int]] = set()
+        for number, row in enumerate(self._rows):
+            layers = self._layers(row)
+            if layers is not None:
+                found = row.cache.evict_step(layers, self._rule.merging)
+                done.update((number, layer) for layer in found)
+        return done
+
+    def _layers(self, row: SteppedRow) -> dict[int, EvictedLayer] | None:
+        """Layers of a row, as the kernel takes them; None if there is one that it cannot do."""
+        layers: dict[int, EvictedLayer] = {}
+        for layer, quota in row.quotas.items():
+            store = row.cache.stores[layer]
+            own = store.eviction_storage(self._rule)
+            if own is None:
+                return None
+            if not row.is_due:
+                layers[layer] = own
+                continue
+            kept = self._planner.budget.step_quota(store.ledger_scalars(), quota, self._tokens)
+            if kept is None:
+                return None
+            ends = self._planner.protect.ends(kept.protected_by)
+            layers[layer] = own._replace(
+                count=kept.count, first=ends.first, stop=row.length - ends.last
+            )
+        return layers
+
+
+class DeferredObserver:
+    """Observer that buffers the activations of a pass of single tokens until its last layer.
+
+    Eviction between layers runs with cold processor caches, since the model's weights pass through
+    them. Done for all layers at the end of the pass, the work of H2O took a quarter less time. The
+    buffer holds queries and recorded logits of every layer: for single tokens, less than a
+    hundredth of the entries. A pass that fails halfway has changed nothing. Used once.
+
+    Args:
+        observer: receives the calls in their order, but those that `eviction` has made needless.
+        calls: number of calls of the pass: one per layer and row.
+        eviction: work of a kernel that comes first; None for none.
+    """
+
+    def __init__(
+        self, observer: Observer, calls: int, eviction: StepEviction | None = None
+    ) -> None:
+        self._observer = observer
+        self._calls = calls
+        self._eviction = eviction
+        self._buffer: list[tuple[int, int, LayerActivations]] = []
+
+    def __call__(self, row: int, layer: int, recorded: LayerActivations) -> None:
+        self._buffer.append((row, layer, recorded))
+        if len(self._buffer) == self._calls:
+            calls, self._buffer = self._buffer, []
+            done = self._eviction.run() if self._eviction else set[tuple[int, int]]()
+            for row, layer, recorded in calls:
+                if (row, layer) not in done:
+                    self._observer(row, layer, recorded)

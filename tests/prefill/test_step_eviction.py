@@ -1,0 +1,82 @@
+"""Eviction of a decode step in one call: the same entries, bit for bit, as by plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import larder.prefill.decode_eviction as decode_eviction
+from larder import Policy
+from larder.cache.sequence import SequenceCache
+from larder.engine.generate import StoppingCriteria, generate
+from larder.engine.sampler import SamplingParams
+from larder.models.loader import wrap_model
+from larder.models.tiny import tiny
+from larder.ops.cpu.c_library import c_library
+from larder.prefill.memory import PeakMemoryMeter
+from larder.prefill.step_eviction import DeferredObserver, StepEviction
+from larder.session.prefill import ModelRuntime, build_caches, decode_planner
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from model_runs import some_ids
+
+H2O = "protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()"
+D2O = "protect(sinks=4, recent=0.25) > column_mass() > inverse_variance() > fold_ema() > "
+STEPS = 40
+
+
+def generated(sentence: str, dtype: torch.dtype) -> tuple[list[int], SequenceCache]:
+    """Tokens behind a prompt, and the cache."""
+    policy = Policy.parse(sentence).with_sizes(20, None)
+    decoder = wrap_model(tiny("qwen3", layers=3).to(dtype))
+    runtime = ModelRuntime(
+        decoder, object.__new__(TokenizerAdapter), lambda name: 0, lambda names: {}
+    )  # type: ignore
+    cache = build_caches(runtime, policy, some_ids(48), [{}], PeakMemoryMeter()).activate(0)
+    planner = decode_planner(runtime, policy, [cache])
+    stop = StoppingCriteria(STEPS)
+    made = generate(
+        decoder, [cache], [some_ids(1)], SamplingParams(), stop, make_observer=planner.observer
+    )
+    return [int(token) for row in made for token in row], cache
+
+
+@pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        f"whole() > {H2O}",
+        f"whole() > {H2O.replace('every_step()', 'lagged(tokens=3)')}",
+        f"whole() > {D2O}every_step()",
+        f"whole() > {D2O}lagged(tokens=2)",
+    ],
+)
+def test_a_kernel_leaves_what_plans_leave(
+    sentence: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel: list[int] = []
+
+    def counted(self: StepEviction) -> set[tuple[int, int]]:
+        done = run(self)
+        kernel.append(len(done))
+        return done
+
+    run = StepEviction.run
+    monkeypatch.setattr(StepEviction, "run", counted)
+    tokens, cache = generated(sentence, dtype)
+    assert kernel and min(kernel) == 3
+
+    def by_plans(observer: Any, calls: int, eviction: Any) -> DeferredObserver:
+        del eviction
+        return DeferredObserver(observer, calls)
+
+    monkeypatch.setattr(decode_eviction, "DeferredObserver", by_plans)
+    expected, reference = generated(sentence, dtype)
+    assert tokens == expected
+    state, kept = cache.state(), reference.state()
+    assert state.keys() == kept.keys()
+    for name, own in state.items():
+        assert torch.equal(own.nan_to_num(nan=7.0), kept[name].nan_to_num(nan=7.0)), name
+    assert cache.nbytes == reference.nbytes and cache.lengths() == reference.lengths()
