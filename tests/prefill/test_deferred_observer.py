@@ -13,8 +13,8 @@ from larder.engine.sampler import SamplingParams
 from larder.models.forward_batch import LayerActivations
 from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
+from larder.prefill.decode_eviction import DeferredObserver
 from larder.prefill.memory import PeakMemoryMeter
-from larder.prefill.step_eviction import DeferredObserver
 from larder.session.prefill import ModelRuntime, build_caches, decode_planner
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from model_runs import some_ids

@@ -15,8 +15,9 @@ from larder.engine.sampler import SamplingParams
 from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from larder.ops.cpu.c_library import c_library
+from larder.prefill.decode_eviction import DeferredObserver
 from larder.prefill.memory import PeakMemoryMeter
-from larder.prefill.step_eviction import DeferredObserver, StepEviction
+from larder.prefill.step_eviction import StepEviction
 from larder.session.prefill import ModelRuntime, build_caches, decode_planner
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from model_runs import some_ids
@@ -68,8 +69,8 @@ def test_a_kernel_leaves_what_plans_leave(
     tokens, cache = generated(sentence, dtype)
     assert kernel and min(kernel) == 3
 
-    def by_plans(observer: Any, calls: int, eviction: Any) -> DeferredObserver:
-        del eviction
+    def by_plans(observer: Any, calls: int, evict: Any) -> DeferredObserver:
+        del evict
         return DeferredObserver(observer, calls)
 
     monkeypatch.setattr(decode_eviction, "DeferredObserver", by_plans)

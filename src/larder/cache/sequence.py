@@ -18,16 +18,15 @@ from larder.cache.recurrent_state import NO_STATE, CacheCheckpoint, RecurrentSta
 from larder.cache.spec import CacheSpec
 from larder.cache.state_dict import move_state, restore_layers, state_dict
 from larder.core.codec import Codec
-from larder.core.decode_eviction import StepMerging
 from larder.core.errors import BudgetError, CacheError
 from larder.core.images import Span
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
-from larder.core.plan import Plan
+from larder.core.plan import Plan, StepMerging
 from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerPairing, LayerSpec, ModelSpec, RecomputeSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
-from larder.ops.cpu.decode_eviction import NO_MERGING, EvictedLayer, evict_step
+from larder.ops.cpu.decode_attention import EvictedLayer
 from larder.ops.removal import MIN_ROAMING_SLACK
 
 
@@ -159,6 +158,8 @@ class SequenceCache:
 
         The others have not changed. Each layer is its own `eviction_storage`.
         """
+        from larder.ops.cpu.decode_eviction import NO_MERGING, evict_step  # few policies evict so
+
         done: list[int] = []
         with self._changing():
             rooms = evict_step(tuple(layers.values()), MIN_ROAMING_SLACK, merging or NO_MERGING)

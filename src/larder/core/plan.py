@@ -85,3 +85,44 @@ class Plan:
         else:
             counts = torch.stack([part.sum() for part in torch.split(keep, list(lengths))])
         return Plan(kept, tuple(counts.tolist()))  # pyright: ignore
+
+
+@dataclass(frozen=True)
+class StepMerging:
+    """Merging of rejected entries into the nearest kept one, above a moving threshold.
+
+    Args:
+        scalar: ledger scalar with the threshold of each kv head.
+        rate: how fast the threshold follows, in (0, 1].
+        slack: distance below the threshold at which an entry is still merged.
+    """
+
+    scalar: str
+    rate: float
+    slack: float
+
+
+@dataclass(frozen=True)
+class StepQuota:
+    """Entries of a layer after a decode step; each kv head keeps its own best.
+
+    Args:
+        count: entries that each kv head keeps.
+        protected_by: entries per kv head that protected shares are relative to.
+    """
+
+    count: int
+    protected_by: int
+
+
+@dataclass(frozen=True)
+class StepRule:
+    """Eviction by a column that attention is added to at every step.
+
+    Args:
+        column: ledger column with the score of each entry.
+        merging: fate of rejected entries; None to drop them.
+    """
+
+    column: str
+    merging: StepMerging | None

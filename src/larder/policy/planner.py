@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from larder.core.decode_eviction import StepRule
 from larder.core.errors import BudgetError, ScoreError
 from larder.core.family import Family, public_name
 from larder.core.ledger import Ledger
@@ -25,7 +24,7 @@ from larder.core.observation import (
     Phase,
 )
 from larder.core.part import PolicyPart
-from larder.core.plan import Plan
+from larder.core.plan import Plan, StepRule
 from larder.core.spelling import spell
 from larder.core.types import Packed, PackedMask
 from larder.policy.attention_reduction import AttentionReduction, NoAggregation, NoHeadRule

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
 from larder.core.observation import Phase, ScratchPrompt
-from larder.models.forward_batch import BatchSegment, Observer
+from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
 from larder.policy.planner import Planner
 from larder.policy.providers.base import TokenProvider
 from larder.prefill.eviction_pass import EvictionMode, EvictionPass, ScoringPhase, token_observer
-from larder.prefill.step_eviction import DeferredObserver, StepEviction, SteppedRow
 
 # Numbers of the tokens of rows before they are read, by provider; one mapping per row.
 TokenForecast = Callable[
@@ -98,14 +97,15 @@ class DecodeEviction:
             observer = token_observer(eviction, caches, list(self.quotas[0]), expected)
         if max(len(row.ids) for row in rows) > 1 or self._copies(caches):
             return observer
-        stepped = [SteppedRow(*each) for each in zip(caches, quotas, due, lengths, strict=True)]
         calls = len(rows) * len(caches[0].spec.layers)
-        return DeferredObserver(observer, calls, self._step_eviction(stepped))
-
-    def _step_eviction(self, rows: Sequence[SteppedRow]) -> StepEviction | None:
-        """Part of a pass of single tokens that a kernel can carry out; None for none."""
         rule = self.planner.step_rule
-        return None if rule is None else StepEviction(self.planner, rule, self.tokens, rows)
+        if rule is None:
+            return DeferredObserver(observer, calls)
+        from larder.prefill.step_eviction import StepEviction, SteppedRow  # few policies have one
+
+        stepped = [SteppedRow(*each) for each in zip(caches, quotas, due, lengths, strict=True)]
+        step = StepEviction(self.planner, rule, self.tokens, stepped)
+        return DeferredObserver(observer, calls, step.run)
 
     def _copies(self, caches: Sequence[SequenceCache]) -> bool:
         """True if reading the entries of a layer copies them."""
@@ -147,3 +147,38 @@ class DecodeEviction:
             sum(finest[layer]) > (capacity[layer] + excess - len(row.ids)) * len(finest[layer])
             for layer in quotas
         )
+
+
+class DeferredObserver:
+    """Observer that buffers the activations of a pass of single tokens until its last layer.
+
+    Eviction between layers runs with cold processor caches, since the model's weights pass through
+    them. Done for all layers at the end of the pass, the work of H2O took a quarter less time. The
+    buffer holds queries and recorded logits of every layer: for single tokens, less than a
+    hundredth of the entries. A pass that fails halfway has changed nothing. Used once.
+
+    Args:
+        observer: receives the calls in their order, but those of layers that `evict` has done.
+        calls: number of calls of the pass: one per layer and row.
+        evict: comes first, and returns the layers that need no call: (row, layer).
+    """
+
+    def __init__(
+        self,
+        observer: Observer,
+        calls: int,
+        evict: Callable[[], set[tuple[int, int]]] = lambda: set(),
+    ) -> None:
+        self._observer = observer
+        self._calls = calls
+        self._evict = evict
+        self._buffer: list[tuple[int, int, LayerActivations]] = []
+
+    def __call__(self, row: int, layer: int, recorded: LayerActivations) -> None:
+        self._buffer.append((row, layer, recorded))
+        if len(self._buffer) == self._calls:
+            calls, self._buffer = self._buffer, []
+            done = self._evict()
+            for row, layer, recorded in calls:
+                if (row, layer) not in done:
+                    self._observer(row, layer, recorded)

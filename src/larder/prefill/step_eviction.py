@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from larder.cache.sequence import SequenceCache
-from larder.core.decode_eviction import StepRule
-from larder.models.forward_batch import LayerActivations, Observer
-from larder.ops.cpu.decode_eviction import EvictedLayer
+from larder.core.plan import StepRule
+from larder.ops.cpu.decode_attention import EvictedLayer
 from larder.policy.planner import Planner
 
 
@@ -72,35 +71,3 @@ class StepEviction:
                 count=kept.count, first=ends.first, stop=row.length - ends.last
             )
         return layers
-
-
-class DeferredObserver:
-    """Observer that buffers the activations of a pass of single tokens until its last layer.
-
-    Eviction between layers runs with cold processor caches, since the model's weights pass through
-    them. Done for all layers at the end of the pass, the work of H2O took a quarter less time. The
-    buffer holds queries and recorded logits of every layer: for single tokens, less than a
-    hundredth of the entries. A pass that fails halfway has changed nothing. Used once.
-
-    Args:
-        observer: receives the calls in their order, but those that `eviction` has made needless.
-        calls: number of calls of the pass: one per layer and row.
-        eviction: work of a kernel that comes first; None for none.
-    """
-
-    def __init__(
-        self, observer: Observer, calls: int, eviction: StepEviction | None = None
-    ) -> None:
-        self._observer = observer
-        self._calls = calls
-        self._eviction = eviction
-        self._buffer: list[tuple[int, int, LayerActivations]] = []
-
-    def __call__(self, row: int, layer: int, recorded: LayerActivations) -> None:
-        self._buffer.append((row, layer, recorded))
-        if len(self._buffer) == self._calls:
-            calls, self._buffer = self._buffer, []
-            done = self._eviction.run() if self._eviction else set[tuple[int, int]]()
-            for row, layer, recorded in calls:
-                if (row, layer) not in done:
-                    self._observer(row, layer, recorded)

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from larder.cache.memory_usage import TensorOwner
 from larder.cache.spec import FORMS, CacheSpec
-from larder.core.decode_eviction import StepRule
 from larder.core.errors import CacheError
 from larder.core.images import Span
 from larder.core.observation import Entries
-from larder.core.plan import Plan
+from larder.core.plan import Plan, StepRule
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.ops.attention import (
@@ -29,8 +28,7 @@ from larder.ops.attention import (
     merge_attention,
     sink_logits,
 )
-from larder.ops.cpu.decode_attention import StepStorage
-from larder.ops.cpu.decode_eviction import EvictedLayer
+from larder.ops.cpu.decode_attention import EvictedLayer, StepStorage
 
 AttentionState = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]  # output and log-sum-exp
 AttentionCall = Callable[[], AttentionState]  # call of a kernel, with its arguments

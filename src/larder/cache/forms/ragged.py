@@ -30,16 +30,14 @@ from larder.cache.validation import (
     check_merges_whole,
     check_single_precision,
 )
-from larder.core.decode_eviction import StepRule
 from larder.core.errors import CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries
-from larder.core.plan import Plan
+from larder.core.plan import Plan, StepRule
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values, empty_tensor
 from larder.ops.attention import ragged_attention
-from larder.ops.cpu.decode_attention import StepStorage
-from larder.ops.cpu.decode_eviction import EvictedLayer, supports
+from larder.ops.cpu.decode_attention import EvictedLayer, StepStorage
 from larder.ops.packing import packed_rows, sorted_places, starts_of, storage_rows
 from larder.ops.removal import MIN_ROAMING_SLACK, move_rows, plan_removal, remove_rows
 
@@ -154,6 +152,8 @@ class RaggedLayer(CacheLayer):
         self._room -= 1
 
     def eviction_storage(self, rule: StepRule) -> EvictedLayer | None:
+        from larder.ops.cpu.decode_eviction import supports  # few policies evict so
+
         names, logits = self._columns.ledger.columns, self._logits
         stored = self._keys, self._values, self._columns.values
         if logits is None or len(self.layer.sinks) or not supports(*stored):

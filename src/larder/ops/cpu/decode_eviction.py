@@ -10,51 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import byref
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
-from larder.core.decode_eviction import StepMerging
+from larder.core.plan import StepMerging
 from larder.ops.cpu.c_library import EvictionCall, c_library
-from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES
+from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, EvictedLayer
 
 DONE, LEFT, FAILED = range(3)
 NO_MERGING = StepMerging("", 0.0, 0.0)
 LEAST_FLOATS = 1 << 15  # of keys and values per thread; for less, waking it costs more
-
-
-class EvictedLayer(NamedTuple):
-    """Storage of one layer of one sequence, and what is to be evicted from it.
-
-    Args:
-        starts, lengths: rows of each head; changed by the call.
-        edges: first row of the region of each head, and the end of the last region.
-        columns: numbers of each stored row.
-        column: index of the column that attention is added to, and entries are ranked by.
-        log_counts: index of the column with counts of merged entries; None to drop entries.
-        thresholds: thresholds of merging; changed by the call.
-        logits: attention logits of the new token, of the query heads of each group.
-        count: entries that each head keeps; None to evict nothing.
-        first, stop: positions outside [first, stop) are spared.
-    """
-
-    keys: Float[Tensor, "C D"]
-    values: Float[Tensor, "C D"]
-    positions: Int[Tensor, " C"]
-    starts: Int[Tensor, " K"]
-    lengths: Int[Tensor, " K"]
-    edges: tuple[int, ...]
-    columns: Float[Tensor, "n C"]
-    column: int
-    log_counts: int | None
-    thresholds: Float[Tensor, " K"] | None
-    logits: Float[Tensor, "R C"]
-    count: int | None
-    first: int
-    stop: int
 
 
 def supports(keys: Tensor, values: Tensor, columns: Tensor) -> bool:

@@ -10,12 +10,11 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.decode_eviction import StepQuota
 from larder.core.errors import BadParameter
 from larder.core.family import public_name
 from larder.core.observation import Calibration, LayerScores, Observation
 from larder.core.part import PolicyPart
-from larder.core.plan import Plan
+from larder.core.plan import Plan, StepQuota
 from larder.core.types import Packed
 
 

@@ -41,11 +41,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.decode_eviction import StepQuota
 from larder.core.errors import BadParameter
 from larder.core.ledger import Ledger
 from larder.core.observation import LayerScores, Observation, Phase
-from larder.core.plan import Plan
+from larder.core.plan import Plan, StepQuota
 from larder.core.types import Packed, Variant
 from larder.ops.apportion import apportion
 from larder.policy.aggregation.sum import Sum

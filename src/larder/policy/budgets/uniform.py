@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.decode_eviction import StepQuota
 from larder.core.observation import LayerScores
-from larder.core.plan import Plan
+from larder.core.plan import Plan, StepQuota
 from larder.policy.budgets._selection import top_k_per_head
 from larder.policy.budgets.base import Budget
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from larder.core.decode_eviction import StepMerging
 from larder.core.observation import Entries, LayerScores
 from larder.core.part import PolicyPart
-from larder.core.plan import Plan
+from larder.core.plan import Plan, StepMerging
 from larder.core.spec import RecomputeSpec
 
 

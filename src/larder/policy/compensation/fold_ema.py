@@ -33,11 +33,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.decode_eviction import StepMerging
 from larder.core.errors import BadParameter
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, LayerScores
-from larder.core.plan import Folds, Plan
+from larder.core.plan import Folds, Plan, StepMerging
 from larder.core.types import Variant
 from larder.ops.entry_merge import (
     FoldRows,
