@@ -37,6 +37,13 @@ class MemoryUsage:
         self._own_bytes, self._own_device_bytes = nbytes, device
         self._add(change, device_change, 0)
 
+    def add_bytes(self, change: int, is_on_device: bool) -> None:
+        """Change the bytes held beside those of usages that joined this one."""
+        device_change = change if is_on_device else 0
+        self._own_bytes += change
+        self._own_device_bytes += device_change
+        self._add(change, device_change, 0)
+
     def set_entries(self, entries: int) -> None:
         """Replace the entries held beside those of usages that joined this one."""
         change, self._own_entries = entries - self._own_entries, entries

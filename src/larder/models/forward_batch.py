@@ -238,6 +238,8 @@ class ForwardBatch:
         """Report a layer of every segment, unless nobody listens."""
         if self._observer is None and not self.captured and not self._spec.last_readers:
             return
+        if len(self.segments) == 1:
+            return self._observe(0, layer, queries, keys, values)
         sides = (side.split(self._widths, 1) for side in (queries, keys, values))
         for index, parts in enumerate(zip(*sides, strict=True)):
             self._observe(index, layer, *parts)
@@ -274,14 +276,12 @@ class ForwardBatch:
         self, index: int, layer: int, queries: Queries, keys: Keys, values: Values
     ) -> None:
         """Report a layer of a segment, or hold it back until the last reader has attended."""
-        spec, new = (
-            self.segments[index].cache.spec,
-            slice(len(self.segments[index].reread_ids), None),
-        )
-        sides, positions = (
-            (queries[:, new], keys[:, new], values[:, new]),
-            self._positions[index][new],
-        )
+        segment, positions = self.segments[index], self._positions[index]
+        spec, old = segment.cache.spec, len(segment.reread_ids)
+        if old:
+            queries, keys, values = queries[:, old:], keys[:, old:], values[:, old:]
+            positions = positions[old:]
+        sides = queries, keys, values
         seen = LayerActivations(*sides, positions, self._inputs(index))
         if layer in spec.last_readers.values():
             self._waiting[index, layer] = seen

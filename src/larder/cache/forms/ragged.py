@@ -141,8 +141,8 @@ class RaggedLayer(CacheLayer):
         self._hold_logits(None)
         self._make_room(1)
         logits = self._step_logits(self.layer.query_heads // self.layer.kv_heads)
-        columns = self._columns.values
-        bias = self._columns.by_name().get(LOG_COUNT) if len(columns) else None
+        columns, names = self._columns.values, self._columns.ledger.columns
+        bias = columns[names.index(LOG_COUNT)] if LOG_COUNT in names else None
         stored, layout = (self._keys, self._values, self._positions), (self._starts, self._lengths)
         return StepStorage(*stored, columns, *layout, bias, logits)
 
@@ -434,7 +434,9 @@ class RaggedLayer(CacheLayer):
         """Hold the logits of a decode step, or none."""
         former, self._logits = self._logits, logits
         if former is not logits:
-            self._count_bytes()
+            coming = 0 if logits is None else logits.untyped_storage().nbytes()
+            going = 0 if former is None else former.untyped_storage().nbytes()
+            self.usage.add_bytes(coming - going, self.counts_as_device)
 
 
 Part = RaggedLayer
