@@ -1,0 +1,73 @@
+"""What the eviction of a decode step leaves alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from larder.ops.cpu.c_library import c_library
+from larder.ops.cpu.decode_attention import EvictedLayer
+from larder.ops.cpu.decode_eviction import evict_step
+
+pytestmark = pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
+
+
+def layer(count: int | None, logit: float = 0.0) -> EvictedLayer:
+    """Two heads of 6 entries, in regions of 10 rows."""
+    torch.manual_seed(0)
+    logits = torch.randn(2, 20)
+    logits[0, 3] += logit
+    return EvictedLayer(
+        keys=torch.randn(20, 8),
+        values=torch.randn(20, 8),
+        positions=torch.arange(20, dtype=torch.int32) % 10,
+        starts=torch.tensor([0, 10]),
+        lengths=torch.tensor([6, 6]),
+        edges=(0, 10, 20),
+        columns=torch.rand(1, 20),
+        column=0,
+        log_counts=None,
+        thresholds=None,
+        logits=logits,
+        count=count,
+        first=1,
+        stop=5,
+    )
+
+
+@pytest.mark.parametrize("own", [layer(5, torch.nan), layer(1)], ids=["nan", "too many"])
+def test_a_layer_that_is_left_has_not_changed(own: EvictedLayer) -> None:
+    tensors = [each for each in own if isinstance(each, torch.Tensor)]
+    before = [each.clone() for each in tensors]
+    fits = layer(5)
+    assert evict_step([own, fits], 16) == [None, 5]
+    assert all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(tensors, before, strict=True)
+    )
+    assert fits.lengths.tolist() == [5, 5]
+
+
+def test_attention_is_added_where_nothing_is_rejected() -> None:
+    own = layer(None)
+    before = own.columns.clone()
+    assert evict_step([own], 16) == [4]
+    assert own.lengths.tolist() == [6, 6]
+    weights = own.logits[:, 10:16].softmax(1).sum(0)
+    assert torch.allclose(own.columns[0, 10:16] - before[0, 10:16], weights, atol=1e-5)
+
+
+def test_the_lowest_unspared_entries_go_and_the_rest_stay_in_order() -> None:
+    own = layer(4)
+    mass = own.columns[0].clone()
+    for start in (0, 10):
+        rows = slice(start, start + 6)
+        mass[rows] += own.logits[:, rows].softmax(1).sum(0)
+    expected = [
+        sorted(sorted(range(1, 5), key=lambda s: float(mass[start + s]))[2:] + [0, 5])
+        for start in (0, 10)
+    ]
+    keys = own.keys.clone()
+    evict_step([own], 16)
+    for start, kept in zip((0, 10), expected, strict=True):
+        assert own.positions[start : start + 4].tolist() == kept
+        assert torch.equal(own.keys[start : start + 4], keys[[start + s for s in kept]])
