@@ -156,7 +156,7 @@ class RaggedLayer(CacheLayer):
 
         names, logits = self._columns.ledger.columns, self._logits
         stored = self._keys, self._values, self._columns.values
-        if logits is None or len(self.layer.sinks) or not supports(*stored):
+        if logits is None or self.layer.sinks or self.layer.latent_rank or not supports(*stored):
             return None
         merging = rule.merging
         return EvictedLayer(
