@@ -14,7 +14,8 @@ from interop.fake_presses import QueryPress
 from larder.cache.sequence import SequenceCache
 from larder.core.codec import Codec
 from larder.core.errors import CacheError, ModelError, ScoreError, UsageError
-from larder.core.plan import Folds, Plan
+from larder.core.ledger import Ledger
+from larder.core.plan import Folds, Plan, StepRule
 from larder.core.types import Mode
 from larder.interop.cache import LarderCache
 from larder.models.attention_backend import AttentionInputs, CausalAttention
@@ -103,6 +104,16 @@ def test_plans_leave_the_kept_latents(model: Any, decoder: Decoder, form: str, c
         places, one = torch.tensor([[at]]), torch.tensor([[IDS[at]]])
         expected = model(one, past_key_values=past, position_ids=places).logits[0]
         assert (got - expected).abs().max() < TOLERANCE
+
+
+def test_latents_are_evicted_by_plans_alone(decoder: Decoder) -> None:
+    """Keys and values are one storage, whose rows a kernel would move twice."""
+    held = SequenceCache(decoder.spec, "ragged", Ledger(("mass",)))
+    read_on(decoder, held, IDS[:8], 8)
+    held.record_logits([0])
+    read_on(decoder, held, IDS[8:9], 1)
+    assert held.stores[0].eviction_storage(StepRule("mass", None)) is None
+    assert held.stores[0].take_logits() is not None
 
 
 def test_saved_and_forked_caches_continue(decoder: Decoder) -> None:
