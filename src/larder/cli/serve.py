@@ -66,6 +66,22 @@ class ServeOptions(ModelOptions):
             "Default: --model.",
         ),
     ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="How the model writes tool calls, by vLLM's names: hermes, llama3_json, mistral "
+            "or pythonic.  Default: as its chat template shows.",
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="How the model marks its reasoning, by vLLM's names: deepseek_r1 or qwen3.  "
+            "Default: reasoning is content.",
+        ),
+    ] = None
     host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1"
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="The port to listen at; 0 takes a free one.")
@@ -419,6 +435,8 @@ def _local_engine_client(
         disk=disk_tier,
         names=options.served_model_name or (),
         max_model_len=options.max_model_len,
+        tool_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser or "",
     )
     try:
         with StoreSweeper(store):

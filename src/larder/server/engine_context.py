@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
+from larder.server.answer_form import PLAIN_FORM, AnswerForm
 from larder.server.engine_core import EngineCore
 from larder.server.model_thread import ModelThread
 from larder.server.persistence.base import SessionPersistence
@@ -23,9 +24,16 @@ class EngineContext:
     Args:
         core: owned by the model's thread, which this starts.
         persistence: stores finished turns.
+        answer_form: parsers of answers.
     """
 
-    def __init__(self, core: EngineCore, persistence: SessionPersistence) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        persistence: SessionPersistence,
+        answer_form: AnswerForm = PLAIN_FORM,
+    ) -> None:
+        self.answer_form = answer_form
         self.core, self.persistence, self.made = core, persistence, core.clock()
         self.removals = PendingRemovals()
         self.token_texts = TranscriptTexts(core.engine.tokenizer.decode)

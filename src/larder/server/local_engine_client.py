@@ -8,6 +8,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from larder.engine.engine import Engine
+from larder.server.answer_form import AnswerForm, default_tool_parser
 from larder.server.engine_client import EngineClient
 from larder.server.engine_context import EngineContext
 from larder.server.engine_core import EngineCore
@@ -36,6 +37,8 @@ class LocalEngineClient(EngineClient):
         clock: seconds since 1970.
         names: names of the model in requests, the first that of answers; none for its own.
         max_model_len: longest text with its answer, in tokens; None for what the model reads.
+        tool_parser: parser of tool calls; empty for none, None for that of the chat template.
+        reasoning_parser: parser of the reasoning; empty for none.
 
     Raises:
         UsageError: the policy cannot be served, or the model does not read `max_model_len` tokens.
@@ -54,6 +57,8 @@ class LocalEngineClient(EngineClient):
         clock: Callable[[], float] = time.time,
         names: Sequence[str] = (),
         max_model_len: int | None = None,
+        tool_parser: str | None = None,
+        reasoning_parser: str = "",
     ) -> None:
         persistence = persistence or SessionPersistence()
         core = EngineCore(
@@ -69,7 +74,10 @@ class LocalEngineClient(EngineClient):
             names,
             max_model_len,
         )
-        self.context = EngineContext(core, persistence)
+        if tool_parser is None:
+            tool_parser = default_tool_parser(engine.tokenizer.tokenizer.chat_template)
+        form = AnswerForm(tool_parser, reasoning_parser)
+        self.context = EngineContext(core, persistence, form)
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
         context, core = self.context, self.context.core

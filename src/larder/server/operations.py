@@ -55,6 +55,8 @@ def models(context: EngineContext) -> tuple[ServedModel, ...]:
         beyond_budget=core.engine.beyond_budget,
         template_variables=core.engine.tokenizer.template_variables,
         takes_images=core.images.takes_images,
+        takes_tools=core.engine.tokenizer.takes_tools,
+        answer_form=context.answer_form,
     )
     return tuple(replace(model, name=name) for name in core.names)
 

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 from larder.core.errors import LarderError
 from larder.engine.constraint import Constraint
 from larder.engine.sampler import SamplingParams
+from larder.server.answer_form import PLAIN_FORM, AnswerForm
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Request:
             session.
         choice_group: what the answers to one prompt have in common; empty for a single one.
         images: files of the images that `turns` have marks of, by SHA-256.
+        answer_form: what the answer is parsed as where it is sent back in another spelling.
     """
 
     tenant: str
@@ -92,6 +94,7 @@ class Request:
     choice: int = 0
     choice_group: str = ""
     images: Mapping[str, bytes] = field(default_factory=dict)
+    answer_form: AnswerForm = PLAIN_FORM
 
     @property
     def is_ephemeral(self) -> bool:

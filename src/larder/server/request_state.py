@@ -227,7 +227,7 @@ class RequestState(Ticket):
         return CompletedTurn(
             messages=self.resolved.new_messages,
             prompt_ids=self.prompt,
-            text=self.answer.stream.text.strip(),
+            text=self.request.answer_form.canonical(self.answer.stream.text),
             answer_ids=answer,
             unread_tokens=unread,
             params=GenerationParams.of(self.request),

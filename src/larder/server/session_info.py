@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from larder.core.observation import Entries
+from larder.server.answer_form import PLAIN_FORM, AnswerForm
 from larder.server.request import ChatMessage
 from larder.server.session_state import ASSISTANT, PositionMap, SessionState
 from larder.store.sessions.records import Record
@@ -152,6 +153,8 @@ class ServedModel:
         beyond_budget: what is stored in addition to the budget, one clause each.
         template_variables: variables of the chat template that a conversation may set.
         takes_images: messages may have images.
+        takes_tools: the chat template writes tools.
+        answer_form: parsers of answers.
     """
 
     name: str
@@ -162,6 +165,8 @@ class ServedModel:
     beyond_budget: tuple[str, ...] = ()
     template_variables: frozenset[str] = frozenset()
     takes_images: bool = False
+    takes_tools: bool = False
+    answer_form: AnswerForm = PLAIN_FORM
 
 
 def session_status(session: SessionState) -> str:

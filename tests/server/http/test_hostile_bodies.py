@@ -263,7 +263,7 @@ def test_what_is_passed_over_is_not_built(served: Running, http: httpx2.Client) 
     assert http.post("/v1/chat/completions", json={**chat, "x": [[{}]]}).status_code == 200
     large = {**chat, "tools": [{"type": "function"}] * 100}
     told = http.post("/v1/chat/completions", json=large).json()["error"]
-    assert (told["code"], told["param"]) == ("unsupported_parameter", "tools")
+    assert (told["code"], told["param"]) == ("invalid_request", "tools")
     for content, param in (
         ({"messages": "a"}, "messages"),
         ({"messages": [{"role": "user", "content": {"a": 1}}]}, "messages.0.content"),

@@ -36,7 +36,6 @@ def test_an_event_is_one_line_whatever_ends_lines_elsewhere() -> None:
         ("ignore_eos", False, True),
         ("stop_token_ids", [], [7]),
         ("guided_json", None, {"type": "object"}),
-        ("tools", [], [{"type": "function"}]),
     ],
 )
 def test_what_would_change_the_answer_is_refused(

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi.requests import Request as HttpRequest
 
 from larder.core.errors import LarderError
+from larder.server.answer_form import PLAIN_FORM, AnswerForm
 from larder.server.http.app_state import AppState
 from larder.server.http.error_responses import as_api_error, error_body
 from larder.server.http.logprobs import chat_logprobs, text_logprobs
@@ -24,6 +25,7 @@ from larder.server.http.streaming import (
     sse_event,
     stream_answer,
 )
+from larder.server.http.tools import AnswerParser, message_json
 from larder.server.request import Report, Request, TokenLogprob
 
 MAX_CHOICES = 128  # answers to one request: prompts times choices
@@ -150,12 +152,12 @@ async def whole_answer(
     choices: ChoiceStream, prompts: Sequence[PromptChoices], form: AnswerFormat
 ) -> dict[str, Any]:
     """Fields of a whole answer."""
-    said = [_ChoiceText(echo) for echo in _echoes(prompts)]
+    said = _choice_texts(prompts)
     async with aclosing(choices):
         async for number, item in choices:
             said[number].add(item)
     told = [
-        _choice(number, form.choice(each.text), each.told.reason, each.all_logprobs(form))
+        _choice(number, each.choice(form), each.reason, each.all_logprobs(form))
         for number, each in enumerate(said)
     ]
     reports = [each.told for each in said]
@@ -175,7 +177,7 @@ async def chunk_events(
     warnings: dict[str, list[str]],
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events of a streamed answer; an error is the last one."""
-    said = [_ChoiceText(echo) for echo in _echoes(prompts)]
+    said = _choice_texts(prompts)
     for number, each in enumerate(said):
         if form.opening is not None:
             yield sse_event({**head, "choices": [_choice(number, form.opening)]})
@@ -205,15 +207,21 @@ class _ChoiceText:
 
     Args:
         text: text so far, the echoed prompt included.
+        answer_form: parsers of the text.
         logprobs: log-probabilities that are not sent yet.
         start: character at which the first of them begins.
         report: set at the end.
     """
 
     text: str
+    answer_form: AnswerForm = PLAIN_FORM
     logprobs: list[TokenLogprob] = field(default_factory=list)
     start: int = 0
     report: Report | None = None
+    parser: AnswerParser = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parser = AnswerParser(self.answer_form)
 
     @property
     def told(self) -> Report:
@@ -229,6 +237,18 @@ class _ChoiceText:
         elif isinstance(item, Report):
             self.report = item
 
+    def choice(self, form: AnswerFormat) -> dict[str, Any]:
+        """What the choice of a whole answer has of its text."""
+        if self.answer_form.is_plain:
+            return form.choice(self.text)
+        return {"message": message_json(self.answer_form.parse(self.text))}
+
+    @property
+    def reason(self) -> str:
+        """Why the answer ended."""
+        has_calls = not self.answer_form.is_plain and self.answer_form.parse(self.text).calls
+        return "tool_calls" if has_calls and self.told.reason == "stop" else self.told.reason
+
     def all_logprobs(self, form: AnswerFormat) -> dict[str, Any] | None:
         """Log-probabilities that are not sent yet; None if there are none."""
         return form.logprobs(tuple(self.logprobs), self.start) if self.logprobs else None
@@ -237,20 +257,28 @@ class _ChoiceText:
         """Add an item; the events that it makes ready."""
         self.add(item)
         events = list[dict[str, Any]]()
-        if isinstance(item, str) or (isinstance(item, Report) and self.logprobs):
-            text = form.chunk(item if isinstance(item, str) else "")
+        is_text, is_plain = isinstance(item, str), self.answer_form.is_plain
+        if not is_plain and isinstance(item, str | Report):
+            deltas = self.parser.push(item) if isinstance(item, str) else self.parser.finish()
+            events += [{"choices": [_choice(number, {"delta": delta})]} for delta in deltas]
+        if (is_text and is_plain) or (isinstance(item, str | Report) and self.logprobs):
+            text = form.chunk(item if isinstance(item, str) and is_plain else "")
             events.append({"choices": [_choice(number, text, None, self.all_logprobs(form))]})
             self.start += sum(len(each.text) for each in self.logprobs)
             self.logprobs.clear()
         if isinstance(item, Report):
-            last = _choice(number, form.chunk(None), item.reason)
+            last = _choice(number, form.chunk(None), self.reason)
             events.append({"choices": [last], "kv": kv_usage(item)})
         return events
 
 
-def _echoes(prompts: Sequence[PromptChoices]) -> list[str]:
-    """Text before each answer."""
-    return [prompt.echo for prompt in prompts for _ in prompt.requests]
+def _choice_texts(prompts: Sequence[PromptChoices]) -> list[_ChoiceText]:
+    """All answers, none of which has begun."""
+    return [
+        _ChoiceText(prompt.echo, request.answer_form)
+        for prompt in prompts
+        for request in prompt.requests
+    ]
 
 
 def _total(reports: Sequence[Report], prompts: Sequence[PromptChoices]) -> Report:

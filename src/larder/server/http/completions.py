@@ -33,7 +33,6 @@ from larder.server.http.image_parts import RequestImages
 from larder.server.http.json_route import JsonRoute
 from larder.server.http.protocol import (
     GenerationRequest,
-    InputMessage,
     Stop,
     Text,
     Tokens,
@@ -45,6 +44,14 @@ from larder.server.http.protocol import (
 )
 from larder.server.http.streaming import EventStream
 from larder.server.http.structured import answer_constraint
+from larder.server.http.tools import (
+    ToolMessage,
+    checked_tools,
+    chosen_form,
+    in_call_order,
+    tool_constraint,
+    tool_variables,
+)
 from larder.server.request import ChatMessage
 from larder.session.transcript.chat_template import VARIABLES_ROLE
 
@@ -91,7 +98,11 @@ class AnswerRequest(GenerationRequest):
 class ChatCompletionRequest(AnswerRequest):
     """A conversation to continue."""
 
-    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
+    json_fields: ClassVar[frozenset[str]] = AnswerRequest.json_fields | {"tools", "tool_choice"}
+    messages: Annotated[list[ToolMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
@@ -124,8 +135,9 @@ class ChatCompletionRequest(AnswerRequest):
                 f"chat_template_kwargs.{name[:100]} is no variable of the model's chat template "
                 f"(it has: {known}) and was ignored."
             )
-        messages = tuple(message.turn(images) for message in self.messages)
-        used = {name: given[name] for name in sorted(given.keys() & variables)}
+        messages = tuple(message.turn(images) for message in in_call_order(self.messages))
+        used: dict[str, Any] = {name: given[name] for name in sorted(given.keys() & variables)}
+        used |= tool_variables(self.tools or ())
         first = (ChatMessage(VARIABLES_ROLE, json.dumps(used)),) if used else ()
         return (*first, *messages)
 
@@ -150,8 +162,14 @@ async def chat_completions(http: HttpRequest, body: ChatCompletionRequest) -> Re
     max_new_tokens = body.max_completion_tokens or body.max_tokens
     model, images = state.check_model(body.model), RequestImages()
     taken = images if model.takes_images else None
+    if body.tools:
+        checked_tools(body.tools, model)
     turns = await run_in_threadpool(body.turns, model.template_variables, taken)
+    form = chosen_form(body.tools, body.tool_choice, body.parallel_tool_calls, model)
+    forced = await run_in_threadpool(tool_constraint, body.tools, body.tool_choice, form)
     constraint, stop = await run_in_threadpool(body.constraint), stop_strings(body.stop)
+    if forced is not None and constraint is not None:
+        raise invalid_request("tool_choice and response_format exclude each other.", "tool_choice")
     request = engine_request(
         http,
         state,
@@ -160,8 +178,9 @@ async def chat_completions(http: HttpRequest, body: ChatCompletionRequest) -> Re
         max_new_tokens,
         stop,
         turns,
-        constraint=constraint,
+        constraint=forced or constraint,
         images=images.files,
+        answer_form=form,
     )
     return await _answer(
         http, body, [prompt_choices(request, body.n or 1)], hint.is_firm, CHAT_FORMAT

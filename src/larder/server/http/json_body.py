@@ -188,7 +188,7 @@ def _has_more_parts(value: Any, limit: int) -> bool:
     while waiting and count <= limit:
         present = waiting.pop()
         if isinstance(present, msgspec.Struct):
-            present = msgspec.structs.astuple(present)
+            present = [each for each in msgspec.structs.astuple(present) if each is not None]
             count += len(present)
         elif isinstance(present, dict):
             count += len(present)
@@ -257,7 +257,7 @@ def _container(annotation: Any) -> Any:
             else (name, _union(field.annotation), field.get_default())
             for name, field in annotation.model_fields.items()
         ]
-        return msgspec.defstruct(annotation.__name__, fields, gc=False)
+        return msgspec.defstruct(annotation.__name__, fields, gc=False, kw_only=True)
     return None
 
 

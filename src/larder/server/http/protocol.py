@@ -19,6 +19,7 @@ from pydantic import (
 
 from larder.engine.constraint import Constraint
 from larder.engine.sampler import MAX_BIASES, SamplingParams
+from larder.server.answer_form import PLAIN_FORM, AnswerForm
 from larder.server.api_errors import invalid_request, validate_session_name
 from larder.server.http.app_state import AppState, app_state, tenant_of
 from larder.server.http.image_parts import RequestImages
@@ -195,11 +196,13 @@ class InputMessage(BaseModel):
             ApiError: 400: an image that is not taken here, or cannot be read.
         """
         content = self.content or ""
-        parts = [content] if isinstance(content, str) else content
-        text = "".join(
-            part if isinstance(part, str) else self._text(part, images) for part in parts
-        )
-        return ChatMessage(ROLES.get(self.role, self.role), text)
+        if not isinstance(content, str):
+            content = "".join(self._text(part, images) for part in content)
+        return ChatMessage(ROLES.get(self.role, self.role), self.canonical_text(content))
+
+    def canonical_text(self, text: str) -> str:
+        """Text of the message with what is beside its content."""
+        return text
 
     def _text(self, part: ContentPart, images: RequestImages | None) -> str:
         if part.type not in IMAGE_PARTS:
@@ -282,6 +285,7 @@ def engine_request(
     raw_prompt: str | None = None,
     constraint: Constraint | None = None,
     images: Mapping[str, bytes] | None = None,
+    answer_form: AnswerForm = PLAIN_FORM,
 ) -> Request:
     """Engine request of a validated HTTP request.
 
@@ -303,6 +307,7 @@ def engine_request(
         constraint=constraint,
         logprobs=body.num_logprobs,
         images=images or {},
+        answer_form=answer_form,
     )
 
 

@@ -26,13 +26,13 @@ from larder.server.session_state import (
     GenerationParams,
     SessionState,
 )
-from larder.session.transcript.chat_template import VARIABLES_ROLE, has_mark
+from larder.session.transcript.chat_template import TOOL_ROLE, VARIABLES_ROLE, image_digests
 
 FORMAT, VERSION = "larder session", 1
 IMPORT_BYTES = 2**23  # of an imported session: 700,000 tokens with their text
 TOKEN_CHARACTERS = 64  # above the average length of a token in any real text
 OLDEST_SAMPLING = ("temperature", "top_k", "top_p", "seed")  # fields that every file has
-ROLES = ("", VARIABLES_ROLE, "system", "user", "assistant")  # "" is that of a raw prompt
+ROLES = ("", VARIABLES_ROLE, "system", "user", "assistant", TOOL_ROLE)  # "" is that of a raw prompt
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def _turn_record(turn: CompletedTurn) -> dict[str, Any]:
 
 def _completed_turn(record: TurnRecord, vocabulary: int) -> CompletedTurn:
     messages = tuple(_message(each) for each in record.turns)
-    has_images = any(has_mark(each.text) for each in messages)
+    has_images = any(image_digests(each.text) for each in messages)
     prompt = _ids(record.prompt, MAX_TOKEN_ID if has_images else vocabulary)
     answer, unread = _ids(record.answer, vocabulary), record.unread
     if not prompt or not 0 <= unread <= len(answer) + 1:

@@ -10,7 +10,7 @@ from larder.server.api_errors import invalid_request
 from larder.server.image_prompts import ImagePart, ImagePromptEncoder, rendered_prompt
 from larder.server.request import ChatMessage
 from larder.server.request_state import RequestState
-from larder.session.transcript.chat_template import has_mark
+from larder.session.transcript.chat_template import image_digests
 
 
 @dataclass(frozen=True)
@@ -106,4 +106,4 @@ def _shown_turns(job: RequestState) -> list[ShownTurn]:
         start += turn.tokens
     new = resolved.new_messages
     found.append(ShownTurn(len(resolved.past_turns), start, len(resolved.prompt_ids), new))
-    return [turn for turn in found if any(has_mark(each.text) for each in turn.messages)]
+    return [turn for turn in found if any(image_digests(each.text) for each in turn.messages)]

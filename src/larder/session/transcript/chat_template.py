@@ -21,11 +21,15 @@ VARIABLES_ROLE = "template"
 RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt"}
 )
-PLAIN_ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
+TOOL_ROLE = "tool"  # of a message with the result of a tool
+CALL_ID = "call{:05}"  # nine characters, as Mistral's templates want them
+TOOLS = "tools"  # variable of the template with the tools of a conversation
+PLAIN_ROLES = {"system": "System", "user": "User", "assistant": "Assistant", TOOL_ROLE: "Tool"}
 # A mark stands in the text of a message where an image stands, and names it by its SHA-256. It
 # begins with a code point that is no character, which texts from outside must not contain.
 MARK_START, MARK_STOP = "\ufdd0", "\ufdd1"  # Unicode reserves both for use inside a program
 _MARK = re.compile(f"{MARK_START}image ([0-9a-f]{{64}}){MARK_STOP}")
+_CALL_MARK = re.compile(f"{MARK_START}call ([^{MARK_STOP}]*){MARK_STOP}")
 ANSWER_PLACEHOLDER = "0mark0"  # placeholder of an answer; no template changes it
 TEXT_PART = {"type": "text", "text": ANSWER_PLACEHOLDER}
 # Errors of the code of a template itself; `render_template` raises the others.
@@ -47,6 +51,28 @@ def image_mark(digest: str) -> str:
         digest: SHA-256 in hexadecimal.
     """
     return f"{MARK_START}image {digest}{MARK_STOP}"
+
+
+def call_mark(name: str, arguments: str) -> str:
+    """Mark of a tool call in the text of an assistant's message.
+
+    Args:
+        arguments: JSON, or any text where the model wrote none.
+    """
+    return f"{MARK_START}call {json.dumps([name, arguments])}{MARK_STOP}"
+
+
+def without_calls(text: str) -> tuple[str, list[tuple[str, Any]]]:
+    """Text of a message without its tool calls, and these: names and decoded arguments."""
+    calls = [json.loads(found) for found in _CALL_MARK.findall(text)]
+    return _CALL_MARK.sub("", text), [(name, _decoded(arguments)) for name, arguments in calls]
+
+
+def _decoded(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
 
 
 def has_mark(text: str) -> bool:
@@ -174,13 +200,35 @@ class ChatTemplate:
                     f"The variables of the chat template are not a JSON object ({error}): begin "
                     "another conversation."
                 ) from error
-        return {name: value for name, value in found.items() if name in self.variables}
+        taken = self.variables | {TOOLS}
+        return {name: value for name, value in found.items() if name in taken}
 
     def _apply(
         self, turns: Sequence[TemplateMessage], end: PromptEnd, variables: Mapping[str, Any]
     ) -> str:
-        messages = [{"role": turn.role, "content": self._content(turn.content)} for turn in turns]
-        return self._rendered(messages, end, variables)
+        return self._rendered(self._messages(turns), end, variables)
+
+    def _messages(self, turns: Sequence[TemplateMessage]) -> list[dict[str, Any]]:
+        """Messages in the form of templates. The results of tools are in the order of the calls."""
+        messages, made, given = list[dict[str, Any]](), 0, 0
+        for turn in turns:
+            text, calls = without_calls(turn.content)
+            message: dict[str, Any] = {"role": turn.role, "content": self._content(text)}
+            if calls:
+                message["tool_calls"] = [
+                    {
+                        "id": CALL_ID.format(made + number),
+                        "type": "function",
+                        "function": {"name": name, "arguments": arguments},
+                    }
+                    for number, (name, arguments) in enumerate(calls)
+                ]
+                made += len(calls)
+            elif turn.role == TOOL_ROLE:
+                message["tool_call_id"] = CALL_ID.format(given)
+                given += 1
+            messages.append(message)
+        return messages
 
     def _rendered(
         self, messages: Sequence[Mapping[str, Any]], end: PromptEnd, variables: Mapping[str, Any]
@@ -221,13 +269,21 @@ class ChatTemplate:
             return False
         return ANSWER_PLACEHOLDER in self._probe([TEXT_PART])
 
-    def _probe(self, content: str | list[dict[str, str]]) -> str:
+    @cached_property
+    def takes_tools(self) -> bool:
+        """True if the template writes the tools of a conversation."""
+        if not self.tokenizer.chat_template:
+            return False
+        given = [{"type": "function", "function": {"name": ANSWER_PLACEHOLDER, "parameters": {}}}]
+        return ANSWER_PLACEHOLDER in self._probe("", **{TOOLS: given})
+
+    def _probe(self, content: str | list[dict[str, str]], **variables: Any) -> str:
         """Rendering of one user message; empty if the template rejects it."""
         from jinja2 import TemplateError
 
         try:
             messages = [{"role": "user", "content": content}]
-            return self._rendered(messages, PromptEnd.CLOSED, {})
+            return self._rendered(messages, PromptEnd.CLOSED, variables)
         except (ModelError, TemplateError):
             return ""
 

@@ -81,17 +81,18 @@ def render_template(
         code: result of `compile_template`.
         messages: mappings with `role` and `content`.
         seconds: processor time that the rendering may take.
-        **named: further variables of the template, such as `bos_token`.
+        **named: further variables of the template, such as `bos_token` or `tools`.
 
     Raises:
         ModelError: the output, an intermediate value or the time exceeds its bound.
         jinja2.TemplateError: the template rejects the conversation.
     """
-    chars = BASE_CHARS + CHARS_PER_CHAR * size_of(messages, 1 << 62)
+    tools = named.pop("tools", None)
+    chars = BASE_CHARS + CHARS_PER_CHAR * (size_of(messages, 1 << 62) + size_of(tools, 1 << 62))
     environment = _Sandbox(chars, seconds)
     template = Template.from_code(environment, code, environment.globals)
     written, parts = 0, []
-    for part in template.generate(messages=messages, tools=None, documents=None, **named):
+    for part in template.generate(messages=messages, tools=tools, documents=None, **named):
         written += len(part)
         environment.check_size(written)
         parts.append(part)

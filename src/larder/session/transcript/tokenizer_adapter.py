@@ -46,6 +46,11 @@ class TokenizerAdapter:
         """Variables of the chat template that a conversation may set."""
         return self._template.variables
 
+    @property
+    def takes_tools(self) -> bool:
+        """True if the chat template writes the tools of a conversation."""
+        return self._template.takes_tools
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a bare text."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))

@@ -1,0 +1,257 @@
+"""Tools of a chat: their definitions, the choice among them, calls and results in messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+from larder.core.errors import BadParameter, DependencyError
+from larder.engine.constraint import Constraint, grammar_constraint
+from larder.server.answer_form import (
+    THINK_START,
+    THINK_STOP,
+    AnswerForm,
+    ParsedAnswer,
+    canonical_answer,
+)
+from larder.server.api_errors import invalid_request
+from larder.server.http.protocol import InputMessage, Text, new_id
+from larder.server.request import ApiError
+from larder.server.session_info import ServedModel
+from larder.server.tool_parsers.base import ToolCall, marker_start
+
+MAX_TOOLS = 128
+_NAME = re.compile("[A-Za-z0-9_.-]{1,64}")
+AUTO, NONE, REQUIRED = "auto", "none", "required"
+
+
+class FunctionCall(BaseModel):
+    """Function of a call in a message."""
+
+    name: Text
+    arguments: Text = ""
+
+
+class CallPart(BaseModel):
+    """Call in a message of the assistant."""
+
+    id: Text = ""
+    function: FunctionCall
+
+
+class ToolMessage(InputMessage):
+    """Message of a conversation in which tools may be called."""
+
+    role: Annotated[str, Field(pattern="^(system|developer|user|assistant|tool)$")]
+    tool_calls: Annotated[list[CallPart], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_call_id: Text | None = None
+
+    def canonical_text(self, text: str) -> str:
+        """Text of the message with marks of its calls."""
+        calls = tuple(
+            ToolCall.of(call.function.name, call.function.arguments)
+            for call in self.tool_calls or ()
+        )
+        return canonical_answer(text, calls) if calls else text
+
+
+def in_call_order(messages: Sequence[ToolMessage]) -> list[ToolMessage]:
+    """Messages, with the results of tools in the order of the calls that they answer.
+
+    Raises:
+        ApiError: 400: a result answers no call of the assistant's message before it.
+    """
+    found, places, results = list[ToolMessage](), dict[str, int](), dict[int, ToolMessage]()
+    for message in messages:
+        if message.role != "tool":
+            found += [results[place] for place in sorted(results)]
+            results = {}
+            places = {call.id: place for place, call in enumerate(message.tool_calls or ())}
+            found.append(message)
+            continue
+        place = places.get(message.tool_call_id or "")
+        if place is None:
+            raise invalid_request(
+                "A message of the role tool answers no call of the message before it: send the "
+                "assistant's message with its tool_calls, and their ids as tool_call_id.",
+                "messages",
+            )
+        results[place] = message
+    return found + [results[place] for place in sorted(results)]
+
+
+def checked_tools(tools: Sequence[Any], model: ServedModel) -> list[dict[str, Any]]:
+    """Definitions of tools, as chat templates take them.
+
+    Raises:
+        ApiError: 400: a definition is malformed, or the model takes no tools.
+    """
+    if len(tools) > MAX_TOOLS:
+        raise _refused(f"tools has more than {MAX_TOOLS} entries: send fewer.")
+    for number, tool in enumerate(tools):
+        function: Any = tool.get("function") if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or tool.get("type") != "function":
+            raise _refused(
+                f"tools.{number} must be {{'type': 'function', 'function': {{'name': ..., "
+                "'parameters': ...}}, with a name of 1 to 64 letters, digits, dots, dashes and "
+                "underscores."
+            )
+        if not isinstance(function.get("parameters", {}), dict | None):
+            raise _refused(f"tools.{number}.function.parameters must be a JSON schema.")
+    names = _names(tools)
+    if len(set(names)) < len(names):
+        raise _refused("tools has two tools of one name: rename one.")
+    if not model.takes_tools:
+        raise _unsupported(
+            "The chat template of this model ignores tools: serve a model whose template has them."
+        )
+    if not model.answer_form.tool_parser:
+        raise _unsupported(
+            "This server does not know how the model writes tool calls: start it with "
+            "--tool-call-parser."
+        )
+    return list(tools)
+
+
+def chosen_form(
+    tools: Sequence[Any] | None, choice: Any, is_parallel: bool | None, model: ServedModel
+) -> AnswerForm:
+    """Parsers of the answer to a request."""
+    parser = model.answer_form.tool_parser if tools and choice != NONE else ""
+    return replace(model.answer_form, tool_parser=parser, is_parallel=is_parallel is not False)
+
+
+def tool_constraint(
+    tools: Sequence[Any] | None, choice: Any, form: AnswerForm
+) -> Constraint | None:
+    """What forces the chosen calls; None where the model may choose.
+
+    Raises:
+        ApiError: 400: the choice is malformed, names no tool, or cannot be forced.
+    """
+    if choice in (None, AUTO, NONE):
+        return None
+    names = _names(tools or ())
+    if choice != REQUIRED:
+        named = choice.get("function") if isinstance(choice, dict) else None
+        name = named.get("name") if isinstance(named, dict) else None
+        if name not in names:
+            raise invalid_request(
+                "tool_choice must be none, auto, required, or name a function of tools.",
+                "tool_choice",
+            )
+        names = [name]
+    schemas = {
+        tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"}
+        for tool in tools or ()
+        if tool["function"]["name"] in names
+    }
+    if form.tools is None or not schemas:
+        raise invalid_request("tool_choice needs tools: send them.", "tool_choice")
+    most = 1 if choice != REQUIRED or not form.is_parallel else None
+    try:
+        return grammar_constraint(form.tools.grammar(schemas, most))
+    except (BadParameter, DependencyError) as error:
+        raise invalid_request(f"tool_choice: {error}", "tool_choice") from error
+
+
+def tool_variables(tools: Sequence[Any]) -> Mapping[str, Any]:
+    """Variables of the chat template for tools."""
+    return {"tools": tools} if tools else {}
+
+
+def _names(tools: Sequence[Any]) -> list[str]:
+    return [tool["function"]["name"] for tool in tools]
+
+
+def _unsupported(message: str) -> ApiError:
+    return invalid_request(message, "tools", "unsupported_parameter")
+
+
+def _refused(message: str) -> ApiError:
+    return invalid_request(message, "tools")
+
+
+class AnswerParser:
+    """Parser of an answer that comes in parts.
+
+    Content is given as soon as it cannot be reasoning or a call any more, a call once it is whole.
+    """
+
+    def __init__(self, form: AnswerForm) -> None:
+        self._form, self._text, self._is_done = form, "", False
+        self._sent_reasoning = self._sent_content = 0
+        self.num_calls = 0
+
+    def push(self, text: str) -> list[dict[str, Any]]:
+        """Deltas that a part makes final, as OpenAI's chat completions write them."""
+        self._text += text
+        return self._deltas()
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Deltas of what was withheld."""
+        self._is_done = True
+        return self._deltas()
+
+    def _deltas(self) -> list[dict[str, Any]]:
+        found = list[dict[str, Any]]()
+        if not self._is_done and self._may_begin_reasoning():
+            return found
+        reasoning, content = self._form.split_reasoning(self._text)
+        if THINK_STOP not in self._text and not self._is_done:
+            reasoning = reasoning[: marker_start(reasoning, THINK_STOP)].rstrip("\n")
+        if new := reasoning[self._sent_reasoning :]:
+            found.append({"reasoning_content": new})
+            self._sent_reasoning = len(reasoning)
+        calls, stop = self._calls(content)
+        if new := content[self._sent_content : stop]:
+            found.append({"content": new})
+            self._sent_content = stop
+        for call in calls[self.num_calls :]:
+            found.append({"tool_calls": [call_json(call, self.num_calls)]})
+            self.num_calls += 1
+        return found
+
+    def _may_begin_reasoning(self) -> bool:
+        """True if the text so far may become the tag that begins the reasoning."""
+        return bool(self._form.reasoning_parser) and THINK_START.startswith(self._text.lstrip())
+
+    def _calls(self, content: str) -> tuple[tuple[ToolCall, ...], int]:
+        """Calls that are final, and where the content before them ends."""
+        tools = self._form.tools
+        if tools is None:
+            return (), len(content)
+        start = tools.start(content)
+        calls = self._form.limited(tools.calls(content[start:]))
+        # Calls without an end tag are whole once the answer is.
+        is_final = self._is_done or self._form.tool_parser == "hermes"
+        if calls and is_final:
+            return calls, start
+        return (), len(content) if self._is_done and not self.num_calls else start
+
+
+def call_json(call: ToolCall, index: int) -> dict[str, Any]:
+    """Call of a delta."""
+    return {"index": index, **whole_call_json(call)}
+
+
+def whole_call_json(call: ToolCall) -> dict[str, Any]:
+    """Call of a message, with an id of its own."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": new_id("call_"), "type": "function", "function": function}
+
+
+def message_json(parsed: ParsedAnswer) -> dict[str, Any]:
+    """Message of a whole answer."""
+    message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.calls:
+        message["content"] = parsed.content.strip() or None
+        message["tool_calls"] = [whole_call_json(call) for call in parsed.calls]
+    return message

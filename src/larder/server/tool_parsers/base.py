@@ -1,0 +1,138 @@
+"""Base class of the parsers of tool calls."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from json import JSONDecodeError
+from typing import Any, ClassVar
+
+from larder.core.errors import BadParameter
+from larder.core.family import Family
+
+TOOL_PARSERS = Family("tool call parser", "larder.server.tool_parsers")
+
+
+def _number(text: str) -> int | float:
+    """Number of JSON, as JavaScript writes it: 1.0 is 1."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+DECODER = json.JSONDecoder(parse_float=_number)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """Call of a tool.
+
+    Args:
+        name: of the tool.
+        arguments: JSON of its arguments, in the one spelling that clients' spellings are compared
+            in.
+    """
+
+    name: str
+    arguments: str
+
+    @staticmethod
+    def of(name: str, arguments: str) -> ToolCall:
+        """Call whose arguments are JSON in any spelling, or any text."""
+        try:
+            return ToolCall(name, json.dumps(DECODER.decode(arguments or "{}")))
+        except (JSONDecodeError, RecursionError):
+            return ToolCall(name, arguments)
+
+    @staticmethod
+    def from_json(value: Any) -> ToolCall | None:
+        """Call from its decoded JSON; None for another value."""
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return None
+        found = [value[key] for key in ("arguments", "parameters") if key in value]
+        arguments = found[0] if found else {}
+        return (
+            ToolCall(value["name"], json.dumps(arguments)) if isinstance(arguments, dict) else None
+        )
+
+
+class ToolParser(ABC):
+    """Parser of the tool calls at the end of an answer.
+
+    A parser sees the whole answer so far at each call, and keeps nothing.
+    """
+
+    # What the chat templates of such models contain.
+    template_mark: ClassVar[str] = ""
+
+    @abstractmethod
+    def start(self, text: str) -> int:
+        """Index from which on a text may be tool calls; its length for none. Text before it is
+        final."""
+
+    @abstractmethod
+    def calls(self, text: str) -> tuple[ToolCall, ...]:
+        """Complete calls of a text that begins at `start`; empty if it is no call."""
+
+    def grammar(self, schemas: Mapping[str, Any], most: int | None) -> str:
+        """Grammar of an answer that is calls alone, in Lark's notation.
+
+        Args:
+            schemas: JSON schema of the arguments of each tool that may be called.
+            most: largest number of calls; None for any.
+
+        Raises:
+            BadParameter: calls in this form cannot be forced.
+        """
+        raise BadParameter(
+            "tool_choice can be auto or none alone with this tool call parser: its calls cannot be "
+            "forced."
+        )
+
+
+def json_values(text: str) -> list[Any]:
+    """JSON values at the beginning of a text, between white space, commas and semicolons."""
+    found, place = list[Any](), 0
+    while True:
+        while place < len(text) and text[place] in " \t\r\n,;":
+            place += 1
+        try:
+            value, place = DECODER.raw_decode(text, place)
+        except (JSONDecodeError, RecursionError):
+            return found
+        found.append(value)
+
+
+def marker_start(text: str, marker: str) -> int:
+    """Index of a marker in a text, or of its beginning at the end of the text."""
+    place = text.find(marker)
+    if place >= 0:
+        return place
+    ends = (n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n]))
+    return len(text) - next(ends, 0)
+
+
+def call_schema(schemas: Mapping[str, Any], arguments: str) -> str:
+    """JSON schema of a call of one of several tools.
+
+    Args:
+        arguments: name of the field with the arguments.
+    """
+    options = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, arguments: schema},
+            "required": ["name", arguments],
+            "additionalProperties": False,
+        }
+        for name, schema in schemas.items()
+    ]
+    # Without white space between values, which a model may repeat without end.
+    return json.dumps({"x-guidance": {"whitespace_flexible": False}, "anyOf": options})
+
+
+def valid_calls(values: Sequence[Any]) -> tuple[ToolCall, ...]:
+    """Calls from decoded JSON; empty if one of the values is none."""
+    found = [ToolCall.from_json(value) for value in values]
+    return tuple(call for call in found if call is not None) if None not in found else ()

@@ -1,0 +1,41 @@
+"""Calls as JSON between tags, as Hermes and Qwen write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from larder.server.tool_parsers.base import (
+    ToolCall,
+    ToolParser,
+    call_schema,
+    json_values,
+    marker_start,
+    valid_calls,
+)
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_CALL = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
+
+
+class Hermes(ToolParser):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one after the other."""
+
+    template_mark = OPEN
+
+    def start(self, text: str) -> int:
+        return marker_start(text, OPEN)
+
+    def calls(self, text: str) -> tuple[ToolCall, ...]:
+        parts = _CALL.findall(text)
+        found = [value for part in parts for value in json_values(part)[:1]]
+        return valid_calls(found) if len(found) == len(parts) else ()
+
+    def grammar(self, schemas: Mapping[str, Any], most: int | None) -> str:
+        count = "call" if most == 1 else 'call ("\\n" call)*'
+        schema = call_schema(schemas, "arguments")
+        return f'start: {count}\ncall: "{OPEN}\\n" body "\\n{CLOSE}"\nbody: %json {schema}'
+
+
+Part = Hermes

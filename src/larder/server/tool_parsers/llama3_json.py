@@ -1,0 +1,36 @@
+"""Calls as bare JSON, as Llama 3.1 and 3.2 write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from larder.server.tool_parsers.base import (
+    ToolCall,
+    ToolParser,
+    call_schema,
+    json_values,
+    valid_calls,
+)
+
+TAG = "<|python_tag|>"  # special, so that detokenizers leave it out
+
+
+class Llama3Json(ToolParser):
+    """`{"name": ..., "parameters": {...}}`, several between semicolons; the whole answer."""
+
+    template_mark = TAG
+
+    def start(self, text: str) -> int:
+        stripped = text.lstrip().removeprefix(TAG).lstrip()
+        return 0 if stripped.startswith("{") or TAG.startswith(stripped) else len(text)
+
+    def calls(self, text: str) -> tuple[ToolCall, ...]:
+        return valid_calls(json_values(text.lstrip().removeprefix(TAG)))
+
+    def grammar(self, schemas: Mapping[str, Any], most: int | None) -> str:
+        count = "call" if most == 1 else 'call ("; " call)*'
+        return f"start: {count}\ncall: %json {call_schema(schemas, 'parameters')}"
+
+
+Part = Llama3Json

@@ -1,0 +1,245 @@
+"""Tools over HTTP: loops of calls and results by OpenAI's client, over a model that is told what to
+write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from larder import Engine
+from larder.engine.sampler import TokenSampler
+from larder.server.http.app import create_app
+from larder.server.http.app_state import HttpSettings
+from larder.server.http.archive import Archive
+from larder.server.http.auth import LoopbackAuth
+from larder.server.local_engine_client import LocalEngineClient
+from server.http.running_server import listening
+from server_core import byte_characters
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
+    "</tool_call>{% endfor %}.{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+END = 2
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+    },
+}
+Write = Callable[..., None]
+
+
+def call_text(**arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': 'look', 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.fixture
+def write(monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Sets the next answers of the model."""
+    waiting = list[str]()
+
+    def sample(self: TokenSampler, logits: Any, answer_ids: Sequence[int]) -> int:
+        if len(answer_ids) < len(waiting[0]):
+            return ord(waiting[0][len(answer_ids)])
+        waiting.pop(0)
+        return END
+
+    def add(*texts: str) -> None:
+        waiting.extend(texts)
+
+    monkeypatch.setattr(TokenSampler, "sample", sample)
+    return add
+
+
+def served(template: str = TEMPLATE, **options: Any) -> LocalEngineClient:
+    loaded = byte_characters()
+    loaded.tokenizer.chat_template = template
+    return LocalEngineClient(Engine(loaded, policy="full"), **options)
+
+
+def client_of(hub: LocalEngineClient) -> Iterator[OpenAI]:
+    app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=300))
+    with listening(app) as url, OpenAI(api_key="-", base_url=f"{url}/v1", max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[OpenAI]:
+    yield from client_of(served(reasoning_parser="qwen3"))
+
+
+def asked(client: OpenAI, messages: list[Any], **more: Any) -> Any:
+    given: Any = {"model": "characters", "tools": [TOOL]} | more
+    return client.chat.completions.create(messages=messages, **given)
+
+
+def user(text: str) -> Any:
+    return {"role": "user", "content": text}
+
+
+def test_a_call_is_answered(client: OpenAI, write: Write) -> None:
+    write("I look." + call_text(at="a", n=1.0))
+    [choice] = asked(client, [user("What is there?")]).choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
+    [call] = choice.message.tool_calls
+    assert (call.type, call.function.name) == ("function", "look")
+    assert json.loads(call.function.arguments) == {"at": "a", "n": 1}
+
+
+def test_a_call_is_streamed(client: OpenAI, write: Write) -> None:
+    write("<think>\nHm.\n</think>\n\nI look." + call_text(at="a") + call_text(at="b"))
+    with client.chat.completions.stream(
+        model="characters",
+        messages=[user("Hello")],
+        tools=[TOOL],  # pyright: ignore
+    ) as stream:
+        deltas = [event.chunk.choices for event in stream if event.type == "chunk"]
+        [choice] = stream.get_final_completion().choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
+    assert [json.loads(c.function.arguments)["at"] for c in choice.message.tool_calls or ()] == [
+        "a",
+        "b",
+    ]
+    told = [c.delta.model_extra for [c] in deltas if c.delta.model_extra]
+    assert "".join(extra.get("reasoning_content", "") for extra in told) == "Hm."
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_ten_steps_of_a_loop_are_one_session(
+    client: OpenAI, write: Write, is_streamed: bool
+) -> None:
+    """The client leaves reasoning out, spells arguments anew and swaps results: nothing is read
+    again."""
+    messages, cached, sessions = [user(f"Look around, {is_streamed}.")], 0, set[str]()
+    for step in range(10):
+        write(f"<think>\nStep {step}.\n</think>\n\n" + call_text(at=str(step), n=1.0) + call_text())
+        if is_streamed:
+            parts = list(
+                asked(client, messages, stream=True, stream_options={"include_usage": True})
+            )
+            usage, kv = parts[-1].usage, parts[-1].model_extra["kv"]
+            calls = [c for p in parts for e in p.choices for c in e.delta.tool_calls or ()]
+        else:
+            told = asked(client, messages)
+            usage, kv, calls = (
+                told.usage,
+                told.model_extra["kv"],
+                told.choices[0].message.tool_calls,
+            )
+        assert usage.prompt_tokens_details.cached_tokens > cached or not step
+        cached = usage.prompt_tokens_details.cached_tokens
+        assert cached + 90 > usage.prompt_tokens or not step
+        sessions.add(kv["session"])
+        first = {"name": "look", "arguments": f'{{"at":"{step}","n":1}}'}
+        second = {"name": "look", "arguments": "{ }"}
+        messages += [
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"id": call.id, "type": "function", "function": function}
+                    for call, function in zip(calls, (first, second), strict=True)
+                ],
+            },
+            {"role": "tool", "tool_call_id": calls[1].id, "content": "two"},
+            {"role": "tool", "tool_call_id": calls[0].id, "content": "one"},
+        ]
+    assert len(sessions) == 1
+    write("That is all.")
+    last = asked(client, messages)
+    assert last.choices[0].message.content == "That is all."
+    assert last.model_extra["kv"]["session"] in sessions
+
+
+def test_calls_are_rendered_where_nothing_is_cached(client: OpenAI, write: Write) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at":"x"}'}}
+    write("So.")
+    told = asked(
+        client,
+        [
+            user("Fresh?"),
+            {"role": "assistant", "content": "Yes.", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "ok"},
+        ],
+    )
+    rendered = (
+        f"{json.dumps([TOOL])}[user]Fresh?.[assistant]Yes.<tool_call>"
+        '{"name": "look", "arguments": {"at": "x"}}</tool_call>.[tool]ok.[assistant]'
+    )
+    assert told.usage.prompt_tokens == len(rendered)
+
+
+def test_choices(client: OpenAI, write: Write) -> None:
+    write(call_text(at="a") + call_text(at="b"))
+    told = asked(client, [user("One")], parallel_tool_calls=False)
+    assert len(told.choices[0].message.tool_calls) == 1
+    write(call_text(at="a"))
+    [choice] = asked(client, [user("None")], tool_choice="none").choices
+    assert choice.message.tool_calls is None and choice.finish_reason == "stop"
+    assert choice.message.content == call_text(at="a")
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools.0 must be"),
+        ({"tools": [TOOL, TOOL]}, "two tools of one name"),
+        ({"tool_choice": "must"}, "tool_choice must be none, auto, required"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "name a function of tools",
+        ),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice needs tools"),
+        (
+            {"messages": [user("a"), {"role": "tool", "tool_call_id": "x", "content": "b"}]},
+            "answers no call",
+        ),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "role"),
+    ],
+)
+def test_refusals(client: OpenAI, more: dict[str, Any], error: str) -> None:
+    more = dict(more)
+    with pytest.raises(openai.BadRequestError, match=error):
+        asked(client, more.pop("messages", [user("Hello")]), **more)
+
+
+def test_models_that_take_no_tools() -> None:
+    plain = TEMPLATE.replace("{% if tools %}{{ tools | tojson }}{% endif %}", "")
+    for template, parser, error in (
+        (plain, "hermes", "ignores tools"),
+        (TEMPLATE.replace("tool_call>", "call>"), None, "--tool-call-parser"),
+    ):
+        for client in client_of(served(template, tool_parser=parser)):
+            with pytest.raises(openai.BadRequestError, match=error):
+                asked(client, [user("Hello")])
+
+
+def test_a_forced_call() -> None:
+    pytest.importorskip("llguidance", reason="the extra structured is not installed")
+    for client in client_of(served()):
+        for choice in ("required", {"type": "function", "function": {"name": "look"}}):
+            schema = {
+                "type": "object",
+                "properties": {"at": {"enum": ["x", "y"]}},
+                "required": ["at"],
+            }
+            tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+            told = asked(
+                client,
+                [user("Hello")],
+                tools=[tool],
+                tool_choice=choice,
+                parallel_tool_calls=False,
+            )
+            [call] = told.choices[0].message.tool_calls
+            assert told.choices[0].finish_reason == "tool_calls"
+            assert json.loads(call.function.arguments)["at"] in ("x", "y")

@@ -1,0 +1,147 @@
+"""Tool calls and reasoning in answers: parsers, streams of parts, one spelling."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from larder.core.errors import BadParameter, UsageError
+from larder.server.answer_form import AnswerForm, canonical_answer, default_tool_parser
+from larder.server.http.tools import AnswerParser
+from larder.server.tool_parsers.base import TOOL_PARSERS, ToolCall
+from larder.session.transcript.chat_template import without_calls
+
+F, G = ToolCall("f", '{"a": 1, "b": [true, null]}'), ToolCall("g.h", "{}")
+RAW_F = '{"name": "f", "arguments": {"a": 1.0,"b":[true,null]}}'
+RAW_G = '{"name":"g.h","arguments":{}}'
+ANSWERS = {
+    "hermes": [
+        (
+            f"Well.\n<tool_call>\n{RAW_F}\n</tool_call>\n<tool_call>{RAW_G}</tool_call>",
+            "Well.\n",
+            (F, G),
+        ),
+        ("No call < tool.", "No call < tool.", ()),
+        ("<tool_call>\nnot json\n</tool_call>", "<tool_call>\nnot json\n</tool_call>", ()),
+        (f"<tool_call>\n{RAW_F}", f"<tool_call>\n{RAW_F}", ()),
+    ],
+    "llama3_json": [
+        (RAW_F.replace("arguments", "parameters"), "", (F,)),
+        (f"<|python_tag|>{RAW_F}; {RAW_G}", "", (F, G)),
+        ('{"color": "red"}', '{"color": "red"}', ()),
+        (f"I say {RAW_F}", f"I say {RAW_F}", ()),
+    ],
+    "mistral": [
+        (f"[TOOL_CALLS][{RAW_F}, {RAW_G}]", "", (F, G)),
+        (f"[{RAW_F}]", "", (F,)),
+        (
+            'Well.[TOOL_CALLS]f[ARGS]{"a": 1, "b": [true, null]}[TOOL_CALLS]g.h[ARGS]{}',
+            "Well.",
+            (F, G),
+        ),
+        ("[1, 2]", "[1, 2]", ()),
+    ],
+    "pythonic": [
+        ("[f(a=1, b=[True, None]), g.h()]", "", (F, G)),
+        ("[f(a=open('x'))]", "[f(a=open('x'))]", ()),
+        ("[1, 2]", "[1, 2]", ()),
+        ("Well, f(a=1)", "Well, f(a=1)", ()),
+    ],
+}
+CASES = [(name, *case) for name, cases in ANSWERS.items() for case in cases]
+
+
+def streamed(form: AnswerForm, parts: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Reasoning, content and calls of an answer that comes in parts."""
+    parser, found = AnswerParser(form), list[dict[str, Any]]()
+    for part in parts:
+        found += parser.push(part)
+    found += parser.finish()
+    calls = [call for delta in found for call in delta.get("tool_calls", ())]
+    assert (
+        [call["index"] for call in calls]
+        == list(range(len(calls)))
+        == list(range(parser.num_calls))
+    )
+    told = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    reasoning, content = (
+        "".join(d.get(n, "") for d in found) for n in ("reasoning_content", "content")
+    )
+    return reasoning, content, told
+
+
+def cut(text: str, seed: int) -> list[str]:
+    drawn = random.Random(seed)
+    cuts = sorted(drawn.sample(range(len(text) + 1), min(4, len(text))))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
+def test_calls_are_found(name: str, text: str, content: str, calls: tuple[ToolCall, ...]) -> None:
+    form = AnswerForm(name)
+    parsed = form.parse(text)
+    assert (parsed.content, parsed.calls) == (content, calls)
+    expected = "", content, [(call.name, call.arguments) for call in calls]
+    for parts in (list(text), [text], *(cut(text, seed) for seed in range(20))):
+        assert streamed(form, parts) == expected
+    assert form.canonical(text) == canonical_answer(content, calls)
+    one = AnswerForm(name, is_parallel=False)
+    assert one.parse(text).calls == calls[:1] and streamed(one, list(text))[2] == expected[2][:1]
+
+
+def test_clients_spell_arguments_in_their_own_way() -> None:
+    spellings = ('{"a":1,"b":[true,null]}', '{ "a": 1.0, "b": [ true, null ] }', F.arguments)
+    assert {ToolCall.of("f", spelling) for spelling in spellings} == {F}
+    assert ToolCall.of("f", "{broken") == ToolCall("f", "{broken")
+    assert ToolCall.of("f", "") == ToolCall("f", "{}")
+    assert ToolCall.of("f", '{"a": 1e400}').arguments  # no error
+    text = canonical_answer("Well.", (F, ToolCall("x", "{broken \ufdd1")))
+    assert without_calls(text) == (
+        "Well.",
+        [("f", {"a": 1, "b": [True, None]}), ("x", "{broken \ufdd1")],
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reasoning", "content"),
+    [
+        ("qwen3", "<think>\nhm\nhm\n</think>\n\nYes.", "hm\nhm", "Yes."),
+        ("qwen3", "Yes. </think> No.", "", "Yes. </think> No."),
+        ("qwen3", "<think>hm", "hm", ""),
+        ("qwen3", "<thin", "", "<thin"),
+        ("deepseek_r1", "hm\n</think>\n\nYes.", "hm", "Yes."),
+        ("deepseek_r1", "<think>\nhm\n</think>\nYes.", "hm", "Yes."),
+        ("deepseek_r1", "hm", "hm", ""),
+    ],
+)
+def test_reasoning_is_told_apart(name: str, text: str, reasoning: str, content: str) -> None:
+    form = AnswerForm(reasoning_parser=name)
+    parsed = form.parse(text)
+    assert (parsed.reasoning, parsed.content) == (reasoning, content)
+    for parts in (list(text), [text], *(cut(text, seed) for seed in range(20))):
+        assert streamed(form, parts) == (reasoning, content, [])
+    assert form.canonical(text) == content.strip()
+
+
+def test_reasoning_before_calls() -> None:
+    form = AnswerForm("hermes", "qwen3")
+    text = f"<think>\nWhich?\n</think>\n\nThis.\n<tool_call>\n{RAW_F}\n</tool_call>"
+    expected = "Which?", "This.\n", [("f", F.arguments)]
+    for parts in (list(text), *(cut(text, seed) for seed in range(20))):
+        assert streamed(form, parts) == expected
+
+
+def test_names() -> None:
+    assert TOOL_PARSERS.names() == sorted(ANSWERS)
+    assert default_tool_parser("... <tool_call> ...") == "hermes"
+    assert default_tool_parser({"tool_use": "[TOOL_CALLS]"}) == "mistral"
+    assert default_tool_parser("plain") == default_tool_parser(None) == ""
+    with pytest.raises(UsageError, match="no tool call parser 'herms': take one of hermes, llama"):
+        AnswerForm("herms")
+    with pytest.raises(UsageError, match="no reasoning parser 'x': take one of deepseek_r1, qwen3"):
+        AnswerForm(reasoning_parser="x")
+    for name in ("mistral", "pythonic"):
+        with pytest.raises(BadParameter, match="cannot be forced"):
+            TOOL_PARSERS.load(name)().grammar({}, None)
