@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from openai import OpenAI
@@ -243,3 +244,106 @@ def test_a_forced_call() -> None:
             [call] = told.choices[0].message.tool_calls
             assert told.choices[0].finish_reason == "tool_calls"
             assert json.loads(call.function.arguments)["at"] in ("x", "y")
+
+
+def in_messages(client: OpenAI, messages: list[Any], **more: Any) -> httpx2.Response:
+    tool = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
+    body = {"model": "characters", "max_tokens": 300, "messages": messages, "tools": [tool]} | more
+    url = str(client.base_url).removesuffix("/") + "/messages"
+    return httpx2.post(url, json=body, timeout=30)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_loop_in_the_form_of_messages(client: OpenAI, write: Write, is_streamed: bool) -> None:
+    messages, cached, sessions = [user(f"Look at this, {is_streamed}.")], 0, set[str]()
+    for step in range(4):
+        write(f"<think>\nHm {step}.\n</think>\n\nI look." + call_text(at=str(step)) + call_text())
+        response = in_messages(client, messages, stream=is_streamed)
+        told = streamed_message(response) if is_streamed else response.json()
+        assert told["stop_reason"] == "tool_use"
+        assert told["usage"]["cache_read_input_tokens"] > cached or not step
+        cached = told["usage"]["cache_read_input_tokens"]
+        sessions.add(told["kv"]["session"])
+        thought, text, first, second = told["content"]
+        assert (thought["type"], thought["thinking"]) == ("thinking", f"Hm {step}.")
+        assert (text["type"], text["text"]) == ("text", "I look.")
+        assert (first["name"], first["input"]) == ("look", {"at": str(step)})
+        results = [
+            {"type": "tool_result", "tool_use_id": second["id"], "content": "two"},
+            {
+                "type": "tool_result",
+                "tool_use_id": first["id"],
+                "content": [{"type": "text", "text": "one"}],
+            },
+        ]
+        messages += [
+            {"role": "assistant", "content": told["content"]},
+            {"role": "user", "content": results},
+        ]
+    assert len(sessions) == 1
+    write("Done.")
+    last = in_messages(client, messages).json()
+    assert last["content"] == [{"type": "text", "text": "Done."}]
+    assert last["stop_reason"] == "end_turn" and last["kv"]["session"] in sessions
+    counted = httpx2.post(
+        str(client.base_url).removesuffix("/") + "/messages/count_tokens",
+        json={"model": "characters", "messages": messages[:1]},
+    )
+    assert counted.json()["input_tokens"] == len(f"[user]Look at this, {is_streamed}..[assistant]")
+
+
+def streamed_message(response: httpx2.Response) -> dict[str, Any]:
+    """Message that the events of a stream describe."""
+    told: dict[str, Any] = {}
+    blocks = list[dict[str, Any]]()
+    for frame in response.text.split("\n\n")[:-1]:
+        event = json.loads(frame.split("\n")[1].removeprefix("data: "))
+        kind, delta = event["type"], event.get("delta", {})
+        if kind == "content_block_start":
+            assert event["index"] == len(blocks)
+            blocks.append(event["content_block"] | {"json": "", "is_open": True})
+        elif kind == "content_block_delta":
+            block = blocks[event["index"]]
+            assert block["is_open"]
+            for field, name in (
+                ("text", "text"),
+                ("thinking", "thinking"),
+                ("json", "partial_json"),
+            ):
+                block[field] = block.get(field, "") + delta.get(name, "")
+        elif kind == "content_block_stop":
+            block = blocks[event["index"]]
+            block["is_open"] = False
+            if block["type"] == "tool_use":
+                block["input"] = json.loads(block["json"])
+        elif kind == "message_delta":
+            told = delta | {"usage": event["usage"], "kv": event["kv"]}
+    assert not any(block.pop("is_open") for block in blocks)
+    drop = ("json",)
+    return told | {"content": [{k: v for k, v in b.items() if k not in drop} for b in blocks]}
+
+
+def test_a_choice_in_the_form_of_messages(client: OpenAI, write: Write) -> None:
+    write(call_text(at="a") + call_text(at="b"))
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    told = in_messages(client, [user("One")], tool_choice=choice).json()
+    assert [block["type"] for block in told["content"]] == ["tool_use"]
+    refused = in_messages(client, [user("One")], tool_choice={"type": "tool", "name": "x"})
+    assert refused.status_code == 400 and "tool_choice" in refused.json()["error"]["message"]
+    deep: Any = {"a": [[{"b": None}]]}
+    write("Done.")
+    said = [
+        user("Deep"),
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "1", "name": "look", "input": deep}],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "1"},
+                {"type": "text", "text": "So?"},
+            ],
+        },
+    ]
+    assert in_messages(client, said).json()["content"][0]["text"] == "Done."

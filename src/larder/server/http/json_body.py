@@ -25,7 +25,7 @@ from typing import (
 )
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, PrivateAttr, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, PrivateAttr, ValidationError
 
 from larder.server.api_errors import invalid_request
 from larder.server.http.error_responses import malformed_field
@@ -57,6 +57,22 @@ def _valid_unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_valid_unicode)]
+
+
+def _decoded_object(raw: Any) -> Any:
+    """Raises: ValueError: it is too long, or no JSON object."""
+    if not isinstance(raw, msgspec.Raw):
+        return raw
+    if len(raw) > JSON_FIELD_BYTES:
+        raise ValueError(f"it has more than {JSON_FIELD_BYTES} bytes")
+    value = msgspec.json.decode(raw)
+    if not isinstance(value, dict):
+        raise ValueError("it is no JSON object")
+    return value
+
+
+# JSON object in a part of a field, decoded once its part is validated.
+JsonObject = Annotated[Any, BeforeValidator(_decoded_object)]
 
 
 class JsonBody(BaseModel):
@@ -242,7 +258,9 @@ def _members(annotation: Any) -> Iterator[Any]:
 
 
 def _container(annotation: Any) -> Any:
-    """Shape of a list, tuple, mapping or model; None for a scalar."""
+    """Shape of a list, tuple, mapping or model; None for a scalar. Any JSON stays undecoded."""
+    if annotation is Any:
+        return msgspec.Raw
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is list:
         return list[_union(inner[0])]

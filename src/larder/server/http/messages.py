@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter
@@ -13,10 +15,12 @@ from pydantic import BaseModel, BeforeValidator, Field
 
 from larder.core.errors import LarderError
 from larder.engine.constraint import Constraint
+from larder.server.answer_form import AnswerForm, ParsedAnswer, canonical_answer
 from larder.server.api_errors import invalid_request
 from larder.server.http.app_state import app_state
 from larder.server.http.error_responses import MESSAGES_PATH, as_api_error, messages_error_body
 from larder.server.http.image_parts import RequestImages
+from larder.server.http.json_body import JsonObject
 from larder.server.http.json_route import JsonRoute
 from larder.server.http.protocol import (
     GenerationRequest,
@@ -38,10 +42,25 @@ from larder.server.http.streaming import (
     stream_answer,
 )
 from larder.server.http.structured import answer_constraint
+from larder.server.http.tools import (
+    AUTO,
+    NONE,
+    REQUIRED,
+    AnswerParser,
+    checked_tools,
+    chosen_form,
+    tool_constraint,
+    tool_variables,
+    whole_call_json,
+)
 from larder.server.operations import count_prompt
 from larder.server.request import ChatMessage, Report
+from larder.server.session_info import ServedModel
+from larder.server.tool_parsers.base import ToolCall
+from larder.session.transcript.chat_template import VARIABLES_ROLE
 
 router = APIRouter(tags=["text"], route_class=JsonRoute, prefix=MESSAGES_PATH)
+BLOCKS = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 class ImageSource(BaseModel):
@@ -57,12 +76,30 @@ class ImageSource(BaseModel):
         return f"data:{self.media_type};base64,{self.data}"
 
 
-class ContentBlock(BaseModel):
-    """Block of a message: a text, or an image in base64."""
+class ResultBlock(BaseModel):
+    """Block of the result of a tool."""
 
-    type: Literal["text", "image"]
+    type: Literal["text"]
+    text: Text
+
+
+class ContentBlock(BaseModel):
+    """Block of a message: text, image in base64, reasoning, call of a tool, or result of one."""
+
+    type: Literal["text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: Text | None = None
     source: ImageSource | None = None
+    id: Text = ""
+    name: Text | None = None
+    input: JsonObject = None
+    tool_use_id: Text | None = None
+    content: Text | Annotated[list[ResultBlock], Field(fail_fast=True)] | None = None
+
+    @property
+    def result(self) -> str:
+        """Text of the result of a tool."""
+        content = self.content or ""
+        return content if isinstance(content, str) else "".join(each.text for each in content)
 
 
 class SystemBlock(BaseModel):
@@ -73,17 +110,18 @@ class SystemBlock(BaseModel):
 
 
 def _known_blocks(content: Any) -> Any:
-    """Raises: ValueError: a block is neither a text nor an image in base64."""
+    """Raises: ValueError: a block is of an unknown type, or lacks what its type has."""
     for block in content if isinstance(content, list) else ():
-        if block.type not in ("text", "image"):
+        if block.type not in BLOCKS:
             raise ValueError(
-                f"a block is of type {block.type!r}, but messages hold blocks of the types text "
-                "and image"
+                f"a block is of type {block.type!r}, but messages hold {', '.join(BLOCKS)}"
             )
         if block.type == "text" and block.text is None:
             raise ValueError("a block has no text: send one")
         if block.type == "image" and (block.source is None or block.source.type != "base64"):
             raise ValueError("an image has no source of type base64, and nothing is fetched here")
+        if block.type == "tool_use" and block.name is None:
+            raise ValueError("a block of type tool_use has no name: send that of its tool")
     return content
 
 
@@ -95,15 +133,49 @@ class Message(BaseModel):
         Text | Annotated[list[ContentBlock], Field(fail_fast=True)], BeforeValidator(_known_blocks)
     ]
 
-    def turn(self, images: RequestImages | None) -> ChatMessage:
-        """Message in the form of the engine.
+    @property
+    def blocks(self) -> Sequence[ContentBlock]:
+        """Blocks of the content."""
+        if isinstance(self.content, str):
+            return [ContentBlock(type="text", text=self.content)]
+        return self.content
+
+    def turns(self, ids: Sequence[str], images: RequestImages | None) -> list[ChatMessage]:
+        """Messages in the form of the engine: results of tools are messages of their own.
+
+        Args:
+            ids: of the calls in the message before it, in order.
 
         Raises:
-            ApiError: 400: an image that is not taken here, or cannot be read.
+            ApiError: 400: an image that is not taken here or cannot be read, or a result that
+                answers no call.
         """
-        if isinstance(self.content, str):
-            return ChatMessage(self.role, self.content)
-        return ChatMessage(self.role, "".join(self._text(each, images) for each in self.content))
+        results, text = dict[int, str](), ""
+        for block in self.blocks:
+            if block.type != "tool_result":
+                text += self._text(block, images)
+            elif block.tool_use_id in ids:
+                results[ids.index(block.tool_use_id)] = block.result
+            else:
+                raise invalid_request(
+                    "A tool_result answers no tool_use of the message before it: send its id as "
+                    "tool_use_id.",
+                    "messages",
+                )
+        calls = tuple(
+            ToolCall.of(block.name or "", json.dumps(block.input or {}))
+            for block in self.blocks
+            if block.type == "tool_use"
+        )
+        if calls:
+            text = canonical_answer(text, calls)
+        own = [ChatMessage("tool", results[place]) for place in sorted(results)]
+        return own if own and not text else [*own, ChatMessage(self.role, text)]
+
+    @property
+    def call_ids(self) -> list[str]:
+        """Ids of the calls in the message."""
+        return [block.id for block in self.blocks if block.type == "tool_use"]
 
     def _text(self, block: ContentBlock, images: RequestImages | None) -> str:
         if block.source is None:
@@ -120,25 +192,47 @@ class Message(BaseModel):
 class CountRequest(GenerationRequest):
     """A conversation whose tokens are counted."""
 
-    json_fields: ClassVar[frozenset[str]] = frozenset({"output_config", "metadata"})
+    json_fields: ClassVar[frozenset[str]] = frozenset(
+        {"output_config", "metadata", "tools", "tool_choice"}
+    )
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
     system: Text | Annotated[list[SystemBlock], Field(max_length=1000, fail_fast=True)] | None = (
         None
     )
     output_config: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: dict[str, Any] | None = None
 
-    def turns(self, images: RequestImages | None) -> tuple[ChatMessage, ...]:
-        """Messages in the form of the engine, the system prompt before them.
+    def chat_tools(self, model: ServedModel) -> list[dict[str, Any]]:
+        """Tools in the form of chat completions.
+
+        Raises:
+            ApiError: 400: as `checked_tools`.
+        """
+        if not self.tools:
+            return []
+        return checked_tools([_chat_tool(tool) for tool in self.tools], model)
+
+    def turns(self, tools: Sequence[Any], images: RequestImages | None) -> tuple[ChatMessage, ...]:
+        """Messages in the form of the engine, tools and the system prompt before them.
 
         Args:
+            tools: in the form of chat completions.
             images: takes the images; None for a model without a vision tower.
         """
         said = self.system or ""
         if not isinstance(said, str):
             said = "\n".join(block.text for block in said)
-        first = (ChatMessage("system", said),) if said else ()
-        return (*first, *(message.turn(images) for message in self.messages))
+        first = [ChatMessage("system", said)] if said else []
+        if tools:
+            variables = json.dumps(tool_variables(tools))
+            first.insert(0, ChatMessage(VARIABLES_ROLE, variables))
+        ids = list[str]()
+        for message in self.messages:
+            first += message.turns(ids, images)
+            ids = message.call_ids
+        return tuple(first)
 
 
 class MessagesRequest(CountRequest):
@@ -168,9 +262,16 @@ class MessagesRequest(CountRequest):
 async def messages(http: HttpRequest, body: MessagesRequest) -> Response:
     """Answer a conversation, as one body or as a stream."""
     state, hint, images = app_state(http), session_hint(http, body), RequestImages()
-    taken = images if state.check_model(body.model).takes_images else None
-    turns = await run_in_threadpool(body.turns, taken)
+    model = state.check_model(body.model)
+    tools = body.chat_tools(model)
+    turns = await run_in_threadpool(body.turns, tools, images if model.takes_images else None)
+    given = body.tool_choice or {}
+    choice = _chat_choice(given)
+    form = chosen_form(tools, choice, not given.get("disable_parallel_tool_use"), model)
+    forced = await run_in_threadpool(tool_constraint, tools, choice, form)
     constraint = await run_in_threadpool(body.constraint)
+    if forced is not None and constraint is not None:
+        raise invalid_request("tool_choice and output_config exclude each other.", "tool_choice")
     request = engine_request(
         http,
         state,
@@ -179,8 +280,9 @@ async def messages(http: HttpRequest, body: MessagesRequest) -> Response:
         body.max_tokens,
         tuple(body.stop_sequences or ()),
         turns,
-        constraint=constraint,
+        constraint=forced or constraint,
         images=images.files,
+        answer_form=form,
     )
     answer = await stream_answer(http, state, request, hint.is_firm)
     head = {
@@ -190,18 +292,12 @@ async def messages(http: HttpRequest, body: MessagesRequest) -> Response:
         "model": state.check_model(None).name,
     }
     if body.stream:
-        return EventStream(_events(head, answer, warnings_of(body)))
+        return EventStream(_events(head, answer, form, warnings_of(body)))
     said = await collect_answer(answer)
-    return JSONResponse(
-        {
-            **head,
-            "content": [{"type": "text", "text": said.text}],
-            **_ending(said.report),
-            "usage": _usage(said.report),
-            "kv": kv_usage(said.report),
-            **warnings_of(body),
-        }
-    )
+    parsed = form.parse(said.text)
+    told = {"usage": _usage(said.report), "kv": kv_usage(said.report), **warnings_of(body)}
+    ending = _ending(said.report, bool(parsed.calls))
+    return JSONResponse({**head, "content": _content(parsed), **ending, **told})
 
 
 @router.post("/count_tokens")
@@ -209,34 +305,120 @@ async def count_tokens(http: HttpRequest, body: CountRequest) -> JSONResponse:
     """Count the tokens of a conversation, up to the beginning of its answer."""
     state, images = app_state(http), RequestImages()
     body.check()
-    taken = images if state.check_model(body.model).takes_images else None
-    turns = await run_in_threadpool(body.turns, taken)
+    model = state.check_model(body.model)
+    tools = body.chat_tools(model)
+    turns = await run_in_threadpool(body.turns, tools, images if model.takes_images else None)
     count = await run_in_threadpool(state.client.call, count_prompt, turns, images.files)
     return JSONResponse({"input_tokens": count, **warnings_of(body)})
 
 
 async def _events(
-    head: dict[str, Any], answer: AnswerStream, warnings: dict[str, list[str]]
+    head: dict[str, Any], answer: AnswerStream, form: AnswerForm, warnings: dict[str, list[str]]
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events of a streamed answer; an error is the last one."""
     # The numbers of tokens follow at the end.
     empty = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": NO_USAGE}
     yield _event("message_start", message={**head, **empty})
-    yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+    parser, blocks = AnswerParser(form), _BlockEvents()
     try:
         async for item in answer:
             if isinstance(item, StreamIdle):
                 yield _event("ping")
             elif isinstance(item, str):
-                delta = {"type": "text_delta", "text": item}
-                yield _event("content_block_delta", index=0, delta=delta)
+                for event in blocks.of(parser.push(item)):
+                    yield event
             elif isinstance(item, Report):
-                yield _event("content_block_stop", index=0)
+                for event in [*blocks.of(parser.finish()), *blocks.end()]:
+                    yield event
                 told = {"usage": _usage(item), "kv": kv_usage(item), **warnings}
-                yield _event("message_delta", delta=_ending(item), **told)
+                ending = _ending(item, parser.num_calls > 0)
+                yield _event("message_delta", delta=ending, **told)
                 yield _event("message_stop")
     except LarderError as error:
         yield sse_event(messages_error_body(as_api_error(error)), "error")
+
+
+@dataclass
+class _BlockEvents:
+    """Events of the blocks of an answer.
+
+    Args:
+        index: of the open block; -1 before the first.
+        kind: type of the open block; empty for none.
+    """
+
+    index: int = -1
+    kind: str = ""
+
+    def of(self, deltas: Sequence[dict[str, Any]]) -> list[bytes]:
+        """Events of deltas in the form of chat completions."""
+        events = list[bytes]()
+        for delta in deltas:
+            if text := delta.get("reasoning_content"):
+                events += self._open("thinking", {"thinking": "", "signature": ""})
+                events.append(self._delta("thinking_delta", thinking=text))
+            if text := delta.get("content"):
+                events += self._open("text", {"text": ""})
+                events.append(self._delta("text_delta", text=text))
+            for call in delta.get("tool_calls", ()):
+                function = call["function"]
+                named = {"id": call["id"], "name": function["name"], "input": {}}
+                events += self._open("tool_use", named)
+                arguments = function["arguments"]
+                events.append(self._delta("input_json_delta", partial_json=arguments))
+        return events
+
+    def end(self) -> list[bytes]:
+        """Events that close the open block; an answer without any has an empty text."""
+        events = self._open("text", {"text": ""}) if self.index < 0 else []
+        if self.kind:
+            events.append(_event("content_block_stop", index=self.index))
+        self.kind = ""
+        return events
+
+    def _open(self, kind: str, content: dict[str, Any]) -> list[bytes]:
+        if self.kind == kind and kind != "tool_use":
+            return []
+        events = self.end() if self.kind else []
+        self.index, self.kind = self.index + 1, kind
+        block = {"type": kind, **content}
+        return [*events, _event("content_block_start", index=self.index, content_block=block)]
+
+    def _delta(self, kind: str, **content: str) -> bytes:
+        return _event("content_block_delta", index=self.index, delta={"type": kind, **content})
+
+
+def _content(parsed: ParsedAnswer) -> list[dict[str, Any]]:
+    """Blocks of a whole answer."""
+    blocks = list[dict[str, Any]]()
+    if parsed.reasoning:
+        blocks.append({"type": "thinking", "thinking": parsed.reasoning, "signature": ""})
+    if parsed.content or not parsed.calls:
+        blocks.append({"type": "text", "text": parsed.content})
+    for call in parsed.calls:
+        told = whole_call_json(call)
+        named = {"id": told["id"], "name": call.name, "input": json.loads(call.arguments)}
+        blocks.append({"type": "tool_use", **named})
+    return blocks
+
+
+def _chat_tool(tool: Any) -> dict[str, Any]:
+    """Tool in the form of chat completions; one that is malformed there if it is here."""
+    if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
+        return {"type": "unknown"}
+    function = {name: tool[name] for name in ("name", "description") if name in tool}
+    return {
+        "type": "function",
+        "function": {**function, "parameters": tool.get("input_schema") or {"type": "object"}},
+    }
+
+
+def _chat_choice(given: Mapping[str, Any]) -> Any:
+    """Choice among tools in the form of chat completions."""
+    kinds = {"any": REQUIRED, "auto": AUTO, "none": NONE}
+    if given.get("type") == "tool":
+        return {"type": "function", "function": {"name": given.get("name")}}
+    return kinds.get(given.get("type", "auto"), given)
 
 
 def _event(name: str, **content: Any) -> bytes:
@@ -256,8 +438,10 @@ def _usage(report: Report) -> dict[str, int]:
     }
 
 
-def _ending(report: Report) -> dict[str, str | None]:
+def _ending(report: Report, has_calls: bool) -> dict[str, str | None]:
     """Why the answer ended."""
+    if has_calls and report.reason == "stop":
+        return {"stop_reason": "tool_use", "stop_sequence": None}
     if report.matched_stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": report.matched_stop}
     reason = "max_tokens" if report.reason == "length" else "end_turn"
