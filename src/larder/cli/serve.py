@@ -144,6 +144,17 @@ def serve(options: ServeOptions) -> None:
     """Serve sessions over HTTP, compatible with OpenAI clients, with an inspection page.
 
     The API is at http://HOST:PORT/v1, the page at http://HOST:PORT/.
+
+    Flags of vllm serve, and their names here, where they differ:
+
+    --api-key                    --keys
+    --gpu-memory-utilization     --kv-budget
+    --swap-space                 --host-budget
+    --kv-cache-dtype             --policy with a part that quantizes
+    --data-parallel-size         --ray --replicas
+    --lora-modules               --adapter
+    --enable-prefix-caching      always on, as is --enable-auto-tool-choice
+    --chat-template              not yet
     """
     _check_extra()
     if options.replicas is not None and not options.ray:
