@@ -26,6 +26,7 @@ ANSWERS = {
         ("No call < tool.", "No call < tool.", ()),
         ("<tool_call>\nnot json\n</tool_call>", "<tool_call>\nnot json\n</tool_call>", ()),
         (f"<tool_call>\n{RAW_F}", f"<tool_call>\n{RAW_F}", ()),
+        (f"<tool_call>{RAW_F}</tool_call><tool_call>?</tool_call>", "", (F,)),
     ],
     "llama3_json": [
         (RAW_F.replace("arguments", "parameters"), "", (F,)),
@@ -97,6 +98,12 @@ def test_clients_spell_arguments_in_their_own_way() -> None:
     assert ToolCall.of("f", "{broken") == ToolCall("f", "{broken")
     assert ToolCall.of("f", "") == ToolCall("f", "{}")
     assert ToolCall.of("f", '{"a": 1e400}').arguments  # no error
+    long = '{"a": ' + "1" * 5000 + "}"
+    assert ToolCall.of("f", long) == ToolCall("f", long)
+    answer = f'<tool_call>{{"name": "f", "arguments": {long}}}</tool_call>'
+    assert AnswerForm("hermes").parse(answer).calls == ()
+    deep = "<tool_call>" + "[" * 5000 + "</tool_call>"
+    assert AnswerForm("hermes").parse(deep).content == deep
     text = canonical_answer("Well.", (F, ToolCall("x", "{broken \ufdd1")))
     assert without_calls(text) == (
         "Well.",

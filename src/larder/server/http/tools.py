@@ -227,11 +227,11 @@ class AnswerParser:
         if tools is None:
             return (), len(content)
         start = tools.start(content)
-        calls = self._form.limited(tools.calls(content[start:]))
-        # Calls without an end tag are whole once the answer is.
-        is_final = self._is_done or self._form.tool_parser == "hermes"
-        if calls and is_final:
-            return calls, start
+        end = tools.end_tag
+        if self._is_done or (end and content.count(end, start) > self.num_calls):
+            calls = self._form.limited(tools.calls(content[start:]))
+            if calls:
+                return calls, start
         return (), len(content) if self._is_done and not self.num_calls else start
 
 

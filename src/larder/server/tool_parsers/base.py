@@ -6,7 +6,6 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from json import JSONDecodeError
 from typing import Any, ClassVar
 
 from larder.core.errors import BadParameter
@@ -42,7 +41,7 @@ class ToolCall:
         """Call whose arguments are JSON in any spelling, or any text."""
         try:
             return ToolCall(name, json.dumps(DECODER.decode(arguments or "{}")))
-        except (JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):  # also numbers of thousands of digits
             return ToolCall(name, arguments)
 
     @staticmethod
@@ -65,6 +64,8 @@ class ToolParser(ABC):
 
     # What the chat templates of such models contain.
     template_mark: ClassVar[str] = ""
+    # What ends a call before the answer ends; empty for nothing.
+    end_tag: ClassVar[str] = ""
 
     @abstractmethod
     def start(self, text: str) -> int:
@@ -99,7 +100,7 @@ def json_values(text: str) -> list[Any]:
             place += 1
         try:
             value, place = DECODER.raw_decode(text, place)
-        except (JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             return found
         found.append(value)
 

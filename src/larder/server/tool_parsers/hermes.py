@@ -23,14 +23,19 @@ class Hermes(ToolParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one after the other."""
 
     template_mark = OPEN
+    end_tag = CLOSE
 
     def start(self, text: str) -> int:
         return marker_start(text, OPEN)
 
     def calls(self, text: str) -> tuple[ToolCall, ...]:
-        parts = _CALL.findall(text)
-        found = [value for part in parts for value in json_values(part)[:1]]
-        return valid_calls(found) if len(found) == len(parts) else ()
+        found = list[ToolCall]()
+        for part in _CALL.findall(text):
+            calls = valid_calls(json_values(part)[:1])
+            if not calls:  # those before it may have been sent already
+                break
+            found += calls
+        return tuple(found)
 
     def grammar(self, schemas: Mapping[str, Any], most: int | None) -> str:
         count = "call" if most == 1 else 'call ("\\n" call)*'
