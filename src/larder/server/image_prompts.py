@@ -142,6 +142,12 @@ class ImagePromptEncoder:
         Raises:
             ApiError: 400: an image is missing, or images and text do not go together.
         """
+        if any(digest not in images for digest in prompt.digests):
+            raise invalid_request(
+                "An image of an earlier message is no longer in a cache, and images are not "
+                "stored: send all messages with their images.",
+                "messages",
+            )
         inputs = self._inputs.get(prompt)
         if inputs is None:
             inputs = self._inputs[prompt] = self._processed(prompt, images)
@@ -180,29 +186,27 @@ class ImagePromptEncoder:
     def _processed(self, prompt: RenderedPrompt, images: Mapping[str, bytes]) -> Mapping[str, Any]:
         from PIL import Image
 
-        if any(digest not in images for digest in prompt.digests):
-            raise invalid_request(
-                "An image of an earlier message is no longer in a cache, and images are not "
-                "stored: send all messages with their images.",
-                "messages",
-            )
         processor = self._processor
         if isinstance(processor, NamedProcessor):
             processor = processor.loaded
-        opened = [Image.open(BytesIO(images[each])).convert("RGB") for each in prompt.digests]
         text = processor.image_token.join(split_marks(prompt.text))
         shown = text.count(processor.image_token)
-        if shown != len(opened):
+        if shown != len(prompt.digests):
             raise invalid_request(
-                f"The messages have {len(opened)} images, but the prompt {shown} image tokens "
-                f"({processor.image_token}): leave these out of texts.",
+                f"The messages have {len(prompt.digests)} images, but the prompt {shown} image "
+                f"tokens ({processor.image_token}): leave these out of texts.",
                 "messages",
             )
         try:
+            decoded = {
+                digest: Image.open(BytesIO(images[digest])).convert("RGB")
+                for digest in dict.fromkeys(prompt.digests)
+            }
+            opened = [decoded[digest] for digest in prompt.digests]
             return processor(
                 text=[text], images=[opened], return_tensors="pt", add_special_tokens=False
             )
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise _mismatch(error) from error
 
     def _first_id(self, digests: Sequence[str], count: int) -> int:
@@ -212,5 +216,5 @@ class ImagePromptEncoder:
         return vocabulary + digest % (MAX_TOKEN_ID - vocabulary - count)
 
 
-def _mismatch(error: ValueError) -> ApiError:
+def _mismatch(error: OSError | ValueError) -> ApiError:
     return invalid_request(f"The images do not fit the prompt: {error}.", "messages")

@@ -131,3 +131,8 @@ def test_images_where_only_text_is_read(client: OpenAI, monkeypatch: pytest.Monk
     monkeypatch.setattr(image_parts, "MAX_PIXELS", 100)
     with pytest.raises(openai.BadRequestError, match="20 x 30 pixels"):
         asked(client, user("5 ", RED, " 6"))
+    monkeypatch.setattr(image_parts, "MAX_IMAGES", 3)
+    monkeypatch.setattr(image_parts, "MAX_PIXELS", 1200)
+    assert asked(client, user("5 ", RED, RED, " 6")).choices
+    with pytest.raises(openai.BadRequestError, match="request has more than 1,200"):
+        asked(client, user("5 ", RED, RED, RED, " 6"))

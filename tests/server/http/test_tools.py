@@ -28,6 +28,7 @@ TEMPLATE = (
     "</tool_call>{% endfor %}.{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 END = 2
+CALL: Any = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 TOOL: Any = {
     "type": "function",
     "function": {
@@ -204,6 +205,17 @@ def test_choices(client: OpenAI, write: Write) -> None:
             {"messages": [user("a"), {"role": "tool", "tool_call_id": "x", "content": "b"}]},
             "answers no call",
         ),
+        (
+            {
+                "messages": [
+                    user("a"),
+                    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                    {"role": "tool", "tool_call_id": "1", "content": "b"},
+                    {"role": "tool", "tool_call_id": "1", "content": "c"},
+                ]
+            },
+            "another answers",
+        ),
         ({"messages": [{"role": "robot", "content": "a"}]}, "role"),
     ],
 )
@@ -330,6 +342,8 @@ def test_a_choice_in_the_form_of_messages(client: OpenAI, write: Write) -> None:
     assert [block["type"] for block in told["content"]] == ["tool_use"]
     refused = in_messages(client, [user("One")], tool_choice={"type": "tool", "name": "x"})
     assert refused.status_code == 400 and "tool_choice" in refused.json()["error"]["message"]
+    for choice in ({"type": []}, {"type": "robot"}):
+        assert in_messages(client, [user("One")], tool_choice=choice).status_code == 400
     deep: Any = {"a": [[{"b": None}]]}
     write("Done.")
     said = [

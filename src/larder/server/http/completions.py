@@ -49,6 +49,7 @@ from larder.server.http.tools import (
     checked_tools,
     chosen_form,
     in_call_order,
+    only_one,
     tool_constraint,
     tool_variables,
 )
@@ -167,9 +168,8 @@ async def chat_completions(http: HttpRequest, body: ChatCompletionRequest) -> Re
     turns = await run_in_threadpool(body.turns, model.template_variables, taken)
     form = chosen_form(body.tools, body.tool_choice, body.parallel_tool_calls, model)
     forced = await run_in_threadpool(tool_constraint, body.tools, body.tool_choice, form)
-    constraint, stop = await run_in_threadpool(body.constraint), stop_strings(body.stop)
-    if forced is not None and constraint is not None:
-        raise invalid_request("tool_choice and response_format exclude each other.", "tool_choice")
+    constraint = only_one(forced, await run_in_threadpool(body.constraint))
+    stop = stop_strings(body.stop)
     request = engine_request(
         http,
         state,
@@ -178,7 +178,7 @@ async def chat_completions(http: HttpRequest, body: ChatCompletionRequest) -> Re
         max_new_tokens,
         stop,
         turns,
-        constraint=forced or constraint,
+        constraint=constraint,
         images=images.files,
         answer_form=form,
     )

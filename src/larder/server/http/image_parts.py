@@ -14,7 +14,7 @@ from larder.server.api_errors import invalid_request
 from larder.session.transcript.chat_template import image_mark
 
 MAX_IMAGES = 64  # of a request
-MAX_PIXELS = 1 << 25  # of an image: 100 MB decoded
+MAX_PIXELS = 1 << 25  # of all images of a request, repeated ones counted again: 100 MB decoded
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _DATA_URL = re.compile(r"data:image/[a-z+.-]{1,20};base64,", re.IGNORECASE)
 
@@ -29,6 +29,7 @@ class RequestImages:
 
     files: dict[str, bytes] = field(default_factory=dict)
     _count: int = 0
+    _pixels: int = 0
 
     def mark(self, url: str) -> str:
         """Mark that stands for an image in the text of its message.
@@ -40,7 +41,7 @@ class RequestImages:
         if self._count > MAX_IMAGES:
             raise _refused(f"The request has more than {MAX_IMAGES} images: send fewer.")
         data = _decoded(url)
-        _check(data)
+        self._pixels += _checked_pixels(data, MAX_PIXELS - self._pixels)
         digest = sha256(data).hexdigest()
         self.files[digest] = data
         return image_mark(digest)
@@ -59,8 +60,29 @@ def _decoded(url: str) -> bytes:
         raise _refused(f"An image is no valid base64 ({error}): encode its file anew.") from error
 
 
-def _check(data: bytes) -> None:
-    """Check that a file is an image of a known format and size, without decoding its pixels."""
+def placed_mark(url: str, role: str, images: RequestImages | None) -> str:
+    """Mark of an image in a message of a role.
+
+    Args:
+        images: takes the image; None where there may be none.
+
+    Raises:
+        ApiError: 400: images are not taken here, or as `RequestImages.mark`.
+    """
+    if images is None or role != "user":
+        raise _refused(
+            "An image stands where only texts are read: send it in a message of the user to "
+            "/v1/chat/completions or /v1/messages, of a server whose model sees."
+        )
+    return images.mark(url)
+
+
+def _checked_pixels(data: bytes, most: int) -> int:
+    """Pixels of an image of a known format, which is decoded once to see that it can be.
+
+    Args:
+        most: largest number of pixels.
+    """
     if find_spec("PIL") is None:
         raise _refused("This server cannot read images: install larder[vision] there.")
     from PIL import Image, UnidentifiedImageError
@@ -68,18 +90,20 @@ def _check(data: bytes) -> None:
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
-            if width * height <= MAX_PIXELS:
+            if width * height <= most:
                 image.load()
     except UnidentifiedImageError as error:
         raise _refused(
             f"An image is in none of the formats {', '.join(FORMATS)}: convert it."
         ) from error
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (OSError, EOFError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise _refused(f"An image cannot be read ({error}): send it anew.") from error
-    if width * height > MAX_PIXELS:
+    if width * height > most:
         raise _refused(
-            f"An image has {width} x {height} pixels, more than {MAX_PIXELS:,}: make it smaller."
+            f"An image has {width} x {height} pixels, with which the request has more than "
+            f"{MAX_PIXELS:,}: make the images smaller, or send fewer."
         )
+    return width * height
 
 
 def _refused(message: str) -> Exception:

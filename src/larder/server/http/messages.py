@@ -19,7 +19,7 @@ from larder.server.answer_form import AnswerForm, ParsedAnswer, canonical_answer
 from larder.server.api_errors import invalid_request
 from larder.server.http.app_state import app_state
 from larder.server.http.error_responses import MESSAGES_PATH, as_api_error, messages_error_body
-from larder.server.http.image_parts import RequestImages
+from larder.server.http.image_parts import RequestImages, placed_mark
 from larder.server.http.json_body import JsonObject
 from larder.server.http.json_route import JsonRoute
 from larder.server.http.protocol import (
@@ -49,6 +49,7 @@ from larder.server.http.tools import (
     AnswerParser,
     checked_tools,
     chosen_form,
+    only_one,
     tool_constraint,
     tool_variables,
     whole_call_json,
@@ -154,12 +155,12 @@ class Message(BaseModel):
         for block in self.blocks:
             if block.type != "tool_result":
                 text += self._text(block, images)
-            elif block.tool_use_id in ids:
+            elif block.tool_use_id in ids and ids.index(block.tool_use_id) not in results:
                 results[ids.index(block.tool_use_id)] = block.result
             else:
                 raise invalid_request(
-                    "A tool_result answers no tool_use of the message before it: send its id as "
-                    "tool_use_id.",
+                    "A tool_result answers no tool_use of the message before it, or one that "
+                    "another answers: send each result with the id of its call as tool_use_id.",
                     "messages",
                 )
         calls = tuple(
@@ -180,13 +181,7 @@ class Message(BaseModel):
     def _text(self, block: ContentBlock, images: RequestImages | None) -> str:
         if block.source is None:
             return block.text or ""
-        if images is None or self.role != "user":
-            raise invalid_request(
-                "An image stands where only texts are read: send it in a message of the user, to a "
-                "server whose model sees.",
-                "messages",
-            )
-        return images.mark(block.source.url)
+        return placed_mark(block.source.url, self.role, images)
 
 
 class CountRequest(GenerationRequest):
@@ -269,9 +264,7 @@ async def messages(http: HttpRequest, body: MessagesRequest) -> Response:
     choice = _chat_choice(given)
     form = chosen_form(tools, choice, not given.get("disable_parallel_tool_use"), model)
     forced = await run_in_threadpool(tool_constraint, tools, choice, form)
-    constraint = await run_in_threadpool(body.constraint)
-    if forced is not None and constraint is not None:
-        raise invalid_request("tool_choice and output_config exclude each other.", "tool_choice")
+    constraint = only_one(forced, await run_in_threadpool(body.constraint))
     request = engine_request(
         http,
         state,
@@ -280,7 +273,7 @@ async def messages(http: HttpRequest, body: MessagesRequest) -> Response:
         body.max_tokens,
         tuple(body.stop_sequences or ()),
         turns,
-        constraint=forced or constraint,
+        constraint=constraint,
         images=images.files,
         answer_form=form,
     )
@@ -393,7 +386,7 @@ def _content(parsed: ParsedAnswer) -> list[dict[str, Any]]:
     blocks = list[dict[str, Any]]()
     if parsed.reasoning:
         blocks.append({"type": "thinking", "thinking": parsed.reasoning, "signature": ""})
-    if parsed.content or not parsed.calls:
+    if parsed.content.strip() or not parsed.calls:
         blocks.append({"type": "text", "text": parsed.content})
     for call in parsed.calls:
         told = whole_call_json(call)
@@ -415,10 +408,11 @@ def _chat_tool(tool: Any) -> dict[str, Any]:
 
 def _chat_choice(given: Mapping[str, Any]) -> Any:
     """Choice among tools in the form of chat completions."""
-    kinds = {"any": REQUIRED, "auto": AUTO, "none": NONE}
-    if given.get("type") == "tool":
+    kind = given.get("type", AUTO)
+    if kind == "tool":
         return {"type": "function", "function": {"name": given.get("name")}}
-    return kinds.get(given.get("type", "auto"), given)
+    kinds = {"any": REQUIRED, AUTO: AUTO, NONE: NONE}
+    return kinds.get(kind, given) if isinstance(kind, str) else given
 
 
 def _event(name: str, **content: Any) -> bytes:

@@ -22,7 +22,7 @@ from larder.engine.sampler import MAX_BIASES, SamplingParams
 from larder.server.answer_form import PLAIN_FORM, AnswerForm
 from larder.server.api_errors import invalid_request, validate_session_name
 from larder.server.http.app_state import AppState, app_state, tenant_of
-from larder.server.http.image_parts import RequestImages
+from larder.server.http.image_parts import RequestImages, placed_mark
 from larder.server.http.json_body import JsonBody, Text
 from larder.server.request import ChatMessage, Report, Request
 
@@ -207,13 +207,7 @@ class InputMessage(BaseModel):
     def _text(self, part: ContentPart, images: RequestImages | None) -> str:
         if part.type not in IMAGE_PARTS:
             return part.text or ""
-        if images is None or self.role != "user":
-            raise invalid_request(
-                "An image stands where only texts are read: send it in a message of the user to "
-                "/v1/chat/completions, of a server whose model sees.",
-                "messages",
-            )
-        return images.mark(part.url)
+        return placed_mark(part.url, self.role, images)
 
 
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:

@@ -73,11 +73,12 @@ def in_call_order(messages: Sequence[ToolMessage]) -> list[ToolMessage]:
             places = {call.id: place for place, call in enumerate(message.tool_calls or ())}
             found.append(message)
             continue
-        place = places.get(message.tool_call_id or "")
-        if place is None:
+        place = places.get(message.tool_call_id) if message.tool_call_id else None
+        if place is None or place in results:
             raise invalid_request(
-                "A message of the role tool answers no call of the message before it: send the "
-                "assistant's message with its tool_calls, and their ids as tool_call_id.",
+                "A message of the role tool answers no call of the message before it, or one that "
+                "another answers: send the assistant's message with its tool_calls, and the id of "
+                "each as tool_call_id.",
                 "messages",
             )
         results[place] = message
@@ -158,6 +159,21 @@ def tool_constraint(
         return grammar_constraint(form.tools.grammar(schemas, most))
     except (BadParameter, DependencyError) as error:
         raise invalid_request(f"tool_choice: {error}", "tool_choice") from error
+
+
+def only_one(forced: Constraint | None, wanted: Constraint | None) -> Constraint | None:
+    """The one constraint of an answer: its calls, or its format.
+
+    Raises:
+        ApiError: 400: there are both.
+    """
+    if forced is not None and wanted is not None:
+        raise invalid_request(
+            "tool_choice forces a call, so that the answer can have no other format: leave one of "
+            "the two out.",
+            "tool_choice",
+        )
+    return forced or wanted
 
 
 def tool_variables(tools: Sequence[Any]) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, ClassVar
 
 from larder.core.errors import BadParameter
@@ -17,10 +18,17 @@ TOOL_PARSERS = Family("tool call parser", "larder.server.tool_parsers")
 def _number(text: str) -> int | float:
     """Number of JSON, as JavaScript writes it: 1.0 is 1."""
     value = float(text)
+    if not isfinite(value):
+        raise ValueError("a number that JSON cannot write")
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
-DECODER = json.JSONDecoder(parse_float=_number)
+def _no_constant(name: str) -> None:
+    """Raises: ValueError: JSON has neither NaN nor infinities."""
+    raise ValueError(f"{name} is not JSON")
+
+
+DECODER = json.JSONDecoder(parse_float=_number, parse_constant=_no_constant)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def _call(node: Any) -> ToolCall:
     if not all(part.isidentifier() for part in name.split(".")):
         raise ValueError("not a name")
     given = {str(each.arg): ast.literal_eval(each.value) for each in node.keywords if each.arg}
-    return ToolCall.of(name, json.dumps(given))
+    return ToolCall.of(name, json.dumps(given, allow_nan=False))
 
 
 Part = Pythonic
