@@ -51,6 +51,9 @@ class RecallResult:
     Args:
         pages: page numbers, -1 behind the last. A row per set: K sets, one for all query heads of
             a kv head, or H, one per query head; set n belongs to kv head n // (N / K).
+        log_weights: added to the logits of the entries of each page, in natural log units: -ln of
+            the probability with which a sampled page was found, so that it stands for those that
+            were not; -inf for a page without weight. None for none.
         estimate: summary of the entries of all other pages; None for none.
         share: estimated share of all attention that goes to the found entries, per query head, in
             (0, 1]; the rest goes to `mean`. None where nothing is mixed in.
@@ -63,6 +66,7 @@ class RecallResult:
     share: Float[Tensor, " H"] | None = None
     mean: Float[Tensor, "K D"] | None = None
     attends_all: bool = False
+    log_weights: Float[Tensor, "N P"] | None = None
 
 
 class RecallIndex(ABC):
@@ -198,6 +202,8 @@ class RecallPart(PolicyPart, ABC):
 
     # Whether results are pages only, without estimates, so that another layer can use them.
     is_plain: ClassVar[bool] = True
+    # Whether found pages have log-weights, which hold for the query that was searched for.
+    weighs_pages: ClassVar[bool] = False
     # Number of latest queries of a text that the index needs when entries are added.
     observed: ClassVar[int] = 0
     # Whether its index observes every step before the search.
@@ -218,6 +224,11 @@ class RecallPart(PolicyPart, ABC):
             raise BadParameter(
                 f"{name}.union must be whole pages of {self.page} entries, at least one, got "
                 f"{self.union}."
+            )
+        if self.union is not None and self.weighs_pages:
+            raise BadParameter(
+                f"{name}.union must be open, got {self.union}: what {name} finds is weighted for "
+                "one token, and others of a question would attend to it with wrong weights."
             )
         if self.exact is not None and self.exact < 0:
             raise BadParameter(f"{name}.exact must be at least 0 entries, got {self.exact}.")

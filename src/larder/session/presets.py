@@ -233,6 +233,10 @@ PRESETS: Mapping[str, str] = {
         "blockwise() > protect(sinks=32, recent=32) > sinks_and_window(sinks=32) > uniform() > "
         "park() > graph(tokens=100, dense=0) > lagged(tokens=16)"
     ),
+    "magicpig": (
+        "blockwise() > protect(sinks=4, recent=64) > sinks_and_window() > uniform() > "
+        "park() > magicpig(dense=1) > lagged(tokens=16)"
+    ),
     "retroinfer": (
         "blockwise() > protect(sinks=4, recent=64) > sinks_and_window() > uniform() > "
         "park() > wave(dense=0) > lagged(tokens=16)"

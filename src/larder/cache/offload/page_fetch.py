@@ -196,7 +196,9 @@ class PageFetcher(TensorOwner):
             self.choice = None
             return found
         self.choice = self._chosen(found.pages, self.recall.pages, entries)
-        self._loaded(self.choice, entries)
+        pool = self._loaded(self.choice, entries)
+        if found.log_weights is not None:
+            pool.add_log_weights(self.choice.pages, found.log_weights)
         return found
 
     def _searchable(self, entries: Entries) -> Entries:

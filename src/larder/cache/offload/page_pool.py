@@ -7,6 +7,7 @@ slots; the others are gathered into one buffer, moved in one copy, and scattered
 not requested. A page whose version changed is moved again.
 
 Rows without a requested entry, page padding included, get a bias that masks them in attention.
+The others have none, or the log-weight of their page where an index samples pages.
 """
 
 from __future__ import annotations
@@ -99,6 +100,22 @@ class PagePool(TensorOwner):
         self._biases = torch.where(seen, 0.0, MASKED_BIAS)
         some = torch.from_numpy(filled.any((1, 2)))
         self._counts = some * (self.slots * self.page)
+
+    def add_log_weights(
+        self, pages: Int64[Tensor, "N P"], log_weights: Float[Tensor, "N W"]
+    ) -> None:
+        """Add log-weights to the logits of the entries of loaded pages, until the next `load`.
+
+        Args:
+            pages: as they were loaded, -1 after the last of each set.
+            log_weights: of these pages, and of some that were found behind them.
+        """
+        sets, ranks = torch.nonzero(pages >= 0, as_tuple=True)
+        slots = torch.from_numpy(self._table)[sets, pages[sets, ranks]].long()
+        added = log_weights[sets, ranks].float().clamp(min=MASKED_BIAS).to(self._biases)
+        biases = self._biases.view(self.sets, self.slots, self.page)
+        place = sets.to(biases.device), slots.to(biases.device)
+        biases[place] = (biases[place] + added[:, None]).clamp(min=MASKED_BIAS)
 
     def _load_by_kernel(
         self,
