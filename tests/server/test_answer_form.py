@@ -16,6 +16,13 @@ from larder.session.transcript.chat_template import without_calls
 F, G = ToolCall("f", '{"a": 1, "b": [true, null]}'), ToolCall("g.h", "{}")
 RAW_F = '{"name": "f", "arguments": {"a": 1.0,"b":[true,null]}}'
 RAW_G = '{"name":"g.h","arguments":{}}'
+# Braces, quotes, escapes and an end tag inside a string.
+WRITTEN_TEXT = '{"s": "}\\"]{ \\\\</tool_call>", "t" : [{"u": "\\u00e9"}]}'
+RAW_TEXT = f'{{"name": "f", "arguments": {WRITTEN_TEXT}, "id": 3}}'
+TEXT = ToolCall.of("f", WRITTEN_TEXT)
+RAW_BROKEN = '<tool_call>{"name": "f", "arguments": {"a": }}</tool_call>'
+RAW_CUT = f"<tool_call>\n{RAW_F[:-2]}"
+BROKEN_OFF = {RAW_BROKEN: '{"a": }', RAW_CUT: '{"a": 1.0,"b":[true,null]'}
 ANSWERS = {
     "hermes": [
         (
@@ -25,13 +32,19 @@ ANSWERS = {
         ),
         ("No call < tool.", "No call < tool.", ()),
         ("<tool_call>\nnot json\n</tool_call>", "<tool_call>\nnot json\n</tool_call>", ()),
-        (f"<tool_call>\n{RAW_F}", f"<tool_call>\n{RAW_F}", ()),
+        (f"<tool_call>\n{RAW_F}", "", (F,)),
+        (RAW_CUT, RAW_CUT, ()),
+        (f'<tool_call>{{"arguments": {{}}, "name": "g.h"}}</tool_call>', "", (G,)),
+        (f"<tool_call>{RAW_TEXT}</tool_call> Well.<tool_call>{RAW_G}</tool_call>", "", (TEXT, G)),
+        (RAW_BROKEN, RAW_BROKEN, ()),
         (f"<tool_call>{RAW_F}</tool_call><tool_call>?</tool_call>", "", (F,)),
     ],
     "llama3_json": [
         (RAW_F.replace("arguments", "parameters"), "", (F,)),
         (f"<|python_tag|>{RAW_F}; {RAW_G}", "", (F, G)),
+        (f"{RAW_TEXT}, {RAW_G} and text", "", (TEXT, G)),
         ('{"color": "red"}', '{"color": "red"}', ()),
+        ('{"name": "\\ud800", "arguments": {}}', '{"name": "\\ud800", "arguments": {}}', ()),
         (f"I say {RAW_F}", f"I say {RAW_F}", ()),
     ],
     "mistral": [
@@ -60,13 +73,16 @@ def streamed(form: AnswerForm, parts: list[str]) -> tuple[str, str, list[tuple[s
     for part in parts:
         found += parser.push(part)
     found += parser.finish()
-    calls = [call for delta in found for call in delta.get("tool_calls", ())]
-    assert (
-        [call["index"] for call in calls]
-        == list(range(len(calls)))
-        == list(range(parser.num_calls))
-    )
-    told = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    told = list[tuple[str, str]]()
+    for call in (call for delta in found for call in delta.get("tool_calls", ())):
+        function = call["function"]
+        if "id" in call:
+            assert call["index"] == len(told) and function["arguments"] == ""
+            told.append((function["name"], ""))
+        else:
+            assert call["index"] == len(told) - 1 and "name" not in function
+            told[-1] = told[-1][0], told[-1][1] + function["arguments"]
+    assert len(told) == parser.num_calls
     reasoning, content = (
         "".join(d.get(n, "") for d in found) for n in ("reasoning_content", "content")
     )
@@ -84,12 +100,25 @@ def test_calls_are_found(name: str, text: str, content: str, calls: tuple[ToolCa
     form = AnswerForm(name)
     parsed = form.parse(text)
     assert (parsed.content, parsed.calls) == (content, calls)
-    expected = "", content, [(call.name, call.arguments) for call in calls]
+    expected = "", content, [(call.name, call.text) for call in parsed.calls]
+    if text in BROKEN_OFF:  # is only known to be none once it has been sent
+        expected = "", "", [("f", BROKEN_OFF[text])]
     for parts in (list(text), [text], *(cut(text, seed) for seed in range(20))):
         assert streamed(form, parts) == expected
     assert form.canonical(text) == canonical_answer(content, calls)
     one = AnswerForm(name, is_parallel=False)
     assert one.parse(text).calls == calls[:1] and streamed(one, list(text))[2] == expected[2][:1]
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+def test_arguments_come_as_they_are_written(name: str) -> None:
+    parser = AnswerParser(AnswerForm(name))
+    text = ("<tool_call>" if name == "hermes" else "") + '{"name": "f", "arguments": {"a": "bcd"}}'
+    deltas = [(place, delta) for place, sign in enumerate(text) for delta in parser.push(sign)]
+    begin = text.index('{"a"')
+    assert [place for place, _ in deltas] == [begin, *range(begin, len(text) - 1)]
+    assert [d["tool_calls"][0]["function"]["arguments"] for _, d in deltas] == ["", *text[begin:-1]]
+    assert parser.finish() == []
 
 
 def test_clients_spell_arguments_in_their_own_way() -> None:
@@ -139,7 +168,7 @@ def test_reasoning_is_told_apart(name: str, text: str, reasoning: str, content: 
 def test_reasoning_before_calls() -> None:
     form = AnswerForm("hermes", "qwen3")
     text = f"<think>\nWhich?\n</think>\n\nThis.\n<tool_call>\n{RAW_F}\n</tool_call>"
-    expected = "Which?", "This.\n", [("f", F.arguments)]
+    expected = "Which?", "This.\n", [("f", '{"a": 1.0,"b":[true,null]}')]
     for parts in (list(text), *(cut(text, seed) for seed in range(20))):
         assert streamed(form, parts) == expected
 

@@ -74,14 +74,15 @@ class AnswerForm:
         reasoning, content = self.split_reasoning(text)
         if self.tools is not None:
             start = self.tools.start(content)
-            calls = self.limited(self.tools.calls(content[start:]))
+            calls = self.tools.calls(content[start:])[: self.max_calls]
             if calls:
                 return ParsedAnswer(reasoning, content[:start], calls)
         return ParsedAnswer(reasoning, content)
 
-    def limited(self, calls: tuple[ToolCall, ...]) -> tuple[ToolCall, ...]:
-        """Those of the calls that are taken."""
-        return calls if self.is_parallel else calls[:1]
+    @property
+    def max_calls(self) -> int | None:
+        """Largest number of calls that are taken; None for any."""
+        return None if self.is_parallel else 1
 
     def split_reasoning(self, text: str) -> tuple[str, str]:
         """Reasoning and the text behind it."""

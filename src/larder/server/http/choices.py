@@ -246,8 +246,10 @@ class _ChoiceText:
     @property
     def reason(self) -> str:
         """Why the answer ended."""
-        has_calls = not self.answer_form.is_plain and self.answer_form.parse(self.text).calls
-        return "tool_calls" if has_calls and self.told.reason == "stop" else self.told.reason
+        if self.told.reason != "stop" or self.answer_form.is_plain:
+            return self.told.reason
+        has_calls = self.parser.num_calls or self.answer_form.parse(self.text).calls
+        return "tool_calls" if has_calls else "stop"
 
     def all_logprobs(self, form: AnswerFormat) -> dict[str, Any] | None:
         """Log-probabilities that are not sent yet; None if there are none."""

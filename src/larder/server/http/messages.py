@@ -355,10 +355,11 @@ class _BlockEvents:
                 events.append(self._delta("text_delta", text=text))
             for call in delta.get("tool_calls", ()):
                 function = call["function"]
-                named = {"id": call["id"], "name": function["name"], "input": {}}
-                events += self._open("tool_use", named)
-                arguments = function["arguments"]
-                events.append(self._delta("input_json_delta", partial_json=arguments))
+                if "id" in call:
+                    named = {"id": call["id"], "name": function["name"], "input": {}}
+                    events += self._open("tool_use", named)
+                if arguments := function["arguments"]:
+                    events.append(self._delta("input_json_delta", partial_json=arguments))
         return events
 
     def end(self) -> list[bytes]:

@@ -19,6 +19,7 @@ from larder.server.answer_form import (
     canonical_answer,
 )
 from larder.server.api_errors import invalid_request
+from larder.server.call_stream import CallDelta, CallStream
 from larder.server.http.protocol import InputMessage, Text, new_id
 from larder.server.request import ApiError
 from larder.server.session_info import ServedModel
@@ -196,13 +197,19 @@ def _refused(message: str) -> ApiError:
 class AnswerParser:
     """Parser of an answer that comes in parts.
 
-    Content is given as soon as it cannot be reasoning or a call any more, a call once it is whole.
+    Content is given as soon as it cannot be reasoning or a call any more, arguments of calls as
+    they are written.
     """
 
     def __init__(self, form: AnswerForm) -> None:
         self._form, self._text, self._is_done = form, "", False
         self._sent_reasoning = self._sent_content = 0
-        self.num_calls = 0
+        self._calls = None if form.tools is None else CallStream(form.tools, form.max_calls)
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls that have begun."""
+        return 0 if self._calls is None else self._calls.num_calls
 
     def push(self, text: str) -> list[dict[str, Any]]:
         """Deltas that a part makes final, as OpenAI's chat completions write them."""
@@ -224,41 +231,37 @@ class AnswerParser:
         if new := reasoning[self._sent_reasoning :]:
             found.append({"reasoning_content": new})
             self._sent_reasoning = len(reasoning)
-        calls, stop = self._calls(content)
+        calls = [] if self._calls is None else self._calls.push(content, self._is_done)
+        stop = self._content_stop(content)
         if new := content[self._sent_content : stop]:
             found.append({"content": new})
             self._sent_content = stop
-        for call in calls[self.num_calls :]:
-            found.append({"tool_calls": [call_json(call, self.num_calls)]})
-            self.num_calls += 1
-        return found
+        return found + [{"tool_calls": [delta_json(call)]} for call in calls]
 
     def _may_begin_reasoning(self) -> bool:
         """True if the text so far may become the tag that begins the reasoning."""
         return bool(self._form.reasoning_parser) and THINK_START.startswith(self._text.lstrip())
 
-    def _calls(self, content: str) -> tuple[tuple[ToolCall, ...], int]:
-        """Calls that are final, and where the content before them ends."""
+    def _content_stop(self, content: str) -> int:
+        """Where the content before calls ends, or before what may become one."""
         tools = self._form.tools
-        if tools is None:
-            return (), len(content)
-        start = tools.start(content)
-        end = tools.end_tag
-        if self._is_done or (end and content.count(end, start) > self.num_calls):
-            calls = self._form.limited(tools.calls(content[start:]))
-            if calls:
-                return calls, start
-        return (), len(content) if self._is_done and not self.num_calls else start
+        if tools is None or (self._is_done and not self.num_calls):
+            return len(content)
+        return tools.start(content)
 
 
-def call_json(call: ToolCall, index: int) -> dict[str, Any]:
-    """Call of a delta."""
-    return {"index": index, **whole_call_json(call)}
+def delta_json(call: CallDelta) -> dict[str, Any]:
+    """Part of a call in a delta; the first has an id."""
+    function = {"arguments": call.arguments}
+    if not call.name:
+        return {"index": call.index, "function": function}
+    named = {"name": call.name, **function}
+    return {"index": call.index, "id": new_id("call_"), "type": "function", "function": named}
 
 
 def whole_call_json(call: ToolCall) -> dict[str, Any]:
     """Call of a message, with an id of its own."""
-    function = {"name": call.name, "arguments": call.arguments}
+    function = {"name": call.name, "arguments": call.text}
     return {"id": new_id("call_"), "type": "function", "function": function}
 
 

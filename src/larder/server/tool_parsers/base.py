@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any, ClassVar
 
@@ -29,6 +30,10 @@ def _no_constant(name: str) -> None:
 
 
 DECODER = json.JSONDecoder(parse_float=_number, parse_constant=_no_constant)
+# Beginning of a call up to its arguments, where the name stands first.
+CALL_HEAD = re.compile(
+    r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,17 @@ class ToolCall:
         name: of the tool.
         arguments: JSON of its arguments, in the one spelling that clients' spellings are compared
             in.
+        written: the arguments as the model wrote them; empty for the same as `arguments`.
     """
 
     name: str
     arguments: str
+    written: str = field(default="", compare=False)
+
+    @property
+    def text(self) -> str:
+        """Arguments as a client gets them, whether or not they are streamed."""
+        return self.written or self.arguments
 
     @staticmethod
     def of(name: str, arguments: str) -> ToolCall:
@@ -56,6 +68,8 @@ class ToolCall:
     def from_json(value: Any) -> ToolCall | None:
         """Call from its decoded JSON; None for another value."""
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return None
+        if not value["name"].isprintable():  # half of a surrogate pair cannot be sent
             return None
         found = [value[key] for key in ("arguments", "parameters") if key in value]
         arguments = found[0] if found else {}
@@ -72,8 +86,6 @@ class ToolParser(ABC):
 
     # What the chat templates of such models contain.
     template_mark: ClassVar[str] = ""
-    # What ends a call before the answer ends; empty for nothing.
-    end_tag: ClassVar[str] = ""
 
     @abstractmethod
     def start(self, text: str) -> int:
@@ -83,6 +95,13 @@ class ToolParser(ABC):
     @abstractmethod
     def calls(self, text: str) -> tuple[ToolCall, ...]:
         """Complete calls of a text that begins at `start`; empty if it is no call."""
+
+    def next_call(self, text: str, place: int) -> int | None:
+        """Index of the JSON of the first call from a place on, which the calls before it end at.
+
+        None while there is none; always in a form whose calls are not streamed.
+        """
+        return None
 
     def grammar(self, schemas: Mapping[str, Any], most: int | None) -> str:
         """Grammar of an answer that is calls alone, in Lark's notation.
@@ -111,6 +130,47 @@ def json_values(text: str) -> list[Any]:
         except (ValueError, RecursionError):
             return found
         found.append(value)
+
+
+def call_head(text: str, place: int) -> tuple[str, int] | None:
+    """Name of a call whose JSON begins at an index, and where its arguments begin.
+
+    None while they are not there, and where the name does not stand first.
+    """
+    head = CALL_HEAD.match(text, place)
+    try:
+        name = "" if head is None else json.loads(head[1])
+    except ValueError:
+        return None
+    return None if head is None or not name.isprintable() else (name, head.end())
+
+
+def json_call(text: str, place: int) -> tuple[ToolCall, int] | None:
+    """Call whose JSON begins at an index, and where it ends; None if there is no whole one."""
+    try:
+        value, stop = DECODER.raw_decode(text, place)
+        head = call_head(text, place)
+        if head is None:
+            call = ToolCall.from_json(value)
+            return None if call is None else (call, stop)
+        # Of a field that occurs twice the first counts: it may have been streamed already.
+        name, start = head
+        arguments, end = DECODER.raw_decode(text, start)
+        return ToolCall(name, json.dumps(arguments), text[start:end]), stop
+    except (ValueError, RecursionError):
+        return None
+
+
+def json_calls(parser: ToolParser, text: str) -> tuple[ToolCall, ...]:
+    """Calls of a text in a form whose calls are streamed, up to the first that is none."""
+    found, place = list[ToolCall](), 0
+    while (start := parser.next_call(text, place)) is not None:
+        call = json_call(text, start)
+        if call is None:
+            break
+        found.append(call[0])
+        place = call[1]
+    return tuple(found)
 
 
 def marker_start(text: str, marker: str) -> int:

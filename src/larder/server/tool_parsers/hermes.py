@@ -10,32 +10,28 @@ from larder.server.tool_parsers.base import (
     ToolCall,
     ToolParser,
     call_schema,
-    json_values,
+    json_calls,
     marker_start,
-    valid_calls,
 )
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_CALL = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
+_OPEN = re.compile(rf"{OPEN}\s*")
 
 
 class Hermes(ToolParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one after the other."""
 
     template_mark = OPEN
-    end_tag = CLOSE
 
     def start(self, text: str) -> int:
         return marker_start(text, OPEN)
 
     def calls(self, text: str) -> tuple[ToolCall, ...]:
-        found = list[ToolCall]()
-        for part in _CALL.findall(text):
-            calls = valid_calls(json_values(part)[:1])
-            if not calls:  # those before it may have been sent already
-                break
-            found += calls
-        return tuple(found)
+        return json_calls(self, text)
+
+    def next_call(self, text: str, place: int) -> int | None:
+        found = _OPEN.search(text, place)
+        return None if found is None else found.end()
 
     def grammar(self, schemas: Mapping[str, Any], most: int | None) -> str:
         count = "call" if most == 1 else 'call ("\\n" call)*'

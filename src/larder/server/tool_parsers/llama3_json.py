@@ -9,11 +9,11 @@ from larder.server.tool_parsers.base import (
     ToolCall,
     ToolParser,
     call_schema,
-    json_values,
-    valid_calls,
+    json_calls,
 )
 
 TAG = "<|python_tag|>"  # special, so that detokenizers leave it out
+SEPARATORS = " \t\r\n,;"
 
 
 class Llama3Json(ToolParser):
@@ -26,7 +26,14 @@ class Llama3Json(ToolParser):
         return 0 if stripped.startswith("{") or TAG.startswith(stripped) else len(text)
 
     def calls(self, text: str) -> tuple[ToolCall, ...]:
-        return valid_calls(json_values(text.lstrip().removeprefix(TAG)))
+        return json_calls(self, text)
+
+    def next_call(self, text: str, place: int) -> int | None:
+        if place:
+            rest = text[place:].lstrip(SEPARATORS)
+        else:
+            rest = text.lstrip().removeprefix(TAG).lstrip()
+        return len(text) - len(rest) if rest.startswith("{") else None
 
     def grammar(self, schemas: Mapping[str, Any], most: int | None) -> str:
         count = "call" if most == 1 else 'call ("; " call)*'
