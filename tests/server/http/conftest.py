@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import httpx2
 import pytest
 from openai import OpenAI
 
+from larder.engine.sampler import TokenSampler
 from larder.server.http.app_state import HttpSettings
 from larder.server.http.auth import ApiKeyAuth, Principal
 from server.http.running_server import Running, running
+from server.http.scripted_model import END, Write
 
 ANNE, BOB = "sk-anne-0123456789", "sk-bob-0123456789ab"
 KEYS = {ANNE: Principal("anne", is_operator=True), BOB: Principal("bob", is_operator=False)}
@@ -50,3 +53,21 @@ def anne(server: Running) -> Iterator[OpenAI]:
 def bob(server: Running) -> Iterator[OpenAI]:
     with OpenAI(api_key=BOB, base_url=f"{server.url}/v1", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture
+def write(monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Sets the next answers of the model."""
+    waiting = list[str]()
+
+    def sample(self: TokenSampler, logits: Any, answer_ids: Sequence[int]) -> int:
+        if len(answer_ids) < len(waiting[0]):
+            return ord(waiting[0][len(answer_ids)])
+        waiting.pop(0)
+        return END
+
+    def add(*texts: str) -> None:
+        waiting.extend(texts)
+
+    monkeypatch.setattr(TokenSampler, "sample", sample)
+    return add

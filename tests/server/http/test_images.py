@@ -95,6 +95,24 @@ def test_images_are_read_as_the_processor_reads_them(client: OpenAI, engine: Eng
     assert second.usage.prompt_tokens_details.cached_tokens >= said.usage.prompt_tokens
 
 
+def test_images_of_responses(client: OpenAI) -> None:
+    content: Any = [
+        {"type": "input_text", "text": "5 "},
+        {"type": "input_image", "detail": "auto", "image_url": data_url(RED)},
+        {"type": "input_text", "text": " 7 8"},
+    ]
+    given: Any = {"model": NAME, "temperature": 0}
+    said = client.responses.create(input=[{"role": "user", "content": content}], **given)
+    expected = asked(client, user("5 ", RED, " 7 8")).choices[0].message.content
+    assert said.output_text == expected
+    [item] = client.responses.input_items.list(said.id).data
+    shape = [(p.type, getattr(p, "text", None)) for p in item.content]  # pyright: ignore
+    assert shape == [("input_text", "5 "), ("input_image", None), ("input_text", " 7 8")]
+    second = client.responses.create(input="6", previous_response_id=said.id, **given)
+    assert second.usage is not None and said.usage is not None
+    assert second.usage.input_tokens_details.cached_tokens >= said.usage.input_tokens
+
+
 @pytest.mark.parametrize(
     ("part", "error"),
     [
@@ -122,7 +140,7 @@ def test_images_where_only_text_is_read(client: OpenAI, monkeypatch: pytest.Monk
             asked(client, {"role": role, "content": [shown(RED)]}, user("5"))
     with pytest.raises(openai.BadRequestError, match="chat/completions"):
         content: Any = [{"type": "input_image", "image_url": data_url(RED)}]
-        client.responses.create(model=NAME, input=[{"role": "user", "content": content}])
+        client.conversations.create(items=[{"role": "user", "content": content}])
     with pytest.raises(openai.BadRequestError, match=r"U.FDD0"):
         asked(client, {"role": "user", "content": "a\ufdd0image"})
     monkeypatch.setattr(image_parts, "MAX_IMAGES", 1)

@@ -4,7 +4,7 @@ write."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import httpx2
@@ -12,66 +12,9 @@ import openai
 import pytest
 from openai import OpenAI
 
-from larder import Engine
-from larder.engine.sampler import TokenSampler
-from larder.server.http.app import create_app
-from larder.server.http.app_state import HttpSettings
-from larder.server.http.archive import Archive
-from larder.server.http.auth import LoopbackAuth
-from larder.server.local_engine_client import LocalEngineClient
-from server.http.running_server import listening
-from server_core import byte_characters
+from server.http.scripted_model import TEMPLATE, TOOL, Write, call_text, client_of, served
 
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]"
-    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
-    "</tool_call>{% endfor %}.{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-END = 2
 CALL: Any = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Looks.",
-        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
-    },
-}
-Write = Callable[..., None]
-
-
-def call_text(**arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': 'look', 'arguments': arguments})}\n</tool_call>"
-
-
-@pytest.fixture
-def write(monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Sets the next answers of the model."""
-    waiting = list[str]()
-
-    def sample(self: TokenSampler, logits: Any, answer_ids: Sequence[int]) -> int:
-        if len(answer_ids) < len(waiting[0]):
-            return ord(waiting[0][len(answer_ids)])
-        waiting.pop(0)
-        return END
-
-    def add(*texts: str) -> None:
-        waiting.extend(texts)
-
-    monkeypatch.setattr(TokenSampler, "sample", sample)
-    return add
-
-
-def served(template: str = TEMPLATE, **options: Any) -> LocalEngineClient:
-    loaded = byte_characters()
-    loaded.tokenizer.chat_template = template
-    return LocalEngineClient(Engine(loaded, policy="full"), **options)
-
-
-def client_of(hub: LocalEngineClient) -> Iterator[OpenAI]:
-    app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=300))
-    with listening(app) as url, OpenAI(api_key="-", base_url=f"{url}/v1", max_retries=0) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

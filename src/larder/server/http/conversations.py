@@ -20,7 +20,8 @@ from larder.server.http.app_state import AppState, app_state, tenant_of
 from larder.server.http.archive import CONVERSATION, ConversationItem
 from larder.server.http.json_body import JsonBody
 from larder.server.http.json_route import JsonRoute
-from larder.server.http.protocol import InputMessage, Text, new_id
+from larder.server.http.protocol import Text, new_id
+from larder.server.http.response_items import ResponseInputItem, item_json, new_items
 from larder.server.request import ApiError
 
 router = APIRouter(prefix="/v1/conversations", tags=["conversations"], route_class=JsonRoute)
@@ -31,13 +32,14 @@ Metadata = Annotated[
 Limit = Annotated[int, Field(ge=1, le=100)]
 Order = Literal["asc", "desc"]
 PUBLIC_FIELDS = ("id", "object", "created_at", "metadata")
-CONTENT_TYPES = {"assistant": "output_text"}
 
 
 class ConversationCreateRequest(JsonBody):
     """Body of a request that creates a conversation."""
 
-    items: Annotated[list[InputMessage], Field(max_length=10_000, fail_fast=True)] | None = None
+    items: Annotated[list[ResponseInputItem], Field(max_length=10_000, fail_fast=True)] | None = (
+        None
+    )
     metadata: Metadata | None = None
 
 
@@ -50,7 +52,9 @@ class ConversationUpdateRequest(JsonBody):
 class ItemsCreateRequest(JsonBody):
     """Messages to add to a conversation."""
 
-    items: Annotated[list[InputMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
+    items: Annotated[
+        list[ResponseInputItem], Field(min_length=1, max_length=10_000, fail_fast=True)
+    ]
 
 
 @router.post("")
@@ -158,26 +162,6 @@ def stored_conversation(state: AppState, tenant: str, name: str) -> dict[str, An
         message = "There is no such conversation: create one with POST /v1/conversations."
         raise ApiError(message, 404, "conversation_not_found", "conversation")
     return document
-
-
-def new_items(messages: Sequence[InputMessage]) -> tuple[ConversationItem, ...]:
-    """Messages with new item ids."""
-    return tuple(ConversationItem(new_id("msg_"), message.turn()) for message in messages)
-
-
-def item_json(item: ConversationItem) -> dict[str, Any]:
-    """Conversation item as JSON."""
-    kind = CONTENT_TYPES.get(item.turn.role, "input_text")
-    content: dict[str, Any] = {"type": kind, "text": item.turn.text}
-    if kind == "output_text":
-        content |= {"annotations": [], "logprobs": []}
-    return {
-        "id": item.id,
-        "type": "message",
-        "role": item.turn.role,
-        "status": "completed",
-        "content": [content],
-    }
 
 
 def page(

@@ -110,8 +110,10 @@ def decode_body(model: type[Model], content: bytes) -> Model | None:
         decoded.note_unknown_fields(unknown)
         return decoded
     except ValidationError as error:
-        [first, *_] = error.errors(include_url=False, include_context=False, include_input=False)
+        found = error.errors(include_url=False, include_context=False, include_input=False)
     del fields  # else the traceback of the error would keep them alive
+    # Of the shapes that a field may have, the one that the value comes closest to.
+    first = max(found, key=lambda each: len(each["loc"]))
     raise malformed_field(first["loc"], first["msg"])
 
 

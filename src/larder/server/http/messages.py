@@ -250,7 +250,9 @@ class MessagesRequest(CountRequest):
                 "output_config.format must be of type json_schema, with a schema.", "output_config"
             )
         schema = {"name": "answer", "schema": wanted.get("schema"), "strict": True}
-        return answer_constraint({"type": "json_schema", "json_schema": schema}, None)
+        return answer_constraint(
+            {"type": "json_schema", "json_schema": schema}, None, "output_config.format"
+        )
 
 
 @router.post("")

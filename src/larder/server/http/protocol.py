@@ -162,7 +162,7 @@ class ContentPart(BaseModel):
         return given.url if isinstance(given, ImageUrl) else given or ""
 
 
-def _known_parts(content: Any) -> Any:
+def known_parts(content: Any) -> Any:
     """Raises: ValueError: a part is neither text nor an image."""
     for part in content if isinstance(content, list) else ():
         if part.type not in TEXT_PARTS + IMAGE_PARTS:
@@ -183,7 +183,7 @@ class InputMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         Text | Annotated[list[ContentPart], Field(fail_fast=True)] | None,
-        BeforeValidator(_known_parts),
+        BeforeValidator(known_parts),
     ] = None
 
     def turn(self, images: RequestImages | None = None) -> ChatMessage:

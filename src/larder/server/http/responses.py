@@ -8,34 +8,28 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
 from fastapi.requests import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, Field
 
 from larder.core.errors import LarderError
+from larder.server.answer_form import AnswerForm
 from larder.server.api_errors import invalid_request, validate_session_name
 from larder.server.http.app_state import AppState, app_state, tenant_of
 from larder.server.http.archive import CONVERSATION, IDEMPOTENT_ANSWER, RESPONSE, ConversationItem
 from larder.server.http.conversations import (
     Limit,
-    Metadata,
     Order,
-    item_json,
-    new_items,
     page,
     stored_conversation,
 )
 from larder.server.http.error_responses import as_api_error
+from larder.server.http.image_parts import RequestImages
 from larder.server.http.json_route import JsonRoute
 from larder.server.http.protocol import (
-    GenerationRequest,
-    InputMessage,
-    Text,
-    Tokens,
     engine_request,
     input_usage,
     kv_usage,
@@ -43,6 +37,9 @@ from larder.server.http.protocol import (
     session_hint,
     warnings_of,
 )
+from larder.server.http.response_items import chat_messages, new_items
+from larder.server.http.response_output import ResponseOutput
+from larder.server.http.response_request import ConversationParam, ResponsesRequest
 from larder.server.http.streaming import (
     PING,
     AnswerStream,
@@ -52,67 +49,58 @@ from larder.server.http.streaming import (
     sse_event,
     stream_answer,
 )
+from larder.server.http.tools import (
+    AUTO,
+    AnswerParser,
+    chosen_form,
+    only_one,
+    tool_constraint,
+    tool_variables,
+)
 from larder.server.request import ApiError, ChatMessage, Report
+from larder.session.transcript.chat_template import VARIABLES_ROLE
 
 router = APIRouter(prefix="/v1/responses", tags=["responses"], route_class=JsonRoute)
 RETRY_HEADER = "x-stainless-retry-count"  # number of retries, sent by OpenAI's clients
 
 
-class ResponseInputMessage(InputMessage):
-    """Input message of a response."""
-
-    type: Literal["message"] = "message"
-
-
-class ConversationParam(BaseModel):
-    """Reference to a conversation by id."""
-
-    id: Text
-
-
-class ResponsesRequest(GenerationRequest):
-    """Body of a request: new messages of a conversation, or all of it."""
-
-    input: (
-        Text
-        | Annotated[
-            list[ResponseInputMessage], Field(min_length=1, max_length=10_000, fail_fast=True)
-        ]
-    )
-    instructions: Text | None = None
-    conversation: Text | ConversationParam | None = None
-    previous_response_id: Text | None = None
-    max_output_tokens: Tokens | None = None
-    metadata: Metadata | None = None
-    store: bool = True
-
-    def messages(self) -> Sequence[InputMessage]:
-        """The new messages."""
-        if isinstance(self.input, str):
-            return (InputMessage(role="user", content=self.input),)
-        return self.input
-
-
 @router.post("")
 async def create(http: HttpRequest, request: ResponsesRequest) -> Response:
     """Create a response, as one body or as a stream, and store it."""
-    state, hint = app_state(http), session_hint(http, request)
+    state, hint, images = app_state(http), session_hint(http, request), RequestImages()
+    model = state.check_model(request.model)
     key = http.headers.get(IDEMPOTENCY_HEADER)
+    taken = images if model.takes_images else None
     pending = await run_in_threadpool(
-        pending_response, state, tenant_of(http), request, hint.name, key
+        pending_response, state, tenant_of(http), request, hint.name, key, taken
     )
     repeated = await run_in_threadpool(repeated_response, pending, _is_retry(http))
     if repeated is not None:
         frames = _replay_events(repeated)
         return EventStream(frames) if request.stream else JSONResponse(repeated)
-    limit, turns = request.max_output_tokens, pending.turns()
-    engine_input = engine_request(http, state, request, pending.session, limit, turns=turns)
+    tools, choice = request.chat_tools(model), request.chat_choice
+    form = chosen_form(tools, choice, request.parallel_tool_calls, model)
+    forced = await run_in_threadpool(tool_constraint, tools, choice, form)
+    engine_input = engine_request(
+        http,
+        state,
+        request,
+        pending.session,
+        request.max_output_tokens,
+        turns=await run_in_threadpool(pending.turns, tools),
+        constraint=only_one(forced, await run_in_threadpool(request.constraint)),
+        images=images.files,
+        answer_form=form,
+    )
     is_firm = hint.is_firm or pending.session != hint.name
     answer = await stream_answer(http, state, engine_input, is_firm)
     if request.stream:
-        return EventStream(_events(pending, answer))
+        return EventStream(_events(pending, form, answer))
     said = await collect_answer(answer)
-    return JSONResponse(await run_in_threadpool(pending.finish, said.text, said.report))
+    parser, output = AnswerParser(form), ResponseOutput()
+    output.add([*parser.push(said.text), *parser.finish()])
+    output.finish(is_cut=said.report.reason == "length")
+    return JSONResponse(await run_in_threadpool(pending.finish, output, said.report))
 
 
 @router.get("/{name}")
@@ -139,9 +127,7 @@ def input_items(
 ) -> JSONResponse:
     """List the new input items of a request."""
     document = stored_response(app_state(http), tenant_of(http), name)
-    items = [
-        ConversationItem(own, ChatMessage(role, text)) for own, role, text in document["items"][:-1]
-    ]
+    items = _stored_items(document)[: -document.get("answers", 1)]
     return JSONResponse(page(items, limit, order, after))
 
 
@@ -150,49 +136,28 @@ def _is_retry(http: HttpRequest) -> bool:
     return told.isdecimal() and told.strip("0") != ""
 
 
-async def _events(pending: PendingResponse, answer: AnswerStream) -> AsyncGenerator[bytes, None]:
-    numbers, parts = count(), list[str]()
+async def _events(
+    pending: PendingResponse, form: AnswerForm, answer: AnswerStream
+) -> AsyncGenerator[bytes, None]:
+    numbers, parser, output = count(), AnswerParser(form), ResponseOutput()
     for event in ("response.created", "response.in_progress"):
         yield _event(numbers, event, {"response": pending.to_json("in_progress")})
-    for event, content in _opening_events(pending):
-        yield _event(numbers, event, content)
-    location = {"item_id": pending.answer, "output_index": 0, "content_index": 0, "logprobs": []}
     try:
         async for item in answer:
             if isinstance(item, StreamIdle):
                 yield PING
             elif isinstance(item, str):
-                parts.append(item)
-                yield _event(numbers, "response.output_text.delta", location | {"delta": item})
+                for event, content in output.add(parser.push(item)):
+                    yield _event(numbers, event, content)
             elif isinstance(item, Report):
-                for frame in await _closing_events(pending, "".join(parts), item, numbers):
-                    yield frame
+                events = output.add(parser.finish())
+                events += output.finish(is_cut=item.reason == "length")
+                told = await run_in_threadpool(pending.finish, output, item)
+                events.append((f"response.{told['status']}", {"response": told}))
+                for event, content in events:
+                    yield _event(numbers, event, content)
     except LarderError as error:
         yield _failed_event(pending, error, numbers)
-
-
-def _opening_events(pending: PendingResponse) -> Iterator[tuple[str, dict[str, Any]]]:
-    item = pending.message("") | {"status": "in_progress", "content": []}
-    yield "response.output_item.added", {"output_index": 0, "item": item}
-    [part] = pending.message("")["content"]
-    location = {"item_id": pending.answer, "output_index": 0, "content_index": 0}
-    yield "response.content_part.added", location | {"part": part}
-
-
-async def _closing_events(
-    pending: PendingResponse, text: str, report: Report, numbers: Iterator[int]
-) -> list[bytes]:
-    """Final events; the turn is stored before they are sent."""
-    told = await run_in_threadpool(pending.finish, text, report)
-    [item] = told["output"]
-    location = {"item_id": pending.answer, "output_index": 0, "content_index": 0}
-    said = {"text": text, "logprobs": []}
-    return [
-        _event(numbers, "response.output_text.done", location | said),
-        _event(numbers, "response.content_part.done", location | {"part": item["content"][0]}),
-        _event(numbers, "response.output_item.done", {"output_index": 0, "item": item}),
-        _event(numbers, f"response.{told['status']}", {"response": told}),
-    ]
 
 
 async def _replay_events(told: dict[str, Any]) -> AsyncGenerator[bytes, None]:
@@ -221,8 +186,8 @@ class PendingResponse:
     """Response that is being generated.
 
     Args:
-        past: messages before the new ones, without instructions.
-        inputs: new messages.
+        past: items before the new ones, without instructions.
+        inputs: new items.
         session: session that holds the past; None if there is none yet.
         conversation: document of the conversation, or None.
         digest: digest of the request, to detect retries.
@@ -232,24 +197,30 @@ class PendingResponse:
     state: AppState
     tenant: str
     request: ResponsesRequest
-    past: tuple[ChatMessage, ...]
+    past: tuple[ConversationItem, ...]
     inputs: tuple[ConversationItem, ...]
     session: str | None
     conversation: dict[str, Any] | None
     digest: str
     key: str | None
     id: str = field(default_factory=lambda: new_id("resp_"))
-    answer: str = field(default_factory=lambda: new_id("msg_"))
     created: float = field(default_factory=time.time)
 
-    def turns(self) -> tuple[ChatMessage, ...]:
-        """All messages to continue, instructions first."""
-        said = self.request.instructions
-        first = () if said is None else (ChatMessage("system", said),)
-        return (*first, *self.past, *(item.turn for item in self.inputs))
+    def turns(self, tools: Sequence[Any] = ()) -> tuple[ChatMessage, ...]:
+        """All messages to continue, tools and instructions first.
 
-    def to_json(self, status: str, text: str | None = None) -> dict[str, Any]:
-        """Response as JSON with the given status."""
+        Args:
+            tools: in the form of chat completions.
+        """
+        said, first = self.request.instructions, list[ChatMessage]()
+        if tools:
+            first.append(ChatMessage(VARIABLES_ROLE, json.dumps(tool_variables(tools))))
+        if said is not None:
+            first.append(ChatMessage("system", said))
+        return (*first, *chat_messages((*self.past, *self.inputs)))
+
+    def to_json(self, status: str, output: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        """Response as JSON with the given status and output items."""
         request, defaults = self.request, self.state.settings.sampling
         sampling = request.sampling(defaults)
         conversation = None if self.conversation is None else {"id": self.conversation["id"]}
@@ -266,45 +237,42 @@ class PendingResponse:
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
             "model": self.state.check_model(None).name,
-            "output": [] if text is None else [self.message(text)],
-            "parallel_tool_calls": False,
+            "output": list(output),
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
             "prompt_cache_key": request.prompt_cache_key,
             "store": request.store,
             "temperature": sampling.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "text": {"format": {"type": "text"}} | (request.text or {}),
+            "tool_choice": request.tool_choice or AUTO,
+            "tools": request.tools or [],
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None,
             "user": request.user,
         }
 
-    def message(self, text: str) -> dict[str, Any]:
-        """Answer as an output item."""
-        return item_json(ConversationItem(self.answer, ChatMessage("assistant", text)))
-
-    def finish(self, text: str, report: Report) -> dict[str, Any]:
+    def finish(self, output: ResponseOutput, report: Report) -> dict[str, Any]:
         """Final response as JSON, after storing it if requested.
 
         Raises:
             ApiError: 409 `conversation_changed`: another request appended to it.
         """
         is_whole = report.reason != "length"
-        told = self.to_json("completed" if is_whole else "incomplete", text)
+        told = self.to_json("completed" if is_whole else "incomplete", output.items)
         if not is_whole:
             told["incomplete_details"] = {"reason": "max_output_tokens"}
         told |= {"usage": input_usage(report), "kv": kv_usage(report), "completed_at": time.time()}
         told |= warnings_of(self.request)
-        answer = ConversationItem(self.answer, ChatMessage("assistant", text))
-        self._store(told, answer, report.session)
+        self._store(told, output.stored(), report.session)
         return told
 
-    def _store(self, told: dict[str, Any], answer: ConversationItem, session: str) -> None:
+    def _store(
+        self, told: dict[str, Any], answer: Sequence[ConversationItem], session: str
+    ) -> None:
         """Write turn, response and idempotent answer in one transaction."""
         archive, tenant = self.state.archive, self.tenant
-        items = (*self.inputs, answer)
+        items = (*self.inputs, *answer)
         with archive.together():
             if self.conversation is not None:
                 name = self.conversation["id"]
@@ -319,6 +287,7 @@ class PendingResponse:
                 document = {
                     "told": told,
                     "items": [[item.id, item.turn.role, item.turn.text] for item in items],
+                    "answers": len(answer),
                     "previous": self.request.previous_response_id,
                     "session": session,
                 }
@@ -334,12 +303,14 @@ def pending_response(
     request: ResponsesRequest,
     session: str | None,
     key: str | None = None,
+    images: RequestImages | None = None,
 ) -> PendingResponse:
     """Pending response of a request, with the past that it continues.
 
     Args:
         session: session named by the request.
         key: idempotency key of the request.
+        images: takes the images of the request; None for a model without a vision tower.
 
     Raises:
         ApiError: 400 if the request continues a conversation and a response; 404 if what it
@@ -353,11 +324,11 @@ def pending_response(
             "previous_response_id",
         )
     request.check()
-    past: tuple[ChatMessage, ...] = ()
+    past: tuple[ConversationItem, ...] = ()
     document: dict[str, Any] | None = None
     if name is not None:
         document = stored_conversation(state, tenant, validate_session_name(name, "conversation"))
-        past = tuple(item.turn for item in state.archive.items(tenant, name))
+        past = state.archive.items(tenant, name)
         session = document["session"]
     elif request.previous_response_id is not None:
         past, session = _chain(state, tenant, request.previous_response_id)
@@ -366,7 +337,7 @@ def pending_response(
         tenant=tenant,
         request=request,
         past=past,
-        inputs=new_items(request.messages()),
+        inputs=new_items(request.items(), images),
         session=session,
         conversation=document,
         digest=_digest(request),
@@ -412,8 +383,8 @@ def stored_response(state: AppState, tenant: str, name: str) -> dict[str, Any]:
     return document
 
 
-def _chain(state: AppState, tenant: str, name: str) -> tuple[tuple[ChatMessage, ...], str]:
-    """All messages up to a response, and the session that holds them."""
+def _chain(state: AppState, tenant: str, name: str) -> tuple[tuple[ConversationItem, ...], str]:
+    """All items up to a response, and the session that holds them."""
     links: list[dict[str, Any]] = []
     following: str | None = name
     while following is not None and len(links) < MAX_CHAIN:
@@ -429,8 +400,13 @@ def _chain(state: AppState, tenant: str, name: str) -> tuple[tuple[ChatMessage, 
             )
         links.append(document)
         following = document["previous"]
-    turns = (ChatMessage(role, text) for link in reversed(links) for _, role, text in link["items"])
-    return tuple(turns), links[0]["session"]
+    items = (item for link in reversed(links) for item in _stored_items(link))
+    return tuple(items), links[0]["session"]
+
+
+def _stored_items(document: dict[str, Any]) -> list[ConversationItem]:
+    """Items of a response: those of the input, then those of the answer."""
+    return [ConversationItem(own, ChatMessage(role, text)) for own, role, text in document["items"]]
 
 
 def _digest(request: ResponsesRequest) -> str:

@@ -21,9 +21,14 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 def answer_constraint(
-    response_format: Mapping[str, Any] | None, structured_outputs: Mapping[str, Any] | None
+    response_format: Mapping[str, Any] | None,
+    structured_outputs: Mapping[str, Any] | None,
+    name: str = "response_format",
 ) -> Constraint | None:
     """Constraint of an answer; None if any text will do. Takes some milliseconds.
+
+    Args:
+        name: of the field that holds `response_format`, for errors.
 
     Raises:
         ApiError: 400 for a field that is malformed, or that cannot be enforced.
@@ -33,7 +38,7 @@ def answer_constraint(
             "response_format and structured_outputs exclude each other: send one.",
             "structured_outputs",
         )
-    name = "response_format" if structured_outputs is None else "structured_outputs"
+    name = name if structured_outputs is None else "structured_outputs"
     try:
         if structured_outputs is not None:
             return _structured(structured_outputs)

@@ -1,0 +1,216 @@
+"""Items of responses and conversations: messages, calls of functions, their outputs, reasoning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from larder.server.answer_form import canonical_answer
+from larder.server.api_errors import invalid_request
+from larder.server.http.archive import ConversationItem
+from larder.server.http.image_parts import RequestImages
+from larder.server.http.protocol import (
+    IMAGE_PARTS,
+    ContentPart,
+    InputMessage,
+    Text,
+    known_parts,
+    new_id,
+)
+from larder.server.request import ChatMessage
+from larder.server.tool_parsers.base import ToolCall
+from larder.session.transcript.chat_template import TOOL_ROLE, has_mark, split_marks
+
+CALL, OUTPUT, MESSAGE, REASONING = (
+    "function_call",
+    "function_call_output",
+    "message",
+    "reasoning",
+)
+REASONING_PART = "reasoning_text"
+PREFIXES = {CALL: "fc_", OUTPUT: "fco_"}
+CONTENT_TYPES = {"assistant": "output_text"}
+
+
+def _text_parts(output: Any) -> Any:
+    """Raises: ValueError: a part of an output is no text."""
+    for part in output if isinstance(output, list) else ():
+        if part.type in IMAGE_PARTS or part.text is None:
+            raise ValueError("the output of a function holds texts alone: send input_text parts")
+    return output
+
+
+class ItemPart(ContentPart):
+    """Part of an item's content."""
+
+    type: Literal["text", "input_text", "output_text", "image_url", "input_image", "reasoning_text"]
+
+
+def _item_parts(content: Any) -> Any:
+    """Raises: ValueError: a part is no text, image or reasoning."""
+    parts = content if isinstance(content, list) else ()
+    known_parts([part for part in parts if part.type != REASONING_PART])
+    return content
+
+
+class ResponseInputItem(InputMessage):
+    """Item of the input: message, call of a function, its output, or reasoning, which is passed
+    over."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Annotated[
+        Text | Annotated[list[ItemPart], Field(fail_fast=True)] | None, BeforeValidator(_item_parts)
+    ] = None
+    call_id: Text | None = None
+    name: Text | None = None
+    arguments: Text = ""
+    output: Annotated[
+        Text | Annotated[list[ContentPart], Field(fail_fast=True)] | None,
+        BeforeValidator(_text_parts),
+    ] = None
+
+    def stored(self, images: RequestImages | None) -> ChatMessage:
+        """Item in the form of the archive.
+
+        Raises:
+            ApiError: 400: a field of its type is missing, or an image is not taken here.
+        """
+        if self.type == MESSAGE:
+            if self.role is None:
+                raise _refused("A message of the input has no role: send user, assistant, ...")
+            parts = () if self.content is None or isinstance(self.content, str) else self.content
+            if any(part.type == REASONING_PART for part in parts):
+                raise _refused("A message holds reasoning: send it as an item of its own.")
+            return self.turn(images)
+        if self.call_id is None or (self.type == CALL and self.name is None):
+            raise _refused(f"An item {self.type} needs call_id{' and name' * (self.type == CALL)}.")
+        if self.type == CALL:
+            return stored_call(self.call_id, self.name or "", self.arguments)
+        output = self.output or ""
+        text = output if isinstance(output, str) else "".join(part.text or "" for part in output)
+        return ChatMessage(OUTPUT, json.dumps({"call_id": self.call_id, "output": text}))
+
+
+def stored_call(call_id: str, name: str, arguments: str) -> ChatMessage:
+    """Call of a function in the form of the archive."""
+    call = {"call_id": call_id, "name": name, "arguments": arguments}
+    return ChatMessage(CALL, json.dumps(call))
+
+
+def new_items(
+    items: Sequence[InputMessage], images: RequestImages | None = None
+) -> tuple[ConversationItem, ...]:
+    """Items of a request with new ids.
+
+    Args:
+        images: takes the images; None where there may be none.
+    """
+    found = list[ConversationItem]()
+    for item in items:
+        if isinstance(item, ResponseInputItem) and item.type == REASONING:
+            continue
+        stored = item.stored(images) if isinstance(item, ResponseInputItem) else item.turn(images)
+        found.append(ConversationItem(new_id(PREFIXES.get(stored.role, "msg_")), stored))
+    return tuple(found)
+
+
+def item_json(item: ConversationItem) -> dict[str, Any]:
+    """Item as JSON. Of images only their places are stored."""
+    if item.turn.role in PREFIXES:
+        own = json.loads(item.turn.text)
+        return {"id": item.id, "type": item.turn.role, "status": "completed", **own}
+    kind, text = CONTENT_TYPES.get(item.turn.role, "input_text"), item.turn.text
+    content: list[dict[str, Any]] = []
+    for number, piece in enumerate(split_marks(text) if has_mark(text) else [text]):
+        if number:
+            content.append({"type": "input_image", "detail": "auto", "image_url": None})
+        if piece or not number:
+            content.append({"type": kind, "text": piece})
+    if kind == "output_text":
+        content[0] |= {"annotations": [], "logprobs": []}
+    return {
+        "id": item.id,
+        "type": MESSAGE,
+        "role": item.turn.role,
+        "status": "completed",
+        "content": content,
+    }
+
+
+def chat_messages(items: Sequence[ConversationItem]) -> tuple[ChatMessage, ...]:
+    """Messages of a conversation: calls belong to the assistant's message before them, outputs are
+    in the order of the calls.
+
+    Raises:
+        ApiError: 400: an output answers no call of the assistant's message before it.
+    """
+    found, places, outputs = list[ChatMessage](), dict[str, int](), dict[int, ChatMessage]()
+    for item in _with_calls(items):
+        if isinstance(item, _Answer):
+            found += _in_order(outputs)
+            places = {call_id: place for place, call_id in enumerate(item.ids)}
+            found.append(item.message)
+        elif item.role == OUTPUT:
+            own = json.loads(item.text)
+            place = places.get(own["call_id"])
+            if place is None or place in outputs:
+                raise _refused(
+                    f"The function_call_output of {own['call_id'][:100]!r} answers no function_call"
+                    " before it, or one that another answers: send the items of the response too, "
+                    "or previous_response_id."
+                )
+            outputs[place] = ChatMessage(TOOL_ROLE, own["output"])
+        else:
+            found += _in_order(outputs)
+            places = {}
+            found.append(item)
+    return (*found, *_in_order(outputs))
+
+
+class _Answer:
+    """Message of the assistant with its calls."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._calls, self.ids = text, list[ToolCall](), list[str]()
+
+    def add(self, call: dict[str, str]) -> None:
+        self._calls.append(ToolCall.of(call["name"], call["arguments"]))
+        self.ids.append(call["call_id"])
+
+    @property
+    def message(self) -> ChatMessage:
+        """The message in the form of the engine."""
+        text = canonical_answer(self._text, tuple(self._calls)) if self._calls else self._text
+        return ChatMessage("assistant", text)
+
+
+def _with_calls(items: Sequence[ConversationItem]) -> Iterator[ChatMessage | _Answer]:
+    """Items, with the assistant's messages and calls of functions put together."""
+    answer: _Answer | None = None
+    for item in items:
+        if item.turn.role == CALL:
+            answer = answer or _Answer("")
+            answer.add(json.loads(item.turn.text))
+            continue
+        if answer is not None:
+            yield answer
+        answer = _Answer(item.turn.text) if item.turn.role == "assistant" else None
+        if answer is None:
+            yield item.turn
+    if answer is not None:
+        yield answer
+
+
+def _in_order(outputs: dict[int, ChatMessage]) -> list[ChatMessage]:
+    """Outputs that wait, which no longer do."""
+    found = [outputs[place] for place in sorted(outputs)]
+    outputs.clear()
+    return found
+
+
+def _refused(message: str) -> Exception:
+    return invalid_request(message, "input")

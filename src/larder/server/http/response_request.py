@@ -1,0 +1,104 @@
+"""Body of a request for a response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, Field
+
+from larder.engine.constraint import Constraint
+from larder.server.api_errors import invalid_request
+from larder.server.http.conversations import Metadata
+from larder.server.http.protocol import GenerationRequest, Text, Tokens
+from larder.server.http.response_items import ResponseInputItem
+from larder.server.http.structured import answer_constraint
+from larder.server.http.tools import checked_tools
+from larder.server.session_info import ServedModel
+
+FUNCTION_FIELDS = ("name", "description", "parameters")
+
+
+class ConversationParam(BaseModel):
+    """Reference to a conversation by id."""
+
+    id: Text
+
+
+class ResponsesRequest(GenerationRequest):
+    """Body of a request: new items of a conversation, or all of it."""
+
+    json_fields: ClassVar[frozenset[str]] = frozenset({"tools", "tool_choice", "text"})
+    input: (
+        Text
+        | Annotated[list[ResponseInputItem], Field(min_length=1, max_length=10_000, fail_fast=True)]
+    )
+    instructions: Text | None = None
+    conversation: Text | ConversationParam | None = None
+    previous_response_id: Text | None = None
+    max_output_tokens: Tokens | None = None
+    metadata: Metadata | None = None
+    store: bool = True
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+
+    def items(self) -> Sequence[ResponseInputItem]:
+        """The new items."""
+        if isinstance(self.input, str):
+            return (ResponseInputItem(role="user", content=self.input),)
+        return self.input
+
+    def chat_tools(self, model: ServedModel) -> list[dict[str, Any]]:
+        """Tools in the form of chat completions.
+
+        Raises:
+            ApiError: 400: as `checked_tools`, or a tool is no function.
+        """
+        for number, tool in enumerate(self.tools or ()):
+            if not isinstance(tool, dict) or tool.get("type") != "function":
+                raise invalid_request(
+                    f"tools.{number} is no function: this server runs no tools of its own; send "
+                    "{'type': 'function', 'name': ..., 'parameters': ...}.",
+                    "tools",
+                    "unsupported_parameter",
+                )
+        tools = [
+            {"type": "function", "function": {name: tool.get(name) for name in FUNCTION_FIELDS}}
+            for tool in self.tools or ()
+        ]
+        for tool in tools:
+            named = {name: value for name, value in tool["function"].items() if value is not None}
+            tool["function"] = named
+        return checked_tools(tools, model) if tools else []
+
+    @property
+    def chat_choice(self) -> Any:
+        """Choice among tools in the form of chat completions."""
+        given = self.tool_choice
+        if isinstance(given, dict) and given.get("type") == "function":
+            return {"type": "function", "function": {"name": given.get("name")}}
+        return given
+
+    def constraint(self) -> Constraint | None:
+        """What the answer must match, by `text.format`.
+
+        Raises:
+            ApiError: 400 for a format that is malformed or cannot be enforced.
+        """
+        given = dict(self.text or {})
+        wanted = given.pop("format", None)
+        for name in given:
+            self.warn(f"text.{name[:100]} is not supported and was ignored.")
+        if wanted is None:
+            return None
+        if not isinstance(wanted, dict):
+            raise invalid_request("text.format must be an object with a type.", "text")
+        if wanted.get("type") == "json_schema":
+            described = {name: wanted.get(name) for name in ("name", "schema", "strict")}
+            wanted = {"type": "json_schema", "json_schema": described}
+        found = answer_constraint(wanted, None, "text.format")
+        for each in () if found is None else found.warnings:
+            self.warn(f"text.format is not enforced here: {each[:200]}.")
+        return found
