@@ -238,7 +238,7 @@ class PendingResponse:
             "metadata": request.metadata or {},
             "model": self.state.check_model(None).name,
             "output": list(output),
-            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "parallel_tool_calls": bool(request.tools) and request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
             "prompt_cache_key": request.prompt_cache_key,
             "store": request.store,
