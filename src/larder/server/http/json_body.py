@@ -41,6 +41,7 @@ JSON_FIELD_BYTES = 1 << 18  # of a field that holds any JSON
 SMALL_BYTES = 256  # of an extra field, which is only compared with constants
 MAX_UNKNOWN_NAMES = 16  # that an answer names
 UNKNOWN_FIELD = re.compile("unknown field `([^`]{1,100})")
+PART_ERRORS = ("literal_error", "value_error")
 PATH_STEP = re.compile(r"\[(\d+|\.\.\.)\]")
 Model = TypeVar("Model", bound="JsonBody")
 
@@ -112,8 +113,8 @@ def decode_body(model: type[Model], content: bytes) -> Model | None:
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
     del fields  # else the traceback of the error would keep them alive
-    # Of the shapes that a field may have, the one that the value comes closest to.
-    first = max(found, key=lambda each: len(each["loc"]))
+    # A value of the right shape is refused by one of its parts.
+    first = max(found, key=lambda each: each["type"] in PART_ERRORS)
     raise malformed_field(first["loc"], first["msg"])
 
 
