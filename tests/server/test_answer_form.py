@@ -34,7 +34,7 @@ ANSWERS = {
         ("<tool_call>\nnot json\n</tool_call>", "<tool_call>\nnot json\n</tool_call>", ()),
         (f"<tool_call>\n{RAW_F}", "", (F,)),
         (RAW_CUT, RAW_CUT, ()),
-        (f'<tool_call>{{"arguments": {{}}, "name": "g.h"}}</tool_call>', "", (G,)),
+        ('<tool_call>{"arguments": {}, "name": "g.h"}</tool_call>', "", (G,)),
         (f"<tool_call>{RAW_TEXT}</tool_call> Well.<tool_call>{RAW_G}</tool_call>", "", (TEXT, G)),
         (RAW_BROKEN, RAW_BROKEN, ()),
         (f"<tool_call>{RAW_F}</tool_call><tool_call>?</tool_call>", "", (F,)),
