@@ -36,7 +36,7 @@ ARRAYS: Any = type(AbstractArray)  # what decides whether a tensor is of an anno
 ASKED = ARRAYS.__instancecheck__  # as jaxtyping does
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
 
-CHECKED_CALLS = 4
+CHECKED_CALLS = 2
 CHECKED = "__beartype_func"  # the default by which the checks of beartype hold their function
 
 

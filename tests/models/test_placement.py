@@ -56,7 +56,12 @@ def by_blocks(folder: Path) -> Any:
     return accelerate.cpu_offload(model, torch.device("cpu"), preload_module_classes=classes)
 
 
-@pytest.mark.parametrize("offload", [by_layers, on_disk, on_the_cpu, by_blocks])
+def slow(offload: Any) -> Any:
+    """Case whose hooks `by_layers` has as well, for some layers."""
+    return pytest.param(offload, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("offload", [by_layers, by_blocks, *map(slow, (on_disk, on_the_cpu))])
 def test_an_offloaded_model_equals_the_same_in_memory(offload: Any, tmp_path: Path) -> None:
     module, plain = offload(tmp_path), tiny("qwen3", layers=LAYERS)
     devices = {weight.device.type for weight in module.parameters()}

@@ -42,6 +42,7 @@ def kept_of(generator: torch.Generator, share: float) -> tuple[Tensor, tuple[int
     return marks.nonzero().flatten(), tuple(int(part.sum()) for part in marks.split(LENGTHS))
 
 
+@pytest.mark.slow  # numba compiles for longer than all other tests of this file run
 @pytest.mark.parametrize("join", attention_weights.REDUCTION_CODES)
 def test_weights(both, generator, join):
     queries = torch.randn(12, 2, 40, generator=generator) * 3
@@ -93,7 +94,9 @@ def test_moves(both, generator):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 def test_merges(both, generator, dtype):
     keys, values = torch.randn(2, ROWS, 40, generator=generator).to(dtype)
     layout = STARTS, torch.tensor(LENGTHS)

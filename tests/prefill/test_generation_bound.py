@@ -163,7 +163,7 @@ def test_a_budget_of_its_own_is_used_up_by_what_is_generated(decoder, budget) ->
     assert counting.held > 0.9 * counting.most
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
     storage=st.sampled_from(sorted(set(FAMILIES["storage"].names()) - {"exact", "compact"})),
     scorer=st.sampled_from(["column_mass", "keydiff", "sinks_and_window"]),

@@ -151,7 +151,9 @@ def test_the_kernel_inserts_as_the_readable_form(part, monkeypatch: pytest.Monke
     assert all(torch.allclose(ours[name].double(), theirs[name].double()) for name in ours)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 def test_it_finds_keys_of_half_the_bytes(dtype) -> None:
     tier = Tier(LAYER, 0, dtype)
     index = DciIndex(Dci(page=4, first=0.2, beam=10**6), LAYER)
@@ -236,7 +238,9 @@ def test_parameters_are_checked(wrong) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [16, 24, 64, 600])
+@pytest.mark.parametrize(
+    "head_dim", [24, *(pytest.param(d, marks=pytest.mark.slow) for d in (16, 64, 600))]
+)
 @pytest.mark.parametrize("variant", [Variant.LARDER, Variant.CODE])
 def test_the_c_kernel_finds_what_numbas_finds(dtype, head_dim, variant) -> None:
     layer = replace(a_layer(kv_heads=2, group=3), head_dim=head_dim)

@@ -58,7 +58,7 @@ def test_a_call_is_streamed(client: OpenAI, write: Write) -> None:
     assert "".join(extra.get("reasoning_content", "") for extra in told) == "Hm."
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("is_streamed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ten_steps_of_a_loop_are_one_session(
     client: OpenAI, write: Write, is_streamed: bool
 ) -> None:
@@ -210,7 +210,7 @@ def in_messages(client: OpenAI, messages: list[Any], **more: Any) -> httpx2.Resp
     return httpx2.post(url, json=body, timeout=30)
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("is_streamed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_loop_in_the_form_of_messages(client: OpenAI, write: Write, is_streamed: bool) -> None:
     messages, cached, sessions = [user(f"Look at this, {is_streamed}.")], 0, set[str]()
     for step in range(4):
