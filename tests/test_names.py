@@ -28,7 +28,14 @@ FIELD_GERUNDS = frozenset(
     """routing pooling packing sampling timing streaming spelling clustering matching merging
     fencing embedding scoring reasoning forcing logging wording""".split()
 )
-PARTS = frozenset({"larder_bench/measures/reading.py"})  # their file names are their spelling
+# Their file names are their spelling.
+PARTS = frozenset(
+    {
+        "larder_bench/measures/reading.py",
+        "larder/prefill/schedules/narrowing.py",
+        "larder/prefill/schedules/layerwise_narrowing.py",
+    }
+)
 PATH = re.compile(r"`((?:src/)?[\w/]+(?:\.py|/))`")
 
 

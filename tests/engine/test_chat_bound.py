@@ -118,7 +118,7 @@ def test_an_answer_holds_no_more_than_budget_and_block_and_leaves_no_trace(
     with peaks(monkeypatch) as peak:
         answer = engine.ask(memory, "What does my dog eat?", max_new_tokens=48)
     cache = memory.caches.activate(0)
-    block = memory.policy.schedule.tokens or min(512, budget_tokens(memory.policy))
+    block = memory.policy.schedule.block_tokens or min(512, budget_tokens(memory.policy))
     assert peak.entries <= most(memory.policy, cache, block)[1]
     for mine, theirs in zip(memory.caches.copies(), before, strict=True):
         told, kept = ({**each.state(), **each.meta()} for each in (mine, theirs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from larder.cli.options import ModelOptions
@@ -113,8 +113,7 @@ def comparison_engine(engine: Engine, spelling: str) -> Engine:
     """Engine over the same model with another policy; open sizes are taken from `engine`."""
     policy, sizes = parse_policy_option("--against", spelling), engine.sizes
     is_sized = policy.budget.tokens is not None or policy.budget.kept is not None
-    blocks = [f.name for f in fields(policy.schedule)]  # pyright: ignore[reportArgumentType]
-    has_block = "tokens" in blocks and policy.schedule.tokens is None
+    has_block = policy.schedule.has_blocks and policy.schedule.block_tokens is None
     return engine.under(
         policy, None if is_sized else sizes.budget, sizes.block if has_block else None
     )

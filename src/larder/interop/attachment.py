@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import Cache
 
-from larder.core.errors import ModelError
+from larder.core.errors import ModelError, UsageError
 from larder.core.types import Mode
 from larder.models.attention_backend import CONTEXT_KEYWORD
 from larder.models.body_call import NO_OUTER_CALL, BodyCall, OuterCall
@@ -97,7 +97,17 @@ class HiddenCapture:
         return batch.mode is Mode.APPEND and batch.segments[0].cache is self.cache
 
     def record(self, batch: ForwardBatch, hidden: Float[Tensor, "1 N hidden"]) -> None:
-        """Hold the states of the new tokens of a call."""
+        """Hold the states of the new tokens of a call.
+
+        Raises:
+            UsageError: states of tokens are wanted that not all layers computed.
+        """
+        if batch.is_narrowed and self.wanted != 1:
+            raise UsageError(
+                "The policy leaves tokens out of deeper layers, so that only the last one has "
+                "logits: ask for these alone, with logits_to_keep=1 as generate() does, or take a "
+                "policy that reads whole() or blockwise()."
+            )
         self.parts.append(hidden[0, len(batch.segments[0].reread_ids) :])
         if self.wanted is not None:
             self.parts = [torch.cat(self.parts)[-self.wanted :]]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -201,7 +201,10 @@ class Decoder:
 
     @contextmanager
     def append_call(
-        self, segments: Sequence[BatchSegment], observer: Observer | None = None
+        self,
+        segments: Sequence[BatchSegment],
+        observer: Observer | None = None,
+        inputs: Inputs = NO_INPUTS,
     ) -> Iterator[AppendCall]:
         """Context of one call of `body` by somebody else, which appends segments.
 
@@ -209,7 +212,7 @@ class Decoder:
         block fails, the caches are rolled back.
         """
         segments = _with_earlier_tokens(segments, Mode.APPEND)
-        with self._forward_batch(segments, Mode.APPEND, observer) as batch:
+        with self._forward_batch(segments, Mode.APPEND, observer, inputs) as batch:
             yield AppendCall(batch, self._arguments(batch))
 
     def release(self) -> None:
@@ -226,12 +229,7 @@ class Decoder:
     def __enter__(self) -> Decoder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     @cached_property

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from larder.cache.recurrent_state import NO_STATE, RecurrentState
@@ -169,6 +169,25 @@ class ForwardBatch:
         length = known.known.shape[1] if self.mode is Mode.APPEND else segment.cache.next_position
         return known.at(places, length)
 
+    def token_positions(self, index: int) -> Int[Tensor, " Q"]:
+        """True positions of the tokens of one segment."""
+        return self._positions[index]
+
+    @property
+    def is_narrowed(self) -> bool:
+        """True if tokens were left behind in an earlier layer."""
+        return sum(self._widths) < self.num_tokens
+
+    def narrow(self, rows: Int64[Tensor, " N"]) -> None:
+        """Continue with some tokens of the only segment: later layers get these alone.
+
+        Args:
+            rows: ascending indices into its present tokens, the last one among them.
+        """
+        self._positions = [self._positions[0][rows]]
+        self._places, self._widths = [self._positions[0].tolist()], [len(rows)]
+        self._firsts = [0, len(rows)]
+
     def attend(self, inputs: AttentionInputs) -> Queries:
         layer = self._spec.index_of(inputs.layer)
         self.called.add(layer)
@@ -195,7 +214,7 @@ class ForwardBatch:
                         new_values,
                         places,
                         self.mode,
-                        segment.section_lengths,
+                        segment.sections or (self._widths[index] - len(segment.reread_ids),),
                         segment.shift,
                         len(segment.reread_ids),
                         segment.images.bidirectional,
@@ -292,9 +311,14 @@ class ForwardBatch:
 
     def _report(self, index: int, layer: int, seen: LayerActivations) -> None:
         """Record what was captured of a segment's new tokens, and call the observer."""
-        cache = self.segments[index].cache
+        segment = self.segments[index]
+        cache, count = segment.cache, len(segment.ids)
         if seen.inputs and self.mode is Mode.APPEND:
-            cache.note_tokens(layer, seen.inputs, cache.next_position)
+            start, inputs = cache.next_position, seen.inputs
+            if len(seen.positions) < count:
+                places = seen.positions - start
+                inputs = {name: _spread(own, places, count) for name, own in inputs.items()}
+            cache.note_tokens(layer, inputs, start)
         if self._observer is not None:
             self._observer(index, layer, seen)
 
@@ -303,9 +327,16 @@ class ForwardBatch:
         inputs = _image_inputs(self.segments[index], self._positions[index].device)
         if not self.captured:
             return inputs
-        stop = sum(segment.num_tokens for segment in self.segments[: index + 1])
-        rows = slice(stop - len(self.segments[index].ids), stop)
+        first, stop = self._firsts[index : index + 2]
+        rows = slice(first + len(self.segments[index].reread_ids), stop)
         return inputs | {name: captured[rows] for name, captured in self.captured.items()}
+
+
+def _spread(
+    own: Float[Tensor, "N *rest"], places: Int[Tensor, " N"], count: int
+) -> Float[Tensor, "Q *rest"]:
+    """Numbers of some of `count` consecutive tokens, with zeros for the others."""
+    return own.new_zeros(count, *own.shape[1:]).index_copy(0, places.long(), own)
 
 
 def _image_inputs(segment: BatchSegment, device: torch.device) -> dict[str, Tensor]:

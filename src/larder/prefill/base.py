@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from itertools import pairwise
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from larder.core.images import NO_IMAGES, ImageSpans
 from larder.ops.apportion import even_ranges
+from larder.policy.reduced_scorer import ReducedScorer
 from larder.prefill.reader import PrefillReader, PrefillSequence
 
 # Called as tokens are read: (tokens read so far, tokens to read), both summed over all sequences.
@@ -37,12 +38,25 @@ def run_steps(steps: Steps[Result], progress: Progress = no_progress) -> Result:
 
 
 class Schedule(ABC):
-    """Order in which a context is read and plans are made. A frozen dataclass without state.
+    """Order in which a context is read and plans are made. A frozen dataclass without state."""
 
-    `tokens` is M_block, the most tokens read between two plans; None without blocks.
-    """
+    # Whether plans are made between blocks; such a schedule has a field `tokens`, M_block.
+    has_blocks: ClassVar[bool] = False
+    # Whether tokens are left out of some layers, so that layers hold different ones.
+    narrows: ClassVar[bool] = False
 
-    tokens: int | None
+    # Whether tokens are chosen in the pass that reads them, before a prompt is read behind it.
+    chooses_in_pass: ClassVar[bool] = False
+
+    @property
+    def scoring(self) -> ReducedScorer | None:
+        """What chooses the tokens that go deeper; None for the scorer of the policy."""
+        return None
+
+    @property
+    def block_tokens(self) -> int | None:
+        """M_block, the most tokens read between two plans; None without blocks, or where open."""
+        return None
 
     @abstractmethod
     def steps(

@@ -41,6 +41,10 @@ class EvictionMode(Enum):
     EVICT = "evict"
 
 
+# Called with the layer, its observation and the scores of a pass; None in a pass without scores.
+ScoreListener = Callable[[int, Observation, Packed | None], None]
+
+
 class EvictionPass:
     """Observer of the passes that lead to one set of plans; used once.
 
@@ -57,6 +61,7 @@ class EvictionPass:
         stage: prefill or decode.
         starts: true positions of the first generated token, one per row; unused in prefill.
         mode: how plans are carried out.
+        listener: called with what each layer was scored by, before plans are applied.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class EvictionPass:
         stage: Phase = Phase.PREFILL,
         starts: Sequence[int] = (),
         mode: EvictionMode = EvictionMode.APPLY,
+        listener: ScoreListener | None = None,
     ) -> None:
         self.lengths = lengths
         self._planner = planner
@@ -80,6 +86,7 @@ class EvictionPass:
         self._stage = stage
         self._starts = starts or [0] * len(caches)
         self._mode = mode
+        self._listener = listener
         self._prompts: Sequence[ScratchPrompt] = ()
         self._phases: Sequence[ScoringPhase] = ()
         self._scratch_tokens = 0
@@ -104,6 +111,7 @@ class EvictionPass:
             replaced = 0 if self._scratch_tokens else cache.stores[layer].replaced_bytes
             self._note(layer, max(replaced, cache.stores[layer].attention_copy_bytes))
         is_observed = self._phases[row] is not ScoringPhase.OBSERVE or self._planner.has_tallies
+        is_observed |= self._listener is not None
         if layer in self._quotas[row] and is_observed:
             self._carry_out(row, layer, self._plans(row, layer, recorded))
 
@@ -113,6 +121,7 @@ class EvictionPass:
         if not self._scratch_tokens:
             seen = self._tally(row, layer, seen)
         if self._phases[row] is ScoringPhase.OBSERVE:
+            self._tell(layer, seen, None)
             return {}
         score = partial(
             self._planner.score,
@@ -122,6 +131,7 @@ class EvictionPass:
         )
         own = self._shared_scores.scores(row, self._places[layer], seen, score)
         scores = self._join(row, layer, own)
+        self._tell(layer, seen, scores)
         if self._phases[row] is ScoringPhase.ACCUMULATE:
             self._scores[row, layer] = scores
             return {}
@@ -132,6 +142,10 @@ class EvictionPass:
         ready[layer] = self._planner.with_protection(seen, scores, self._tokens, self._starts[row])
         entries = lambda index: seen.entries if index == layer else cache.entries(index)  # noqa: E731
         return self._planner.plan(ready, self._quotas[row], entries)
+
+    def _tell(self, layer: int, seen: Observation, scores: Packed | None) -> None:
+        if self._listener is not None:
+            self._listener(layer, seen, scores)
 
     def _in_flight(self, layer: int) -> int:
         """Key and value bytes of scratch tokens in one layer, all rows together."""
@@ -149,7 +163,7 @@ class EvictionPass:
             recorded.positions,
             self.lengths[row],
             prompt.span,
-            prompt.ids,
+            self._ids_of(prompt, recorded, self.lengths[row]),
             self._stage,
             recorded.keys,
             cache.stores[layer].take_logits(),
@@ -158,6 +172,15 @@ class EvictionPass:
         )
         own = 0 if self._scratch_tokens else len(recorded.positions)
         return self._planner.with_model_facts(rotate_to_cache_positions(seen, own))
+
+    def _ids_of(
+        self, prompt: ScratchPrompt, recorded: LayerActivations, length: int
+    ) -> tuple[int, ...]:
+        """Token ids of the pass that reached the layer."""
+        if len(recorded.positions) == len(prompt.ids):
+            return prompt.ids
+        start = length - len(prompt.ids)
+        return tuple(prompt.ids[place - start] for place in recorded.positions.tolist())
 
     def _tally(self, row: int, layer: int, seen: Observation) -> Observation:
         """Update the ledger of a layer, and return the observation with its new columns."""

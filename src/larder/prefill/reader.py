@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import ScoreError
@@ -17,8 +18,11 @@ from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment, Observer
 from larder.policy.planner import Planner
 from larder.policy.providers.base import DraftProvider, select_providers
-from larder.prefill.eviction_pass import EvictionPass, ScoringPhase
+from larder.prefill.eviction_pass import EvictionPass, ScoreListener, ScoringPhase
 from larder.prefill.memory import PeakMemoryMeter
+
+if TYPE_CHECKING:
+    from larder.models.narrowed_call import ChooseTokens
 
 # Latest tokens that are read again where numbers of tokens are known only behind a pass.
 REREAD_TOKENS = 32
@@ -107,18 +111,63 @@ class PrefillReader:
             inputs = self.planner.activation_providers
             self.decoder.read(_rows(lanes, ids), Mode.APPEND, eviction, inputs)
             return
-        rounds, following = list(zip(*scratches, strict=True)), list[int]()
+        following = list[int]()
         has_drafts = any(scratch.drafts for scratch in scratches[0])
         if has_drafts:
             rows, observer = self._appending(lanes, ids)
             following = next_tokens(self.decoder, self._drafts, rows, Mode.APPEND, observer)
         else:
             self.append(lanes, ids)
+        yield from self._scratch_steps(eviction, caches, scratches, following)
+
+    def read_narrowing_steps(
+        self,
+        lane: PrefillSequence,
+        ids: tuple[int, ...],
+        choose: ChooseTokens,
+        listener: ScoreListener | None,
+    ) -> Iterator[None]:
+        """Read a text in one pass in which chosen tokens alone go deeper, then bring the cache
+        within its budget.
+
+        Args:
+            choose: tokens that go into each layer.
+            listener: told what each managed layer was scored by, before the next one is read.
+        """
+        from larder.models.narrowed_call import read_narrowing  # few policies narrow
+
+        start = lane.cache.next_position
+        scratches = self._scratches(lane, ids, start)
+        length = start + len(ids)
+        eviction = self._eviction_pass([lane.cache], length, listener)
+        phase = ScoringPhase.OBSERVE if scratches else ScoringPhase.DECIDE
+        span = (0, 0) if scratches else (0, length)
+        eviction.begin_pass([ScratchPrompt(ids, span)], [phase], 0)
+        (row,) = _rows((lane,), ids)
+        read_narrowing(self.decoder, row, eviction, choose, self.planner.activation_providers)
+        if scratches:
+            scoring = self._eviction_pass([lane.cache], length)
+            yield from self._scratch_steps(scoring, [lane.cache], [scratches], [])
+
+    def _scratch_steps(
+        self,
+        eviction: EvictionPass,
+        caches: Sequence[SequenceCache],
+        scratches: Sequence[tuple[ScratchPrompt, ...]],
+        following: Sequence[int],
+    ) -> Iterator[None]:
+        """Scratch passes behind the caches, the last of which makes plans.
+
+        Args:
+            scratches: scratch prompts of each cache.
+            following: drafted token right behind each cache; empty without drafts.
+        """
+        rounds = list(zip(*scratches, strict=True))
         for number, prompts in enumerate(rounds, start=1):
             yield
             phase = ScoringPhase.DECIDE if number == len(rounds) else ScoringPhase.ACCUMULATE
             drafted = list(prompts)
-            if has_drafts:
+            if following:
                 drafted = with_drafts(self.decoder, self._drafts, caches, prompts, following)
             scratch_tokens = sum(scratch.tokens for scratch in drafted)
             eviction.begin_pass(drafted, [phase] * len(drafted), scratch_tokens)
@@ -178,9 +227,16 @@ class PrefillReader:
             )
         return next(iter(named.values()))
 
-    def _eviction_pass(self, caches: Sequence[SequenceCache], length: int) -> EvictionPass:
+    def _eviction_pass(
+        self,
+        caches: Sequence[SequenceCache],
+        length: int,
+        listener: ScoreListener | None = None,
+    ) -> EvictionPass:
         lengths, quotas = [length] * len(caches), [self.quotas] * len(caches)
-        return EvictionPass(self.planner, caches, self.tokens, quotas, self.meter, lengths)
+        return EvictionPass(
+            self.planner, caches, self.tokens, quotas, self.meter, lengths, listener=listener
+        )
 
     def _fits(self, lanes: Sequence[PrefillSequence], new_tokens: int) -> bool:
         """True if every layer of every sequence stays within its budget without a plan.

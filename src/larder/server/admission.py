@@ -8,7 +8,7 @@ from __future__ import annotations
 from larder.cache.forms.ragged import GROWTH_TOKENS
 from larder.core.errors import BudgetError
 from larder.core.spec import RecomputeSource
-from larder.prefill.schedules.whole import BLOCK_TOKENS, Whole
+from larder.prefill.schedules.whole import BLOCK_TOKENS
 from larder.server.api_errors import kv_budget_exceeded
 from larder.server.serving_policy import ServingPolicy
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
@@ -82,7 +82,7 @@ def _active_entries(rule: ServingPolicy) -> int:
 
 def _rebuild_entries(rule: ServingPolicy, length: int) -> int:
     """Entries per head of a cache that is rebuilt from its text."""
-    if isinstance(rule.policy.schedule, Whole):
+    if not rule.policy.schedule.has_blocks:
         return length
     return rule.tokens + _slots(rule) + rule.block + GROWTH_TOKENS
 
@@ -101,7 +101,7 @@ def _sum(one: MemoryDemand, other: MemoryDemand) -> MemoryDemand:
 def _scratch_bytes(rule: ServingPolicy, length: int) -> int:
     """Bytes of one layer's keys and values beyond the cache, read to score the
     whole text at once."""
-    if not isinstance(rule.policy.schedule, Whole):
+    if rule.policy.schedule.has_blocks:
         return 0
     spec = rule.runtime.decoder.spec
     largest = max(layer.bytes_per_token(spec.dtype) for layer in spec.layers)

@@ -12,7 +12,6 @@ from larder.core.spec import POSITION_BYTES, LayerSpec, ModelSpec
 from larder.core.spelling import spell
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT, Unlimited
 from larder.prefill.memory import EntryCapacity
-from larder.prefill.schedules.whole import Whole
 from larder.session.caches import CacheUsage, SessionCaches
 from larder.session.memory import CacheFigures, Coverage, LayerFigures
 from larder.session.policy import Policy
@@ -111,7 +110,7 @@ def entries_per_head(policy: Policy, spec: ModelSpec) -> int:
 
 def block_tokens(policy: Policy) -> int:
     """M_block; the default block for schedules without blocks."""
-    tokens = policy.schedule.tokens
+    tokens = policy.schedule.block_tokens
     return min(DEFAULT_BLOCK_TOKENS, budget_tokens(policy)) if tokens is None else tokens
 
 
@@ -199,7 +198,8 @@ def _resident_entries(policy: Policy, tokens: int) -> int:
 
 def _cache_form(policy: Policy, tokens: int) -> str:
     """Cache form of the managed layers."""
-    own = "dense" if tokens == WITHOUT_LIMIT else policy.storage.form
+    is_dense = tokens == WITHOUT_LIMIT and not policy.schedule.narrows
+    own = "dense" if is_dense else policy.storage.form
     return policy.compensation.cache_form or own
 
 
@@ -367,8 +367,9 @@ def beyond_budget(policy: Policy, spec: ModelSpec | None = None) -> tuple[str, .
     if isinstance(policy.budget, Unlimited):
         return (f"{spell(policy.budget)} keeps everything that is read", *slides)
     clauses = list[str]()
-    if isinstance(policy.schedule, Whole):
-        clauses.append("whole() holds a whole context until all of it is read")
+    if not policy.schedule.has_blocks:
+        part = public_name(type(policy.schedule))
+        clauses.append(f"{part}() holds a whole context until all of it is read")
     clauses += _dense_layers(policy)
     if policy.recall is not None:
         part = public_name(type(policy.compensation))

@@ -47,6 +47,7 @@ from larder.session.policy_validation import (
     check_cache_form,
     check_correction,
     check_heads,
+    check_narrowing,
     check_query_positions,
     check_recompute,
     check_single_cut,
@@ -191,7 +192,9 @@ class Policy:
         check_cache_form(chosen["storage"])
         recall = _recall_part(chosen["compensation"], chosen["storage"], given.get("recall"))
         check_correction(chosen["protect"], recall)
-        return Policy(**chosen, recall=recall, **reduction_parts(chosen["scorer"], given))
+        policy = Policy(**chosen, recall=recall, **reduction_parts(chosen["scorer"], given))
+        check_narrowing(policy.schedule, policy.planner, policy.compensation, recall)
+        return policy
 
     def __str__(self) -> str:
         """Canonical spelling: every part except null parts, with all its parameters."""

@@ -4,24 +4,27 @@ in.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from larder.cache.forms.base import CacheLayer
 from larder.cache.spec import FORMS
 from larder.core.errors import BadParameter, SpellingError, UsageError
 from larder.core.family import public_name
+from larder.core.part import PolicyPart
 from larder.core.recall import RecallPart
 from larder.core.spelling import spell
 from larder.policy.budgets.base import Budget
 from larder.policy.compensation.base import Compensation
+from larder.policy.planner import Planner
 from larder.policy.protect import Protect
+from larder.policy.providers.base import DraftProvider, select_providers
+from larder.policy.reduced_scorer import ReducedScorer
 from larder.policy.scorers.base import Scorer
 from larder.policy.storage.base import Storage
 from larder.policy.storage.exact import Exact
 from larder.policy.timing.base import Timing
 from larder.policy.values.base import ValueRule
 from larder.prefill.base import Schedule
-from larder.prefill.schedules.whole import Whole
 
 DEFAULT_BLOCK_TOKENS = 512
 
@@ -87,11 +90,61 @@ def check_single_cut(schedule: Schedule, compensation: Compensation) -> None:
     Raises:
         SpellingError: the schedule makes plans between blocks.
     """
-    if compensation.needs_whole_text and not isinstance(schedule, Whole):
+    if compensation.needs_whole_text and schedule.has_blocks:
         raise SpellingError(
             f"{spell(compensation)} cuts a text once, when all of it was read, but "
             f"{spell(schedule)} plans in between: take whole(), or park() without a cut."
         )
+
+
+def check_narrowing(
+    schedule: Schedule, planner: Planner, compensation: Compensation, recall: RecallPart | None
+) -> None:
+    """Validate that a policy can do without some tokens in deeper layers.
+
+    Raises:
+        SpellingError: a part needs every token in every layer, or chooses by what is not there yet.
+    """
+    if not schedule.narrows:
+        return
+    own = schedule.scoring or ReducedScorer(planner.scorer, planner.reduction)
+    part = public_name(type(schedule))
+    if schedule.chooses_in_pass and needs_scratch_prompts(own.scorer):
+        raise SpellingError(
+            f"{part}() chooses tokens in the pass that reads them, but {spell(own.scorer)} judges "
+            "by prompts read behind it: name a scorer by attention for the choice, as in "
+            f'{part}(scorer="snapkv(window=8)"), or take two_passes().'
+        )
+    needed = [part for part in (own.scorer, own.reduction.heads) if not _is_served(part, planner)]
+    if needed:
+        raise SpellingError(
+            f"{spell(needed[0])} looks at what no other part of the policy asks for: name it in "
+            f"the policy too, or take another scorer in {part}()."
+        )
+    if planner.token_providers or select_providers(planner.providers, DraftProvider):
+        raise SpellingError(
+            f"{spell(planner.scorer)} looks at what the model predicts behind every token, which "
+            f"{part}() does not compute for all: take whole(), or another scorer."
+        )
+    if compensation.rebuilding is not None or (recall is not None and recall.corrected):
+        name = spell(compensation) if compensation.rebuilding is not None else spell(recall)
+        raise SpellingError(
+            f"{name} computes tokens again in every layer, but {part}() leaves some out of "
+            "deeper ones: take whole(), or drop()."
+        )
+
+
+def _is_served(part: PolicyPart, planner: Planner) -> bool:
+    """True if a planner provides what a part reads."""
+    tallies = frozenset[str]().union(*(own.required_tallies() for own in planner.parts))
+    columns = set(planner.ledger.columns)
+    return (
+        part.required_providers() <= planner.providers
+        and part.required_tallies() <= tallies
+        and part.required_calibrations() <= planner.calibrations
+        and columns.issuperset(part.required_ledger().columns)
+        and part.required_ledger().queries <= planner.ledger.queries
+    )
 
 
 def check_heads(budget: Budget, compensation: Compensation) -> None:
@@ -149,15 +202,14 @@ def with_block_size(schedule: Schedule, tokens: int, block: int | None) -> Sched
     Raises:
         UsageError: the schedule reads no blocks, has another block size, or it exceeds the budget.
     """
-    names = [f.name for f in fields(schedule)]  # pyright: ignore
-    if "tokens" not in names:
+    if not schedule.has_blocks:
         if block is not None:
             raise UsageError(
                 f"A block of {block} tokens was given, but {spell(schedule)} reads no blocks: "
                 "leave it out, or take blockwise()."
             )
         return schedule
-    size = schedule.tokens if schedule.tokens is not None else block
+    size = schedule.block_tokens if schedule.block_tokens is not None else block
     if block is not None and size != block:
         raise UsageError(
             f"A block of {block} tokens contradicts {spell(schedule)} in the policy: give one of "

@@ -25,6 +25,7 @@ from larder.ops.attention import (
     causal_attention,
     chunk_sections,
     lookahead_attention,
+    masked_attention,
     merge_attention,
     sink_logits,
 )
@@ -175,6 +176,12 @@ class CacheLayer(TensorOwner):
     ) -> AttentionCall:
         """Causal attention of tokens among themselves, within each section."""
         layer = self.layer
+        if layer.sliding_window is not None and has_gaps(positions, sections):
+            # Offsets are no distances: the window is told by true positions.
+            is_seen = positions <= positions[:, None]
+            is_seen &= positions >= layer.first_visible(positions)[:, None]
+            sizes = layer.scaling, is_seen, layer.softcap
+            return partial(masked_attention, queries, keys, values, *sizes)
         if layer.chunk is not None:
             firsts = [sum(sections[:index]) for index in range(len(sections))]
             starts = positions[firsts].tolist()
@@ -397,6 +404,13 @@ class CacheLayer(TensorOwner):
     def full_precision_lengths(self) -> tuple[int, ...]:
         """Full-precision entries of each kv head."""
         return self.lengths
+
+
+def has_gaps(positions: Positions, sections: tuple[int, ...]) -> bool:
+    """True if the tokens of a text are not consecutive, as behind a choice among them."""
+    if len(sections) > 1 or not len(positions):
+        return False
+    return int(positions[-1]) - int(positions[0]) >= len(positions)
 
 
 def form_of(spec: CacheSpec) -> type[CacheLayer]:

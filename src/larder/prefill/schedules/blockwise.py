@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from larder.core.errors import BadParameter
 from larder.prefill.base import Schedule, Steps, prefill_blocks
@@ -25,10 +26,15 @@ class Blockwise(Schedule):
     """
 
     tokens: int | None = None
+    has_blocks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens < 1:
             raise BadParameter(f"blockwise.tokens must be at least 1, got {self.tokens}.")
+
+    @property
+    def block_tokens(self) -> int | None:
+        return self.tokens
 
     def steps(
         self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]

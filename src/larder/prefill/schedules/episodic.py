@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 import torch
 
@@ -47,6 +48,7 @@ class Episodic(Schedule):
 
     tokens: int | None = None
     together: int | Together = Together.FITTING
+    has_blocks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.tokens is not None and self.tokens < 1:
@@ -56,6 +58,10 @@ class Episodic(Schedule):
                 f'episodic.together must be at least 1 cache, "fitting" or "all", '
                 f"got {self.together}."
             )
+
+    @property
+    def block_tokens(self) -> int | None:
+        return self.tokens
 
     def steps(
         self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from larder.prefill.base import Schedule, Steps
 from larder.prefill.reader import PrefillReader, PrefillSequence
@@ -23,8 +22,6 @@ BLOCK_TOKENS = 1024
 @dataclass(frozen=True)
 class Whole(Schedule):
     """Prefill with one plan, after all tokens are read."""
-
-    tokens: ClassVar[None] = None
 
     def steps(
         self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]

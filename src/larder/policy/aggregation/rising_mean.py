@@ -1,0 +1,43 @@
+"""Mean over queries in which later queries count more, along a straight line (PyramidInfer).
+
+Yang et al., "PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference" (2024),
+arXiv:2405.12532, section 3.2: the attention that a token gets from the recent ones is averaged,
+with a greater weight for more recent queries. In the released code weights rise linearly from 1 for
+the first query that counts to 1.2 for the last, and the sum is divided by the number of queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.policy.aggregation.mean import Mean
+
+
+@dataclass(frozen=True)
+class RisingMean(Mean):
+    """Mean over queries, each scaled by a factor that rises from 1 to `last`.
+
+    Args:
+        last: factor of the last query, above 0; 1 is the plain mean. A single query counts 1.
+    """
+
+    last: float = 1.2
+
+    def __post_init__(self) -> None:
+        if not self.last > 0:
+            raise BadParameter(f"rising_mean.last must be above 0, got {self.last}.")
+
+    def fold(
+        self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
+    ) -> None:
+        places = torch.arange(first, first + weights.shape[1], device=weights.device)
+        factors = 1 + (self.last - 1) * places / max(total - 1, 1)
+        state[0].add_(torch.einsum("c,rcs->rs", factors.to(weights.dtype), weights))
+
+
+Part = RisingMean

@@ -1,0 +1,166 @@
+"""Choice of the tokens of a text that go deeper, from the scores of the layers that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Bool, Float, Int, Int64
+from torch import Tensor
+
+from larder.core.errors import BadParameter, SpellingError, UnknownName, UsageError
+from larder.core.images import ImageSpans
+from larder.core.observation import Observation
+from larder.core.spec import ModelSpec
+from larder.core.spelling import spell
+from larder.core.types import Packed
+from larder.ops.packing import mask_outside
+from larder.ops.topk import top_mask
+from larder.policy.budgets.unlimited import WITHOUT_LIMIT
+from larder.policy.planner import Planner
+from larder.policy.reduced_scorer import ReducedScorer
+from larder.prefill.reader import PrefillReader, PrefillSequence
+
+# Number of tokens that go on behind a layer: called with its index and the number of tokens that
+# reached it.
+CountTokens = Callable[[int, int], int]
+
+
+@dataclass
+class TokenChoice:
+    """Tokens that go on behind some layers of one pass, by the scores of these layers.
+
+    Scores of a token are added over the kv heads. Protected tokens, those that the scorer always
+    keeps, and the last one always go on; ties go to the earlier token.
+
+    Args:
+        planner: parts of the policy.
+        budget: M, which protected shares are relative to.
+        layers: indices of the managed layers behind which tokens are chosen.
+        count: number of tokens that go on.
+        scoring: scorer of the choice; None for the scores of the policy.
+        chosen: indices of the tokens that go on among those that reached a layer, by layer.
+    """
+
+    planner: Planner
+    budget: int
+    layers: frozenset[int]
+    count: CountTokens
+    scoring: ReducedScorer | None = None
+    chosen: dict[int, Int64[Tensor, " N"]] = field(default_factory=dict[int, Tensor])
+
+    def observe(self, layer: int, seen: Observation, scores: Packed | None) -> None:
+        """Choose among the tokens of a pass behind one layer."""
+        if layer not in self.layers:
+            return
+        reached = len(seen.query_positions)
+        always = self._always(seen)
+        count = max(int(always.sum()), self.count(layer, reached))
+        if count < reached:
+            own = token_scores(seen, self._scores(seen, scores), reached)
+            marks = top_mask(own.masked_fill(always, torch.inf), count)
+            self.chosen[layer] = torch.nonzero(marks).flatten()
+
+    def before(self, layer: int, positions: Int[Tensor, " Q"]) -> Int64[Tensor, " N"] | None:
+        """Tokens that go into a layer."""
+        del positions
+        return self.chosen.get(layer - 1)
+
+    def _scores(self, seen: Observation, scores: Packed | None) -> Packed:
+        if self.scoring is not None:
+            return self.scoring.scorer.score_with(seen, self.scoring.reduction).float()
+        assert scores is not None  # refused by `check_scorer`
+        return scores
+
+    def _always(self, seen: Observation) -> Bool[Tensor, " Q"]:
+        """Tokens of the pass that go on whatever their scores."""
+        positions, length = seen.query_positions, seen.length
+        own = self.planner.scorer if self.scoring is None else self.scoring.scorer
+        ends = own.protected_tokens()
+        always = self.planner.protect.mask(positions, length, self.budget)
+        return always | mask_outside(positions, ends.first, length - max(1, ends.last))
+
+
+def token_scores(seen: Observation, scores: Packed, tokens: int) -> Float[Tensor, " Q"]:
+    """Scores of the latest tokens of a layer, added over its kv heads."""
+    heads = scores.split(list(seen.entries.lengths))
+    return torch.stack([head[-tokens:] for head in heads]).sum(0)
+
+
+def layer_index(layer: int | float, spec: ModelSpec) -> int:
+    """Index of a managed layer by index or depth.
+
+    Args:
+        layer: its index, or its depth as a fraction of all layers. A layer with a sliding window
+            stands for the managed one before it, or else for the first.
+
+    Raises:
+        UsageError: the model has no such layer.
+    """
+    count = len(spec.layers)
+    index = max(0, round(layer * count) - 1) if isinstance(layer, float) else layer
+    if index >= count:
+        raise UsageError(
+            f"Tokens are to be chosen behind layer {index}, but the model has the layers 0 to "
+            f"{count - 1}: name one of them, or a depth such as 0.5."
+        )
+    managed = [own.index for own in spec.managed]
+    if not managed:
+        raise UsageError(
+            "Every layer of the model slides a window of its own, so that no layer sees all tokens "
+            "to choose among: take whole() or blockwise()."
+        )
+    return max((own for own in managed if own <= index), default=managed[0])
+
+
+def scoring_reader(reader: PrefillReader) -> PrefillReader:
+    """Reader that scores managed layers even where the budget has no limit."""
+    if reader.quotas or reader.tokens != WITHOUT_LIMIT:
+        return reader
+    managed = reader.decoder.spec.managed
+    return replace(reader, quotas={layer.index: WITHOUT_LIMIT for layer in managed})
+
+
+def recent_tokens(reader: PrefillReader, scoring: ReducedScorer | None) -> int:
+    """Latest tokens that always go on: the protected ones, and those of the scorer."""
+    planner = reader.planner
+    scorer = planner.scorer if scoring is None else scoring.scorer
+    budget = min(reader.tokens, WITHOUT_LIMIT)
+    own = 0 if budget == WITHOUT_LIMIT else planner.protect.recent_tokens(budget)
+    return max(1, own, scorer.protected_tokens().last)
+
+
+def largest_quota(reader: PrefillReader, first: int) -> int:
+    """Most entries per kv head that the budget lets a layer from `first` on hold; 0 without one."""
+    quotas = [own for layer, own in reader.quotas.items() if layer >= first]
+    return max((own for own in quotas if own < WITHOUT_LIMIT), default=0)
+
+
+def check_text(schedule: object, lane: PrefillSequence, ids: tuple[int, ...]) -> None:
+    """Check that tokens of a text may be left out of some layers.
+
+    Raises:
+        UsageError: the text has images.
+    """
+    start = lane.cache.next_position
+    images: ImageSpans = lane.images.within(start, start + len(ids))
+    if images.spans:
+        raise UsageError(
+            f"{spell(schedule)} leaves tokens out of deeper layers, but the text has images, "
+            "whose tokens see each other: take whole() or blockwise()."
+        )
+
+
+def scoring_of(part: str, scorer: str | None) -> ReducedScorer | None:
+    """Scorer of a choice; None for that of the policy.
+
+    Raises:
+        BadParameter: the text names no scorer that scores in the pass that reads the text.
+    """
+    if scorer is None:
+        return None
+    try:
+        return ReducedScorer.parse(scorer)
+    except (SpellingError, UnknownName) as error:
+        raise BadParameter(f"{part}.scorer must be a scorer: {error}") from None

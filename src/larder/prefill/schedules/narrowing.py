@@ -1,0 +1,123 @@
+"""Prefill in which, behind one layer, the most attended tokens alone go deeper (FastKV).
+
+Jo et al., "FastKV: Decoupling of Context Reduction and KV Cache Compression for Prefill-Decoding
+Acceleration" (2025), arXiv:2502.01068, token-selective propagation. The first layers read the whole
+text. Behind the layer named here tokens are chosen by its scores, added over kv heads, and the
+hidden states of the others leave: deeper layers compute, and can hold, the chosen tokens alone, at
+their true positions. As in the released code the layer itself still holds what its own budget
+keeps of all tokens, layer 15 of 32 chooses, and the tokens that vote go on.
+
+Two modes of the released code are two ways to say how many: `tokens` (2048 there, beside a fixed
+capacity per layer) and `kept`, a share of the text (proportional; there layers behind the choice
+keep `rate / kept` of what reaches them, which is what the same budget for all layers gives).
+
+Differences: never fewer tokens go on than the budget lets a deeper layer hold, so that no budget
+lies idle and one that holds the whole text is exact; under `unlimited()` the numbers given here
+alone decide. The whole text is one pass, whose activations are in memory at once. What is read
+later, such as the next turn of a chat, goes through all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from larder.core.errors import BadParameter
+from larder.policy.reduced_scorer import ReducedScorer
+from larder.prefill.base import Schedule, Steps
+from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.prefill.schedules._token_choice import (
+    TokenChoice,
+    check_text,
+    largest_quota,
+    layer_index,
+    scoring_of,
+    scoring_reader,
+)
+
+KEPT = 0.25  # of a text, where neither `tokens` nor `kept` is given
+
+
+@dataclass(frozen=True)
+class Narrowing(Schedule):
+    """Prefill with one plan, in which few tokens go through the deeper layers.
+
+    Args:
+        layer: the layer behind which tokens are chosen: its index, or its depth as a fraction of
+            all layers. Where it slides a window, the nearest one before it that does not.
+        tokens: tokens that go deeper.
+        kept: the same as a fraction of the text; left open with `tokens`, a quarter.
+        scorer: what chooses, with an aggregation and a head rule behind it if its paper's are not
+            wanted; left open, the scorer of the policy.
+    """
+
+    layer: int | float = 0.5
+    tokens: int | None = None
+    kept: float | None = None
+    scorer: str | None = None
+    narrows: ClassVar[bool] = True
+    chooses_in_pass: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_layer("narrowing", self.layer)
+        check_counts("narrowing", self.tokens, self.kept)
+        scoring_of("narrowing", self.scorer)
+
+    @property
+    def scoring(self) -> ReducedScorer | None:
+        return scoring_of("narrowing", self.scorer)
+
+    def steps(
+        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+    ) -> Steps[None]:
+        total = len(ids) * len(lanes)
+        for number, lane in enumerate(lanes, start=1):
+            yield from self._lane(reader, lane, ids)
+            reader.finish(lane)
+            yield len(ids) * number, total
+
+    def _lane(
+        self, reader: PrefillReader, lane: PrefillSequence, ids: tuple[int, ...]
+    ) -> Iterator[None]:
+        check_text(self, lane, ids)
+        layer = layer_index(self.layer, reader.decoder.spec)
+        count = max(self._count(len(ids)), largest_quota(reader, layer + 1))
+        reader = scoring_reader(reader)
+        choice = TokenChoice(
+            reader.planner,
+            reader.tokens,
+            frozenset({layer}),
+            lambda _layer, _reached: count,
+            self.scoring,
+        )
+        yield from reader.read_narrowing_steps(lane, ids, choice.before, choice.observe)
+
+    def _count(self, num_tokens: int) -> int:
+        """Tokens of a text that go deeper."""
+        if self.tokens is not None:
+            return self.tokens
+        return int(num_tokens * (KEPT if self.kept is None else self.kept))
+
+
+Part = Narrowing
+
+
+def check_layer(part: str, layer: int | float) -> None:
+    """Raise BadParameter unless a layer is an index, or a depth in (0, 1)."""
+    is_depth = isinstance(layer, float)
+    if not (0 < layer < 1 if is_depth else layer >= 0):
+        raise BadParameter(
+            f"{part}.layer must be the index of a layer (0 or more) or a depth between 0 and 1, "
+            f"got {layer}."
+        )
+
+
+def check_counts(part: str, tokens: int | None, kept: float | None) -> None:
+    """Raise BadParameter unless tokens go on, by number or by share."""
+    if tokens is not None and kept is not None:
+        raise BadParameter(f"{part} was given tokens={tokens} and kept={kept}: give one.")
+    if tokens is not None and tokens < 1:
+        raise BadParameter(f"{part}.tokens must be at least 1, got {tokens}.")
+    if kept is not None and not 0 < kept <= 1:
+        raise BadParameter(f"{part}.kept must be a fraction in (0, 1], got {kept}.")
