@@ -1,0 +1,224 @@
+"""Generator of docs/methods.md: published systems, what Larder has of each, and figures.
+
+    python -m larder_bench.reports.methods docs/methods.md
+
+fills the space between the marks of the page from `docs/methods.toml` beside it, which names the
+state of every system and the presets that are it. Sentences and papers are those of the presets,
+figures those of committed rows of SmolLM2 (`FIGURES`). No model is loaded here.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from larder.cli.part_docs import Citation, find_part, part_names, preset_doc
+from larder.core.errors import InputError
+from larder.session.presets import PRESETS
+from larder_bench.reports.study_index import RESULTS
+from larder_bench.results.budget_labels import WHOLE
+from larder_bench.results.rows import read_results, rows_file
+from larder_bench.results.tables import SCALES, ScoreTable, cell_scores
+from larder_bench.results.toml_tables import convert_table
+
+SOURCE = "methods.toml"
+BEGIN, END = "<!-- methods: begin -->", "<!-- methods: end -->"
+# Area -> its heading, in the order of the page.
+AREAS = {
+    "policy": "Policies of one engine",
+    "baseline": "Policies that these compare with, or that users of other tools look for",
+    "learned": "Small modules trained on a frozen model",
+    "reuse": "Storage, reuse across requests, serving",
+    "evaluation": "Benchmarks, surveys, cost models, audits",
+    "trained": "Methods that train the language model itself",
+    "outside": "Other fields",
+}
+STATES = ("built", "partial", "missing", "measured", "outside")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Column of figures: the rows of a study that have the policy.
+
+    Args:
+        title: head of the column.
+        study: name of the study.
+        scale: key of the score in `SCALES`.
+        task: start of the spelling of the task.
+        budget: share of the bytes.
+    """
+
+    title: str
+    study: str
+    scale: str
+    task: str
+    budget: str = "1/4"
+
+
+FIGURES = (
+    Figure("needles after", "ruler", "own", "needles"),
+    Figure("needles inside", "ruler_inside", "exact", "needles", budget="20%"),
+    Figure("nats", "divergence", "kl", "locomo"),
+)
+
+
+@dataclass(frozen=True)
+class Method:
+    """Published system, and what there is of it.
+
+    Args:
+        name: name in its paper.
+        area: key of `AREAS`.
+        state: one of `STATES`.
+        presets: names of presets, the paper's method first.
+        parts: names of parts, where no preset is the method.
+        paper: arXiv id of the one among the cited papers, where rarity does not tell; `none` for a
+            control without a paper.
+        elsewhere: where it lives outside the policy language, in Markdown.
+        note: what is missing, what was seen of the paper's claims, or why it is outside.
+
+    Raises:
+        InputError: area, state, a preset or a part is unknown, or a built method names none.
+    """
+
+    name: str
+    area: str
+    state: str
+    presets: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    paper: str = ""
+    elsewhere: str = ""
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        unknown = [
+            *(() if self.area in AREAS else (self.area,)),
+            *(() if self.state in STATES else (self.state,)),
+            *(set(self.presets) - set(PRESETS)),
+            *(set(self.parts) - set(part_names())),
+        ]
+        if unknown:
+            raise InputError(f"{SOURCE}: {self.name} names {unknown[0]!r}, which is not known.")
+        if self.state == "built" and not (self.presets or self.parts or self.elsewhere):
+            raise InputError(f"{SOURCE}: {self.name} is built, so presets or parts must be named.")
+
+    def where(self) -> str:
+        """Sentence of its first preset, names of the others, or its parts."""
+        if not self.presets:
+            return self.elsewhere or ", ".join(f"`{name}()`" for name in self.parts)
+        first, *others = self.presets
+        also = f"; also {', '.join(f'`{name}`' for name in others)}" if others else ""
+        return f"`{first}`: `{PRESETS[first]}`{also}"
+
+    def cited(self) -> str:
+        """The paper: of those that its parts cite, the one that fewest presets cite."""
+        cited = cited_by(self.presets[0]) if self.presets else ()
+        cited = cited or tuple(one for name in self.parts for one in find_part(name).citations)
+        if self.paper:
+            cited = tuple(one for one in cited if one.arxiv == self.paper)
+        uses = _uses_of_papers()
+        return min(cited, key=lambda one: uses[one.short]).short if cited else ""
+
+
+def cited_by(preset: str) -> tuple[Citation, ...]:
+    """Papers that the parts of a preset cite."""
+    return tuple(one for part in preset_doc(preset).parts for one in part.citations)
+
+
+@cache
+def _uses_of_papers() -> Counter[str]:
+    papers = [{one.short for one in cited_by(name)} for name in PRESETS]
+    return Counter(paper for named in papers for paper in named)
+
+
+def read_methods(path: Path) -> list[Method]:
+    """Methods of a file.
+
+    Raises:
+        InputError: a method is not valid, or a name stands twice.
+    """
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))["method"]
+    methods = [convert_table(table, Method, str(path)) for table in tables]
+    names = [method.name for method in methods]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError(f"{path}: {twice[0]} stands twice; a method has one table.")
+    return methods
+
+
+@cache
+def _scores(study: str, task: str) -> ScoreTable:
+    rows = read_results([rows_file(RESULTS, study)]).cells
+    return ScoreTable([cell_scores(row) for row in rows if row["task"].startswith(task)])
+
+
+def figure_text(figure: Figure, names: Sequence[str]) -> str:
+    """Mean of the first of these policies that has rows; empty if none has."""
+    table = _scores(figure.study, figure.task)
+    scale = next(scale for scale in SCALES if scale.key == figure.scale)
+    for name in names:
+        for budget in (figure.budget, WHOLE):
+            interval = table.interval(scale, name, budget)
+            if interval is not None:
+                return f"{interval.mean + 0.0:.{scale.digits}f}"
+    return ""
+
+
+def method_lines(methods: Sequence[Method]) -> Iterator[str]:
+    """Markdown of all areas: a count of states, and a table for each area."""
+    for area, heading in AREAS.items():
+        members = [method for method in methods if method.area == area]
+        counts = [f"{sum(m.state == s for m in members)} {s}" for s in STATES]
+        yield from ("", f"## {heading}", "")
+        told = [count for count in counts if not count.startswith("0 ")]
+        yield f"{len(members)} systems: {', '.join(told)}."
+        yield ""
+        if area in ("trained", "outside", "evaluation"):
+            yield from _short_table(members)
+        else:
+            yield from _full_table(members)
+
+
+def _short_table(members: Sequence[Method]) -> Iterator[str]:
+    yield from ("| system | state | |", "|---|---|---|")
+    for method in members:
+        text = "; ".join(filter(None, (method.elsewhere, method.note)))
+        yield f"| {method.name} | {method.state} | {text} |"
+
+
+def _full_table(members: Sequence[Method]) -> Iterator[str]:
+    titles = [figure.title for figure in FIGURES]
+    yield f"| system | paper | in Larder | state | {' | '.join(titles)} | |"
+    yield "|" + "---|" * (5 + len(titles))
+    for method in members:
+        figures = " | ".join(figure_text(figure, method.presets) for figure in FIGURES)
+        cells = method.name, method.cited(), method.where(), method.state, figures, method.note
+        yield f"| {' | '.join(cells)} |"
+
+
+def replace_methods(text: str, methods: Sequence[Method]) -> str:
+    """Page with other tables between its marks.
+
+    Raises:
+        InputError: the page has no marks.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise InputError(f"The page has no {BEGIN} before an {END}: write them where tables go.")
+    return "\n".join([before + BEGIN, *method_lines(methods), "", END + after])
+
+
+def main(path: Path) -> None:
+    """Write the tables of a page from the file beside it."""
+    methods = read_methods(path.parent / SOURCE)
+    page = replace_methods(path.read_text(encoding="utf-8"), methods)
+    path.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

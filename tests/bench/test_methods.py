@@ -1,0 +1,84 @@
+"""The page of published systems equals what its source, the presets and the rows say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from larder.core.errors import InputError
+from larder.session.presets import PRESETS
+from larder_bench.reports.methods import (
+    FIGURES,
+    SOURCE,
+    Method,
+    figure_text,
+    method_lines,
+    read_methods,
+    replace_methods,
+)
+from larder_bench.studies.study import CHECKOUT
+
+PAGE = CHECKOUT / "docs" / "methods.md"
+
+
+@pytest.fixture(scope="module")
+def methods() -> list[Method]:
+    return read_methods(PAGE.parent / SOURCE)
+
+
+def test_the_page_is_generated_from_its_source(methods) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == replace_methods(text, methods), "python -m larder_bench.reports.methods PAGE"
+
+
+def test_every_preset_is_of_a_system(methods) -> None:
+    named = [preset for method in methods for preset in method.presets]
+    assert sorted(named) == sorted(set(named))
+    assert set(PRESETS) == set(named)
+    assert sum(method.area != "baseline" for method in methods) == 140
+
+
+def test_figures_are_those_of_the_rows() -> None:
+    assert figure_text(FIGURES[0], ["full"]) == "0.74"
+    assert figure_text(FIGURES[0], ["never_measured", "kvzip"]) == "0.72"
+    assert figure_text(FIGURES[1], ["never_measured"]) == ""
+
+
+def test_the_paper_is_the_one_that_fewest_presets_cite() -> None:
+    assert Method("D2O", "policy", "built", ("d2o",)).cited() == "Wan et al. 2024, arXiv:2406.13035"
+    assert Method("Control", "policy", "built", ("random",), paper="none").cited() == ""
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"state": "done"}, "names 'done'"),
+        ({"area": "policies"}, "names 'policies'"),
+        ({"presets": ("snapvk",)}, "names 'snapvk'"),
+        ({"parts": ("snapvk",)}, "names 'snapvk'"),
+        ({"presets": ()}, "presets or parts must be named"),
+    ],
+)
+def test_what_is_unknown_is_refused(changed, message) -> None:
+    known = {"name": "X", "area": "policy", "state": "built", "presets": ("snapkv",)}
+    with pytest.raises(InputError, match=message):
+        Method(**known | changed)
+
+
+def test_a_name_stands_once(tmp_path: Path) -> None:
+    table = '[[method]]\nname = "X"\narea = "policy"\nstate = "missing"\n'
+    (tmp_path / SOURCE).write_text(table * 2)
+    with pytest.raises(InputError, match="X stands twice"):
+        read_methods(tmp_path / SOURCE)
+
+
+def test_counts_are_those_of_an_area() -> None:
+    lines = list(method_lines([Method("X", "learned", "missing", note="Why.")]))
+    assert "1 systems: 1 missing." in lines
+    assert "| X |  |  | missing |  |  |  | Why. |" in lines
+
+
+def test_a_page_without_marks_is_refused() -> None:
+    with pytest.raises(InputError, match="has no <!-- methods: begin -->"):
+        replace_methods("text", [])
