@@ -19,6 +19,7 @@ from _inputs import text_ids
 from _timing import environment, shortest_run, write
 from torch import Tensor
 
+from larder.cache.chunk_entries import ChunkEntries
 from larder.cache.sequence import SequenceCache
 from larder.core.types import Mode
 from larder.models.cacheblend import RECOMPUTE_SHARE, ContextChunk, blend
@@ -56,12 +57,13 @@ def main() -> None:
     text, continued = ids[: options.tokens], ids[options.tokens :]
     starts = range(0, len(text), options.piece)
     parts = [text[start : start + options.piece] for start in starts]
-    chunks = [ContextChunk(part, read(decoder, part)) for part in parts]
+    caches = [(part, read(decoder, part)) for part in parts]
+    chunks = [ContextChunk(part, ChunkEntries.of(c, 0, len(part))) for part, c in caches]
     full, read_seconds = shortest_run(lambda: read(decoder, text))
     exact = follow(decoder, full, continued)
     for share in SHARES:
         blended, seconds = shortest_run(lambda share=share: blend(decoder, chunks, share))
-        near = follow(decoder, blended.cache, continued)
+        near = follow(decoder, blended.cache(decoder.spec), continued)
         divergence = (exact.exp() * (exact - near)).sum(-1)
         row = {
             "model": options.model,

@@ -52,7 +52,7 @@ def test_the_readme_runs(
         assert capsys.readouterr().out.strip()
 
 
-PAGES = ("tutorial", "how_to/compare_methods", "how_to/add_a_scorer")
+PAGES = ("contexts", "tutorial", "how_to/compare_methods", "how_to/add_a_scorer")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -102,7 +102,7 @@ KINDS = {
     "chunked": Kind(SlidingWindowLayer, WindowLoop, Plans.NONE, window=6, chunk=6),
 }
 # Forms that are compared with a loop in a test file of their own.
-COMPARED_APART = {"corrected", "graded", "paired", "rebuilt", "shared_kv"}
+COMPARED_APART = {"blended", "corrected", "graded", "paired", "parallel", "rebuilt", "shared_kv"}
 # Any other form joins by its file and the `Loop` of its reference, which takes plans of any kind.
 KINDS |= {
     name: Kind(FORMS.load(name), import_module(f"references.cache.{name}").Loop, Plans.ANY, True)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from larder.cache.chunk_entries import ChunkEntries
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BadParameter, CacheError, ModelError
 from larder.core.types import Mode
@@ -33,14 +34,14 @@ def read(decoder: Decoder, ids: Any, form: str = "dense") -> SequenceCache:
     return cache
 
 
+def chunk(cache: SequenceCache, ids: tuple[int, ...], start: int = 0) -> ContextChunk:
+    return ContextChunk(ids, ChunkEntries.of(cache, start, start + len(ids)))
+
+
 def pieces(decoder: Decoder) -> list[ContextChunk]:
     """The second piece stood behind other tokens when it was read."""
     behind = read(decoder, (*some_ids(4, seed=9), *TWO))
-    return [
-        ContextChunk(ONE, read(decoder, ONE)),
-        ContextChunk(TWO, behind, 4),
-        ContextChunk(ASKED),
-    ]
+    return [chunk(read(decoder, ONE), ONE), chunk(behind, TWO, 4), ContextChunk(ASKED)]
 
 
 def difference(one: SequenceCache, other: SequenceCache) -> float:
@@ -55,20 +56,19 @@ def test_blending_is_what_is_done_by_hand(decoder: Decoder, share: float) -> Non
     held: list[Any] = [[] for _ in decoder.spec.layers]
     for piece in parts:
         for layer in decoder.spec.layers:
-            if piece.cache is None:
+            if piece.entries is None:
                 held[layer.index] += [None] * len(piece.ids)
                 continue
-            state = piece.cache.state()
-            places = torch.arange(piece.cache.next_position)
+            keys, values = piece.entries.keys[layer.index], piece.entries.values[layer.index]
+            places = piece.entries.start + torch.arange(len(piece.ids))
             radians = torch.tensor(layer.radians)
-            bare = rerotate(state[f"{layer.index}.keys"], places, torch.zeros_like(places), radians)
-            for n in range(piece.start, piece.start + len(piece.ids)):
-                held[layer.index].append((bare[:, n], state[f"{layer.index}.values"][:, n]))
+            bare = rerotate(keys, places, torch.zeros_like(places), radians)
+            held[layer.index] += [(bare[:, n], values[:, n]) for n in range(len(piece.ids))]
     with torch.no_grad():
         expected, chosen = blended(decoder.module, TEXT, held, share)
     found = blend(decoder, parts, share)
     assert found.chosen.tolist() == chosen
-    state = found.cache.state()
+    state = found.cache(decoder.spec).state()
     for index, (keys, values) in enumerate(expected):
         assert torch.allclose(state[f"{index}.keys"], torch.stack(keys, 1), atol=1e-4)
         assert torch.allclose(state[f"{index}.values"], torch.stack(values, 1), atol=1e-4)
@@ -80,17 +80,17 @@ def test_computing_everything_is_reading(architecture: str) -> None:
     full = read(decoder, TEXT)
     found = blend(decoder, pieces(decoder), 1.0)
     assert found.chosen.tolist() == list(range(len(TEXT)))
-    assert difference(found.cache, full) < 1e-4
+    cache = found.cache(decoder.spec)
+    assert difference(cache, full) < 1e-4
     nexts = [
-        decoder.forward_logits([BatchSegment(c, (5,))], Mode.APPEND, [0])
-        for c in (found.cache, full)
+        decoder.forward_logits([BatchSegment(c, (5,))], Mode.APPEND, [0]) for c in (cache, full)
     ]
     assert torch.allclose(*nexts, atol=1e-3)
 
 
 def test_what_stood_at_the_beginning_does_not_deviate(decoder: Decoder) -> None:
-    found = blend(decoder, [ContextChunk(ONE, read(decoder, ONE)), ContextChunk(ASKED)], 0.0)
-    assert difference(found.cache, read(decoder, ONE + ASKED)) < 1e-4
+    found = blend(decoder, [chunk(read(decoder, ONE), ONE), ContextChunk(ASKED)], 0.0)
+    assert difference(found.cache(decoder.spec), read(decoder, ONE + ASKED)) < 1e-4
     assert float(found.deviations[: len(ONE)].max()) < 1e-6
     assert found.chosen.tolist() == list(range(len(ONE), len(ONE + ASKED)))
 
@@ -98,7 +98,7 @@ def test_what_stood_at_the_beginning_does_not_deviate(decoder: Decoder) -> None:
 def test_computing_the_more_is_the_nearer(decoder: Decoder) -> None:
     full = read(decoder, TEXT).state()["3.values"]
     errors = [
-        float((blend(decoder, pieces(decoder), s).cache.state()["3.values"] - full).norm())
+        float((blend(decoder, pieces(decoder), s).entries.values[3] - full).norm())
         for s in (0.0, 0.5, 1.0)
     ]
     assert errors[0] > errors[1] > errors[2]
@@ -111,7 +111,11 @@ def test_what_cannot_be_blended_is_refused(decoder: Decoder) -> None:
             blend(decoder, parts, share)
     for cache, start in ((read(decoder, ONE, "ragged"), 0), (whole, 1), (whole, -1)):
         with pytest.raises(CacheError):
-            blend(decoder, [ContextChunk(ONE, cache, start)])
+            chunk(cache, ONE, start)
+    with pytest.raises(CacheError, match="entries of 7"):
+        ContextChunk(TWO, ChunkEntries.of(whole, 0, len(ONE)))
+    with pytest.raises(CacheError, match="move them first"):
+        ChunkEntries.of(whole, 2, 4).append_to(whole)
     for other in (tiny("gemma3", layers=3), tiny("llama", layers=1)):
         with pytest.raises(ModelError, match="prefill"):
             blend(Decoder(other), [ContextChunk(ONE)])

@@ -169,7 +169,7 @@ def test_what_reads_earlier_tokens_is_refused() -> None:
         decoder.read([BatchSegment(cached, IDS[:5], shift=-5)], Mode.SCRATCH)
     assert all(torch.equal(before[key], own) for key, own in cached.state().items())
     with pytest.raises(ModelError, match="recurrent layers"):
-        blend(decoder, [ContextChunk(IDS[:20], cached)])
+        blend(decoder, [ContextChunk(IDS[:20])])
 
 
 def test_pages_are_fetched_ahead_for_the_next_layer_with_attention(

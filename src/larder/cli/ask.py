@@ -30,16 +30,31 @@ if TYPE_CHECKING:
     from larder.engine.engine import Engine
     from larder.engine.persistence import ChatPersistence
 
+InputFile = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="FILE",
+        help="Conversation (.json) or document (.txt, .md); may be left out with --context.",
+    ),
+]
+ContextFiles = Annotated[
+    list[Path],
+    typer.Option(
+        metavar="FILE",
+        help="Document to read beside others; may be repeated, and FILE is the first.",
+    ),
+]
+
 
 @command
 def ask(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Conversation (.json) or document (.txt, .md).")
-    ],
+    *,
+    file: InputFile = None,
     question: Annotated[
         list[str], typer.Option("--question", "-q", help="Question; may be repeated.")
     ],
     options: ModelOptions,
+    context: ContextFiles = [],  # noqa: B006, never changed
     explain: Annotated[
         Path | None,
         typer.Option(
@@ -63,7 +78,6 @@ def ask(
     Questions are independent. A question whose answer is in FILE is scored.
     """
     from larder.cli.question_run import choose_policy, open_engine
-    from larder.session.files import read_conversation
 
     _check_page(explain)
     check_codec(codec)
@@ -72,7 +86,7 @@ def ask(
         raise UsageError(
             "--store, --codec and --key-file need --keep: add --keep, or leave them out."
         )
-    conversation = read_conversation(file)
+    conversation = _read_files(file, context)
     questions = [_question_of(conversation, text) for text in question]
     options = choose_policy(options, [conversation])
     engine = open_engine(options)
@@ -125,6 +139,23 @@ def _run_questions(
     if all(asked.error is not None for asked in run.asked):
         raise _first_error(run)
     return run, True
+
+
+def _read_files(file: Path | None, context: list[Path]) -> Conversation:
+    """Conversation in a file, or a document of several contexts.
+
+    Raises:
+        UsageError: neither is given.
+        InputError: a file cannot be read, or is no document beside others.
+    """
+    from larder.session.files import read_conversation
+    from larder.session.files.loader import read_context_files
+
+    if not context:
+        if file is None:
+            raise UsageError("Nothing to read was given: name a FILE, or --context FILE.")
+        return read_conversation(file)
+    return read_context_files([*([] if file is None else [file]), *context])
 
 
 def _read_schema(path: Path) -> Mapping[str, Any]:

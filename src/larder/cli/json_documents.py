@@ -13,6 +13,7 @@ from larder.engine.answer import Answer
 from larder.engine.engine import Engine
 from larder.evaluation.answer_metrics import can_stem
 from larder.evaluation.bootstrap import Bootstrap, Interval, questions_as_clusters
+from larder.prefill.base import ContextReuse
 
 METRICS = ("exact", "contains", "f1", "f1_stemmed")
 
@@ -38,9 +39,22 @@ def run_document(run: QuestionRun) -> dict[str, Any]:
         "peak_kv_bytes": run.peak_kv_bytes,
         "prefill_seconds": figures.prefill_seconds,
         "setup_seconds": figures.setup_seconds,
+        **context_record(run.memory.reuse),
         "answers": [answer_record(asked) for asked in run.asked],
         "summary": summary(run.asked),
     }
+
+
+def context_record(reuse: ContextReuse) -> dict[str, Any]:
+    """Tokens of contexts and what was reused of them; empty without contexts."""
+    if not reuse.tokens:
+        return {}
+    fields = {
+        "tokens": reuse.tokens,
+        "cached_tokens": reuse.cached_tokens,
+        "recomputed_tokens": reuse.recomputed_tokens,
+    }
+    return {"contexts": fields}
 
 
 def answer_record(asked: QuestionOutcome) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from larder.cli.console import format_bytes, progress_console
 from larder.cli.options import ModelOptions
 from larder.cli.startup import resume_collection
 from larder.cli.store_options import print_resume_result
-from larder.core.conversation import Conversation, Question
+from larder.core.conversation import Conversation, PromptLayout, Question
 from larder.core.errors import BadParameter, LarderError, UsageError
 from larder.core.family import public_name
 from larder.core.memory_budget import MemoryBudget
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 CONVERSATION_POLICY = "epicache_pooled"
 DOCUMENT_POLICY = "kvzip"
+CONTEXTS_POLICY = "cacheblend"
 QUESTION_PROMPT = "question"  # the scoring prompt that needs the question before prefill
 
 
@@ -122,11 +123,16 @@ def choose_policy(options: ModelOptions, conversations: Iterable[Conversation]) 
     """Options with a policy for what will be read, unless one was given.
 
     Episodes suit conversations, which return to their topics; a document has few, so it gets one
-    cache that can reconstruct the text, made after the whole text was read. Prints the choice on a
-    terminal.
+    cache that can reconstruct the text, made after the whole text was read. Several contexts are
+    read apart, so that each can be reused. Prints the choice on a terminal.
     """
     if options.policy is not None:
         return options
+    if options.budget is None and all(one.form is PromptLayout.CONTEXTS for one in conversations):
+        progress_console().print(
+            f"Policy {CONTEXTS_POLICY}, because these are contexts; --policy takes another."
+        )
+        return replace(options, policy=CONTEXTS_POLICY)
     is_document = all(one.form.is_document for one in conversations)
     policy = DOCUMENT_POLICY if is_document else CONVERSATION_POLICY
     what = "a document" if is_document else "a conversation"

@@ -13,6 +13,7 @@ class PromptLayout(Enum):
     TRANSCRIPT: a dialogue of two named people; the whole text is one user message (LoCoMo,
         RealTalk).
     DOCUMENT: one long text is one user message, acknowledged by the assistant.
+    CONTEXTS: several texts, encoded apart, are one user message, acknowledged by the assistant.
     SINGLE_TURN: one long text and the question after it share one user message (RULER, LongBench).
     PLAIN: one long text, the question and the answer without any chat format, for models that were
         not trained on one.
@@ -21,13 +22,14 @@ class PromptLayout(Enum):
     CHAT = "chat"
     TRANSCRIPT = "transcript"
     DOCUMENT = "document"
+    CONTEXTS = "contexts"
     SINGLE_TURN = "single_turn"
     PLAIN = "plain"
 
     @property
     def is_document(self) -> bool:
-        """Test if the conversation is one long text."""
-        return self in (PromptLayout.DOCUMENT, PromptLayout.SINGLE_TURN, PromptLayout.PLAIN)
+        """Test if the conversation is one long text, or several."""
+        return self not in (PromptLayout.CHAT, PromptLayout.TRANSCRIPT)
 
 
 class Adversarial(Enum):

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from larder.core.arguments import check_count, check_type
-from larder.core.errors import BadParameter
 from larder.core.observation import Calibration, Prompts
 from larder.engine.answer import Answer, AnswerGenerator, QuestionAnswerer, no_matcher
 from larder.engine.detokenizer import stop_strings
@@ -30,6 +29,7 @@ from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 if TYPE_CHECKING:
     from larder.engine.completion import Completion, PromptCompleter
     from larder.engine.constraint import ConstraintCompiler, ConstraintMatcher, SchemaLike
+    from larder.prefill.contexts import ChunkSource
 
 DEFAULT_POLICY = "epicache_pooled"
 
@@ -180,11 +180,14 @@ class Engine:
 
     def read(
         self,
-        conversation: ConversationLike,
+        conversation: ConversationLike | None = None,
         prompts: Mapping[str, str] | None = None,
         progress: Progress | None = None,
+        *,
+        contexts: Sequence[str] | None = None,
+        chunks: ChunkSource | None = None,
     ) -> ConversationMemory:
-        """Prefill a conversation or a document within the budget.
+        """Prefill a conversation, a document or several contexts within the budget.
 
         Args:
             conversation: result of `read_conversation`; a text, taken as a document; or messages in
@@ -193,6 +196,9 @@ class Engine:
                 name in `patched(prompt="...")`.
             progress: receives the number of tokens read and the number of tokens to read; None
                 shows a bar on a terminal once two seconds have passed.
+            contexts: texts to read in place of a conversation, one behind the other. Policies such
+                as `cacheblend` and `ape` read each apart and reuse those that `chunks` has.
+            chunks: contexts that were read before, such as a `ChunkMemory`; None for none.
 
         Returns:
             Memory for `ask`: the caches, their sizes as `figures`, and the sized `policy`.
@@ -206,14 +212,13 @@ class Engine:
             >>> memory.conversation.messages[0].role
             'user'
         """
-        source = conversation_of(conversation)
         encoded: Prompts = {
             name: self.tokenizer.encode_question(text) for name, text in (prompts or {}).items()
         }
+        given = (self.policy, self.sizes, encoded)
+        source = conversation_of(conversation, contexts)
         with progress_or_bar(progress, "Reading", "tokens") as report:
-            return prefill_conversation(
-                self.runtime, source, self.policy, self.sizes, encoded, report
-            )
+            return prefill_conversation(self.runtime, source, *given, report, chunks)
 
     @overload
     def ask(
@@ -472,18 +477,11 @@ class Engine:
 
 def _loaded_model(model: nn.Module | LoadedModel, tokenizer: Any, processor: Any) -> LoadedModel:
     """Model with its tokenizer, verified unless it is loaded already."""
-    if not isinstance(model, LoadedModel):
-        expected = "a model of transformers, or what larder.models.loader.load returned"
-        check_type("model", model, nn.Module, f"{expected} (Engine.load takes names)")
-        from larder.models.in_memory import wrap_in_memory
+    if isinstance(model, LoadedModel) and tokenizer is None:
+        return model
+    from larder.models.in_memory import verified_model
 
-        return wrap_in_memory(model, tokenizer, processor)
-    if tokenizer is not None:
-        raise BadParameter(
-            "A loaded model has its tokenizer: leave tokenizer out, and give a policy by keyword, "
-            "as in Engine(loaded, policy='full')."
-        )
-    return model
+    return verified_model(model, tokenizer, processor)
 
 
 def stop_ids(loaded: LoadedModel) -> frozenset[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from larder.session.chat_state import ChatState
 from larder.session.memory import ConversationMemory
@@ -14,6 +15,9 @@ from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime
 from larder.session.transcript.chat_log import ChatLog
 from larder.session.transcript.chat_log_file import ChatLogStore, open_chat_log
+
+if TYPE_CHECKING:  # imported where contexts are read
+    from larder.prefill.contexts import ChunkSource
 
 NOT_SAVED = "new"
 # Text of each reason; the store counts by the keys.
@@ -79,6 +83,10 @@ class ChatPersistence(ABC):
     def record_prefill_time(self, memory: ConversationMemory) -> None:
         """Record the prefill time of a chat, for the choice between loading and prefill."""
 
+    @abstractmethod
+    def chunks(self) -> ChunkSource | None:
+        """Contexts that were read before; None where nothing is saved."""
+
 
 class NoPersistence(ChatPersistence):
     """Persistence that saves logs alone; every chat is prefilled again."""
@@ -96,3 +104,6 @@ class NoPersistence(ChatPersistence):
 
     def record_prefill_time(self, memory: ConversationMemory) -> None:
         del memory
+
+    def chunks(self) -> ChunkSource | None:
+        return None

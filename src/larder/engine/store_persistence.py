@@ -11,8 +11,9 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from larder.core.conversation import Conversation
+from larder.core.conversation import Conversation, PromptLayout
 from larder.core.errors import LarderError
 from larder.core.home import LOCAL_PRINCIPAL
 from larder.engine.engine import Engine
@@ -32,6 +33,9 @@ from larder.store.digests import key_of
 from larder.store.encryption import Encryption, NoEncryption
 from larder.store.store import Store
 
+if TYPE_CHECKING:  # imported where contexts are read
+    from larder.prefill.contexts import ChunkSource
+
 
 class StorePersistence(ChatPersistence):
     """Chats of one tenant and one model: logs in session files, caches in a store.
@@ -50,7 +54,7 @@ class StorePersistence(ChatPersistence):
         codec: str = RAW_CODEC,
         logs: Encryption = NoEncryption(),  # noqa: B008, no state
     ) -> None:
-        self._logs = logs
+        self._logs, self._loaded = logs, loaded
         self._store, self._principal = store, principal
         self._snapshots = ModelSnapshots(store, loaded, codec)
 
@@ -89,6 +93,11 @@ class StorePersistence(ChatPersistence):
         self._snapshots.record_prefill_time(figures.context_tokens, figures.prefill_seconds)
         self._snapshots.save_rates(str(memory.policy))
 
+    def chunks(self) -> ChunkSource:
+        from larder.engine.store_chunks import StoreChunks
+
+        return StoreChunks(self._store, self._loaded, self._principal)
+
 
 def prefill_or_restore(
     engine: Engine,
@@ -99,12 +108,17 @@ def prefill_or_restore(
 ) -> tuple[ConversationMemory, ResumeResult]:
     """Restore a saved prefill of a conversation, or prefill and save it.
 
+    Of contexts that the policy reads apart, each is restored or saved by itself.
+
     Args:
         prompts: prompts by name, as for `Engine.read`; they are part of the saved name.
 
     Raises:
         LarderError: as `Engine.read` does.
     """
+    if conversation.form is PromptLayout.CONTEXTS and engine.policy.schedule.cache_form:
+        memory = engine.read(conversation, prompts, progress, chunks=keeper.chunks())
+        return memory, ResumeResult(None, NOT_SAVED)
     runtime, log = engine.runtime, ChatLog(replace(conversation, questions=()))
     ids = log.transcript(runtime.tokenizer).ids
     if not ids:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from larder.cache.chunk_entries import ChunkEntries
 from larder.cache.sequence import SequenceCache
-from larder.cache.spec import CacheSpec
 from larder.core.errors import BadParameter, CacheError, ModelError
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Queries, Values
@@ -29,7 +29,6 @@ from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import AttentionInputs
 from larder.models.decoder import Decoder
 from larder.ops.attention import masked_attention
-from larder.ops.rope import rerotate
 
 RECOMPUTE_SHARE = 0.16  # as in the released code
 SELECTION_LAYER = 1  # layer whose values determine the deviations
@@ -37,39 +36,54 @@ SELECTION_LAYER = 1  # layer whose values determine the deviations
 
 @dataclass(frozen=True)
 class ContextChunk:
-    """Consecutive tokens of a text, with the cache that has them if there is one.
+    """Consecutive tokens of a text, with their entries as read in another text, if there are any.
 
     Args:
         ids: the tokens.
-        cache: a dense cache that contains them, in any text; None for uncached tokens.
-        start: true position of the first of them in that cache.
+        entries: of all of them, in any text; None for uncached tokens.
+
+    Raises:
+        CacheError: the entries are of more or fewer tokens.
     """
 
     ids: tuple[int, ...]
-    cache: SequenceCache | None = None
-    start: int = 0
+    entries: ChunkEntries | None = None
+
+    def __post_init__(self) -> None:
+        if self.entries is not None and self.entries.num_tokens != len(self.ids):
+            raise CacheError(
+                f"A chunk of {len(self.ids)} tokens has entries of {self.entries.num_tokens}: give "
+                "those of its own tokens."
+            )
 
 
 @dataclass(frozen=True)
-class BlendedCache:
+class BlendedEntries:
     """Result of blending.
 
     Args:
-        cache: dense cache of the whole text.
+        entries: of the whole text, from position 0 on.
         chosen: positions of the tokens that were computed in all layers.
         deviations: of every token in the selection layer; infinite for uncached tokens.
     """
 
-    cache: SequenceCache
+    entries: ChunkEntries
     chosen: Int[Tensor, " M"]
     deviations: Float[Tensor, " N"]
+
+    def cache(self, spec: ModelSpec) -> SequenceCache:
+        """Dense cache with copies of the entries."""
+        cache = SequenceCache(spec, "dense")
+        cache.allocate(self.entries.num_tokens)
+        self.entries.append_to(cache)
+        return cache
 
 
 @torch.no_grad()
 def blend(
     decoder: Decoder, pieces: Sequence[ContextChunk], share: float = RECOMPUTE_SHARE
-) -> BlendedCache:
-    """Cache of the concatenated chunks.
+) -> BlendedEntries:
+    """Entries of the concatenated chunks.
 
     Args:
         share: of the cached tokens that are recomputed in all layers, in [0, 1]; 1 computes
@@ -77,7 +91,6 @@ def blend(
 
     Raises:
         BadParameter: the share is out of range, or there are no tokens.
-        CacheError: a chunk's cache does not hold all of its tokens.
         ModelError: the model has sliding windows, a single layer, or an unknown key rotation.
     """
     ids = [token for piece in pieces for token in piece.ids]
@@ -91,7 +104,7 @@ def blend(
         hooks.append(later.register_forward_pre_hook(fusion.narrow, with_kwargs=True))
     with forward_hooks(hooks):
         decoder.forward_uncached(ids, fusion)
-    return BlendedCache(fusion.cache(), fusion.chosen, fusion.deviations)
+    return BlendedEntries(fusion.entries(), fusion.chosen, fusion.deviations)
 
 
 class _ValuesCaptured(Exception):  # noqa: N818, no error
@@ -103,9 +116,9 @@ class _Fusion:
 
     def __init__(self, spec: ModelSpec, pieces: Sequence[ContextChunk], share: float) -> None:
         self._spec, self._share = spec, share
-        kept = [_cached_state(piece) for piece in pieces]
-        self._is_new = torch.cat([flags for flags, _ in kept]).to(spec.device)
-        self._keys, self._values = _joined_layers(spec, pieces, [state for _, state in kept])
+        flags = [torch.full((len(one.ids),), one.entries is None) for one in pieces]
+        self._is_new = torch.cat(flags).to(spec.device)
+        self._keys, self._values = _joined_layers(spec, pieces)
         self.chosen = torch.arange(len(self._is_new), device=spec.device)
         self.deviations = torch.zeros(len(self._is_new), device=spec.device)
         self._is_choosing = False
@@ -142,16 +155,9 @@ class _Fusion:
         del layer
         return _select_positions(args, options, self.chosen)
 
-    def cache(self) -> SequenceCache:
-        """Dense cache of all keys and values."""
-        count = len(self._is_new)
-        state: dict[str, Tensor] = {}
-        for layer in self._spec.layers:
-            state[f"{layer.index}.keys"] = self._keys[layer.index]
-            state[f"{layer.index}.values"] = self._values[layer.index]
-            state[f"{layer.index}.positions"] = torch.arange(count, dtype=torch.int32)
-        meta = CacheSpec("dense").meta() | {"next_position": str(count)}
-        return SequenceCache.adopt(self._spec, state, meta)
+    def entries(self) -> ChunkEntries:
+        """All keys and values."""
+        return ChunkEntries(tuple(self._keys), tuple(self._values))
 
     def _judge(self, layer: int, keys: Keys, values: Values) -> None:
         """Select the new tokens and those that deviate most, for the deeper layers."""
@@ -166,50 +172,26 @@ class _Fusion:
         self._keys[layer], self._values[layer] = keys.clone(), values.clone()
 
 
-def _cached_state(piece: ContextChunk) -> tuple[Bool[Tensor, " N"], dict[str, Tensor]]:
-    """Mask of a chunk's uncached tokens, and the state of the cache that has the others."""
-    count = len(piece.ids)
-    if piece.cache is None:
-        return torch.ones(count, dtype=torch.bool), {}
-    cache, stop = piece.cache, piece.start + count
-    state = cache.state() if cache.cache_spec.form == "dense" else {}
-    positions = state.get("0.positions", torch.empty(0))
-    if piece.start < 0 or not torch.equal(positions.cpu(), torch.arange(cache.next_position)):
-        raise CacheError(
-            "A chunk needs a dense cache that holds every token it has read: prefill it under the "
-            "policy `full`."
-        )
-    if stop > cache.next_position:
-        raise CacheError(
-            f"A chunk of {count} tokens at {piece.start} ends behind the {cache.next_position} "
-            "tokens that its cache has read: give a chunk inside them."
-        )
-    return torch.zeros(count, dtype=torch.bool), state
-
-
 def _joined_layers(
-    spec: ModelSpec, pieces: Sequence[ContextChunk], states: Sequence[dict[str, Tensor]]
+    spec: ModelSpec, pieces: Sequence[ContextChunk]
 ) -> tuple[list[Keys], list[Values]]:
     """Keys and values of all chunks by layer, keys rotated to their new positions; zeros if new."""
-    count = sum(len(piece.ids) for piece in pieces)
     keys: list[Keys] = []
     values: list[Values] = []
+    count = sum(len(piece.ids) for piece in pieces)
     for layer in spec.layers:
         shape = (layer.kv_heads, count, layer.head_dim)
         keys.append(torch.zeros(shape, dtype=spec.dtype, device=spec.device))
         values.append(torch.zeros_like(keys[-1]))
-        radians = torch.tensor(layer.radians or (), device=spec.device)
-        start = 0
-        for piece, state in zip(pieces, states, strict=True):
-            stop = start + len(piece.ids)
-            if state:
-                own = slice(piece.start, piece.start + len(piece.ids))
-                old = torch.arange(own.start, own.stop, device=spec.device)
-                held = state[f"{layer.index}.keys"][:, own]
-                new = torch.arange(start, stop, device=spec.device)
-                keys[-1][:, start:stop] = rerotate(held, old, new, radians)
-                values[-1][:, start:stop] = state[f"{layer.index}.values"][:, own]
-            start = stop
+    start = 0
+    for piece in pieces:
+        stop = start + len(piece.ids)
+        if piece.entries is not None:
+            moved = piece.entries.moved_to(start, spec)
+            for index in range(len(spec.layers)):
+                keys[index][:, start:stop] = moved.keys[index]
+                values[index][:, start:stop] = moved.values[index]
+        start = stop
     return keys, values
 
 

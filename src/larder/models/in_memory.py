@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from larder.core.errors import ModelError
+from larder.core.arguments import check_type
+from larder.core.errors import BadParameter, ModelError
 from larder.models.decoder import Decoder
 from larder.models.introspection import check_mode, check_not_compiled
 from larder.models.loader import LoadedModel, wrap_model
@@ -39,6 +40,25 @@ def wrap_in_memory(model: nn.Module, tokenizer: Any, processor: Any = None) -> L
     decoder = shared_decoder(base)
     # Not the name of a folder: identities of saved caches come from the weights in memory.
     return LoadedModel(decoder, tokenizer, f"{type(base).__name__} in memory")
+
+
+def verified_model(model: Any, tokenizer: Any, processor: Any) -> LoadedModel:
+    """Loaded model as it is, or a model in memory with its tokenizer, verified.
+
+    Raises:
+        BadParameter: it is neither, or a loaded model is given another tokenizer.
+        ModelError: as `wrap_in_memory`.
+    """
+    if not isinstance(model, LoadedModel):
+        expected = "a model of transformers, or what larder.models.loader.load returned"
+        check_type("model", model, nn.Module, f"{expected} (Engine.load takes names)")
+        return wrap_in_memory(model, tokenizer, processor)
+    if tokenizer is not None:
+        raise BadParameter(
+            "A loaded model has its tokenizer: leave tokenizer out, and give a policy by keyword, "
+            "as in Engine(loaded, policy='full')."
+        )
+    return model
 
 
 def shared_decoder(base: Any) -> Decoder:

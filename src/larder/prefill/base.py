@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from larder.core.images import NO_IMAGES, ImageSpans
 from larder.ops.apportion import even_ranges
 from larder.policy.reduced_scorer import ReducedScorer
 from larder.prefill.reader import PrefillReader, PrefillSequence
+
+if TYPE_CHECKING:  # read where a prompt has contexts
+    from larder.prefill.contexts import ChunkSource
 
 # Called as tokens are read: (tokens read so far, tokens to read), both summed over all sequences.
 Progress = Callable[[int, int], None]
@@ -37,6 +41,47 @@ def run_steps(steps: Steps[Result], progress: Progress = no_progress) -> Result:
             progress(done, total)
 
 
+@dataclass(frozen=True)
+class ContextText:
+    """Token ids of several contexts in one prompt.
+
+    Args:
+        prefix: tokens before the first context.
+        contexts: tokens of each context.
+        suffix: tokens behind the last context.
+    """
+
+    prefix: tuple[int, ...]
+    contexts: tuple[tuple[int, ...], ...]
+    suffix: tuple[int, ...]
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All tokens, in order."""
+        return self.prefix + sum(self.contexts, ()) + self.suffix
+
+
+@dataclass(frozen=True)
+class ContextReuse:
+    """What was reused of the contexts of a prefill.
+
+    Args:
+        tokens: number of tokens of each context.
+        cached: contexts whose entries were found and not read.
+        recomputed_tokens: tokens of contexts that were computed in all layers, although their
+            entries were known.
+    """
+
+    tokens: tuple[int, ...] = ()
+    cached: tuple[bool, ...] = ()
+    recomputed_tokens: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of contexts whose entries were found."""
+        return sum(count for count, known in zip(self.tokens, self.cached, strict=True) if known)
+
+
 class Schedule(ABC):
     """Order in which a context is read and plans are made. A frozen dataclass without state."""
 
@@ -44,6 +89,9 @@ class Schedule(ABC):
     has_blocks: ClassVar[bool] = False
     # Whether tokens are left out of some layers, so that layers hold different ones.
     narrows: ClassVar[bool] = False
+
+    # Cache form of a schedule that reads contexts apart; empty for that of the policy.
+    cache_form: ClassVar[str] = ""
 
     # Whether tokens are chosen in the pass that reads them, before a prompt is read behind it.
     chooses_in_pass: ClassVar[bool] = False
@@ -63,6 +111,19 @@ class Schedule(ABC):
         self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
     ) -> Steps[None]:
         """Read `ids` into the cache of every sequence and leave each within its budget."""
+
+    def context_steps(
+        self, reader: PrefillReader, lane: PrefillSequence, text: ContextText, source: ChunkSource
+    ) -> Steps[ContextReuse]:
+        """Read several contexts into one cache; by default as one text, which reuses nothing.
+
+        Args:
+            source: entries of contexts that were read before.
+        """
+        del source
+        yield from self.steps(reader, (lane,), text.ids)
+        lengths = tuple(map(len, text.contexts))
+        return ContextReuse(lengths, (False,) * len(lengths))
 
     def read(
         self,

@@ -17,6 +17,8 @@ from larder.session.memory import CacheFigures, Coverage, LayerFigures
 from larder.session.policy import Policy
 from larder.session.policy_validation import DEFAULT_BLOCK_TOKENS
 
+WITHOUT_COLUMNS = ("dense", "blended", "parallel")  # cache forms of policies that keep everything
+
 
 def budgeted_layers(policy: Policy, spec: ModelSpec) -> tuple[LayerSpec, ...]:
     """Layers that the budget of a policy covers: managed layers that are not dense."""
@@ -199,7 +201,7 @@ def _resident_entries(policy: Policy, tokens: int) -> int:
 def _cache_form(policy: Policy, tokens: int) -> str:
     """Cache form of the managed layers."""
     is_dense = tokens == WITHOUT_LIMIT and not policy.schedule.narrows
-    own = "dense" if is_dense else policy.storage.form
+    own = (policy.schedule.cache_form or "dense") if is_dense else policy.storage.form
     return policy.compensation.cache_form or own
 
 
@@ -219,7 +221,7 @@ def empty_cache(policy: Policy, spec: ModelSpec) -> SequenceCache:
     """
     _check_merging(policy, spec)
     form = _cache_form(policy, policy.timing.prefill_tokens(entries_per_head(policy, spec)))
-    ledger = Ledger() if form == "dense" else policy.planner.ledger
+    ledger = Ledger() if form in WITHOUT_COLUMNS else policy.planner.ledger
     storage = policy.resident_storage
     return SequenceCache(
         spec, form, ledger, storage.codecs, storage.pairing, policy.parking, policy.rebuilding

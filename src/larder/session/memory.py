@@ -8,6 +8,7 @@ from enum import Enum
 from larder.cache.sequence import SequenceCache
 from larder.core.conversation import Conversation
 from larder.core.observation import Prompts
+from larder.prefill.base import ContextReuse
 from larder.session.caches import SessionCaches
 from larder.session.episodes.routing import EpisodeMatch, Router
 from larder.session.policy import Policy
@@ -100,6 +101,7 @@ class ConversationMemory:
         router: finds the episode of a question.
         figures: bytes and times of the prefill.
         prompts: scoring prompts of the prefill, in addition to those of its episodes.
+        reuse: contexts of the prompt, and what was reused of them; empty without contexts.
 
     Examples:
         >>> memory = engine.read("My cat is called Minka. " * 20)
@@ -114,6 +116,7 @@ class ConversationMemory:
     router: Router
     figures: CacheFigures
     prompts: Prompts = field(default_factory=dict[str, tuple[int, ...]])
+    reuse: ContextReuse = ContextReuse()
 
     def activate_for(self, question: str) -> tuple[SequenceCache, EpisodeMatch | None]:
         """Make the cache for a bare question active and return it with the match.

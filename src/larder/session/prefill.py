@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from larder.cache.sequence import SequenceCache
 from larder.core.arguments import check_count
-from larder.core.conversation import Conversation
+from larder.core.conversation import Conversation, PromptLayout
 from larder.core.errors import InputError, UsageError
 from larder.core.memory_budget import MemoryBudget
 from larder.core.observation import Calibration, Prompts
@@ -22,6 +23,7 @@ from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillReader, PrefillSequence
 from larder.prefill.turn_reader import OpenBlock, TurnReader
+from larder.session.arrangements.single import Single
 from larder.session.caches import SessionCaches
 from larder.session.capacity import (
     block_tokens,
@@ -40,6 +42,9 @@ from larder.session.episodes.routing import Router
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.transcript.tokenizer_adapter import TokenizedTranscript, TokenizerAdapter
+
+if TYPE_CHECKING:  # imported where contexts are read
+    from larder.prefill.contexts import ChunkSource
 
 
 @dataclass(frozen=True)
@@ -107,16 +112,22 @@ def prefill_conversation(
     sizes: SizeOptions,
     prompts: Prompts,
     progress: Progress = no_progress,
+    chunks: ChunkSource | None = None,
 ) -> ConversationMemory:
     """Prefill a conversation into one cache, or one per episode.
 
     Args:
         prompts: token ids of further prompts by name, such as the question for an oracle policy.
+        chunks: contexts that were read before, for a document in `PromptLayout.CONTEXTS`.
 
     Raises:
         InputError: the conversation is empty.
         UsageError, BudgetError: sizes contradict each other or do not fit.
     """
+    if conversation.form is PromptLayout.CONTEXTS and isinstance(policy.session, Single):
+        from larder.session.context_prefill import prefill_contexts
+
+        return prefill_contexts(runtime, conversation, policy, sizes, prompts, chunks, progress)
     transcript = runtime.tokenizer.encode_conversation(conversation)
     context = len(transcript.ids)
     if not conversation.messages or not context:

@@ -47,6 +47,9 @@ paper's IceCache (P). Where a paper does not say that its first layers are spare
 `mpcache` shares what is found between two layers, as its paper; a model of few layers, in which
 only one looks facts up, loses much by it: there take `mpcache(layers=1)`.
 
+`cacheblend` and `ape` are for questions about several contexts, of which some were read before;
+without contexts both are `full`.
+
 Checked against released code: `rocketkv` (window 32, kernel 63, exponent of the cut; its ratio
 there follows from what the cut left, here it is 6), `mpcache` (clusters, shares within, slant;
 there the last fifth of the text is observed and thresholds per data set leave 15 to 66 % of it,
@@ -61,6 +64,8 @@ from collections.abc import Mapping
 
 PRESETS: Mapping[str, str] = {
     "full": "whole() > unlimited()",
+    "cacheblend": "blended() > unlimited()",
+    "ape": "parallel() > unlimited()",
     "epicache": (
         'episodes() > episodic() > protect(sinks=0, recent=0) > patched(prompt="episode") > '
         "sensitivity(floor=0.015)"

@@ -60,7 +60,7 @@ class CacheLayer(TensorOwner):
     # Options of a `CacheSpec` that the form supports, and those that it requires.
     supports: ClassVar[frozenset[str]] = frozenset({"ledger"})
     requires: ClassVar[frozenset[str]] = frozenset()
-    # Whether a `CacheSpec` may name the form; if not, another form creates it for some layers.
+    # Whether a policy may name the form; if not, another form or a prefill schedule creates it.
     has_public_name: ClassVar[bool] = True
     # Whether keys are rotated to cache positions at every read.
     rerotates_keys: ClassVar[bool] = False

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from larder.core.arguments import check_type
 from larder.core.conversation import Adversarial, Conversation, Message, PromptLayout
-from larder.core.errors import InputError
+from larder.core.errors import InputError, UsageError
 from larder.session.files import chat_messages
 from larder.session.files.json_fields import valid_unicode
 
@@ -85,17 +85,28 @@ def read_conversation(
         raise InputError(f"{path}: {error}") from error
 
 
-def conversation_of(given: ConversationLike) -> Conversation:
-    """Convert a value to a conversation.
+def conversation_of(
+    given: ConversationLike | None, contexts: Sequence[str] | None = None
+) -> Conversation:
+    """Convert a value to a conversation, or several contexts to a document.
 
     Args:
         given: conversation; text, taken as a document; messages in the format of chat APIs,
-            `[{"role": "user", "content": "..."}, ...]`; or path of a file.
+            `[{"role": "user", "content": "..."}, ...]`; or path of a file. None with contexts.
+        contexts: as for `read_contexts`.
 
     Raises:
         InputError: it is empty, a message is malformed, or a string looks like a file name.
+        UsageError: both are given.
         BadParameter: it has another type.
     """
+    if contexts is not None:
+        if given is not None:
+            raise UsageError(
+                "A conversation and contexts were given, but one of the two is read: give a "
+                "document as one more context, or ask about the conversation alone."
+            )
+        return read_contexts(contexts)
     if isinstance(given, Conversation):
         return given
     if isinstance(given, Path):
@@ -103,9 +114,11 @@ def conversation_of(given: ConversationLike) -> Conversation:
     if isinstance(given, str):
         return _text_as_document(given)
     check_type("conversation", given, (list, tuple), ACCEPTED_INPUTS)
+    assert given is not None  # no list
     return chat_messages.read_chat_messages(list(given), "messages")
 
 
+SEPARATOR = "\n\n"  # behind every context, so that none runs into the next one
 # A paragraph keeps the blank lines after it, so that the paragraphs joined are the file.
 PARAGRAPH = re.compile(r"\s*\S.*?(?:\n\s*(?:\n|\Z)|\Z)", re.DOTALL)
 
@@ -117,6 +130,40 @@ def read_document(text: str, name: str) -> Conversation:
         for paragraph in PARAGRAPH.findall(text)
     )
     return Conversation(name=name, messages=messages, form=PromptLayout.DOCUMENT)
+
+
+def read_contexts(contexts: Sequence[str]) -> Conversation:
+    """Document with one message per context, which blank lines separate.
+
+    Raises:
+        InputError: there is no context, or one is empty.
+        BadParameter: a context is no text.
+    """
+    types = "a list of texts"
+    check_type("contexts", contexts, (list, tuple), types)
+    if not contexts:
+        raise InputError("contexts is empty: give at least one text.")
+    for number, context in enumerate(contexts, start=1):
+        check_type("contexts", context, str, types)
+        if not valid_unicode(context, f"Context {number}").strip():
+            raise InputError(f"Context {number} is empty: give a text, or leave it out.")
+    messages = tuple(Message("user", context.rstrip() + SEPARATOR) for context in contexts)
+    return Conversation("contexts", messages, form=PromptLayout.CONTEXTS)
+
+
+def read_context_files(paths: Sequence[Path]) -> Conversation:
+    """Document of several files, one context each, with the names of the files.
+
+    Raises:
+        InputError: a file cannot be read, or holds a conversation.
+    """
+    if found := next((path for path in paths if path.suffix in CONVERSATION_SUFFIXES), None):
+        raise InputError(
+            f"{found} is no document, as a context must be: name .txt or .md files, or ask about "
+            "the conversation alone."
+        )
+    document = read_contexts([_text(path) for path in paths])
+    return replace(document, name=", ".join(path.stem for path in paths))
 
 
 def _text_as_document(text: str) -> Conversation:

@@ -98,19 +98,40 @@ class TokenizerAdapter:
         cuts = [0, *(bisect_left(starts, stop) for stop in stops)]
         return TokenizedTranscript(ids, tuple(zip(cuts, cuts[1:], strict=False)))
 
+    def num_prefix_tokens(self, conversation: Conversation) -> int:
+        """Number of tokens before the first context, in `PromptLayout.CONTEXTS`."""
+        return self.count_tokens(self._separate_texts(conversation)[0])
+
     def render_conversation(self, conversation: Conversation) -> tuple[str, list[int]]:
         """Rendered text of a conversation, and the index of the first character of each token."""
         text, _, starts = self._encoded(conversation)
         return text, starts
 
     def _encoded(self, conversation: Conversation) -> tuple[str, tuple[int, ...], list[int]]:
-        text = self._context_text(conversation)
-        # Not verbose: the tokenizer would warn about long texts on stderr.
-        encoded = self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        starts = [start for start, _ in encoded["offset_mapping"]]
-        return text, tuple(encoded["input_ids"]), starts
+        text, ids, starts = "", list[int](), list[int]()
+        for part in self._separate_texts(conversation):
+            # Not verbose: the tokenizer would warn about long texts on stderr.
+            encoded = self.tokenizer(
+                part, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+            starts += [len(text) + start for start, _ in encoded["offset_mapping"]]
+            ids += encoded["input_ids"]
+            text += part
+        return text, tuple(ids), starts
+
+    def _separate_texts(self, conversation: Conversation) -> list[str]:
+        """Parts of a rendered conversation that are encoded apart: one, or prefix, contexts and
+        what is behind them.
+
+        A context so has the same tokens in every prompt.
+        """
+        if conversation.form is not PromptLayout.CONTEXTS:
+            return [self._context_text(conversation)]
+        contents = [message.content for message in conversation.messages]
+        mark = _placeholder(0)
+        whole = replace(conversation, messages=(replace(conversation.messages[0], content=mark),))
+        before, _, after = self._context_text(whole).partition(mark)
+        return [before, *contents, after]
 
     def encode_question_about(
         self, conversation: Conversation, question: Question | str

@@ -170,7 +170,7 @@ class ChunkIndex:
     def keep(self, tenant: str, identity: str, ids: Sequence[int]) -> None:
         """Retain a prefix without a session, on all machines, until its chunks are dropped."""
         for each in self.match_prefix(tenant, identity, ids):
-            if each.tokens == CHUNK_TOKENS:
+            if each.tokens == len(each.chunk.tokens) // 4:
                 self._records.keep(tenant, each.chunk.key)
 
     def kept(self) -> dict[tuple[str, str], str]:

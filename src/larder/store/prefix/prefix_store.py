@@ -33,14 +33,34 @@ class PrefixStore:
         Raises:
             BudgetError, StoreFull, StoreSlow: it cannot be stored.
         """
+        return self._save(principal, ids, cache, identity, chunk_index.CHUNK_TOKENS)
+
+    def save_text(
+        self, principal: str, ids: Sequence[int], cache: SequenceCache, identity: ModelIdentity
+    ) -> int:
+        """Store a whole text as `save` does, with a shorter chunk at its end.
+
+        Other machines than the writer find the chunks of full length only.
+        """
+        return self._save(principal, ids, cache, identity, 1)
+
+    def _save(
+        self,
+        principal: str,
+        ids: Sequence[int],
+        cache: SequenceCache,
+        identity: ModelIdentity,
+        least: int,
+    ) -> int:
+        """Store the chunks of a text, the last one if it has at least `least` tokens."""
         check_snapshot(ids, CacheSnapshot(cache, identity, ""))
         tenant = self._parts.tenant(principal)
-        chunks = len(ids) // chunk_index.CHUNK_TOKENS
+        chunks = -(-len(ids) // chunk_index.CHUNK_TOKENS)
         with (
             self._parts.blobs.reserve_metadata(chunks),
             self._parts.blobs.saving(tenant) as transaction,
         ):
-            count = self._parts.writer.chunks(transaction, ids, cache, identity)
+            count = self._parts.writer.chunks(transaction, ids, cache, identity, least)
             self._parts.chunks.keep(tenant, identity.key, ids[:count])
         return count
 

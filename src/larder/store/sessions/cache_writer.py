@@ -205,8 +205,12 @@ class CacheWriter:
         ids: Sequence[int],
         cache: SequenceCache,
         identity: ModelIdentity,
+        least: int = chunk_index.CHUNK_TOKENS,
     ) -> int:
         """Store the prefix of a lossless cache for other sessions; return the tokens stored.
+
+        Args:
+            least: fewest tokens of the last chunk, at most those of a full one.
 
         Raises:
             BudgetError, StoreError: they cannot be stored.
@@ -214,7 +218,7 @@ class CacheWriter:
         if not is_lossless_cache(cache):
             return 0
         with self._blobs.ledger.reserve(Tier.HOST, transaction.tenant, _host_bytes(cache)):
-            chunks = self._write_chunks(transaction, ids, cache.state(), identity)
+            chunks = self._write_chunks(transaction, ids, cache.state(), identity, least)
         return chunks[-1].stop if chunks else 0
 
     def _write_chunks(
@@ -223,17 +227,18 @@ class CacheWriter:
         ids: Sequence[int],
         state: Mapping[str, Tensor],
         identity: ModelIdentity,
+        least: int = chunk_index.CHUNK_TOKENS,
     ) -> list[PrefixChunk]:
-        """Write the chunks of a text; existing ones are not written again."""
+        """Write the chunks of a text; existing ones of full length are not written again."""
         size, tenant = chunk_index.CHUNK_TOKENS, transaction.tenant
         shared = self._chunks.match_prefix(tenant, identity.key, ids)
         whole = (each.chunk for each in shared if each.tokens == size)
         found = list(takewhile(lambda chunk: transaction.stays(chunk.ref), whole))
-        for start in range(size * len(found), len(ids) - size + 1, size):
-            stop = start + size
+        for start in range(size * len(found), len(ids) - least + 1, size):
+            stop = min(start + size, len(ids))
             span = {
                 "start": start,
-                "n_tokens": size,
+                "n_tokens": stop - start,
                 "tokens": token_ids_from_bytes(token_bytes(ids[start:stop])),
                 "prefix": prefix_digest(ids[:stop]),
             }

@@ -1,0 +1,174 @@
+"""Parallel layer: dense entries of a text, beside contexts that were read apart.
+
+Yang et al., "APE: Faster and Longer Context-Augmented Generation via Adaptive Parallel Encoding"
+(2025), arXiv:2502.05431, section 4. Contexts were read behind the same prefix, at the same
+positions. A token behind them attends in two branches: to all contexts together, with logits
+divided by a temperature T, and to the rest. The log-sum-exp of the first branch is multiplied by
+S * T, with a scale S, before both are merged.
+
+    contexts [ one | other | ... ]        prefix and later text [ prefix | gap | text, slack ]
+
+One context under T = S = 1 is attention to the whole text. A layer without contexts is dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from larder.cache.forms.base import AttentionCall, AttentionState
+from larder.cache.forms.dense import DenseLayer
+from larder.core.errors import CacheError
+from larder.core.observation import Entries
+from larder.core.plan import Plan
+from larder.core.spec import LayerSpec
+from larder.core.types import Keys, Mode, Positions, Queries, Values
+from larder.ops.attention import ragged_attention
+from larder.ops.cpu.decode_attention import StepStorage
+
+PREFIX = "context_"  # of the names of context tensors in a state
+
+
+class ParallelLayer(DenseLayer):
+    """Dense storage, with contexts whose attention is a branch of its own."""
+
+    has_public_name = False
+    holds_latents = False
+    can_be_shared = False
+
+    def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (layer.kv_heads, 0, layer.head_dim)
+        self._context_keys = torch.empty(shape, dtype=dtype, device=device)
+        self._context_values = torch.empty_like(self._context_keys)
+        self._context_positions = torch.empty(0, dtype=torch.int32, device=device)
+        self._factors = torch.ones(2)  # temperature and scale, on the host
+        super().__init__(layer, dtype, device)
+
+    def hold_contexts(
+        self,
+        keys: Sequence[Keys],
+        values: Sequence[Values],
+        positions: Sequence[Positions],
+        temperature: float,
+        scale: float,
+    ) -> None:
+        """Hold copies of the entries of some contexts, in place of those held before.
+
+        Args:
+            temperature: T of the branch.
+            scale: S of the branch.
+        """
+        self._context_keys = torch.cat(list(keys), 1)
+        self._context_values = torch.cat(list(values), 1)
+        self._context_positions = torch.cat(list(positions)).to(torch.int32)
+        self._factors = torch.tensor([temperature, scale])
+        self._count_bytes()
+        self._set_length(self._length)
+
+    def attention_calls(
+        self, queries: Queries, positions: Positions, mode: Mode, shift: int
+    ) -> list[AttentionCall]:
+        calls: list[AttentionCall] = []
+        if self._length:
+            calls = super().attention_calls(queries, positions, mode, shift)
+        if self._num_context:
+            calls.append(partial(self._context_attention, queries))
+        return calls
+
+    def _context_attention(self, queries: Queries) -> AttentionState:
+        """Attention to the contexts, with the log-sum-exp that the branch is merged by."""
+        temperature, scale = self._factors.tolist()
+        heads = torch.arange(self.layer.kv_heads)
+        layout = heads * self._num_context, torch.full_like(heads, self._num_context)
+        rows = self._context_keys.flatten(0, 1), self._context_values.flatten(0, 1)
+        scaling = self.layer.scaling / temperature
+        out, lse = ragged_attention(queries, *rows, *layout, scaling, softcap=self.layer.softcap)
+        return out, lse * (scale * temperature)
+
+    def step_storage(self) -> StepStorage | None:
+        return None if self._num_context else super().step_storage()
+
+    def apply(self, plan: Plan) -> None:
+        self._refuse_plan()
+        super().apply(plan)
+
+    def evict(self, plan: Plan) -> None:
+        self._refuse_plan()
+        super().evict(plan)
+
+    def truncate(self, length: int) -> None:
+        super().truncate(length)
+        kept = self._context_positions < length
+        if not bool(kept.all()):
+            self._context_keys = self._context_keys[:, kept]
+            self._context_values = self._context_values[:, kept]
+            self._context_positions = self._context_positions[kept]
+            self._count_bytes()
+            self._set_length(self._length)
+
+    def entries(self) -> Entries:
+        held = super().entries()
+        if not self._num_context:
+            return held
+        keys = torch.cat([self._context_keys, self._keys[:, : self._length]], 1)
+        values = torch.cat([self._context_values, self._values[:, : self._length]], 1)
+        positions = torch.cat([self._context_positions, self._positions[: self._length]])
+        heads, count = self.layer.kv_heads, keys.shape[1]
+        starts = tuple(range(0, heads * count, count))
+        flat = keys.flatten(0, 1), values.flatten(0, 1)
+        return Entries(*flat, positions.repeat(heads), starts, (count,) * heads)
+
+    @property
+    def entries_copy_bytes(self) -> int:
+        if not self._num_context:
+            return 0
+        row = 2 * self.layer.head_dim * self._keys.itemsize + self._positions.itemsize
+        return sum(self.lengths) * row
+
+    def state(self) -> dict[str, Tensor]:
+        held = self._context_keys, self._context_values, self._context_positions, self._factors
+        names = (f"{PREFIX}{name}" for name in ("keys", "values", "positions", "factors"))
+        return super().state() | {n: t.clone() for n, t in zip(names, held, strict=True)}
+
+    @classmethod
+    def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> ParallelLayer:
+        own = {name: tensor for name, tensor in state.items() if not name.startswith(PREFIX)}
+        store = cls(layer, own["keys"].dtype, own["keys"].device)
+        store._keys, store._values, store._positions = own["keys"], own["values"], own["positions"]
+        store._context_keys = state[f"{PREFIX}keys"]
+        store._context_values = state[f"{PREFIX}values"]
+        store._context_positions = state[f"{PREFIX}positions"]
+        store._factors = state[f"{PREFIX}factors"].cpu()
+        store._count_bytes()
+        store._set_length(len(store._positions))
+        return store
+
+    def own_tensors(self) -> tuple[Tensor, ...]:
+        context = self._context_keys, self._context_values, self._context_positions
+        return *super().own_tensors(), *context, self._factors
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return (self._length + self._num_context,) * self.layer.kv_heads
+
+    @property
+    def _num_context(self) -> int:
+        return len(self._context_positions)
+
+    def _refuse_plan(self) -> None:
+        """Raises: CacheError: contexts are held, whose entries have no order of positions."""
+        if self._num_context:
+            raise CacheError(
+                "A parallel cache that holds contexts cannot evict entries, because those of "
+                "several contexts have the same positions: take unlimited() with parallel()."
+            )
+
+    def _set_length(self, length: int) -> None:
+        self._length = length
+        self.usage.set_entries((length + self._num_context) * self.layer.kv_heads)
+
+
+Part = ParallelLayer

@@ -1,0 +1,176 @@
+"""Contexts of a question as chunks: their tokens, their entries, and where these are kept.
+
+A chunk is read behind the text that all contexts share (the prefix: the beginning of the chat
+template, a system prompt), at the positions behind it. So its entries depend on prefix and chunk
+alone, and the same chunk has the same entries in every request.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from larder.cache.chunk_entries import ChunkEntries
+from larder.cache.sequence import SequenceCache
+from larder.core.arguments import check_count
+from larder.core.errors import ModelError
+from larder.core.spec import ModelSpec
+from larder.core.types import AppendKind, Mode
+from larder.models.decoder import Decoder
+from larder.models.forward_batch import BatchSegment
+
+BLOCK_TOKENS = 1024  # bounds activations; blocks of any size give the same entries
+DEFAULT_SOURCE_BYTES = 2**30
+
+
+class ChunkSource(ABC):
+    """Entries of chunks by their tokens and those of their prefix, of one model and one tenant."""
+
+    @abstractmethod
+    def find(
+        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
+    ) -> ChunkEntries | None:
+        """Entries of a chunk that was read behind a prefix; None if there are none.
+
+        They start at the position behind the prefix, are lossless, and have the dtype and device
+        of `spec`.
+        """
+
+    @abstractmethod
+    def add(self, prefix: tuple[int, ...], ids: tuple[int, ...], cache: SequenceCache) -> None:
+        """Keep the entries of a chunk; a source that has no room for them leaves them out.
+
+        Args:
+            cache: dense cache that has read prefix and chunk; it is read, not changed.
+        """
+
+
+class NoChunks(ChunkSource):
+    """Source that keeps nothing."""
+
+    def find(
+        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
+    ) -> ChunkEntries | None:
+        del spec, prefix, ids
+        return None
+
+    def add(self, prefix: tuple[int, ...], ids: tuple[int, ...], cache: SequenceCache) -> None:
+        del prefix, ids, cache
+
+
+class ChunkMemory(ChunkSource):
+    """Chunks in memory; the least recently used ones leave. Not thread-safe.
+
+    Use one for one model and one user: whoever reads through it can tell from the time of a
+    prefill which texts others have read.
+
+    Args:
+        max_bytes: most bytes of all entries.
+
+    Examples:
+        >>> chunks = ChunkMemory(2**28)
+        >>> chunks.nbytes
+        0
+    """
+
+    def __init__(self, max_bytes: int = DEFAULT_SOURCE_BYTES) -> None:
+        check_count("max_bytes", max_bytes)
+        self._max_bytes = max_bytes
+        self._held = OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], ChunkEntries]()
+        self._spec: ModelSpec | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(entries.nbytes for entries in self._held.values())
+
+    def find(
+        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
+    ) -> ChunkEntries | None:
+        """Entries of a chunk, which becomes the most recently used one.
+
+        Raises:
+            ModelError: the chunks are of another model.
+        """
+        if self._spec is not None and self._spec is not spec:
+            raise ModelError(
+                "A ChunkMemory holds chunks of one loaded model, but another one reads through it: "
+                "make one for each model."
+            )
+        self._spec = spec
+        if (found := self._held.get((prefix, ids))) is not None:
+            self._held.move_to_end((prefix, ids))
+        return found
+
+    def add(self, prefix: tuple[int, ...], ids: tuple[int, ...], cache: SequenceCache) -> None:
+        """Keep the entries of a chunk, unless they alone exceed the limit."""
+        entries = ChunkEntries.of(cache, len(prefix), cache.next_position)
+        if entries.nbytes > self._max_bytes:
+            return
+        self._held[prefix, ids] = entries
+        while self.nbytes > self._max_bytes:
+            self._held.popitem(last=False)
+
+
+class ChunkReader:
+    """Entries of chunks behind one prefix, found in a source or read and added to it."""
+
+    def __init__(self, decoder: Decoder, prefix: tuple[int, ...], source: ChunkSource) -> None:
+        self._decoder, self._prefix, self._source = decoder, prefix, source
+        self._cache = SequenceCache(decoder.spec, "dense")
+
+    def prefix(self) -> ChunkEntries | None:
+        """Entries of the prefix; None if it is empty."""
+        if not self._prefix:
+            return None
+        self._fill()
+        return ChunkEntries.of(self._cache, 0, len(self._prefix))
+
+    def chunk(self, ids: tuple[int, ...]) -> tuple[ChunkEntries, bool]:
+        """Entries of a chunk, and whether they were found."""
+        found = self._source.find(self._decoder.spec, self._prefix, ids)
+        if found is not None:
+            return found, True
+        self._fill()
+        start = self._cache.next_position
+        self._read(ids)
+        entries = ChunkEntries.of(self._cache, start, start + len(ids))
+        self._source.add(self._prefix, ids, self._cache)
+        self._cache.truncate(start)
+        return entries, False
+
+    def _fill(self) -> None:
+        """Read the prefix, unless it has been read."""
+        if self._cache.next_position == len(self._prefix):
+            return
+        found = self._source.find(self._decoder.spec, (), self._prefix)
+        if found is not None:
+            found.append_to(self._cache)
+            return
+        self._read(self._prefix)
+        self._source.add((), self._prefix, self._cache)
+
+    def _read(self, ids: tuple[int, ...]) -> None:
+        for start in range(0, len(ids), BLOCK_TOKENS):
+            block = ids[start : start + BLOCK_TOKENS]
+            segment = BatchSegment(self._cache, block, append_kind=AppendKind.TEXT)
+            self._decoder.read([segment], Mode.APPEND)
+
+
+def check_chunkable(spec: ModelSpec, purpose: str) -> None:
+    """Check that all layers of a model hold entries of their own, at positions that can change.
+
+    Raises:
+        ModelError: they do not.
+    """
+    if spec.recurrent or len(spec.managed) < len(spec.layers):
+        raise ModelError(
+            f"{purpose} cannot be used for a model with sliding windows, recurrent layers or "
+            "layers that share entries: take the policy full, which reads the contexts as one text."
+        )
+
+
+def nbytes_of(entries: Iterable[ChunkEntries]) -> int:
+    """Bytes of several chunks."""
+    return sum(each.nbytes for each in entries)

@@ -1,0 +1,120 @@
+"""Contexts read apart and blended: cached chunks at any position, some tokens recomputed.
+
+Yao et al., "CacheBlend: Fast Large Language Model Serving for RAG with Cached Knowledge Fusion"
+(2024), arXiv:2405.16444, section 4; `larder.models.cacheblend` has the method. Every context is
+read once, behind the text that all contexts share. In a prompt its keys are rotated to their new
+positions, and the tokens whose values deviate most in the second layer are computed again in all
+deeper ones, so that they see the contexts before theirs. Larder chooses them among the cached
+tokens of all contexts together, as the released code.
+
+Without contexts the schedule is `whole()`. The tokens behind the contexts, and the last ones that a
+scorer observes, are read as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from larder.core.errors import BadParameter, UsageError
+from larder.core.spelling import spell
+from larder.models.cacheblend import ContextChunk, blend
+from larder.prefill.base import ContextReuse, ContextText, Schedule, Steps
+from larder.prefill.contexts import (
+    ChunkReader,
+    ChunkSource,
+    check_chunkable,
+    nbytes_of,
+)
+from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.prefill.schedules.whole import Whole
+
+
+@dataclass(frozen=True)
+class Blended(Schedule):
+    """Contexts read apart, with a share of their tokens recomputed in place (CacheBlend).
+
+    Args:
+        recompute: share of the tokens of contexts that are computed again where they stand, in
+            [0, 1]; 0 only rotates keys, 1 is a full prefill.
+    """
+
+    recompute: float = 0.15
+    cache_form: ClassVar[str] = "blended"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.recompute <= 1:
+            raise BadParameter(
+                f"blended.recompute must be a share in [0, 1], got {self.recompute}."
+            )
+
+    def steps(
+        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+    ) -> Steps[None]:
+        return Whole().steps(reader, lanes, ids)
+
+    def context_steps(
+        self, reader: PrefillReader, lane: PrefillSequence, text: ContextText, source: ChunkSource
+    ) -> Steps[ContextReuse]:
+        self._check(reader)
+        ids, total = text.ids, len(text.ids)
+        chunks, done = ChunkReader(reader.decoder, text.prefix, source), len(text.prefix)
+        pieces, is_known = list[ContextChunk](), list[bool]()
+        if (prefix := chunks.prefix()) is not None:
+            pieces.append(ContextChunk(text.prefix, prefix))
+        for own in text.contexts:
+            entries, found = chunks.chunk(own)
+            pieces.append(ContextChunk(own, entries))
+            is_known.append(found)
+            done += len(own)
+            yield done, total
+        tail = max(1, len(text.suffix), reader.planner.scorer.protected_tokens().last)
+        pieces = _cut(pieces, total - tail)
+        recomputed = 0
+        if pieces:
+            blended = blend(reader.decoder, pieces, self.recompute)
+            held = nbytes_of([blended.entries, *(p.entries for p in pieces if p.entries)])
+            lane.cache.allocate(total)
+            blended.entries.append_to(lane.cache)
+            reader.meter.observe([lane.cache], held)
+            recomputed = int((blended.chosen >= len(text.prefix)).sum())
+        rest = ids[lane.cache.next_position :]
+        yield from reader.read_and_evict_steps((lane,), rest, ids, 0)
+        reader.finish(lane)
+        yield total, total
+        lengths = tuple(map(len, text.contexts))
+        behind = max(0, len(rest) - len(text.suffix))  # the last context, read as usual
+        return ContextReuse(lengths, tuple(is_known), min(sum(lengths), recomputed + behind))
+
+    def _check(self, reader: PrefillReader) -> None:
+        """Check that the policy can plan without having observed every token.
+
+        Raises:
+            ModelError: the model's layers do not hold entries of their own.
+            UsageError: it cannot.
+        """
+        check_chunkable(reader.decoder.spec, spell(self))
+        planner = reader.planner
+        if reader.quotas and (planner.has_state or planner.observes_whole_text):
+            raise UsageError(
+                f"{spell(planner.scorer)} observes every token of a text, but {spell(self)} does "
+                "not compute those of known contexts: take a scorer that looks at keys, at the "
+                "last queries or at a prompt behind the text (snapkv(), keydiff(), "
+                "reconstruct()), or unlimited()."
+            )
+
+
+def _cut(pieces: Sequence[ContextChunk], count: int) -> list[ContextChunk]:
+    """First `count` tokens of some chunks."""
+    cut = list[ContextChunk]()
+    for piece in pieces:
+        taken = min(len(piece.ids), count)
+        if taken > 0:
+            entries = None if piece.entries is None else piece.entries.first(taken)
+            cut.append(ContextChunk(piece.ids[:taken], entries))
+        count -= taken
+    return cut
+
+
+Part = Blended

@@ -1,0 +1,90 @@
+"""Prefill of several contexts into one cache, with chunks that were read before."""
+
+from __future__ import annotations
+
+import time
+
+from larder.core.conversation import Conversation
+from larder.core.observation import Prompts
+from larder.prefill.base import ContextText, Progress, run_steps
+from larder.prefill.contexts import ChunkSource, NoChunks
+from larder.prefill.memory import PeakMemoryMeter
+from larder.prefill.reader import PrefillSequence
+from larder.session.caches import SessionCaches
+from larder.session.capacity import (
+    cache_figures,
+    check_recent_fits,
+    empty_cache,
+    entries_per_head,
+    resolve_budget,
+)
+from larder.session.memory import ConversationMemory
+from larder.session.policy import Policy
+from larder.session.prefill import (
+    ModelRuntime,
+    SizeOptions,
+    prefill_reader,
+    prompts_per_cache,
+    require_prompts,
+    warm_up,
+)
+from larder.session.transcript.tokenizer_adapter import TokenizedTranscript
+
+
+def prefill_contexts(
+    runtime: ModelRuntime,
+    document: Conversation,
+    policy: Policy,
+    sizes: SizeOptions,
+    prompts: Prompts,
+    source: ChunkSource | None,
+    progress: Progress,
+) -> ConversationMemory:
+    """Prefill a document in `PromptLayout.CONTEXTS` into one cache.
+
+    Args:
+        policy: policy without episodes.
+        prompts: token ids of further prompts by name.
+        source: entries of contexts that were read before; None for none.
+
+    Raises:
+        LarderError: sizes contradict each other, or as the schedule of the policy raises.
+    """
+    spec, tokenizer = runtime.decoder.spec, runtime.tokenizer
+    transcript = tokenizer.encode_conversation(document)
+    text = _context_text(transcript, tokenizer.num_prefix_tokens(document))
+    tokens = resolve_budget(policy, sizes.budget, len(text.ids), spec)
+    policy, meter = policy.with_sizes(tokens, sizes.block), PeakMemoryMeter()
+    setup_started = time.perf_counter()
+    warm_up(runtime, policy)
+    started = time.perf_counter()
+    router = policy.session.build_router(document, runtime.embedder, tokenizer.count_tokens)
+    [known] = prompts_per_cache(runtime, router, prompts)
+    require_prompts(known, policy.scorer.required_prompts())
+    check_recent_fits(policy, entries_per_head(policy, spec))
+    caches, reader = SessionCaches(spec, ()), prefill_reader(runtime, policy, len(text.ids), meter)
+    lane = PrefillSequence(empty_cache(policy, spec), known, caches.add)
+    reuse = run_steps(
+        policy.schedule.context_steps(reader, lane, text, source or NoChunks()), progress
+    )
+    figures = cache_figures(
+        policy,
+        spec,
+        caches,
+        context_tokens=len(text.ids),
+        peak_kv_bytes=meter.peak_bytes,
+        peak_entries=meter.peak_entries,
+        prefill_seconds=time.perf_counter() - started,
+        setup_seconds=started - setup_started,
+    )
+    return ConversationMemory(
+        policy, document, transcript, caches, router, figures, dict(prompts), reuse
+    )
+
+
+def _context_text(transcript: TokenizedTranscript, first: int) -> ContextText:
+    """Contexts of a transcript, whose first span begins with `first` tokens of the template."""
+    ids, spans = transcript.ids, transcript.spans
+    ranges = [(max(start, first), stop) for start, stop in spans]
+    contexts = tuple(ids[start:stop] for start, stop in ranges)
+    return ContextText(ids[:first], contexts, ids[spans[-1][1] :])

@@ -1,0 +1,93 @@
+"""Contexts in a branch of attention of their own, held against a loop."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from builders import a_layer, a_plan, draw
+from larder.cache.forms.parallel import ParallelLayer
+from larder.core.errors import CacheError
+from larder.core.types import Mode
+from larder.ops.attention import merge_attention
+from references.cache.loop import Entry
+from references.cache.parallel import context_weight, two_branches
+
+LAYER = a_layer(kv_heads=2, group=2)
+PREFIX, ONE, TWO = draw(LAYER, 3), draw(LAYER, 5, 3, seed=1), draw(LAYER, 2, 3, seed=2)
+NEW = draw(LAYER, 3, 8, seed=3)
+
+
+def filled(temperature: float = 0.9, scale: float = 0.8, order: int = 1) -> ParallelLayer:
+    store = ParallelLayer(LAYER, torch.float32, torch.device("cpu"))
+    store.append(PREFIX.keys, PREFIX.values, PREFIX.positions)
+    contexts = [ONE, TWO][::order]
+    sides = ([getattr(c, name) for c in contexts] for name in ("keys", "values", "positions"))
+    store.hold_contexts(*sides, temperature, scale)
+    return store
+
+
+def entries(tokens: Any, head: int, count: int | None = None) -> list[Entry]:
+    places = tokens.positions.tolist()[:count]
+    return [Entry(p, tokens.keys[head, n], tokens.values[head, n]) for n, p in enumerate(places)]
+
+
+def test_both_branches_equal_the_loop() -> None:
+    found = filled().attend(NEW.queries, NEW.keys, NEW.values, NEW.positions, (3,))
+    for head in range(LAYER.query_heads):
+        kv = head // 2
+        contexts = entries(ONE, kv) + entries(TWO, kv)
+        for q in range(3):
+            rest = entries(PREFIX, kv) + entries(NEW, kv, q + 1)
+            numbers = LAYER.scaling, 0.9, 0.8
+            expected = two_branches(NEW.queries[head, q], contexts, rest, *numbers)
+            assert torch.allclose(found[head, q], torch.tensor(expected), atol=1e-4)
+
+
+def test_the_hand_value() -> None:
+    """Log-sum-exps of 2 and 1 under S = T = .9: the contexts weigh .650."""
+    assert context_weight(2.0, 1.0, 0.9, 0.9) == pytest.approx(0.650, abs=5e-4)
+    outs, lses = torch.tensor([[[1.0]], [[0.0]]]), torch.tensor([[2.0 * 0.81], [1.0]])
+    merged, _ = merge_attention(list(outs), list(lses))
+    assert float(merged) == pytest.approx(0.650, abs=5e-4)
+
+
+def test_single_tokens_equal_a_block_and_the_order_of_contexts_does_not_matter() -> None:
+    together = filled().attend(NEW.queries, NEW.keys, NEW.values, NEW.positions, (3,))
+    store, apart = filled(order=-1), list[torch.Tensor]()
+    for n in range(3):
+        one = NEW.part(n, n + 1)
+        tokens = one.queries, one.keys, one.values, one.positions
+        apart.append(store.attend(*tokens, (1,), Mode.APPEND))
+    assert torch.allclose(torch.cat(apart, 1), together, atol=1e-5)
+    assert store.lengths == (13, 13) and store.step_storage() is None
+
+
+def test_state_forks_and_truncation_keep_contexts() -> None:
+    store = filled()
+    store.compact()
+    before, held = store.attend(*_new(), (3,)), store.nbytes
+    store.attend(*_new(), (3,), Mode.APPEND)
+    copy = ParallelLayer.restore(LAYER, store.state())
+    store.truncate(8)
+    store.compact()
+    assert torch.equal(store.attend(*_new(), (3,)), before) and store.nbytes == held
+    assert copy.lengths == (13, 13) and copy.entries().lengths == (13, 13)
+    assert len(copy.entries().keys) == 26 and copy.entries_copy_bytes == 26 * (2 * 8 * 4 + 4)
+    copy.truncate(4)
+    assert copy.lengths == (5, 5), "the prefix and the first token of each context"
+
+
+def test_plans_are_refused_while_contexts_are_held() -> None:
+    store = filled()
+    for change in (store.apply, store.evict):
+        with pytest.raises(CacheError, match="unlimited"):
+            change(a_plan([[0], [0]], store.lengths))
+    assert math.isfinite(float(store.attend(*_new(), (3,)).sum()))
+
+
+def _new() -> tuple[torch.Tensor, ...]:
+    return NEW.queries, NEW.keys, NEW.values, NEW.positions

@@ -1,0 +1,41 @@
+"""`larder ask --context`: several documents for the same questions, kept for the next time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cli_results import Run, complaint, document, write
+
+ASKED = ("-q", "Where does Peter live?", "--max-new-tokens", "6")
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> tuple[Path, Path]:
+    cat = write(tmp_path / "cat.txt", "Mira is the cat of Vera. She sleeps on the red sofa. " * 3)
+    return cat, write(tmp_path / "baker.md", "Peter lives in Berlin and works as a baker. " * 3)
+
+
+def test_contexts_are_read_once_and_found_again(run: Run, texts: tuple[Path, Path]) -> None:
+    cat, baker = texts
+    words = ("--keep", "--json", *ASKED)
+    first = document(run("ask", cat, "--context", baker, *words))
+    again = document(run("ask", "--context", baker, "--context", cat, *words, "--policy", "ape"))
+    assert (
+        "blended(recompute=0.15)" in first["policy"] and "Berlin" in first["answers"][0]["answer"]
+    )
+    assert first["contexts"]["cached_tokens"] == 0 < first["contexts"]["recomputed_tokens"]
+    assert again["contexts"]["tokens"] == first["contexts"]["tokens"][::-1]
+    assert again["contexts"]["cached_tokens"] == sum(again["contexts"]["tokens"])
+
+
+def test_contexts_under_a_budget_are_one_text(run: Run, texts: tuple[Path, Path]) -> None:
+    words = [word for text in texts for word in ("--context", text)]
+    told = document(run("ask", *words, *ASKED, "--budget", "48", "--json"))
+    assert told["budget_tokens"] == 48 and told["contexts"]["cached_tokens"] == 0
+
+
+def test_what_is_no_document_is_refused(run: Run, talk: Path, texts: tuple[Path, Path]) -> None:
+    assert "--context" in complaint(run("ask", *ASKED), 2)
+    assert "no document" in complaint(run("ask", talk, "--context", texts[0], *ASKED), 1)

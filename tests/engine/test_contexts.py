@@ -1,0 +1,87 @@
+"""Contexts of a prompt from Python: read apart, reused, and kept in a store of one tenant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from larder import Engine
+from larder.core.errors import BadParameter, InputError, UsageError
+from larder.engine.store_chunks import StoreChunks
+from larder.models.loader import LoadedModel
+from larder.prefill.contexts import ChunkMemory
+from larder.store.store import Store
+
+CAT = "Mira is the cat of Vera. She sleeps on the red sofa. " * 3
+BAKER = "Peter lives in Berlin and works as a baker. " * 3
+ASKED = "Where does Peter live?"
+
+
+@pytest.fixture(scope="module")
+def plain(loaded: LoadedModel) -> Engine:
+    return Engine(loaded, policy="full")
+
+
+def test_contexts_are_one_document_under_any_policy(plain: Engine) -> None:
+    memory = plain.read(contexts=[CAT, BAKER])
+    assert memory.transcript.spans[-1][1] < memory.figures.context_tokens
+    assert memory.reuse.cached == (False, False)
+    assert "Berlin" in plain.ask(memory, ASKED, max_new_tokens=6).text
+    evicted = plain.under("snapkv", 64).read(contexts=[CAT, BAKER])
+    assert evicted.figures.kv_bytes < memory.figures.kv_bytes
+    text, starts = plain.tokenizer.render_conversation(memory.conversation)
+    assert CAT.rstrip() in text and len(starts) == len(memory.transcript.ids)
+
+
+@pytest.mark.parametrize("policy", ["cacheblend", "ape"])
+def test_known_contexts_answer_as_unknown_ones(plain: Engine, policy: str) -> None:
+    engine, chunks = plain.under(policy), ChunkMemory()
+    first = engine.read(contexts=[CAT, BAKER], chunks=chunks)
+    again = engine.read(contexts=[CAT, BAKER], chunks=chunks)
+    assert again.reuse.cached_tokens == sum(first.reuse.tokens) > 0
+    answers = [engine.ask(memory, ASKED, max_new_tokens=6) for memory in (first, again)]
+    assert answers[0].ids == answers[1].ids and "Berlin" in answers[0].text
+
+
+def test_a_store_keeps_chunks_for_one_tenant(plain: Engine, tmp_path: Path) -> None:
+    engine, loaded = plain.under("ape"), plain.loaded
+    store = Store(str(tmp_path / "store"), tmp_path / "home")
+    try:
+        first = engine.read(contexts=[CAT, BAKER], chunks=StoreChunks(store, loaded))
+        again = engine.read(contexts=[BAKER, CAT], chunks=StoreChunks(store, loaded))
+        assert first.reuse.cached == (False, False) and again.reuse.cached == (True, True)
+        answers = [engine.ask(memory, ASKED, max_new_tokens=4).ids for memory in (first, again)]
+        assert answers[0] == answers[1]
+        other = engine.read(contexts=[BAKER], chunks=StoreChunks(store, loaded, "another"))
+        assert other.reuse.cached == (False,)
+        blobs = [path for path in (tmp_path / "store" / "blobs").rglob("*") if path.is_file()]
+        assert blobs
+        for blob in blobs:
+            blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+        damaged = engine.read(contexts=[BAKER, CAT], chunks=StoreChunks(store, loaded))
+        assert damaged.reuse.cached == (False, False), "verified, or read again"
+        assert engine.ask(damaged, ASKED, max_new_tokens=4).ids == answers[0]
+    finally:
+        store.close()
+
+
+def test_blended_caches_are_never_shared_as_prefixes(plain: Engine) -> None:
+    from larder.store.blobs.cache_state import is_lossless_cache
+
+    memory = plain.under("cacheblend").read(contexts=[CAT, BAKER])
+    assert not any(is_lossless_cache(cache) for cache in memory.caches.copies())
+    exact = plain.read(contexts=[CAT, BAKER])
+    assert all(is_lossless_cache(cache) for cache in exact.caches.copies())
+
+
+def test_what_is_no_list_of_texts_is_refused(plain: Engine) -> None:
+    with pytest.raises(UsageError, match="one of the two"):
+        plain.read("A text.", contexts=[CAT])
+    for contexts in ([], [" "]):
+        with pytest.raises(InputError, match=r"[Cc]ontext"):
+            plain.read(contexts=contexts)
+    with pytest.raises(BadParameter, match="contexts"):
+        plain.read(contexts=CAT)
+    with pytest.raises(BadParameter, match="conversation"):
+        plain.read()
