@@ -149,7 +149,8 @@ def a_view(
     begun = (places - places % SENTENCE_TOKENS + 1).float()
     sentences = {"sentence": torch.where(ends, -begun, begun)}
     remembered = replace(entries, columns=some_columns(len(entries.keys), seed) | sentences)
-    facts = {"retrieval": head_numbers(layer.query_heads)}
+    channels = head_numbers(layer.head_dim) * layer.kv_heads  # heads may be reordered
+    facts = {"retrieval": head_numbers(layer.query_heads), "q_filters": channels}
     inputs = captured_inputs(layer, queries, seed)
     ids = tuple(range(queries))
     return Observation(

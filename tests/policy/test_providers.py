@@ -16,6 +16,7 @@ from larder.policy.providers.base import (
     PROVIDERS,
     ActivationProvider,
     DraftProvider,
+    GateProvider,
     ImageProvider,
     Kind,
     TokenProvider,
@@ -24,6 +25,7 @@ from larder.policy.providers.base import (
     column_providers,
     select_providers,
 )
+from learned_gates import random_tensors
 
 VOCAB, TOKENS = 11, 7
 
@@ -74,6 +76,23 @@ def test_what_is_captured_is_what_the_loop_says(name, provider, attention) -> No
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(first, got[:3])
     assert len(got) == TOKENS and (got.dim() == 1 or not provider.has_column)
+
+
+@pytest.mark.parametrize(("name", "provider"), of_kind(GateProvider))
+@pytest.mark.parametrize("group", [1, 3])
+def test_gates_are_those_of_the_loop(name, provider, group) -> None:
+    layer = a_layer(2, group)
+    weights = random_tensors(provider, layer, HIDDEN)
+    states = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(3))
+    got = provider.gate(states, weights)
+    told = {key: tensor.tolist() for key, tensor in weights.items()}
+    assert provider.has_column and got.dtype == torch.float32
+    torch.testing.assert_close(got, torch.tensor(loop(name).gated(told, states.tolist())))
+    torch.testing.assert_close(
+        provider.gate(states[:3].bfloat16(), weights), got[:3], atol=0.1, rtol=0.1
+    )
+    for key in weights:
+        assert not torch.allclose(provider.gate(states, {**weights, key: -weights[key]}), got), key
 
 
 @pytest.mark.parametrize(("name", "provider"), of_kind(WeightProvider))

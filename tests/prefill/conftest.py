@@ -19,6 +19,7 @@ from larder.models.tiny import tiny
 from larder.policy.planner import Planner
 from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillReader, PrefillSequence
+from learned_gates import give_gates
 from measurements import made_up
 from model_runs import some_ids
 
@@ -91,6 +92,7 @@ def watched() -> Watched:
     decoder = wrap_model(tiny("qwen3", layers=3))
     decoder.__class__ = Watched
     decoder.told = {}
+    give_gates(decoder)
     return decoder
 
 

@@ -27,6 +27,7 @@ from larder.prefill.memory import PeakMemoryMeter
 from larder.session.policy import FAMILIES
 from larder.session.prefill import ModelRuntime, build_caches, decode_planner
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from learned_gates import give_gates
 from measurements import made_up
 from model_runs import some_ids
 
@@ -67,7 +68,9 @@ class Counting:
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return wrap_model(tiny("qwen3", layers=LAYERS))
+    decoder = wrap_model(tiny("qwen3", layers=LAYERS))
+    give_gates(decoder)
+    return decoder
 
 
 @dataclass

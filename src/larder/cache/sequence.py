@@ -178,7 +178,8 @@ class SequenceCache:
         """Record numbers of consecutive tokens in the ledger columns of one layer.
 
         Args:
-            numbers: float32 [N] by column; names without a column are left out.
+            numbers: float32 by column, [N] for all kv heads or [N, K]; names without a column are
+                left out.
             start: true position of the first token.
         """
         named = {n: numbers[n] for n in numbers if n in self.cache_spec.ledger.columns}
@@ -190,7 +191,10 @@ class SequenceCache:
         is_new, rows = (places >= 0) & (places < count), places.clamp(0, count - 1)
         self.note(
             layer,
-            {n: torch.where(is_new, own[rows], entries.columns[n]) for n, own in named.items()},
+            {
+                n: torch.where(is_new, entries.spread(own, rows), entries.columns[n])
+                for n, own in named.items()
+            },
         )
 
     def remember(self, layer: int, queries: Queries, positions: Positions) -> None:

@@ -29,6 +29,7 @@ COMMANDS = {
     "eval": "larder.cli.eval:evaluate",
     "chat": "larder.cli.chat:chat",
     "serve": "larder.cli.serve:serve",
+    "train": "larder.cli.train:train",
 }
 # Commands that load much, and either end soon or call `resume_collection`.
 LOADING_COMMANDS = (*COMMANDS, "policy")

@@ -174,6 +174,23 @@ class Entries:
             return torch.cat(stored.split_with_sizes(self._cuts)[1::2])
         return torch.cat([stored[self.rows(head)] for head in range(len(self.lengths))])
 
+    def spread(
+        self, numbers: Float[Tensor, "N *heads"], tokens: Int[Tensor, " C"]
+    ) -> Float[Tensor, " C"]:
+        """Number of each storage row from those of tokens, which kv heads share or not.
+
+        Args:
+            numbers: one per token, or one per token and kv head.
+            tokens: token of each row.
+        """
+        if numbers.dim() == 1:
+            return numbers[tokens]
+        stored = numbers[tokens, 0]
+        for head in range(1, numbers.shape[1]):
+            rows = self.rows(head)
+            stored[rows] = numbers[tokens[rows], head]
+        return stored
+
     def unpack(self, packed: Packed) -> Float[Tensor, " C"]:
         """Storage-row layout of packed numbers; 0 in the slack."""
         stored = packed.new_zeros(len(self.positions))

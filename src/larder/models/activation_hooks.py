@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from larder.models.attention_backend import CONTEXT_KEYWORD
 from larder.models.forward_batch import BatchSegment, ForwardBatch
-from larder.policy.providers.base import ActivationProvider, column_providers
+from larder.policy.providers.base import ActivationProvider, GateProvider, column_providers
+
+if TYPE_CHECKING:
+    from larder.models.learned_weights import LearnedGates
 
 
 @contextmanager
@@ -53,7 +56,18 @@ def capture_activations(
     )
 
 
-def column_inputs(segments: Sequence[BatchSegment]) -> dict[str, ActivationProvider]:
-    """Providers of captured numbers that the caches keep in columns."""
+def column_inputs(
+    segments: Sequence[BatchSegment], gates: Callable[[], LearnedGates]
+) -> dict[str, ActivationProvider]:
+    """Providers of captured numbers that the caches keep in columns.
+
+    Args:
+        gates: the model's learned gates, asked for where a cache has a column of one.
+
+    Raises:
+        ModelError: a gate has no weights for this model.
+    """
     columns = {name for each in segments for name in each.cache.cache_spec.ledger.columns}
-    return column_providers(columns, ActivationProvider)
+    found = column_providers(columns, ActivationProvider)
+    learned = column_providers(columns, GateProvider)
+    return {**found, **gates().bound(learned)} if learned else found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from larder.cache.forms.corrected import CorrectedLayer
 from larder.core.errors import CacheError, InputError, ModelError
-from larder.core.types import AppendKind, Mode
+from larder.core.types import Mode
 from larder.models import attention_backend
 from larder.models.activation_hooks import capture_activations, column_inputs
 from larder.models.attention_backend import (
@@ -29,7 +28,12 @@ from larder.models.introspection import call_uncached, check_unchanged, survey_m
 from larder.models.lm_head import LMHead, text_body_of
 from larder.models.placement import loaded_tensor
 from larder.models.prefetch import LayerPrefetch, attention_modules
-from larder.models.recompute_hooks import RecomputeHooks, with_reread_tokens
+from larder.models.recompute_hooks import (
+    RecomputeHooks,
+    advance_corrected,
+    with_corrected_tokens,
+    with_reread_tokens,
+)
 from larder.models.recurrent import recurrent_layers
 from larder.models.rope_frequencies import rope_limit
 from larder.policy.providers.base import ActivationProvider, TokenProvider, column_providers
@@ -37,6 +41,7 @@ from larder.policy.providers.base import ActivationProvider, TokenProvider, colu
 if TYPE_CHECKING:
     from larder.models.few_rows import FewRows
     from larder.models.kv_cost import ModelShape
+    from larder.models.learned_weights import LearnedGates
     from larder.models.recompute import KVRecompute
 
 # Providers of activations, by name.
@@ -248,6 +253,13 @@ class Decoder:
         return ModelShape.of(self.module.config, self.spec)
 
     @cached_property
+    def gates(self) -> LearnedGates:
+        """Learned gates of this model."""
+        from larder.models.learned_weights import LearnedGates
+
+        return LearnedGates(self.spec, self.attentions)
+
+    @cached_property
     def _head(self) -> LMHead:
         return LMHead(self.module)
 
@@ -345,7 +357,8 @@ class Decoder:
             appended = segments if mode is Mode.APPEND else ()
             modules = self.attentions
             prefetch = LayerPrefetch(modules, appended, batch)
-            capture = capture_activations(modules, batch, {**inputs, **column_inputs(appended)})
+            own = {**inputs, **column_inputs(appended, lambda: self.gates)}
+            capture = capture_activations(modules, batch, own)
             recurrent = self._recurrent.hooks(batch)
             with (
                 self.attention,
@@ -470,28 +483,3 @@ def _switch_attention(module: Any, name: str) -> None:
 def _supports_backend(kind: type) -> bool:
     """True if the class declares that it dispatches attention through the public interface."""
     return bool(kind._supports_attention_backend)  # pyright: ignore
-
-
-def with_corrected_tokens(segment: BatchSegment, mode: Mode) -> BatchSegment:
-    """Segment extended by the tokens of the cache that it corrects; unchanged if there are none."""
-    stores = _corrected_stores(segment)
-    if (
-        not stores
-        or mode is not Mode.APPEND
-        or len(segment.ids) > 1
-        or segment.append_kind is not AppendKind.STEP
-    ):
-        return segment
-    ids = stores[0].ids
-    return replace(segment, reread_ids=ids, reread_start=segment.cache.next_position - len(ids))
-
-
-def advance_corrected(segments: Sequence[BatchSegment]) -> None:
-    """Record the appended tokens in corrected layers, after a forward in append mode."""
-    for segment in segments:
-        for store in _corrected_stores(segment):
-            store.record_ids(segment.ids)
-
-
-def _corrected_stores(segment: BatchSegment) -> list[CorrectedLayer]:
-    return [store for store in segment.cache.stores if isinstance(store, CorrectedLayer)]

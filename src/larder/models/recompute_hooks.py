@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from larder.cache.forms.corrected import CorrectedLayer
 from larder.cache.forms.rebuilt import RecomputedKV, RecomputedLayer, recomputed_layers
 from larder.core.errors import CacheError
 from larder.core.spec import RecomputeSource
-from larder.core.types import Mode, Positions
+from larder.core.types import AppendKind, Mode, Positions
 from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import CONTEXT_KEYWORD
 from larder.models.forward_batch import BatchSegment
@@ -46,6 +47,31 @@ def with_reread_tokens(segment: BatchSegment, mode: Mode) -> BatchSegment:
         # The ids do not matter: what layers before the residual compute is replaced.
         return replace(segment, reread_ids=(0,) * count)
     return replace(segment, reread_ids=tuple(source[:count, 0].tolist()))
+
+
+def with_corrected_tokens(segment: BatchSegment, mode: Mode) -> BatchSegment:
+    """Segment extended by the tokens of the cache that it corrects; unchanged if there are none."""
+    stores = _corrected_stores(segment)
+    if (
+        not stores
+        or mode is not Mode.APPEND
+        or len(segment.ids) > 1
+        or segment.append_kind is not AppendKind.STEP
+    ):
+        return segment
+    ids = stores[0].ids
+    return replace(segment, reread_ids=ids, reread_start=segment.cache.next_position - len(ids))
+
+
+def advance_corrected(segments: Sequence[BatchSegment]) -> None:
+    """Record the appended tokens in corrected layers, after a forward in append mode."""
+    for segment in segments:
+        for store in _corrected_stores(segment):
+            store.record_ids(segment.ids)
+
+
+def _corrected_stores(segment: BatchSegment) -> list[CorrectedLayer]:
+    return [store for store in segment.cache.stores if isinstance(store, CorrectedLayer)]
 
 
 class RecomputeHooks:

@@ -140,6 +140,7 @@ PRESETS: Mapping[str, str] = {
     "curdkv": "whole() > protect(sinks=0, recent=0) > curdkv() > uniform()",
     "capkv": "whole() > protect(sinks=0, recent=0) > capkv() > uniform()",
     "keynorm": "blockwise() > keynorm() > uniform()",
+    "q_filters": "blockwise() > q_filters() > uniform()",
     "chunkkv": "whole() > snapkv() > chunk() > uniform()",
     "chunkkv_reuse": "whole() > snapkv() > layer_mean() > chunk(layers=2) > uniform()",
     "defensivekv": (

@@ -18,16 +18,21 @@ SHORTEST_WORD = 4  # letters
 
 
 class Granularity(Enum):
-    """Unit of a measurement: one number per layer, kv head or query head of managed layers."""
+    """Unit of a measurement: one number per layer, kv head, query head, or channel of the keys of
+    a kv head, of managed layers.
+    """
 
     LAYER = "layer"
     KV_HEAD = "kv_head"
     QUERY_HEAD = "query_head"
+    KEY_CHANNEL = "key_channel"
 
     def count(self, layer: LayerSpec) -> int:
         """Count of numbers for one layer."""
         if self is Granularity.LAYER:
             return 1
+        if self is Granularity.KEY_CHANNEL:
+            return layer.kv_heads * layer.head_dim
         return layer.kv_heads if self is Granularity.KV_HEAD else layer.query_heads
 
 

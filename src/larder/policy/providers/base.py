@@ -7,6 +7,7 @@ A part names the providers that it reads in `needs`, by their file names:
 | `TokenProvider` | logits before each token | column |
 | `ImageProvider` | which tokens are of images | column |
 | `ActivationProvider` | hidden states before attention | `Observation.inputs[name]`, or column |
+| `GateProvider` | hidden states and learned weights | column, other numbers for each kv head |
 | `WeightProvider` | weights of an attention module | `Observation.inputs[name]` |
 | `DraftProvider` | logits behind a scratch prompt | queries of the drafted tokens |
 | `VocabularyProvider` | texts of all tokens | `Observation.lexicon[name]` |
@@ -18,7 +19,7 @@ and counts it. A provider has no state, and runs only under policies that name i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import ClassVar, TypeVar
 
@@ -90,6 +91,38 @@ class ActivationProvider(Provider, ABC):
         Args:
             attention: attention module of the layer.
             states: its input.
+        """
+
+
+class GateProvider(Provider, ABC):
+    """Number of each token and kv head of a layer, from its hidden state and learned weights.
+
+    Recorded in every appending pass, when the token is written; older entries keep theirs. The
+    weights are those that `larder train` made for the model (`larder.models.learned_weights`).
+    """
+
+    has_column = True
+
+    @abstractmethod
+    def shapes(
+        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Shape that each tensor of a layer must have, by name.
+
+        Args:
+            width: size of a hidden state.
+            given: the tensors; sizes that training chose freely are read from them.
+        """
+
+    @abstractmethod
+    def gate(
+        self, states: Float[Tensor, "Q hidden"], weights: Mapping[str, Tensor]
+    ) -> Float[Tensor, "Q K"]:
+        """Float32 number of each token and kv head.
+
+        Args:
+            states: input of the layer's attention.
+            weights: float32 tensors of the layer.
         """
 
 

@@ -1,0 +1,239 @@
+"""Learned weights of a model: safetensors with a card, found by the model's fingerprint.
+
+`$LARDER_HOME/<fingerprint>/<name>.safetensors` comes first, then the files that come with the
+package. Tensors are named `layers.<n>.<tensor>`, where n counts the managed layers. The card is
+JSON in the file's metadata: method, fingerprints of the model in the dtypes that it fits, data
+digest, tokens, seed, time and metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from larder.core.errors import ModelError
+from larder.core.home import home
+from larder.core.spec import ModelSpec
+from larder.policy.providers.base import ActivationProvider, GateProvider
+
+CARD = "card"
+SUFFIX = ".safetensors"
+PACKAGED = "learned"  # folder of this package
+LAYERS = "layers"
+
+LayerTensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Card:
+    """Description of learned weights.
+
+    Args:
+        method: name of the method.
+        fingerprints: of the model, one per dtype that it was seen in.
+        data: digest of the labels.
+        tokens: labelled tokens that they were trained on.
+        seconds: training time, labels not included.
+        metrics: measured on documents that were not trained on.
+        settings: parameters of the training.
+    """
+
+    method: str
+    fingerprints: tuple[str, ...]
+    data: str = ""
+    tokens: int = 0
+    seed: int = 0
+    seconds: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def dumps(self) -> str:
+        """JSON of the card."""
+        return json.dumps(dict(vars(self)), sort_keys=True)
+
+    @staticmethod
+    def loads(text: str) -> Card:
+        """Card from JSON. Raises: ValueError, TypeError, KeyError: it is none."""
+        told = json.loads(text)
+        return Card(**{**told, "fingerprints": tuple(told["fingerprints"])})
+
+
+@dataclass(frozen=True)
+class LearnedWeights:
+    """Card, and tensors of each managed layer in order."""
+
+    card: Card
+    layers: tuple[LayerTensors, ...]
+
+    def save(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
+        """Write the file, whole or not at all."""
+        tensors = {
+            f"{LAYERS}.{place}.{name}": tensor.to(dtype).contiguous()
+            for place, own in enumerate(self.layers)
+            for name, tensor in own.items()
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}.draft")
+        save_file(tensors, draft, {CARD: self.card.dumps()})
+        os.replace(draft, path)
+
+
+def learned_file(fingerprint: str, name: str) -> Path:
+    """Where weights are written."""
+    return home() / fingerprint / f"{name}{SUFFIX}"
+
+
+def load_learned(spec: ModelSpec, name: str, gate: GateProvider) -> LearnedWeights:
+    """Weights of a gate for a model, in float32.
+
+    Raises:
+        ModelError: there are none, they are of another model, or have other shapes.
+    """
+    path = learned_file(spec.fingerprint, name)
+    found = read_learned(path) if path.is_file() else _packaged(spec.fingerprint, name)
+    if found is None:
+        raise ModelError(
+            f"{name} has no weights for this model (fingerprint {spec.fingerprint[:12]}, "
+            f"{str(spec.dtype).removeprefix('torch.')}): make them with `larder train {name}`, or "
+            "choose a policy without it."
+        )
+    check_learned(found, spec, name, gate)
+    return found
+
+
+def read_learned(path: Path) -> LearnedWeights:
+    """Weights of a file of any model.
+
+    Raises:
+        ModelError: the file is damaged, or has no card.
+    """
+    try:
+        with safe_open(path, "pt") as tensors:
+            card = Card.loads((tensors.metadata() or {})[CARD])
+            given = {key: tensors.get_tensor(key).float() for key in tensors.keys()}  # noqa: SIM118
+        return LearnedWeights(card, split_layers(given))
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{path} holds no learned weights with a card ({error}): remove it, and train again."
+        ) from error
+
+
+def split_layers(given: Mapping[str, Tensor], prefix: str = LAYERS) -> tuple[LayerTensors, ...]:
+    """Tensors by layer, from names `<prefix>.<n>.<tensor>`.
+
+    Raises:
+        ValueError: a name has another form, or a layer is missing.
+    """
+    layers = dict[int, dict[str, Tensor]]()
+    for key, tensor in given.items():
+        head, number, name = key.split(".", 2)
+        if head != prefix:
+            raise ValueError(f"{key!r} does not begin with {prefix!r}")
+        layers.setdefault(int(number), {})[name] = tensor
+    if sorted(layers) != [*range(len(layers))]:
+        raise ValueError(f"layers {sorted(layers)} are not numbered from 0 without gaps")
+    return tuple(layers[place] for place in range(len(layers)))
+
+
+def check_learned(found: LearnedWeights, spec: ModelSpec, name: str, gate: GateProvider) -> None:
+    """Check that weights are of a model and fit it.
+
+    Raises:
+        ModelError: they do not.
+    """
+    if spec.fingerprint not in found.card.fingerprints:
+        raise ModelError(
+            f"The weights of {name} are of the model {', '.join(found.card.fingerprints)[:12]}, "
+            f"not of this one ({spec.fingerprint[:12]}): train {name} for this model."
+        )
+    if len(found.layers) != len(spec.managed):
+        raise ModelError(
+            f"The weights of {name} are of {len(found.layers)} layers, but this model has "
+            f"{len(spec.managed)} managed ones: train {name} for this model."
+        )
+    for layer, own in zip(spec.managed, found.layers, strict=True):
+        wanted = dict(gate.shapes(layer, spec.width, own))
+        shapes = {key: tuple(tensor.shape) for key, tensor in own.items()}
+        if shapes != wanted:
+            raise ModelError(
+                f"The weights of {name} for layer {layer.index} have shapes {shapes}, but this "
+                f"model needs {wanted}: train {name} for this model."
+            )
+
+
+def _packaged(fingerprint: str, name: str) -> LearnedWeights | None:
+    """Weights that come with the package; None if none are of this model."""
+    folder = files("larder.models") / PACKAGED
+    if not folder.is_dir():
+        return None
+    for entry in sorted(folder.iterdir(), key=lambda each: each.name):
+        if entry.name.startswith(f"{name}.") and entry.name.endswith(SUFFIX):
+            with as_file(entry) as path:
+                found = read_learned(path)
+            if fingerprint in found.card.fingerprints:
+                return found
+    return None
+
+
+@dataclass(frozen=True)
+class BoundGate(ActivationProvider):
+    """Gate with the weights of every layer, by its attention module."""
+
+    gate: GateProvider
+    weights: Mapping[nn.Module, LayerTensors]
+
+    def capture(
+        self, attention: nn.Module, states: Float[Tensor, "Q hidden"]
+    ) -> Float[Tensor, "Q *rest"]:
+        if attention not in self.weights:  # a layer that no budget governs
+            return states.new_zeros(len(states), dtype=torch.float32)
+        return self.gate.gate(states, self.weights[attention])
+
+
+class LearnedGates:
+    """Gates of one model, loaded when first asked for.
+
+    Args:
+        modules: attention module of each layer, by its index.
+    """
+
+    def __init__(self, spec: ModelSpec, modules: Mapping[int, nn.Module]) -> None:
+        self._spec, self._modules = spec, modules
+        self._bound = dict[str, BoundGate]()
+
+    def bound(self, gates: Mapping[str, GateProvider]) -> dict[str, ActivationProvider]:
+        """Gates with this model's weights, by name.
+
+        Raises:
+            ModelError: a gate has no weights for this model.
+        """
+        for name in gates.keys() - self._bound.keys():
+            self.put(name, gates[name], load_learned(self._spec, name, gates[name]))
+        return {name: self._bound[name] for name in gates}
+
+    def put(self, name: str, gate: GateProvider, learned: LearnedWeights) -> None:
+        """Use given weights for a gate from now on.
+
+        Raises:
+            ModelError: they do not fit the model.
+        """
+        check_learned(learned, self._spec, name, gate)
+        device, layers = self._spec.device, self._spec.managed
+        self._bound[name] = BoundGate(
+            gate,
+            {
+                self._modules[layer.index]: {key: each.to(device) for key, each in own.items()}
+                for layer, own in zip(layers, learned.layers, strict=True)
+            },
+        )

@@ -1,0 +1,33 @@
+"""Provider of KVzap's linear prediction of the logarithm of KVzip+'s score.
+
+Jegou and Jeblick, "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning" (2026), arXiv:2601.07891.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.spec import LayerSpec
+from larder.policy.providers._layer_gates import linear_gate, linear_shapes
+from larder.policy.providers.base import GateProvider
+
+
+class KVzapLinear(GateProvider):
+    """Column `kvzap`: one linear map per layer, fitted by ridge regression."""
+
+    def shapes(
+        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+    ) -> dict[str, tuple[int, ...]]:
+        del given
+        return linear_shapes(layer, width)
+
+    def gate(
+        self, states: Float[Tensor, "Q hidden"], weights: Mapping[str, Tensor]
+    ) -> Float[Tensor, "Q K"]:
+        return linear_gate(states, weights)
+
+
+Part = KVzapLinear

@@ -1,0 +1,164 @@
+"""Base of trained methods: weights of a gate, fitted layer by layer to a label file."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import ModelError
+from larder.core.family import Family, public_name
+from larder.core.spec import LayerSpec, ModelSpec
+from larder.models.learned_weights import Card, LayerTensors, LearnedWeights
+from larder.policy.providers.base import PROVIDERS, GateProvider
+from larder.prefill.base import Progress
+from larder.training.corpus import Split
+from larder.training.label_pass import STATES
+from larder.training.labels import LabelFile, Shard
+from larder.training.metrics import agreement
+
+METHODS = Family("method", "larder.training.methods")
+
+
+@dataclass(frozen=True)
+class LayerData:
+    """Hidden states and labels of one layer.
+
+    Args:
+        lengths: tokens of each passage, in order.
+    """
+
+    states: Float[Tensor, "N hidden"]
+    targets: Float[Tensor, "N K"]
+    lengths: tuple[int, ...]
+
+
+class Method(ABC):
+    """Base class of trained methods: frozen dataclasses whose fields are settings of the training.
+
+    The name of the file is that of the provider whose weights are trained.
+    """
+
+    label: ClassVar[str]  # name of the label in the label file
+
+    @abstractmethod
+    def target(self, labels: Float[Tensor, "N K"]) -> Float[Tensor, "N K"]:
+        """What the gate is fitted to."""
+
+    @abstractmethod
+    def fit(self, data: LayerData, layer: LayerSpec, seed: int) -> dict[str, Tensor]:
+        """Tensors of the gate of one layer."""
+
+    def gate(self) -> GateProvider:
+        """Gate that takes the weights."""
+        return PROVIDERS.load(public_name(type(self)))()
+
+
+def train(
+    method: Method, labels: LabelFile, spec: ModelSpec, seed: int, progress: Progress
+) -> LearnedWeights:
+    """Weights of every managed layer, measured on documents that were not trained on.
+
+    Args:
+        progress: called with layers done and in total.
+
+    Raises:
+        ModelError: there is nothing to train on, or training diverged.
+    """
+    used = labels.of_split(Split.TRAIN)
+    if not used:
+        raise ModelError(
+            "The labels hold no training document: give a corpus of more texts, or more tokens."
+        )
+    started, gate = time.perf_counter(), method.gate()
+    tested = {split: labels.of_split(split) for split in (Split.TEST, Split.HELD_OUT)}
+    layers, found = list[LayerTensors](), {split: list[Mapping[str, float]]() for split in tested}
+    for done, layer in enumerate(spec.managed, start=1):
+        fitted = method.fit(read_layer(method, used, layer.index), layer, seed)
+        _check_finite(fitted, method, layer)
+        layers.append(fitted)
+        for split, shards in tested.items():
+            if shards:
+                data = read_layer(method, shards, layer.index)
+                found[split].append(agreement(gate.gate(data.states, fitted), data.targets))
+        progress(done, len(spec.managed))
+    card = Card(
+        public_name(type(method)),
+        (spec.fingerprint,),
+        labels.digest,
+        labels.tokens(Split.TRAIN),
+        seed,
+        round(time.perf_counter() - started, 1),
+        _mean_metrics(found, tested),
+        _settings(method),
+    )
+    return LearnedWeights(card, tuple(layers))
+
+
+def read_layer(method: Method, shards: Sequence[Shard], index: int) -> LayerData:
+    """States and targets of one layer, in float32."""
+    states = torch.cat([shard.layer(index, STATES).float() for shard in shards])
+    labels = torch.cat([shard.layer(index, method.label).T.float() for shard in shards])
+    return LayerData(states, method.target(labels), tuple(shard.tokens for shard in shards))
+
+
+def fit_by_gradient(
+    tensors: dict[str, Tensor],
+    loss: Callable[[Mapping[str, Tensor], Tensor], Tensor],
+    batches: Callable[[torch.Generator], Sequence[Tensor]],
+    *,
+    epochs: int,
+    rate: float,
+    seed: int,
+) -> dict[str, Tensor]:
+    """Tensors after AdamW with a cosine schedule and gradients clipped to length 1.
+
+    Args:
+        loss: of the tensors, over the rows of a batch.
+        batches: rows of each batch of an epoch.
+    """
+    source = torch.Generator().manual_seed(seed)
+    fitted = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
+    optimizer = torch.optim.AdamW(fitted.values(), lr=rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
+    with torch.enable_grad():
+        for _ in range(epochs):
+            for rows in batches(source):
+                optimizer.zero_grad()
+                loss(fitted, rows).backward()
+                torch.nn.utils.clip_grad_norm_(fitted.values(), 1.0)
+                optimizer.step()
+            schedule.step()
+    return {name: tensor.detach() for name, tensor in fitted.items()}
+
+
+def _check_finite(fitted: Mapping[str, Tensor], method: Method, layer: LayerSpec) -> None:
+    if not all(bool(tensor.isfinite().all()) for tensor in fitted.values()):
+        raise ModelError(
+            f"Training {public_name(type(method))} diverged in layer {layer.index}: take another "
+            "seed, or more tokens."
+        )
+
+
+def _mean_metrics(
+    found: Mapping[Split, Sequence[Mapping[str, float]]], tested: Mapping[Split, Sequence[Shard]]
+) -> dict[str, float]:
+    """Means over layers, and the number of documents, by split and metric."""
+    out = dict[str, float]()
+    for split, layers in found.items():
+        for name in layers[0] if layers else ():
+            out[f"{split.value}_{name}"] = round(sum(own[name] for own in layers) / len(layers), 4)
+        if layers:
+            out[f"{split.value}_documents"] = float(len({own.document for own in tested[split]}))
+            out[f"{split.value}_tokens"] = float(sum(own.tokens for own in tested[split]))
+    return out
+
+
+def _settings(method: Method) -> dict[str, Any]:
+    return asdict(method)  # pyright: ignore

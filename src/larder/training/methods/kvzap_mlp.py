@@ -1,0 +1,69 @@
+"""KVzap, perceptron: regression of the logarithm of KVzip+'s score on hidden states.
+
+Jegou and Jeblick, "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning" (2026), arXiv:2601.07891.
+The inner size is an eighth of the hidden state's, as there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.spec import LayerSpec
+from larder.policy.providers._layer_gates import perceptron_gate
+from larder.training.base import LayerData, Method, fit_by_gradient
+from larder.training.label_pass import PLUS
+from larder.training.methods._log_labels import log_labels
+from larder.training.methods._perceptron import (
+    Scaling,
+    first_tensors,
+    shuffled_batches,
+    unscaled,
+)
+
+
+@dataclass(frozen=True)
+class KVzapPerceptron(Method):
+    """Perceptron with GELU, by AdamW on squared errors.
+
+    Args:
+        share: inner size over that of the hidden state.
+        rate: highest learning rate.
+        batch: tokens of a step.
+    """
+
+    share: float = 1 / 8
+    epochs: int = 15
+    rate: float = 5e-3
+    batch: int = 512
+    label = PLUS
+
+    def __post_init__(self) -> None:
+        if not self.share > 0 or self.epochs < 1 or self.batch < 1 or not self.rate > 0:
+            raise BadParameter(f"kvzap_mlp needs numbers above 0, got {self}.")
+
+    def target(self, labels: Float[Tensor, "N K"]) -> Float[Tensor, "N K"]:
+        return log_labels(labels)
+
+    def fit(self, data: LayerData, layer: LayerSpec, seed: int) -> dict[str, Tensor]:
+        inputs, outputs = Scaling.of(data.states), Scaling.of(data.targets)
+        states, targets = inputs.apply(data.states), outputs.apply(data.targets)
+        width = states.shape[1]
+        inner = max(round(self.share * width), 1)
+        fitted = fit_by_gradient(
+            first_tensors(width, inner, layer.kv_heads, seed),
+            lambda own, rows: F.mse_loss(perceptron_gate(states[rows], own, F.gelu), targets[rows]),
+            partial(shuffled_batches, len(states), self.batch),
+            epochs=self.epochs,
+            rate=self.rate,
+            seed=seed,
+        )
+        return unscaled(fitted, inputs, outputs)
+
+
+Part = KVzapPerceptron

@@ -1,0 +1,124 @@
+"""Learned weights: found by fingerprint, refused if they do not fit, read into every new entry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+import torch
+
+from larder import Policy
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import ModelError
+from larder.core.ledger import Ledger
+from larder.core.types import AppendKind, Mode
+from larder.models.decoder import Decoder
+from larder.models.forward_batch import BatchSegment
+from larder.models.learned_weights import LearnedGates, learned_file, load_learned
+from larder.models.loader import wrap_model
+from larder.models.tiny import tiny
+from learned_gates import every_gate, give_gates, random_weights
+
+GATES = every_gate()
+IDS = tuple(range(3, 15))
+
+
+@pytest.fixture(scope="module")
+def gated() -> Iterator[Decoder]:
+    with wrap_model(tiny("llama", layers=2)) as decoder:
+        give_gates(decoder)
+        yield decoder
+
+
+def a_cache(decoder: Decoder, *columns: str) -> SequenceCache:
+    return SequenceCache(decoder.spec, "ragged", Ledger(tuple(sorted(columns))))
+
+
+def read(decoder: Decoder, cache: SequenceCache, ids: tuple[int, ...]) -> None:
+    decoder.read([BatchSegment(cache, ids, append_kind=AppendKind.TEXT)], Mode.APPEND)
+
+
+def states_of(decoder: Decoder, ids: tuple[int, ...]) -> list[torch.Tensor]:
+    entered: list[torch.Tensor] = []
+    hooks = [
+        layer.input_layernorm.register_forward_hook(lambda m, i, out: entered.append(out[0]))
+        for layer in decoder.body.layers
+    ]
+    read(decoder, a_cache(decoder), ids)
+    for hook in hooks:
+        hook.remove()
+    return entered
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_every_entry_has_what_the_loop_makes_of_its_state(gated, name) -> None:
+    cache, loop = a_cache(gated, name), import_module(f"references.{name}")
+    weights = random_weights(name, GATES[name], gated.spec)
+    for ids in (IDS[:7], IDS[7:11], IDS[11:]):  # a text in blocks, then a single token
+        read(gated, cache, ids)
+    for layer, states in enumerate(states_of(gated, IDS)):
+        told = {key: each.tolist() for key, each in weights.layers[layer].items()}
+        expected = torch.tensor(loop.gated(told, states.tolist()))
+        entries = cache.entries(layer)
+        for head in range(2):
+            got = entries.columns[name][entries.rows(head)]
+            torch.testing.assert_close(got, expected[:, head], atol=1e-4, rtol=1e-4)
+
+
+def test_scratch_passes_and_other_caches_are_left_alone(gated) -> None:
+    cache = a_cache(gated, "kvzap")
+    read(gated, cache, IDS)
+    before = [cache.entries(layer).columns["kvzap"].clone() for layer in range(2)]
+    gated.forward_logits([BatchSegment(cache, (1, 2))], Mode.SCRATCH, [1])
+    after = [cache.entries(layer).columns["kvzap"] for layer in range(2)]
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    assert not a_cache(gated).entries(0).columns
+
+
+def test_weights_of_the_home_are_found(gated, larder_home) -> None:
+    spec, gate = gated.spec, GATES["kvzap"]
+    with pytest.raises(
+        ModelError, match="kvzap has no weights for this model .*larder train kvzap"
+    ):
+        load_learned(spec, "kvzap", gate)
+    weights = random_weights("kvzap", gate, spec)
+    weights.save(learned_file(spec.fingerprint, "kvzap"))
+    assert (larder_home / spec.fingerprint / "kvzap.safetensors").is_file()
+    assert load_learned(spec, "kvzap", gate).card == weights.card
+
+
+def test_weights_of_another_model_are_refused(gated) -> None:
+    spec, gate = gated.spec, GATES["kvzap"]
+    weights = random_weights("kvzap", gate, spec)
+    gates = LearnedGates(spec, gated.attentions)
+    other = replace(weights, card=replace(weights.card, fingerprints=("0" * 32,)))
+    with pytest.raises(ModelError, match="are of the model 0000.*, not of this one"):
+        gates.put("kvzap", gate, other)
+    with pytest.raises(ModelError, match="are of 1 layers, but this model has 2 managed ones"):
+        gates.put("kvzap", gate, replace(weights, layers=weights.layers[:1]))
+    narrow = tuple({**own, "weight": own["weight"][:, 1:]} for own in weights.layers)
+    with pytest.raises(ModelError, match="layer 0 have shapes .* this model needs"):
+        gates.put("kvzap", gate, replace(weights, layers=narrow))
+    named = tuple({"weights": own["weight"], "bias": own["bias"]} for own in weights.layers)
+    with pytest.raises(ModelError, match="have shapes"):
+        gates.put("kvzap", gate, replace(weights, layers=named))
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing"])
+def test_a_damaged_file_is_refused(gated, content) -> None:
+    path = learned_file(gated.spec.fingerprint, "kvzap")
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match="holds no learned weights with a card"):
+        load_learned(gated.spec, "kvzap", GATES["kvzap"])
+
+
+def test_a_policy_names_its_gate() -> None:
+    ridge, mlp = (
+        Policy.parse(f'whole() > kvzap(form="{form}") > global()').planner
+        for form in ("ridge", "mlp")
+    )
+    assert ridge.ledger.columns == ("kvzap",) and mlp.ledger.columns == ("kvzap_mlp",)
+    assert not ridge.activation_providers and not ridge.has_tallies

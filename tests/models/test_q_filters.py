@@ -1,0 +1,56 @@
+"""Directions of queries: a singular vector of each head, on the side of most queries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from builders import a_layer, a_view
+from larder.core.errors import BadParameter
+from larder.models.loader import wrap_model
+from larder.models.measurements.q_filters import QFilters, query_directions
+from larder.models.tiny import tiny
+from larder.policy.scorers.q_filters import QFilters as Scorer
+from measurements import SAMPLE
+from model_attention import heads_of
+
+
+def test_directions_are_singular_vectors_of_the_models_own_queries() -> None:
+    part = QFilters(tokens=24, skipped=2)
+    with wrap_model(tiny("llama", layers=2)) as decoder:
+        expected = []
+        for heads in heads_of(decoder, SAMPLE.ids(24)):
+            directions = []
+            for queries in heads.queries[:, 2:]:
+                vector = torch.linalg.svd(queries)[2][0]
+                positive = sum(float(query @ vector) > 0 for query in queries)
+                directions.append(vector if 2 * positive >= len(queries) else -vector)
+            for first in range(0, len(directions), heads.group):
+                expected += (sum(directions[first : first + heads.group]) / heads.group).tolist()
+        got = part.measure(decoder, SAMPLE)
+    assert got == pytest.approx(expected, abs=1e-4)
+    assert len(got) == 2 * 2 * 16
+
+
+def test_most_queries_lie_on_the_side_of_the_direction() -> None:
+    source = torch.Generator().manual_seed(0)
+    queries = torch.randn(1, 40, 8, generator=source)
+    queries[..., 3] -= 5
+    [direction] = query_directions(queries)
+    assert float(direction[3]) < -0.9 and float(direction.norm()) == pytest.approx(1, abs=1e-5)
+
+
+def test_each_head_has_its_own_direction() -> None:
+    seen = a_view(a_layer(2, 1), [range(5), range(3)], 1)
+    axes = torch.eye(8)[[2, 5]].flatten().tolist()
+    scores = Scorer().score(replace(seen, facts={"q_filters": tuple(axes)}))
+    keys = seen.entries
+    assert scores[:5].tolist() == keys.head_keys(0)[:, 2].tolist()
+    assert scores[5:].tolist() == keys.head_keys(1)[:, 5].tolist()
+
+
+def test_parameters_out_of_range_are_refused() -> None:
+    with pytest.raises(BadParameter, match="0 <= skipped < tokens, got"):
+        QFilters(tokens=4, skipped=4)
