@@ -33,6 +33,7 @@ from references.cache.compact import CompactLoop
 from references.cache.dense import DenseLoop
 from references.cache.ragged import RaggedLoop
 from references.cache.window import WindowLoop
+from transforms import a_transform_layer
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +87,10 @@ def a_tiered(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> Cach
     return TieredLayer(layer, dtype, device, Ledger(), OffloadSpec(Flat(tokens=8, page=4, dense=0)))
 
 
+def a_transformed(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> CacheLayer:
+    return a_transform_layer(layer, dtype, device, LEDGER, step=0.0)  # codes nothing
+
+
 KINDS = {
     "dense": Kind(DenseLayer, DenseLoop, Plans.SAME_IN_EVERY_HEAD),
     "ragged": Kind(RaggedLayer, RaggedLoop, Plans.ANY, merges=True),
@@ -97,12 +102,15 @@ KINDS = {
     "coded": Kind(
         a_graded(LEDGER), RaggedLoop, Plans.ANY, True, LEDGER, LOSSLESS, (0, 0, 1, 0, 2, 1)
     ),
+    "transformed": Kind(a_transformed, RaggedLoop, Plans.ANY, True, LEDGER),
     "tiered": Kind(a_tiered, RaggedLoop, Plans.NONE, parks=True),
     "window": Kind(SlidingWindowLayer, WindowLoop, Plans.NONE, window=6),
     "chunked": Kind(SlidingWindowLayer, WindowLoop, Plans.NONE, window=6, chunk=6),
 }
 # Forms that are compared with a loop in a test file of their own.
-COMPARED_APART = {"blended", "corrected", "graded", "paired", "parallel", "rebuilt", "shared_kv"}
+COMPARED_APART = {
+    *("blended", "corrected", "graded", "paired", "parallel", "rebuilt", "shared_kv", "transform"),
+}
 # Any other form joins by its file and the `Loop` of its reference, which takes plans of any kind.
 KINDS |= {
     name: Kind(FORMS.load(name), import_module(f"references.cache.{name}").Loop, Plans.ANY, True)
@@ -176,7 +184,7 @@ def cases(*kinds: str) -> list[str]:
         f"{kind}-{shape}"
         for kind in kinds
         for shape in SHAPES
-        if kind not in ("remembering", "graded", "coded") or shape == "grouped"
+        if kind not in ("remembering", "graded", "coded", "transformed") or shape == "grouped"
     ]
 
 

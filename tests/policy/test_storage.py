@@ -25,6 +25,7 @@ from larder.policy.storage.minicache import MiniCache
 from larder.policy.storage.qaq import QAQ, needed_bits
 from larder.policy.storage.quantized import Quantized
 from larder.policy.storage.think import ThinK, channel_energies
+from larder.policy.storage.transform import Transform
 from larder.session.policy import FAMILIES
 
 PARTS = (
@@ -37,6 +38,7 @@ PARTS = (
     QAQ(group=2, key_error=0.02, value_error=0.05, window=4, outliers=0.1),
     ThinK(group=3),
     MiniCache(recent=3),
+    Transform(sinks=2, recent=3),
 )
 POSITIONS = ([0, 1, 2, 3, 5, 6, 8, 9, 10, 11], [0, 2, 4, 9, 10, 11], [1, 6, 7, 8, 9, 10, 11])
 
@@ -63,7 +65,7 @@ def judged(part: Any, seed: int, is_graded: bool) -> tuple[Observation, LayerSco
 def test_grades_are_those_of_the_loop(
     part: Any, seed: int, is_graded: bool, quota: int, share: float
 ) -> None:
-    share = share if part.compares_layers else 1.0
+    share = share if isinstance(part, ARKV) else 1.0
     seen, scored = judged(part, seed, is_graded)
     entries = seen.entries
     plan = a_plan([range(1, len(head), 1 + seed % 2) for head in POSITIONS], entries.lengths)
@@ -228,6 +230,10 @@ def test_channels_by_energy_and_by_peak() -> None:
         ("think", {"channels": 1.0}),
         ("think", {"group": 0}),
         ("think", {"window": 0}),
+        ("transform", {"bits": 0.0}),
+        ("transform", {"tiers": -1.0}),
+        ("transform", {"recent": -1}),
+        ("transform", {"block": 0}),
     ],
 )
 def test_parameters_out_of_range_are_refused(name: str, parameters: dict[str, Any]) -> None:

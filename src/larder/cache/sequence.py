@@ -25,6 +25,7 @@ from larder.core.observation import Entries
 from larder.core.plan import Plan, StepMerging
 from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerPairing, LayerSpec, ModelSpec, RecomputeSpec
+from larder.core.transform import TransformSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.ops.cpu.decode_attention import EvictedLayer
 from larder.ops.removal import MIN_ROAMING_SLACK
@@ -43,7 +44,7 @@ class SequenceCache:
     the model's RoPE counts, where that is not the true position.
 
     Args:
-        form, ..., rebuilding: see `CacheSpec`.
+        form, ..., transform: see `CacheSpec`.
 
     Raises:
         UnknownName: no cache form has that name.
@@ -59,10 +60,11 @@ class SequenceCache:
         pairing: LayerPairing | None = None,
         parking: OffloadSpec | None = None,
         rebuilding: RecomputeSpec | None = None,
+        transform: TransformSpec | None = None,
     ) -> None:
         self.spec = spec
         self.cache_spec = CacheSpec(
-            form, ledger, tuple(codecs), pairing or LayerPairing(), parking, rebuilding
+            form, ledger, tuple(codecs), pairing or LayerPairing(), parking, rebuilding, transform
         )
         self.next_position = 0
         self.plans = 0
@@ -140,6 +142,12 @@ class SequenceCache:
         """
         self.next_position += tokens
         self.recurrent = recurrent
+
+    def fit_plans(self, plans: Mapping[int, Plan]) -> dict[int, Plan]:
+        """Plans with what must be found for their layers together; nothing changes."""
+        if self.cache_spec.transform is None or not plans:
+            return dict(plans)
+        return self._stores[next(iter(plans))].fit_plans(self._stores, plans)
 
     def apply(self, layer: int, plan: Plan) -> None:
         """Apply a plan to one layer; rejected entries are freed at once."""

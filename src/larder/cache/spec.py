@@ -12,6 +12,7 @@ from larder.core.family import Family
 from larder.core.ledger import Ledger
 from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerPairing, ModelSpec, RecomputeSpec
+from larder.core.transform import TransformSpec
 
 FORMS = Family("cache form", "larder.cache.forms")
 
@@ -27,6 +28,7 @@ class CacheSpec:
         pairing: which layers share entries, in a paired cache.
         parking: offload of rejected entries; None for none.
         rebuilding: recomputation of rejected entries; None for none.
+        transform: transform coding of kept entries; None for none.
     """
 
     form: str
@@ -35,6 +37,7 @@ class CacheSpec:
     pairing: LayerPairing = LayerPairing()
     parking: OffloadSpec | None = None
     rebuilding: RecomputeSpec | None = None
+    transform: TransformSpec | None = None
 
     def options(self) -> dict[str, object]:
         """Options that not every form supports, by name; None for those that are not given."""
@@ -43,6 +46,7 @@ class CacheSpec:
             "codecs": self.codecs or None,
             "parking": self.parking,
             "rebuilding": self.rebuilding,
+            "transform": self.transform,
         }
 
     def check_options(self, supported: frozenset[str], required: frozenset[str]) -> None:
@@ -86,6 +90,7 @@ class CacheSpec:
             "pairing": json.dumps(asdict(self.pairing)),
             "parking": "" if self.parking is None else self.parking.to_text(),
             "rebuilding": "" if self.rebuilding is None else self.rebuilding.to_text(),
+            **({} if self.transform is None else {"transform": self.transform.to_text()}),
         }
 
     @staticmethod
@@ -95,6 +100,7 @@ class CacheSpec:
             tuple(filter(None, meta[kind].split(","))) for kind in ("columns", "scalars")
         )
         parking, rebuilding = meta.get("parking", ""), meta.get("rebuilding", "")
+        transform = meta.get("transform", "")
         return CacheSpec(
             form=meta["form"],
             ledger=Ledger(columns, scalars, queries=int(meta.get("queries", "0"))),
@@ -102,4 +108,5 @@ class CacheSpec:
             pairing=LayerPairing(**json.loads(meta.get("pairing", "{}"))),
             parking=OffloadSpec.from_text(parking) if parking else None,
             rebuilding=RecomputeSpec.from_text(rebuilding) if rebuilding else None,
+            transform=TransformSpec.from_text(transform) if transform else None,
         )

@@ -57,6 +57,11 @@ class Plan:
             empty where grades do not change.
         channels: weight of each key channel of each head [K, D], for grades that select or balance
             channels; empty where each group uses statistics of its own keys.
+        importance: binary logarithm of the importance of each kept entry [T'], for storages that
+            divide precision by it; empty elsewhere.
+        allowed_bytes: bytes that the kept entries may fill, in storages that fit their precision to
+            it; 0 elsewhere.
+        step: quantization step of transform-coded entries; 0 leaves it to the cache.
         dropped: ascending indices of the rejected entries that are dropped for good, where the
             compensation offloads the rest; without offload, all rejected entries are dropped.
     """
@@ -70,6 +75,9 @@ class Plan:
     channels: Float[Tensor, "K D"] = field(
         default_factory=lambda: empty_tensor(torch.float32, 0, 0)
     )
+    importance: Float[Tensor, " I"] = field(default_factory=lambda: empty_tensor(torch.float32, 0))
+    allowed_bytes: int = 0
+    step: float = 0.0
     dropped: Int64[Tensor, " X"] = field(default_factory=lambda: empty_tensor(torch.int64, 0))
 
     @staticmethod

@@ -1,6 +1,7 @@
 """Calibration of a model: measurements made once, cached in `$LARDER_HOME/<fingerprint>/`.
 
-One file `<name>.json` per measurement; a file made with other parameters is measured again.
+One file `<name>.json` per measurement, and a file of tensors beside it for some; a file made with
+other parameters is measured again.
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ def _cached_measurement(decoder: Decoder, sample: SampleText, name: str) -> tupl
     count = _expected_count(decoder, measurement, name)
     path, profile = _calibration_file(decoder, name), asdict(measurement)  # pyright: ignore
     known = _load_values(path, profile, count)
-    if known is not None:
+    if known is not None and measurement.has_files(path.parent):
         return known
-    values = measurement.measure(decoder, sample)
+    values = measurement.measure_into(path.parent, decoder, sample)
     if len(values) != count or not all(map(math.isfinite, values)):
         raise ModelError(
             f"Measuring {name!r} gave {len(values)} numbers where {count} finite ones are needed: "

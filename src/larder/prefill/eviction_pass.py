@@ -200,7 +200,7 @@ class EvictionPass:
 
     def _carry_out(self, row: int, current: int, plans: Mapping[int, Plan]) -> None:
         cache, ready = self._caches[row], self._ready[row]
-        for layer, plan in plans.items():
+        for layer, plan in cache.fit_plans(plans).items():
             scored = ready.pop(layer)
             if self._planner.budget.replans:
                 ready[layer] = scored.after_plan(plan)

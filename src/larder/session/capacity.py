@@ -102,7 +102,7 @@ def entries_per_head(policy: Policy, spec: ModelSpec) -> int:
         return _resident_entries(policy, tokens)
     if tokens != WITHOUT_LIMIT:
         return storage.entries(tokens, spec.managed, spec.dtype.itemsize)
-    if storage.codecs or storage.form != "ragged":
+    if storage.codecs or storage.transform is not None or storage.form != "ragged":
         raise UsageError(
             f"{spell(storage)} shares the bytes of a budget, but {spell(policy.budget)} sets none: "
             "take uniform(kept=1.0) for as many bytes as the context takes, or less."
@@ -224,7 +224,14 @@ def empty_cache(policy: Policy, spec: ModelSpec) -> SequenceCache:
     ledger = Ledger() if form in WITHOUT_COLUMNS else policy.planner.ledger
     storage = policy.resident_storage
     return SequenceCache(
-        spec, form, ledger, storage.codecs, storage.pairing, policy.parking, policy.rebuilding
+        spec,
+        form,
+        ledger,
+        storage.codecs,
+        storage.pairing,
+        policy.parking,
+        policy.rebuilding,
+        storage.transform,
     )
 
 

@@ -8,6 +8,9 @@ RoCo (strides of the prompt in its released code), SirLLM, LaCache, DuoAttention
 EpiCache compares with: block by block, with heads that share a budget. `snapkv_pooled` is SnapKV
 with such heads. A sentence that spells no protection keeps 4 sinks and 32 recent tokens.
 
+`larder` is this project's own policy, no paper's: KVzip's score under one threshold, and entries
+held as transform-coded components (docs/larder_policy.md).
+
 `epicache` protects nothing, as its paper and code. A layer keeps at least .015 of the average, so
 that none is left empty and sharper alphas still differ (paper: no floor, code: a quarter). It reads
 as many episodes together as an accelerator's memory holds, and one after the other on a CPU, where
@@ -198,6 +201,7 @@ PRESETS: Mapping[str, str] = {
     "lacache": (
         "blockwise() > protect(sinks=4, recent=32) > sinks_and_window() > ladder() > every_step()"
     ),
+    "larder": "whole() > reconstruct() > global() > transform()",
     "kivi": "whole() > sinks_and_window() > uniform() > quantized(bits=2) > every_step()",
     "kivi_blockwise": (
         "blockwise() > sinks_and_window() > uniform() > quantized(bits=2) > every_step()"

@@ -120,6 +120,17 @@ class CacheLayer(TensorOwner):
         """Link the layers of a sequence that depend on each other."""
         del layers, spec
 
+    @classmethod
+    def fit_plans(cls, stores: Sequence[CacheLayer], plans: Mapping[int, Plan]) -> dict[int, Plan]:
+        """Plans of several layers with what must be found for all of them together.
+
+        Args:
+            stores: all layers of the sequence.
+            plans: by layer index.
+        """
+        del stores
+        return dict(plans)
+
     def attend(
         self,
         queries: Queries,

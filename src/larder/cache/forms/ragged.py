@@ -51,7 +51,7 @@ class RaggedLayer(CacheLayer):
         ledger: columns and scalars that the policy keeps.
     """
 
-    supports = frozenset({"ledger", "codecs"})
+    supports = frozenset({"ledger", "codecs", "transform"})
     holds_latents = True
 
     def __init__(
@@ -76,9 +76,9 @@ class RaggedLayer(CacheLayer):
 
     @classmethod
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CacheLayer:
-        if spec.codecs:
-            graded: type[CacheLayer] = FORMS.load("graded")
-            return graded.create(layer, model, spec)
+        if spec.codecs or spec.transform is not None:
+            other: type[CacheLayer] = FORMS.load("graded" if spec.codecs else "transform")
+            return other.create(layer, model, spec)
         return cls(layer, model.dtype, model.device, spec.ledger)
 
     def record_logits(self) -> None:

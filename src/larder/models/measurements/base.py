@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from importlib.resources import files
+from pathlib import Path
 from typing import ClassVar
 
+from safetensors.torch import save
+from torch import Tensor
+
+from larder.core.errors import ModelError
 from larder.core.spec import LayerSpec
 from larder.models.decoder import Decoder
 
@@ -79,3 +86,53 @@ class Measurement(ABC):
 
         The attention matrix of all tokens is never in memory.
         """
+
+    def measure_into(self, folder: Path, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
+        """Numbers as of `measure`; what belongs to them is written into a folder."""
+        del folder
+        return self.measure(decoder, sample)
+
+    def has_files(self, folder: Path) -> bool:
+        """True if a folder holds what belongs to the numbers."""
+        del folder
+        return True
+
+
+class TableMeasurement(Measurement):
+    """Base class of measurements of tensors, which are saved in a file beside their numbers."""
+
+    file_name: ClassVar[str]
+
+    @abstractmethod
+    def measure_tables(self, decoder: Decoder, sample: SampleText) -> dict[str, Tensor]:
+        """Tensors by name."""
+
+    @abstractmethod
+    def summary(self, tables: dict[str, Tensor]) -> tuple[float, ...]:
+        """Numbers of the tensors, as of `measure`."""
+
+    def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
+        return self.summary(self.measure_tables(decoder, sample))
+
+    def measure_into(self, folder: Path, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
+        """Numbers; the tensors are written into a folder.
+
+        Raises:
+            ModelError: the folder cannot be written to.
+        """
+        tables = self.measure_tables(decoder, sample)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            handle, draft = tempfile.mkstemp(dir=folder, suffix=".draft")
+            with os.fdopen(handle, "wb") as file:
+                file.write(save(tables))
+            os.replace(draft, folder / self.file_name)
+        except OSError as error:
+            raise ModelError(
+                f"{folder / self.file_name} cannot be written ({error}), and caches read the "
+                "measured tensors from it: set LARDER_HOME to a folder that can be written to."
+            ) from None
+        return self.summary(tables)
+
+    def has_files(self, folder: Path) -> bool:
+        return (folder / self.file_name).is_file()

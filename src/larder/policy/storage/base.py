@@ -11,6 +11,7 @@ from larder.core.observation import Entries, LayerScores, Observation, StorageSt
 from larder.core.part import PolicyPart
 from larder.core.plan import Plan
 from larder.core.spec import LayerPairing, LayerSpec
+from larder.core.transform import TransformSpec
 
 NO_INSPECTION = StorageStatistics()
 
@@ -41,6 +42,11 @@ class Storage(PolicyPart, ABC):
     @property
     def pairing(self) -> LayerPairing | None:
         """Pairing of layers that share entries; None for none."""
+        return None
+
+    @property
+    def transform(self) -> TransformSpec | None:
+        """Transform coding of kept entries; None for none."""
         return None
 
     def entries(self, tokens: int, layers: Sequence[LayerSpec], itemsize: int) -> int:

@@ -1,0 +1,427 @@
+"""Transform layer: exact entries in a ragged part, all others as coded transform components.
+
+    exact    sinks, and the latest entries: a ragged tier as in `larder.cache.forms.ragged`
+    coded    a transformed tier, see `larder.cache.transformed_tier`
+
+A plan codes the entries that it gives a grade above 0: grade g is the tier g - 3, with a step of
+2^(g - 3) times the common one. A plan that gives importances and a number of bytes is fitted:
+`fit_plans` finds tiers, and the step with which all layers together fill their bytes. An entry that
+is coded never becomes exact again, nor finer, except as the target of a merge.
+
+While text is generated, entries behind the latest `recent` are coded once a block of them is full,
+in tier 0 with the step of the last plan.
+
+Attention decodes one block of each head at a time. Components of values are averaged as they are,
+and only the average is transformed back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from jaxtyping import Float, Int8, Int64
+from torch import Tensor
+
+from larder.cache.entry_columns import check_columns
+from larder.cache.forms._composite import MixedLayer
+from larder.cache.forms._transform_fit import FitLayer, common_step, tiers_of
+from larder.cache.forms.base import AttentionCall, AttentionState, CacheLayer
+from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.memory_usage import storage_bytes
+from larder.cache.merged_entries import MergedEntries, merge_entries, no_merges
+from larder.cache.row_updates import InsertedEntries
+from larder.cache.spec import CacheSpec
+from larder.cache.transform_tables import TransformTables
+from larder.cache.transformed_tier import ComponentBatch, TransformedTier
+from larder.cache.validation import check_kept
+from larder.core.errors import CacheError
+from larder.core.ledger import Ledger
+from larder.core.observation import Entries
+from larder.core.plan import Plan
+from larder.core.spec import POSITION_BYTES, LayerSpec, ModelSpec
+from larder.core.transform import NUM_TIERS, TIER_GRADE, TransformSpec
+from larder.core.types import Keys, Positions, Queries, Values
+from larder.ops.attention import ragged_attention
+from larder.ops.packing import heads_of_packed, starts_of
+
+GENERATED_BLOCK = 64  # most entries of a head that are coded together while text is generated
+
+
+class TransformLayer(MixedLayer):
+    """Per-head lengths; coded entries take about as many bytes as their information.
+
+    `entries` returns a copy as soon as any entry is coded.
+
+    Args:
+        ledger: columns and scalars that the policy keeps.
+    """
+
+    supports = requires = frozenset({"ledger", "transform"})
+    has_public_name = False
+
+    def __init__(
+        self,
+        layer: LayerSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        ledger: Ledger,
+        spec: TransformSpec,
+        tables: TransformTables,
+    ) -> None:
+        super().__init__(layer, RaggedLayer(layer, dtype, device, ledger))
+        self._hold(TransformedTier.nothing(spec, tables, len(ledger.columns)))
+
+    @classmethod
+    def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> TransformLayer:
+        assert spec.transform is not None  # required
+        own = spec.transform.of_model(model.fingerprint)
+        tables = TransformTables.load(layer, model.fingerprint)
+        return cls(layer, model.dtype, model.device, spec.ledger, own, tables)
+
+    @property
+    def tier(self) -> TransformedTier:
+        """The coded entries."""
+        return self._tier
+
+    def append(self, keys: Keys, values: Values, positions: Positions) -> None:
+        super().append(keys, values, positions)
+        if len(positions) == 1 and self._tier.step:
+            self._code_generated(int(positions[0]))
+
+    def apply(self, plan: Plan) -> None:
+        self._carry_out(plan, is_eviction=False)
+
+    def evict(self, plan: Plan) -> None:
+        self._carry_out(plan, is_eviction=True)
+
+    def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
+        if not self._is_mixed:
+            self._ragged.note(columns)
+            return
+        ledger, order = self._ragged.ledger, self._order()
+        check_columns(columns, ledger, len(order))
+        held = self._columns()
+        for name, numbers in columns.items():
+            held[ledger.columns.index(name), order] = numbers
+        exact, coded = held.split([sum(self._ragged.lengths), len(self._tier)], 1)
+        tier = replace(self._tier, columns=coded.clone())
+        self._ragged.note_packed(exact)
+        self._hold(tier)
+
+    def truncate(self, length: int) -> None:
+        tier = self._tier
+        if len(tier):
+            batch = tier.batch()
+            stays = batch.positions < length
+            if not bool(stays.all()):
+                tier = self._encoded(batch.select(stays.nonzero().flatten()))
+        self._ragged.truncate(length)
+        self._hold(tier)
+
+    def entries(self) -> Entries:
+        exact = self._ragged.entries()
+        if not self._is_mixed:
+            return exact
+        batch, order = self._tier.batch(), self._order()
+        keys, values = self._restored(batch)
+        like = exact.keys
+        grades = torch.cat([torch.zeros(sum(exact.lengths)), batch.tiers + float(TIER_GRADE)])
+        positions = torch.cat([exact.packed_positions().cpu(), batch.positions.int()])
+        columns = self._columns()[:, order]
+        return Entries(
+            torch.cat([exact.pack(exact.keys), keys.to(like)])[order],
+            torch.cat([exact.pack(exact.values), values.to(like)])[order],
+            positions[order].to(like.device),
+            tuple(starts_of(torch.tensor(self.lengths)).tolist()),
+            self.lengths,
+            dict(zip(self._ragged.ledger.columns, columns, strict=True)),
+            exact.scalars,
+            grades=grades[order].to(torch.int8).to(like.device),
+        )
+
+    @property
+    def attention_copy_bytes(self) -> int:
+        """Bytes of one decoded block of each head."""
+        sizes = self._tier.index[:, 1]
+        longest = int(sizes.max()) if len(sizes) else 0
+        return self.layer.kv_heads * longest * 2 * self.layer.head_dim * torch.float32.itemsize
+
+    def state(self) -> dict[str, Tensor]:
+        return self._ragged.state() | self._tier.state()
+
+    @classmethod
+    def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> TransformLayer:
+        tier, like = TransformedTier.adopt(layer, state), state["keys"]
+        store = cls(layer, like.dtype, like.device, Ledger(), tier.spec, tier.tables)
+        store._adopt_ragged(state)
+        store._hold(tier)
+        return store
+
+    def own_tensors(self) -> tuple[Tensor, ...]:
+        return self._tier.tensors()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        exact = torch.tensor(self._ragged.lengths)
+        return tuple((exact + self._tier.lengths(len(exact))).tolist())
+
+    @property
+    def _is_mixed(self) -> bool:
+        return bool(len(self._tier))
+
+    def _other_calls(self, queries: Queries) -> list[AttentionCall]:
+        return [partial(self._attend_round, queries, blocks) for blocks in self._tier.rounds]
+
+    def _attend_round(self, queries: Queries, blocks: list[int]) -> AttentionState:
+        """Attention to at most one block of each head, which is decoded for it."""
+        tier, heads = self._tier, self.layer.kv_heads
+        lengths = torch.zeros(heads, dtype=torch.int64)
+        keys, components, biases = list[Tensor](), list[Tensor](), list[Tensor]()
+        column = self._bias_column
+        for block in blocks:
+            head, positions = tier.head_of(block), tier.positions_of(block)
+            own, other = tier.components_of(block)[0].chunk(2, 1)
+            keys.append(tier.tables.keys(head, own, positions))
+            components.append(other)
+            lengths[head] = len(positions)
+            if column is not None:
+                biases.append(tier.columns[column, tier.entries_of(block)])
+        device = queries.device
+        rows = torch.cat(keys).to(device), torch.cat(components).to(device)
+        layout = starts_of(lengths), lengths
+        bias = torch.cat(biases).to(device) if biases else None
+        sizes = self.layer.scaling, bias, None, self.layer.softcap
+        out, lse = ragged_attention(queries.float(), *rows, *layout, *sizes)
+        averages = out.unflatten(0, (heads, -1)).cpu()
+        restored = [
+            tier.tables.values(head, own) if lengths[head] else own
+            for head, own in enumerate(averages)
+        ]
+        return torch.cat(restored).to(device), lse
+
+    def _carry_out(self, plan: Plan, is_eviction: bool) -> None:
+        check_kept(plan, self.lengths)
+        if plan.allowed_bytes and not plan.step:
+            plan = self.fit_plans([self], {0: plan})[0]
+        step = plan.step or self._tier.step
+        held, order = self.entries(), self._order()
+        sums = merge_entries(plan, held) if len(plan.folds) else no_merges(held.keys)
+        grades = self._new_grades(plan, held, sums)
+        if bool(grades.any()) and not step:
+            raise CacheError(
+                f"A plan for layer {self.layer.index} codes entries without a step: give it a step "
+                "or bytes to fill, or use a compensation that lowers no precision."
+            )
+        tier = self._coded_after(plan, held, sums, grades, step)
+        own, merged, arrivals = self._exact_after(plan, held, order, sums, grades)
+        between = storage_bytes((*self._tier.tensors(), *tier.tensors()))
+        if is_eviction:
+            self._ragged.evict_folded(own, merged, arrivals)
+        else:
+            self._ragged.apply_folded(own, merged, arrivals)
+        self.replaced_bytes = self._ragged.replaced_bytes + between
+        self._hold(tier)
+
+    @classmethod
+    def fit_plans(cls, stores: Sequence[CacheLayer], plans: Mapping[int, Plan]) -> dict[int, Plan]:
+        owned = {index: (store_of(stores[index]), plan) for index, plan in plans.items()}
+        fitted = {
+            i: pair for i, pair in owned.items() if pair[1].allowed_bytes and pair[1].grades.any()
+        }
+        if not fitted:
+            return dict(plans)
+        coded = [plan.importance.cpu()[plan.grades.cpu() > 0] for _, plan in fitted.values()]
+        median = torch.cat(coded).median()
+        graded = {
+            index: (store, replace(plan, grades=_with_tiers(plan, median)))
+            for index, (store, plan) in fitted.items()
+        }
+        step = common_step([store.fit_layer(plan) for store, plan in graded.values()])
+        done = {index: replace(plan, step=step) for index, (_, plan) in graded.items()}
+        return {index: done.get(index, plan) for index, plan in plans.items()}
+
+    def fit_layer(self, plan: Plan) -> FitLayer:
+        """What the fit of a plan with grades needs of the layer."""
+        grades = self._new_grades(plan, self.entries(), no_merges(self._ragged.entries().keys))
+        coded, tiers = plan.kept.cpu()[grades > 0], (grades[grades > 0] - TIER_GRADE).char()
+
+        def batch() -> ComponentBatch:
+            columns, held = torch.zeros(0, len(coded)), self.entries()
+            return self.component_batch(held, coded, tiers, columns, no_merges(held.keys))
+
+        like = self._ragged.entries().keys
+        entry = 2 * self.layer.head_dim * like.itemsize + POSITION_BYTES
+        tier, exact = self._tier, int((grades == 0).sum()) * entry
+        return FitLayer(tier.spec, tier.tables, batch, exact, plan.allowed_bytes, tier.step)
+
+    def _new_grades(self, plan: Plan, held: Entries, sums: MergedEntries) -> Int8[Tensor, " T"]:
+        """Grade of each kept entry after a plan: of coded entries never a finer one."""
+        former = held.grades.cpu() if len(held.grades) else torch.zeros(sum(held.lengths)).char()
+        former = former.index_fill(0, sums.targets.cpu(), 0)[plan.kept.cpu()]
+        if not len(plan.grades):
+            return former
+        wanted = plan.grades.cpu()
+        if len(wanted) != len(former) or bool(((wanted < 0) | (wanted > NUM_TIERS)).any()):
+            raise CacheError(
+                f"A plan has {len(wanted)} grades for {len(former)} kept entries, from "
+                f"{min(wanted.tolist(), default=0)} to {max(wanted.tolist(), default=0)}: give one "
+                f"each, from 0 to {NUM_TIERS}."
+            )
+        return torch.where(former > 0, torch.maximum(former, wanted), wanted)
+
+    def _coded_after(
+        self, plan: Plan, held: Entries, sums: MergedEntries, grades: Tensor, step: float
+    ) -> TransformedTier:
+        """Coded tier after a plan; the same one if nothing of it changes."""
+        coded = plan.kept.cpu()[grades > 0]
+        before = held.grades.cpu() if len(held.grades) else torch.zeros(sum(held.lengths)).char()
+        is_same = (
+            len(coded) == len(self._tier) and step == self._tier.step and not len(sums.targets)
+        )
+        tiers = (grades[grades > 0] - TIER_GRADE).to(torch.int8)
+        if is_same and torch.equal(before[coded], grades[grades > 0]) and not plan.columns:
+            return self._tier
+        columns = self._planned_columns(plan, held)[:, (grades > 0).nonzero().flatten()]
+        batch = self.component_batch(held, coded, tiers, columns, sums)
+        return TransformedTier.encode(self._tier.spec, self._tier.tables, step, batch)
+
+    def _planned_columns(self, plan: Plan, held: Entries) -> Float[Tensor, "n T"]:
+        """Ledger columns of the kept entries after a plan."""
+        self._ragged.check_numbers(plan)
+        names, kept = self._ragged.ledger.columns, plan.kept
+        rows = [plan.columns[n] if n in plan.columns else held.column(n)[kept] for n in names]
+        return (
+            torch.stack([row.float().cpu() for row in rows]) if rows else torch.zeros(0, len(kept))
+        )
+
+    def component_batch(
+        self,
+        held: Entries,
+        packed: Int64[Tensor, " N"],
+        tiers: Int8[Tensor, " N"],
+        columns: Float[Tensor, "n N"],
+        sums: MergedEntries,
+    ) -> ComponentBatch:
+        """Components of some packed entries, with merged ones in their new form."""
+        heads = heads_of_packed(packed, held.lengths)
+        positions = held.packed_positions().cpu().long()[packed]
+        keys, values = held.pack(held.keys).float(), held.pack(held.values).float()
+        if len(sums.targets):
+            keys, values = keys.clone(), values.clone()
+            keys[sums.targets], values[sums.targets] = sums.keys, sums.values
+        parts: list[Tensor] = [torch.zeros(0, 2 * self.layer.head_dim)]
+        for head in range(len(held.lengths)):
+            own = packed[heads == head].to(keys.device)
+            there = positions[heads == head]
+            sides = keys[own].cpu(), values[own].cpu()
+            parts.append(self._tier.tables.components(head, *sides, there))
+        return ComponentBatch(heads, positions, torch.cat(parts), tiers, columns)
+
+    def _exact_after(
+        self, plan: Plan, held: Entries, order: Tensor, sums: MergedEntries, grades: Tensor
+    ) -> tuple[Plan, MergedEntries, InsertedEntries | None]:
+        """Plan, merged entries and inserted entries of the exact part."""
+        kept, count = plan.kept.cpu(), sum(self._ragged.lengths)
+        places, exact = order[kept], grades == 0
+        stays = exact & (places < count)
+        heads = heads_of_packed(kept, held.lengths)
+        lengths = torch.bincount(heads[stays], minlength=len(held.lengths))
+        marked = stays.to(plan.kept.device)
+        columns = {name: numbers[marked] for name, numbers in plan.columns.items()}
+        own = Plan(places[stays], tuple(lengths.tolist()), columns=columns, scalars=plan.scalars)
+        targets = order[sums.targets.cpu()]
+        mine = targets < count
+        merged = MergedEntries(targets[mine], sums.keys[mine], sums.values[mine]).among(
+            places[stays]
+        )
+        comes = (exact & (places >= count)).nonzero().flatten()
+        if not len(comes):
+            return own, merged, None
+        found = torch.searchsorted(sums.targets.cpu(), kept[comes])
+        positions = held.packed_positions()[plan.kept[comes.to(plan.kept.device)]]
+        numbers = self._planned_columns(plan, held)[:, comes].to(held.keys.device)
+        sides = sums.keys[found], sums.values[found]
+        return own, merged, InsertedEntries(heads[comes], *sides, positions, numbers)
+
+    def _code_generated(self, newest: int) -> None:
+        """Code the entries behind the latest ones, once a block of them is full."""
+        exact, spec = self._ragged.entries(), self._tier.spec
+        positions = exact.packed_positions().cpu().long()
+        behind = (positions >= spec.sinks) & (positions <= newest - spec.recent)
+        heads = heads_of_packed(torch.arange(len(positions)), exact.lengths)
+        counts = torch.bincount(heads[behind], minlength=len(exact.lengths))
+        if int(counts.max()) < min(GENERATED_BLOCK, spec.block):
+            return
+        packed = behind.nonzero().flatten()
+        rows = [exact.column(name).cpu()[packed] for name in self._ragged.ledger.columns]
+        columns = torch.stack(rows) if rows else torch.zeros(0, len(packed))
+        tiers = torch.zeros(len(packed), dtype=torch.int8)
+        batch = self.component_batch(exact, packed, tiers, columns, no_merges(exact.keys))
+        tier = self._tier.extended(self._encoded(batch))
+        stays = (~behind).nonzero().flatten()
+        lengths = tuple((torch.tensor(exact.lengths) - counts).tolist())
+        self._ragged.evict(Plan(stays.to(exact.keys.device), lengths))
+        self._hold(tier)
+
+    def _encoded(self, batch: ComponentBatch) -> TransformedTier:
+        """Entries coded with the present step."""
+        tier = self._tier
+        return TransformedTier.encode(tier.spec, tier.tables, tier.step, batch)
+
+    def _restored(self, batch: ComponentBatch) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
+        """Rotated keys, and values, of components."""
+        tables, (own, other) = self._tier.tables, batch.components.chunk(2, 1)
+        keys, values = torch.empty_like(own), torch.empty_like(other)
+        for head in range(self.layer.kv_heads):
+            mine = batch.heads == head
+            keys[mine] = tables.keys(head, own[mine], batch.positions[mine])
+            values[mine] = tables.values(head, other[mine])
+        return keys, values
+
+    def _order(self) -> Int64[Tensor, " T"]:
+        """Index of each packed entry among the exact entries and then the coded ones."""
+        exact = self._ragged.entries()
+        heads = heads_of_packed(torch.arange(sum(exact.lengths)), exact.lengths)
+        positions = exact.packed_positions().cpu().long()
+        if self._is_mixed:
+            index = self._tier.index
+            coded = torch.repeat_interleave(index[:, 0].long(), index[:, 1].long())
+            blocks = range(len(index))
+            heads = torch.cat([heads, coded])
+            positions = torch.cat([positions, *(self._tier.positions_of(b) for b in blocks)])
+        return torch.argsort(heads * (1 << 32) + positions)
+
+    def _columns(self) -> Float[Tensor, "n T"]:
+        """Ledger columns of the exact entries, then of the coded ones."""
+        exact = self._ragged.entries()
+        rows = [exact.column(name).cpu() for name in self._ragged.ledger.columns]
+        own = torch.stack(rows) if rows else torch.zeros(0, sum(exact.lengths))
+        return torch.cat([own, self._tier.columns], 1)
+
+    def _hold(self, tier: TransformedTier) -> None:
+        self._tier = tier
+        self._count_bytes()
+        self.usage.set_entries(len(tier))
+
+
+def store_of(layer: CacheLayer) -> TransformLayer:
+    """The layer, which is one of this form. Raises: CacheError: it is not."""
+    if not isinstance(layer, TransformLayer):
+        raise CacheError(
+            f"Layer {layer.layer.index} is no transform layer, but a plan gives it bytes to fill: "
+            "plan managed layers alone."
+        )
+    return layer
+
+
+def _with_tiers(plan: Plan, median: Float[Tensor, ""]) -> Int8[Tensor, " T"]:
+    """Grades of a plan with tiers by importance."""
+    grades = plan.grades.cpu()
+    tiers = tiers_of(plan.importance.cpu(), median)
+    return torch.where(grades > 0, tiers + TIER_GRADE, grades).to(torch.int8)
+
+
+Part = TransformLayer

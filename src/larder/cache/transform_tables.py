@@ -1,0 +1,145 @@
+"""Calibrated transforms of a model's keys and values, kept by fingerprint.
+
+    keys before rotation, values [K, D]  -  mean  ->  x forward  ->  components [K, D]
+
+One file of tensors per model, under `$LARDER_HOME/<fingerprint>/`, that
+`larder.models.measurements.transform` writes. Caches share what is read from it. Their own bytes do
+not include it: `TransformTables.nbytes` counts it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from larder.core.errors import CacheError
+from larder.core.home import home
+from larder.core.spec import LayerSpec
+from larder.ops.rope import rotate
+
+TABLES_FILE = "transform.safetensors"
+PARTS = ("forward", "mean", "deviation")
+KEYS, VALUES = 0, 1
+
+
+@dataclass(frozen=True, eq=False)
+class TransformTables:
+    """Transforms of the keys (0) and values (1) of one layer, per kv head.
+
+    Args:
+        forward: columns are the directions of the components, largest deviation first.
+        mean: of keys before rotation, and of values.
+        deviation: of each component on the calibration text.
+        radians: RoPE frequencies of the layer.
+    """
+
+    forward: Float[Tensor, "2 K D D"]
+    mean: Float[Tensor, "2 K D"]
+    deviation: Float[Tensor, "2 K D"]
+    radians: tuple[float, ...]
+
+    @cached_property
+    def inverse(self) -> Float[Tensor, "2 K D D"]:
+        """Matrices that turn components back."""
+        return torch.linalg.inv(self.forward.double()).float()
+
+    @cached_property
+    def digest(self) -> str:
+        """Short digest of the numbers, which tells one calibration from another."""
+        found = hashlib.sha256()
+        for part in (self.forward, self.mean, self.deviation):
+            found.update(part.cpu().contiguous().numpy().tobytes())
+        return found.hexdigest()[:16]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the numbers, shared by all caches of a model."""
+        return sum(part.nbytes for part in (self.forward, self.mean, self.deviation))
+
+    def components(
+        self,
+        head: int,
+        keys: Float[Tensor, "N D"],
+        values: Float[Tensor, "N D"],
+        positions: Int[Tensor, " N"],
+    ) -> Float[Tensor, "N D2"]:
+        """Components of the entries of a head: those of keys, then those of values."""
+        plain = rotate(keys.float()[None], -positions, self._frequencies)[0]
+        sides = ((KEYS, plain), (VALUES, values.float()))
+        own = [(x - self.mean[side, head]) @ self.forward[side, head] for side, x in sides]
+        return torch.cat(own, 1)
+
+    def keys(
+        self, head: int, components: Float[Tensor, "N D"], positions: Int[Tensor, " N"]
+    ) -> Float[Tensor, "N D"]:
+        """Rotated keys of components, in float32."""
+        plain = components @ self.inverse[KEYS, head] + self.mean[KEYS, head]
+        return rotate(plain[None], positions, self._frequencies)[0]
+
+    def values(self, head: int, components: Float[Tensor, "*N D"]) -> Float[Tensor, "*N D"]:
+        """Values of components, or averages of values of averages of components, in float32."""
+        return components @ self.inverse[VALUES, head] + self.mean[VALUES, head]
+
+    @cached_property
+    def _frequencies(self) -> Float[Tensor, " half"]:
+        return torch.tensor(self.radians, dtype=torch.float32)
+
+    @staticmethod
+    def load(layer: LayerSpec, fingerprint: str) -> TransformTables:
+        """Tables of a layer of a calibrated model; caches of a model share them.
+
+        Raises:
+            CacheError: the model is not calibrated, or its rotary embedding is unknown.
+        """
+        if layer.radians is None:
+            raise CacheError(
+                f"Layer {layer.index} has a rotary embedding unknown to Larder, so its keys "
+                "cannot be unrotated: use a storage other than transform()."
+            )
+        path = tables_path(fingerprint)
+        try:
+            return _read(path, path.stat().st_mtime_ns, layer)
+        except (OSError, KeyError):
+            raise CacheError(
+                f"{path} has no transforms of layer {layer.index}: measure them with "
+                "`larder model calibrate MODEL transform`, on the device and dtype that it runs in."
+            ) from None
+
+
+def tables_path(fingerprint: str) -> Path:
+    """File of the transforms of a model."""
+    return home() / fingerprint / TABLES_FILE
+
+
+@cache
+def _read(path: Path, modified: int, layer: LayerSpec) -> TransformTables:
+    """Tables of one layer from a file as it was at a time.
+
+    Raises:
+        KeyError: the file has no such layer.
+    """
+    del modified
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            parts = [file.get_tensor(f"{layer.index}.{part}") for part in PARTS]
+    except SafetensorError as error:
+        raise KeyError(str(error)) from None
+    return TransformTables(parts[0], parts[1], parts[2], layer.radians or ())
+
+
+def state_of(tables: Mapping[int, TransformTables]) -> dict[str, Tensor]:
+    """Tensors of a file, by name."""
+    return {
+        f"{index}.{part}": tensor.contiguous()
+        for index, own in tables.items()
+        for part, tensor in zip(PARTS, (own.forward, own.mean, own.deviation), strict=True)
+    }

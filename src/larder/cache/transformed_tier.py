@@ -1,0 +1,291 @@
+"""Transformed tier of a layer: entries as coded transform components, in blocks of a head.
+
+    index     head, entries, first position, span, bytes     one row a block, by head, then position
+    payload   [ positions | components ] [ positions | components ] ...
+
+The positions of a block are a bitmap of its span; where that is longer, 4 bytes each (span 0). A
+tier is immutable: a change makes a new one, so a change that fails has changed nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Int8, Int32, Int64, UInt8
+from torch import Tensor
+
+from larder.cache.state_names import text_of, text_tensor
+from larder.cache.transform_tables import TransformTables
+from larder.core.errors import CacheError
+from larder.core.spec import LayerSpec
+from larder.core.transform import TransformSpec
+from larder.ops import transform_coder as coding
+
+INDEX_FIELDS = 5
+INDEX_BYTES = 4 * INDEX_FIELDS
+ROUNDING_BYTES = 2  # of a block's words that a count of bits leaves out
+SPEC_KEY, INDEX_KEY, PAYLOAD_KEY, STEP_KEY, COLUMNS_KEY = (
+    "transform.spec",
+    "transform.index",
+    "transform.payload",
+    "transform.step",
+    "transform.columns",
+)
+
+
+@dataclass(frozen=True)
+class ComponentBatch:
+    """Entries to code, in order of heads and positions.
+
+    Args:
+        heads: kv head of each entry.
+        components: of keys, then of values.
+        tiers: -2 (finest) to 2.
+        columns: ledger columns, one number per entry.
+    """
+
+    heads: Int64[Tensor, " N"]
+    positions: Int64[Tensor, " N"]
+    components: Float[Tensor, "N D2"]
+    tiers: Int8[Tensor, " N"]
+    columns: Float[Tensor, "n N"]
+
+    def select(self, rows: Tensor) -> ComponentBatch:
+        """Some of the entries, in the given order."""
+        return ComponentBatch(
+            self.heads[rows],
+            self.positions[rows],
+            self.components[rows],
+            self.tiers[rows],
+            self.columns[:, rows],
+        )
+
+    def blocks(self, size: int) -> Iterator[tuple[int, slice]]:
+        """Head and rows of each block of at most `size` entries of a head."""
+        heads, counts = self.heads.unique_consecutive(return_counts=True)
+        start = 0
+        for head, count in zip(heads.tolist(), counts.tolist(), strict=True):
+            for first in range(start, start + count, size):
+                yield head, slice(first, min(first + size, start + count))
+            start += count
+
+
+@dataclass(frozen=True)
+class TransformedTier:
+    """Coded entries of all heads of a layer.
+
+    Args:
+        step: quantization step of tier 0; 0 before the first entry is coded.
+        columns: ledger columns, one number per entry in order of blocks.
+    """
+
+    spec: TransformSpec
+    tables: TransformTables
+    step: float
+    index: Int32[Tensor, "B F"]
+    payload: UInt8[Tensor, " N"]
+    columns: Float[Tensor, "n T"]
+
+    @staticmethod
+    def nothing(spec: TransformSpec, tables: TransformTables, columns: int) -> TransformedTier:
+        """Empty tier."""
+        index = torch.zeros(0, INDEX_FIELDS, dtype=torch.int32)
+        none = torch.zeros(0, dtype=torch.uint8)
+        return TransformedTier(spec, tables, 0.0, index, none, torch.zeros(columns, 0))
+
+    @staticmethod
+    def encode(
+        spec: TransformSpec, tables: TransformTables, step: float, batch: ComponentBatch
+    ) -> TransformedTier:
+        """Tier of some entries.
+
+        Raises:
+            CacheError: a component is not finite, or too large for the step.
+        """
+        rows: list[list[int]] = []
+        parts: list[np.ndarray] = []
+        for head, own in batch.blocks(spec.block):
+            positions = batch.positions[own].numpy()
+            span, places = _packed_positions(positions)
+            numbers, tiers = batch.components[own].numpy(), batch.tiers[own].numpy()
+            codes = coding.encoded(numbers, tiers, _deviations(tables, head), step, spec.coder)
+            parts += [places, codes]
+            size = len(places) + len(codes)
+            rows.append([head, len(positions), int(positions[0]), span, size])
+        index = torch.tensor(rows, dtype=torch.int32).reshape(-1, INDEX_FIELDS)
+        payload = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
+        return TransformedTier(
+            spec, tables, step, index, torch.from_numpy(payload), batch.columns.clone()
+        )
+
+    @staticmethod
+    def estimate(
+        spec: TransformSpec, tables: TransformTables, step: float, batch: ComponentBatch
+    ) -> float:
+        """Bytes of some entries once coded, columns left out; hardly ever too few."""
+        total = 0.0
+        for head, own in batch.blocks(spec.block):
+            numbers, tiers = batch.components[own].numpy(), batch.tiers[own].numpy()
+            places = len(_packed_positions(batch.positions[own].numpy())[1])
+            total += coding.coded_bytes(numbers, tiers, _deviations(tables, head), step, spec.coder)
+            total += INDEX_BYTES + places + ROUNDING_BYTES
+        return total
+
+    def extended(self, later: TransformedTier) -> TransformedTier:
+        """Tier with the blocks of another one of the same step, behind those of their heads."""
+        index = torch.cat([self.index, later.index])
+        order = torch.argsort(index[:, 0].long() * (1 << 32) + index[:, 2])
+        payloads = [
+            *self.payload.split(self.index[:, 4].tolist()),
+            *later.payload.split(later.index[:, 4].tolist()),
+        ]
+        columns = [
+            *self.columns.split(self.index[:, 1].tolist(), 1),
+            *later.columns.split(later.index[:, 1].tolist(), 1),
+        ]
+        places = order.tolist()
+        payload = torch.cat([payloads[place] for place in places])
+        numbers = torch.cat([columns[place] for place in places], 1)
+        step = self.step or later.step
+        return TransformedTier(self.spec, self.tables, step, index[order], payload, numbers)
+
+    def __post_init__(self) -> None:
+        _ = self._rows  # read before a layer changes, since reading may fail for lack of memory
+
+    def __len__(self) -> int:
+        return sum(count for _, count, _, _, _, _ in self._rows)
+
+    def lengths(self, heads: int) -> Int64[Tensor, " K"]:
+        """Entries of each kv head."""
+        owners, counts = self.index[:, 0].long(), self.index[:, 1].long()
+        return torch.zeros(heads, dtype=torch.int64).index_add_(0, owners, counts)
+
+    @cached_property
+    def rounds(self) -> list[list[int]]:
+        """Blocks in groups with at most one block of each head."""
+        groups: list[list[int]] = []
+        seen: dict[int, int] = {}
+        for block, head in enumerate(self.index[:, 0].tolist()):
+            turn = seen[head] = seen.get(head, -1) + 1
+            if turn == len(groups):
+                groups.append([])
+            groups[turn].append(block)
+        return groups
+
+    @cached_property
+    def _rows(self) -> list[tuple[int, int, int, int, slice, int]]:
+        """Of each block: head, entries, first position, span, bytes of the payload, first entry."""
+        rows: list[tuple[int, int, int, int, slice, int]] = []
+        start = entry = 0
+        for head, count, first, span, size in self.index.tolist():
+            rows.append((head, count, first, span, slice(start, start + size), entry))
+            start, entry = start + size, entry + count
+        return rows
+
+    def head_of(self, block: int) -> int:
+        """Kv head of a block."""
+        return self._rows[block][0]
+
+    def entries_of(self, block: int) -> slice:
+        """Indices of a block's entries in the tier."""
+        _, count, _, _, _, first = self._rows[block]
+        return slice(first, first + count)
+
+    def positions_of(self, block: int) -> Int64[Tensor, " N"]:
+        """True positions of a block's entries."""
+        _, count, first, span, own, _ = self._rows[block]
+        places = self.payload[own][: _position_bytes(count, span)].numpy()
+        return torch.from_numpy(_unpacked_positions(places, count, first, span))
+
+    def components_of(self, block: int) -> tuple[Float[Tensor, "N D2"], Int8[Tensor, " N"]]:
+        """Components and tiers of a block's entries."""
+        head, count, _, span, own, _ = self._rows[block]
+        codes = self.payload[own][_position_bytes(count, span) :].numpy()
+        deviations = _deviations(self.tables, head)
+        numbers, tiers = coding.decoded(codes, count, deviations, self.step, self.spec.coder)
+        return torch.from_numpy(numbers), torch.from_numpy(tiers)
+
+    def batch(self) -> ComponentBatch:
+        """All entries, decoded."""
+        blocks = range(len(self._rows))
+        pairs = [self.components_of(block) for block in blocks]
+        width = 2 * self.tables.mean.shape[-1]
+        heads = torch.repeat_interleave(self.index[:, 0].long(), self.index[:, 1].long())
+        none = torch.zeros(0, dtype=torch.int64)
+        return ComponentBatch(
+            heads,
+            torch.cat([none, *(self.positions_of(block) for block in blocks)]),
+            torch.cat([torch.zeros(0, width), *(numbers for numbers, _ in pairs)]),
+            torch.cat([none.to(torch.int8), *(tiers for _, tiers in pairs)]),
+            self.columns,
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that are not empty, the shared tables excluded."""
+        own = (self.index, self.payload, self.columns)
+        return tuple(tensor for tensor in own if tensor.numel())
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all tensors by name, with what names the calibration."""
+        return {
+            SPEC_KEY: text_tensor(f"{self.tables.digest} {self.spec.to_text()}"),
+            INDEX_KEY: self.index.clone(),
+            PAYLOAD_KEY: self.payload.clone(),
+            STEP_KEY: torch.tensor([self.step], dtype=torch.float64),
+            COLUMNS_KEY: self.columns.clone(),
+        }
+
+    @staticmethod
+    def adopt(layer: LayerSpec, state: Mapping[str, Tensor]) -> TransformedTier:
+        """Tier restored from `state`, which takes ownership of the tensors.
+
+        Raises:
+            CacheError: the model is not calibrated here, or was calibrated again.
+        """
+        if SPEC_KEY not in state:
+            raise CacheError(
+                f"Layer {layer.index} of the saved cache has no transform spec, but its "
+                "description has one: build the cache again."
+            )
+        digest, _, text = text_of(state[SPEC_KEY]).partition(" ")
+        spec = TransformSpec.from_text(text)
+        tables = TransformTables.load(layer, spec.model)
+        if tables.digest != digest:
+            raise CacheError(
+                f"Layer {layer.index} of the saved cache was coded with the calibration {digest}, "
+                f"but the model now has {tables.digest}: build the cache again."
+            )
+        index, payload, columns = (
+            state[key].cpu() for key in (INDEX_KEY, PAYLOAD_KEY, COLUMNS_KEY)
+        )
+        return TransformedTier(spec, tables, float(state[STEP_KEY][0]), index, payload, columns)
+
+
+def _deviations(tables: TransformTables, head: int) -> np.ndarray:
+    return tables.deviation[:, head].flatten().numpy()
+
+
+def _packed_positions(positions: Int[np.ndarray, " N"]) -> tuple[int, UInt8[np.ndarray, " B"]]:
+    """Span and bytes of ascending positions."""
+    span = int(positions[-1] - positions[0]) + 1
+    if -(-span // 8) > 4 * len(positions):
+        return 0, positions.astype(np.int32).view(np.uint8)
+    marks = np.zeros(span, np.uint8)
+    marks[positions - positions[0]] = 1
+    return span, np.packbits(marks)
+
+
+def _position_bytes(count: int, span: int) -> int:
+    return -(-span // 8) if span else 4 * count
+
+
+def _unpacked_positions(
+    places: UInt8[np.ndarray, " B"], count: int, first: int, span: int
+) -> Int[np.ndarray, " N"]:
+    if not span:
+        return places.copy().view(np.int32)[:count].astype(np.int64)
+    return np.flatnonzero(np.unpackbits(places, count=span)).astype(np.int64) + first

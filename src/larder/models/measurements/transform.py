@@ -1,0 +1,190 @@
+"""Transforms of keys and values: means, directions and deviations per layer and kv head.
+
+For the storage `transform`. Keys are taken before rotation. The metric of keys is the second moment
+of the queries of the group, before rotation, turned by the distances 0 to `reach`; that of values
+is the sum of Wo Wo' over the group. Vectors are multiplied by the fourth root of the metric, scaled
+to a mean of 1 on its diagonal, and rotated to the eigenvectors of their covariance.
+
+Its numbers are one per layer, the mean deviation of the components; the transforms are in a file of
+tensors beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.cache.transform_tables import KEYS, TABLES_FILE, VALUES, TransformTables, state_of
+from larder.core.errors import BadParameter, ModelError
+from larder.core.spec import LayerSpec
+from larder.models.attention_backend import AttentionInputs, CausalAttention
+from larder.models.decoder import Decoder
+from larder.models.introspection import weight_inputs
+from larder.models.measurements.base import Granularity, SampleText, TableMeasurement
+from larder.ops.rope import rotate
+
+EXPONENT = 0.25  # of the metrics
+RIDGE = 1e-4  # share of the mean of a spectrum that is added to it
+DISTANCES = 64  # distances that the metric of keys is averaged over
+OUTPUT = "projection"
+
+
+@dataclass(frozen=True)
+class TransformMeasurement(TableMeasurement):
+    """Transforms on the bundled text, read in pieces.
+
+    Args:
+        tokens: length of the text.
+        piece: tokens that are read together.
+        sinks: first tokens of a piece that do not count.
+        reach: longest distance of a query.
+    """
+
+    tokens: int = 6144
+    piece: int = 1024
+    sinks: int = 4
+    reach: int = 1024
+    granularity = Granularity.LAYER
+    file_name = TABLES_FILE
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sinks < self.piece <= self.tokens or self.reach < 1:
+            raise BadParameter(
+                f"transform needs 0 <= sinks < piece <= tokens and reach >= 1, got {self}."
+            )
+
+    def measure_tables(self, decoder: Decoder, sample: SampleText) -> dict[str, Tensor]:
+        layers = {layer.index: layer for layer in decoder.spec.managed}
+        _check_layers(layers.values())
+        moments = {index: LayerMoments.nothing(layer) for index, layer in layers.items()}
+
+        def show(inputs: AttentionInputs) -> None:
+            if inputs.layer in moments:
+                moments[inputs.layer].add(inputs, self.sinks)
+
+        ids = sample.ids(self.tokens)
+        for start in range(0, len(ids) - self.sinks, self.piece):
+            decoder.forward_uncached(ids[start : start + self.piece], CausalAttention(show))
+        outputs = weight_inputs(decoder.attentions, tuple(layers.values()), [OUTPUT])
+        return state_of(
+            {
+                index: transforms(moments[index], outputs[index][OUTPUT].float(), self.reach)
+                for index in layers
+            }
+        )
+
+    def summary(self, tables: dict[str, Tensor]) -> tuple[float, ...]:
+        names = sorted((n for n in tables if n.endswith(".deviation")), key=_layer_number)
+        return tuple(float(tables[name].mean()) for name in names)
+
+
+def _layer_number(name: str) -> int:
+    return int(name.partition(".")[0])
+
+
+class LayerMoments:
+    """First and second moments of queries, keys and values of a layer, before rotation.
+
+    Args:
+        sums: of keys and values, float64 [2, K, D].
+        products: of queries, keys and values with themselves, float64 [3, K, D, D].
+        counts: tokens of queries times their group, and of the others.
+    """
+
+    def __init__(self, layer: LayerSpec, sums: Tensor, products: Tensor) -> None:
+        self.layer, self.sums, self.products = layer, sums, products
+        self.counts = [0, 0]
+
+    @staticmethod
+    def nothing(layer: LayerSpec) -> LayerMoments:
+        """Moments of no token."""
+        heads, size = layer.kv_heads, layer.head_dim
+        sums = torch.zeros(2, heads, size, dtype=torch.float64)
+        return LayerMoments(layer, sums, torch.zeros(3, heads, size, size, dtype=torch.float64))
+
+    def add(self, inputs: AttentionInputs, sinks: int) -> None:
+        """Add the tokens of one call, the first `sinks` left out."""
+        places = torch.arange(inputs.keys.shape[1], device=inputs.keys.device)
+        radians = torch.tensor(self.layer.radians, device=places.device)
+        sides = [rotate(part.float(), -places, radians) for part in (inputs.queries, inputs.keys)]
+        rows = [part[:, sinks:].double().cpu() for part in (*sides, inputs.values.float())]
+        groups = rows[0].unflatten(0, (self.layer.kv_heads, -1)).flatten(1, 2)
+        for place, part in enumerate((groups, rows[1], rows[2])):
+            self.products[place] += part.transpose(1, 2) @ part
+        self.sums[KEYS] += rows[1].sum(1)
+        self.sums[VALUES] += rows[2].sum(1)
+        self.counts[0] += groups.shape[1]
+        self.counts[1] += rows[1].shape[1]
+
+
+def transforms(
+    moments: LayerMoments, outputs: Float[Tensor, "H D N"], reach: int
+) -> TransformTables:
+    """Transforms of a layer from its moments and its output projection."""
+    layer, count = moments.layer, moments.counts[1]
+    radians = layer.radians or ()
+    forward, deviation = list[Tensor](), list[Tensor]()
+    for head in range(layer.kv_heads):
+        own = outputs[head * layer.group : (head + 1) * layer.group].double().cpu()
+        queries = moments.products[0, head] / moments.counts[0]
+        metrics = turned_moment(queries, radians, reach), (own @ own.transpose(1, 2)).sum(0)
+        pairs = list[tuple[Tensor, Tensor]]()
+        for side, metric in enumerate(metrics):
+            mean = moments.sums[side, head] / count
+            second = moments.products[side + 1, head] / count
+            pairs.append(klt(second - mean.outer(mean), metric))
+        forward.append(torch.stack([matrix for matrix, _ in pairs]))
+        deviation.append(torch.stack([own for _, own in pairs]))
+    return TransformTables(
+        torch.stack(forward, 1).float(),
+        (moments.sums / count).float(),
+        torch.stack(deviation, 1).float(),
+        radians,
+    )
+
+
+def klt(
+    covariance: Float[Tensor, "D D"], metric: Float[Tensor, "D D"]
+) -> tuple[Float[Tensor, "D D"], Float[Tensor, " D"]]:
+    """Matrix from vectors to components, and the deviation of each component."""
+    weight = symmetric_power(metric / metric.diagonal().mean().clamp(min=1e-12), EXPONENT)
+    spread = weight @ covariance @ weight
+    variances, directions = torch.linalg.eigh((spread + spread.T) / 2)
+    least = variances.mean().clamp(min=1e-12) * RIDGE
+    return weight @ directions.flip(1), variances.flip(0).clamp(min=least).sqrt()
+
+
+def symmetric_power(matrix: Float[Tensor, "D D"], exponent: float) -> Float[Tensor, "D D"]:
+    """Power of a positive matrix, with small eigenvalues raised to `RIDGE` of their mean."""
+    values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
+    return (vectors * values.clamp(min=values.mean() * RIDGE).pow(exponent)) @ vectors.T
+
+
+def turned_moment(
+    moment: Float[Tensor, "D D"], radians: tuple[float, ...], reach: int
+) -> Float[Tensor, "D D"]:
+    """Second moment of queries as keys before rotation see them, at distances 0 to `reach`."""
+    size, frequencies = moment.shape[0], torch.tensor(radians, dtype=torch.float32)
+    total = torch.zeros_like(moment)
+    distances = torch.linspace(0, reach - 1, DISTANCES).round().long()
+    for distance in distances.tolist():
+        places = torch.full((size,), distance)
+        turn = rotate(torch.eye(size)[None], places, frequencies)[0].double()  # row i is R e_i
+        total += turn.T @ moment @ turn
+    return total / len(distances)
+
+
+def _check_layers(layers: object) -> None:
+    """Raises: ModelError: a layer has latents, or a rotary embedding that is unknown."""
+    for layer in layers:  # pyright: ignore
+        if layer.radians is None or layer.latent_rank:
+            raise ModelError(
+                f"Layer {layer.index} has latents, or a rotary embedding unknown to Larder, so its "
+                "keys cannot be unrotated: choose a storage other than transform()."
+            )
+
+
+Part = TransformMeasurement

@@ -1,0 +1,156 @@
+"""Coders of transform components: entropy coding or fixed widths, blocks of entries, any step.
+
+A component c of an entry in tier t is the symbol round(c / (step 2^t)). Both coders hold every
+symbol, however large: the range coder behind an escape code, fixed widths in a list of exceptions.
+
+    entropy   words of the range coder, tiers among them
+    widths    [number of exceptions | tiers, 4 bits each | components | exceptions]
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float, Int, UInt8
+from numpy import ndarray
+
+from larder.core.errors import CacheError
+from larder.core.transform import LAST_TIER, Coder
+from larder.ops.symbol_model import (
+    CLASSES_PER_OCTAVE,
+    EXCEPTION_BITS,
+    NUM_CLASSES,
+    classes_of,
+    symbol_model,
+)
+
+LARGEST_SYMBOL = 2**31 - 1
+COUNT_BYTES = 4  # number of exceptions of a block of fixed widths
+WORDS_PER_SYMBOL = 3  # an escape takes 44 bits
+
+Numbers = Float[ndarray, "N W"]
+Tiers = Int[ndarray, " N"]
+Deviations = Float[ndarray, " W"]
+Payload = UInt8[ndarray, " B"]
+
+
+def quantized(numbers: Numbers, tiers: Tiers, step: float) -> Int[ndarray, "N W"]:
+    """Symbols of components.
+
+    Raises:
+        CacheError: a symbol has more than 32 bits, or a component is not finite.
+    """
+    steps = step * 2.0 ** tiers.astype(np.float64)
+    symbols = np.rint(numbers / steps[:, None])
+    if symbols.size and not float(np.abs(symbols).max()) <= LARGEST_SYMBOL:
+        raise CacheError(
+            f"A component of {np.abs(numbers).max():.3g} cannot be coded with a step of "
+            f"{steps.min():.3g}: keys and values must be finite, and the step larger."
+        )
+    return symbols.astype(np.int32)
+
+
+def coded_bytes(
+    numbers: Numbers, tiers: Tiers, deviations: Deviations, step: float, coder: Coder
+) -> float:
+    """Bytes of one block of entries, without coding it."""
+    from larder.ops.cpu import range_coder_kernels as kernels  # compiles: not before it is needed
+
+    model, bases = symbol_model(), classes_of(deviations, step)
+    symbols = quantized(numbers, tiers, step)
+    if coder is Coder.ENTROPY:
+        bits = kernels.count_bits(symbols, tiers, bases, model.costs, model.raw_bits)
+        return 8 + bits / 8
+    widths = _widths(bases, tiers)
+    reach = np.where(widths == 0, 0, 2 ** np.maximum(widths - 1, 0) - 1)
+    missed = int((np.abs(symbols.astype(np.int64)) > reach).sum())
+    return COUNT_BYTES + len(tiers) / 2 + (widths.sum() + missed * EXCEPTION_BITS) / 8
+
+
+def encoded(
+    numbers: Numbers, tiers: Tiers, deviations: Deviations, step: float, coder: Coder
+) -> Payload:
+    """Payload of one block of entries."""
+    from larder.ops.cpu import range_coder_kernels as kernels  # compiles: not before it is needed
+
+    model, bases = symbol_model(), classes_of(deviations, step)
+    symbols = quantized(numbers, tiers, step)
+    if coder is Coder.WIDTHS:
+        return _with_widths(symbols, tiers, bases)
+    words = np.empty(symbols.size * WORDS_PER_SYMBOL + len(tiers) + 4, np.uint16)
+    count = kernels.encode(symbols, tiers, bases, model.starts, model.raw_bits, words)
+    return words[:count].copy().view(np.uint8)
+
+
+def decoded(
+    payload: Payload, count: int, deviations: Deviations, step: float, coder: Coder
+) -> tuple[Numbers, Tiers]:
+    """Dequantized components and tiers of one block of `count` entries."""
+    from larder.ops.cpu import range_coder_kernels as kernels  # compiles: not before it is needed
+
+    model, bases = symbol_model(), classes_of(deviations, step)
+    numbers = np.empty((count, len(deviations)), np.float32)
+    if coder is Coder.WIDTHS:
+        tiers = _saved_tiers(payload, count)
+        first = 8 * (COUNT_BYTES + -(-count // 2))
+        kernels.unpack_widths(payload, first, tiers, bases, model.widths, step, numbers)
+        _restore_exceptions(payload, tiers, step, numbers)
+        return numbers, tiers
+    tiers, words = np.empty(count, np.int8), payload.copy().view(np.uint16)  # aligned
+    kernels.decode(words, bases, model.starts, model.slots, model.raw_bits, step, numbers, tiers)
+    return numbers, tiers
+
+
+def decoded_entry(
+    payload: Payload, place: int, count: int, deviations: Deviations, step: float
+) -> Float[ndarray, " W"]:
+    """Dequantized components of one entry of a block of fixed widths, without the others."""
+    from larder.ops.cpu import range_coder_kernels as kernels  # compiles: not before it is needed
+
+    bases, tiers = classes_of(deviations, step), _saved_tiers(payload, count)
+    first = 8 * (COUNT_BYTES + -(-count // 2)) + int(_widths(bases, tiers[:place]).sum())
+    own, numbers = tiers[place : place + 1], np.empty((1, len(deviations)), np.float32)
+    kernels.unpack_widths(payload, first, own, bases, symbol_model().widths, step, numbers)
+    places, symbols = _exceptions(payload)
+    mine = places // len(deviations) == place
+    numbers[0, places[mine] % len(deviations)] = symbols[mine] * (step * 2.0 ** float(own[0]))
+    return numbers[0]
+
+
+def _widths(bases: Int[ndarray, " W"], tiers: Tiers) -> Int[ndarray, "N W"]:
+    classes = bases[None] - CLASSES_PER_OCTAVE * tiers.astype(np.int64)[:, None]
+    return symbol_model().widths[classes.clip(0, NUM_CLASSES - 1)].astype(np.int64)
+
+
+def _with_widths(symbols: Int[ndarray, "N W"], tiers: Tiers, bases: Int[ndarray, " W"]) -> Payload:
+    from larder.ops.cpu import range_coder_kernels as kernels  # compiles: not before it is needed
+
+    total = int(_widths(bases, tiers).sum())
+    packed = np.zeros(-(-total // 8), np.uint8)
+    places, numbers = np.empty(symbols.size, np.int32), np.empty(symbols.size, np.int32)
+    missed = kernels.pack_widths(
+        symbols, tiers, bases, symbol_model().widths, packed, places, numbers
+    )[1]
+    offset = (tiers.astype(np.int16) + LAST_TIER).astype(np.uint8)
+    nibbles = np.append(offset, np.uint8(0)) if len(tiers) % 2 else offset
+    head = np.array([missed], np.int32).view(np.uint8)
+    rare = np.concatenate([places[:missed], numbers[:missed]]).view(np.uint8)
+    return np.concatenate([head, nibbles[::2] | (nibbles[1::2] << 4), packed, rare])
+
+
+def _saved_tiers(payload: Payload, count: int) -> Tiers:
+    nibbles = payload[COUNT_BYTES : COUNT_BYTES + -(-count // 2)]
+    both = np.stack([nibbles & 15, nibbles >> 4], 1).reshape(-1)[:count]
+    return (both.astype(np.int16) - LAST_TIER).astype(np.int8)
+
+
+def _exceptions(payload: Payload) -> tuple[Int[ndarray, " M"], Int[ndarray, " M"]]:
+    """Index and symbol of each exception."""
+    missed = int(payload[:COUNT_BYTES].copy().view(np.int32)[0])
+    rare = payload[len(payload) - 8 * missed :].copy().view(np.int32)
+    return rare[:missed], rare[missed:]
+
+
+def _restore_exceptions(payload: Payload, tiers: Tiers, step: float, numbers: Numbers) -> None:
+    places, symbols = _exceptions(payload)
+    scales = step * 2.0 ** tiers.astype(np.float64)
+    numbers.reshape(-1)[places] = symbols * scales[places // numbers.shape[1]]

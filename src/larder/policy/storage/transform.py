@@ -1,0 +1,143 @@
+"""Storage of kept entries as transform-coded components (the holding of Larder's own policy).
+
+No paper has all of it; each part is known. Calibrated once per model, by layer and head: the mean
+of keys before rotation is subtracted (Hooper et al., "KVQuant: Towards 10 Million Context Length
+LLM Inference with KV Cache Quantization" (2024), arXiv:2401.18079, section 3.1, quantizes keys
+before rotation); keys are weighed by the fourth root of the second moment of the queries, averaged
+over rotations, values by that of the output projection; then both are decorrelated (Karhunen-Loeve)
+and quantized with one step for all components of all layers, so that a component whose deviation
+lies below the step takes no bits. KVTC, "KV Cache Transform Coding for Compact Storage in LLM
+Inference" (2025), arXiv:2511.01815, codes caches at rest so; here entries are attended to as they
+are coded. Entries of four times the median's score have half the step. An entropy coder with static
+tables, or fixed widths, holds the symbols.
+
+Under a budget this spends the bytes that it saves: as many more entries are kept as fit at `bits`
+per number, and the step is the smallest one whose bytes fit the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import BadParameter, BudgetError
+from larder.core.observation import Entries, LayerScores
+from larder.core.plan import Plan
+from larder.core.spec import POSITION_BYTES, LayerSpec
+from larder.core.spelling import spell
+from larder.core.transform import TIER_GRADE, Coder, TransformSpec
+from larder.policy.storage.base import Storage
+
+OVERHEAD_BYTES = 0.75  # of a coded entry beside its components: position, share of a block
+
+
+@dataclass(frozen=True)
+class Transform(Storage):
+    """Sinks and the latest entries exact, all others transform coded.
+
+    Args:
+        bits: per number of the coded entries where the budget is full.
+        coder: `entropy`, or `widths` for random access.
+        sinks: first positions of a text that stay exact, where they are kept.
+        recent: latest positions that stay exact, where they are kept.
+        tiers: power of the scores by which precision is divided; 0 treats entries alike.
+        block: most entries of a head that are coded together.
+    """
+
+    bits: float = 3.0
+    coder: Coder = Coder.ENTROPY
+    sinks: int = 4
+    recent: int = 8
+    tiers: float = 1.0
+    block: int = 256
+    compares_layers: ClassVar[bool] = True
+    calibrations: ClassVar[frozenset[str]] = frozenset({"transform"})
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bits <= 16:
+            raise BadParameter(f"transform.bits must be above 0, up to 16, got {self.bits}.")
+        if not 0 <= self.tiers <= 4:
+            raise BadParameter(f"transform.tiers must be in [0, 4], got {self.tiers}.")
+        TransformSpec(self.coder, self.sinks, self.recent, self.block)
+
+    @property
+    def transform(self) -> TransformSpec:
+        return TransformSpec(self.coder, self.sinks, self.recent, self.block)
+
+    @property
+    def exact_entries(self) -> int:
+        """Entries per head that stay exact."""
+        return self.sinks + self.recent
+
+    def entries(self, tokens: int, layers: Sequence[LayerSpec], itemsize: int) -> int:
+        self.check(layers, itemsize)
+        if tokens <= self.exact_entries:
+            raise BudgetError(
+                f"The budget of {tokens} tokens is no more than the {self.exact_entries} that "
+                f"{spell(self)} keeps exact: raise the budget, or lower sinks or recent."
+            )
+        gains = [self._gain(layer.head_dim, itemsize) for layer in layers]
+        return self.exact_entries + int((tokens - self.exact_entries) * min(gains, default=1.0))
+
+    def check(self, layers: Sequence[LayerSpec], itemsize: int) -> None:
+        """Check that a coded entry takes fewer bytes than an exact one.
+
+        Raises:
+            BudgetError: it takes as many.
+        """
+        for size in {layer.head_dim for layer in layers}:
+            if self._gain(size, itemsize) <= 1:
+                raise BudgetError(
+                    f"{spell(self)} codes a number in {self.bits} bits, but at full precision it "
+                    f"takes {8 * itemsize}: lower bits, or leave the storage out."
+                )
+
+    def full_precision_entries(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
+        coded = max(quota - self.exact_entries, 0) / self._gain(layer.head_dim, itemsize)
+        return min(quota, self.exact_entries) + int(coded)
+
+    def grade(
+        self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
+    ) -> Plan:
+        del share
+        positions = entries.packed_positions()
+        length = int(positions.max()) + 1 if len(positions) else 0
+        is_exact = (positions < self.sinks) | (positions >= length - self.recent)
+        grades = torch.where(is_exact[plan.kept], 0, TIER_GRADE).to(torch.int8)
+        like, heads = entries.empty_like, len(entries.lengths)
+        return replace(
+            plan,
+            grades=grades,
+            importance=self._importance(scored.scores[plan.kept]),
+            allowed_bytes=int(heads * self._bytes(quota, like.shape[1], like.dtype.itemsize)),
+        )
+
+    def _importance(self, scores: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+        """Binary logarithms of the scores, 0 for all where most are not positive."""
+        if not self.tiers or not len(scores) or float(scores.median()) <= 0:
+            return torch.zeros_like(scores)
+        return self.tiers * scores.clamp(min=0).log2()
+
+    def _bytes(self, quota: int, head_dim: int, itemsize: int) -> float:
+        """Bytes of `quota` entries of a head, at full precision and coded."""
+        exact = min(quota, self.exact_entries)
+        return exact * _full_bytes(head_dim, itemsize) + (quota - exact) * self._coded(head_dim)
+
+    def _coded(self, head_dim: int) -> float:
+        return 2 * head_dim * self.bits / 8 + OVERHEAD_BYTES
+
+    def _gain(self, head_dim: int, itemsize: int) -> float:
+        """Coded entries in the bytes of an exact one."""
+        return _full_bytes(head_dim, itemsize) / self._coded(head_dim)
+
+
+def _full_bytes(head_dim: int, itemsize: int) -> int:
+    return 2 * head_dim * itemsize + POSITION_BYTES
+
+
+Part = Transform

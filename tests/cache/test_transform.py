@@ -1,0 +1,280 @@
+"""Transform layers: what is held of coded entries, in how many bytes, and how it is attended to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from builders import a_layer, a_plan, a_spec, draw
+from cache_stores import assert_close, attend_held, same_bits
+from larder.cache.forms._transform_fit import tiers_of
+from larder.cache.forms.transform import TransformLayer
+from larder.cache.sequence import SequenceCache
+from larder.cache.transform_tables import TransformTables
+from larder.cache.transformed_tier import INDEX_BYTES
+from larder.core.errors import CacheError
+from larder.core.ledger import LOG_COUNT, Ledger
+from larder.core.plan import Folds, Plan
+from larder.core.transform import Coder, TransformSpec
+from references import transform as reference
+from transforms import FINE_STEP, a_transform_layer, some_tables
+
+LAYER = a_layer(2, 2)
+LEDGER = Ledger(("mass", LOG_COUNT))
+CHOSEN = [[0, 1, 3, 4, 5, 6, 8, 9, 11], [2, 5, 7, 8, 9]]
+GRADES = (0, 3, 1, 5, 3, 2, 4, 3, 0, 3, 3, 0, 5, 1)
+
+
+def coded(
+    coder: Coder = Coder.ENTROPY, step: float = FINE_STEP, ledger: Ledger = LEDGER
+) -> TransformLayer:
+    """Layer of twelve tokens, some of which stay at several grades."""
+    store, new = a_transform_layer(LAYER, ledger=ledger, coder=coder, step=0.0), draw(LAYER, 12)
+    store.append(new.keys, new.values, new.positions)
+    grades = torch.tensor(GRADES, dtype=torch.int8)
+    store.apply(replace(a_plan(CHOSEN, store.lengths), grades=grades, step=step))
+    return store
+
+
+def numbers(store: TransformLayer) -> Tensor:
+    entries = store.entries()
+    return torch.cat([entries.pack(entries.keys), entries.pack(entries.values)], 1)
+
+
+def originals() -> Tensor:
+    new = draw(LAYER, 12)
+    sides = [
+        torch.cat([part[head][own] for head, own in enumerate(CHOSEN)])
+        for part in (new.keys, new.values)
+    ]
+    return torch.cat(sides, 1)
+
+
+@pytest.mark.parametrize("coder", Coder)
+def test_a_tiny_step_holds_what_exact_storage_holds(coder) -> None:
+    store = coded(coder)
+    assert store.lengths == (9, 5)
+    assert store.full_precision_lengths == (2, 1)
+    assert_close(numbers(store), originals())
+    assert store.entries().grades.tolist() == list(GRADES)
+    assert store.entries().packed_positions().tolist() == CHOSEN[0] + CHOSEN[1]
+    exact = store.entries().grades == 0
+    assert torch.equal(numbers(store)[exact], originals()[exact])
+
+
+@pytest.mark.parametrize("coder", Coder)
+def test_what_is_held_is_that_of_the_loop(coder) -> None:
+    store, new, step = coded(coder, step=0.3), draw(LAYER, 12), 0.3
+    tables, batch = store.tier.tables, store.tier.batch()
+    for row in range(len(batch.heads)):
+        head, position = int(batch.heads[row]), int(batch.positions[row])
+        for side, part in enumerate((new.keys, new.values)):
+            for place in range(LAYER.head_dim):
+                component = reference.component(
+                    part[head, position].tolist(),
+                    tables.mean[side, head].tolist(),
+                    tables.forward[side, head].tolist(),
+                    LAYER.radians or () if side == 0 else (),
+                    position,
+                    place,
+                )
+                expected = reference.rounded(component, step, int(batch.tiers[row]))
+                got = float(batch.components[row, side * LAYER.head_dim + place])
+                assert got == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("coder", Coder)
+@pytest.mark.parametrize("queries", [1, 20])
+def test_attention_decodes_what_entries_show(coder, queries) -> None:
+    store, new = coded(coder, step=0.5), draw(LAYER, queries, 12)
+    columns = {LOG_COUNT: torch.arange(14.0) / 5}
+    store.note(columns)
+    entries, out = store.entries(), attend_held(store, new)
+    assert entries.column(LOG_COUNT).tolist() == columns[LOG_COUNT].tolist()
+    for query_head in range(LAYER.query_heads):
+        head = query_head // LAYER.group
+        keys, values = entries.head_keys(head), entries.head_values(head)
+        bias = entries.columns[LOG_COUNT][entries.rows(head)]
+        # The weight of an entry as often as its count says: a key of one more number.
+        wide = torch.cat([keys, bias[:, None] / LAYER.scaling], 1).tolist()
+        for place in range(queries):
+            asked = [*new.queries[query_head, place].tolist(), 1.0]
+            expected = reference.attention(asked, wide, values.tolist(), LAYER.scaling)
+            assert_close(out[query_head, place], torch.tensor(expected))
+
+
+def test_a_head_without_entries_takes_no_part() -> None:
+    store, new = a_transform_layer(LAYER, step=0.1), draw(LAYER, 6)
+    store.append(new.keys, new.values, new.positions)
+    plan = a_plan([[1, 2, 3], []], store.lengths)
+    store.apply(replace(plan, grades=torch.full((3,), 3, dtype=torch.int8)))
+    out = attend_held(store, draw(LAYER, 2, 6))
+    assert not out[2:].any() and out[:2].any()
+
+
+@pytest.mark.parametrize("coder", Coder)
+def test_components_far_beyond_their_deviation_survive(coder) -> None:
+    store, new = a_transform_layer(LAYER, coder=coder, step=0.01), draw(LAYER, 4)
+    values = new.values.clone()
+    values[0, 1, 3], values[1, 2, 0] = 3e5, -2e4
+    store.append(new.keys, values, new.positions)
+    plan = a_plan([range(4)] * 2, store.lengths)
+    store.apply(replace(plan, grades=torch.full((8,), 3, dtype=torch.int8)))
+    held = store.entries()
+    assert float(held.head_values(0)[1, 3]) == pytest.approx(3e5, rel=1e-5)
+    assert float(held.head_values(1)[2, 0]) == pytest.approx(-2e4, rel=1e-5)
+
+
+def test_what_is_not_finite_is_refused() -> None:
+    store, new = a_transform_layer(LAYER), draw(LAYER, 4)
+    values = new.values.clone()
+    values[0, 1, 3] = math.inf
+    store.append(new.keys, values, new.positions)
+    before = store.state()
+    plan = a_plan([range(4)] * 2, store.lengths)
+    with pytest.raises(CacheError, match="must be finite"):
+        store.apply(replace(plan, grades=torch.full((8,), 3, dtype=torch.int8)))
+    assert same_bits(store.state(), before)
+
+
+@pytest.mark.parametrize("coder", Coder)
+def test_bytes_are_those_of_index_payload_and_exact_entries(coder) -> None:
+    store = coded(coder, step=0.5, ledger=Ledger())
+    tier = store.tier
+    sizes = tier.index[:, 4].tolist()
+    assert len(tier.payload) == sum(sizes)
+    assert tier.index.nbytes == INDEX_BYTES * len(sizes)
+    ragged = 3 * (2 * LAYER.head_dim * 4 + 4) + 2 * 2 * 8
+    assert store.nbytes == ragged + tier.index.nbytes + len(tier.payload)
+    batch = tier.batch()
+    estimate = tier.estimate(tier.spec, tier.tables, 0.5, batch)
+    real = tier.index.nbytes + len(tier.payload)
+    assert real <= estimate <= real + 8 * len(sizes)
+
+
+def test_saving_then_continuing_both() -> None:
+    store = coded(step=0.5)
+    back = TransformLayer.restore(LAYER, store.state())
+    assert same_bits(store.state(), back.state())
+    for start in range(12, 30):
+        new = draw(LAYER, 1, start)
+        for twin in (store, back):
+            twin.append(new.keys, new.values, new.positions)
+        assert torch.equal(attend_held(store, new), attend_held(back, new))
+    assert same_bits(store.state(), back.state())
+    assert same_bits(store.fork().state(), back.state())
+
+
+def test_a_calibration_made_anew_does_not_open_what_another_coded() -> None:
+    state = coded().state()
+    from safetensors.torch import save_file
+
+    from larder.cache import transform_tables
+
+    path = transform_tables.tables_path("")
+    save_file(transform_tables.state_of({0: some_tables(LAYER, seed=7)}), path)
+    transform_tables._read.cache_clear()
+    with pytest.raises(CacheError, match="build the cache again"):
+        TransformLayer.restore(LAYER, state)
+
+
+def test_a_model_that_is_not_calibrated_is_refused() -> None:
+    with pytest.raises(CacheError, match="larder model calibrate"):
+        SequenceCache(a_spec(LAYER), "ragged", transform=TransformSpec())
+    with pytest.raises(CacheError, match="rotary"):
+        TransformTables.load(replace(LAYER, radians=None), "")
+
+
+def test_truncating_and_dropping_keep_the_codes_of_the_others() -> None:
+    store = coded(step=0.5)
+    before = numbers(store)
+    positions = store.entries().packed_positions()
+    store.truncate(9)
+    assert torch.equal(numbers(store), before[positions < 9])
+    store.forget(3, 6)
+    stays = (positions < 9) & ~((positions >= 3) & (positions < 6))
+    assert torch.equal(numbers(store), before[stays])
+
+
+def test_a_coarser_tier_is_taken_and_a_finer_one_is_not() -> None:
+    store = coded(step=0.5)
+    kept = torch.arange(14)
+    wanted = torch.tensor([0, 5, 5, 1, 1, 5, 1, 5, 0, 1, 1, 0, 1, 1], dtype=torch.int8)
+    store.apply(Plan(kept, (9, 5), grades=wanted))
+    former = torch.tensor(GRADES, dtype=torch.int8)
+    assert store.entries().grades.tolist() == torch.maximum(former, wanted).tolist()
+
+
+def test_merges_go_into_decoded_entries() -> None:
+    store = coded(step=0.1)
+    held = numbers(store)
+    one = torch.tensor([1, 1]), torch.tensor([3, 0])  # a coded target, and an exact one
+    sources, targets = torch.cat([one[0], one[1]]), torch.tensor([3, 0, 3, 0])
+    weights = torch.tensor([0.25, 0.5, 0.75, 0.5])
+    folds = Folds(sources, targets, weights, weights)
+    kept = torch.tensor([0, 2, *range(3, 14)])
+    store.apply(Plan(kept, (8, 5), folds=folds))
+    merged = numbers(store)
+    assert_close(merged[0], 0.5 * held[1] + 0.5 * held[0])
+    assert_close(merged[2], 0.25 * held[1] + 0.75 * held[3])
+    assert store.full_precision_lengths == (3, 1)
+    assert torch.equal(merged[3:], held[4:])
+
+
+def test_generated_entries_are_coded_when_a_block_is_full() -> None:
+    store, exact = coded(step=FINE_STEP), a_transform_layer(LAYER, ledger=LEDGER, step=0.0)
+    assert_close(numbers(store), originals())
+    held = store.entries()
+    plan = a_plan(CHOSEN, (12, 12))
+    new = draw(LAYER, 12)
+    exact.append(new.keys, new.values, new.positions)
+    exact.apply(plan)
+    most = 0
+    for start in range(12, 40):
+        new = draw(LAYER, 1, start)
+        for twin in (store, exact):
+            twin.append(new.keys, new.values, new.positions)
+        assert_close(attend_held(store, new), attend_held(exact, new))
+        most = max(most, *store.full_precision_lengths)
+    assert store.lengths == exact.lengths == (37, 33)
+    spec = store.tier.spec
+    assert most <= spec.sinks + 1 + spec.recent + spec.block
+    assert held.lengths == (9, 5)
+
+
+def test_tiers_by_importance_are_those_of_the_loop() -> None:
+    scores = torch.tensor([0.0, 1e-6, 0.1, 0.24, 0.3, 0.5, 1.0, 2.2, 5.0, 90.0])
+    tiers = tiers_of(scores.log2(), scores.log2().median())
+    median = float(scores.median())
+    assert tiers.tolist() == [reference.tier(score, median) for score in scores.tolist()]
+    assert tiers_of(torch.full((3,), -math.inf), torch.tensor(-math.inf)).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("coder", Coder)
+@pytest.mark.parametrize("share", [0.1, 0.3])
+def test_one_step_fills_the_bytes_of_all_layers(coder, share) -> None:
+    layers = [replace(LAYER, index=index) for index in range(2)]
+    stores = [a_transform_layer(LAYER, coder=coder, step=0.0, ledger=Ledger()) for _ in layers]
+    for index, store in enumerate(stores):
+        new = draw(LAYER, 200, seed=index)
+        store.append(new.keys * (1 + index), new.values, new.positions)
+    full = sum(store.nbytes for store in stores)
+    plans = {}
+    for index in range(2):
+        plan = a_plan([range(0, 200, 2), range(0, 200, 3)], (200, 200))
+        grades = torch.full((len(plan.kept),), 3, dtype=torch.int8)
+        scores = torch.rand(len(plan.kept), generator=torch.Generator().manual_seed(index))
+        given = {"importance": scores.log2(), "allowed_bytes": int(share / 2 * full)}
+        plans[index] = replace(plan, grades=grades, **given)
+    fitted = TransformLayer.fit_plans(stores, plans)
+    assert fitted[0].step == fitted[1].step > 0
+    for index, store in enumerate(stores):
+        store.apply(fitted[index])
+    fixed = 2 * 2 * 2 * 8  # starts and lengths of the ragged parts
+    held = sum(store.nbytes for store in stores) - fixed
+    allowed = 2 * int(share / 2 * full)
+    assert 0.9 * allowed <= held <= allowed  # blocks of 4 entries

@@ -1,0 +1,100 @@
+"""`transform`: exact ends, tiers by importance, components and code lengths, by loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from larder.core.observation import Entries, LayerScores
+from larder.core.plan import Plan
+
+Vector = Sequence[float]
+Matrix = Sequence[Sequence[float]]
+
+
+def grades(
+    part: Any, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
+) -> list[int]:
+    """One grade per kept entry: 0 for the ends of the text, that of the middle tier for others."""
+    del scored, quota, share
+    positions: list[int] = []
+    for head in range(len(entries.lengths)):
+        positions += entries.head_positions(head).tolist()
+    newest = max(positions)
+    found: list[int] = []
+    for entry in plan.kept.tolist():
+        is_exact = positions[entry] < part.sinks or newest - positions[entry] < part.recent
+        found.append(0 if is_exact else 3)
+    return found
+
+
+def tier(score: float, median: float) -> int:
+    """Tier of a score: -1 from twice the median's on, -2 from eight times, and so on down."""
+    if score <= 0:
+        return 2
+    return max(-2, min(2, -round(math.log2(score / median) / 2)))
+
+
+def component(
+    vector: Vector, mean: Vector, forward: Matrix, radians: Vector, position: int, place: int
+) -> float:
+    """One component of a key at a position; of a value, without radians."""
+    plain = list(vector)
+    for pair, speed in enumerate(radians):
+        x, y = vector[pair], vector[pair + len(radians)]
+        angle = -position * speed
+        plain[pair] = x * math.cos(angle) - y * math.sin(angle)
+        plain[pair + len(radians)] = y * math.cos(angle) + x * math.sin(angle)
+    return sum((plain[i] - mean[i]) * forward[i][place] for i in range(len(plain)))
+
+
+def rounded(number: float, step: float, tier: int) -> float:
+    """What is held of a component."""
+    own = step * 2.0**tier
+    return own * math.floor(number / own + 0.5)
+
+
+def shares(ratio: float, raw: int, codes: int, middle: int) -> list[float]:
+    """Probability of each code: Student's t, 10 degrees of freedom, unit variance, summed."""
+    density = lambda x: (1 + x * x / 8) ** -5.5  # noqa: E731
+    grid = 1 / 200
+    whole = sum(density(i * grid) for i in range(-16000, 16001)) * grid
+    found: list[float] = []
+    for code in range(codes):
+        low = ((code - middle) * 2**raw - 0.5) / ratio
+        high = ((code + 1 - middle) * 2**raw - 0.5) / ratio
+        pieces = 400
+        width = (high - low) / pieces
+        total = sum(density(low + (i + 0.5) * width) for i in range(pieces)) * width
+        found.append(total / whole)
+    return found
+
+
+def metric(queries: Matrix, radians: Vector, distances: Sequence[int]) -> list[list[float]]:
+    """Mean over queries and distances of R q (R q)'."""
+    size = len(queries[0])
+    total = [[0.0] * size for _ in range(size)]
+    for query in queries:
+        for distance in distances:
+            turned = list(query)
+            for pair, speed in enumerate(radians):
+                x, y, angle = query[pair], query[pair + len(radians)], distance * speed
+                turned[pair] = x * math.cos(angle) - y * math.sin(angle)
+                turned[pair + len(radians)] = y * math.cos(angle) + x * math.sin(angle)
+            for i in range(size):
+                for j in range(size):
+                    total[i][j] += turned[i] * turned[j] / len(queries) / len(distances)
+    return total
+
+
+def attention(query: Vector, keys: Matrix, values: Matrix, scaling: float) -> list[float]:
+    """Attention of one query over decoded entries."""
+    logits = [scaling * sum(q * k for q, k in zip(query, key, strict=True)) for key in keys]
+    peak = max(logits)
+    weights = [math.exp(logit - peak) for logit in logits]
+    total = sum(weights)
+    return [
+        sum(w * value[d] for w, value in zip(weights, values, strict=True)) / total
+        for d in range(len(values[0]))
+    ]

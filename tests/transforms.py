@@ -1,0 +1,50 @@
+"""Transform tables and layers for tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from larder.cache.forms.transform import TransformLayer
+from larder.cache.transform_tables import TransformTables, tables_path
+from larder.core.ledger import Ledger
+from larder.core.spec import LayerSpec
+from larder.core.transform import Coder, TransformSpec
+
+FINE_STEP = 2.0**-20
+NO_COLUMNS = Ledger()
+
+
+def some_tables(layer: LayerSpec, seed: int = 0) -> TransformTables:
+    """Tables with any means and well-conditioned matrices."""
+    source = torch.Generator().manual_seed(seed)
+    size, heads = layer.head_dim, layer.kv_heads
+    mixed = torch.randn(2, heads, size, size, generator=source)
+    forward = torch.linalg.qr(mixed)[0] * (0.5 + torch.rand(size, generator=source))
+    mean = torch.randn(2, heads, size, generator=source)
+    deviation = 0.5 + 3 * torch.rand(2, heads, size, generator=source)
+    return TransformTables(forward, mean, deviation, layer.radians or ())
+
+
+def a_transform_layer(
+    layer: LayerSpec,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+    ledger: Ledger = NO_COLUMNS,
+    coder: Coder = Coder.ENTROPY,
+    step: float = FINE_STEP,
+) -> TransformLayer:
+    """Layer whose plans need no step of their own; its tables are saved, so that it can be too."""
+    from safetensors.torch import save_file
+
+    from larder.cache.transform_tables import state_of
+
+    path = tables_path("")
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(state_of({layer.index: some_tables(layer)}), path)
+    spec = TransformSpec(coder, sinks=1, recent=2, block=4)
+    store = TransformLayer(layer, dtype, device, ledger, spec, TransformTables.load(layer, ""))
+    store._hold(replace(store.tier, step=step))
+    return store
