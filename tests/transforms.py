@@ -8,9 +8,9 @@ import torch
 
 from larder.cache.forms.transform import TransformLayer
 from larder.cache.transform_tables import TransformTables, tables_path
+from larder.core.codec import Coder, TransformSpec
 from larder.core.ledger import Ledger
 from larder.core.spec import LayerSpec
-from larder.core.transform import Coder, TransformSpec
 
 FINE_STEP = 2.0**-20
 NO_COLUMNS = Ledger()

@@ -16,10 +16,10 @@ from larder.cache.forms.transform import TransformLayer
 from larder.cache.sequence import SequenceCache
 from larder.cache.transform_tables import TransformTables
 from larder.cache.transformed_tier import INDEX_BYTES
+from larder.core.codec import Coder, TransformSpec
 from larder.core.errors import CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.plan import Folds, Plan
-from larder.core.transform import Coder, TransformSpec
 from references import transform as reference
 from transforms import FINE_STEP, a_transform_layer, some_tables
 

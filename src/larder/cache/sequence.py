@@ -17,7 +17,7 @@ from larder.cache.model_positions import ModelPositions
 from larder.cache.recurrent_state import NO_STATE, CacheCheckpoint, RecurrentState
 from larder.cache.spec import CacheSpec
 from larder.cache.state_dict import move_state, restore_layers, state_dict
-from larder.core.codec import Codec
+from larder.core.codec import Codec, TransformSpec
 from larder.core.errors import BudgetError, CacheError
 from larder.core.images import Span
 from larder.core.ledger import Ledger
@@ -25,7 +25,6 @@ from larder.core.observation import Entries
 from larder.core.plan import Plan, StepMerging
 from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerPairing, LayerSpec, ModelSpec, RecomputeSpec
-from larder.core.transform import TransformSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.ops.cpu.decode_attention import EvictedLayer
 from larder.ops.removal import MIN_ROAMING_SLACK

@@ -6,13 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from larder.core.codec import Codec
+from larder.core.codec import Codec, TransformSpec
 from larder.core.errors import CacheError
 from larder.core.family import Family
 from larder.core.ledger import Ledger
 from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerPairing, ModelSpec, RecomputeSpec
-from larder.core.transform import TransformSpec
 
 FORMS = Family("cache form", "larder.cache.forms")
 

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from larder.cache.state_names import text_of, text_tensor
 from larder.cache.transform_tables import TransformTables
+from larder.core.codec import TransformSpec
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
-from larder.core.transform import TransformSpec
 from larder.ops import transform_coder as coding
 
 INDEX_FIELDS = 5

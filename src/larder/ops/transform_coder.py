@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 from numpy import ndarray
 
+from larder.core.codec import LAST_TIER, Coder
 from larder.core.errors import CacheError
-from larder.core.transform import LAST_TIER, Coder
 from larder.ops.symbol_model import (
     CLASSES_PER_OCTAVE,
     EXCEPTION_BITS,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from larder.cache.transform_tables import TransformTables
 from larder.cache.transformed_tier import ComponentBatch, TransformedTier
-from larder.core.transform import LAST_TIER, TransformSpec
+from larder.core.codec import LAST_TIER, TransformSpec
 
 TRIES = 24
 SLACK = 0.002  # share of the bytes that may be left

@@ -37,12 +37,12 @@ from larder.cache.spec import CacheSpec
 from larder.cache.transform_tables import TransformTables
 from larder.cache.transformed_tier import ComponentBatch, TransformedTier
 from larder.cache.validation import check_kept
+from larder.core.codec import NUM_TIERS, TIER_GRADE, TransformSpec
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec, ModelSpec
-from larder.core.transform import NUM_TIERS, TIER_GRADE, TransformSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.packing import heads_of_packed, starts_of

@@ -6,12 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from larder.core.codec import Codec
+from larder.core.codec import Codec, TransformSpec
 from larder.core.observation import Entries, LayerScores, Observation, StorageStatistics
 from larder.core.part import PolicyPart
 from larder.core.plan import Plan
 from larder.core.spec import LayerPairing, LayerSpec
-from larder.core.transform import TransformSpec
 
 NO_INSPECTION = StorageStatistics()
 

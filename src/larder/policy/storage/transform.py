@@ -25,12 +25,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.codec import TIER_GRADE, Coder, TransformSpec
 from larder.core.errors import BadParameter, BudgetError
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.spelling import spell
-from larder.core.transform import TIER_GRADE, Coder, TransformSpec
 from larder.policy.storage.base import Storage
 
 OVERHEAD_BYTES = 0.75  # of a coded entry beside its components: position, share of a block
