@@ -107,6 +107,55 @@ def test_what_cannot_be_is_told_before_a_model_loads(run: Run) -> None:
     assert "needs the question before prefill" in said
 
 
+def test_quotas_of_tenants(run: Run, answered: dict[str, Any]) -> None:
+    for given, why in (
+        (["gpu=1MiB"], "'gpu=1MiB' is not TIER=BYTES: take one of device, host, disk"),
+        (["host"], "is not TIER=BYTES"),
+        (["host=20%"], "'20%' is not a number of bytes"),
+        (["host=1MiB", "host=2MiB"], "host=... is given twice"),
+    ):
+        options = [word for quota in given for word in ("--tenant-quota", quota)]
+        assert why in complaint(run("serve", "--port", "0", *options), 2)
+    run("serve", "--port", "0", "--tenant-quota", "device=64KiB")
+    told = answered["chat"]
+    assert told.status_code == 400
+    assert told.json()["error"]["code"] == "kv_budget_exceeded"
+
+
+def test_chat_templates_and_adapters_are_checked_before_a_model_loads(
+    run: Run, tmp_path: Path
+) -> None:
+    template = tmp_path / "template.jinja"
+    said = complaint(run("serve", "--port", "0", "--chat-template", template), 1)
+    assert "cannot be read" in said
+    template.write_text("a\n{% for %}")
+    said = complaint(run("serve", "--port", "0", "--chat-template", template), 1)
+    assert "template.jinja, line 2, is no template" in said
+    template.write_bytes(b"x" * ((1 << 20) + 1))
+    said = complaint(run("serve", "--port", "0", "--chat-template", template), 1)
+    assert "more than 1048576 bytes" in said
+    said = complaint(run("serve", "--port", "0", "--adapter", "seed=folder"), 2)
+    assert "the model itself has this name" in said
+    said = complaint(run("serve", "--port", "0", "--ray", "--adapter", "x=folder"), 2)
+    assert "does not go with --ray" in said
+
+
+def test_a_chat_template_takes_the_place_of_the_tokenizers(
+    run: Run, answered: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}The {{ m.role }} says this: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    run("serve", "--port", "0", "--chat-template", template)
+    own = answered.pop("chat").json()["usage"]["prompt_tokens"]
+    monkeypatch.setenv("LARDER_HOME", str(tmp_path / "other"))
+    done = run("serve", "--port", "0")
+    assert done.exit_code == INTERRUPTED_EXIT_CODE, done.stderr
+    assert answered["chat"].json()["usage"]["prompt_tokens"] != own
+
+
 @pytest.mark.parametrize("name", ["fastapi", "uvicorn", "prometheus_client", "msgspec"])
 def test_serving_without_its_extra_says_what_to_install(
     run: Run, answered: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str

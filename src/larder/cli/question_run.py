@@ -19,7 +19,7 @@ from larder.engine.engine import Engine, discard_text
 from larder.engine.generate import StoppingCriteria
 from larder.engine.progress_bar import progress_bar
 from larder.engine.sampler import SamplingParams
-from larder.models.loader import load
+from larder.models.loader import LoadedModel, load
 from larder.session.capacity import beyond_budget_line
 from larder.session.memory import CacheFigures, ConversationMemory, Coverage
 from larder.session.policy import Policy
@@ -145,11 +145,19 @@ def open_engine(options: ModelOptions) -> Engine:
 
     Prints on a terminal what the policy holds beyond the budget.
     """
-    policy = check_model_options(options)
+    check_model_options(options)
+    return engine_over(options, load_model(options, options.adapter))
+
+
+def load_model(options: ModelOptions, adapter: str | None) -> LoadedModel:
+    """Model of the options under an adapter."""
     with progress_bar(f"Loading {options.model}"):
-        loaded = load(
-            options.model, options.device, options.dtype, options.adapter, options.adapter_mode
-        )
+        return load(options.model, options.device, options.dtype, adapter, options.adapter_mode)
+
+
+def engine_over(options: ModelOptions, loaded: LoadedModel) -> Engine:
+    """Engine of the options over a model; prints as `open_engine`."""
+    policy = check_model_options(options)
     engine = Engine(loaded, policy=policy, budget=options.budget, block=options.block)
     resume_collection()
     if engine.beyond_budget:

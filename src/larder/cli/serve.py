@@ -21,13 +21,11 @@ from larder.cli.options import ModelOptions, command
 from larder.cli.store_options import DEFAULT_CODEC, CodecName, KeyFile, check_codec
 from larder.core.errors import DependencyError, InputError, UsageError
 from larder.core.home import home
-from larder.core.memory_budget import BudgetUnit, MemoryBudget
 
 if TYPE_CHECKING:
     from larder.server.engine_client import EngineClient
     from larder.server.http.auth import Authenticator
     from larder.server.persistence.base import SessionLocks
-    from larder.store.ledger import ByteBudgets
     from larder.store.store import Store
 
 # What the extra `serve` brings, as modules.
@@ -74,6 +72,30 @@ class ServeOptions(ModelOptions):
             "or pythonic.  Default: as its chat template shows.",
         ),
     ] = None
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Chat template in place of the tokenizer's, in Jinja; it runs in the sandbox that "
+            "all templates run in.",
+        ),
+    ] = None
+    adapter: Annotated[  # pyright: ignore[reportIncompatibleVariableOverride]
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]FOLDER",
+            help="LoRA adapter, as peft saves it.  With NAME requests choose it by their field "
+            "model, and the option may be repeated; without, it is applied to the model.",
+        ),
+    ] = None
+    lenient: Annotated[
+        bool,
+        typer.Option(
+            "--lenient",
+            help="Ignore fields and parts of schemas that are not supported, and name them in "
+            "warnings of the answer, instead of refusing the request.",
+        ),
+    ] = False
     reasoning_parser: Annotated[
         str | None,
         typer.Option(
@@ -103,6 +125,14 @@ class ServeOptions(ModelOptions):
     store_budget: Annotated[
         str | None,
         typer.Option(metavar="BYTES", help="Limit of the store, index included.  Default: none."),
+    ] = None
+    tenant_quota: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TIER=BYTES",
+            help="Limit of each tenant in a tier: device, host or disk; may be repeated.  "
+            "Default: none.",
+        ),
     ] = None
     durability: Annotated[
         str,
@@ -152,17 +182,36 @@ def serve(options: ServeOptions) -> None:
     --swap-space                 --host-budget
     --kv-cache-dtype             --policy with a part that quantizes
     --data-parallel-size         --ray --replicas
-    --lora-modules               --adapter
+    --lora-modules NAME=PATH     --adapter NAME=FOLDER
     --enable-prefix-caching      always on, as is --enable-auto-tool-choice
-    --chat-template              not yet
     """
     _check_extra()
     if options.replicas is not None and not options.ray:
         raise UsageError("--replicas needs --ray: add --ray, or leave --replicas out.")
     check_store_options(options)
+    check_model_files(options)
     authenticator, bound = _access_control(options), _listening_socket(options)
     with bound, (ray_engine_client if options.ray else local_engine_client)(options) as client:
         _run(options, client, authenticator, bound)
+
+
+def check_model_files(options: ServeOptions) -> None:
+    """Validation of the chat template and of the names of adapters before a model loads.
+
+    Raises:
+        UsageError, InputError: the template or a name cannot be used.
+    """
+    from larder.cli.served_models import read_template, split_adapters
+
+    if options.chat_template is not None:
+        read_template(options.chat_template)
+    names = {*split_adapters(options.adapter or ()).named}
+    if taken := names & {options.model, *(options.served_model_name or ())}:
+        raise UsageError(
+            f"--adapter {min(taken)}=...: the model itself has this name: take another."
+        )
+    if names and options.ray:
+        raise UsageError("--adapter NAME=FOLDER does not go with --ray: leave one of them out.")
 
 
 def _check_extra() -> None:
@@ -182,13 +231,15 @@ def _run(
 
     from larder.cli.question_run import sampling_params
     from larder.server.http.app import create_app
-    from larder.server.http.app_state import HttpSettings
+    from larder.server.http.app_state import HttpSettings, Unsupported
     from larder.server.http.archive import Archive
     from larder.server.http.connections import ServerConfig
     from larder.store.encryption import encryption_for, read_key
 
     settings = HttpSettings(
-        sampling=sampling_params(options), max_new_tokens=options.max_new_tokens
+        sampling=sampling_params(options),
+        max_new_tokens=options.max_new_tokens,
+        unsupported=Unsupported.IGNORED if options.lenient else Unsupported.REFUSED,
     )
     try:
         encryption = encryption_for(read_key(options.key_file), "archive")
@@ -258,46 +309,18 @@ def _listening_socket(options: ServeOptions) -> socket.socket:
         ) from error
 
 
-def tier_budgets(options: ServeOptions) -> ByteBudgets:
-    """Byte budgets of the device and host tiers.
-
-    Raises:
-        UsageError: an option is not a number of bytes.
-    """
-    from larder.store.ledger import ByteBudgets, Tier
-
-    return ByteBudgets(
-        {
-            Tier.DEVICE: _bytes("--kv-budget", options.kv_budget),
-            Tier.HOST: _bytes("--host-budget", options.host_budget),
-        }
-    )
-
-
-def store_budgets(options: ServeOptions) -> ByteBudgets:
-    """Byte budget of the disk tier; no limit without `--store-budget`.
-
-    Raises:
-        UsageError: the option is not a number of bytes.
-    """
-    from larder.store.ledger import ByteBudgets, Tier
-
-    if options.store_budget is None:
-        return ByteBudgets()
-    return ByteBudgets({Tier.DISK: _bytes("--store-budget", options.store_budget)})
-
-
 def check_store_options(options: ServeOptions) -> None:
     """Validation of budgets, eviction, codec and durability before a model loads.
 
     Raises:
         UsageError, UnknownName: an option has an invalid or unknown value.
     """
+    from larder.cli.serve_budgets import disk_budget, memory_budgets
     from larder.server.persistence.base import Durability
     from larder.store.eviction.base import EVICTIONS
 
-    tier_budgets(options)
-    store_budgets(options)
+    memory_budgets(options.kv_budget, options.host_budget, options.tenant_quota or ())
+    disk_budget(options.store_budget, options.tenant_quota or ())
     EVICTIONS.load(options.eviction)
     check_codec(options.codec)
     known = [each.value for each in Durability]
@@ -305,14 +328,6 @@ def check_store_options(options: ServeOptions) -> None:
         raise UsageError(
             f"--durability {options.durability!r} is not known: take one of {', '.join(known)}."
         )
-
-
-def _bytes(option: str, text: str) -> int:
-    """Raises: UsageError: the text is not a number of bytes."""
-    amount = MemoryBudget.parse(text, option)
-    if amount.unit is not BudgetUnit.BYTES:
-        raise UsageError(f"{option} {text!r} is not a number of bytes: write 512MiB or 2GiB.")
-    return int(amount.number)
 
 
 @contextmanager
@@ -408,6 +423,7 @@ def store_url(options: ServeOptions) -> str:
 def _open_store(
     options: ServeOptions, url: str, secret: bytes | None = None, key: bytes | None = None
 ) -> Store:
+    from larder.cli.serve_budgets import disk_budget
     from larder.store.eviction.base import EVICTIONS
     from larder.store.store import Store
 
@@ -417,7 +433,7 @@ def _open_store(
         secret=secret,
         key=key,
         eviction=EVICTIONS.load(options.eviction)(),
-        budgets=store_budgets(options),
+        budgets=disk_budget(options.store_budget, options.tenant_quota or ()),
         kept_epochs=STORED_EPOCHS,
     )
 
@@ -426,29 +442,13 @@ def _open_store(
 def _local_engine_client(
     options: ServeOptions, store: Store, locks: SessionLocks
 ) -> Iterator[EngineClient]:
-    from larder.cli.question_run import open_engine
-    from larder.engine.snapshots import ModelSnapshots
-    from larder.server.local_engine_client import LocalEngineClient
-    from larder.server.persistence.base import Durability
-    from larder.server.persistence.store import StoreSessionPersistence
+    from larder.cli.serve_budgets import memory_budgets
+    from larder.cli.served_models import model_clients
     from larder.server.persistence.sweeper import StoreSweeper
-    from larder.server.tiers.disk import StoreDiskTier
 
-    engine = open_engine(options)
-    persistence = StoreSessionPersistence(store, engine.loaded.decoder.spec, locks)
-    snapshots = ModelSnapshots(store, engine.loaded, options.codec)
-    disk_tier = StoreDiskTier(persistence, snapshots, Durability(options.durability))
-    client = LocalEngineClient(
-        engine,
-        tier_budgets(options),
-        eviction=options.eviction,
-        persistence=persistence,
-        disk=disk_tier,
-        names=options.served_model_name or (),
-        max_model_len=options.max_model_len,
-        tool_parser=options.tool_call_parser,
-        reasoning_parser=options.reasoning_parser or "",
-    )
+    quotas = options.tenant_quota or ()
+    budgets = memory_budgets(options.kv_budget, options.host_budget, quotas)
+    client = model_clients(options, budgets, store, locks)
     try:
         with StoreSweeper(store):
             yield client

@@ -31,6 +31,11 @@ def encode_image_prompts(
             "Engine(model, processor=transformers.AutoProcessor.from_pretrained(name)), or with "
             "Engine.load(name, processor=name)."
         )
+    if not callable(processor):
+        raise BadParameter(
+            "processor must be one of transformers, as AutoProcessor loads it, got a "
+            f"{type(processor).__name__}: give it to the engine."
+        )
     check_type("images", images, (list, tuple), "a list of images, or one for each prompt")
     if len(images) != len(prompts):
         raise InputError(

@@ -118,10 +118,18 @@ def identity_of_model(loaded: LoadedModel) -> ModelIdentity:
         tokenizer.backend_tokenizer.to_str(),
         model=loaded.name,
         chat_template=template if isinstance(template, str) else json.dumps(template),
+        adapters=[_adapter_digest(folder) for folder in loaded.adapters],
         torch=torch.__version__,
         transformers=transformers.__version__,
         numerics=decoder.spec.device.type,
     )
+
+
+def _adapter_digest(folder: str) -> str:
+    """Digest of an adapter: of its files, because those of the model are without it."""
+    from larder.models.adapter import adapter_files
+
+    return digest_of_files(adapter_files(folder), home() / DIGEST_CACHE_FILE)
 
 
 def _weights_digest(loaded: LoadedModel) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 from safetensors import SafetensorError
+from torch import nn
 
 from larder.core.errors import ModelError
 from larder.models.transformers_logging import silence_transformers
@@ -46,6 +49,52 @@ def apply_adapter(module: Any, folder: str, mode: AdapterMode = AdapterMode.MERG
         ModelError: the folder holds no adapter, the adapter is of another model or damaged, or peft
             is missing.
     """
+    adapted = _adapted(module, folder)
+    if mode is AdapterMode.MERGED:
+        return adapted.merge_and_unload().eval()
+    return adapted.get_base_model().eval()
+
+
+def adapted_copy(module: Any, folder: str) -> Any:
+    """Copy of a model with an adapter merged into its weights, in eval mode.
+
+    The module given stays as it is. Weights that the adapter leaves alone are shared with it.
+
+    Args:
+        folder: as for `apply_adapter`.
+
+    Raises:
+        ModelError: as `apply_adapter`.
+    """
+    shared: dict[int, Any] = {id(t): t for t in chain(module.parameters(), module.buffers())}
+    adapted = _adapted(deepcopy(module, shared), folder)
+    _unshare(adapted)
+    return adapted.merge_and_unload().eval()
+
+
+def _unshare(adapted: Any) -> None:
+    """Replace weights that merging changes by copies, everywhere in the model."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # pyright: ignore
+
+    layers = [each for each in adapted.modules() if isinstance(each, BaseTunerLayer)]
+    copies = {
+        id(weight): nn.Parameter(weight.detach().clone(), requires_grad=False)
+        for layer in layers
+        for weight in layer.get_base_layer().parameters()
+    }
+    for module in adapted.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if id(weight) in copies:
+                module.register_parameter(name, copies[id(weight)])
+
+
+def adapter_files(folder: str) -> list[Path]:
+    """Files that an adapter consists of."""
+    return [Path(folder) / name for name in (CONFIG, *WEIGHTS) if (Path(folder) / name).is_file()]
+
+
+def _adapted(module: Any, folder: str) -> Any:
+    """Model of peft around a module, which is changed."""
     files = {one.name for one in Path(folder).glob("adapter_*")}
     if CONFIG not in files or not files.intersection(WEIGHTS):
         missing = WEIGHTS[0] if CONFIG in files else CONFIG
@@ -74,9 +123,7 @@ def apply_adapter(module: Any, folder: str, mode: AdapterMode = AdapterMode.MERG
             f"The adapter {folder} cannot be applied ({reason}): give one that was trained on this "
             "model."
         ) from error
-    if mode is AdapterMode.MERGED:
-        return adapted.merge_and_unload().eval()
-    return adapted.get_base_model().eval()
+    return adapted
 
 
 def _check_names(adapted: Any, folder: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.resources import files
 from importlib.util import find_spec
@@ -59,12 +59,14 @@ class LoadedModel:
 
     Args:
         processor: processor of a model with a vision tower; None where no images are taken.
+        adapters: folders of the adapters that were given beside the name.
     """
 
     decoder: Decoder
     tokenizer: Any
     name: str
     processor: Any = None
+    adapters: tuple[str, ...] = ()
 
 
 def load(
@@ -138,7 +140,36 @@ def load(
         if tokenizer is not None:
             check_tokenizer(own, module)
         chosen = _processor(source, module.config, hub, processor)
-        return LoadedModel(wrap_model(module.eval()), own, name, chosen)
+        adapters = () if adapter is None else (adapter,)
+        return LoadedModel(wrap_model(module.eval()), own, name, chosen, adapters)
+
+
+def with_adapters(
+    loaded: LoadedModel, folders: Mapping[str, str]
+) -> tuple[LoadedModel, dict[str, LoadedModel]]:
+    """A model, and the same model under several adapters, each merged into a copy of the weights
+    that it changes; all others are shared.
+
+    Args:
+        folders: of the adapters, by name.
+
+    Raises:
+        ModelError: an adapter cannot be loaded, or is of another model.
+    """
+    from larder.models.adapter import adapted_copy
+
+    loaded.decoder.release()
+    module = loaded.decoder.module
+    copies = {name: adapted_copy(module, folder) for name, folder in folders.items()}
+    adapted = {
+        name: replace(
+            loaded,
+            decoder=wrap_model(copy),
+            adapters=(*loaded.adapters, folders[name]),
+        )
+        for name, copy in copies.items()
+    }
+    return replace(loaded, decoder=wrap_model(module)), adapted
 
 
 def _processor(source: str, config: Any, hub: dict[str, str], processor: Any) -> Any:

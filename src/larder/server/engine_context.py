@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 from larder.server.answer_form import PLAIN_FORM, AnswerForm
@@ -25,6 +25,7 @@ class EngineContext:
         core: owned by the model's thread, which this starts.
         persistence: stores finished turns.
         answer_form: parsers of answers.
+        step_lock: held during a step, by several models that take turns.
     """
 
     def __init__(
@@ -32,12 +33,17 @@ class EngineContext:
         core: EngineCore,
         persistence: SessionPersistence,
         answer_form: AnswerForm = PLAIN_FORM,
+        step_lock: AbstractContextManager[object] = nullcontext(),  # noqa: B008, without state
     ) -> None:
+        def step() -> bool:
+            with step_lock:
+                return core.step()
+
         self.answer_form = answer_form
         self.core, self.persistence, self.made = core, persistence, core.clock()
         self.removals = PendingRemovals()
         self.token_texts = TranscriptTexts(core.engine.tokenizer.decode)
-        self.thread = ModelThread(core.step, core.close)
+        self.thread = ModelThread(step, core.close)
         self.candidates = CandidateLoader(
             core.sessions,
             persistence,

@@ -1,8 +1,9 @@
 """Prompts with images: their token ids, and the embeddings that the model merges images into.
 
 Token ids do not tell images apart, but prefixes of sessions are compared by them. So an image token
-has an id behind the vocabulary, by the digests of the images of its messages and its place among
-their image tokens: equal ids are equal images. What the model reads are the embeddings.
+has an id behind the vocabulary, by a digest of the images of its messages and its place among their
+image tokens. Each has 31 bits of its own, so that a search for two images of equal ids would need
+as many times 31 bits as an image has tokens. What the model reads are the embeddings.
 """
 
 from __future__ import annotations
@@ -161,9 +162,8 @@ class ImagePromptEncoder:
                 "text behind the image.",
                 "messages",
             )
-        first = self._first_id(prompt.digests, len(places))
         for number, place in enumerate(places):
-            ids[place] = first + number
+            ids[place] = self._image_id(prompt.digests, number)
         return tuple(ids)
 
     def merged(self, start: int, prompt: RenderedPrompt, images: Mapping[str, bytes]) -> ImagePart:
@@ -209,11 +209,12 @@ class ImagePromptEncoder:
         except (OSError, ValueError) as error:
             raise _mismatch(error) from error
 
-    def _first_id(self, digests: Sequence[str], count: int) -> int:
-        """First id of the image tokens of a turn, the same for the same images."""
+    def _image_id(self, digests: Sequence[str], number: int) -> int:
+        """Id of an image token of a turn, the same for the same images."""
         vocabulary = self._decoder.vocab_size
-        digest = int.from_bytes(sha256("".join(digests).encode()).digest()[:8])
-        return vocabulary + digest % (MAX_TOKEN_ID - vocabulary - count)
+        named = f"{number} {' '.join(digests)}".encode()
+        digest = int.from_bytes(sha256(named).digest()[:8])
+        return vocabulary + digest % (MAX_TOKEN_ID - vocabulary)
 
 
 def _mismatch(error: OSError | ValueError) -> ApiError:

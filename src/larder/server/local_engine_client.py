@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -39,6 +40,7 @@ class LocalEngineClient(EngineClient):
         max_model_len: longest text with its answer, in tokens; None for what the model reads.
         tool_parser: parser of tool calls; empty for none, None for that of the chat template.
         reasoning_parser: parser of the reasoning; empty for none.
+        step_lock: held during a step, by several models that take turns.
 
     Raises:
         UsageError: the policy cannot be served, or the model does not read `max_model_len` tokens.
@@ -59,6 +61,7 @@ class LocalEngineClient(EngineClient):
         max_model_len: int | None = None,
         tool_parser: str | None = None,
         reasoning_parser: str = "",
+        step_lock: AbstractContextManager[object] = nullcontext(),  # noqa: B008, without state
     ) -> None:
         persistence = persistence or SessionPersistence()
         core = EngineCore(
@@ -77,7 +80,7 @@ class LocalEngineClient(EngineClient):
         if tool_parser is None:
             tool_parser = default_tool_parser(engine.tokenizer.tokenizer.chat_template)
         form = AnswerForm(tool_parser, reasoning_parser)
-        self.context = EngineContext(core, persistence, form)
+        self.context = EngineContext(core, persistence, form, step_lock)
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
         context, core = self.context, self.context.core

@@ -58,7 +58,7 @@ def models(context: EngineContext) -> tuple[ServedModel, ...]:
         takes_tools=core.engine.tokenizer.takes_tools,
         answer_form=context.answer_form,
     )
-    return tuple(replace(model, name=name) for name in core.names)
+    return tuple(replace(model, name=name, primary=core.names[0]) for name in core.names)
 
 
 @operation(Placement.ANY)

@@ -74,6 +74,7 @@ class Request:
         choice_group: what the answers to one prompt have in common; empty for a single one.
         images: files of the images that `turns` have marks of, by SHA-256.
         answer_form: what the answer is parsed as where it is sent back in another spelling.
+        model: first name of the model that answers; empty for the first one.
     """
 
     tenant: str
@@ -95,6 +96,7 @@ class Request:
     choice_group: str = ""
     images: Mapping[str, bytes] = field(default_factory=dict)
     answer_form: AnswerForm = PLAIN_FORM
+    model: str = ""
 
     @property
     def is_ephemeral(self) -> bool:

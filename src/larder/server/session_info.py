@@ -155,6 +155,7 @@ class ServedModel:
         takes_images: messages may have images.
         takes_tools: the chat template writes tools.
         answer_form: parsers of answers.
+        primary: first name of the model, which answers have; empty for `name`.
     """
 
     name: str
@@ -167,6 +168,12 @@ class ServedModel:
     takes_images: bool = False
     takes_tools: bool = False
     answer_form: AnswerForm = PLAIN_FORM
+    primary: str = ""
+
+    @property
+    def answer_name(self) -> str:
+        """Name that answers have."""
+        return self.primary or self.name
 
 
 def session_status(session: SessionState) -> str:

@@ -50,6 +50,14 @@ class ByteBudgets:
                         f"The budget of the {tier.value} tier must be 0 bytes or more, got {count}."
                     )
 
+    def divided(self, parts: int) -> ByteBudgets:
+        """Equal shares of the budgets, those of tenants included."""
+        shares = (
+            {tier: count // parts for tier, count in limits.items()}
+            for limits in (self.total, self.tenant)
+        )
+        return ByteBudgets(*shares)
+
 
 class Reservation:
     """Reserved bytes, released at the end of a `with` block.

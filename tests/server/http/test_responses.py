@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import httpx2
@@ -9,7 +11,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from larder.core.errors import Damaged
+from larder.core.errors import Damaged, StoreError
 from larder.server.http.archive import RESPONSE, Archive, ConversationItem
 from larder.server.http.auth import LoopbackAuth
 from larder.server.request import ApiError, ChatMessage
@@ -144,6 +146,19 @@ def test_conversations_survive_a_restart(tmp_path: Path) -> None:
                     name = client.conversations.create().id
                 client.responses.create(model=NAME, input=turn, conversation=name)
                 assert len(said(served)) == (1 if turn == "one" else 3)
+
+
+def test_10_an_archive_of_a_later_version_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "archive.sqlite"
+    Archive(path).close()
+    with closing(sqlite3.connect(path)) as base:
+        assert base.execute("PRAGMA user_version").fetchall() == [(1,)]
+        base.execute("PRAGMA user_version = 0")  # as the first version left it
+    Archive(path).close()
+    with closing(sqlite3.connect(path)) as base:
+        base.execute("PRAGMA user_version = 7")
+    with pytest.raises(StoreError, match="archive of version 7, this larder reads 1"):
+        Archive(path)
 
 
 def test_the_oldest_responses_make_room() -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("llguidance", reason="the extra structured is not installed"
 
 from larder import Engine
 from larder.server.http.app import create_app
-from larder.server.http.app_state import HttpSettings
+from larder.server.http.app_state import HttpSettings, Unsupported
 from larder.server.http.archive import Archive
 from larder.server.http.auth import LoopbackAuth
 from larder.server.local_engine_client import LocalEngineClient
@@ -52,6 +52,24 @@ def test_a_model_of_pydantic_is_answered(client: OpenAI) -> None:
     assert said.choices[0].finish_reason == "stop"
     with client.chat.completions.stream(**asked(response_format=Pet, seed=3)) as stream:
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Pet)
+
+
+def test_a_lenient_server_names_what_it_leaves_out() -> None:
+    settings = HttpSettings(max_new_tokens=60, unsupported=Unsupported.IGNORED)
+    hub = LocalEngineClient(Engine(byte_characters(), policy="full"))
+    app = create_app(hub, LoopbackAuth(), Archive(), settings)
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2, "uniqueItems": True}
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    with listening(app) as url, OpenAI(api_key="-", base_url=f"{url}/v1") as found:
+        said: Any = found.chat.completions.create(
+            **asked(response_format=wanted), extra_body={"min_tokens": 3}
+        )
+        assert isinstance(json.loads(said.choices[0].message.content), list)
+        assert any("uniqueItems" in each for each in said.warnings)
+        assert "min_tokens is not supported and was ignored." in said.warnings
+        form: Any = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
+        more: Any = found.responses.create(model="characters", input="a", text=form)
+        assert any("uniqueItems" in each for each in more.warnings)
 
 
 def test_another_format_is_another_request(client: OpenAI) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from anyio import CapacityLimiter
 from fastapi.requests import Request as HttpRequest
@@ -28,6 +29,14 @@ SESSION_HEADERS = (
 )
 
 
+class Unsupported(Enum):
+    """What becomes of fields and parts of schemas that are not supported, but would change the
+    answer."""
+
+    REFUSED = "refused with 400"
+    IGNORED = "ignored, and named in the warnings of the answer"
+
+
 @dataclass(frozen=True)
 class HttpSettings:
     """Limits and defaults of the HTTP front end.
@@ -45,6 +54,7 @@ class HttpSettings:
         session_headers: headers that may name a session, in order of precedence.
         sampling: default sampling parameters.
         max_new_tokens: default length limit of an answer.
+        unsupported: what becomes of what is not supported.
     """
 
     max_body_bytes: int = 8 << 20
@@ -58,6 +68,7 @@ class HttpSettings:
     session_headers: tuple[str, ...] = SESSION_HEADERS
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_new_tokens: int = 256
+    unsupported: Unsupported = Unsupported.REFUSED
 
 
 @dataclass(frozen=True)

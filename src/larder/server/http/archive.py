@@ -20,6 +20,7 @@ from larder.server.http.archive_rows import (
     KEY_CHECK,
     TABLE,
     ArchiveRows,
+    check_version,
 )
 from larder.server.request import ApiError, ChatMessage
 from larder.store.encryption import Encryption, NoEncryption
@@ -75,6 +76,7 @@ class Archive:
         )
         try:
             begin_log(self._base)
+            check_version(self._base, path)
             self._base.executescript(TABLE)
             with self._base:
                 self._rows.check(self._base)

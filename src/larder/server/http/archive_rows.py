@@ -15,6 +15,7 @@ import sqlite3
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from larder.core.errors import Damaged, StoreError
@@ -33,6 +34,7 @@ CREATE INDEX IF NOT EXISTS by_age ON documents (tenant, kind, made);
 CONVERSATION, ITEM = "conversation", "item"
 CONTENTS = "contents"  # digest row of an encrypted conversation
 KEY_CHECK = "key"  # row that verifies the key of the archive
+ARCHIVE_VERSION = 1  # of the tables
 VERSION = 2  # of sealed rows; version 1 had ids and parents in plain text
 CHECK_TENANT = ""  # its key derives the tags of tenants; no tenant has an empty name
 _COLUMNS = "id, parent, place, made, body"
@@ -57,6 +59,22 @@ class ConversationContents:
         """Contents with one message appended."""
         chain = key_of(self.chain, row[0], str(row[2]), _digest(row))
         return replace(self, count=self.count + 1, chain=chain)
+
+
+def check_version(base: sqlite3.Connection, path: Path | None) -> None:
+    """Mark an archive with its version; the first had none, and is of the same form.
+
+    Raises:
+        StoreError: it is that of a later version.
+    """
+    [(version,)] = base.execute("PRAGMA user_version").fetchall()
+    if version > ARCHIVE_VERSION:
+        raise StoreError(
+            f"{path} is an archive of version {version}, this larder reads {ARCHIVE_VERSION}: it "
+            "is left as it is; use the version of larder that wrote it."
+        )
+    if version < ARCHIVE_VERSION:
+        base.execute(f"PRAGMA user_version = {ARCHIVE_VERSION}")
 
 
 class ArchiveRows:

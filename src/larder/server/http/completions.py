@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 
 from larder.engine.constraint import Constraint
 from larder.server.api_errors import invalid_request
-from larder.server.http.app_state import AppState, app_state
+from larder.server.http.app_state import AppState, Unsupported, app_state
 from larder.server.http.choices import (
     CHAT_FORMAT,
     MAX_CHOICES,
@@ -80,13 +80,15 @@ class AnswerRequest(GenerationRequest):
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
-    def constraint(self) -> Constraint | None:
+    def constraint(self, unsupported: Unsupported) -> Constraint | None:
         """What the answer must match; of what is not enforced a warning says so.
 
         Raises:
             ApiError: 400 for a constraint that is malformed or cannot be enforced.
         """
-        found = answer_constraint(self.response_format, self.structured_outputs)
+        found = answer_constraint(
+            self.response_format, self.structured_outputs, unsupported=unsupported
+        )
         for each in () if found is None else found.warnings:
             self.warn(f"response_format is not enforced here: {each[:200]}.")
         return found
@@ -168,7 +170,9 @@ async def chat_completions(http: HttpRequest, body: ChatCompletionRequest) -> Re
     turns = await run_in_threadpool(body.turns, model.template_variables, taken)
     form = chosen_form(body.tools, body.tool_choice, body.parallel_tool_calls, model)
     forced = await run_in_threadpool(tool_constraint, body.tools, body.tool_choice, form)
-    constraint = only_one(forced, await run_in_threadpool(body.constraint))
+    constraint = only_one(
+        forced, await run_in_threadpool(body.constraint, state.settings.unsupported)
+    )
     stop = stop_strings(body.stop)
     request = engine_request(
         http,
@@ -199,7 +203,7 @@ async def completions(http: HttpRequest, body: CompletionRequest) -> Response:
         body.max_tokens,
         stop_strings(body.stop),
         raw_prompt="",
-        constraint=await run_in_threadpool(body.constraint),
+        constraint=await run_in_threadpool(body.constraint, state.settings.unsupported),
     )
     prompts, count = await run_in_threadpool(_prompts, state, body.prompt), body.n or 1
     if len(prompts) * count > MAX_CHOICES:
@@ -235,7 +239,7 @@ async def _answer(
         "id": new_id(form.prefix),
         "object": form.chunk_object if body.stream else form.object,
         "created": int(time.time()),
-        "model": app_state(http).check_model(None).name,
+        "model": app_state(http).check_model(body.model).answer_name,
     }
     if body.stream:
         has_usage = body.stream_options is not None and body.stream_options.include_usage

@@ -17,7 +17,7 @@ from larder.core.errors import LarderError
 from larder.engine.constraint import Constraint
 from larder.server.answer_form import AnswerForm, ParsedAnswer, canonical_answer
 from larder.server.api_errors import invalid_request
-from larder.server.http.app_state import app_state
+from larder.server.http.app_state import Unsupported, app_state
 from larder.server.http.error_responses import MESSAGES_PATH, as_api_error, messages_error_body
 from larder.server.http.image_parts import RequestImages, placed_mark
 from larder.server.http.json_body import JsonObject
@@ -236,7 +236,7 @@ class MessagesRequest(CountRequest):
     max_tokens: Tokens
     stop_sequences: Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
 
-    def constraint(self) -> Constraint | None:
+    def constraint(self, unsupported: Unsupported) -> Constraint | None:
         """What the answer must match, by `output_config.format`.
 
         Raises:
@@ -250,9 +250,15 @@ class MessagesRequest(CountRequest):
                 "output_config.format must be of type json_schema, with a schema.", "output_config"
             )
         schema = {"name": "answer", "schema": wanted.get("schema"), "strict": True}
-        return answer_constraint(
-            {"type": "json_schema", "json_schema": schema}, None, "output_config.format"
+        found = answer_constraint(
+            {"type": "json_schema", "json_schema": schema},
+            None,
+            "output_config.format",
+            unsupported,
         )
+        for each in () if found is None else found.warnings:
+            self.warn(f"output_config.format is not enforced here: {each[:200]}.")
+        return found
 
 
 @router.post("")
@@ -266,7 +272,9 @@ async def messages(http: HttpRequest, body: MessagesRequest) -> Response:
     choice = _chat_choice(given)
     form = chosen_form(tools, choice, not given.get("disable_parallel_tool_use"), model)
     forced = await run_in_threadpool(tool_constraint, tools, choice, form)
-    constraint = only_one(forced, await run_in_threadpool(body.constraint))
+    constraint = only_one(
+        forced, await run_in_threadpool(body.constraint, state.settings.unsupported)
+    )
     request = engine_request(
         http,
         state,
@@ -284,7 +292,7 @@ async def messages(http: HttpRequest, body: MessagesRequest) -> Response:
         "id": new_id("msg_"),
         "type": "message",
         "role": "assistant",
-        "model": state.check_model(None).name,
+        "model": model.answer_name,
     }
     if body.stream:
         return EventStream(_events(head, answer, form, warnings_of(body)))
@@ -299,7 +307,7 @@ async def messages(http: HttpRequest, body: MessagesRequest) -> Response:
 async def count_tokens(http: HttpRequest, body: CountRequest) -> JSONResponse:
     """Count the tokens of a conversation, up to the beginning of its answer."""
     state, images = app_state(http), RequestImages()
-    body.check()
+    body.check(app_state(http).settings.unsupported)
     model = state.check_model(body.model)
     tools = body.chat_tools(model)
     turns = await run_in_threadpool(body.turns, tools, images if model.takes_images else None)

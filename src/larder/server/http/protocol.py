@@ -21,7 +21,7 @@ from larder.engine.constraint import Constraint
 from larder.engine.sampler import MAX_BIASES, SamplingParams
 from larder.server.answer_form import PLAIN_FORM, AnswerForm
 from larder.server.api_errors import invalid_request, validate_session_name
-from larder.server.http.app_state import AppState, app_state, tenant_of
+from larder.server.http.app_state import AppState, Unsupported, app_state, tenant_of
 from larder.server.http.image_parts import RequestImages, placed_mark
 from larder.server.http.json_body import JsonBody, Text
 from larder.server.request import ChatMessage, Report, Request
@@ -109,14 +109,18 @@ class GenerationRequest(JsonBody):
         unknown = (f"{name[:100]!r} is no field of this endpoint" for name in self.unknown_fields)
         return [*(f"{each} and was ignored." for each in unknown), *self._warnings]
 
-    def check(self) -> None:
+    def check(self, unsupported: Unsupported = Unsupported.REFUSED) -> None:
         """Raises: ApiError: 400 for an invalid session name or an unsupported field."""
         for name in self.steps:
             if name:
                 validate_session_name(name, "kv_steps")
         for name, value in (self.model_extra or {}).items():
             harmless = NEUTRAL_VALUES.get(name)
-            if harmless is not None and value is not None and value not in harmless:
+            if harmless is None or value is None or value in harmless:
+                continue
+            if unsupported is Unsupported.IGNORED:
+                self.warn(f"{name} is not supported and was ignored.")
+            else:
                 raise invalid_request(
                     f"{name} is not supported: leave it out.", name, "unsupported_parameter"
                 )
@@ -286,8 +290,8 @@ def engine_request(
     Raises:
         ApiError: 400 for unsupported fields, 404 `model_not_found`.
     """
-    body.check()
-    state.check_model(body.model)
+    body.check(state.settings.unsupported)
+    model = state.check_model(body.model)
     return Request(
         tenant=tenant_of(http),
         turns=turns,
@@ -302,6 +306,7 @@ def engine_request(
         logprobs=body.num_logprobs,
         images=images or {},
         answer_form=answer_form,
+        model=model.answer_name,
     )
 
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 
 from larder.engine.constraint import Constraint
 from larder.server.api_errors import invalid_request
+from larder.server.http.app_state import Unsupported
 from larder.server.http.conversations import Metadata
 from larder.server.http.protocol import GenerationRequest, Text, Tokens
 from larder.server.http.response_items import ResponseInputItem
@@ -81,7 +82,7 @@ class ResponsesRequest(GenerationRequest):
             return {"type": "function", "function": {"name": given.get("name")}}
         return given
 
-    def constraint(self) -> Constraint | None:
+    def constraint(self, unsupported: Unsupported) -> Constraint | None:
         """What the answer must match, by `text.format`.
 
         Raises:
@@ -98,7 +99,7 @@ class ResponsesRequest(GenerationRequest):
         if wanted.get("type") == "json_schema":
             described = {name: wanted.get(name) for name in ("name", "schema", "strict")}
             wanted = {"type": "json_schema", "json_schema": described}
-        found = answer_constraint(wanted, None, "text.format")
+        found = answer_constraint(wanted, None, "text.format", unsupported)
         for each in () if found is None else found.warnings:
             self.warn(f"text.format is not enforced here: {each[:200]}.")
         return found

@@ -88,7 +88,9 @@ async def create(http: HttpRequest, request: ResponsesRequest) -> Response:
         pending.session,
         request.max_output_tokens,
         turns=await run_in_threadpool(pending.turns, tools),
-        constraint=only_one(forced, await run_in_threadpool(request.constraint)),
+        constraint=only_one(
+            forced, await run_in_threadpool(request.constraint, state.settings.unsupported)
+        ),
         images=images.files,
         answer_form=form,
     )
@@ -236,7 +238,7 @@ class PendingResponse:
             "conversation": conversation,
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
-            "model": self.state.check_model(None).name,
+            "model": self.state.check_model(request.model).answer_name,
             "output": list(output),
             "parallel_tool_calls": bool(request.tools) and request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
@@ -323,7 +325,7 @@ def pending_response(
             "conversation and previous_response_id exclude each other: send one.",
             "previous_response_id",
         )
-    request.check()
+    request.check(state.settings.unsupported)
     past: tuple[ConversationItem, ...] = ()
     document: dict[str, Any] | None = None
     if name is not None:

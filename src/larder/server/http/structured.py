@@ -15,6 +15,7 @@ from larder.engine.constraint import (
     regex_constraint,
 )
 from larder.server.api_errors import invalid_request
+from larder.server.http.app_state import Unsupported
 
 FORMATS = "text, json_object or json_schema"
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -24,11 +25,13 @@ def answer_constraint(
     response_format: Mapping[str, Any] | None,
     structured_outputs: Mapping[str, Any] | None,
     name: str = "response_format",
+    unsupported: Unsupported = Unsupported.REFUSED,
 ) -> Constraint | None:
     """Constraint of an answer; None if any text will do. Takes some milliseconds.
 
     Args:
         name: of the field that holds `response_format`, for errors.
+        unsupported: what becomes of parts of schemas that cannot be enforced.
 
     Raises:
         ApiError: 400 for a field that is malformed, or that cannot be enforced.
@@ -41,15 +44,15 @@ def answer_constraint(
     name = name if structured_outputs is None else "structured_outputs"
     try:
         if structured_outputs is not None:
-            return _structured(structured_outputs)
-        return None if response_format is None else _formatted(response_format)
+            return _structured(structured_outputs, unsupported)
+        return None if response_format is None else _formatted(response_format, unsupported)
     except DependencyError as error:
         raise invalid_request(str(error), name, "unsupported_parameter") from error
     except BadParameter as error:
         raise invalid_request(f"{name}: {error}", name) from error
 
 
-def _formatted(response_format: Mapping[str, Any]) -> Constraint | None:
+def _formatted(response_format: Mapping[str, Any], unsupported: Unsupported) -> Constraint | None:
     kind = response_format.get("type")
     if kind == "text":
         return None
@@ -61,17 +64,18 @@ def _formatted(response_format: Mapping[str, Any]) -> Constraint | None:
     schema = described.get("schema") if isinstance(described, Mapping) else None
     if not isinstance(described, Mapping) or not isinstance(schema, Mapping | bool):
         raise BadParameter("json_schema must have a schema, an object.")
-    return json_constraint(schema, lenient=described.get("strict") is False)
+    lenient = described.get("strict") is False or unsupported is Unsupported.IGNORED
+    return json_constraint(schema, lenient=lenient)
 
 
-def _structured(structured_outputs: Mapping[str, Any]) -> Constraint:
+def _structured(structured_outputs: Mapping[str, Any], unsupported: Unsupported) -> Constraint:
     given = {name: value for name, value in structured_outputs.items() if value is not None}
     if len(given) != 1 or not given.keys() <= set(KINDS):
         names = ", ".join(name[:40] for name in given) or "nothing"
         raise BadParameter(f"exactly one of {', '.join(KINDS)} must be set, got {names}.")
     [(kind, value)] = given.items()
     if kind == "json" and isinstance(value, Mapping | bool):
-        return json_constraint(value)
+        return json_constraint(value, lenient=unsupported is Unsupported.IGNORED)
     if kind == "json_object" and value is True:
         return json_constraint(ANY_OBJECT)
     if kind == "regex" and isinstance(value, str):

@@ -1,0 +1,70 @@
+"""Byte budgets of `larder serve`: of each tier, and of each tenant in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from larder.core.errors import UsageError
+from larder.core.memory_budget import BudgetUnit, MemoryBudget
+from larder.store.ledger import ByteBudgets, Tier
+
+QUOTA = "--tenant-quota"
+
+
+def memory_budgets(kv_budget: str, host_budget: str, quotas: Sequence[str]) -> ByteBudgets:
+    """Byte budgets of the device and host tiers.
+
+    Args:
+        quotas: values of `--tenant-quota`.
+
+    Raises:
+        UsageError: an option is not a number of bytes, or names no tier.
+    """
+    tenant = _quotas(quotas)
+    tenant.pop(Tier.DISK, None)
+    return ByteBudgets(
+        {
+            Tier.DEVICE: _bytes("--kv-budget", kv_budget),
+            Tier.HOST: _bytes("--host-budget", host_budget),
+        },
+        tenant,
+    )
+
+
+def disk_budget(store_budget: str | None, quotas: Sequence[str]) -> ByteBudgets:
+    """Byte budget of the disk tier; no limit without `--store-budget`.
+
+    Args:
+        quotas: values of `--tenant-quota`.
+
+    Raises:
+        UsageError: as `memory_budgets`.
+    """
+    tenant = {tier: limit for tier, limit in _quotas(quotas).items() if tier is Tier.DISK}
+    if store_budget is None:
+        return ByteBudgets(tenant=tenant)
+    return ByteBudgets({Tier.DISK: _bytes("--store-budget", store_budget)}, tenant)
+
+
+def _quotas(quotas: Sequence[str]) -> dict[Tier, int]:
+    """Raises: UsageError: a quota is not TIER=BYTES, or its tier occurs twice."""
+    tiers, found = {tier.value: tier for tier in Tier}, dict[Tier, int]()
+    for text in quotas:
+        name, _, size = text.partition("=")
+        if name not in tiers or not size:
+            raise UsageError(
+                f"{QUOTA} {text!r} is not TIER=BYTES: take one of {', '.join(tiers)}, as in "
+                "host=512MiB."
+            )
+        if tiers[name] in found:
+            raise UsageError(f"{QUOTA} {name}=... is given twice: give each tier one limit.")
+        found[tiers[name]] = _bytes(QUOTA, size)
+    return found
+
+
+def _bytes(option: str, text: str) -> int:
+    """Raises: UsageError: the text is not a number of bytes."""
+    amount = MemoryBudget.parse(text, option)
+    if amount.unit is not BudgetUnit.BYTES:
+        raise UsageError(f"{option} {text!r} is not a number of bytes: write 512MiB or 2GiB.")
+    return int(amount.number)

@@ -1,0 +1,153 @@
+"""Models that `larder serve` serves: one, and adapters of it under names of their own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from larder.core.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from larder.cli.serve import ServeOptions
+    from larder.models.loader import LoadedModel
+    from larder.server.engine_client import EngineClient
+    from larder.server.local_engine_client import LocalEngineClient
+    from larder.server.persistence.base import SessionLocks
+    from larder.store.ledger import ByteBudgets
+    from larder.store.store import Store
+
+MAX_TEMPLATE_BYTES = 1 << 20
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+
+
+@dataclass(frozen=True)
+class AdapterFolders:
+    """Folders of adapters.
+
+    Args:
+        own: of the adapter that the model always has; None for none.
+        named: of those that requests choose, by name.
+    """
+
+    own: str | None = None
+    named: Mapping[str, str] = field(default_factory=dict)
+
+
+def split_adapters(given: Sequence[str]) -> AdapterFolders:
+    """Folders of the values of `--adapter`.
+
+    Raises:
+        UsageError: a name is malformed or occurs twice, or there are two adapters without.
+    """
+    own, named = list[str](), dict[str, str]()
+    for text in given:
+        name, mark, folder = text.partition("=")
+        if not mark or Path(text).is_dir():
+            own.append(text)
+            continue
+        if NAME.fullmatch(name) is None or not folder:
+            raise UsageError(
+                f"--adapter {text!r} is not NAME=FOLDER: a name is 1 to 128 letters, digits, dots, "
+                "dashes, slashes and underscores."
+            )
+        if name in named:
+            raise UsageError(f"--adapter {name}=... is given twice: give each its own name.")
+        named[name] = folder
+    if len(own) > 1:
+        raise UsageError(
+            "--adapter is given twice without a name: give NAME=FOLDER, so that requests can "
+            "choose by model."
+        )
+    return AdapterFolders(own[0] if own else None, named)
+
+
+def read_template(path: Path) -> str:
+    """Chat template of a file, which is compiled once to see that it can be.
+
+    Raises:
+        InputError: the file cannot be read, or is no template.
+    """
+    from jinja2 import TemplateSyntaxError
+
+    from larder.session.transcript.template_sandbox import compile_template
+
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_TEMPLATE_BYTES + 1)
+        text = data.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--chat-template {path} cannot be read ({error}).") from error
+    if len(data) > MAX_TEMPLATE_BYTES:
+        raise InputError(f"--chat-template {path} has more than {MAX_TEMPLATE_BYTES} bytes.")
+    try:
+        compile_template(text)
+    except TemplateSyntaxError as error:
+        raise InputError(
+            f"--chat-template {path}, line {error.lineno}, is no template: {error.message}."
+        ) from error
+    return text
+
+
+def model_clients(
+    options: ServeOptions, budgets: ByteBudgets, store: Store, locks: SessionLocks
+) -> EngineClient:
+    """Client of the model, and of its adapters if there are any; each has the same share of the
+    budgets, and they take turns on the device."""
+    from larder.cli.question_run import check_model_options, load_model
+    from larder.models.loader import with_adapters
+    from larder.server.model_router import ModelRouter, TurnLock
+
+    check_model_options(options)
+    folders = split_adapters(options.adapter or ())
+    loaded = load_model(options, folders.own)
+    if options.chat_template is not None:
+        loaded = replace(loaded, tokenizer=deepcopy(loaded.tokenizer))
+        loaded.tokenizer.chat_template = read_template(options.chat_template)
+    if not folders.named:
+        names = options.served_model_name or ()
+        return _client(options, loaded, names, budgets, store, locks)
+    loaded, adapted = with_adapters(loaded, folders.named)
+    own_name, *others = options.served_model_name or (loaded.name,)
+    share, lock = budgets.divided(1 + len(adapted)), TurnLock()
+    clients = {own_name: _client(options, loaded, (own_name, *others), share, store, locks, lock)}
+    for name, model in adapted.items():
+        clients[name] = _client(options, model, (name,), share, store, locks, lock)
+    return ModelRouter(clients)
+
+
+def _client(
+    options: ServeOptions,
+    loaded: LoadedModel,
+    names: Sequence[str],
+    budgets: ByteBudgets,
+    store: Store,
+    locks: SessionLocks,
+    step_lock: AbstractContextManager[object] = nullcontext(),  # noqa: B008, without state
+) -> LocalEngineClient:
+    from larder.cli.question_run import engine_over
+    from larder.engine.snapshots import ModelSnapshots
+    from larder.server.local_engine_client import LocalEngineClient
+    from larder.server.persistence.base import Durability
+    from larder.server.persistence.store import StoreSessionPersistence
+    from larder.server.tiers.disk import StoreDiskTier
+
+    engine = engine_over(options, loaded)
+    persistence = StoreSessionPersistence(store, engine.loaded.decoder.spec, locks)
+    snapshots = ModelSnapshots(store, engine.loaded, options.codec)
+    return LocalEngineClient(
+        engine,
+        budgets,
+        eviction=options.eviction,
+        persistence=persistence,
+        disk=StoreDiskTier(persistence, snapshots, Durability(options.durability)),
+        names=names,
+        max_model_len=options.max_model_len,
+        tool_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser or "",
+        step_lock=step_lock,
+    )

@@ -1,0 +1,107 @@
+"""Engine client over several models, such as adapters of one, chosen by a request's `model`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
+from typing import Any, ParamSpec, TypeVar
+
+from larder.server import operations
+from larder.server.engine_client import EngineClient
+from larder.server.operation import Operation, Placement
+from larder.server.request import ApiError, Listener, Request, Ticket
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# Between a tenant and a model in the name of the tenant's sessions there; tenants have none in
+# their names.
+SEPARATOR = "@"
+
+
+class ModelRouter(EngineClient):
+    """Models that share nothing but their weights: sessions of one are none of another.
+
+    A session is looked for under the first model, then under the others in order; all of them are
+    listed.
+
+    Args:
+        clients: by the first name of their model; the first is the default.
+    """
+
+    def __init__(self, clients: Mapping[str, EngineClient]) -> None:
+        self._clients = dict(clients)
+        self._default = next(iter(self._clients))
+
+    def submit(self, request: Request, listener: Listener) -> Ticket:
+        name = request.model or self._default
+        scoped = replace(request, tenant=self._scoped(request.tenant, name))
+        return self._clients[name].submit(scoped, listener)
+
+    def call(self, operation: Operation[P, R], *args: P.args, **kwargs: P.kwargs) -> Any:
+        if operation.name == operations.models.name:
+            served = (client.models() for client in self._clients.values())
+            return tuple(chain.from_iterable(served))
+        if operation.placement is Placement.ANY:
+            return self._clients[self._default].call(operation, *args, **kwargs)
+        arguments = operation.arguments(*args, **kwargs)
+        if operation.placement is Placement.ALL:
+            return self._merged(operation, arguments)
+        return self._first(operation, arguments)
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
+
+    def _scoped(self, tenant: str, name: str) -> str:
+        """Tenant under a model."""
+        return tenant if name == self._default else f"{tenant}{SEPARATOR}{name}"
+
+    def _merged(self, operation: Operation[..., R], arguments: tuple[Any, ...]) -> R:
+        assert operation.merge is not None
+        results = list[Any]()
+        for name, client in self._clients.items():
+            own = (self._scoped(arguments[0], name), *arguments[1:]) if arguments else ()
+            results.append(client.call(operation, *own))
+        return operation.merge(results)
+
+    def _first(self, operation: Operation[..., R], arguments: tuple[Any, ...]) -> R:
+        """Result of the first model that has the session.
+
+        Raises:
+            ApiError: none has it, or as the operation.
+        """
+        tenant, *rest = arguments
+        *others, last = self._clients
+        for name in others:
+            try:
+                return self._clients[name].call(operation, self._scoped(tenant, name), *rest)
+            except ApiError as error:
+                if error.code != "session_not_found":
+                    raise
+        return self._clients[last].call(operation, self._scoped(tenant, last), *rest)
+
+
+class TurnLock:
+    """Lock that is given in the order of asking, so that no thread waits for ever."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next = self._served = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of threads that wait."""
+        with self._changed:
+            return max(0, self._next - self._served - 1)
+
+    def __enter__(self) -> None:
+        with self._changed:
+            own, self._next = self._next, self._next + 1
+            self._changed.wait_for(lambda: self._served == own)
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._served += 1
+            self._changed.notify_all()
