@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from typing import Any, Literal
 
 import pytest
@@ -162,6 +163,33 @@ def test_a_grammar_is_compiled_once(
     for constraint in (two, one, three, one, two):
         fresh.matcher(constraint)
     assert calls == [one.digest, two.digest, three.digest, two.digest]
+
+
+def test_what_is_compiled_waits_for_no_compilation(
+    compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model's thread takes a matcher that is cached while another thread compiles."""
+    known, new = regex_constraint("known"), regex_constraint("new")
+    compiler.matcher(known)
+    is_compiling, may_end, compile_ = threading.Event(), threading.Event(), compiler._compiled
+    compiled = list[str]()
+
+    def slow(constraint: Constraint) -> Any:
+        is_compiling.set()
+        assert may_end.wait(30)
+        compiled.append(constraint.digest)
+        return compile_(constraint)
+
+    monkeypatch.setattr(compiler, "_compiled", slow)
+    threads = [threading.Thread(target=compiler.matcher, args=(new,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert is_compiling.wait(30)
+    assert not compiler.matcher(known).is_complete
+    may_end.set()
+    for thread in threads:
+        thread.join()
+    assert compiled == [new.digest]
 
 
 def test_a_tokenizer_without_bytes_is_refused() -> None:

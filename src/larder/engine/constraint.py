@@ -133,6 +133,8 @@ def choice_constraint(choices: Sequence[str]) -> Constraint:
 class ConstraintCompiler:
     """Compiled constraints of one tokenizer, the latest of them cached. Safe from any thread.
 
+    Constraints are compiled one at a time; those that are cached need not wait for it.
+
     Args:
         tokenizer: a fast tokenizer of transformers.
         vocab_size: number of logits.
@@ -141,7 +143,7 @@ class ConstraintCompiler:
 
     def __init__(self, tokenizer: Any, vocab_size: int, stop_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, stop_ids
-        self._lock, self._words = threading.Lock(), None
+        self._lock, self._compiling, self._words = threading.Lock(), threading.Lock(), None
         self._matchers: OrderedDict[str, Any] = OrderedDict()
 
     def matcher(self, constraint: Constraint) -> ConstraintMatcher:
@@ -150,12 +152,29 @@ class ConstraintCompiler:
         Raises:
             BadParameter: the grammar cannot be compiled within its limits.
         """
+        digest = constraint.digest
+        found = self._cached(digest)
+        if found is None:
+            with self._compiling:
+                found = self._cached(digest)  # compiled by another thread meanwhile
+                if found is None:
+                    self._cache(digest, self._compiled(constraint))
+                    found = self._cached(digest)
+        assert found is not None
+        return found
+
+    def _cached(self, digest: str) -> ConstraintMatcher | None:
         with self._lock:
-            compiled = self._matchers.pop(constraint.grammar, None) or self._compiled(constraint)
-            self._matchers[constraint.grammar] = compiled
+            if digest not in self._matchers:
+                return None
+            self._matchers.move_to_end(digest)
+            return ConstraintMatcher(self._matchers[digest].deep_copy())
+
+    def _cache(self, digest: str, compiled: Any) -> None:
+        with self._lock:
+            self._matchers[digest] = compiled
             if len(self._matchers) > CACHED_GRAMMARS:
                 self._matchers.popitem(last=False)
-            return ConstraintMatcher(compiled.deep_copy())
 
     def _compiled(self, constraint: Constraint) -> Any:
         _check_installed()
