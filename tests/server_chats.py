@@ -12,7 +12,7 @@ from larder.session.presets import PRESETS
 from topic_embedder import TopicEmbedder
 
 # What cannot be served, and a word of why.
-REFUSED = dict.fromkeys(("exact_question", "finch", "laq", "dapq"), "question")
+REFUSED = dict.fromkeys(("exact_question", "finch", "laq", "dapq", "ilre", "reform"), "question")
 TOKENS = 96
 # Their windows, their lag and a page do not fit that.
 WIDE = ("arkvale", "pqcache", "retrieval_attention", "retroinfer")

@@ -8,6 +8,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from jaxtyping import Int64
+from torch import Tensor
+
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import ScoreError
 from larder.core.images import NO_IMAGES, ImageSpans
@@ -18,6 +21,7 @@ from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment, Observer
 from larder.policy.planner import Planner
 from larder.policy.providers.base import DraftProvider, select_providers
+from larder.policy.scorers.base import Scorer
 from larder.prefill.eviction_pass import EvictionPass, ScoreListener, ScoringPhase
 from larder.prefill.memory import PeakMemoryMeter
 
@@ -149,6 +153,63 @@ class PrefillReader:
             scoring = self._eviction_pass([lane.cache], length)
             yield from self._scratch_steps(scoring, [lane.cache], [scratches], [])
 
+    def append_chosen(
+        self, lane: PrefillSequence, ids: tuple[int, ...], choose: ChooseTokens
+    ) -> None:
+        """Read a text, of which chosen tokens alone go into some layers, without scoring."""
+        from larder.models.narrowed_call import read_narrowing  # few policies narrow
+
+        (row,), observer = self._appending((lane,), ids)
+        read_narrowing(self.decoder, row, observer, choose, self.planner.activation_providers)
+
+    def read_chosen_steps(
+        self, lane: PrefillSequence, ids: tuple[int, ...], rows: Int64[Tensor, " N"]
+    ) -> Iterator[None]:
+        """Read chosen tokens of a text, then bring the cache within its budget.
+
+        Args:
+            rows: their ascending indices, the last token among them.
+        """
+        choose: ChooseTokens = lambda layer, _: None if layer else rows  # noqa: E731
+        if self._holds(max(map(max, lane.cache.lengths())) + len(rows)):
+            self.append_chosen(lane, ids, choose)
+        else:
+            yield from self.read_narrowing_steps(lane, ids, choose, None)
+
+    def score_steps(
+        self,
+        lane: PrefillSequence,
+        ids: tuple[int, ...],
+        block: tuple[int, ...],
+        choose: ChooseTokens,
+        listener: ScoreListener,
+        scorer: Scorer,
+    ) -> Iterator[None]:
+        """Read tokens and score those of a block, without a plan.
+
+        Args:
+            block: tokens to score; `ids` are its last ones.
+            choose: tokens that go into each layer.
+            listener: told what each managed layer was scored by; in the end, by all prompts.
+            scorer: what says which prompts are read behind the text.
+        """
+        from larder.models.narrowed_call import read_narrowing  # few policies narrow
+
+        length = lane.cache.next_position + len(ids)
+        start, inputs = length - len(block), self.planner.activation_providers
+        scratches = scorer.scratch(block, start, lane.prompts)
+        eviction = self._eviction_pass([lane.cache], length, None if scratches else listener)
+        phase = ScoringPhase.OBSERVE if scratches else ScoringPhase.ACCUMULATE
+        eviction.begin_pass([ScratchPrompt(ids, (0, length))], [phase], 0)
+        (row,) = _rows((lane,), ids)
+        read_narrowing(self.decoder, row, eviction, choose, inputs)
+        scoring = self._eviction_pass([lane.cache], length, listener)
+        for each in scratches:
+            yield
+            scoring.begin_pass([each], [ScoringPhase.ACCUMULATE], each.tokens)
+            prompt = BatchSegment(lane.cache, each.ids, shift=each.shift)
+            self.decoder.read([prompt], Mode.SCRATCH, scoring, inputs)
+
     def _scratch_steps(
         self,
         eviction: EvictionPass,
@@ -243,7 +304,10 @@ class PrefillReader:
 
         A cache that has kept everything has offloaded nothing, and needs no recall slots.
         """
-        longest = max(lane.cache.next_position for lane in lanes) + new_tokens
+        return self._holds(max(lane.cache.next_position for lane in lanes) + new_tokens)
+
+    def _holds(self, longest: int) -> bool:
+        """True if `longest` entries per kv head are within the budget of every layer."""
         spec, finest = self.decoder.spec, self.planner.storage.full_precision_entries
         return all(
             longest <= finest(quota, spec.layers[index], spec.dtype.itemsize) + self.recall_entries

@@ -55,10 +55,11 @@ class TokenChoice:
         if layer not in self.layers:
             return
         reached = len(seen.query_positions)
-        always = self._always(seen)
+        places, length = seen.query_positions, seen.length
+        always = always_passing(self.planner, self.scoring, places, length, self.budget)
         count = max(int(always.sum()), self.count(layer, reached))
         if count < reached:
-            own = token_scores(seen, self._scores(seen, scores), reached)
+            own = token_scores(seen, scores_of(self.scoring, seen, scores), reached)
             marks = top_mask(own.masked_fill(always, torch.inf), count)
             self.chosen[layer] = torch.nonzero(marks).flatten()
 
@@ -67,19 +68,36 @@ class TokenChoice:
         del positions
         return self.chosen.get(layer - 1)
 
-    def _scores(self, seen: Observation, scores: Packed | None) -> Packed:
-        if self.scoring is not None:
-            return self.scoring.scorer.score_with(seen, self.scoring.reduction).float()
-        assert scores is not None  # refused by `check_scorer`
-        return scores
 
-    def _always(self, seen: Observation) -> Bool[Tensor, " Q"]:
-        """Tokens of the pass that go on whatever their scores."""
-        positions, length = seen.query_positions, seen.length
-        own = self.planner.scorer if self.scoring is None else self.scoring.scorer
-        ends = own.protected_tokens()
-        always = self.planner.protect.mask(positions, length, self.budget)
-        return always | mask_outside(positions, ends.first, length - max(1, ends.last))
+def scores_of(scoring: ReducedScorer | None, seen: Observation, scores: Packed | None) -> Packed:
+    """Scores that tokens are chosen by.
+
+    Args:
+        scoring: scorer of the choice; None for the scores of the policy.
+        scores: of the policy; None in a pass in which it does not score.
+    """
+    if scoring is not None:
+        return scoring.scorer.score_with(seen, scoring.reduction).float()
+    assert scores is not None  # policies that score later are refused
+    return scores
+
+
+def always_passing(
+    planner: Planner,
+    scoring: ReducedScorer | None,
+    positions: Int[Tensor, " Q"],
+    length: int,
+    budget: int,
+) -> Bool[Tensor, " Q"]:
+    """Mask of the tokens that go on whatever their scores: protected ones, and the last.
+
+    Args:
+        length: true tokens read.
+        budget: M, which protected shares are relative to.
+    """
+    ends = (planner.scorer if scoring is None else scoring.scorer).protected_tokens()
+    always = planner.protect.mask(positions, length, budget)
+    return always | mask_outside(positions, ends.first, length - max(1, ends.last))
 
 
 def token_scores(seen: Observation, scores: Packed, tokens: int) -> Float[Tensor, " Q"]:

@@ -1,0 +1,67 @@
+"""Scorer by the likeness of keys to those of a prompt that is read behind the cache (REFORM).
+
+Song et al., "Compress, Gather, and Recompute: REFORMing Long-Context Processing in Transformers"
+(2025), arXiv:2506.01215, the gather step: tokens are found again by the cosine between vectors that
+layers made of them and those of the question, the highest over the question's tokens, summed over a
+few heads, then smoothed by the highest among neighbors so that what stands around a found token
+comes along. Known to us are the abstract and reviews, not the released code: which vectors are
+compared is inferred. Here they are keys before rotation, since a rotated key says where a token
+stands; each kv head has its own scores, and all heads count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Observation, Prompts, ScratchPrompt
+from larder.core.types import Packed
+from larder.ops.pooling import running_max
+from larder.ops.rope import rotate, rotate_per_head
+from larder.policy.scorers._future_queries import rope_radians
+from larder.policy.scorers.base import Scorer
+
+
+@dataclass(frozen=True)
+class KeyCosine(Scorer):
+    """The highest cosine of an entry's key to a key of the prompt, before rotation.
+
+    Args:
+        prompt: its name: `question`, or any other whose text is given to `Engine.read`.
+        kernel: width of the max pooling, in entries. Odd; 1 pools nothing.
+    """
+
+    prompt: str = "question"
+    kernel: int = 7
+
+    def __post_init__(self) -> None:
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise BadParameter(f"key_cosine.kernel must be odd, got {self.kernel}.")
+
+    def required_prompts(self) -> frozenset[str]:
+        return frozenset({self.prompt})
+
+    def scratch(
+        self, block: tuple[int, ...], start: int, book: Prompts
+    ) -> tuple[ScratchPrompt, ...]:
+        return (ScratchPrompt(tuple(book[self.prompt]), (0, start + len(block))),)
+
+    def score(self, seen: Observation) -> Packed:
+        radians = rope_radians(seen, "key_cosine")
+        asked = rotate_per_head(seen.keys.float(), -seen.effective_rope_positions, radians)
+        entries, places = seen.entries, seen.entries.effective_rope_positions
+        scores: list[Float[Tensor, " S"]] = []
+        for head in range(seen.layer.kv_heads):
+            rows = entries.rows(head)
+            keys = rotate(entries.keys[rows].float()[None], -places[rows], radians)[0]
+            cosines = F.normalize(keys, dim=-1) @ F.normalize(asked[head], dim=-1).T  # [S, Q]
+            scores.append(running_max(cosines.amax(1), self.kernel))
+        return torch.cat(scores)
+
+
+Part = KeyCosine

@@ -1,0 +1,127 @@
+"""Two passes: what the first layers find is read anew, and nothing else is held."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from larder import Policy
+from larder.core.errors import BadParameter, SpellingError
+from larder.models.loader import wrap_model
+from larder.models.tiny import tiny
+from larder.policy.budgets.unlimited import WITHOUT_LIMIT
+from larder.prefill.base import no_progress
+from larder.prefill.memory import PeakMemoryMeter
+from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.prefill.schedules import two_passes
+from larder.prefill.schedules.two_passes import found_tokens
+from larder.session.capacity import empty_cache, entries_per_head
+from model_runs import own_logits, read_on, some_ids
+from references.narrowing import narrowed_logits
+from references.two_passes import found
+
+LAYERS, LENGTH, MORE = 4, 40, 6
+ENDS = "protect(sinks=1, recent=2)"
+
+
+@cache
+def decoder_of(architecture: str) -> Any:
+    return wrap_model(tiny(architecture, layers=LAYERS))
+
+
+def read(decoder: Any, sentence: str, ids: tuple[int, ...], tokens: int = 10) -> Any:
+    """Cache of a text under a policy, and the meter of its prefill."""
+    policy = Policy.parse(sentence).with_sizes(tokens, None)
+    layers = tuple(own.index for own in decoder.spec.managed)
+    budget, planner = entries_per_head(policy, decoder.spec), policy.planner
+    quotas = {} if budget == WITHOUT_LIMIT else planner.quotas(budget, len(ids), layers, {})
+    reader = PrefillReader(decoder, planner, budget, quotas, PeakMemoryMeter())
+    own = empty_cache(policy, decoder.spec)
+    policy.schedule.read(reader, [PrefillSequence(own, {"question": (5, 6, 7)})], ids, no_progress)
+    return own, reader.meter
+
+
+def places(own: Any, layer: int = 0) -> set[int]:
+    return {p for p in own.entries(layer).head_positions(0).tolist() if p < LENGTH}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
+def test_a_search_that_finds_all_tokens_is_exact(architecture) -> None:
+    ids, decoder = some_ids(LENGTH + MORE), decoder_of(architecture)
+    expected = own_logits(tiny(architecture, layers=LAYERS), ids)[LENGTH:]
+    for sentence in (
+        f"two_passes(tokens={LENGTH}) > {ENDS} > snapkv(window=4) > unlimited()",
+        f"two_passes(tokens=3) > {ENDS} > snapkv(window=4) > uniform(tokens={LENGTH})",
+    ):
+        own, _ = read(decoder, sentence, ids[:LENGTH])
+        assert (read_on(decoder, own, ids[LENGTH:], 1) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("scorer", ["snapkv(window=4)", 'patched(prompt="question")', "keydiff()"])
+def test_found_tokens_are_read_as_if_the_others_were_not_there(scorer, monkeypatch) -> None:
+    """At their true positions, whatever the blocks of the first pass."""
+    monkeypatch.setattr(two_passes, "BLOCK_TOKENS", 11)
+    ids, decoder = some_ids(LENGTH + MORE), decoder_of("qwen3")
+    own, _ = read(
+        decoder, f"two_passes(layer=1, tokens=9) > {ENDS} > {scorer} > unlimited()", ids[:LENGTH]
+    )
+    assert own.next_position == LENGTH
+    assert len(places(own)) == 9 if "snap" not in scorer else 9
+    assert {0, LENGTH - 1} <= places(own)
+    assert all(places(own, layer) == places(own) for layer in range(LAYERS))
+    reached = dict.fromkeys(range(LAYERS), places(own))
+    expected = narrowed_logits(tiny("qwen3", layers=LAYERS), ids, reached, LENGTH)[LENGTH:]
+    assert (read_on(decoder, own, ids[LENGTH:], 1) - expected).abs().max() < 1e-4
+    monkeypatch.setattr(two_passes, "BLOCK_TOKENS", 1000)
+    again, _ = read(
+        decoder, f"two_passes(layer=1, tokens=9) > {ENDS} > {scorer} > unlimited()", ids[:LENGTH]
+    )
+    assert places(again) == places(own)
+
+
+def test_the_budget_says_how_many_are_found_and_nothing_else_is_held() -> None:
+    ids, decoder = some_ids(200), decoder_of("qwen3")
+    for preset in ("ilre", "reform"):
+        own, meter = read(decoder, preset, ids, 40)
+        assert own.lengths() == ((40, 40),) * LAYERS
+        assert own.next_position == 200
+        entry = own.nbytes / own.managed_entries
+        lower = 2 if preset == "ilre" else 3  # layers of the first pass
+        assert meter.peak_bytes < entry * (2 * 200 * lower + 2 * LAYERS * 40) * 1.3
+    cut, _ = read(decoder, f"two_passes(tokens=30) > {ENDS} > keydiff() > uniform()", ids, 20)
+    assert cut.lengths() == ((20, 20),) * LAYERS
+
+
+def test_scores_of_several_layers_are_added() -> None:
+    ids, decoder, kept = some_ids(LENGTH), decoder_of("qwen3"), []
+    for layers in ("layer=2", "layer=1", "layer=2, layers=3"):
+        sentence = f"two_passes({layers}, tokens=9) > {ENDS} > keydiff() > unlimited()"
+        kept.append(places(read(decoder, sentence, ids)[0]))
+    assert len({frozenset(one) for one in kept}) == 3
+
+
+def test_hand_values_of_several_widths() -> None:
+    scores = torch.tensor([0.0, 0.9, 0.1, 0.0, 0.0, 0.8, 0.0, 0.7])
+    none = torch.zeros(8, dtype=torch.bool)
+    assert found_tokens(scores, none, 2, [1]).tolist() == [1, 5]
+    assert found_tokens(scores, none, 3, [3]).tolist() == [0, 1, 2]  # a peak and its neighbors
+    assert found_tokens(scores, none, 3, [1, 3]).tolist() == [0, 1, 5]
+    last = torch.tensor([False] * 7 + [True])
+    assert found_tokens(scores, last, 2, [1]).tolist() == [1, 7]
+    source = torch.Generator().manual_seed(0)
+    for count in (1, 7, 20, 30):
+        drawn = torch.rand(30, generator=source)
+        always = torch.rand(30, generator=source) < 0.1
+        expected = found(drawn.tolist(), always.tolist(), count, [1, 5, 9])
+        assert found_tokens(drawn, always, count, [1, 5, 9]).tolist() == expected
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    for inside in ("layers=0", 'widths="2"', 'widths=""', "layer=-1", "tokens=0", "kept=0"):
+        with pytest.raises(BadParameter, match="two_passes"):
+            Policy.parse(f"two_passes({inside})")
+    with pytest.raises(SpellingError, match="does not compute for all"):
+        Policy.parse("two_passes() > novelty()")

@@ -1,0 +1,33 @@
+"""`key_cosine`: the highest cosine to any key of the prompt, both turned back to position 0."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from larder.core.observation import Observation
+from references.attention_loop import heads_of
+from references.expected import dot, rotation, times
+
+SMALL = {"kernel": 3}  # parameters for small layers
+
+
+def scores(part: Any, seen: Observation) -> list[list[float]]:
+    return [one_head(part, seen, head) for head in heads_of(seen)]
+
+
+def one_head(part: Any, seen: Observation, head: int) -> list[float]:
+    entries, start = seen.entries, seen.entries.starts[head]
+    found: list[float] = []
+    for row in range(start, start + entries.lengths[head]):
+        place = int(entries.effective_rope_positions[row])
+        key = times(rotation(seen, -place), entries.keys[row].tolist())
+        best = -1.0
+        for query in range(seen.keys.shape[1]):
+            there = int(seen.effective_rope_positions[head, query])
+            asked = times(rotation(seen, -there), seen.keys[head, query].tolist())
+            lengths = math.sqrt(dot(key, key)) * math.sqrt(dot(asked, asked))
+            best = max(best, dot(key, asked) / lengths)
+        found.append(best)
+    half = part.kernel // 2
+    return [max(found[max(0, i - half) : i + half + 1]) for i in range(len(found))]
