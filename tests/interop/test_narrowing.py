@@ -30,8 +30,8 @@ def test_generation_narrows_and_keeps_true_positions(model) -> None:
     plain = model.generate(ids, max_new_tokens=5, do_sample=False)
     whole, _ = generated(model, ids, policy="fastkv", budget=TOKENS)
     assert torch.equal(whole, plain)
-    sentence = "narrowing(layer=1, tokens=20) > protect(sinks=0, recent=0) > snapkv(window=8) > unlimited()"
-    narrowed, cache = generated(model, ids, policy=sentence)
+    few = "narrowing(layer=1, tokens=20) > protect(sinks=0, recent=0)"
+    narrowed, cache = generated(model, ids, policy=f"{few} > snapkv(window=8) > unlimited()")
     assert narrowed.shape == plain.shape
     assert cache.get_seq_length() == TOKENS + 4
     assert cache.nbytes < generated(model, ids, policy="full")[1].nbytes
