@@ -153,6 +153,7 @@ class Served:
         block: int | None = BLOCK,
         embedder: Embedder | None = None,
         eviction: str = "lru",
+        prefill_chunk: int | None = None,
     ) -> None:
         limited = policy != "full"
         budget, size = (str(tokens), block) if limited else (None, None)
@@ -172,6 +173,7 @@ class Served:
             disk or DiskTier(),
             lambda: float(next(times)),
             self.news.set,
+            prefill_chunk=prefill_chunk,
         )
 
     def submit(

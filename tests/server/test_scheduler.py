@@ -81,6 +81,19 @@ def test_a_long_prompt_does_not_stop_answers(small: LoadedModel) -> None:
     assert max(between) <= 2  # a token may finish no character: text then comes with the next one
 
 
+def test_a_prompt_is_read_in_chunks_between_tokens(small: LoadedModel) -> None:
+    answers = list[str]()
+    for chunk in (None, 7):
+        served = Served(small, prefill_chunk=chunk)
+        long, _ = served.submit(told(2, 12), max_new_tokens=8)
+        served.run()
+        least = 1 if chunk is None else long.told.prompt_tokens // chunk
+        assert served.core.scheduler.blocks >= least
+        answers.append("".join(long.text))
+    assert answers[0] == answers[1]
+    assert served.core.scheduler.blocks > 10
+
+
 def test_a_second_tenant_reads_before_the_rest_of_a_flood(small: LoadedModel) -> None:
     served = Served(small, "limited")
     flood = [served.submit(told(number, 8))[0] for number in range(3)]

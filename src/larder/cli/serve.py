@@ -56,6 +56,15 @@ class ServeOptions(ModelOptions):
             help="Longest text with its answer.  Default: what the model reads.",
         ),
     ] = None
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="TOKENS",
+            help="Most tokens of a prompt that are read between two tokens of other answers, under "
+            "policies without eviction.  Default: 512.",
+        ),
+    ] = None
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -182,6 +191,7 @@ def serve(options: ServeOptions) -> None:
     --swap-space                 --host-budget
     --kv-cache-dtype             --policy with a part that quantizes
     --data-parallel-size         --ray --replicas
+    --max-num-batched-tokens     --prefill-chunk
     --lora-modules NAME=PATH     --adapter NAME=FOLDER
     --enable-prefix-caching      always on, as is --enable-auto-tool-choice
     """

@@ -147,6 +147,7 @@ def _client(
         disk=StoreDiskTier(persistence, snapshots, Durability(options.durability)),
         names=names,
         max_model_len=options.max_model_len,
+        prefill_chunk=options.prefill_chunk,
         tool_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser or "",
         step_lock=step_lock,

@@ -65,7 +65,7 @@ class EngineCore:
         engine, budgets, eviction, rows, waiting, persistence, disk, clock: as in
             `LocalEngineClient`.
         wake: called, from any thread, when a step would have work to do.
-        names, max_model_len: as in `LocalEngineClient`.
+        names, max_model_len, prefill_chunk: as in `LocalEngineClient`.
 
     Raises:
         UsageError: the policy cannot be served, or the model does not read `max_model_len` tokens.
@@ -84,6 +84,7 @@ class EngineCore:
         wake: Callable[[], None],
         names: Sequence[str] = (),
         max_model_len: int | None = None,
+        prefill_chunk: int | None = None,
     ) -> None:
         self.engine, self.clock, self._wake = engine, clock, wake
         self.names = tuple(names) or (engine.loaded.name,)
@@ -103,7 +104,11 @@ class EngineCore:
         )
         self._chat = ChatBackend(self.tiers, self.reservations, engine.tokenizer)
         self._prefix = PrefixBackend(
-            self.tiers, self.reservations, self.images, self.sessions.find_shared_prefix
+            self.tiers,
+            self.reservations,
+            self.images,
+            self.sessions.find_shared_prefix,
+            prefill_chunk,
         )
         self._persistence = persistence
         self.unwritten = WriteRetryQueue(persistence, completions, disk.durability, clock, wake)

@@ -40,6 +40,8 @@ class LocalEngineClient(EngineClient):
         max_model_len: longest text with its answer, in tokens; None for what the model reads.
         tool_parser: parser of tool calls; empty for none, None for that of the chat template.
         reasoning_parser: parser of the reasoning; empty for none.
+        prefill_chunk: most tokens of a prompt that are read between two tokens of other answers,
+            for policies without eviction; None for a block.
         step_lock: held during a step, by several models that take turns.
 
     Raises:
@@ -61,6 +63,7 @@ class LocalEngineClient(EngineClient):
         max_model_len: int | None = None,
         tool_parser: str | None = None,
         reasoning_parser: str = "",
+        prefill_chunk: int | None = None,
         step_lock: AbstractContextManager[object] = nullcontext(),  # noqa: B008, without state
     ) -> None:
         persistence = persistence or SessionPersistence()
@@ -76,6 +79,7 @@ class LocalEngineClient(EngineClient):
             self._wake,
             names,
             max_model_len,
+            prefill_chunk,
         )
         if tool_parser is None:
             tool_parser = default_tool_parser(engine.tokenizer.tokenizer.chat_template)

@@ -31,6 +31,8 @@ class PrefixBackend(SessionBackend):
     Args:
         images: encoder of prompts with images.
         find: finds another session with a common prefix.
+        chunk_tokens: most tokens of a prompt that are read between two decode steps; None for a
+            block of the policy.
     """
 
     def __init__(
@@ -39,8 +41,10 @@ class PrefixBackend(SessionBackend):
         reservations: DeviceReservations,
         images: ImagePromptEncoder,
         find: FindPrefix,
+        chunk_tokens: int | None = None,
     ) -> None:
         super().__init__(tiers, reservations, images.tokenizer)
+        self._chunk_tokens = chunk_tokens
         self._find, self._texts = find, TokenTexts(images.tokenizer)
         self._images, self._image_reader = images, ImageReader(images)
 
@@ -117,7 +121,7 @@ class PrefixBackend(SessionBackend):
             self._read_scored(job, cache, block)
         else:
             beside = self._image_reader.read(job, reader, block)
-        if 2 * len(block) > session.rule.block:  # short prefills are slower per token
+        if 2 * len(block) > self._block(session.rule):  # short prefills are slower per token
             self._tiers.disk.note_reading(len(block), perf_counter() - started)
         session.residency.cached_ids.extend(block)
         held = max(cache.nbytes, reader.meter.peak_bytes) + beside
@@ -187,9 +191,12 @@ class PrefixBackend(SessionBackend):
         session.update_occupancy()
         self._tiers.shrink_to_fit(session)
 
+    def _block(self, rule: ServingPolicy) -> int:
+        return rule.block if self._chunk_tokens is None else min(rule.block, self._chunk_tokens)
+
     def _split_prefill(self, job: RequestState, text: tuple[int, ...]) -> None:
         prefill, session = job.prefill, job.session
-        block = session.rule.block
+        block = self._block(session.rule)
         if job.request.prompt_logprobs:  # all logits of a block are there at once
             vocab_size = session.rule.runtime.decoder.vocab_size
             block = min(block, max(1, LOGITS_CHUNK // vocab_size))
