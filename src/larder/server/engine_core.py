@@ -99,16 +99,13 @@ class EngineCore:
         self.residency_locks = ResidencyLocks()
         completions = self.completions = CompletionQueue(wake)
         rule, unload = EVICTIONS.load(eviction)(), self._unload
+        find = self.sessions.find_shared_prefix
         self.tiers = TierManager(
             self.ledger, self.reservations, rule, clock, disk, completions, unload
         )
         self._chat = ChatBackend(self.tiers, self.reservations, engine.tokenizer)
         self._prefix = PrefixBackend(
-            self.tiers,
-            self.reservations,
-            self.images,
-            self.sessions.find_shared_prefix,
-            prefill_chunk,
+            self.tiers, self.reservations, self.images, find, prefill_chunk
         )
         self._persistence = persistence
         self.unwritten = WriteRetryQueue(persistence, completions, disk.durability, clock, wake)
