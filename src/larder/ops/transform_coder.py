@@ -56,10 +56,11 @@ def coded_bytes(
     from larder.ops.cpu import range_coder_kernels as kernels  # compiles: not before it is needed
 
     model, bases = symbol_model(), classes_of(deviations, step)
-    symbols = quantized(numbers, tiers, step)
     if coder is Coder.ENTROPY:
-        bits = kernels.count_bits(symbols, tiers, bases, model.costs, model.raw_bits)
-        return 8 + bits / 8
+        scales = (1 / step) * 2.0 ** -np.arange(-LAST_TIER, LAST_TIER + 1)
+        sizes = scales.astype(np.float32), tiers, bases, model.costs, model.raw_bits
+        return 8 + kernels.count_bits(numbers, *sizes) / 8
+    symbols = quantized(numbers, tiers, step)
     widths = _widths(bases, tiers)
     reach = np.where(widths == 0, 0, 2 ** np.maximum(widths - 1, 0) - 1)
     missed = int((np.abs(symbols.astype(np.int64)) > reach).sum())

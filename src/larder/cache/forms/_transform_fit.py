@@ -1,14 +1,16 @@
 """Fit of a plan to its bytes: tiers by importance, and one step for all layers of a cache.
 
-Bytes fall as the step grows, so bisection finds the smallest step whose bytes fit. Components are
-computed anew for every step that is tried, layer by layer, so that one layer's are in memory.
+Bytes fall as the step grows, so the secant method within the bounds of a bisection finds the
+smallest step whose bytes fit. Components of the first layers are held meanwhile, up to `HELD_BYTES`;
+those of the others are computed anew for every step that is tried, one layer at a time.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int8
@@ -19,7 +21,9 @@ from larder.cache.transformed_tier import ComponentBatch, TransformedTier
 from larder.core.codec import LAST_TIER, TransformSpec
 
 TRIES = 24
-SLACK = 0.002  # share of the bytes that may be left
+HELD_BYTES = 1 << 26
+SLACK = 0.004  # octaves of the bytes that may be left
+FIRST_SLOPE, FLATTEST = 0.4, 0.05  # octaves of bytes lost with one of the step
 FINEST, COARSEST = 2.0**-20, 2.0**20  # steps
 OCTAVES_PER_TIER = 2.0  # of importance
 
@@ -60,6 +64,7 @@ def common_step(layers: Sequence[FitLayer]) -> float:
 
     The coarsest one if nothing fits: then the exact entries alone take the bytes.
     """
+    layers = _with_held_components(layers)
     allowed = sum(layer.allowed_bytes - layer.exact_bytes for layer in layers)
     least = max((layer.least_step for layer in layers), default=0.0) or FINEST
     low, high = math.log2(least), math.log2(COARSEST)
@@ -68,24 +73,37 @@ def common_step(layers: Sequence[FitLayer]) -> float:
     if _bytes(layers, least) <= allowed:
         return least
     tried = low if least > FINEST else -2.0
-    step = COARSEST
+    step, slope, last = COARSEST, -FIRST_SLOPE, (math.nan, math.nan)
     for turn in range(TRIES):
-        found = _bytes(layers, 2.0**tried)
-        if found <= allowed:
+        found = math.log2(_bytes(layers, 2.0**tried) / allowed)
+        if found <= 0:
             step, high = 2.0**tried, tried
-            if found >= (1 - SLACK) * allowed:
+            if found >= -SLACK:
                 break
         else:
             low = tried
-        tried = _next_try(tried, found / allowed, low, high, turn)
+        if tried != last[0] and math.isfinite(last[0]):
+            slope = min((found - last[1]) / (tried - last[0]), -FLATTEST)
+        last = tried, found
+        guess = tried - (found + SLACK / 2) / slope if turn < TRIES // 2 else math.inf
+        tried = guess if low < guess < high else (low + high) / 2
     return step
 
 
-def _next_try(tried: float, excess: float, low: float, high: float, turn: int) -> float:
-    """Next step in octaves: along the usual slope first, then by bisection."""
-    guess = tried + 3.0 * (excess - 1 + SLACK / 2) if turn < TRIES // 2 else math.inf
-    margin = (high - low) * 1e-3
-    return guess if low + margin < guess < high - margin else (low + high) / 2
+def _with_held_components(layers: Sequence[FitLayer]) -> list[FitLayer]:
+    """Layers of which the first ones keep their components."""
+    left, found = HELD_BYTES, list[FitLayer]()
+    for layer in layers:
+        if left > 0:
+            batch = layer.batch()
+            left -= batch.components.nbytes
+            layer = replace(layer, batch=partial(_same, batch))  # noqa: PLW2901
+        found.append(layer)
+    return found
+
+
+def _same(batch: ComponentBatch) -> ComponentBatch:
+    return batch
 
 
 def _bytes(layers: Sequence[FitLayer], step: float) -> float:

@@ -19,6 +19,7 @@ BITS, TOTAL = 12, 4096
 LOWEST = 1 << 16
 MIDDLE, ESCAPE = 32, 64
 LAST_TIER = 2
+LARGEST = 2.0**31
 CHUNK_BITS = 8  # raw bits that are coded at once
 
 
@@ -39,18 +40,26 @@ def class_at(base, tier, num_classes):
 
 
 @njit_exact
-def count_bits(symbols, tiers, bases, costs, raw_bits):
-    """Bits that the range coder spends on some entries, tiers included."""
+def count_bits(numbers, scales, tiers, bases, costs, raw_bits):
+    """Bits that the range coder spends on some entries, tiers included.
+
+    Args:
+        scales: one over the step of each tier, from the finest on.
+    """
     total = 0.0
-    rows, width = symbols.shape
+    rows, width = numbers.shape
     for n in range(rows):
-        tier = tiers[n]
+        tier = np.int64(tiers[n])
         total += 3.0 if abs(tier) == LAST_TIER else 2.0
+        scale = scales[tier + LAST_TIER]
         for c in range(width):
             kind = class_at(bases[c], tier, costs.shape[0])
-            code = (symbols[n, c] >> raw_bits[kind]) + MIDDLE
-            if code < 0 or code >= ESCAPE:
-                code = ESCAPE
+            number = np.rint(numbers[n, c] * scale)
+            code = ESCAPE
+            if abs(number) < LARGEST:
+                code = (np.int64(number) >> np.int64(raw_bits[kind])) + MIDDLE
+                if code < 0 or code >= ESCAPE:
+                    code = ESCAPE
             total += costs[kind, code]
     return total
 
