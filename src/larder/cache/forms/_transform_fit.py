@@ -1,8 +1,8 @@
 """Fit of a plan to its bytes: tiers by importance, and one step for all layers of a cache.
 
 Bytes fall as the step grows, so the secant method within the bounds of a bisection finds the
-smallest step whose bytes fit. Components of the first layers are held meanwhile, up to `HELD_BYTES`;
-those of the others are computed anew for every step that is tried, one layer at a time.
+smallest step whose bytes fit. Components of the first layers are held meanwhile, up to
+`HELD_BYTES`; those of the others are computed anew for every step, one layer at a time.
 """
 
 from __future__ import annotations
