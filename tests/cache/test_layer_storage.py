@@ -8,6 +8,7 @@ import torch
 
 from cache_stores import append, assert_holds, exact, extend, same
 from larder.cache.forms.tiered import TieredLayer
+from larder.cache.shared_storage import SegmentedLayer
 from tensor_memory import reachable_tensors, storage_bytes
 
 
@@ -49,7 +50,8 @@ def test_a_fork_goes_its_own_way(subject) -> None:
     copy, untouched = store.fork(), subject.filled()[0]
     untouched.reserve(4)
     pointers = {t.untyped_storage().data_ptr() for t in store.tensors() if t.numel()}
-    if not isinstance(store, TieredLayer):  # its forks share what is parked: test_tiered_forks.py
+    # Forks that share storage: test_tiered_forks.py, test_shared_forks.py.
+    if not isinstance(store, TieredLayer | SegmentedLayer):
         assert pointers.isdisjoint(t.untyped_storage().data_ptr() for t in copy.tensors())
     extend(copy, subject.tokens(3, 13, seed=5))
     copy.truncate(14)

@@ -74,6 +74,12 @@ class EntryColumns:
         scalars = {_SCALAR + name: held.clone() for name, held in self.scalars_by_name().items()}
         return columns | scalars
 
+    def beside(self, values: Float[Tensor, "n C"]) -> EntryColumns:
+        """The same scalars, as a copy, beside other columns."""
+        copy = EntryColumns(self.ledger, self._scalars.shape[1], self._scalars.device)
+        copy.values, copy._scalars = values, self._scalars.clone()
+        return copy
+
     @classmethod
     def adopt(cls, state: Mapping[str, Tensor], kv_heads: int, rows: int) -> EntryColumns:
         """Columns and scalars from a layer's saved state; other tensors are ignored."""

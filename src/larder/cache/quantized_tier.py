@@ -17,7 +17,7 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from larder.cache.memory_usage import storage_bytes
-from larder.cache.state_names import with_prefix
+from larder.cache.spec import with_prefix
 from larder.core.codec import Codec
 from larder.core.ledger import Ledger
 from larder.ops.packing import starts_of

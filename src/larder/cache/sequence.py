@@ -269,7 +269,9 @@ class SequenceCache:
             self.latest.truncate(length)
 
     def fork(self) -> SequenceCache:
-        """Independent copy without slack."""
+        """Independent cache with the same entries, which shares storage until one of both changes
+        it.
+        """
         self._check()
         copy = SequenceCache(self.spec, **vars(self.cache_spec))
         copy._stores = [store.fork() for store in self._stores]
@@ -330,8 +332,13 @@ class SequenceCache:
 
     @property
     def shared_nbytes(self) -> int:
-        """Bytes shared with forks of this cache or with the cache it was forked from."""
-        return sum(store.shared_nbytes for store in self.tiers)
+        """Bytes of `nbytes` that forks of this cache, or the one it was forked from, hold too."""
+        return sum(store.shared_nbytes for store in self._stores)
+
+    @property
+    def shared_device_nbytes(self) -> int:
+        """Bytes of `shared_nbytes` in the model's memory."""
+        return self.shared_nbytes - sum(store.shared_nbytes for store in self.tiers)
 
     @property
     def largest_layer_bytes(self) -> int:
@@ -432,3 +439,15 @@ class SequenceCache:
         )
         cache.model_positions = ModelPositions.restore(state, spec.device)
         return cache
+
+
+def held_nbytes(caches: Iterable[SequenceCache]) -> int:
+    """Bytes of several caches, with storage that they share counted once."""
+    held: dict[int, int] = {}
+    others = 0
+    for cache in caches:
+        others += cache._fixed_nbytes
+        for tensor in (tensor for store in cache.stores for tensor in store.tensors()):
+            storage = tensor.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+    return others + sum(held.values())

@@ -1,10 +1,15 @@
-"""Cache specification: form and options of a sequence's cache, and its metadata as text."""
+"""Cache specification: form and options of a sequence's cache, and its metadata as text; names and
+texts in saved states.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
 
 from larder.core.codec import Codec, TransformSpec
 from larder.core.errors import CacheError
@@ -109,3 +114,18 @@ class CacheSpec:
             rebuilding=RecomputeSpec.from_text(rebuilding) if rebuilding else None,
             transform=TransformSpec.from_text(transform) if transform else None,
         )
+
+
+def with_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors whose names start with a prefix, by the rest of their names."""
+    return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+
+
+def text_tensor(text: str) -> Tensor:
+    """Text as a tensor of its bytes."""
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+def text_of(saved: Tensor) -> str:
+    """Text of a tensor, the inverse of `text_tensor`."""
+    return bytes(saved.cpu().tolist()).decode()

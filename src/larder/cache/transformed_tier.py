@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int, Int8, Int32, Int64, UInt8
 from torch import Tensor
 
-from larder.cache.state_names import text_of, text_tensor
+from larder.cache.spec import text_of, text_tensor
 from larder.cache.transform_tables import TransformTables
 from larder.core.codec import TransformSpec
 from larder.core.errors import CacheError

@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from larder.cache.sequence import SequenceCache
+from larder.cache.sequence import SequenceCache, held_nbytes
 from larder.core.errors import CacheError, ModelError
 from larder.interop.attachment import AttachedCache, attached
 from larder.interop.batch import SequenceBatch
@@ -89,7 +89,7 @@ class LarderCache(AttachedCache):
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor held, slack and metadata included."""
-        return sum(cache.nbytes for cache in self.sequences)
+        return held_nbytes(self.sequences)
 
     @property
     def peak_nbytes(self) -> int:

@@ -378,8 +378,13 @@ class CacheLayer(TensorOwner):
         """Bytes that attention copies; 0 where it reads the storage in place."""
         return 0
 
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of `nbytes` that forks of this layer, or the one it was forked from, hold too."""
+        return 0
+
     def fork(self) -> CacheLayer:
-        """Independent copy without slack."""
+        """Independent layer with the same entries; it may share storage, copied on write."""
         return self.adopt(self.layer, self.state())
 
     @classmethod

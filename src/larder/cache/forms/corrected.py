@@ -27,7 +27,7 @@ from torch import Tensor
 from larder.cache.forms.base import AttentionCall, AttentionState
 from larder.cache.forms.tiered import TieredLayer
 from larder.cache.offload.page_fetch import PageSelection
-from larder.cache.state_names import with_prefix
+from larder.cache.spec import with_prefix
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
 from larder.core.types import AppendKind, Keys, Mode, Positions, Queries, Values

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
-from larder.cache.forms.base import AttentionCall, CacheLayer
+from larder.cache.forms.base import AttentionCall
+from larder.cache.shared_storage import SegmentedLayer, SharedSegment, StorageHolders
 from larder.cache.spec import CacheSpec
 from larder.cache.validation import check_kept, check_single_precision
 from larder.core.errors import CacheError
@@ -30,7 +32,7 @@ GROWTH = 4  # storage grows by a quarter when a caller appends without a reserva
 MIN_GROWTH_TOKENS = 64
 
 
-class DenseLayer(CacheLayer):
+class DenseLayer(SegmentedLayer):
     """Layer storage with the same entries in every head."""
 
     supports = frozenset[str]()
@@ -50,9 +52,11 @@ class DenseLayer(CacheLayer):
         return cls(layer, model.dtype, model.device)
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
-        start, stop = self._length, self._length + keys.shape[1]
-        self.replaced_bytes = 0
-        self._make_room(keys.shape[1])
+        count, self.replaced_bytes = keys.shape[1], 0
+        if count == 1:
+            self._own(MIN_GROWTH_TOKENS)  # attention to several storages would copy them each step
+        self._make_room(count)
+        start, stop = self._length, self._length + count
         self._keys[:, start:stop] = keys
         if not self.layer.latent_rank:
             self._values[:, start:stop] = values
@@ -66,7 +70,8 @@ class DenseLayer(CacheLayer):
         self._make_room(1)
         rows = self._keys.view(-1, self.layer.head_dim), self._values.view(-1, self.layer.head_dim)
         columns = self._keys.new_empty(0)
-        return StepStorage(*rows, None, columns, *self._layout(), None, None)
+        segments = self._step_segments()
+        return StepStorage(*rows, None, columns, *self._layout(), None, None, segments)
 
     def count_step(self, position: int) -> None:
         self._positions[self._length] = position
@@ -74,11 +79,13 @@ class DenseLayer(CacheLayer):
 
     def apply(self, plan: Plan) -> None:
         rows = self._chosen(plan).to(self._keys.device)
+        self._own_where_joined()
         self._replace([side[:, rows] for side in self._sides], self._positions[rows])
         self._set_length(len(rows))
 
     def evict(self, plan: Plan) -> None:
         rows = self._chosen(plan)
+        self._own()
         positions = self._positions[rows.to(self._positions.device)]
         flat = [side.view(-1, self.layer.head_dim) for side in self._sides]
         self.replaced_bytes = 0
@@ -87,31 +94,41 @@ class DenseLayer(CacheLayer):
         self._set_length(len(rows))
 
     def allocate(self, room: int) -> None:
+        self._start_storage(room, room)
         if self._length + room > self._capacity:
             self._resize(self._length + room)
 
     def compact(self) -> None:
-        if self._length < self._capacity:
+        self._compact_segments()
+        if self._length < self._capacity and not self._holders.are_many:
             self._resize(self._length)
 
     def truncate(self, length: int) -> None:
         self._set_length(int((self._positions[: self._length] < length).sum()))
+        if self._segments:
+            self._cut_segments(length)
+            self._drop_empty_storage()
+            self._count_bytes()
 
     def entries(self) -> Entries:
-        starts, lengths = self._layout()
-        values, rank = self._values.flatten(0, 1), self.layer.latent_rank
+        if len(self._filled) > 1:
+            self._own()
+        held, rank = self._read_storage(), self.layer.latent_rank
+        values = held.values.flatten(0, 1)
         return Entries(
-            self._keys.flatten(0, 1),
+            held.keys.flatten(0, 1),
             values[:, :rank] if rank else values,
-            self._positions.repeat(self.layer.kv_heads),
-            tuple(starts.tolist()),
-            tuple(lengths.tolist()),
+            held.positions.repeat(self.layer.kv_heads),
+            tuple(held.starts.tolist()),
+            tuple(held.lengths.tolist()),
         )
 
     def state(self) -> dict[str, Tensor]:
-        named = zip(("keys", "values"), self._sides, strict=False)
-        state = {name: side[:, : self._length].clone() for name, side in named}
-        return {**state, "positions": self._positions[: self._length].clone()}
+        held = self._read_storage()
+        length = int(held.lengths[0])
+        sides = {"keys": held.keys} | ({} if self.layer.latent_rank else {"values": held.values})
+        state = {name: side[:, :length].clone() for name, side in sides.items()}
+        return {**state, "positions": held.positions[:length].clone()}
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> DenseLayer:
@@ -124,11 +141,13 @@ class DenseLayer(CacheLayer):
         return store
 
     def own_tensors(self) -> tuple[Tensor, ...]:
-        return *self._sides, self._positions
+        return *self._sides, self._positions, *self._segment_tensors()
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return (self._length,) * self.layer.kv_heads
+        if not self._segments:
+            return (self._length,) * self.layer.kv_heads
+        return self._all_lengths(self._layout()[1])
 
     @property
     def _sides(self) -> tuple[Tensor, ...]:
@@ -149,7 +168,8 @@ class DenseLayer(CacheLayer):
                 "it: use a ragged cache."
             )
         heads = plan.kept.cpu().split(plan.lengths)
-        chosen = [part - head * self._length for head, part in enumerate(heads)]
+        held = self.lengths[0]
+        chosen = [part - head * held for head, part in enumerate(heads)]
         if any(not torch.equal(part, chosen[0]) for part in chosen):
             raise CacheError(
                 "A dense cache holds the same entries in every head, but the plan keeps different "
@@ -161,8 +181,9 @@ class DenseLayer(CacheLayer):
         self, queries: Queries, positions: Positions, mode: Mode, shift: int
     ) -> list[AttentionCall]:
         del positions, mode, shift
-        rows = self._keys.flatten(0, 1), self._values.flatten(0, 1)
-        layout, softcap = (*self._layout(), self.layer.scaling), self.layer.softcap
+        held = self._read_storage()
+        rows = held.keys.flatten(0, 1), held.values.flatten(0, 1)
+        layout, softcap = (held.starts, held.lengths, self.layer.scaling), self.layer.softcap
         return [partial(ragged_attention, queries, *rows, *layout, softcap=softcap)]
 
     def _layout(self) -> tuple[Tensor, Tensor]:
@@ -171,6 +192,7 @@ class DenseLayer(CacheLayer):
 
     def _make_room(self, count: int) -> None:
         """Ensure storage for `count` more entries in every head, with some to spare if it grows."""
+        self._start_storage(count, count + MIN_GROWTH_TOKENS)
         stop = self._length + count
         if stop > self._capacity:
             self._resize(max(stop + MIN_GROWTH_TOKENS, stop + stop // GROWTH))
@@ -187,12 +209,49 @@ class DenseLayer(CacheLayer):
     def _replace(self, sides: Sequence[Tensor], positions: Tensor) -> None:
         """Replace the storage by other keys and values, or latents."""
         self.replaced_bytes = self.nbytes
+        self._renew_holders()
         self._keys, self._values, self._positions = sides[0], sides[-1], positions
         self._count_bytes()
 
     def _set_length(self, length: int) -> None:
         self._length = length
-        self.usage.set_entries(length * self.layer.kv_heads)
+        self.usage.set_entries(length * self.layer.kv_heads + self._segment_entries)
+
+    def _storage(self) -> SharedSegment:
+        starts, lengths = self._layout()
+        edges = tuple(head * self._capacity for head in range(self.layer.kv_heads + 1))
+        stored = self._keys, self._values, self._positions, self._keys.new_empty(0, self._capacity)
+        return SharedSegment(*stored, starts, edges, lengths, self._holders)
+
+    def _use(self, storage: SharedSegment) -> None:
+        self._keys, self._values, self._positions = storage.keys, storage.values, storage.positions
+        self._set_length(int(storage.lengths[0]))
+
+    def _joined(self, segments: Sequence[SharedSegment], room: int) -> SharedSegment:
+        length = sum(int(segment.lengths[0]) for segment in segments)
+        shape = self.layer.kv_heads, length + room, self.layer.head_dim
+        sides = [side.new_empty(shape) for side in self._sides]
+        positions = self._positions.new_zeros(length + room)
+        first = 0
+        for segment in segments:
+            count = int(segment.lengths[0])
+            there = slice(first, first + count)
+            for side, held in zip(sides, (segment.keys, segment.values), strict=False):
+                side[:, there] = held[:, :count]
+            positions[there] = segment.positions[:count]
+            first += count
+        starts = torch.arange(self.layer.kv_heads) * (length + room)
+        edges = (*starts.tolist(), self.layer.kv_heads * (length + room))
+        lengths, columns = torch.full_like(starts, length), self._keys.new_empty(0, length + room)
+        stored = sides[0], sides[-1], positions, columns
+        return SharedSegment(*stored, starts, edges, lengths, StorageHolders())
+
+    def _lengths_before(self, segment: SharedSegment, length: int) -> Int64[Tensor, " K"]:
+        held = segment.positions[: int(segment.lengths[0])]
+        return torch.full_like(segment.lengths, int((held < length).sum()))
+
+    def _like(self) -> DenseLayer:
+        return DenseLayer(self.layer, self._keys.dtype, self._keys.device)
 
 
 Part = DenseLayer

@@ -34,8 +34,7 @@ from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.merged_entries import MergedEntries, merge_by_place, no_merges
 from larder.cache.row_updates import InsertedEntries
-from larder.cache.spec import CacheSpec
-from larder.cache.state_names import with_prefix
+from larder.cache.spec import CacheSpec, with_prefix
 from larder.cache.validation import check_grades, check_kept
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries

@@ -12,7 +12,7 @@ Attention reads the entries, never the slack.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -23,6 +23,7 @@ from larder.cache.entry_columns import EntryColumns
 from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.merged_entries import MergedEntries, merge_entries, no_merges
 from larder.cache.row_updates import InsertedEntries, PlanWrites, insert_entries, relocate_rows
+from larder.cache.shared_storage import SegmentedLayer, SharedSegment, joined_rows
 from larder.cache.spec import FORMS, CacheSpec
 from larder.cache.validation import (
     check_counts,
@@ -44,7 +45,7 @@ from larder.ops.removal import MIN_ROAMING_SLACK, move_rows, plan_removal, remov
 GROWTH_TOKENS = 64  # slack allocated when a caller appends without a reservation
 
 
-class RaggedLayer(CacheLayer):
+class RaggedLayer(SegmentedLayer):
     """Per-head lengths; rejected entries free memory.
 
     Args:
@@ -93,6 +94,8 @@ class RaggedLayer(CacheLayer):
         self._check_dtypes(keys, values)
         count, self.replaced_bytes = keys.shape[1], 0
         self._hold_logits(None)
+        if count == 1:
+            self._own(GROWTH_TOKENS)  # attention to several storages would copy them at each step
         self._make_room(count)
         rows = self._starts + self._lengths
         if count == 1:
@@ -139,12 +142,15 @@ class RaggedLayer(CacheLayer):
             return None
         self.replaced_bytes = 0
         self._hold_logits(None)
+        if self._records_logits:  # for tallies, which change columns
+            self._own(GROWTH_TOKENS)
         self._make_room(1)
         logits = self._step_logits(self.layer.query_heads // self.layer.kv_heads)
         columns, names = self._columns.values, self._columns.ledger.columns
-        bias = columns[names.index(LOG_COUNT)] if LOG_COUNT in names else None
+        counts = names.index(LOG_COUNT) if LOG_COUNT in names else None
+        bias = None if counts is None else columns[counts]
         stored, layout = (self._keys, self._values, self._positions), (self._starts, self._lengths)
-        return StepStorage(*stored, columns, *layout, bias, logits)
+        return StepStorage(*stored, columns, *layout, bias, logits, self._step_segments(counts))
 
     def count_step(self, position: int) -> None:
         del position
@@ -156,7 +162,9 @@ class RaggedLayer(CacheLayer):
 
         names, logits = self._columns.ledger.columns, self._logits
         stored = self._keys, self._values, self._columns.values
-        if logits is None or self.layer.sinks or self.layer.latent_rank or not supports(*stored):
+        if logits is None or self.layer.sinks or self.layer.latent_rank or self._is_shared:
+            return None
+        if not supports(*stored):
             return None
         merging = rule.merging
         return EvictedLayer(
@@ -187,6 +195,7 @@ class RaggedLayer(CacheLayer):
     def apply(self, plan: Plan) -> None:
         check_single_precision(plan)
         check_kept(plan, self.lengths)
+        self._own_where_joined()
         self.apply_folded(plan, self._merge(plan))
 
     def apply_folded(
@@ -213,6 +222,7 @@ class RaggedLayer(CacheLayer):
         """Evict by a validated plan, with merged and inserted entries computed by the caller."""
         self.replaced_bytes = 0
         self._hold_logits(None)
+        self._own()
         if arrivals:
             self._make_room(int(arrivals.counts(len(plan.lengths)).max()))
         kept, lengths = plan.kept.cpu(), torch.tensor(plan.lengths, dtype=torch.int64)
@@ -231,10 +241,14 @@ class RaggedLayer(CacheLayer):
             self._take_in(arrivals)
 
     def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
-        self._columns.write(columns)
+        if self._is_shared:
+            self._own_with(columns)
+        else:
+            self._columns.write(columns)
 
     def note_packed(self, columns: Float[Tensor, "n T"]) -> None:
         """Replace all ledger columns, one number per packed entry."""
+        self._own()
         rows = packed_rows(self._starts, self._lengths).to(self._keys.device)
         self._columns.values[:, rows] = columns
 
@@ -243,46 +257,64 @@ class RaggedLayer(CacheLayer):
         self._columns.check_columns(plan.columns, len(plan.kept))
         self._columns.check_scalars(plan.scalars)
 
+    def _own_with(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
+        """Copy shared entries, and replace columns given by row of the shared storage."""
+        held = self._read_storage()
+        self._columns.check_columns(columns, held.columns.shape[1])
+        rows = packed_rows(held.starts, held.lengths)
+        self._own()
+        rows_now = packed_rows(self._starts, self._lengths)
+        self._columns.write_rows(rows_now, {name: columns[name][rows] for name in columns})
+
     @property
     def ledger(self) -> Ledger:
         """Ledger, in the order of the columns."""
         return self._columns.ledger
 
     def allocate(self, room: int) -> None:
+        self._start_storage(room, room)
         self._draw_back(room)
         if room > self._room:
             self._lay_out(self._everything(), room)
 
     def compact(self) -> None:
-        if len(self._keys) > int(self._lengths.sum()):
+        self._compact_segments()
+        if len(self._keys) > int(self._lengths.sum()) and not self._holders.are_many:
             self._lay_out(self._everything(), 0)
 
     def truncate(self, length: int) -> None:
-        held = self.entries()
-        kept = [int((held.head_positions(h) < length).sum()) for h in range(len(held.lengths))]
-        lengths = torch.tensor(kept)
-        self._set_lengths(lengths)
+        lengths = self._lengths_before(self._storage(), length)
         self._room = self._least_room(self._starts, lengths)
+        self._set_lengths(lengths)
+        if self._segments:
+            self._cut_segments(length)
+            self._drop_empty_storage()
+            self._count_bytes()
 
     def entries(self) -> Entries:
+        if self.ledger.columns or len(self._filled) > 1:
+            self._own()  # so that numbers that are noted show in the views
+        held = self._read_storage()
+        columns = dict(zip(self.ledger.columns, held.columns, strict=True))
         return Entries(
-            self._keys,
-            self._values[:, : self.layer.latent_rank] if self.layer.latent_rank else self._values,
-            self._positions,
-            tuple(self._starts.tolist()),
-            tuple(self._lengths.tolist()),
-            self._columns.by_name(),
+            held.keys,
+            held.values[:, : self.layer.latent_rank] if self.layer.latent_rank else held.values,
+            held.positions,
+            tuple(held.starts.tolist()),
+            tuple(held.lengths.tolist()),
+            columns,
             self._columns.scalars_by_name(),
         )
 
     def state(self) -> dict[str, Tensor]:
-        rows = torch.cat(self._everything()).to(self._keys.device)
+        held = self._read_storage()
+        rows = packed_rows(held.starts, held.lengths).to(self._keys.device)
         return {
-            "keys": self._keys[rows],
-            **({} if self.layer.latent_rank else {"values": self._values[rows]}),
-            "positions": self._positions[rows],
-            "lengths": self._lengths.clone(),
-            **self._columns.state(rows),
+            "keys": held.keys[rows],
+            **({} if self.layer.latent_rank else {"values": held.values[rows]}),
+            "positions": held.positions[rows],
+            "lengths": held.lengths.clone(),
+            **self._columns.beside(held.columns).state(rows),
         }
 
     @classmethod
@@ -306,11 +338,12 @@ class RaggedLayer(CacheLayer):
 
     def own_tensors(self) -> tuple[Tensor, ...]:
         own = (*self._stored(), self._lengths, self._starts)
-        return own + self._columns.tensors() + (() if self._logits is None else (self._logits,))
+        own += self._columns.tensors() + self._segment_tensors()
+        return own if self._logits is None else (*own, self._logits)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return tuple(self._lengths.tolist())
+        return self._all_lengths(self._lengths)
 
     def attention_calls(
         self, queries: Queries, positions: Positions, mode: Mode, shift: int
@@ -320,8 +353,9 @@ class RaggedLayer(CacheLayer):
         logits = None
         if mode is Mode.APPEND and queries.shape[1] == 1:
             logits = self._step_logits(queries.shape[0] // self.layer.kv_heads)
-        bias = self._columns.by_name().get(LOG_COUNT)
-        rows = self._keys, self._values, self._starts, self._lengths
+        held, names = self._read_storage(), self.ledger.columns
+        bias = held.columns[names.index(LOG_COUNT)] if LOG_COUNT in names else None
+        rows = held.keys, held.values, held.starts, held.lengths
         sizes = self.layer.scaling, bias, logits, self.layer.softcap
         return [partial(ragged_attention, queries, *rows, *sizes)]
 
@@ -383,6 +417,7 @@ class RaggedLayer(CacheLayer):
 
     def _make_room(self, count: int) -> None:
         """Ensure slack for `count` entries in every head; new storage has some to spare."""
+        self._start_storage(count, max(count, GROWTH_TOKENS))
         self._draw_back(count)
         if count > self._room:
             self._lay_out(self._everything(), max(count, GROWTH_TOKENS))
@@ -399,7 +434,7 @@ class RaggedLayer(CacheLayer):
 
     def _draw_back(self, room: int) -> None:
         """Move heads back to their edges if that gives `room` slack behind each."""
-        if self._room >= room:
+        if self._room >= room or self._holders.are_many:
             return
         starts = torch.tensor(self._edges[:-1])
         won = self._least_room(starts, self._lengths)
@@ -419,6 +454,7 @@ class RaggedLayer(CacheLayer):
         fresh = relocate_rows(self._stored(), self._columns.values, rows, starts, total)
         self._hold_logits(None)
         self.replaced_bytes = self.nbytes
+        self._renew_holders()
         # Of latents, the fresh tensors are keys, positions and columns.
         self._keys, self._values, self._positions, self._columns.values = fresh[0], *fresh[-3:]
         self._starts, self._room = starts, least
@@ -428,7 +464,27 @@ class RaggedLayer(CacheLayer):
 
     def _set_lengths(self, lengths: Int64[Tensor, " K"]) -> None:
         self._lengths = lengths
-        self.usage.set_entries(sum(lengths.tolist()))
+        self.usage.set_entries(sum(lengths.tolist()) + self._segment_entries)
+
+    def _storage(self) -> SharedSegment:
+        stored = self._keys, self._values, self._positions, self._columns.values
+        return SharedSegment(*stored, self._starts, self._edges, self._lengths, self._holders)
+
+    def _use(self, storage: SharedSegment) -> None:
+        self._keys, self._values, self._positions = storage.keys, storage.values, storage.positions
+        self._columns = self._columns.beside(storage.columns)
+        self._hold_logits(None)
+        self._starts, self._edges = storage.starts.clone(), storage.edges
+        self._room = storage.room
+        self._set_lengths(storage.lengths.clone())
+
+    def _joined(self, segments: Sequence[SharedSegment], room: int) -> SharedSegment:
+        return joined_rows(segments, room)
+
+    def _like(self) -> RaggedLayer:
+        copy = RaggedLayer(self.layer, self._keys.dtype, self._keys.device, self.ledger)
+        copy._columns = self._columns.beside(copy._columns.values)
+        return copy
 
     def _hold_logits(self, logits: Tensor | None) -> None:
         """Hold the logits of a decode step, or none."""

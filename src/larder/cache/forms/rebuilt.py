@@ -23,8 +23,7 @@ from larder.cache.forms._composite import RecoverableLayer
 from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.offload.slow_tier import rejected_entries
-from larder.cache.spec import CacheSpec
-from larder.cache.state_names import text_of, text_tensor
+from larder.cache.spec import CacheSpec, text_of, text_tensor
 from larder.cache.validation import check_kept, check_single_precision
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger

@@ -44,8 +44,7 @@ from larder.cache.offload.slow_tier import (
     rejected_entries,
     saved_offload_spec,
 )
-from larder.cache.spec import FORMS, CacheSpec
-from larder.cache.state_names import text_tensor, with_prefix
+from larder.cache.spec import FORMS, CacheSpec, text_tensor, with_prefix
 from larder.cache.validation import check_dropped, check_kept, check_offload_plan, refuse_eviction
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger

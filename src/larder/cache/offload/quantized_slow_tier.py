@@ -23,7 +23,7 @@ from torch import Tensor
 from larder.cache.forms.base import AttentionCall
 from larder.cache.offload.slow_tier import MAX_ROWS, OffloadBatch, SlowTier
 from larder.cache.quantized_tier import EncodingBatch, encode_tier
-from larder.cache.state_names import with_prefix
+from larder.cache.spec import with_prefix
 from larder.core.codec import Codec
 from larder.core.observation import Entries
 from larder.core.spec import LayerSpec

@@ -25,7 +25,7 @@ from torch import Tensor
 from larder.cache.forms.base import AttentionCall
 from larder.cache.memory_usage import TensorOwner
 from larder.cache.offload.host_memory import HostMemoryBudget
-from larder.cache.state_names import text_of
+from larder.cache.spec import text_of
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan

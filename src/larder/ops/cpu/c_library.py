@@ -7,15 +7,19 @@ found. Without it, numba compiles kernels at their first call, which takes secon
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+from larder.core.errors import DependencyError
+
 MODULE = "larder.ops.cpu._c"  # extension by which the installation names the library's file
 TORCH_CPU = ("libtorch_cpu.so", "libtorch_cpu.dylib")
+
+LAYOUT = 1  # of the structs below; raised with `larder_layout` of c/decode_attention.c
 
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
 
@@ -42,6 +46,7 @@ class AttentionCall(ctypes.Structure):
         ("threads", ctypes.c_int32),
         ("step", POINTER),
         ("kv_heads", INTEGER),
+        ("splice", POINTER),
     ]
 
 
@@ -145,11 +150,21 @@ def integers(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
 
 @cache
 def c_library() -> ctypes.CDLL | None:
-    """The loaded library, or None where it was not compiled."""
+    """The loaded library, or None where it was not compiled.
+
+    Raises:
+        DependencyError: it was compiled from other sources.
+    """
     found = find_spec(MODULE)
     if found is None or found.origin is None:
         return None
     library = ctypes.CDLL(found.origin)
+    layout: Callable[[], int] | None = getattr(library, "larder_layout", None)
+    if layout is None or layout() != LAYOUT:
+        raise DependencyError(
+            f"The C kernels in {found.origin} were compiled from other sources than those of this "
+            "Larder: install it again, in a checkout with `make install`."
+        )
     library.larder_set_openmp.argtypes = [POINTER]
     library.larder_set_openmp(_openmp_of_torch())
     library.larder_decode_attention.argtypes = [ctypes.POINTER(AttentionCall)]

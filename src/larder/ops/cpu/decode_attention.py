@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 from ctypes import byref
 from functools import cache
+from itertools import accumulate
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 MAX_QUERY_ROWS = 16  # query rows per kv head; from there on a matrix product is faster
 MAX_HEAD_DIM = 1024  # of the C kernel
 SPAN_FLOATS = 1 << 15  # least work per thread; for less, waking it costs more than it saves
+SEGMENT_BYTES = 5 * 8  # of `struct segment` of c/decode_attention.c
 THREADSAFE_LAYERS = ("omp", "tbb")  # numba's "workqueue" aborts under two Python threads
 
 _launch_lock = Lock()
@@ -97,13 +99,28 @@ def decode_attention(
     return out, lse
 
 
+class StepSegment(NamedTuple):
+    """Entries in other storage, which is only read, that come before those of a `StepStorage`.
+
+    Args:
+        bias: as in `ragged_attention`.
+    """
+
+    keys: Float[Tensor, "C D"]
+    values: Float[Tensor, "C D"]
+    starts: Int[Tensor, " K"]
+    lengths: Int[Tensor, " K"]
+    bias: Float[Tensor, " C"] | None
+
+
 class StepStorage(NamedTuple):
     """Storage of one layer of one sequence, with room behind each kv head for one more entry.
 
     Args:
         positions: true positions of the stored rows; None where the caller writes them.
         columns: numbers of each stored row, 0 for a new entry.
-        bias, logits: as in `ragged_attention`.
+        bias, logits: as in `ragged_attention`; no logits beside segments.
+        segments: entries that come before those of the storage, in order.
     """
 
     keys: Float[Tensor, "C D"]
@@ -114,6 +131,7 @@ class StepStorage(NamedTuple):
     lengths: Int[Tensor, " K"]
     bias: Float[Tensor, " C"] | None
     logits: Float[Tensor, "R C"] | None
+    segments: tuple[StepSegment, ...] = ()
 
 
 class EvictedLayer(NamedTuple):
@@ -183,10 +201,12 @@ def decode_step(
     kv_heads = keys.shape[0]
     keys, values = (s if s.stride(-1) == 1 else s.contiguous() for s in (keys, values))
     given = queries.transpose(0, 1).float().contiguous()  # [N, H, D]
-    rows = np.array(_step_rows(keys, values, positions, storages), np.int64)
+    segments = [segment for storage in storages for segment in storage.segments]
+    pieces = np.array([_segment_fields(segment) for segment in segments], np.int64)
+    rows = np.array(_step_rows(keys, values, positions, storages, pieces.ctypes.data), np.int64)
     layout = np.empty((2, batch_len * kv_heads), np.int64)
     out, lse = torch.empty_like(given), given.new_empty(batch_len, num_heads)
-    total = sum(len(storage.keys) for storage in storages)
+    total = sum(len(own.keys) for own in (*storages, *segments))
     group_len = num_heads // kv_heads
     call = AttentionCall(
         queries=given.data_ptr(),
@@ -208,11 +228,29 @@ def decode_step(
     return out.transpose(0, 1), lse.T
 
 
+def _segment_fields(segment: StepSegment) -> tuple[int, ...]:
+    """Fields of `struct segment` of c/decode_attention.c."""
+    bias = 0 if segment.bias is None else segment.bias.data_ptr()
+    sides, layout = (segment.keys, segment.values), (segment.starts, segment.lengths)
+    keys, values, starts, lengths = (own.data_ptr() for own in (*sides, *layout))
+    return keys, values, bias, starts, lengths
+
+
 def _step_rows(
-    keys: Tensor, values: Tensor, positions: Sequence[int], storages: Sequence[StepStorage]
+    keys: Tensor,
+    values: Tensor,
+    positions: Sequence[int],
+    storages: Sequence[StepStorage],
+    segments: int,
 ) -> list[tuple[int, ...]]:
-    """Fields of `struct step_row` of c/decode_attention.c, for each sequence."""
+    """Fields of `struct step_row` of c/decode_attention.c, for each sequence.
+
+    Args:
+        segments: address of the fields of all segments, those of a sequence side by side.
+    """
     item = keys.element_size()
+    counts = [len(own.segments) for own in storages]
+    firsts = accumulate((count * SEGMENT_BYTES for count in counts), initial=segments)
     (key_stride, next_key, _), (value_stride, next_value, _) = keys.stride(), values.stride()
     first_key, first_value = keys.data_ptr(), values.data_ptr()
     return [
@@ -232,8 +270,10 @@ def _step_rows(
             len(own.columns),
             len(own.keys),
             position,
+            first,
+            len(own.segments),
         )
-        for row, (own, position) in enumerate(zip(storages, positions, strict=True))
+        for row, (own, position, first) in enumerate(zip(storages, positions, firsts, strict=False))
     ]
 
 

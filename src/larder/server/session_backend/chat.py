@@ -265,8 +265,11 @@ class ChatBackend(SessionBackend):
         device, host = residency.device_bytes, residency.host_bytes
         copy = None if active_turn is None else active_turn.copy
         if copy is not None:
-            device += copy.device_nbytes
-            host += copy.nbytes - copy.device_nbytes - copy.shared_nbytes
+            own, device_own = (
+                copy.nbytes - copy.shared_nbytes,
+                copy.device_nbytes - copy.shared_device_nbytes,
+            )
+            device, host = device + device_own, host + own - device_own
         if residency.chat_cache is not None:
             device = max(device, residency.chat_cache.refresh_meter.peak_live_bytes)
         self._reservations.check(session.key, device)

@@ -34,6 +34,17 @@ struct attention {
     int32_t threads;
     const struct step_row *step; /* storages and new entries of a batch, or NULL */
     int64_t kv_heads;            /* of each row of a batch */
+    struct splice *splice;       /* rows that stand in several storages; NULL where they do not */
+};
+
+/* Shared storage whose rows come before those of a sequence's own one; fields of StepSegment in
+ * decode_attention.py. */
+struct segment {
+    const char *keys;
+    const char *values;
+    const float *bias; /* NULL for none */
+    const int64_t *starts;
+    const int64_t *lengths;
 };
 
 /* Row of a batch that appends one entry to each of its kv heads. Its heads are those of the
@@ -54,10 +65,73 @@ struct step_row {
     int64_t num_columns;
     int64_t stored_rows;
     int64_t position;
+    const struct segment *segments; /* in order of their entries */
+    int64_t num_segments;
+};
+
+/* Entries of one head that stand in several storages, numbered from the first one on. */
+struct splice {
+    const struct step_row *row;
+    int64_t head;    /* of the row */
+    int64_t segment; /* that holds the entries [first, stop); num_segments for the own storage */
+    int64_t first;
+    int64_t stop;
+    char *buffer; /* keys, values and biases of LANES rows */
 };
 
 typedef void (*attend_function)(const struct attention *, const float *, int64_t, int64_t, float *,
                                 float *, float *, void *);
+
+static void enter_segment(struct splice *splice, int64_t segment, int64_t first) {
+    const struct step_row *row = splice->row;
+    const int64_t *lengths =
+        segment < row->num_segments ? row->segments[segment].lengths : row->lengths;
+    splice->segment = segment;
+    splice->first = first;
+    splice->stop = first + lengths[splice->head] + (segment == row->num_segments);
+}
+
+/* Point a call at the storage of an entry; returns the storage row. */
+static int64_t find_row(struct attention *call, int64_t entry) {
+    struct splice *splice = call->splice;
+    const struct step_row *row = splice->row;
+    while (entry >= splice->stop)
+        enter_segment(splice, splice->segment + 1, splice->stop);
+    int64_t start = row->starts[splice->head];
+    call->keys = row->keys;
+    call->values = row->values;
+    call->bias = row->bias;
+    if (splice->segment < row->num_segments) {
+        const struct segment *segment = row->segments + splice->segment;
+        start = segment->starts[splice->head];
+        call->keys = segment->keys;
+        call->values = segment->values;
+        call->bias = segment->bias;
+    }
+    return start + entry - splice->first;
+}
+
+/* Point a call at the entries [first, first + count), which are copied where they stand in several
+ * storages; returns their first row. Entries are asked for in ascending order. */
+static int64_t splice_rows(struct attention *call, int64_t first, int64_t count) {
+    struct splice *splice = call->splice;
+    int64_t found = find_row(call, first);
+    if (first + count <= splice->stop)
+        return found;
+    size_t bytes = (size_t)(call->head_dim * call->item_bytes);
+    char *keys = splice->buffer, *values = keys + LANES * bytes;
+    float *biases = (float *)(values + LANES * bytes);
+    for (int64_t b = 0; b < count; b++) {
+        size_t row = (size_t)find_row(call, first + b);
+        memcpy(keys + (size_t)b * bytes, (const char *)call->keys + row * bytes, bytes);
+        memcpy(values + (size_t)b * bytes, (const char *)call->values + row * bytes, bytes);
+        biases[b] = call->bias ? call->bias[row] : 0;
+    }
+    call->keys = keys;
+    call->values = values;
+    call->bias = call->bias ? biases : NULL;
+    return 0;
+}
 
 #define BODY "decode_attention_body.h"
 #include "instruction_sets.h"
@@ -75,6 +149,7 @@ struct parts {
     float *outs; /* [count, num_queries, head_dim] */
     char *scratch;
     size_t scratch_bytes; /* of one share */
+    size_t splice_offset; /* of the buffer of `struct splice` in it */
     int shares;
     int next; /* share that no thread has taken */
 };
@@ -88,6 +163,7 @@ static void attend_share(const struct parts *parts, int share, int shares) {
         int64_t rest = call->lengths[head] - first, count = rest < PART ? rest : PART;
         int64_t start = call->starts[head] + first;
         struct attention own = *call;
+        struct splice splice;
         if (call->step) {
             const struct step_row *row = call->step + head / call->kv_heads;
             own.keys = row->keys;
@@ -95,6 +171,13 @@ static void attend_share(const struct parts *parts, int share, int shares) {
             own.bias = row->bias;
             own.logits = row->logits;
             own.logits_stride = row->stored_rows;
+            if (row->num_segments) {
+                splice = (struct splice){.row = row, .head = head % call->kv_heads,
+                                         .buffer = (char *)scratch + parts->splice_offset};
+                enter_segment(&splice, 0, 0);
+                own.splice = &splice;
+                start = first;
+            }
         }
         parts->attend(&own, call->queries + head * size, start, start + count,
                       parts->peaks + p * rows, parts->masses + p * rows, parts->outs + p * size,
@@ -162,7 +245,8 @@ int larder_decode_attention(const struct attention *call) {
     int threads = call->threads < parts.count ? call->threads : (int)parts.count;
     threads = threads < 1 ? 1 : threads;
     size_t scratch_vectors = (size_t)(2 * rows * vectors + rows + rows * LANES + LANES * vectors);
-    parts.scratch_bytes = scratch_vectors * LANES * sizeof(float);
+    parts.splice_offset = scratch_vectors * LANES * sizeof(float);
+    parts.scratch_bytes = parts.splice_offset + (size_t)(2 * dim + 1) * LANES * sizeof(float);
     size_t sums = (size_t)(parts.count * rows) * (size_t)(dim + 2) * sizeof(float);
     size_t places = 2 * (size_t)parts.count * sizeof(int64_t);
     size_t bytes = (size_t)threads * parts.scratch_bytes + places + sums;
@@ -186,6 +270,9 @@ int larder_decode_attention(const struct attention *call) {
     return 0;
 }
 
+/* Number of the layout of the structs that Python fills, LAYOUT of c_library.py. */
+int larder_layout(void) { return 1; }
+
 /* Append the new entry of every row of a batch, with columns of 0, and attend with it.
  *
  * `starts` and `lengths` of the call are filled here. Returns as `larder_decode_attention`. */
@@ -203,6 +290,8 @@ int larder_decode_step(const struct attention *call, int64_t *starts, int64_t *l
             row->columns[column * row->stored_rows + place] = 0;
         starts[head] = row->starts[own];
         lengths[head] = row->lengths[own] + 1;
+        for (int64_t segment = 0; segment < row->num_segments; segment++)
+            lengths[head] += row->segments[segment].lengths[own];
     }
     return larder_decode_attention(call);
 }

@@ -92,7 +92,8 @@ TARGET INLINE void NAME(accumulate)(const struct attention *call, const floats *
     }
 }
 
-/* Unnormalized attention of one head over the stored rows [first, stop). */
+/* Unnormalized attention of one head over the stored rows [first, stop), or over these entries of
+ * the head where they are spliced. */
 TARGET INLINE void NAME(attend_part)(const struct attention *call, const float *queries,
                                      int64_t first, int64_t stop, float *peaks, float *masses,
                                      float *out, void *scratch, int64_t dim) {
@@ -109,10 +110,17 @@ TARGET INLINE void NAME(attend_part)(const struct attention *call, const float *
         }
     }
     for (int64_t block = first; block < stop; block += LANES) {
-        int64_t count = stop - block < LANES ? stop - block : LANES;
-        NAME(score)(call, scaled, block, count, logits, sums, dim);
+        int64_t count = stop - block < LANES ? stop - block : LANES, row = block;
+        struct attention spliced;
+        const struct attention *from = call;
+        if (call->splice) {
+            spliced = *call;
+            row = splice_rows(&spliced, block, count);
+            from = &spliced;
+        }
+        NAME(score)(from, scaled, row, count, logits, sums, dim);
         NAME(raise)(logits, count, rows, vectors, peaks, masses, outs);
-        NAME(accumulate)(call, logits, block, count, values, outs, dim);
+        NAME(accumulate)(from, logits, row, count, values, outs, dim);
     }
     for (int64_t n = 0; n < rows; n++)
         memcpy(out + n * dim, &outs[n * vectors], (size_t)dim * sizeof(float));

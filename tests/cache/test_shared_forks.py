@@ -1,0 +1,205 @@
+"""Forks that share storage: equal to deep copies, whatever is done to any of a family."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from builders import Tokens, a_layer, a_plan, a_spec, draw
+from cache_stores import attend, extend, same_bits
+from larder.cache.forms.base import CacheLayer
+from larder.cache.forms.dense import DenseLayer
+from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.sequence import SequenceCache, held_nbytes
+from larder.cache.shared_storage import SHORT_SEGMENT
+from larder.core.ledger import LOG_COUNT, Ledger
+from larder.core.types import Mode
+from larder.ops.cpu.c_library import c_library
+from larder.ops.cpu.decode_attention import decode_step
+from tensor_memory import reachable_tensors, storage_bytes
+
+LAYER = a_layer(2, 2)
+CPU = torch.device("cpu")
+STORES = {
+    "dense": lambda: DenseLayer(LAYER, torch.float32, CPU),
+    "ragged": lambda: RaggedLayer(LAYER, torch.float32, CPU),
+    "counting": lambda: RaggedLayer(LAYER, torch.float32, CPU, Ledger((LOG_COUNT, "age"))),
+}
+
+
+def step(store: CacheLayer, new: Tokens) -> Tensor:
+    """Attention of a token that is appended, by the kernel of decode steps where there is one."""
+    storage = None if c_library() is None else store.step_storage()
+    if storage is None:
+        return extend(store, new)
+    position = int(new.positions[0])
+    sides = new.queries, new.keys, new.values
+    out, _ = decode_step(*sides, [position], [storage], LAYER.scaling)
+    store.count_step(position)
+    return out
+
+
+@dataclass
+class Twin:
+    """A layer that shares storage, its deep copy, and the next position of both."""
+
+    store: CacheLayer
+    copy: CacheLayer
+    next: int
+
+    def forked(self) -> Twin:
+        deep = type(self.copy).restore(LAYER, self.copy.state())
+        return Twin(self.store.fork(), deep, self.next)
+
+    def grow(self, count: int) -> None:
+        new = draw(LAYER, count, self.next, self.next)
+        self.next += count
+        act = extend if count > 1 else step
+        assert torch.equal(act(self.store, new), act(self.copy, new))
+
+    def evict(self, name: str, every: int) -> None:
+        lengths = self.copy.lengths
+        shifts = [0] * len(lengths) if isinstance(self.copy, DenseLayer) else range(len(lengths))
+        heads = [
+            [entry for entry in range(length) if (entry + shift) % every]
+            for length, shift in zip(lengths, shifts, strict=True)
+        ]
+        for twin in (self.store, self.copy):
+            getattr(twin, name)(a_plan(heads, lengths))
+
+    def note(self, number: int) -> None:
+        for twin in (self.store, self.copy):
+            entries = twin.entries()
+            if entries.columns:
+                packed = torch.arange(sum(entries.lengths)) * 0.25 + number
+                twin.note({"age": entries.unpack(packed)})
+
+    def check(self) -> None:
+        assert same_bits(self.store.state(), self.copy.state())
+        assert self.store.lengths == self.copy.lengths
+        assert self.store.nbytes == storage_bytes(reachable_tensors(self.store))
+
+
+ACTIONS = st.tuples(
+    st.sampled_from(
+        ["fork", "step", "step", "block", "long", "apply", "evict", "cut", "compact"]
+        + ["reserve", "note", "look", "drop"]
+    ),
+    st.integers(0, 3),
+    st.integers(2, 7),
+)
+
+
+def act(family: list[Twin], action: str, which: int, number: int) -> None:
+    twin = family[which % len(family)]
+    if action == "fork" and len(family) < 4:
+        family.append(twin.forked())
+    elif action == "drop" and len(family) > 1:
+        family.remove(twin)
+    elif action in ("step", "block", "long"):
+        twin.grow({"step": 1, "block": number, "long": SHORT_SEGMENT + number}[action])
+    elif action in ("apply", "evict"):
+        twin.evict(action, number)
+    elif action == "cut":
+        twin.next = max(0, twin.next - number * number)
+        for each in (twin.store, twin.copy):
+            each.truncate(twin.next)
+    elif action in ("compact", "reserve"):
+        for each in (twin.store, twin.copy):
+            each.compact() if action == "compact" else each.reserve(number)
+    elif action == "note":
+        twin.note(number)
+    elif action == "look":
+        new = draw(LAYER, number, twin.next, 3)
+        assert torch.equal(attend(twin.store, new), attend(twin.copy, new))
+
+
+@pytest.mark.parametrize("kind", STORES)
+@settings(max_examples=25, deadline=None)
+@given(st.lists(ACTIONS, min_size=4, max_size=14))
+def test_a_family_equals_deep_copies(kind: str, actions) -> None:
+    family = [Twin(STORES[kind](), STORES[kind](), 0)]
+    family[0].grow(SHORT_SEGMENT + 9)
+    for each in actions:
+        act(family, *each)
+        for twin in family:
+            twin.check()
+
+
+def grown(kind: str = "ragged", count: int = 3 * SHORT_SEGMENT) -> CacheLayer:
+    store = STORES[kind]()
+    extend(store, draw(LAYER, count, 0, 1))
+    return store
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_what_is_shared_is_not_copied_to_append(kind) -> None:
+    store = grown(kind)
+    store.reserve(3)
+    held, entries = store.nbytes, [t.data_ptr() for t in store.tensors()[:2]]
+    fork = store.fork()
+    assert fork.nbytes - fork.shared_nbytes < 200  # lengths, starts and numbers per head
+    for start in range(3 * SHORT_SEGMENT, 3 * SHORT_SEGMENT + 3):
+        step(fork, draw(LAYER, 1, start, start))
+        step(store, draw(LAYER, 1, start, start + 5))
+    if c_library() is not None:
+        assert fork.nbytes - fork.shared_nbytes < held
+        both = storage_bytes(reachable_tensors([store, fork]))
+        assert both < 1.7 * held
+    assert [t.data_ptr() for t in store.tensors()[:2]] == entries  # the source writes its slack
+
+
+def test_the_last_holder_has_its_slack_back() -> None:
+    store = grown()
+    store.reserve(8)
+    places = [t.data_ptr() for t in store.tensors()[:2]]
+    fork = store.fork()
+    assert store.shared_nbytes == fork.shared_nbytes > 0
+    del store
+    gc.collect()
+    assert fork.shared_nbytes == 0
+    extend(fork, draw(LAYER, 8, 3 * SHORT_SEGMENT, 2))
+    assert [t.data_ptr() for t in fork.tensors()[:2]] == places
+
+
+def test_a_plan_on_a_fork_leaves_the_source() -> None:
+    store = grown("counting")
+    before, fork = store.state(), store.fork()
+    fork.note({"age": torch.ones(len(fork.entries().positions))})
+    kept = [list(range(0, length, 2)) for length in fork.lengths]
+    fork.evict(a_plan(kept, fork.lengths))
+    assert same_bits(store.state(), before)
+    assert store.shared_nbytes == 0
+
+
+def test_a_cut_source_does_not_write_what_its_fork_reads() -> None:
+    store = grown()
+    fork = store.fork()
+    before = fork.state()
+    store.truncate(SHORT_SEGMENT)
+    extend(store, draw(LAYER, 5, SHORT_SEGMENT, 9))
+    assert same_bits(fork.state(), before)
+
+
+@pytest.mark.parametrize("form", ["dense", "ragged"])
+def test_the_bytes_of_a_family_are_counted_once(form) -> None:
+    cache = SequenceCache(a_spec(LAYER, LAYER), form)
+    new = draw(LAYER, 200, 0, 1)
+    for layer in range(2):
+        sides = new.queries, new.keys, new.values, new.positions
+        cache.attend(layer, *sides, Mode.APPEND, (200,))
+    cache.advance(200)
+    forks = [cache.fork() for _ in range(3)]
+    family = [cache, *forks]
+    assert held_nbytes(family) == storage_bytes(reachable_tensors(family))
+    assert held_nbytes(family) - cache.nbytes < 1000
+    forks[0].truncate(150)
+    forks[1].reserve(4)
+    assert held_nbytes(family) == storage_bytes(reachable_tensors(family))
+    assert all(each.shared_device_nbytes == each.shared_nbytes > 0 for each in forks)
