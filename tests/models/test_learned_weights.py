@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
+from importlib.resources import files
 
 import pytest
 import torch
@@ -13,10 +14,17 @@ from larder import Policy
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import ModelError
 from larder.core.ledger import Ledger
+from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import AppendKind, Mode
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment
-from larder.models.learned_weights import LearnedGates, learned_file, load_learned
+from larder.models.learned_weights import (
+    PACKAGED,
+    LearnedGates,
+    learned_file,
+    load_learned,
+    read_learned,
+)
 from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from learned_gates import every_gate, give_gates, random_weights
@@ -122,3 +130,16 @@ def test_a_policy_names_its_gate() -> None:
     )
     assert ridge.ledger.columns == ("kvzap",) and mlp.ledger.columns == ("kvzap_mlp",)
     assert not ridge.activation_providers and not ridge.has_tallies
+
+
+def test_packaged_weights_are_small_and_fit_their_model() -> None:
+    folder = files("larder.models") / PACKAGED
+    assert sum(len(entry.read_bytes()) for entry in folder.iterdir()) < 300_000
+    layers = tuple(LayerSpec(index, 9, 3, 64, 0.125) for index in range(30))
+    [entry] = folder.iterdir()
+    card = read_learned(folder / entry.name).card
+    spec = ModelSpec(layers, torch.float32, torch.device("cpu"), card.fingerprints[0], 576)
+    assert load_learned(spec, "kvzap", GATES["kvzap"]).card == card
+    assert card.metrics["held_out_r2"] > 0.59 and card.tokens == 31_041
+    with pytest.raises(ModelError, match="kvzap_mlp has no weights"):
+        load_learned(spec, "kvzap_mlp", GATES["kvzap_mlp"])

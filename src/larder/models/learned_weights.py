@@ -64,9 +64,15 @@ class Card:
 
     @staticmethod
     def loads(text: str) -> Card:
-        """Card from JSON. Raises: ValueError, TypeError, KeyError: it is none."""
+        """Card from JSON.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: it is none.
+        """
         told = json.loads(text)
-        return Card(**{**told, "fingerprints": tuple(told["fingerprints"])})
+        metrics = {name: float(number) for name, number in told["metrics"].items()}
+        prints = tuple(told["fingerprints"])
+        return Card(**{**told, "fingerprints": prints, "metrics": metrics})
 
 
 @dataclass(frozen=True)
@@ -123,7 +129,7 @@ def read_learned(path: Path) -> LearnedWeights:
             card = Card.loads((tensors.metadata() or {})[CARD])
             given = {key: tensors.get_tensor(key).float() for key in tensors.keys()}  # noqa: SIM118
         return LearnedWeights(card, split_layers(given))
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
             f"{path} holds no learned weights with a card ({error}): remove it, and train again."
         ) from error
