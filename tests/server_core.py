@@ -155,7 +155,7 @@ class Served:
         eviction: str = "lru",
         prefill_chunk: int | None = None,
     ) -> None:
-        limited = policy != "full"
+        limited = policy not in ("full", "cacheblend", "ape")
         budget, size = (str(tokens), block) if limited else (None, None)
         engine = Engine(loaded, policy=POLICIES.get(policy, policy), budget=budget, block=size)
         if embedder is not None:

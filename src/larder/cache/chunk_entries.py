@@ -75,6 +75,12 @@ class ChunkEntries:
         keys, values = map(tuple, sides)
         return ChunkEntries(keys, values, self.start)
 
+    def to(self, device: torch.device | str) -> ChunkEntries:
+        """Entries on a device; the same tensors where they are on it."""
+        sides = ([side.to(device) for side in both] for both in (self.keys, self.values))
+        keys, values = map(tuple, sides)
+        return ChunkEntries(keys, values, self.start)
+
     def moved_to(self, start: int, spec: ModelSpec) -> ChunkEntries:
         """Entries with keys rotated to `start`, `start` + 1, ...; values are shared.
 

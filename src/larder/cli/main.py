@@ -28,6 +28,7 @@ COMMANDS = {
     "ask": "larder.cli.ask:ask",
     "eval": "larder.cli.eval:evaluate",
     "chat": "larder.cli.chat:chat",
+    "batch": "larder.cli.batch:batch",
     "serve": "larder.cli.serve:serve",
     "train": "larder.cli.train:train",
 }

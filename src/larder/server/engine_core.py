@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from weakref import WeakValueDictionary
@@ -19,6 +20,7 @@ from larder.server.api_errors import (
     kv_budget_exceeded,
     text_too_long,
 )
+from larder.server.context_prompts import ContextPrompts
 from larder.server.image_prompts import ImagePromptEncoder
 from larder.server.model_runner import ModelRunner
 from larder.server.model_thread import CompletionQueue
@@ -87,11 +89,11 @@ class EngineCore:
         prefill_chunk: int | None = None,
     ) -> None:
         self.engine, self.clock, self._wake = engine, clock, wake
-        self.names = tuple(names) or (engine.loaded.name,)
+        self.names, self.constraints = tuple(names) or (engine.loaded.name,), engine.constraints
         self.context = _context_tokens(engine, max_model_len)
-        self.constraints = engine.constraints
         self.rule = ServingPolicy.of(engine)
-        self._exact = self.rule.exact() if self.rule.is_limited or self.rule.is_chat else self.rule
+        is_exact = not (self.rule.is_chat or self.rule.policy.schedule.cache_form)
+        self._exact = self.rule if is_exact else self.rule.exact()
         self.ledger = ByteLedger(budgets)
         self.reservations = DeviceReservations(self.ledger)
         self.images = ImagePromptEncoder(engine.processor, engine.loaded.decoder, engine.tokenizer)
@@ -104,9 +106,9 @@ class EngineCore:
             self.ledger, self.reservations, rule, clock, disk, completions, unload
         )
         self._chat = ChatBackend(self.tiers, self.reservations, engine.tokenizer)
-        self._prefix = PrefixBackend(
-            self.tiers, self.reservations, self.images, find, prefill_chunk
-        )
+        self.contexts = ContextPrompts(engine.tokenizer, self.ledger)
+        kinds = (self.reservations, self.images, find, self.contexts, prefill_chunk)
+        self._prefix = PrefixBackend(self.tiers, *kinds)
         self._persistence = persistence
         self.unwritten = WriteRetryQueue(persistence, completions, disk.durability, clock, wake)
         self.scheduler = Scheduler(
@@ -171,6 +173,7 @@ class EngineCore:
                 f"max_tokens must be at least 1, got {request.max_new_tokens}.",
                 "max_tokens",
             )
+        request = self._with_contexts(request)
         resolved = self._resolved_ephemeral(request) if request.is_ephemeral else None
         resolved = resolved or self._resolved(request)
         if resolved.repeated_turn is not None:
@@ -274,9 +277,22 @@ class EngineCore:
     def _resolved_ephemeral(self, request: Request) -> ResolvedSession:
         """A session for one answer, beside that of the first answer to the same prompt."""
         self.check_length(request.raw_prompt or "", *(turn.text for turn in request.turns))
+        if request.contexts:
+            ids = self.contexts.prompt(request).ids
+            request = replace(request, raw_prompt=request.turns[-1].text, raw_ids=ids)
+            return self.sessions.resolve_ephemeral(request, self.rule_of(request), None)
         first = self._first_choices.get((request.tenant, request.choice_group))
         leader = None if first is None or request.prompt_logprobs else first.resolved
         return self.sessions.resolve_ephemeral(request, self.rule_of(request), leader)
+
+    def _with_contexts(self, request: Request) -> Request:
+        """Request with known contexts: apart under a policy that reads them so, else as text."""
+        if not request.contexts:
+            return request
+        request = self.contexts.resolved(request)
+        self.check_length(*request.contexts, param="contexts")
+        schedule = self.rule_of(request).policy.schedule
+        return request if schedule.cache_form else self.contexts.as_message(request)
 
     def rule_of(self, request: Request) -> ServingPolicy:
         """The policy that a request is answered under."""
@@ -330,6 +346,7 @@ class EngineCore:
             wake=self._wake,
             backend=backend,
             matcher=request.constraint and self.constraints.matcher(request.constraint),
+            contexts=self.contexts.prompt(request) if request.contexts else None,
         )
 
     def _charged(self, session: SessionState) -> SessionState:

@@ -73,6 +73,8 @@ class Request:
             session.
         choice_group: what the answers to one prompt have in common; empty for a single one.
         images: files of the images that `turns` have marks of, by SHA-256.
+        contexts: texts in front of the first user message, or ids of texts that were sent before.
+            Under a policy that reads contexts apart no session stays.
         answer_form: what the answer is parsed as where it is sent back in another spelling.
         model: first name of the model that answers; empty for the first one.
     """
@@ -97,11 +99,12 @@ class Request:
     images: Mapping[str, bytes] = field(default_factory=dict)
     answer_form: AnswerForm = PLAIN_FORM
     model: str = ""
+    contexts: tuple[str, ...] = ()
 
     @property
     def is_ephemeral(self) -> bool:
         """True if no session stays behind the answer."""
-        return self.choice > 0 or self.prompt_logprobs
+        return self.choice > 0 or self.prompt_logprobs or bool(self.contexts)
 
     @property
     def is_nameless(self) -> bool:

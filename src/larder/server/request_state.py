@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from larder.cache.sequence import SequenceCache
 from larder.engine.constraint import ConstraintMatcher
 from larder.engine.sampler import TokenSampler
+from larder.prefill.base import ContextText
 from larder.server.answer_text import AnswerText
 from larder.server.image_prompts import ImagePart
 from larder.server.request import Listener, Report, Request, Ticket
@@ -144,6 +145,7 @@ class RequestState(Ticket):
         wake: requests a step of the model's thread.
         backend: how the session holds its caches.
         matcher: parser of the request's constraint.
+        contexts: tokens of contexts that are read apart; None without any.
         was_new: the session was created for this request.
         durable: as in `Report`.
     """
@@ -156,6 +158,7 @@ class RequestState(Ticket):
     wake: Callable[[], None]
     backend: SessionBackend
     matcher: ConstraintMatcher | None = None
+    contexts: ContextText | None = None
     counts: PromptTokenCounts = field(default_factory=PromptTokenCounts)
     prefill: PrefillProgress = field(default_factory=PrefillProgress)
     answer: AnswerProgress = field(default_factory=AnswerProgress)
@@ -249,7 +252,7 @@ class RequestState(Ticket):
             new_tokens=len(self.answer.output_ids),
             evicted_tokens=0 if merges else lost_entries,
             merged_tokens=lost_entries if merges else 0,
-            lossless=session.residency.is_lossless,
+            lossless=session.residency.is_lossless and self.contexts is None,
             tier=self.counts.tier,
             reason=reason,
             wait_seconds=(now if times.started is None else times.started) - times.asked,

@@ -35,6 +35,14 @@ def test_penalties_and_biases_reach_the_engine(anne: OpenAI, served: Running) ->
     assert served.hub.asked[-1].sampling.min_p == 0.2
 
 
+def test_contexts_reach_the_engine(anne: OpenAI, served: Running) -> None:
+    anne.chat.completions.create(**ASKED, extra_body={"contexts": ["One.", "Two."]})
+    assert served.hub.asked[-1].contexts == ("One.", "Two.")
+    with pytest.raises(openai.BadRequestError) as told:
+        anne.chat.completions.create(**ASKED, extra_body={"contexts": "One."})
+    assert str(told.value.param).startswith("contexts")
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

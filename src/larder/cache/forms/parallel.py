@@ -74,22 +74,22 @@ class ParallelLayer(DenseLayer):
         calls: list[AttentionCall] = []
         if self._length:
             calls = super().attention_calls(queries, positions, mode, shift)
-        if self._num_context:
+        if self.num_context_entries:
             calls.append(partial(self._context_attention, queries))
         return calls
 
     def _context_attention(self, queries: Queries) -> AttentionState:
         """Attention to the contexts, with the log-sum-exp that the branch is merged by."""
-        temperature, scale = self._factors.tolist()
+        temperature, scale = self.factors
         heads = torch.arange(self.layer.kv_heads)
-        layout = heads * self._num_context, torch.full_like(heads, self._num_context)
+        layout = heads * self.num_context_entries, torch.full_like(heads, self.num_context_entries)
         rows = self._context_keys.flatten(0, 1), self._context_values.flatten(0, 1)
         scaling = self.layer.scaling / temperature
         out, lse = ragged_attention(queries, *rows, *layout, scaling, softcap=self.layer.softcap)
         return out, lse * (scale * temperature)
 
     def step_storage(self) -> StepStorage | None:
-        return None if self._num_context else super().step_storage()
+        return None if self.num_context_entries else super().step_storage()
 
     def apply(self, plan: Plan) -> None:
         self._refuse_plan()
@@ -111,7 +111,7 @@ class ParallelLayer(DenseLayer):
 
     def entries(self) -> Entries:
         held = super().entries()
-        if not self._num_context:
+        if not self.num_context_entries:
             return held
         keys = torch.cat([self._context_keys, self._keys[:, : self._length]], 1)
         values = torch.cat([self._context_values, self._values[:, : self._length]], 1)
@@ -123,7 +123,7 @@ class ParallelLayer(DenseLayer):
 
     @property
     def entries_copy_bytes(self) -> int:
-        if not self._num_context:
+        if not self.num_context_entries:
             return 0
         row = 2 * self.layer.head_dim * self._keys.itemsize + self._positions.itemsize
         return sum(self.lengths) * row
@@ -152,15 +152,22 @@ class ParallelLayer(DenseLayer):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return (self._length + self._num_context,) * self.layer.kv_heads
+        return (self._length + self.num_context_entries,) * self.layer.kv_heads
 
     @property
-    def _num_context(self) -> int:
+    def factors(self) -> tuple[float, float]:
+        """Temperature and scale of the branch of contexts."""
+        temperature, scale = self._factors.tolist()
+        return temperature, scale
+
+    @property
+    def num_context_entries(self) -> int:
+        """Entries of contexts in each head; they come first in `entries`."""
         return len(self._context_positions)
 
     def _refuse_plan(self) -> None:
         """Raises: CacheError: contexts are held, whose entries have no order of positions."""
-        if self._num_context:
+        if self.num_context_entries:
             raise CacheError(
                 "A parallel cache that holds contexts cannot evict entries, because those of "
                 "several contexts have the same positions: take unlimited() with parallel()."
@@ -168,7 +175,7 @@ class ParallelLayer(DenseLayer):
 
     def _set_length(self, length: int) -> None:
         self._length = length
-        self.usage.set_entries((length + self._num_context) * self.layer.kv_heads)
+        self.usage.set_entries((length + self.num_context_entries) * self.layer.kv_heads)
 
 
 Part = ParallelLayer

@@ -110,6 +110,7 @@ class ChatCompletionRequest(AnswerRequest):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     chat_template_kwargs: Annotated[dict[Text, TemplateValue], Field(max_length=32)] | None = None
+    contexts: Annotated[list[Text], Field(max_length=1024, fail_fast=True)] | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -186,6 +187,7 @@ async def chat_completions(http: HttpRequest, body: ChatCompletionRequest) -> Re
         images=images.files,
         answer_form=form,
     )
+    request = replace(request, contexts=tuple(body.contexts or ()))
     return await _answer(
         http, body, [prompt_choices(request, body.n or 1)], hint.is_firm, CHAT_FORMAT
     )

@@ -12,10 +12,12 @@ from larder.core.errors import BudgetError
 from larder.core.types import AppendKind, Mode
 from larder.models.forward_batch import BatchSegment
 from larder.models.lm_head import LOGITS_CHUNK
+from larder.server.context_prompts import ContextPrompts
 from larder.server.image_prompts import ImagePromptEncoder
 from larder.server.request_state import CacheLoad, RequestState
 from larder.server.serving_policy import CacheOccupancy, ServingPolicy
 from larder.server.session_backend.base import FindPrefix, SessionBackend
+from larder.server.session_backend.context_reader import ContextReader
 from larder.server.session_backend.image_reader import ImageReader
 from larder.server.session_state import TOKEN_TYPECODE, CompletedTurn, SessionState, num_tokens
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
@@ -31,6 +33,7 @@ class PrefixBackend(SessionBackend):
     Args:
         images: encoder of prompts with images.
         find: finds another session with a common prefix.
+        contexts: chunks of the contexts of requests.
         chunk_tokens: most tokens of a prompt that are read between two decode steps; None for a
             block of the policy.
     """
@@ -41,12 +44,14 @@ class PrefixBackend(SessionBackend):
         reservations: DeviceReservations,
         images: ImagePromptEncoder,
         find: FindPrefix,
+        contexts: ContextPrompts,
         chunk_tokens: int | None = None,
     ) -> None:
         super().__init__(tiers, reservations, images.tokenizer)
         self._chunk_tokens = chunk_tokens
         self._find, self._texts = find, TokenTexts(images.tokenizer)
         self._images, self._image_reader = images, ImageReader(images)
+        self._contexts = ContextReader(contexts)
 
     def turn_demand(
         self, rule: ServingPolicy, turns: Sequence[CompletedTurn], length: int, new_tokens: int
@@ -59,6 +64,9 @@ class PrefixBackend(SessionBackend):
 
     def start(self, job: RequestState) -> None:
         session = job.session
+        if job.contexts is not None:
+            self._start_contexts(job)
+            return
         residency = session.residency
         job.counts.tier = residency.tier
         usable = _usable_tokens(job, session)
@@ -73,6 +81,15 @@ class PrefixBackend(SessionBackend):
             self._start_over(job)
         if job.prefill.load is None:
             self._plan_prefill(job)
+
+    def _start_contexts(self, job: RequestState) -> None:
+        """Start with an empty cache, into which contexts are read apart."""
+        session = job.session
+        demand = self._demand(job, None)
+        beside = self._contexts.nbytes_beside(job)
+        self._tiers.grant(session, replace(demand, transient_bytes=demand.transient_bytes + beside))
+        self._reset(session)
+        self._contexts.begin(job)
 
     def on_loaded(self, job: RequestState) -> None:
         """Install the loaded cache, or start with an empty one if the load failed."""
@@ -111,6 +128,11 @@ class PrefixBackend(SessionBackend):
 
     def prefill_block(self, job: RequestState) -> int:
         prefill = job.prefill
+        if prefill.steps is not None:
+            count = self._contexts.read_block(job)
+            if prefill.is_done:
+                self._prepare(job)
+            return count
         session, block = job.session, prefill.blocks[prefill.next_block]
         cache = session.residency.active
         assert cache is not None
@@ -149,7 +171,7 @@ class PrefixBackend(SessionBackend):
         residency.prefix_cache = self._caches(session, session.rule.empty_cache())
         residency.cached_ids = array(TOKEN_TYPECODE)
         residency.settled_tokens = 0
-        job.prefill.cached_len = 0
+        job.prefill.cached_len, job.prefill.steps = 0, None
         self._split_prefill(job, (*job.resolved.prompt_ids, *job.answer.output_ids))
 
     def on_step(self, job: RequestState, plans: int) -> None:

@@ -1,0 +1,64 @@
+"""`larder batch`: OpenAI's batch format in and out, resumed after an interruption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cli_results import Run, complaint, document
+
+TEXT = "Mira is the cat of Vera. Peter lives in Berlin and works as a baker. " * 2
+
+
+def chat(name: str, question: str, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"{TEXT}{question}"}]
+    body = {"model": "seed", "messages": messages, "max_tokens": 4, **fields}
+    return {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def write_lines(path: Path, *lines: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    return {told["custom_id"]: told for told in map(json.loads, path.read_text().splitlines())}
+
+
+def test_results_are_in_the_format_of_openai(run: Run, tmp_path: Path) -> None:
+    text = {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "Once", "seed": 3}}
+    lines = chat("a", "Where does Peter live?"), chat("b", "Who is Mira?"), text
+    path = write_lines(tmp_path / "asked.jsonl", *lines, chat("d", "Why?", n=2))
+    told = document(run("batch", path, "--max-new-tokens", "3", "--json"))
+    assert (told["requests"], told["failed"], told["skipped"]) == (4, 1, 0)
+    assert told["read_tokens"] < told["prompt_tokens"]
+    results = read(tmp_path / "asked.results.jsonl")
+    answer = results["a"]["response"]["body"]
+    assert answer["object"] == "chat.completion" and answer["choices"][0]["finish_reason"]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 20
+    assert results["c"]["response"]["body"]["usage"]["completion_tokens"] <= 3
+    assert results["d"]["response"]["status_code"] == 400 and "n is not" in str(results["d"])
+
+
+def test_an_interrupted_run_goes_on(run: Run, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "asked.jsonl", chat("a", "Who?"), chat("b", "Where?"))
+    out = tmp_path / "out.jsonl"
+    document(run("batch", path, "--out", out, "--json"))
+    whole = out.read_text().splitlines()
+    out.write_text(whole[0] + "\n" + whole[1][:20])
+    told = document(run("batch", path, "--out", out, "--json"))
+    assert told["skipped"] == 1 and read(out).keys() == {"a", "b"}
+    assert out.read_text().splitlines()[0] == whole[0]
+
+
+def test_what_cannot_be_batched_is_refused(run: Run, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "asked.jsonl", chat("a", "Who?"), chat("a", "Where?"))
+    assert "twice" in complaint(run("batch", path), 1)
+    assert "--policy" in complaint(run("batch", path, "--policy", "snapkv"), 2)
+    assert "--memory" in complaint(run("batch", path, "--memory", "20%"), 2)
+    write_lines(path, {"custom_id": "a", "url": "/v1/embeddings", "body": {}})
+    assert "line 1: url must be" in complaint(run("batch", path), 1)
+    write_lines(path, chat("a", "Who?"))
+    (tmp_path / "out.jsonl").write_text("something else\n")
+    assert "no results" in complaint(run("batch", path, "--out", tmp_path / "out.jsonl"), 1)

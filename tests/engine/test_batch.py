@@ -1,0 +1,118 @@
+"""Many requests offline: shared prefixes are read once, and each answer is that of its own."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import BudgetError, InputError
+from larder.engine.batch import BatchRequest, BatchResult, BatchRunner, prefix_tree
+from larder.engine.generate import StoppingCriteria, generate
+from larder.engine.sampler import SamplingParams
+from larder.models.decoder import Decoder
+from larder.models.tiny import tiny
+from model_runs import some_ids
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return Decoder(tiny("llama"))
+
+
+def requests(*prompts: tuple[int, ...], new: int = 3) -> list[BatchRequest]:
+    return [BatchRequest(str(n), ids, max_new_tokens=new) for n, ids in enumerate(prompts)]
+
+
+def run(
+    decoder: Decoder, several: list[BatchRequest], max_bytes: int | None = None
+) -> tuple[dict[str, BatchResult], dict[str, BudgetError], BatchRunner]:
+    results, errors = dict[str, BatchResult](), dict[str, BudgetError]()
+    runner = BatchRunner(
+        decoder,
+        lambda ids: " ".join(map(str, ids)),
+        frozenset(),
+        max_bytes,
+        lambda result: results.__setitem__(result.request.name, result),
+        lambda request, error: errors.__setitem__(request.name, error),
+    )
+    runner.run(several)
+    return results, errors, runner
+
+
+def alone(decoder: Decoder, request: BatchRequest) -> list[int]:
+    cache = SequenceCache(decoder.spec, "dense")
+    limits = StoppingCriteria(request.max_new_tokens)
+    [ids] = generate(decoder, [cache], [request.ids], request.sampling, limits)
+    return ids
+
+
+def test_the_hand_value() -> None:
+    """Three requests of 10 tokens behind 100 that they share: 130 of 330 tokens are read."""
+    shared = tuple(range(100))
+    tree = prefix_tree(requests(*[(*shared, 100 + n, *range(9)) for n in range(3)]))
+    assert tree.read_tokens() == 130
+    assert [len(node.ids) for node in tree.walk()] == [0, 100]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), min_size=1, max_size=9)
+)
+def test_the_tree_shares_what_a_loop_finds(prompts: list[tuple[int, ...]]) -> None:
+    """Every distinct prefix is read once, but for the last token of each prompt."""
+    tree = prefix_tree(requests(*prompts))
+    nodes = list(tree.walk())
+    assert sorted(r.name for node in nodes for r in node.requests) == sorted(
+        str(n) for n in range(len(prompts))
+    )
+    assert all(r.ids[: len(node.ids)] == node.ids for node in nodes for r in node.requests)
+    assert all(len(node.ids) < len(r.ids) for node in nodes for r in node.requests)
+    ordered = sorted(prompts)
+    kept = [
+        max(
+            (n for n in range(len(ids)) if any(o[:n] == ids[:n] and n < len(o) for o in others)),
+            default=0,
+        )
+        for number, ids in enumerate(ordered)
+        for others in [ordered[:number]]
+    ]
+    assert tree.read_tokens() == sum(map(len, ordered)) - sum(kept)
+
+
+def test_answers_are_those_of_each_alone(decoder: Decoder) -> None:
+    one, two = some_ids(12, seed=1), some_ids(5, seed=2)
+    several = requests(one, (*one, *two), (*one, *two, 7), (*one, 9), two, one)
+    several.append(BatchRequest("drawn", (*one, 3), SamplingParams(temperature=1.0, seed=5), 4))
+    several.append(BatchRequest("stopped", (*one, 4), max_new_tokens=9, stop=(" ",)))
+    results, errors, runner = run(decoder, several)
+    assert not errors and len(results) == len(several)
+    for request in several[:-1]:
+        found = results[request.name]
+        assert list(found.ids) == alone(decoder, request) and found.reason == "length"
+    assert results["stopped"].reason == "stop" and " " not in results["stopped"].text
+    assert results["2"].cached_tokens == 16 and results["4"].cached_tokens == 0
+    assert runner.num_read_tokens == prefix_tree(several).read_tokens()
+
+
+def test_as_many_run_together_as_memory_holds(decoder: Decoder) -> None:
+    prompts = [(*some_ids(8, seed=1), n) for n in range(6)]
+    several = requests(*prompts)
+    demand = decoder.spec.full_bytes(12)
+    results, errors, _ = run(decoder, several, 4 * demand)
+    assert not errors
+    assert [results[r.name].ids for r in several] == [tuple(alone(decoder, r)) for r in several]
+    several.append(BatchRequest("long", some_ids(90, seed=4), max_new_tokens=2))
+    results, errors, _ = run(decoder, several, 4 * demand)
+    assert errors.keys() == {"long"} and len(results) == 6
+    with pytest.raises(BudgetError, match="--memory"):
+        raise errors["long"]
+
+
+def test_groups_with_long_answers_to_short_prompts_come_first() -> None:
+    short = [BatchRequest(f"s{n}", (1, 1, n), max_new_tokens=50) for n in range(2)]
+    long = [BatchRequest(f"l{n}", (*range(2, 40), n), max_new_tokens=2) for n in range(2)]
+    order = [node.ids[:1] for node in prefix_tree([*long, *short]).walk()]
+    assert order == [(), (1,), (2,)]
+    with pytest.raises(InputError, match="no tokens"):
+        prefix_tree([BatchRequest("x", ())])

@@ -1,0 +1,70 @@
+"""Contexts of requests: read apart, reused by one tenant within the budget, and gone otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from larder.models.loader import LoadedModel
+from larder.server.context_prompts import chunk_id
+from larder.server.request import ApiError, ChatMessage
+from larder.store.ledger import Tier
+from server_core import Served, user
+
+ONE, TWO = "Box 7 holds 12 coins. " * 3, "Box 9 holds 4 keys. " * 3
+ASKED = [user("What does box 7 hold?")]
+
+
+@pytest.mark.parametrize("policy", ["cacheblend", "ape"])
+def test_known_contexts_are_reused_by_their_tenant(small: LoadedModel, policy: str) -> None:
+    served = Served(small, policy)
+    first = served.ask(ASKED, contexts=(ONE, TWO))
+    again = served.ask(ASKED, contexts=(chunk_id(ONE), TWO))
+    assert first.told.cached_tokens == 0
+    assert again.told.cached_tokens == len(ONE.rstrip()) + len(TWO.rstrip()) + 4
+    assert again.text == first.text and not again.told.lossless
+    assert again.told.prompt_tokens == first.told.prompt_tokens > again.told.cached_tokens
+    moved = served.ask([user("And box 9?")], contexts=(TWO, ONE))
+    assert moved.told.cached_tokens == again.told.cached_tokens
+    assert not list(served.core.sessions), "no session stays behind a blended cache"
+    other = served.ask(ASKED, tenant="b", contexts=(ONE, TWO))
+    assert other.told.cached_tokens == 0 and other.text == first.text
+    with pytest.raises(ApiError, match="not known here"):
+        served.submit(ASKED, tenant="c", contexts=(chunk_id(ONE),))
+    assert served.core.ledger.used(Tier.DEVICE) == 0
+
+
+def test_contexts_are_text_under_other_policies(small: LoadedModel) -> None:
+    served = Served(small, "full")
+    apart = served.ask(ASKED, contexts=(ONE, TWO))
+    text = f"{ONE.rstrip()}\n\n{TWO.rstrip()}\n\n{ASKED[0].text}"
+    whole = served.ask([user(text)])
+    assert apart.text == whole.text and apart.told.lossless
+    assert whole.told.session == apart.told.session
+    exact = Served(small, "cacheblend").ask(ASKED, contexts=(ONE, TWO), exact=True)
+    assert exact.text == whole.text and exact.told.lossless
+
+
+def test_chunks_take_a_share_of_host_memory(small: LoadedModel) -> None:
+    probe = Served(small, "ape")
+    probe.ask(ASKED, contexts=(ONE, TWO))
+    taken = probe.core.ledger.used(Tier.HOST)
+    served = Served(small, "ape", host=3 * taken)
+    served.ask(ASKED, contexts=(ONE, TWO))
+    assert 0 < served.core.ledger.used(Tier.HOST) < taken
+    again = served.ask(ASKED, contexts=(ONE, TWO))
+    assert again.told.cached_tokens < len(ONE) + len(TWO)
+    none = Served(small, "ape", host=0)
+    assert none.ask(ASKED, contexts=(ONE, TWO)).text == again.text
+    assert none.core.ledger.used(Tier.HOST) == 0
+
+
+def test_contexts_without_a_question_are_refused(small: LoadedModel) -> None:
+    served = Served(small, "ape")
+    for turns, contexts in (
+        ([ChatMessage("system", "Be short.")], (ONE,)),
+        (ASKED, (" ",)),
+        (ASKED, ("chunk-" + "0" * 64,)),
+    ):
+        with pytest.raises(ApiError):
+            served.submit(turns, contexts=contexts)
+    assert not list(served.core.sessions)
