@@ -43,6 +43,8 @@ SIZES = {
     "dci": "page=4",
     "graph": "least=8, links=4",
     "mpcache": "page=4",
+    "infinigen": "most=1.0, channels=1.0",
+    "lserve": "page=4, part=2",
     "rocket": "ratio=4",
     "wave": "page=4, size=4, update=8, segment=16",
 }

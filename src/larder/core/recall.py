@@ -8,7 +8,7 @@ pages for a query; the content of a page may change as entries arrive, and then 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -206,6 +206,8 @@ class RecallPart(PolicyPart, ABC):
     weighs_pages: ClassVar[bool] = False
     # Number of latest queries of a text that the index needs when entries are added.
     observed: ClassVar[int] = 0
+    # Whether something is measured over the indexes of all layers before the first is searched.
+    measures_layers: ClassVar[bool] = False
     # Whether its index observes every step before the search.
     follows: ClassVar[bool] = False
 
@@ -274,6 +276,14 @@ class RecallPart(PolicyPart, ABC):
     def prefill(self) -> PrefillRecall:
         """Offloaded entries that prefill blocks attend to."""
         return PrefillRecall.EXACT
+
+    def measure(self, indexes: Sequence[RecallIndex]) -> None:
+        """Measure what holds for all layers, where the part has `measures_layers`.
+
+        Args:
+            indexes: one per layer that offloads, each with all offloaded entries.
+        """
+        del indexes
 
     def sets(self, layer: LayerSpec) -> int:
         """Number of page sets of a step, of `tokens` entries each: one per kv head, shared by its

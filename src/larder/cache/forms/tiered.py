@@ -18,6 +18,7 @@ offloads nothing. A fork shares slow tier and index until one of both has to cha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -83,6 +84,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         self.parking, self._slow = parking, self._attach(slow)
         self.finder = self._attach(PageFetcher(layer, parking.recall, dtype, device))
         self.leader: TieredLayer | None = None  # the layer whose pages it uses
+        self._measured_with: tuple[ref[TieredLayer], ...] = ()  # layers of the first one to search
         self._numbering = EntryNumberCheck(layer.kv_heads)
         self._coming = AppendKind.STEP
         self._observed = torch.empty(layer.query_heads, 0, layer.head_dim)
@@ -120,6 +122,8 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
             leader = searched[tier.parking.recall.leader_of(place)]
             is_other = leader is not tier and tier.has_same_heads(leader)
             tier.leader = leader if is_other else None
+        if searched and searched[0].parking.recall.measures_layers:
+            searched[0]._measured_with = tuple(map(ref, searched))
 
     def has_same_heads(self, other: TieredLayer) -> bool:
         """True if two layers have the same numbers of kv heads and query heads."""
@@ -285,6 +289,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         if mode is not Mode.APPEND:
             return None
         if queries.shape[1] == 1 and self._coming is AppendKind.STEP:
+            self._measure_layers()
             if recall.follows:
                 held, stays = self._slow.entries(), self._ragged.entries()
                 finder.follow(queries, held, self._observed, stays)
@@ -299,6 +304,14 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         if self.leader is None or choice is None or choice.lengths != held.lengths:
             return None
         return choice if self._numbering.agrees(held, self.leader.parked()) else None
+
+    def _measure_layers(self) -> None:
+        """Have all layers learn, and the recall part measure over them, before the first search."""
+        layers = [layer for each in self._measured_with if (layer := each()) is not None]
+        if layers:
+            for layer in layers:
+                layer._learn()
+            self.finder.measure([layer.finder for layer in layers])
 
     def _learn(self) -> None:
         """Update the index, unless only the leader's index is searched, or none."""

@@ -6,7 +6,7 @@ then; the layer waits for it first. If it fails, the layer searches as without p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from weakref import WeakSet
@@ -143,6 +143,10 @@ class PageFetcher(TensorOwner):
         except BaseException:  # the index was reset, so its pages are invalid
             self._drop_pool()
             raise
+
+    def measure(self, others: Iterable[PageFetcher]) -> None:
+        """Have the recall part measure over the indexes of all layers, this one's included."""
+        self.recall.measure([fetcher.shared_index.index for fetcher in others])
 
     def use_index(self, index: SharedIndex) -> None:
         """Search another index from now on."""

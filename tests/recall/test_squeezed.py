@@ -1,0 +1,158 @@
+"""Squeezed Attention equals the loop: clusters, scores, one threshold for all layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from builders import HEAD_DIM, a_layer, draw
+from cache_stores import append
+from index_recall import keys_of
+from larder.cache.forms.tiered import TieredLayer
+from larder.core.errors import BadParameter
+from larder.core.ledger import Ledger
+from larder.core.plan import Plan
+from larder.core.recall import OffloadSpec
+from larder.core.types import Mode
+from larder.recall.squeezed import Squeezed, SqueezedIndex, weighted_quantile
+from references import squeezed as loop
+from slow_tiers import Tier
+
+LAYER = a_layer(kv_heads=2, group=2)
+SMALL = {"share": 0.2, "iterations": 3}
+
+
+def test_scores_by_hand() -> None:
+    hand = [0.261, 0.096, 0.035]
+    assert loop.shares([2.0, 1.0, 0.0], [1, 4, 10]) == pytest.approx(hand, abs=6e-4)
+    layer = replace(a_layer(kv_heads=1, group=1), scaling=1.0)
+    index = Squeezed().index(layer)
+    index._centroids = torch.zeros(1, 3, HEAD_DIM)
+    index._centroids[0, :, 0] = torch.tensor([2.0, 1.0, 0.0])
+    index._sizes = torch.tensor([[1.0, 4.0, 10.0]])
+    query = torch.zeros(1, HEAD_DIM)
+    query[0, 0] = 1.0
+    assert index._cluster_scores(query)[0].tolist() == pytest.approx(hand, abs=6e-4)
+
+
+def built(part: Squeezed, counts: tuple[int, int], seed: int = 0) -> tuple[Tier, SqueezedIndex]:
+    tier, index = Tier(LAYER, seed), part.index(LAYER)
+    tier.grow(counts)
+    noise = torch.Generator().manual_seed(seed)  # no ties
+    tier.keys = [k + 0.1 * torch.randn(k.shape, generator=noise) for k in tier.keys]
+    index.add(tier.entries(), torch.stack([tier.queries() for _ in range(4)], 1))
+    return tier, index
+
+
+@pytest.mark.parametrize("count", [5, 100])
+@pytest.mark.parametrize("dropped", [0.0, 0.5, 0.9])
+def test_it_equals_the_loop(count, dropped) -> None:
+    part = Squeezed(**SMALL, dropped=dropped, update=8)
+    tier, index = built(part, (40, 23), 2)
+    rows = torch.stack([tier.queries() for _ in range(4)], 1)
+    index._scores = index._mean_scores(rows)
+    part.measure([index])
+    clusters = [loop.clusters_of(keys, 0.2, 3) for keys in keys_of(tier)]
+    scored = []
+    for k, own in enumerate(clusters):
+        each = [
+            loop.scores(rows[h, q].tolist(), keys_of(tier)[k], own, LAYER.scaling)
+            for h in (2 * k, 2 * k + 1)
+            for q in range(4)
+        ]
+        means = [sum(column) / len(each) for column in zip(*each, strict=True)]
+        scored += [(mean, len(cluster)) for mean, cluster in zip(means, own, strict=True)]
+    least = loop.threshold(scored, dropped)
+    assert float(index._threshold) == pytest.approx(least, rel=1e-4)
+    tier.grow((3, 0))  # pending
+    index.add(tier.entries())
+    query = tier.queries()
+    found = index.find(query, tier.entries(), count).pages
+    for k, own in enumerate(clusters):
+        keys = keys_of(tier)[k]
+        each = [
+            loop.scores(query[h].tolist(), keys, own, LAYER.scaling) for h in (2 * k, 2 * k + 1)
+        ]
+        means = [sum(pair) / 2 for pair in zip(*each, strict=True)]
+        pending = range(40, 43) if k == 0 else []
+        expected = loop.above(means, own, least, pending, count)
+        assert [page for page in found[k].tolist() if page >= 0] == (expected or [0])
+
+
+def test_heads_find_different_numbers_of_entries_and_leave_out_the_share() -> None:
+    part, tier = Squeezed(share=0.2, dropped=0.6), Tier(LAYER, 4)
+    tier.grow((200, 200))
+    query = 3 * tier.queries()
+    index = part.index(LAYER)
+    index.add(tier.entries(), query[:, None].repeat(1, 8, 1))
+    part.measure([index])
+    counts = (index.find(query, tier.entries(), 200).pages >= 0).sum(1)
+    assert counts[0] != counts[1]
+    assert float(counts.sum()) / 400 == pytest.approx(0.4, abs=0.06)
+
+
+def test_one_threshold_holds_for_all_layers() -> None:
+    part = Squeezed(**SMALL, dropped=0.5)
+    (_, one), (_, other) = built(part, (40, 40), 1), built(part, (40, 40), 2)
+    part.measure([one, other])
+    assert float(one._threshold) == float(other._threshold) > 0
+    pairs = [
+        (score, size)
+        for index in (one, other)
+        for score, size in zip(
+            index.observed_scores.flatten().tolist(),
+            index.cluster_sizes.flatten().int().tolist(),
+            strict=True,
+        )
+    ]
+    assert float(one._threshold) == pytest.approx(loop.threshold(pairs, 0.5), rel=1e-4)
+    before = float(one._threshold)
+    part.measure([one])  # nothing was scored since
+    assert float(one._threshold) == before
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [(0.0, 0.0), (0.2, 0.0), (0.5, 1.0), (0.79, 1.0), (0.8, 2.0), (0.99, 2.0)],
+)
+def test_quantiles_by_hand(share, expected) -> None:
+    """Five of ten entries have the lowest score, three the next, two the best."""
+    scores, counts = torch.tensor([2.0, 1.0, 3.0]), torch.tensor([3.0, 5.0, 2.0])
+    assert weighted_quantile(scores, counts, share) == expected
+
+
+def test_layers_of_a_cache_share_the_threshold_before_the_first_searches() -> None:
+    recall = Squeezed(**SMALL, tokens=30, dense=0)
+    spec = OffloadSpec(recall)
+    layers = [
+        TieredLayer(a_layer(2, 2, index=n), torch.float32, torch.device("cpu"), Ledger(), spec)
+        for n in range(2)
+    ]
+    searched = layers[0]
+    from weakref import ref
+
+    searched._measured_with = tuple(map(ref, layers))
+    for n, store in enumerate(layers):
+        new = draw(LAYER, 60, 0, n)
+        store.observe(new.queries, new.positions, (new.queries, new.queries[..., 0]))
+        append(store, new)
+        store.apply(Plan.from_mask(torch.arange(120) % 60 >= 55, store.lengths))
+    step = draw(LAYER, 1, 60, 9)
+    searched.attend(step.queries, step.keys, step.values, step.positions, (1,), Mode.APPEND)
+    thresholds = [float(store.finder.shared_index.index._threshold) for store in layers]
+    assert thresholds[0] == thresholds[1] > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"share": 0.0}, r"squeezed.share must be in \(0, 1\], got 0.0"),
+        ({"dropped": 1.0}, r"squeezed.dropped must be in \[0, 1\), got 1.0"),
+        ({"update": 0}, "squeezed.update must be at least 1, got 0"),
+    ],
+)
+def test_parameters(wrong, message) -> None:
+    with pytest.raises(BadParameter, match=message):
+        Squeezed(**wrong)
