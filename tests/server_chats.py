@@ -15,7 +15,7 @@ from topic_embedder import TopicEmbedder
 REFUSED = dict.fromkeys(("exact_question", "finch", "laq", "dapq", "ilre", "reform"), "question")
 TOKENS = 96
 # Their windows, their lag and a page do not fit that.
-WIDE = ("arkvale", "pqcache", "retrieval_attention", "retroinfer")
+WIDE = ("arkvale", "pqcache", "retrieval_attention", "retroinfer", "squeezed_attention")
 EPICACHE = (
     "episodes(count=2, segment=1, representatives=2) > blockwise() > protect(sinks=4, recent=8)"
     ' > patched(prompt="episode") > pooled()'
@@ -30,6 +30,7 @@ KINDS = {
     "icecache": PARKING,
     "d2o": "d2o_blockwise",
     "snapkv": "snapkv",
+    "flowkv": "freeze(kept=0.5) > protect(sinks=2, recent=4) > keydiff() > uniform()",
     "int4": "whole() > snapkv() > uniform() > quantized(bits=4)",
     "rebuilt": "kv_direct",
 }

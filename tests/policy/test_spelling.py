@@ -18,6 +18,7 @@ from larder.core.family import Family
 from larder.core.spelling import spell
 from larder.policy.attention_reduction import NoAggregation, NoHeadRule
 from larder.policy.budgets.retrieval_heads import RetrievalHeads
+from larder.policy.compensation.drop import Drop
 from larder.policy.compensation.recompute import Recompute
 from larder.policy.protect import Protect
 from larder.policy.storage.exact import Exact
@@ -25,6 +26,7 @@ from larder.policy.storage.form import Form
 from larder.policy.timing.prefill_only import PrefillOnly
 from larder.policy.values.keys_alone import KeysAlone
 from larder.prefill.schedules.whole import Whole
+from larder.session.arrangements.single import Single
 from larder.session.policy import FAMILIES, REDUCTION_SLOTS, SLOTS
 from larder.session.policy_validation import check_narrowing, needs_scratch_prompts
 from larder.session.presets import PRESETS
@@ -82,7 +84,9 @@ def test_any_policy_round_trips(slots) -> None:
     if parts["scorer"].default_reduction() is None:
         parts |= {"aggregation": NoAggregation(), "heads": NoHeadRule()}
         parts["values"] = KeysAlone()
-    if needs_scratch_prompts(parts["scorer"]):
+    if parts["schedule"].turn_rule.plans_turns:
+        parts |= {"session": Single(), "compensation": Drop(), "storage": Exact()}
+    if needs_scratch_prompts(parts["scorer"]) or parts["schedule"].turn_rule.plans_turns:
         parts["timing"] = PrefillOnly()
     if not parts["compensation"].offloads:
         parts["recall"] = None

@@ -37,6 +37,7 @@ class SequenceCache:
     halfway, `truncate(next_position)` restores every layer, unless a plan was already applied:
     rejected entries are freed at once. Such a cache must be `invalidate`d and is unusable. A cache
     is not thread-safe; storage that forks share is never written.
+    `watermark` is the true position below which entries are not judged again (`freeze`).
     `plans` counts the changes so far that cannot be undone: plans, and columns written.
     `latest` holds activations of the newest tokens, if the ledger asks for queries; `recurrent` the
     state of the model's layers without attention, a value that forks share; `model_positions` what
@@ -67,6 +68,7 @@ class SequenceCache:
         )
         self.next_position = 0
         self.plans = 0
+        self.watermark = 0
         self.latest = LatestActivations(ledger.queries)
         self.recurrent = NO_STATE
         self.model_positions = ModelPositions()
@@ -266,6 +268,7 @@ class SequenceCache:
         self.model_positions = self.model_positions.truncated(length)
         if length < self.next_position:
             self.next_position = length
+            self.watermark = min(self.watermark, length)
             self.latest.truncate(length)
 
     def fork(self) -> SequenceCache:
@@ -277,6 +280,7 @@ class SequenceCache:
         copy._stores = [store.fork() for store in self._stores]
         copy._link_layers()
         copy.next_position, copy.latest = self.next_position, self.latest.fork()
+        copy.watermark = self.watermark
         copy.recurrent, copy.model_positions = self.recurrent, self.model_positions
         return copy
 
@@ -399,7 +403,8 @@ class SequenceCache:
 
     def meta(self) -> dict[str, str]:
         """Text metadata that `restore` needs beside the tensors."""
-        return self.cache_spec.meta() | {"next_position": str(self.next_position)}
+        own = self.cache_spec.meta() | {"next_position": str(self.next_position)}
+        return own | ({"watermark": str(self.watermark)} if self.watermark else {})
 
     @classmethod
     def restore(
@@ -433,6 +438,7 @@ class SequenceCache:
         cache._stores = restore_layers(cache._stores, cache.cache_spec, spec, state, fill)
         cache._link_layers()
         cache.next_position = int(meta["next_position"])
+        cache.watermark = int(meta.get("watermark", "0"))
         cache.recurrent = RecurrentState.restore(state, spec, cache.next_position)
         cache.latest = LatestActivations.restore(
             state, cache.cache_spec.ledger.queries, spec.device

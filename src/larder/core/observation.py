@@ -230,6 +230,7 @@ class Observation:
             that a part needs.
         latest: queries of the last tokens before the pass; None where no part needs them or there
             are none.
+        watermark: true position below which entries are not judged again.
     """
 
     layer: LayerSpec
@@ -251,6 +252,7 @@ class Observation:
     )
     inputs: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     latest: LatestQueries | None = None
+    watermark: int = 0
 
     @property
     def effective_rope_positions(self) -> Int[Tensor, "K Q"]:

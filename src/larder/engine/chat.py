@@ -395,7 +395,7 @@ def sized_policy(engine: Engine, log: ChatLog) -> Policy:
         tokens = resolve_budget(policy, sizes.budget, context, spec)
     else:
         tokens = resolve_budget_without_context(policy, sizes.budget, spec)
-    return policy.with_sizes(tokens, sizes.block)
+    return policy.with_sizes(tokens, sizes.block, context or None)
 
 
 @dataclass(frozen=True)

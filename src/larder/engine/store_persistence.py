@@ -124,7 +124,7 @@ def prefill_or_restore(
     if not ids:
         return engine.read(conversation, prompts, progress), ResumeResult(None, NOT_SAVED)
     tokens = resolve_budget(engine.policy, engine.sizes.budget, len(ids), runtime.decoder.spec)
-    policy = engine.policy.with_sizes(tokens, engine.sizes.block)
+    policy = engine.policy.with_sizes(tokens, engine.sizes.block, len(ids))
     prompt_fields = [text for name in sorted(prompts) for text in (name, prompts[name])]
     fields = [json.dumps(chat_log_record(log)), str(policy), *prompt_fields]
     name = f"reading {key_of('reading', *fields)[:32]}"

@@ -64,6 +64,7 @@ class Planner:
         weights: budget weights of the heads of each managed layer, by layer index.
         lexicon: sets of token ids that the parts need.
         weight_inputs: tensors of weight providers by layer index, then by name.
+        watermark: true position below which entries are not judged again: every plan keeps them.
     """
 
     protect: Protect
@@ -82,6 +83,7 @@ class Planner:
     weight_inputs: Mapping[int, Mapping[str, Tensor]] = field(
         default_factory=dict[int, Mapping[str, Tensor]], compare=False
     )
+    watermark: int = 0
 
     @cached_property
     def prefill_parts(self) -> tuple[PolicyPart, ...]:
@@ -234,12 +236,12 @@ class Planner:
             )
         if not layers:  # every layer slides its own window
             return {}
-        floor = self._own_floor(tokens) if self.budget.protects_own_share else least.tokens
+        floor = self.smallest_budget(tokens) if self.budget.protects_own_share else least.tokens
         shares = self.budget.layer_tokens(tokens, len(layers), floor, context, facts)
         return dict(zip(layers, shares, strict=True))
 
-    def _own_floor(self, tokens: int) -> int:
-        """Fewest entries of a layer that hold the protected tokens of that number of entries."""
+    def smallest_budget(self, tokens: int) -> int:
+        """Fewest entries per kv head, at most `tokens`, that hold what is protected of them."""
         always = self.scorer.protected_tokens()
         sizes = (own for own in range(tokens) if self.protect.ends(own).union(always).tokens <= own)
         return next(sizes, tokens)
@@ -318,7 +320,7 @@ class Planner:
     def _protected(
         self, positions: Int[Tensor, " T"], length: int, stage: Phase, start: int, tokens: int
     ) -> PackedMask:
-        protected = self.protect.mask(positions, length, tokens)
+        protected = self.protect.mask(positions, length, tokens) | (positions < self.watermark)
         if stage is Phase.DECODE and self.timing.extends_protection:
             return self.timing.generation_protection(protected, positions, start, length, tokens)
         return protected

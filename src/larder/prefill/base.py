@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from larder.cache.sequence import SequenceCache
 from larder.core.images import NO_IMAGES, ImageSpans
 from larder.ops.apportion import even_ranges
 from larder.policy.reduced_scorer import ReducedScorer
+from larder.prefill.memory import EntryCapacity
 from larder.prefill.reader import PrefillReader, PrefillSequence
 
 if TYPE_CHECKING:  # read where a prompt has contexts
@@ -82,6 +84,42 @@ class ContextReuse:
         return sum(count for count, known in zip(self.tokens, self.cached, strict=True) if known)
 
 
+class TurnRule:
+    """Rule of what the end of a turn of a conversation changes; this one judges all entries again,
+    so that nothing does. `freeze()` has another.
+    """
+
+    # Whether a turn ends with a plan even where the cache is within its budget.
+    plans_turns: bool = False
+
+    def protecting(self, first: int) -> TurnRule:
+        """Rule under which the first tokens of the text never leave."""
+        del first
+        return self
+
+    def reader(self, reader: PrefillReader, cache: SequenceCache, length: int) -> PrefillReader:
+        """Reader whose plans judge what they may.
+
+        Args:
+            length: true tokens once the text is read.
+        """
+        del cache, length
+        return reader
+
+    def is_due(self, reader: PrefillReader, cache: SequenceCache, length: int) -> bool:
+        """True if a turn that ends at `length` tokens has to be judged."""
+        del reader, cache, length
+        return False
+
+    def freeze(self, cache: SequenceCache) -> None:
+        """Count everything that was read as judged."""
+        del cache
+
+    def trim(self, cache: SequenceCache, bound: EntryCapacity | None) -> None:
+        """Bring a cache that was judged within its bound."""
+        del cache, bound
+
+
 class Schedule(ABC):
     """Order in which a context is read and plans are made. A frozen dataclass without state."""
 
@@ -105,6 +143,21 @@ class Schedule(ABC):
     def block_tokens(self) -> int | None:
         """M_block, the most tokens read between two plans; None without blocks, or where open."""
         return None
+
+    def with_budget(self, tokens: int, context: int | None) -> Schedule:
+        """Copy with open parameters but M_block filled in.
+
+        Args:
+            tokens: M, entries per kv head.
+            context: tokens of the text that is to be read; None where that is not known.
+        """
+        del tokens, context
+        return self
+
+    @property
+    def turn_rule(self) -> TurnRule:
+        """What the end of a turn of a conversation changes."""
+        return TurnRule()
 
     @abstractmethod
     def steps(

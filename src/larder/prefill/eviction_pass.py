@@ -169,6 +169,7 @@ class EvictionPass:
             cache.stores[layer].take_logits(),
             inputs=recorded.inputs,
             latest=cache.latest.queries(layer),
+            watermark=self._planner.watermark,
         )
         own = 0 if self._scratch_tokens else len(recorded.positions)
         return self._planner.with_model_facts(rotate_to_cache_positions(seen, own))

@@ -23,7 +23,7 @@ from larder.policy.planner import Planner
 from larder.policy.providers.base import DraftProvider, select_providers
 from larder.policy.scorers.base import Scorer
 from larder.prefill.eviction_pass import EvictionPass, ScoreListener, ScoringPhase
-from larder.prefill.memory import PeakMemoryMeter
+from larder.prefill.memory import EntryCapacity, PeakMemoryMeter
 
 if TYPE_CHECKING:
     from larder.models.narrowed_call import ChooseTokens
@@ -45,12 +45,14 @@ class PrefillSequence:
         prompts: scratch prompts by name.
         finish: takes over the finished cache.
         images: images in the text, as spans of true positions.
+        turn_ends: true positions at which turns of a conversation end.
     """
 
     cache: SequenceCache
     prompts: Prompts
     finish: Callable[[SequenceCache], None] = _keep_in_place
     images: ImageSpans = NO_IMAGES
+    turn_ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class PrefillReader:
         tokens: M, entries per kv head averaged over the managed layers.
         quotas: capacity per managed layer, by layer index.
         recall_entries: entries per kv head reserved for recalled pages, once anything is offloaded.
+        bound: capacity of a cache between turns; None where nothing is ever evicted.
     """
 
     decoder: Decoder
@@ -69,6 +72,7 @@ class PrefillReader:
     quotas: Mapping[int, int]
     meter: PeakMemoryMeter
     recall_entries: int = 0
+    bound: EntryCapacity | None = None
 
     def append(self, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]) -> None:
         """Read tokens into every sequence without scoring."""

@@ -21,7 +21,7 @@ from larder.core.observation import Prompts
 from larder.core.types import AppendKind, Mode
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment, Observer
-from larder.prefill.base import Steps, run_steps, split_blocks
+from larder.prefill.base import Steps, TurnRule, run_steps, split_blocks
 from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.memory import EntryCapacity, PeakMemoryMeter
 from larder.prefill.reader import PrefillReader, PrefillSequence
@@ -54,6 +54,7 @@ class TurnReader:
         open_block: last tokens of the cache, those since the last plan.
         eviction: eviction at every decode step; None where plans are made at the end of blocks.
         snapshot: an existing copy of the cache before the turn.
+        turns: what the end of the turn changes.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class TurnReader:
         open_block: OpenBlock,
         eviction: DecodeEviction | None = None,
         saved: SequenceCache | None = None,
+        turns: TurnRule = TurnRule(),  # noqa: B008, without state
     ) -> None:
         self.cache, self.snapshot, self.meter = cache, saved, PeakMemoryMeter()
         self._decoder, self._lane, self._reader_of = (
@@ -75,6 +77,7 @@ class TurnReader:
             reader_of,
         )
         self._bound, self._block, self._eviction = bound, block, eviction
+        self._turns = turns
         self._final_eviction = None if eviction is None else eviction.at_turn_end()
         self._open, self._start = list(open_block.ids), open_block.start
         self._last_pass = cache.checkpoint()
@@ -154,8 +157,11 @@ class TurnReader:
     def end_turn_steps(self) -> Steps[None]:
         """End the turn: bring the cache back to its budget."""
         if self._eviction is None:
-            if self._needs_plan(0):
+            is_judged = self._is_turn_judged()
+            if is_judged or self._needs_plan(0):
                 yield from self._read_with_plans(self._truncate_open_block())
+            if is_judged:
+                self._turns.freeze(self.cache)
             self._open = []
         elif self.is_over_budget:  # the turn had no closing pass: read its last token again
             last = tuple(self._open[self._last_pass.position - self._start.position :])
@@ -165,6 +171,8 @@ class TurnReader:
 
     def is_within_after(self, tokens: int) -> bool:
         """True if the cache is within its budget after the next pass reads `tokens` tokens."""
+        if self._turns.plans_turns and self._bound is not None:
+            return False
         if self._eviction is None:
             return tokens <= self.free_tokens and not self._needs_plan(tokens)
         return 0 < tokens <= self.free_tokens if tokens else not self.is_over_budget
@@ -232,6 +240,13 @@ class TurnReader:
         planner = self._reader_of(self.cache.next_position + more, self.meter).planner
         return planner.has_state or self._bound.is_exceeded(self.cache, more)
 
+    def _is_turn_judged(self) -> bool:
+        """True if the end of the turn needs a plan whatever the cache holds."""
+        if not self._turns.plans_turns or self._bound is None or not self._open:
+            return False
+        length = self.cache.next_position
+        return self._turns.is_due(self._reader_of(length, self.meter), self.cache, length)
+
     def _truncate_open_block(self) -> tuple[int, ...]:
         """Truncate the open block; returns its tokens."""
         ids = tuple(self._open)
@@ -243,7 +258,9 @@ class TurnReader:
         cache = self.cache
         reader = self._reader_of(cache.next_position + len(ids), self.meter)
         for block in split_blocks(ids, self._block):
-            yield from reader.read_and_evict_steps([self._lane], block, block, cache.next_position)
+            judging = self._turns.reader(reader, cache, cache.next_position + len(block))
+            yield from judging.read_and_evict_steps([self._lane], block, block, cache.next_position)
+        self._turns.trim(cache, self._bound)
         self._close()
 
     def _close(self) -> None:

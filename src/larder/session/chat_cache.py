@@ -349,8 +349,9 @@ def rebuild_steps(
     refresh = memory.router.refresh(number)
     prompts = prompts_per_cache(runtime, refresh.router, memory.prompts)
     rebuilt = [prompts[each] for each in refresh.rebuilt]
-    ids = state.log.prefill_input(memory.transcript).ids
-    built = yield from build_caches_steps(runtime, memory.policy, ids, rebuilt, meter)
+    source = state.log.prefill_input(memory.transcript)
+    ids, policy = source.ids, memory.policy
+    built = yield from build_caches_steps(runtime, policy, ids, rebuilt, meter, source.turn_ends)
     uncut = uncut_entries(state)
     if len(built) == len(prompts):
         caches, uncut = built, list[int]()

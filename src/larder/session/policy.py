@@ -41,7 +41,7 @@ from larder.policy.units.base import Unit
 from larder.policy.units.token import Token
 from larder.policy.values.base import ValueRule
 from larder.policy.values.keys_alone import KeysAlone
-from larder.prefill.base import Schedule
+from larder.prefill.base import Schedule, TurnRule
 from larder.session.arrangements.base import Arrangement
 from larder.session.policy_validation import (
     check_cache_form,
@@ -52,6 +52,7 @@ from larder.session.policy_validation import (
     check_recompute,
     check_single_cut,
     check_timing,
+    check_turn_rule,
     check_weights,
     with_block_size,
 )
@@ -187,6 +188,7 @@ class Policy:
             check_weights(scorer, chosen["values"])
             check_query_positions(scorer, chosen["storage"])
         check_single_cut(chosen["schedule"], chosen["compensation"])
+        check_turn_rule(chosen["schedule"], chosen)
         check_heads(chosen["budget"], chosen["compensation"])
         check_recompute(chosen["compensation"], chosen["storage"])
         check_cache_form(chosen["storage"])
@@ -238,12 +240,13 @@ class Policy:
         """Names of the sets of token ids that its parts require."""
         return frozenset(select_providers(self.planner.providers, VocabularyProvider))
 
-    def with_sizes(self, tokens: int, block: int | None) -> Policy:
+    def with_sizes(self, tokens: int, block: int | None, context: int | None = None) -> Policy:
         """Policy with its open sizes filled in.
 
         Args:
             tokens: entries per kv head, for an open budget.
             block: M_block, for an open schedule; None takes the smaller of 512 and `tokens`.
+            context: tokens of the text that is to be read; None where that is not known.
 
         Returns:
             Policy without open sizes.
@@ -260,7 +263,7 @@ class Policy:
         budget, schedule, scorer = self.budget, self.schedule, self.scorer.with_budget(tokens)
         if budget.tokens is None:
             budget = replace(budget, tokens=tokens, kept=None)  # pyright: ignore
-        schedule = with_block_size(schedule, tokens, block)
+        schedule = with_block_size(schedule.with_budget(tokens, context), tokens, block)
         compensation, recall = self.compensation.with_budget(tokens), self._sized_recall(tokens)
         if recall is not None:
             resident = (budget.tokens or tokens) - (recall.tokens or 0) - self.lag
@@ -298,6 +301,11 @@ class Policy:
         """
         excess = self.timing.excess()
         return 0 if self.recall is None or excess is None else excess + 1
+
+    @property
+    def turn_rule(self) -> TurnRule:
+        """What the end of a turn of a conversation changes for entries."""
+        return self.schedule.turn_rule.protecting(self.protect.sinks)
 
     @property
     def rebuilding(self) -> RecomputeSpec | None:

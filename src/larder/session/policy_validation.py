@@ -4,6 +4,7 @@ in.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from larder.cache.forms.base import CacheLayer
@@ -90,7 +91,8 @@ def check_single_cut(schedule: Schedule, compensation: Compensation) -> None:
     Raises:
         SpellingError: the schedule makes plans between blocks.
     """
-    if compensation.needs_whole_text and schedule.has_blocks:
+    plans_between = schedule.has_blocks or schedule.turn_rule.plans_turns
+    if compensation.needs_whole_text and plans_between:
         raise SpellingError(
             f"{spell(compensation)} cuts a text once, when all of it was read, but "
             f"{spell(schedule)} plans in between: take whole(), or park() without a cut."
@@ -145,6 +147,36 @@ def _is_served(part: PolicyPart, planner: Planner) -> bool:
         and columns.issuperset(part.required_ledger().columns)
         and part.required_ledger().queries <= planner.ledger.queries
     )
+
+
+# Parts, by slot, that leave entries as they are once they were judged.
+UNCHANGING = {
+    "session": ("single",),
+    "compensation": ("drop", "park"),
+    "storage": ("exact",),
+    "timing": ("prefill_only",),
+}
+
+
+def check_turn_rule(schedule: Schedule, parts: Mapping[str, object]) -> None:
+    """Validate that nothing but plans at the ends of turns changes entries that were judged.
+
+    Args:
+        parts: parts of a policy by slot.
+
+    Raises:
+        SpellingError: another part would change them.
+    """
+    if not schedule.turn_rule.plans_turns:
+        return
+    for slot, names in UNCHANGING.items():
+        name = public_name(type(parts[slot]))
+        if name not in names:
+            raise SpellingError(
+                f"{public_name(type(schedule))}() never changes again what a turn has left, but "
+                f"{name}() would: take {' or '.join(f'{each}()' for each in names)}, or another "
+                "schedule."
+            )
 
 
 def check_heads(budget: Budget, compensation: Compensation) -> None:

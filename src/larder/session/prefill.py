@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from larder.cache.sequence import SequenceCache
@@ -92,17 +93,33 @@ class PrefillInput:
     Args:
         said: texts of the later turns, question and answer in one.
         turn_ids: token ids of those turns, concatenated.
+        turn_lens: number of tokens of each.
     """
 
     conversation: Conversation
     transcript: TokenizedTranscript
     said: tuple[str, ...] = ()
     turn_ids: tuple[int, ...] = ()
+    turn_lens: tuple[int, ...] = ()
 
     @property
     def ids(self) -> tuple[int, ...]:
         """All token ids, in order."""
         return self.transcript.ids + self.turn_ids
+
+    @property
+    def turn_ends(self) -> tuple[int, ...]:
+        """True positions at which the system prompt and the turns end, that of all tokens last.
+
+        A turn of a chat begins with a message of the user; in a dialogue of two people, every
+        message is one.
+        """
+        begin = {"user"} if self.conversation.form is PromptLayout.CHAT else {"user", "assistant"}
+        messages = zip(self.conversation.messages, self.transcript.spans, strict=True)
+        starts = [span[0] for message, span in messages if message.role in begin]
+        read = len(self.transcript.ids)
+        later = accumulate(self.turn_lens, initial=read)
+        return tuple(sorted({*starts, *later} - {0}))
 
 
 def prefill_conversation(
@@ -135,7 +152,7 @@ def prefill_conversation(
     tokens = resolve_budget(policy, sizes.budget, context, runtime.decoder.spec)
     source = PrefillInput(conversation, transcript)
     return prefill_memory(
-        runtime, source, policy.with_sizes(tokens, sizes.block), prompts, progress
+        runtime, source, policy.with_sizes(tokens, sizes.block, context), prompts, progress
     )
 
 
@@ -171,7 +188,9 @@ def prefill_memory_steps(
         source.conversation, runtime.embedder, runtime.tokenizer.count_tokens, source.said
     )
     prompt_sets = prompts_per_cache(runtime, router, prompts)
-    caches = yield from build_caches_steps(runtime, policy, source.ids, prompt_sets, meter)
+    caches = yield from build_caches_steps(
+        runtime, policy, source.ids, prompt_sets, meter, source.turn_ends
+    )
     figures = cache_figures(
         policy,
         runtime.decoder.spec,
@@ -222,15 +241,21 @@ def build_caches_steps(
     ids: tuple[int, ...],
     prompt_sets: Sequence[Prompts],
     meter: PeakMemoryMeter,
+    turn_ends: tuple[int, ...] = (),
 ) -> Steps[SessionCaches]:
-    """Steps of `build_caches`."""
+    """Steps of `build_caches`.
+
+    Args:
+        turn_ends: positions at which turns of a conversation end.
+    """
     spec = runtime.decoder.spec
     for prompts in prompt_sets:
         require_prompts(prompts, policy.scorer.required_prompts())
     check_recent_fits(policy, entries_per_head(policy, spec))
     caches, reader = SessionCaches(spec, ()), prefill_reader(runtime, policy, len(ids), meter)
     sequences = [
-        PrefillSequence(empty_cache(policy, spec), prompts, caches.add) for prompts in prompt_sets
+        PrefillSequence(empty_cache(policy, spec), prompts, caches.add, turn_ends=turn_ends)
+        for prompts in prompt_sets
     ]
     if not ids:
         for sequence in sequences:
@@ -246,7 +271,9 @@ def prefill_reader(
     """Reader that prefills a text of `context` tokens under a policy."""
     tokens = policy.timing.prefill_tokens(entries_per_head(policy, runtime.decoder.spec))
     planner, quotas = planner_with_quotas(runtime, policy, tokens, context)
-    return PrefillReader(runtime.decoder, planner, tokens, quotas, meter, prefill_allowance(policy))
+    bound = entry_bound(policy, runtime.decoder.spec)
+    recall_entries = prefill_allowance(policy)
+    return PrefillReader(runtime.decoder, planner, tokens, quotas, meter, recall_entries, bound)
 
 
 def turn_reader(
@@ -280,6 +307,7 @@ def turn_reader(
         open_block or OpenBlock((), cache.checkpoint()),
         decode_planner(runtime, policy, [cache]),
         saved,
+        policy.turn_rule,
     )
 
 

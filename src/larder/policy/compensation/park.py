@@ -20,7 +20,7 @@ nothing that is generated is dropped by these.
 `cut="streaming"` drops, always, what heads reject that the budget gives no weight: streaming heads
 see the first tokens and the latest, and the others recall, as in Yang et al., "LServe: Efficient
 Long-sequence LLM Serving with Unified Sparse Attention" (2025), arXiv:2502.14866. Its two sizes of
-pages, and its choice that stands for some steps, are not here.
+pages, and its choice that stands for some steps, are the recall part `lserve`.
 """
 
 from __future__ import annotations

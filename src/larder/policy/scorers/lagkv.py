@@ -16,7 +16,8 @@ than an eighth. That is 128 at 4,096 entries and, as in the released code, 1,024
 Partitions are of the entries that a head holds. The released code attends to the whole prompt, then
 compresses it, and never looks again at a partition that it has compressed. Read `whole()` and with
 plans for the prompt alone, this does the same. With plans while blocks are read or text is
-generated, survivors are judged again, because a budget that does not grow must cut them again.
+generated, survivors are judged again, because a budget that does not grow must cut them again;
+under `freeze()` the partitions of a turn begin behind the watermark, and none is judged twice.
 """
 
 from __future__ import annotations
@@ -74,24 +75,27 @@ class LagKV(Scorer):
         return ProtectedTokens(first=self.sinks)
 
     def score(self, seen: Observation) -> Packed:
-        entries = seen.entries
-        heads = range(seen.layer.kv_heads)
-        return torch.cat(
-            [self._of_head(entries.head_keys(h), entries.head_values(h)) for h in heads]
-        )
+        entries, scores = seen.entries, list[Tensor]()
+        for head in range(seen.layer.kv_heads):
+            keys, values = entries.head_keys(head), entries.head_values(head)
+            frozen = int((entries.head_positions(head) < seen.watermark).sum())
+            scores.append(self._of_head(keys, values, max(self.sinks, frozen)))
+        return torch.cat(scores)
 
     def _of_head(
-        self, keys: Float[Tensor, "S D"], values: Float[Tensor, "S D"]
+        self, keys: Float[Tensor, "S D"], values: Float[Tensor, "S D"], first: int
     ) -> Float[Tensor, " S"]:
         """Below 1 for what is compared, infinite for sinks; the rest by age, the latest highest."""
         lag = self._lag(len(keys)) if self.lag is None else self.lag
         places = torch.arange(len(keys), device=keys.device)
         scores = 1 + places / max(len(keys), 1)
-        scores[: self.sinks] = torch.inf
-        compared = (len(keys) - self.sinks) // lag - 1  # partitions
+        scores[:first] = torch.inf
+        compared = (len(keys) - first) // lag - 1  # partitions
         if compared > 0:
-            own = slice(self.sinks, self.sinks + compared * lag)
-            scores[own] = ((self._shares(keys, lag) + self._shares(values, lag)) / 2).flatten()
+            own = slice(first, first + compared * lag)
+            scores[own] = (
+                (self._shares(keys[first:], lag) + self._shares(values[first:], lag)) / 2
+            ).flatten()
             if self.within is Within.PARTITION:
                 scores[own] = _ranks(scores[own].view(-1, lag)).flatten()
         return scores
@@ -102,9 +106,13 @@ class LagKV(Scorer):
         return max(2, min(MOST_LAG, room // 8, max(32, room // 32)))
 
     def _shares(self, states: Float[Tensor, "S D"], lag: int) -> Float[Tensor, "P lag"]:
-        """Each entry's share of its partition, for all partitions that have a next one."""
-        count = (len(states) - self.sinks) // lag
-        cut = states[self.sinks : self.sinks + count * lag].float()
+        """Each entry's share of its partition, for all partitions that have a next one.
+
+        Args:
+            states: keys or values from the first partition on.
+        """
+        count = len(states) // lag
+        cut = states[: count * lag].float()
         parts = cut.view(count, lag, -1)
         low, high = parts[1:].amin(1, keepdim=True), parts[1:].amax(1, keepdim=True)
         width = torch.where(high > low, high - low, 1.0)

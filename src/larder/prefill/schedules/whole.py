@@ -28,28 +28,30 @@ class Whole(Schedule):
     ) -> Steps[None]:
         total = len(ids) * len(lanes)
         for number, lane in enumerate(lanes):
-            yield from self._lane(reader, lane, ids)
+            yield from read_then_plan(reader, lane, ids)
             reader.finish(lane)
             yield len(ids) * (number + 1), total
 
-    def _lane(
-        self, reader: PrefillReader, lane: PrefillSequence, ids: tuple[int, ...]
-    ) -> Steps[None]:
-        start = lane.cache.next_position
-        scorer = reader.planner.scorer
-        observed = max(BLOCK_TOKENS, scorer.protected_tokens().last)  # these always stay
-        last = 0 if reader.planner.observes_whole_text else max(0, len(ids) - observed)
-        lane.cache.allocate(len(ids))
-        images = lane.images.within(start, start + len(ids))
-        first, last = 0, images.border(last, 0)
-        if last == len(ids):  # the image ends the text
-            last = 0
-        while first < last:
-            cut = images.border(min(first + BLOCK_TOKENS, last), first)
-            reader.append((lane,), ids[first:cut])
-            first = cut
-            yield None
-        yield from reader.read_and_evict_steps((lane,), ids[last:], ids, start)
+
+def read_then_plan(
+    reader: PrefillReader, lane: PrefillSequence, ids: tuple[int, ...]
+) -> Steps[None]:
+    """Read tokens into one sequence, in large blocks, with one plan behind them."""
+    start = lane.cache.next_position
+    scorer = reader.planner.scorer
+    observed = max(BLOCK_TOKENS, scorer.protected_tokens().last)  # these always stay
+    last = 0 if reader.planner.observes_whole_text else max(0, len(ids) - observed)
+    lane.cache.allocate(len(ids))
+    images = lane.images.within(start, start + len(ids))
+    first, last = 0, images.border(last, 0)
+    if last == len(ids):  # the image ends the text
+        last = 0
+    while first < last:
+        cut = images.border(min(first + BLOCK_TOKENS, last), first)
+        reader.append((lane,), ids[first:cut])
+        first = cut
+        yield None
+    yield from reader.read_and_evict_steps((lane,), ids[last:], ids, start)
 
 
 Part = Whole

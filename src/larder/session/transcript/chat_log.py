@@ -57,7 +57,8 @@ class ChatLog:
         """History and turns as input of a prefill."""
         texts = tuple(turn.text for turn in self.turns)
         ids = tuple(token for turn in self.turns for token in turn.ids)
-        return PrefillInput(self.history, transcript, texts, ids)
+        lens = tuple(len(turn.ids) for turn in self.turns)
+        return PrefillInput(self.history, transcript, texts, ids, lens)
 
 
 _MESSAGE = ("role", "content", "speaker", "date", "utterance")
