@@ -86,7 +86,8 @@ def test_the_other_policy_is_named_too(run: Run, talk: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("ask",), "Missing argument 'FILE'"),
+        (("ask",), "Missing option '--question'"),
+        (("ask", "-q", "?"), "Nothing to read was given: name a FILE"),
         (("ask", "talk.json"), "Missing option"),
         (("ask", "talk.json", "-q", "?", "--block", "few"), "Invalid value"),
         (("ask", "talk.json", "-q", "?", "--nope"), "No such option: --nope"),

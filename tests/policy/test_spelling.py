@@ -131,7 +131,7 @@ def test_what_a_paper_joins_by_is_spelled_and_may_be_changed(slot) -> None:
 WRONG = {
     "morph() > compact()": (SpellingError, "judges by queries at their true positions"),
     "criticality(mass=0.9)": (SpellingError, "asks how much attention entries hold, but sinks"),
-    'form(name="dens")': (UnknownName, "No cache form named 'dens'. Did you mean 'dense'?"),
+    'form(name="dens")': (UnknownName, "No cache form named 'dens'. Did you mean 'dense',"),
     'form(name="tiered")': (SpellingError, "gives the cache form 'tiered' none of what it needs"),
     'form(name="compact")': (SpellingError, "gives the cache form 'compact' none of what it"),
     "flat()": (SpellingError, "flat() recalls offloaded entries, but drop() offloads none: write"),

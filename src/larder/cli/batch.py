@@ -18,14 +18,12 @@ from larder.cli.errors import INTERRUPTED_EXIT_CODE, print_document
 from larder.cli.options import ModelOptions, command
 from larder.core.errors import BadParameter, InputError, LarderError, UsageError
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
-from larder.engine.sampler import SamplingParams
 
 if TYPE_CHECKING:
     from larder.engine.batch import BatchRequest, BatchResult
     from larder.engine.engine import Engine
 
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
-SAMPLING_FIELDS = tuple(each.name for each in fields(SamplingParams) if each.name != "logit_bias")
 LENGTH_FIELDS = ("max_completion_tokens", "max_tokens")
 NEUTRAL_FIELDS = {"model", "user", "metadata", "store", "stream", "stop", *LENGTH_FIELDS}
 FULL_POLICY = "full"
@@ -178,16 +176,18 @@ def _request(engine: Engine, line: Mapping[str, Any], options: ModelOptions) -> 
     """
     from larder.engine.batch import BatchRequest
     from larder.engine.generate import StoppingCriteria
+    from larder.engine.sampler import SamplingParams
 
     body, is_chat = line["body"], line["url"] == CHAT_URL
     own = "messages" if is_chat else "prompt"
-    known = NEUTRAL_FIELDS | {own, *SAMPLING_FIELDS}
+    sampling = {each.name for each in fields(SamplingParams)} - {"logit_bias"}
+    known = NEUTRAL_FIELDS | sampling | {own}
     if unknown := sorted(name for name in body.keys() - known if body[name] is not None):
         raise InputError(f"{', '.join(unknown)} is not supported in a batch: leave it out.")
     if own not in body:
         raise InputError(f"The body has no {own}: give it.")
     ids = (_chat_ids if is_chat else _text_ids)(engine, body[own])
-    given = {name: body[name] for name in SAMPLING_FIELDS if body.get(name) is not None}
+    given = {name: body[name] for name in sampling if body.get(name) is not None}
     defaults = {
         "temperature": options.temperature,
         "top_k": options.top_k,

@@ -205,12 +205,12 @@ class CacheWriter:
         ids: Sequence[int],
         cache: SequenceCache,
         identity: ModelIdentity,
-        least: int = chunk_index.CHUNK_TOKENS,
+        least: int | None = None,
     ) -> int:
         """Store the prefix of a lossless cache for other sessions; return the tokens stored.
 
         Args:
-            least: fewest tokens of the last chunk, at most those of a full one.
+            least: fewest tokens of the last chunk, at most those of a full one; None for those.
 
         Raises:
             BudgetError, StoreError: they cannot be stored.
@@ -227,13 +227,14 @@ class CacheWriter:
         ids: Sequence[int],
         state: Mapping[str, Tensor],
         identity: ModelIdentity,
-        least: int = chunk_index.CHUNK_TOKENS,
+        least: int | None = None,
     ) -> list[PrefixChunk]:
         """Write the chunks of a text; existing ones of full length are not written again."""
         size, tenant = chunk_index.CHUNK_TOKENS, transaction.tenant
         shared = self._chunks.match_prefix(tenant, identity.key, ids)
         whole = (each.chunk for each in shared if each.tokens == size)
         found = list(takewhile(lambda chunk: transaction.stays(chunk.ref), whole))
+        least = size if least is None else least
         for start in range(size * len(found), len(ids) - least + 1, size):
             stop = min(start + size, len(ids))
             span = {
