@@ -9,8 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Classes and modules lead to the whole interpreter; tensors lead to their own insides.
-_BORDERS = (type, types.ModuleType, types.FunctionType, Tensor, torch.dtype, torch.device)
+from larder.cache.transform_tables import TransformTables
+
+# Classes and modules lead to the whole interpreter; tensors lead to their own insides. The tables
+# of a calibrated model are shared by its caches, whose bytes do not include them.
+_BORDERS = (
+    *(type, types.ModuleType, types.FunctionType, Tensor, torch.dtype, torch.device),
+    TransformTables,
+)
 
 
 def reachable_tensors(root: Any) -> list[Tensor]:

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, draw
+from larder.cache.forms.blended import BlendedLayer
 from larder.cache.forms.parallel import ParallelLayer
 from larder.core.errors import CacheError
 from larder.core.types import Mode
 from larder.ops.attention import merge_attention
 from references.cache.loop import Entry
 from references.cache.parallel import context_weight, two_branches
+from tensor_memory import reachable_tensors, storage_bytes
 
 LAYER = a_layer(kv_heads=2, group=2)
 PREFIX, ONE, TWO = draw(LAYER, 3), draw(LAYER, 5, 3, seed=1), draw(LAYER, 2, 3, seed=2)
@@ -91,3 +93,46 @@ def test_plans_are_refused_while_contexts_are_held() -> None:
 
 def _new() -> tuple[torch.Tensor, ...]:
     return NEW.queries, NEW.keys, NEW.values, NEW.positions
+
+
+def test_a_fork_holds_the_contexts_too() -> None:
+    store = filled()
+    store.compact()
+    alone = store.nbytes
+    assert store.shared_nbytes == 0
+    copy = store.fork()
+    assert type(copy) is ParallelLayer and copy.factors == store.factors
+    assert copy.lengths == store.lengths and copy.nbytes == store.nbytes == alone
+    assert copy.shared_nbytes == store.shared_nbytes == alone
+    tokens = NEW.queries, NEW.keys, NEW.values, NEW.positions
+    for mode in (Mode.APPEND, Mode.APPEND):
+        assert torch.equal(copy.attend(*tokens, (3,), mode), store.attend(*tokens, (3,), mode))
+        assert copy.lengths == store.lengths and copy.usage.entries == store.usage.entries
+        assert torch.equal(copy.entries().keys, store.entries().keys)
+        assert copy.nbytes == storage_bytes(reachable_tensors(copy))
+    store.truncate(4)
+    assert copy.num_context_entries == 7 and store.num_context_entries == 2
+    assert copy.shared_nbytes == 0
+
+
+def test_a_fork_that_appends_behind_many_entries_shares_them() -> None:
+    store, long = filled(), draw(LAYER, 100, 8, seed=4)
+    store.append(long.keys, long.values, long.positions)
+    copy, more = store.fork(), draw(LAYER, 3, 108, seed=5)
+    tokens = more.queries, more.keys, more.values, more.positions
+    outs = [each.attend(*tokens, (3,), Mode.APPEND) for each in (copy, store)]
+    assert torch.allclose(*outs, atol=1e-6) and 0 < copy.shared_nbytes < copy.nbytes
+    assert copy.lengths == store.lengths == (113, 113)
+    assert copy.usage.entries == store.usage.entries == 226
+    copy.truncate(108)
+    assert copy.lengths == copy.entries().lengths == (110, 110)
+    assert torch.equal(copy.entries().keys[:7], store.entries().keys[:7])
+
+
+def test_a_blended_cache_forks_to_one() -> None:
+    store = BlendedLayer(LAYER, torch.float32, torch.device("cpu"))
+    store.append(ONE.keys, ONE.values, ONE.positions)
+    copy = store.fork()
+    assert type(copy) is BlendedLayer
+    assert copy.lengths == store.lengths and copy.nbytes == store.nbytes
+    assert torch.equal(copy.attend(*_new(), (3,)), store.attend(*_new(), (3,)))

@@ -203,3 +203,19 @@ def test_the_bytes_of_a_family_are_counted_once(form) -> None:
     forks[1].reserve(4)
     assert held_nbytes(family) == storage_bytes(reachable_tensors(family))
     assert all(each.shared_device_nbytes == each.shared_nbytes > 0 for each in forks)
+
+
+@pytest.mark.parametrize("form", STORES)
+def test_a_fork_that_is_separate_shares_nothing(form: str) -> None:
+    store, tokens = STORES[form](), draw(LAYER, 100)
+    store.append(tokens.keys, tokens.values, tokens.positions)
+    store.reserve(50)
+    fork = store.fork()
+    fork.truncate(90)
+    alone = type(store).restore(LAYER, fork.state())
+    fork.separate()
+    assert fork.shared_nbytes == store.shared_nbytes == 0
+    assert same_bits(fork.state(), alone.state()) and fork.nbytes == alone.nbytes < store.nbytes
+    pointers = {t.untyped_storage().data_ptr() for t in store.tensors() if t.numel()}
+    held = [t for t in fork.tensors()[:3] if t.numel()]
+    assert pointers.isdisjoint(t.untyped_storage().data_ptr() for t in held)

@@ -284,6 +284,13 @@ class SequenceCache:
         copy.recurrent, copy.model_positions = self.recurrent, self.model_positions
         return copy
 
+    def separate(self) -> None:
+        """Copy the entries in the model's memory that forks hold too, so that each owner of such a
+        cache can free it, and its bytes are those of its own entries.
+        """
+        for store in self._stores:
+            store.separate()
+
     def entries(self, layer: int) -> Entries:
         """Entries of a layer: views, or a copy where they are quantized."""
         self._check()

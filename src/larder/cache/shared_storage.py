@@ -202,6 +202,10 @@ class SegmentedLayer(CacheLayer):
         copy._hold(self._storage())
         return copy
 
+    def separate(self) -> None:
+        self._own()
+        self.compact()
+
     @property
     def shared_nbytes(self) -> int:
         return sum(segment.shared_bytes for segment in (*self._segments, self._storage()))

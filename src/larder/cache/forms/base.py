@@ -387,6 +387,12 @@ class CacheLayer(TensorOwner):
         """Independent layer with the same entries; it may share storage, copied on write."""
         return self.adopt(self.layer, self.state())
 
+    def separate(self) -> None:
+        """Copy the entries that forks hold too into own storage without slack.
+
+        A slow tier stays shared.
+        """
+
     @classmethod
     def is_slow_state(cls, name: str) -> bool:
         """True for tensors of a state that belong to a slow tier, which stays in host memory."""

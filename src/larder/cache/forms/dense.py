@@ -251,7 +251,7 @@ class DenseLayer(SegmentedLayer):
         return torch.full_like(segment.lengths, int((held < length).sum()))
 
     def _like(self) -> DenseLayer:
-        return DenseLayer(self.layer, self._keys.dtype, self._keys.device)
+        return type(self)(self.layer, self._keys.dtype, self._keys.device)
 
 
 Part = DenseLayer

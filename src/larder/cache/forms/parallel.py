@@ -21,6 +21,8 @@ from torch import Tensor
 
 from larder.cache.forms.base import AttentionCall, AttentionState
 from larder.cache.forms.dense import DenseLayer
+from larder.cache.memory_usage import storage_bytes
+from larder.cache.shared_storage import StorageHolders
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
@@ -45,6 +47,8 @@ class ParallelLayer(DenseLayer):
         self._context_values = torch.empty_like(self._context_keys)
         self._context_positions = torch.empty(0, dtype=torch.int32, device=device)
         self._factors = torch.ones(2)  # temperature and scale, on the host
+        self._context_holders = StorageHolders()
+        self._context_holders.join(self, ())
         super().__init__(layer, dtype, device)
 
     def hold_contexts(
@@ -65,6 +69,7 @@ class ParallelLayer(DenseLayer):
         self._context_values = torch.cat(list(values), 1)
         self._context_positions = torch.cat(list(positions)).to(torch.int32)
         self._factors = torch.tensor([temperature, scale])
+        self._renew_context_holders()
         self._count_bytes()
         self._set_length(self._length)
 
@@ -72,7 +77,7 @@ class ParallelLayer(DenseLayer):
         self, queries: Queries, positions: Positions, mode: Mode, shift: int
     ) -> list[AttentionCall]:
         calls: list[AttentionCall] = []
-        if self._length:
+        if any(super().lengths):
             calls = super().attention_calls(queries, positions, mode, shift)
         if self.num_context_entries:
             calls.append(partial(self._context_attention, queries))
@@ -106,6 +111,8 @@ class ParallelLayer(DenseLayer):
             self._context_keys = self._context_keys[:, kept]
             self._context_values = self._context_values[:, kept]
             self._context_positions = self._context_positions[kept]
+            self._factors = self._factors.clone()
+            self._renew_context_holders()
             self._count_bytes()
             self._set_length(self._length)
 
@@ -113,9 +120,11 @@ class ParallelLayer(DenseLayer):
         held = super().entries()
         if not self.num_context_entries:
             return held
-        keys = torch.cat([self._context_keys, self._keys[:, : self._length]], 1)
-        values = torch.cat([self._context_values, self._values[:, : self._length]], 1)
-        positions = torch.cat([self._context_positions, self._positions[: self._length]])
+        text = self._read_storage()
+        length = int(text.lengths[0])
+        keys = torch.cat([self._context_keys, text.keys[:, :length]], 1)
+        values = torch.cat([self._context_values, text.values[:, :length]], 1)
+        positions = torch.cat([self._context_positions, text.positions[:length]])
         heads, count = self.layer.kv_heads, keys.shape[1]
         starts = tuple(range(0, heads * count, count))
         flat = keys.flatten(0, 1), values.flatten(0, 1)
@@ -129,9 +138,9 @@ class ParallelLayer(DenseLayer):
         return sum(self.lengths) * row
 
     def state(self) -> dict[str, Tensor]:
-        held = self._context_keys, self._context_values, self._context_positions, self._factors
         names = (f"{PREFIX}{name}" for name in ("keys", "values", "positions", "factors"))
-        return super().state() | {n: t.clone() for n, t in zip(names, held, strict=True)}
+        held = zip(names, self._context_tensors, strict=True)
+        return super().state() | {name: tensor.clone() for name, tensor in held}
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> ParallelLayer:
@@ -147,12 +156,16 @@ class ParallelLayer(DenseLayer):
         return store
 
     def own_tensors(self) -> tuple[Tensor, ...]:
-        context = self._context_keys, self._context_values, self._context_positions
-        return *super().own_tensors(), *context, self._factors
+        return *super().own_tensors(), *self._context_tensors
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return (self._length + self.num_context_entries,) * self.layer.kv_heads
+        return tuple(length + self.num_context_entries for length in super().lengths)
+
+    @property
+    def shared_nbytes(self) -> int:
+        contexts = storage_bytes(self._context_tensors) if self._context_holders.are_many else 0
+        return super().shared_nbytes + contexts
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -175,7 +188,27 @@ class ParallelLayer(DenseLayer):
 
     def _set_length(self, length: int) -> None:
         self._length = length
-        self.usage.set_entries((length + self.num_context_entries) * self.layer.kv_heads)
+        count = (length + self.num_context_entries) * self.layer.kv_heads
+        self.usage.set_entries(count + self._segment_entries)
+
+    @property
+    def _context_tensors(self) -> tuple[Tensor, ...]:
+        """Tensors of the contexts; they are replaced, never written, so that forks share them."""
+        return self._context_keys, self._context_values, self._context_positions, self._factors
+
+    def _renew_context_holders(self) -> None:
+        """Become the only holder of the contexts."""
+        self._context_holders.leave(self)
+        self._context_holders = StorageHolders()
+        self._context_holders.join(self, ())
+
+    def _like(self) -> ParallelLayer:
+        copy = ParallelLayer(self.layer, self._keys.dtype, self._keys.device)
+        copy._context_keys, copy._context_values = self._context_keys, self._context_values
+        copy._context_positions, copy._factors = self._context_positions, self._factors
+        copy._context_holders = self._context_holders
+        copy._context_holders.join(copy, ())
+        return copy
 
 
 Part = ParallelLayer

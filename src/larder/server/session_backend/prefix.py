@@ -319,6 +319,7 @@ class PrefixBackend(SessionBackend):
         if usable < cache.next_position:
             cache.truncate(usable)
             cache.compact()
+        cache.separate()  # each session is charged for its own entries, and may be dropped alone
         job.counts.tier = source.residency.tier
         residency.prefix_cache = self._caches(session, cache)
         residency.cached_ids = source.residency.cached_ids[:usable]
