@@ -99,7 +99,7 @@ def test_keys_come_from_the_environment(
 
 
 def test_what_cannot_be_is_told_before_a_model_loads(run: Run) -> None:
-    assert "64MBit' is not a size" in complaint(run("serve", "--kv-budget", "64MBit"), 2)
+    assert "64MBit' is not a number of bytes" in complaint(run("serve", "--kv-budget", "64MBit"), 2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         said = complaint(run("serve", "--port", str(taken.getsockname()[1])), 1)
     assert "cannot be listened at" in said and "another --port" in said
@@ -112,6 +112,7 @@ def test_quotas_of_tenants(run: Run, answered: dict[str, Any]) -> None:
         (["gpu=1MiB"], "'gpu=1MiB' is not TIER=BYTES: take one of device, host, disk"),
         (["host"], "is not TIER=BYTES"),
         (["host=20%"], "'20%' is not a number of bytes"),
+        (["disk=0"], "'0' is not a number of bytes: give the disk tier at least 1 byte"),
         (["host=1MiB", "host=2MiB"], "host=... is given twice"),
     ):
         options = [word for quota in given for word in ("--tenant-quota", quota)]
@@ -131,9 +132,13 @@ def test_chat_templates_and_adapters_are_checked_before_a_model_loads(
     template.write_text("a\n{% for %}")
     said = complaint(run("serve", "--port", "0", "--chat-template", template), 1)
     assert "template.jinja, line 2, is no template" in said
-    template.write_bytes(b"x" * ((1 << 20) + 1))
+    for nested in ("(" * 5000, "{% if a %}" * 120 + "{% endif %}" * 120, "1" * 5000):
+        template.write_text(nested if nested[0] == "{" else f"{{{{ {nested} }}}}")
+        said = complaint(run("serve", "--port", "0", "--chat-template", template), 1)
+        assert "template.jinja cannot be compiled" in said
+    template.write_text("é" * (1 << 17) + "x")
     said = complaint(run("serve", "--port", "0", "--chat-template", template), 1)
-    assert "more than 1048576 bytes" in said
+    assert "more than 256 KiB" in said
     said = complaint(run("serve", "--port", "0", "--adapter", "seed=folder"), 2)
     assert "the model itself has this name" in said
     said = complaint(run("serve", "--port", "0", "--ray", "--adapter", "x=folder"), 2)

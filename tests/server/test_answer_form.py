@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 
 from larder.core.errors import BadParameter, UsageError
-from larder.server.answer_form import AnswerForm, canonical_answer, default_tool_parser
+from larder.server import call_stream
+from larder.server.answer_form import (
+    AnswerForm,
+    ParsedAnswer,
+    canonical_answer,
+    default_tool_parser,
+)
 from larder.server.http.tools import AnswerParser
-from larder.server.tool_parsers.base import TOOL_PARSERS, ToolCall
+from larder.server.tool_parsers.base import TOOL_PARSERS, ToolCall, json_call
 from larder.session.transcript.chat_template import without_calls
 
 F, G = ToolCall("f", '{"a": 1, "b": [true, null]}'), ToolCall("g.h", "{}")
@@ -119,6 +125,35 @@ def test_arguments_come_as_they_are_written(name: str) -> None:
     assert [place for place, _ in deltas] == [begin, *range(begin, len(text) - 1)]
     assert [d["tool_calls"][0]["function"]["arguments"] for _, d in deltas] == ["", *text[begin:-1]]
     assert parser.finish() == []
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json"])
+def test_a_call_without_a_name_is_text(name: str) -> None:
+    for call in ('{"name": "", "arguments": {"a": 1}}', '{"arguments": {"a": 1}, "name": ""}'):
+        text = ("<tool_call>" if name == "hermes" else "") + call
+        assert AnswerForm(name).parse(text) == ParsedAnswer("", text)
+        assert streamed(AnswerForm(name), list(text)) == ("", text, [])
+
+
+def test_a_call_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = list[int]()
+
+    def decoded(text: str, place: int) -> Any:
+        places.append(len(text))
+        return json_call(text, place)
+
+    monkeypatch.setattr(call_stream, "json_call", decoded)
+    for call in (
+        '{"arguments": {"a": [' + "{}," * 50 + '{}]}, "name": "f"}',
+        '{"name": "f", "arguments": {}, "more": [' + "{}," * 50 + "{}]}",
+    ):
+        places.clear()
+        assert len(streamed(AnswerForm("llama3_json"), list(call))[2]) == 1
+        assert places == [len(call)]
+    places.clear()
+    broken = '{"name": 1}' + "{}," * 50
+    assert streamed(AnswerForm("llama3_json"), list(broken)) == ("", broken, [])
+    assert places == [len('{"name": 1}')]
 
 
 def test_clients_spell_arguments_in_their_own_way() -> None:

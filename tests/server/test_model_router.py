@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from openai import OpenAI
+from openai import NotFoundError, OpenAI
 from peft import LoraConfig, get_peft_model  # pyright: ignore
 
 from larder import Engine
+from larder.cli.serve_budgets import disk_budget
 from larder.core.errors import UsageError
 from larder.engine.snapshots import identity_of_model
 from larder.models.adapter import apply_adapter
@@ -123,8 +124,11 @@ def test_nothing_is_shared_between_models(client: OpenAI) -> None:
     listed = client.get("/sessions", cast_to=object)
     names = [each["id"] for each in listed["data"]]  # pyright: ignore
     assert {"both", "only"} <= set(names)
-    for _ in range(2):  # of either model
+    client.delete("/sessions/both", cast_to=object)  # of either model
+    with pytest.raises(NotFoundError):
         client.delete("/sessions/both", cast_to=object)
+    left = client.get("/sessions", cast_to=object)
+    assert "both" not in [each["id"] for each in left["data"]]  # pyright: ignore
     client.delete("/sessions/only", cast_to=object)
 
 
@@ -150,6 +154,8 @@ def test_budgets_are_divided() -> None:
     budgets = ByteBudgets({Tier.DEVICE: 10}, {Tier.HOST: 9})
     shares = budgets.divided(3)
     assert (dict(shares.total), dict(shares.tenant)) == ({Tier.DEVICE: 3}, {Tier.HOST: 3})
+    disk = disk_budget("9GB", ["disk=9KB"], 3)  # an account under each model, in one store
+    assert (dict(disk.total), dict(disk.tenant)) == ({Tier.DISK: 9 * 10**9}, {Tier.DISK: 3000})
 
 
 def test_names_of_adapters(tmp_path: Path) -> None:

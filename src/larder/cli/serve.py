@@ -434,16 +434,18 @@ def _open_store(
     options: ServeOptions, url: str, secret: bytes | None = None, key: bytes | None = None
 ) -> Store:
     from larder.cli.serve_budgets import disk_budget
+    from larder.cli.served_models import split_adapters
     from larder.store.eviction.base import EVICTIONS
     from larder.store.store import Store
 
+    num_models = 1 + len(split_adapters(options.adapter or ()).named)
     return Store(
         url,
         home(),
         secret=secret,
         key=key,
         eviction=EVICTIONS.load(options.eviction)(),
-        budgets=disk_budget(options.store_budget, options.tenant_quota or ()),
+        budgets=disk_budget(options.store_budget, options.tenant_quota or (), num_models),
         kept_epochs=STORED_EPOCHS,
     )
 

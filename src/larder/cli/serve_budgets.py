@@ -24,26 +24,32 @@ def memory_budgets(kv_budget: str, host_budget: str, quotas: Sequence[str]) -> B
     tenant.pop(Tier.DISK, None)
     return ByteBudgets(
         {
-            Tier.DEVICE: _bytes("--kv-budget", kv_budget),
-            Tier.HOST: _bytes("--host-budget", host_budget),
+            Tier.DEVICE: _bytes("--kv-budget", kv_budget, Tier.DEVICE),
+            Tier.HOST: _bytes("--host-budget", host_budget, Tier.HOST),
         },
         tenant,
     )
 
 
-def disk_budget(store_budget: str | None, quotas: Sequence[str]) -> ByteBudgets:
+def disk_budget(
+    store_budget: str | None, quotas: Sequence[str], num_models: int = 1
+) -> ByteBudgets:
     """Byte budget of the disk tier; no limit without `--store-budget`.
 
     Args:
         quotas: values of `--tenant-quota`.
+        num_models: number of models of the store; a tenant has an account and an equal share of
+            its quota under each.
 
     Raises:
         UsageError: as `memory_budgets`.
     """
-    tenant = {tier: limit for tier, limit in _quotas(quotas).items() if tier is Tier.DISK}
+    tenant = {
+        tier: limit // num_models for tier, limit in _quotas(quotas).items() if tier is Tier.DISK
+    }
     if store_budget is None:
         return ByteBudgets(tenant=tenant)
-    return ByteBudgets({Tier.DISK: _bytes("--store-budget", store_budget)}, tenant)
+    return ByteBudgets({Tier.DISK: _bytes("--store-budget", store_budget, Tier.DISK)}, tenant)
 
 
 def _quotas(quotas: Sequence[str]) -> dict[Tier, int]:
@@ -58,13 +64,20 @@ def _quotas(quotas: Sequence[str]) -> dict[Tier, int]:
             )
         if tiers[name] in found:
             raise UsageError(f"{QUOTA} {name}=... is given twice: give each tier one limit.")
-        found[tiers[name]] = _bytes(QUOTA, size)
+        found[tiers[name]] = _bytes(f"{QUOTA} {name}", size, tiers[name])
     return found
 
 
-def _bytes(option: str, text: str) -> int:
-    """Raises: UsageError: the text is not a number of bytes."""
-    amount = MemoryBudget.parse(text, option)
-    if amount.unit is not BudgetUnit.BYTES:
-        raise UsageError(f"{option} {text!r} is not a number of bytes: write 512MiB or 2GiB.")
-    return int(amount.number)
+def _bytes(option: str, text: str, tier: Tier) -> int:
+    """Raises: UsageError: the text is not a number of bytes, or less than one."""
+    try:
+        amount = MemoryBudget.parse(text, option)
+        count = int(amount.number) if amount.unit is BudgetUnit.BYTES else 0
+    except UsageError:
+        count = 0
+    if count < 1:
+        raise UsageError(
+            f"{option} {text!r} is not a number of bytes: give the {tier.value} tier at least 1 "
+            "byte, as in 512MiB or 2GiB."
+        )
+    return count

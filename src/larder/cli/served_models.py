@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from larder.store.ledger import ByteBudgets
     from larder.store.store import Store
 
-MAX_TEMPLATE_BYTES = 1 << 20
+MAX_TEMPLATE_BYTES = 256 << 10
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
@@ -79,16 +79,27 @@ def read_template(path: Path) -> str:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_TEMPLATE_BYTES + 1)
-        text = data.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise InputError(f"--chat-template {path} cannot be read ({error}).") from error
     if len(data) > MAX_TEMPLATE_BYTES:
-        raise InputError(f"--chat-template {path} has more than {MAX_TEMPLATE_BYTES} bytes.")
+        raise InputError(
+            f"--chat-template {path} has more than {MAX_TEMPLATE_BYTES >> 10} KiB, the most that "
+            "is read: give a shorter template."
+        )
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"--chat-template {path} cannot be read ({error}).") from error
     try:
         compile_template(text)
     except TemplateSyntaxError as error:
         raise InputError(
             f"--chat-template {path}, line {error.lineno}, is no template: {error.message}."
+        ) from error
+    except (RecursionError, SyntaxError, MemoryError, ValueError) as error:
+        raise InputError(
+            f"--chat-template {path} cannot be compiled ({type(error).__name__}): give a template "
+            "with less nesting and shorter numbers."
         ) from error
     return text
 

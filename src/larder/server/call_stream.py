@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from larder.server.tool_parsers.base import ToolParser, call_head, json_call
 
+HEAD_CHARS = 1024  # within which a call must name its tool for its arguments to be streamed
 OUTSIDE, INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')  # of strings
 
 
@@ -41,6 +42,7 @@ class CallStream:
     def __init__(self, parser: ToolParser, max_calls: int | None = None) -> None:
         self._parser, self._max_calls = parser, max_calls
         self._place = 0  # end of the last whole call
+        self._object: ObjectScanner | None = None  # of the open call, from its first character
         self._arguments: ObjectScanner | None = None  # of the open call
         self._seen_len = 0
         self.num_calls = 0
@@ -69,9 +71,12 @@ class CallStream:
     def _step(self, text: str, deltas: list[CallDelta]) -> bool:
         """Take what there is of one call; True if it is whole."""
         start = self._parser.next_call(text, self._place)
-        if start is None:
+        if start is None or start == len(text):
             return False
-        if self._arguments is None:
+        self._object = self._object or ObjectScanner(start)
+        if self._object.is_done:  # and was no call
+            return False
+        if self._arguments is None and self._seen_len < start + HEAD_CHARS:
             head = call_head(text, start)
             if head is not None:
                 deltas.append(CallDelta(self.num_calls, head[0], ""))
@@ -80,16 +85,13 @@ class CallStream:
         if self._arguments is not None:
             if part := self._arguments.push(text):
                 deltas.append(CallDelta(self.num_calls - 1, "", part))
-            if not self._arguments.is_done:
-                return False
-        elif "}" not in text[self._seen_len :]:
-            return False
-        call = json_call(text, start)
+        self._object.push(text)
+        call = json_call(text, start) if self._object.is_done else None  # decoded once
         if call is None:
             return False
         if self._arguments is None:
             deltas += self._whole(call[0].name, call[0].text)
-        self._arguments, self._place = None, call[1]
+        self._object, self._arguments, self._place = None, None, call[1]
         return True
 
     def _whole(self, name: str, arguments: str) -> list[CallDelta]:

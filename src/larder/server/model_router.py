@@ -24,7 +24,7 @@ class ModelRouter(EngineClient):
     """Models that share nothing but their weights: sessions of one are none of another.
 
     A session is looked for under the first model, then under the others in order; all of them are
-    listed.
+    listed, and a deletion deletes it under each.
 
     Args:
         clients: by the first name of their model; the first is the default.
@@ -48,6 +48,8 @@ class ModelRouter(EngineClient):
         arguments = operation.arguments(*args, **kwargs)
         if operation.placement is Placement.ALL:
             return self._merged(operation, arguments)
+        if operation.name == operations.remove.name:
+            return self._removed(operation, arguments)
         return self._first(operation, arguments)
 
     def close(self) -> None:
@@ -65,6 +67,24 @@ class ModelRouter(EngineClient):
             own = (self._scoped(arguments[0], name), *arguments[1:]) if arguments else ()
             results.append(client.call(operation, *own))
         return operation.merge(results)
+
+    def _removed(self, operation: Operation[..., R], arguments: tuple[Any, ...]) -> Any:
+        """Remaining branches of all models, after each has removed its session of the name.
+
+        Raises:
+            ApiError: none has it, or one could not remove it; the others have.
+        """
+        (tenant, *rest), remaining, errors = arguments, dict[str, None](), list[ApiError]()
+        for name, client in self._clients.items():
+            try:
+                left: Any = client.call(operation, self._scoped(tenant, name), *rest)
+                remaining |= dict.fromkeys(left)
+            except ApiError as error:
+                errors.append(error)
+        refused = [error for error in errors if error.code != "session_not_found"]
+        if refused or len(errors) == len(self._clients):
+            raise (refused or errors)[0]
+        return tuple(remaining)
 
     def _first(self, operation: Operation[..., R], arguments: tuple[Any, ...]) -> R:
         """Result of the first model that has the session.

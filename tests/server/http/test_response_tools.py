@@ -121,6 +121,17 @@ def test_choices_and_cut_calls(client: OpenAI, write: Write) -> None:
         assert call.arguments == '{"at": "abcdefghi'
 
 
+def test_malformed_calls_are_text(client: OpenAI, write: Write) -> None:
+    unnamed = '<tool_call>{"name": "", "arguments": {"a": 1}}</tool_call>'
+    unclosed = '<tool_call>{"name": "look", "arguments": {"a": 1'
+    for text, is_streamed in ((unnamed, True), (unnamed, False), (unclosed, False)):
+        write(text)
+        given = {"model": MODEL, "input": f"{text} {is_streamed}", "tools": [FLAT]}
+        told = streamed(client, given) if is_streamed else client.responses.create(**given)
+        assert (told.status, told.output_text) == ("completed", text)
+        assert [item.type for item in told.output] == ["message"]
+
+
 def test_forced_calls_and_formats(client: OpenAI) -> None:
     pytest.importorskip("llguidance", reason="the extra structured is not installed")
 

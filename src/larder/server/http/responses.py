@@ -56,6 +56,7 @@ from larder.server.http.tools import (
     only_one,
     tool_constraint,
     tool_variables,
+    whole_deltas,
 )
 from larder.server.request import ApiError, ChatMessage, Report
 from larder.session.transcript.chat_template import VARIABLES_ROLE
@@ -99,9 +100,11 @@ async def create(http: HttpRequest, request: ResponsesRequest) -> Response:
     if request.stream:
         return EventStream(_events(pending, form, answer))
     said = await collect_answer(answer)
-    parser, output = AnswerParser(form), ResponseOutput()
-    output.add([*parser.push(said.text), *parser.finish()])
-    output.finish(is_cut=said.report.reason == "length")
+    output, is_cut = ResponseOutput(), said.report.reason == "length"
+    parser = AnswerParser(form)
+    cut = [*parser.push(said.text), *parser.finish()] if is_cut else []  # a call may be broken off
+    output.add(cut or whole_deltas(form.parse(said.text)))
+    output.finish(is_cut=is_cut)
     return JSONResponse(await run_in_threadpool(pending.finish, output, said.report))
 
 

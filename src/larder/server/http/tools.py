@@ -265,6 +265,13 @@ def whole_call_json(call: ToolCall) -> dict[str, Any]:
     return {"id": new_id("call_"), "type": "function", "function": function}
 
 
+def whole_deltas(parsed: ParsedAnswer) -> list[dict[str, Any]]:
+    """Deltas of a whole answer, each with all of its part."""
+    calls = [whole_call_json(call) for call in parsed.calls]
+    parts = {"reasoning_content": parsed.reasoning, "content": parsed.content, "tool_calls": calls}
+    return [{name: part} for name, part in parts.items() if part]
+
+
 def message_json(parsed: ParsedAnswer) -> dict[str, Any]:
     """Message of a whole answer."""
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}

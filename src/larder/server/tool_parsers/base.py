@@ -36,6 +36,11 @@ CALL_HEAD = re.compile(
 )
 
 
+def _is_name(text: str) -> bool:
+    """False for an empty text, and for half of a surrogate pair, which cannot be sent."""
+    return text != "" and text.isprintable()
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """Call of a tool.
@@ -69,7 +74,7 @@ class ToolCall:
         """Call from its decoded JSON; None for another value."""
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             return None
-        if not value["name"].isprintable():  # half of a surrogate pair cannot be sent
+        if not _is_name(value["name"]):
             return None
         found = [value[key] for key in ("arguments", "parameters") if key in value]
         arguments = found[0] if found else {}
@@ -135,14 +140,14 @@ def json_values(text: str) -> list[Any]:
 def call_head(text: str, place: int) -> tuple[str, int] | None:
     """Name of a call whose JSON begins at an index, and where its arguments begin.
 
-    None while they are not there, and where the name does not stand first.
+    None while they are not there, and where the name does not stand first or is none.
     """
     head = CALL_HEAD.match(text, place)
     try:
         name = "" if head is None else json.loads(head[1])
     except ValueError:
         return None
-    return None if head is None or not name.isprintable() else (name, head.end())
+    return (name, head.end()) if head is not None and _is_name(name) else None
 
 
 def json_call(text: str, place: int) -> tuple[ToolCall, int] | None:
