@@ -50,8 +50,8 @@ def difference(one: SequenceCache, other: SequenceCache) -> float:
     return max(float((states[0][n] - states[1][n]).abs().max()) for n in states[0])
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3])
-def test_blending_is_what_is_done_by_hand(decoder: Decoder, share: float) -> None:
+@pytest.mark.parametrize(("share", "num_exact"), [(0.0, 0), (0.3, 0), (0.3, 7)])
+def test_blending_is_what_is_done_by_hand(decoder: Decoder, share: float, num_exact: int) -> None:
     parts = pieces(decoder)
     held: list[Any] = [[] for _ in decoder.spec.layers]
     for piece in parts:
@@ -65,8 +65,8 @@ def test_blending_is_what_is_done_by_hand(decoder: Decoder, share: float) -> Non
             bare = rerotate(keys, places, torch.zeros_like(places), radians)
             held[layer.index] += [(bare[:, n], values[:, n]) for n in range(len(piece.ids))]
     with torch.no_grad():
-        expected, chosen = blended(decoder.module, TEXT, held, share)
-    found = blend(decoder, parts, share)
+        expected, chosen = blended(decoder.module, TEXT, held, share, num_exact=num_exact)
+    found = blend(decoder, parts, share, num_exact)
     assert found.chosen.tolist() == chosen
     state = found.cache(decoder.spec).state()
     for index, (keys, values) in enumerate(expected):
@@ -93,6 +93,13 @@ def test_what_stood_at_the_beginning_does_not_deviate(decoder: Decoder) -> None:
     assert difference(found.cache(decoder.spec), read(decoder, ONE + ASKED)) < 1e-4
     assert float(found.deviations[: len(ONE)].max()) < 1e-6
     assert found.chosen.tolist() == list(range(len(ONE), len(ONE + ASKED)))
+
+
+def test_the_share_is_of_the_tokens_behind_the_exact_ones(decoder: Decoder) -> None:
+    found = blend(decoder, pieces(decoder), 0.3, len(ONE))
+    inside = found.chosen[found.chosen < len(ONE + TWO)]
+    assert len(inside) == 3 and int(inside.min()) >= len(ONE)  # 0.3 of 9, rounded up
+    assert len(blend(decoder, pieces(decoder), 0.3).chosen) == 5 + len(ASKED)  # 0.3 of 16
 
 
 def test_computing_the_more_is_the_nearer(decoder: Decoder) -> None:

@@ -22,11 +22,19 @@ def turned(vector: Tensor, position: int, radians: Sequence[float]) -> Tensor:
     return out
 
 
-def blended(module: Any, ids: Sequence[int], held: Sequence[Held], share: float, choice: int = 1):
+def blended(
+    module: Any,
+    ids: Sequence[int],
+    held: Sequence[Held],
+    share: float,
+    choice: int = 1,
+    num_exact: int = 0,
+):
     """Keys (rotated), values by layer and token, and the tokens that went through all layers.
 
     Args:
         held: by layer.
+        num_exact: first tokens, which are held and never chosen.
     """
     size, radians = module.config.head_dim, module.model.rotary_emb.inv_freq.tolist()
     states = {n: module.model.embed_tokens.weight[token] for n, token in enumerate(ids)}
@@ -44,10 +52,10 @@ def blended(module: Any, ids: Sequence[int], held: Sequence[Held], share: float,
             away = {
                 n: float((rows[n][1] - held[index][n][1]).square().sum())
                 for n in range(len(ids))
-                if held[index][n] is not None
+                if held[index][n] is not None and n >= num_exact
             }
             most = sorted(away, key=lambda n: -away[n])[: math.ceil(share * len(away))]
-            news = [n for n in range(len(ids)) if n not in away]
+            news = [n for n in range(len(ids)) if held[index][n] is None]
             chosen = sorted({*most, *news, len(ids) - 1})
             states = {n: states[n] for n in chosen}
         keys = [turned(rows[n][0], n, radians) for n in range(len(ids))]

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from larder.cache.sequence import SequenceCache
+from larder.core.types import Mode
+from larder.models.forward_batch import BatchSegment
 from larder.models.loader import LoadedModel
-from larder.server.context_prompts import chunk_id
-from larder.server.request import ApiError, ChatMessage
-from larder.store.ledger import Tier
+from larder.server import context_prompts
+from larder.server.context_prompts import (
+    HOST_SHARE,
+    HostChunks,
+    TenantChunks,
+    TenantTexts,
+    chunk_id,
+)
+from larder.server.request import ApiError, ChatMessage, Request
+from larder.store.ledger import ByteBudgets, ByteLedger, Tier
 from server_core import Served, user
 
 ONE, TWO = "Box 7 holds 12 coins. " * 3, "Box 9 holds 4 keys. " * 3
@@ -68,3 +78,52 @@ def test_contexts_without_a_question_are_refused(small: LoadedModel) -> None:
         with pytest.raises(ApiError):
             served.submit(turns, contexts=contexts)
     assert not list(served.core.sessions)
+
+
+def test_chunks_of_all_tenants_stay_within_the_share(small: LoadedModel) -> None:
+    cache = SequenceCache(small.decoder.spec, "dense")
+    small.decoder.read([BatchSegment(cache, (5, 6, 7, 8))], Mode.APPEND)
+    size = small.decoder.spec.full_bytes(4)
+    ledger = ByteLedger(ByteBudgets({Tier.HOST: int(2 * size / HOST_SHARE)}))
+    chunks = HostChunks(ledger)
+    tenants = {name: TenantChunks(chunks, name) for name in "abc"}
+    for _ in range(3):
+        tenants["a"].add((), (5, 6, 7, 8), cache)
+    assert ledger.used(Tier.HOST, "a") == ledger.used(Tier.HOST) == size
+    tenants["b"].add((), (5, 6, 7, 8), cache)
+    assert tenants["a"].find(cache.spec, (), (5, 6, 7, 8)) is not None
+    tenants["c"].add((), (5, 6, 7, 8), cache)
+    held = {name: ledger.used(Tier.HOST, name) for name in "abc"}
+    assert held == {"a": size, "b": 0, "c": size} and chunks.nbytes == 2 * size
+    assert tenants["b"].find(cache.spec, (), (5, 6, 7, 8)) is None
+
+
+def test_texts_of_a_tenant_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_prompts, "TEXT_BYTES", 1000)
+    texts = TenantTexts()
+    for text in ("a" * 400, "b" * 400, "a" * 400, "c" * 400, "d" * 2000):
+        texts.add(text)
+        assert texts.nbytes <= 1000
+    found = [texts.find(chunk_id(sign * 400)) is not None for sign in "abc"]
+    assert found == [True, False, True] and texts.find(chunk_id("d" * 2000)) is None
+
+
+def test_texts_that_are_refused_are_not_kept(small: LoadedModel) -> None:
+    served = Served(small, "ape")
+    long = "x" * 10**6
+    with pytest.raises(ApiError, match="longer|characters"):
+        served.submit(ASKED, contexts=(ONE, long))
+    for text in (ONE, long):
+        with pytest.raises(ApiError, match="not known here"):
+            served.submit(ASKED, contexts=(chunk_id(text),))
+
+
+@pytest.mark.parametrize("said", ["0context0", "0mark00"])
+def test_contexts_stand_in_front_of_the_user_whatever_is_said(
+    small: LoadedModel, said: str
+) -> None:
+    core = Served(small, "ape").core
+    turns = (ChatMessage("system", said), user(f"{said} What?"))
+    text = core.contexts.prompt(Request("a", turns, contexts=(ONE,)))
+    before, after = map(core.engine.tokenizer.decode, (text.prefix, text.suffix))
+    assert said in before and said in after and "What?" in after

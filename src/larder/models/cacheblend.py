@@ -81,13 +81,18 @@ class BlendedEntries:
 
 @torch.no_grad()
 def blend(
-    decoder: Decoder, pieces: Sequence[ContextChunk], share: float = RECOMPUTE_SHARE
+    decoder: Decoder,
+    pieces: Sequence[ContextChunk],
+    share: float = RECOMPUTE_SHARE,
+    num_exact: int = 0,
 ) -> BlendedEntries:
     """Entries of the concatenated chunks.
 
     Args:
         share: of the cached tokens that are recomputed in all layers, in [0, 1]; 1 computes
             every token.
+        num_exact: first tokens, whose entries were read at the beginning of this very text. They
+            do not deviate: the share is of the cached tokens behind them.
 
     Raises:
         BadParameter: the share is out of range, or there are no tokens.
@@ -97,7 +102,7 @@ def blend(
     if not 0 <= share <= 1 or not ids:
         raise BadParameter(f"blend needs tokens and a share in [0, 1], got {len(ids)} and {share}.")
     _check(decoder.spec)
-    fusion = _Fusion(decoder.spec, pieces, share)
+    fusion = _Fusion(decoder.spec, pieces, share, num_exact)
     layer = decoder.body.layers[SELECTION_LAYER]
     hooks = [layer.register_forward_pre_hook(fusion.choose, with_kwargs=True)]
     for later in decoder.body.layers[SELECTION_LAYER + 1 :]:
@@ -114,8 +119,10 @@ class _ValuesCaptured(Exception):  # noqa: N818, no error
 class _Fusion:
     """Layer attention over cached keys and values that replaces those of the selected tokens."""
 
-    def __init__(self, spec: ModelSpec, pieces: Sequence[ContextChunk], share: float) -> None:
-        self._spec, self._share = spec, share
+    def __init__(
+        self, spec: ModelSpec, pieces: Sequence[ContextChunk], share: float, num_exact: int
+    ) -> None:
+        self._spec, self._share, self._num_exact = spec, share, num_exact
         flags = [torch.full((len(one.ids),), one.entries is None) for one in pieces]
         self._is_new = torch.cat(flags).to(spec.device)
         self._keys, self._values = _joined_layers(spec, pieces)
@@ -163,9 +170,10 @@ class _Fusion:
         """Select the new tokens and those that deviate most, for the deeper layers."""
         away = (values.float() - self._values[layer].float()).square().sum((0, 2))  # [N]
         self.deviations = away.masked_fill(self._is_new, math.inf)
-        news = int(self._is_new.sum())
-        count = news + math.ceil(self._share * (len(away) - news))
-        order = torch.argsort(-self.deviations, stable=True)
+        behind = self._is_new[self._num_exact :]
+        news = int(behind.sum())
+        count = news + math.ceil(self._share * (len(behind) - news))
+        order = torch.argsort(-self.deviations[self._num_exact :], stable=True) + self._num_exact
         # The last token predicts the next one: it is always computed.
         last = torch.tensor([len(away) - 1], device=away.device)
         self.chosen = torch.cat([order[:count], last]).unique()

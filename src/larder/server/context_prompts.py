@@ -12,6 +12,8 @@ import re
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from os import urandom
+from sys import getsizeof
 
 from larder.cache.chunk_entries import ChunkEntries
 from larder.cache.sequence import SequenceCache
@@ -28,8 +30,9 @@ from larder.store.ledger import ByteLedger, Reservation, Tier
 
 CHUNK_ID = re.compile(r"chunk-[0-9a-f]{64}")
 MOST_TEXTS = 4096  # texts of one tenant that ids stand for
+TEXT_BYTES = 2**24  # of memory that they take, at most
 HOST_SHARE = 0.25  # of host memory that chunks of all tenants take, at most
-MARK = "0context0"  # stands for the contexts while a prompt is rendered; no template changes it
+MARK_BYTES = 16  # of the mark that stands for the contexts while a prompt is rendered
 
 ChunkKey = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -47,57 +50,100 @@ class HeldChunk:
     reservation: Reservation
 
 
-class TenantChunks(ChunkSource):
-    """Chunks of one tenant in host memory; the least recently used ones leave.
+class HostChunks:
+    """Chunks of all tenants in host memory; the least recently used ones leave, whosever they are.
 
-    For the model's thread.
+    A chunk is found by its own tenant alone. For the model's thread.
     """
 
-    def __init__(self, ledger: ByteLedger, tenant: str) -> None:
-        self._ledger, self._tenant = ledger, tenant
-        self._held = OrderedDict[ChunkKey, HeldChunk]()
-
-    def find(
-        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
-    ) -> ChunkEntries | None:
-        held = self._held.get((prefix, ids))
-        if held is None:
-            return None
-        self._held.move_to_end((prefix, ids))
-        return held.entries.to(spec.device)
-
-    def add(self, prefix: tuple[int, ...], ids: tuple[int, ...], cache: SequenceCache) -> None:
-        stop = cache.next_position
-        count = cache.spec.full_bytes(stop - len(prefix))
-        reservation = self._reserved(count)
-        if reservation is not None:
-            entries = ChunkEntries.of(cache, len(prefix), stop).to("cpu")
-            self._held[prefix, ids] = HeldChunk(entries, reservation)
+    def __init__(self, ledger: ByteLedger) -> None:
+        self._ledger = ledger
+        self._held = OrderedDict[tuple[str, ChunkKey], HeldChunk]()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all entries."""
         return sum(held.reservation.bytes for held in self._held.values())
 
-    def drop_oldest(self) -> None:
-        """Drop the least recently used chunk, if there is one."""
-        if self._held:
-            _, held = self._held.popitem(last=False)
-            held.reservation.release()
+    def find(self, tenant: str, key: ChunkKey) -> ChunkEntries | None:
+        """Entries of a chunk, which becomes the most recently used one."""
+        held = self._held.get((tenant, key))
+        if held is None:
+            return None
+        self._held.move_to_end((tenant, key))
+        return held.entries
 
-    def _reserved(self, count: int) -> Reservation | None:
-        """Host memory for a chunk; None if there is no room, even without the other chunks."""
-        limit = HOST_SHARE * self._ledger.limit(Tier.HOST)
-        while count <= limit:
-            if self.nbytes + count <= limit:
+    def add(self, tenant: str, key: ChunkKey, cache: SequenceCache) -> None:
+        """Keep a chunk, unless it is held or there is no room for it."""
+        if (tenant, key) in self._held:
+            self._held.move_to_end((tenant, key))
+            return
+        start, stop = len(key[0]), cache.next_position
+        reservation = self._reserved(tenant, cache.spec.full_bytes(stop - start))
+        if reservation is not None:
+            entries = ChunkEntries.of(cache, start, stop).to("cpu")
+            self._held[tenant, key] = HeldChunk(entries, reservation)
+
+    def _reserved(self, tenant: str, count: int) -> Reservation | None:
+        """Host memory for a chunk; None if there is no room, even without other chunks."""
+        ledger = self._ledger
+        limit = int(HOST_SHARE * ledger.limit(Tier.HOST))
+        most = ledger.limit(Tier.HOST) - ledger.used(Tier.HOST) + self.nbytes
+        if count > min(limit, most, ledger.tenant_limit(Tier.HOST, tenant)):
+            return None
+        while True:
+            is_full = self.nbytes + count > limit
+            if not is_full:
                 try:
-                    return self._ledger.reserve(Tier.HOST, self._tenant, count)
+                    return ledger.reserve(Tier.HOST, tenant, count)
                 except BudgetError:
-                    pass
-            if not self._held:
+                    is_full = ledger.limit(Tier.HOST) - ledger.used(Tier.HOST) < count
+            # Chunks of others make no room in the tenant's own budget.
+            oldest = next((key for key in self._held if is_full or key[0] == tenant), None)
+            if oldest is None:
                 return None
-            self.drop_oldest()
-        return None
+            self._held.pop(oldest).reservation.release()
+
+
+class TenantChunks(ChunkSource):
+    """Chunks of one tenant among those in host memory. For the model's thread."""
+
+    def __init__(self, chunks: HostChunks, tenant: str) -> None:
+        self._chunks, self._tenant = chunks, tenant
+
+    def find(
+        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
+    ) -> ChunkEntries | None:
+        found = self._chunks.find(self._tenant, (prefix, ids))
+        return None if found is None else found.to(spec.device)
+
+    def add(self, prefix: tuple[int, ...], ids: tuple[int, ...], cache: SequenceCache) -> None:
+        self._chunks.add(self._tenant, (prefix, ids), cache)
+
+
+class TenantTexts:
+    """Texts of one tenant by id, in memory; the oldest ones leave."""
+
+    def __init__(self) -> None:
+        self._texts = OrderedDict[str, str]()
+        self.nbytes = 0
+
+    def find(self, name: str) -> str | None:
+        """Text of an id."""
+        return self._texts.get(name)
+
+    def add(self, text: str) -> None:
+        """Keep a text, unless it alone exceeds the limit."""
+        name, size = chunk_id(text), getsizeof(text)
+        if size > TEXT_BYTES:
+            return
+        if name not in self._texts:
+            self._texts[name] = text
+            self.nbytes += size
+        self._texts.move_to_end(name)
+        while len(self._texts) > MOST_TEXTS or self.nbytes > TEXT_BYTES:
+            _, gone = self._texts.popitem(last=False)
+            self.nbytes -= getsizeof(gone)
 
 
 class ContextPrompts:
@@ -107,13 +153,12 @@ class ContextPrompts:
     """
 
     def __init__(self, tokenizer: TokenizerAdapter, ledger: ByteLedger) -> None:
-        self._tokenizer, self._ledger = tokenizer, ledger
-        self._texts: dict[str, OrderedDict[str, str]] = {}
-        self._chunks: dict[str, TenantChunks] = {}
+        self._tokenizer, self._chunks = tokenizer, HostChunks(ledger)
+        self._texts: dict[str, TenantTexts] = {}
 
     def source(self, tenant: str) -> TenantChunks:
         """Chunks of a tenant."""
-        return self._chunks.setdefault(tenant, TenantChunks(self._ledger, tenant))
+        return TenantChunks(self._chunks, tenant)
 
     def resolved(self, request: Request) -> Request:
         """Request with the texts of its contexts in place of ids.
@@ -121,14 +166,14 @@ class ContextPrompts:
         Raises:
             ApiError: 404 `context_not_found`, or 400 for an empty context.
         """
-        known = self._texts.setdefault(request.tenant, OrderedDict())
-        texts = tuple(_text(given, known) for given in request.contexts)
-        for text in texts:
-            known[chunk_id(text)] = text
-            known.move_to_end(chunk_id(text))
-        while len(known) > MOST_TEXTS:
-            known.popitem(last=False)
-        return replace(request, contexts=texts)
+        known = self._texts.get(request.tenant, TenantTexts())
+        return replace(request, contexts=tuple(_text(given, known) for given in request.contexts))
+
+    def keep(self, request: Request) -> None:
+        """Keep the texts of a resolved request, which was found to be valid, for their ids."""
+        known = self._texts.setdefault(request.tenant, TenantTexts())
+        for text in request.contexts:
+            known.add(text)
 
     def as_message(self, request: Request) -> Request:
         """Request with its contexts in front of the text of its first user message."""
@@ -141,8 +186,10 @@ class ContextPrompts:
         Raises:
             ApiError: 400: there is no message of the user, or nothing behind the contexts.
         """
-        turns = _with_opening(request.turns, MARK)
-        before, _, after = rendered_prompt(self._tokenizer, (), turns).text.partition(MARK)
+        # Random, so that no message can contain it; no template changes it.
+        mark = f"0context{urandom(MARK_BYTES).hex()}0"
+        turns = _with_opening(request.turns, mark)
+        before, _, after = rendered_prompt(self._tokenizer, (), turns).text.partition(mark)
         encode = self._tokenizer.encode
         if not after:
             raise invalid_request(
@@ -158,20 +205,21 @@ def _separated(text: str) -> str:
     return text.rstrip() + SEPARATOR
 
 
-def _text(given: str, known: OrderedDict[str, str]) -> str:
+def _text(given: str, known: TenantTexts) -> str:
     """Text of a context that is given as such, or by its id."""
     if not given.strip():
         raise invalid_request("A context is empty: send a text, or leave it out.", "contexts")
     if CHUNK_ID.fullmatch(given) is None:
         return given
-    if given not in known:
+    text = known.find(given)
+    if text is None:
         raise ApiError(
             f"The context {given} is not known here: send its text.",
             404,
             "context_not_found",
             "contexts",
         )
-    return known[given]
+    return text
 
 
 def _with_opening(turns: tuple[ChatMessage, ...], text: str) -> tuple[ChatMessage, ...]:

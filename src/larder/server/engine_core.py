@@ -291,6 +291,7 @@ class EngineCore:
             return request
         request = self.contexts.resolved(request)
         self.check_length(*request.contexts, param="contexts")
+        self.contexts.keep(request)
         schedule = self.rule_of(request).policy.schedule
         return request if schedule.cache_form else self.contexts.as_message(request)
 

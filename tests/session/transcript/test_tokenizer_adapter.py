@@ -45,3 +45,11 @@ def test_utterances_are_not_found_in_the_opening(seed: LoadedModel) -> None:
         stops.append(stops[-1] + len(content))
     for (_, stop), expected in zip(spans, stops[1:], strict=True):
         assert expected <= starts[stop] <= expected + 12, "tokens may reach over a border"
+
+
+def test_contexts_are_not_put_into_the_opening(seed: LoadedModel) -> None:
+    opening = "0mark00 is a word. "
+    messages = (Message("user", "One. "), Message("user", "Two. "))
+    contexts = Conversation("x", messages, form=PromptLayout.CONTEXTS, opening=opening)
+    text, _ = TokenizerAdapter(seed.tokenizer).render_conversation(contexts)
+    assert f"{opening}One. Two. " in text

@@ -73,7 +73,7 @@ class Blended(Schedule):
         pieces = _cut(pieces, total - tail)
         recomputed = 0
         if pieces:
-            blended = blend(reader.decoder, pieces, self.recompute)
+            blended = blend(reader.decoder, pieces, self.recompute, len(text.prefix))
             held = nbytes_of([blended.entries, *(p.entries for p in pieces if p.entries)])
             lane.cache.allocate(total)
             blended.entries.append_to(lane.cache)

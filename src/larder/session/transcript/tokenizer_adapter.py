@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from os import urandom
 from typing import Any
 
 from larder.core.conversation import Conversation, PromptLayout, Question
@@ -12,6 +13,7 @@ from larder.core.observation import Lexicon
 from larder.policy.providers.base import VocabularyProvider, select_providers
 from larder.session.transcript.chat_template import ChatTemplate, PromptEnd, TemplateMessage
 
+PLACEHOLDER_KEY = urandom(16).hex()  # of this process; it stands in no text
 ACKNOWLEDGEMENT = "I have read the text. Ask me anything about it."
 
 
@@ -236,8 +238,8 @@ def _template_messages(conversation: Conversation) -> list[TemplateMessage]:
 
 
 def _placeholder(number: int) -> str:
-    """Placeholder of the content of a message; no template changes it."""
-    return f"0mark{number}0"
+    """Placeholder of the content of a message; no template changes it, and no text contains it."""
+    return f"0mark{number}x{PLACEHOLDER_KEY}0"
 
 
 def _content_stops(text: str, frame: str, contents: Sequence[str]) -> list[int]:
