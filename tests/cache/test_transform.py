@@ -17,9 +17,10 @@ from larder.cache.sequence import SequenceCache
 from larder.cache.transform_tables import TransformTables
 from larder.cache.transformed_tier import INDEX_BYTES
 from larder.core.codec import Coder, TransformSpec
-from larder.core.errors import CacheError
+from larder.core.errors import BudgetError, CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.plan import Folds, Plan
+from larder.policy.storage.transform import Transform
 from references import transform as reference
 from transforms import FINE_STEP, a_transform_layer, some_tables
 
@@ -252,6 +253,47 @@ def test_tiers_by_importance_are_those_of_the_loop() -> None:
     median = float(scores.median())
     assert tiers.tolist() == [reference.tier(score, median) for score in scores.tolist()]
     assert tiers_of(torch.full((3,), -math.inf), torch.tensor(-math.inf)).tolist() == [0, 0, 0]
+
+
+def fitted_layers(allowed: int, given: list[Tensor], columns: Ledger = LEDGER) -> list[Plan]:
+    """Fitted plans of layers that keep and code all of twelve tokens, by their importance."""
+    stores, plans = list[TransformLayer](), dict[int, Plan]()
+    for index, scores in enumerate(given):
+        store, new = a_transform_layer(LAYER, step=0.0, ledger=columns), draw(LAYER, 12)
+        store.append(new.keys, new.values, new.positions)
+        plan = a_plan([range(12), range(12)], (12, 12))
+        grades = torch.full((24,), 3, dtype=torch.int8)
+        importance = Transform(sinks=0, recent=0)._importance(scores, plan.kept)
+        numbers = {"importance": importance, "allowed_bytes": allowed}
+        plans[index] = replace(plan, grades=grades, **numbers)
+        stores.append(store)
+    return [*TransformLayer.fit_plans(stores, plans).values()]
+
+
+def test_tiers_are_decided_over_all_layers() -> None:
+    ones, small, none = torch.ones(24), torch.full((24,), 1 / 64), torch.zeros(24)
+    low, high = (set(plan.grades.tolist()) for plan in fitted_layers(1000, [small, ones]))
+    assert (low, high) == ({3}, {1})  # the lower median
+    mixed = torch.cat([torch.zeros(11), torch.full((13,), 0.25)])
+    few, many = fitted_layers(1000, [mixed, ones])
+    assert few.grades.tolist() == [5] * 11 + [3] * 13 and set(many.grades.tolist()) == {2}
+    zeros = [set(plan.grades.tolist()) for plan in fitted_layers(1000, [none, ones, ones])]
+    assert zeros == [{5}, {3}, {3}]
+    signed = ones.index_fill(0, torch.tensor(3), -1.0)
+    for given in ([none, none], [none, ones], [-ones, ones], [ones, signed, small]):
+        assert {*torch.cat([p.grades for p in fitted_layers(1000, given)]).tolist()} == {3}
+
+
+def test_bytes_that_nothing_fits_are_refused_and_columns_are_counted() -> None:
+    ones = [torch.ones(24)] * 2
+    with pytest.raises(BudgetError, match="at least .* bytes, but the budget allows 60: raise"):
+        fitted_layers(30, ones)
+    with pytest.raises(BudgetError, match="at least .* bytes, but the budget allows 200"):
+        fitted_layers(100, ones)
+    columns, none = fitted_layers(800, ones), fitted_layers(800, ones, Ledger())
+    assert columns[0].step > none[0].step
+    less = 800 - 4 * 2 * 24
+    assert columns[0].step == fitted_layers(less, ones, Ledger())[0].step
 
 
 @pytest.mark.parametrize("coder", Coder)

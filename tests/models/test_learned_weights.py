@@ -9,6 +9,7 @@ from importlib.resources import files
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from larder import Policy
 from larder.cache.sequence import SequenceCache
@@ -20,6 +21,7 @@ from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment
 from larder.models.learned_weights import (
     PACKAGED,
+    Card,
     LearnedGates,
     learned_file,
     load_learned,
@@ -143,3 +145,16 @@ def test_packaged_weights_are_small_and_fit_their_model() -> None:
     assert card.metrics["held_out_r2"] > 0.59 and card.tokens == 31_041
     with pytest.raises(ModelError, match="kvzap_mlp has no weights"):
         load_learned(spec, "kvzap_mlp", GATES["kvzap_mlp"])
+
+
+@pytest.mark.parametrize("prints", ['"abc"', "[1]", "null"])
+def test_fingerprints_of_a_card_are_a_list_of_strings(prints) -> None:
+    with pytest.raises(ValueError, match="fingerprints must be a list of strings"):
+        Card.loads(f'{{"method": "kvzap", "fingerprints": {prints}, "metrics": {{}}}}')
+
+
+def test_a_file_with_a_nested_card_is_refused(tmp_path) -> None:
+    path = tmp_path / "nested.safetensors"
+    save_file({"layers.0.x": torch.zeros(1)}, path, {"card": "[" * 100_000})
+    with pytest.raises(ModelError, match="nested too deeply"):
+        read_learned(path)

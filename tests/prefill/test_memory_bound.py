@@ -23,7 +23,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "reconstruct": {"chunk": 7},
     "lookahead": {"tokens": 3, "kernel": 3},
     "positions_first": {"tokens": 4},
-    "sinks_and_window": {"sinks": 2},
+    **dict.fromkeys(("sinks_and_window", "lagkv", "expected", "capkv", "curdkv"), {"sinks": 2}),
+    "morph": {"window": 2},
 }
 
 

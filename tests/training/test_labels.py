@@ -162,6 +162,31 @@ def test_what_cannot_be_labelled_is_refused(tmp_path, seed_model, adapter) -> No
     assert len(read_corpus(None).documents) > 3 and not read_corpus(None).held_out
 
 
+def test_a_corpus_takes_files_alone_and_each_content_once(tmp_path) -> None:
+    with pytest.raises(InputError, match="nowhere does not exist"):
+        read_corpus(tmp_path / "nowhere")
+    folder = a_corpus(tmp_path / "corpus", 2)
+    with pytest.raises(InputError, match=r"0\.txt is no folder"):
+        read_corpus(folder / "talks" / "0.txt")
+    before = read_corpus(folder)
+    (folder / "notes.md").mkdir()
+    (folder / "gone.txt").symlink_to(tmp_path / "nowhere")
+    (folder / "talks" / "copy.txt").write_bytes((folder / "letters" / "0.txt").read_bytes())
+    assert read_corpus(folder) == before
+
+
+def test_a_shard_of_another_passage_is_made_again(tmp_path, seed_model, adapter) -> None:
+    folder = a_corpus(tmp_path / "corpus", 2)
+    settings = LabelSettings(tokens=60, passage_tokens=24)
+    found = labelled(seed_model, adapter, folder, settings)
+    first, second = (shard.path for shard in found.shards[:2])
+    wanted = first.read_bytes(), second.read_bytes()
+    first.write_bytes(wanted[1])
+    second.write_bytes(b"no tensors")
+    labelled(seed_model, adapter, folder, settings)
+    assert (first.read_bytes(), second.read_bytes()) == wanted
+
+
 def test_a_damaged_shard_is_refused(tmp_path, seed_model, adapter) -> None:
     settings = LabelSettings(tokens=20, passage_tokens=24)
     found = labelled(seed_model, adapter, a_corpus(tmp_path / "corpus", 1), settings)

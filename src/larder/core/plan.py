@@ -58,7 +58,7 @@ class Plan:
         channels: weight of each key channel of each head [K, D], for grades that select or balance
             channels; empty where each group uses statistics of its own keys.
         importance: binary logarithm of the importance of each kept entry [T'], for storages that
-            divide precision by it; empty elsewhere.
+            divide precision by it; NaN where the scores are no weights; empty elsewhere.
         allowed_bytes: bytes that the kept entries may fill, in storages that fit their precision to
             it; 0 elsewhere.
         step: quantization step of transform-coded entries; 0 leaves it to the cache.

@@ -69,10 +69,15 @@ class Card:
         Raises:
             ValueError, TypeError, KeyError, AttributeError: it is none.
         """
-        told = json.loads(text)
+        try:
+            told = json.loads(text)
+        except RecursionError as error:
+            raise ValueError("the card is nested too deeply") from error
         metrics = {name: float(number) for name, number in told["metrics"].items()}
-        prints = tuple(told["fingerprints"])
-        return Card(**{**told, "fingerprints": prints, "metrics": metrics})
+        prints = told["fingerprints"]
+        if not isinstance(prints, list) or not all(isinstance(each, str) for each in prints):
+            raise ValueError(f"fingerprints must be a list of strings, got {prints!r}")
+        return Card(**{**told, "fingerprints": tuple(prints), "metrics": metrics})
 
 
 @dataclass(frozen=True)

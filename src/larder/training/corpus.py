@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from importlib.resources import files
@@ -118,17 +118,19 @@ def read_corpus(folder: Path | None, held_out: str | None = None) -> Corpus:
     """Corpus of a folder, at any depth; the bundled text for None.
 
     A source is what stands in the folder itself: a file, or a folder with all of its files.
+    Of documents with equal content the first by name is read.
 
     Args:
         held_out: source that nothing is trained on; None for the last by name where there are
             several.
 
     Raises:
-        InputError: the folder has no file that Larder reads.
+        InputError: there is no such folder, it has no file that Larder reads, or a file cannot be
+            read.
         BadParameter: there is no such source.
     """
     documents = _bundled() if folder is None else _documents(folder)
-    corpus = Corpus(tuple(documents))
+    corpus = Corpus(_unlike(documents))
     known = corpus.sources
     if held_out is None:
         held_out = known[-1] if len(known) > 1 else ""
@@ -151,15 +153,36 @@ def _bundled() -> Iterator[Document]:
 
 
 def _documents(folder: Path) -> Iterator[Document]:
-    found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    if not folder.is_dir():
+        fault = "is no folder" if folder.exists() else "does not exist"
+        raise InputError(f"The corpus {folder} {fault}: name a folder of texts or transcripts.")
+    found = sorted(
+        path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file()
+    )
     if not found:
         raise InputError(
             f"{folder} holds no {', '.join(SUFFIXES)} file: name a folder of texts or transcripts."
         )
     for path in found:
         name = path.relative_to(folder).as_posix()
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        yield Document(name, name.split("/")[0], digest, read_conversation(path))
+        yield Document(name, name.split("/")[0], _file_digest(path), read_conversation(path))
+
+
+def _file_digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read ({error}): make it readable, or take it out of the corpus."
+        ) from error
+
+
+def _unlike(documents: Iterable[Document]) -> tuple[Document, ...]:
+    """Documents without later ones of equal content, which could stand in another split."""
+    found = dict[str, Document]()
+    for document in documents:
+        found.setdefault(document.digest, document)
+    return tuple(found.values())
 
 
 def _passages(

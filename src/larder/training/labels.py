@@ -31,6 +31,7 @@ from larder.training.label_pass import STATES, CopyPass, label_layers
 
 SCHEMA = 1
 INDEX = "labels.json"
+IDS = "ids"  # tensor of a shard: token ids of its passage
 PASSAGE_TOKENS = 768  # KVzap's texts have 750 to 1,250: softmax shares depend on the length
 
 
@@ -113,7 +114,7 @@ def make_labels(
     settings: LabelSettings,
     progress: Progress,
 ) -> LabelFile:
-    """Label a corpus, passage by passage; passages that have a shard are not read again.
+    """Label a corpus, passage by passage; passages that have a whole shard are not read again.
 
     Args:
         progress: called with tokens done and in total.
@@ -135,7 +136,7 @@ def make_labels(
     total = sum(len(passage.ids) for passage in wanted)
     for number, passage in enumerate(wanted):
         path = folder / f"{number:05}.safetensors"
-        if not path.is_file():
+        if not _is_of(path, passage):
             _write_shard(path, decoder, passage, request)
         shards.append(
             Shard(path, passage.document, passage.source, passage.split, len(passage.ids))
@@ -162,6 +163,19 @@ def _first_passages(
         yield passage
 
 
+def _is_of(path: Path, passage: Passage) -> bool:
+    """True where a shard is there, whole, and of this passage."""
+    if not path.is_file():
+        return False
+    try:
+        with safe_open(path, "pt") as tensors:
+            return IDS in tensors.keys() and (  # noqa: SIM118
+                tuple(tensors.get_tensor(IDS).tolist()) == tuple(passage.ids)
+            )
+    except (SafetensorError, OSError):
+        return False
+
+
 def _write_shard(path: Path, decoder: Decoder, passage: Passage, request: tuple[int, ...]) -> None:
     found = label_layers(decoder, CopyPass.of(passage.ids, request))
     tensors = {
@@ -170,7 +184,7 @@ def _write_shard(path: Path, decoder: Decoder, passage: Passage, request: tuple[
         for name, tensor in labels.items()
     }
     draft = path.with_suffix(f".{os.getpid()}.draft")
-    save_file({"ids": torch.tensor(passage.ids), **tensors}, draft)
+    save_file({IDS: torch.tensor(passage.ids), **tensors}, draft)
     os.replace(draft, path)
 
 

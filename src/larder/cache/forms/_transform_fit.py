@@ -19,6 +19,7 @@ from torch import Tensor
 from larder.cache.transform_tables import TransformTables
 from larder.cache.transformed_tier import ComponentBatch, TransformedTier
 from larder.core.codec import LAST_TIER, TransformSpec
+from larder.core.errors import BudgetError
 
 TRIES = 24
 HELD_BYTES = 1 << 26
@@ -35,6 +36,7 @@ class FitLayer:
     Args:
         batch: makes the components of the entries to code.
         exact_bytes: of the entries that stay exact.
+        column_bytes: of the ledger columns of the entries to code.
         allowed_bytes: of all kept entries.
         least_step: step of entries that are coded already; 0 without any.
     """
@@ -43,6 +45,7 @@ class FitLayer:
     tables: TransformTables
     batch: Callable[[], ComponentBatch]
     exact_bytes: int
+    column_bytes: int
     allowed_bytes: int
     least_step: float
 
@@ -52,6 +55,8 @@ def tiers_of(importance: Float[Tensor, " N"], median: Float[Tensor, ""]) -> Int8
 
     Args:
         importance: binary logarithms; -inf for no importance.
+        median: of all layers; entries are alike where it is not finite: most scores are 0, or
+            those of a layer are no weights (NaN).
     """
     if not math.isfinite(float(median)):
         return torch.zeros(len(importance), dtype=torch.int8)
@@ -62,14 +67,16 @@ def tiers_of(importance: Float[Tensor, " N"], median: Float[Tensor, ""]) -> Int8
 def common_step(layers: Sequence[FitLayer]) -> float:
     """Smallest step, within a tolerance, with which all layers together fit their bytes.
 
-    The coarsest one if nothing fits: then the exact entries alone take the bytes.
+    Raises:
+        BudgetError: not even the coarsest step fits.
     """
     layers = _with_held_components(layers)
-    allowed = sum(layer.allowed_bytes - layer.exact_bytes for layer in layers)
+    fixed = sum(layer.exact_bytes + layer.column_bytes for layer in layers)
+    allowed = sum(layer.allowed_bytes for layer in layers) - fixed
     least = max((layer.least_step for layer in layers), default=0.0) or FINEST
     low, high = math.log2(least), math.log2(COARSEST)
     if allowed <= 0:
-        return COARSEST
+        raise _too_little(layers, fixed, allowed)
     if _bytes(layers, least) <= allowed:
         return least
     tried = low if least > FINEST else -2.0
@@ -87,7 +94,18 @@ def common_step(layers: Sequence[FitLayer]) -> float:
         last = tried, found
         guess = tried - (found + SLACK / 2) / slope if turn < TRIES // 2 else math.inf
         tried = guess if low < guess < high else (low + high) / 2
+    if step == COARSEST and _bytes(layers, step) > allowed:
+        raise _too_little(layers, fixed, allowed)
     return step
+
+
+def _too_little(layers: Sequence[FitLayer], fixed: int, allowed: int) -> BudgetError:
+    fewest = fixed + math.ceil(_bytes(layers, COARSEST))
+    return BudgetError(
+        f"The entries that transform keeps take at least {fewest} bytes, but the budget allows "
+        f"{fixed + allowed}: raise the budget, lower sinks or recent, or choose parts with fewer "
+        "ledger columns."
+    )
 
 
 def _with_held_components(layers: Sequence[FitLayer]) -> list[FitLayer]:

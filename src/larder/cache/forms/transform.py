@@ -26,7 +26,7 @@ from jaxtyping import Float, Int8, Int64
 from torch import Tensor
 
 from larder.cache.entry_columns import check_columns
-from larder.cache.forms._composite import MixedLayer
+from larder.cache.forms._composite import COLUMN_BYTES, MixedLayer
 from larder.cache.forms._transform_fit import FitLayer, common_step, tiers_of
 from larder.cache.forms.base import AttentionCall, AttentionState, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
@@ -255,7 +255,10 @@ class TransformLayer(MixedLayer):
         like = self._ragged.entries().keys
         entry = 2 * self.layer.head_dim * like.itemsize + POSITION_BYTES
         tier, exact = self._tier, int((grades == 0).sum()) * entry
-        return FitLayer(tier.spec, tier.tables, batch, exact, plan.allowed_bytes, tier.step)
+        columns = COLUMN_BYTES * len(self._ragged.ledger.columns) * len(coded)
+        return FitLayer(
+            tier.spec, tier.tables, batch, exact, columns, plan.allowed_bytes, tier.step
+        )
 
     def _new_grades(self, plan: Plan, held: Entries, sums: MergedEntries) -> Int8[Tensor, " T"]:
         """Grade of each kept entry after a plan: of coded entries never a finer one."""

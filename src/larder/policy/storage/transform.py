@@ -8,8 +8,10 @@ over rotations, values by that of the output projection; then both are decorrela
 and quantized with one step for all components of all layers, so that a component whose deviation
 lies below the step takes no bits. KVTC, "KV Cache Transform Coding for Compact Storage in LLM
 Inference" (2025), arXiv:2511.01815, codes caches at rest so; here entries are attended to as they
-are coded. Entries of four times the median's score have half the step. An entropy coder with static
-tables, or fixed widths, holds the symbols.
+are coded. Entries of four times the median's score have half the step, where scores are weights:
+scores that may be negative, such as logarithms (kvzap, locret) or signed ones (keydiff), have no
+ratios, so one negative score in any layer gives all entries of all layers one step. An entropy
+coder with static tables, or fixed widths, holds the symbols.
 
 Under a budget this spends the bytes that it saves: as many more entries are kept as fit at `bits`
 per number, and the step is the smallest one whose bytes fit the budget.
@@ -22,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.core.codec import TIER_GRADE, Coder, TransformSpec
@@ -45,7 +47,8 @@ class Transform(Storage):
         coder: `entropy`, or `widths` for random access.
         sinks: first positions of a text that stay exact, where they are kept.
         recent: latest positions that stay exact, where they are kept.
-        tiers: power of the scores by which precision is divided; 0 treats entries alike.
+        tiers: power of the scores by which precision is divided; 0 treats entries alike, as
+            does a scorer with negative scores.
         block: most entries of a head that are coded together.
     """
 
@@ -113,15 +116,20 @@ class Transform(Storage):
         return replace(
             plan,
             grades=grades,
-            importance=self._importance(scored.scores[plan.kept]),
+            importance=self._importance(scored.scores, plan.kept),
             allowed_bytes=int(heads * self._bytes(quota, like.shape[1], like.dtype.itemsize)),
         )
 
-    def _importance(self, scores: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-        """Binary logarithms of the scores, 0 for all where most are not positive."""
-        if not self.tiers or not len(scores) or float(scores.median()) <= 0:
-            return torch.zeros_like(scores)
-        return self.tiers * scores.clamp(min=0).log2()
+    def _importance(
+        self, scores: Float[Tensor, " T"], kept: Int64[Tensor, " K"]
+    ) -> Float[Tensor, " K"]:
+        """Binary logarithms of the kept scores; NaN for all where a score of any is negative."""
+        own = scores[kept]
+        if not self.tiers:
+            return torch.zeros_like(own)
+        if bool(((scores < 0) & scores.isfinite()).any()):
+            return torch.full_like(own, torch.nan)
+        return self.tiers * own.clamp(min=0).log2()
 
     def _bytes(self, quota: int, head_dim: int, itemsize: int) -> float:
         """Bytes of `quota` entries of a head, at full precision and coded."""
