@@ -241,7 +241,7 @@ def test_progress_reaches_the_end(watched, reader_for, lane_for) -> None:
         assert steps[-1] == (80, 80)
 
 
-# Lanes have no calibrated transforms, which the storage of `larder` needs (tests/cache/test_transform.py).
+# Lanes have no calibrated transforms, which `larder` needs (tests/cache/test_transform.py).
 @pytest.mark.parametrize("preset", sorted(PRESETS.keys() - {"larder"}))
 def test_every_preset_reads(watched, reader_for, lane_for, preset) -> None:
     policy = Policy.parse(preset)

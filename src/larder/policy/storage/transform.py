@@ -1,7 +1,7 @@
 """Storage of kept entries as transform-coded components (the holding of Larder's own policy).
 
-No publication has all of it; each part is known. Calibrated once per model, by layer and head: the mean
-of keys before rotation is subtracted (Hooper et al., "KVQuant: Towards 10 Million Context Length
+No publication has all of it; each part is known. Calibrated once per model, by layer and head: the
+mean of keys before rotation is subtracted (Hooper et al., "KVQuant: Towards 10 Million Context Length
 LLM Inference with KV Cache Quantization" (2024), arXiv:2401.18079, section 3.1, quantizes keys
 before rotation); keys are weighed by the fourth root of the second moment of the queries, averaged
 over rotations, values by that of the output projection; then both are decorrelated (Karhunen-Loeve)
