@@ -154,7 +154,8 @@ def _read_files(file: Path | None, context: list[Path]) -> Conversation:
     if not context:
         if file is None:
             raise UsageError(
-                "Nothing to read was given: name a FILE, or --context FILE. See 'larder ask --help'."
+                "Nothing to read was given: name a FILE, or --context FILE. "
+                "See 'larder ask --help'."
             )
         return read_conversation(file)
     return read_context_files([*([] if file is None else [file]), *context])

@@ -1,17 +1,17 @@
 """Storage of kept entries as transform-coded components (the holding of Larder's own policy).
 
 No publication has all of it; each part is known. Calibrated once per model, by layer and head: the
-mean of keys before rotation is subtracted (Hooper et al., "KVQuant: Towards 10 Million Context Length
-LLM Inference with KV Cache Quantization" (2024), arXiv:2401.18079, section 3.1, quantizes keys
-before rotation); keys are weighed by the fourth root of the second moment of the queries, averaged
-over rotations, values by that of the output projection; then both are decorrelated (Karhunen-Loeve)
-and quantized with one step for all components of all layers, so that a component whose deviation
-lies below the step takes no bits. KVTC, "KV Cache Transform Coding for Compact Storage in LLM
-Inference" (2025), arXiv:2511.01815, codes caches at rest so; here entries are attended to as they
-are coded. Entries of four times the median's score have half the step, where scores are weights:
-scores that may be negative, such as logarithms (kvzap, locret) or signed ones (keydiff), have no
-ratios, so one negative score in any layer gives all entries of all layers one step. An entropy
-coder with static tables, or fixed widths, holds the symbols.
+mean of keys before rotation is subtracted (Hooper et al., "KVQuant: Towards 10 Million Context
+Length LLM Inference with KV Cache Quantization" (2024), arXiv:2401.18079, section 3.1, quantizes
+keys before rotation); keys are weighed by the fourth root of the second moment of the queries,
+averaged over rotations, values by that of the output projection; then both are decorrelated
+(Karhunen-Loeve) and quantized with one step for all components of all layers, so that a component
+whose deviation lies below the step takes no bits. KVTC, "KV Cache Transform Coding for Compact
+Storage in LLM Inference" (2025), arXiv:2511.01815, codes caches at rest so; here entries are
+attended to as they are coded. Entries of four times the median's score have half the step, where
+scores are weights: scores that may be negative, such as logarithms (kvzap, locret) or signed ones
+(keydiff), have no ratios, so one negative score in any layer gives all entries of all layers one
+step. An entropy coder with static tables, or fixed widths, holds the symbols.
 
 Under a budget this spends the bytes that it saves: as many more entries are kept as fit at `bits`
 per number, and the step is the smallest one whose bytes fit the budget.
