@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,6 +20,7 @@ from larder.ops.topk import top_mask
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.policy.planner import Planner
 from larder.policy.reduced_scorer import ReducedScorer
+from larder.prefill.base import Steps
 from larder.prefill.reader import PrefillReader, PrefillSequence
 
 # Number of tokens that go on behind a layer: called with its index and the number of tokens that
@@ -153,6 +154,24 @@ def largest_quota(reader: PrefillReader, first: int) -> int:
     """Most entries per kv head that the budget lets a layer from `first` on hold; 0 without one."""
     quotas = [own for layer, own in reader.quotas.items() if layer >= first]
     return max((own for own in quotas if own < WITHOUT_LIMIT), default=0)
+
+
+def read_each(
+    reader: PrefillReader,
+    lanes: Sequence[PrefillSequence],
+    ids: tuple[int, ...],
+    read: Callable[[PrefillReader, PrefillSequence, tuple[int, ...]], Iterator[None]],
+) -> Steps[None]:
+    """Steps of reading a text into one sequence after the other, each in one pass.
+
+    Args:
+        read: reads the text into a sequence.
+    """
+    total = len(ids) * len(lanes)
+    for number, lane in enumerate(lanes, start=1):
+        yield from read(reader, lane, ids)
+        reader.finish(lane)
+        yield len(ids) * number, total
 
 
 def check_text(schedule: object, lane: PrefillSequence, ids: tuple[int, ...]) -> None:

@@ -30,6 +30,7 @@ from larder.prefill.reader import PrefillReader, PrefillSequence
 from larder.prefill.schedules._token_choice import (
     TokenChoice,
     check_text,
+    read_each,
     recent_tokens,
     scoring_of,
     scoring_reader,
@@ -75,11 +76,7 @@ class LayerwiseNarrowing(Schedule):
     def steps(
         self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
     ) -> Steps[None]:
-        total = len(ids) * len(lanes)
-        for number, lane in enumerate(lanes, start=1):
-            yield from self._lane(reader, lane, ids)
-            reader.finish(lane)
-            yield len(ids) * number, total
+        return read_each(reader, lanes, ids, self._lane)
 
     def _lane(
         self, reader: PrefillReader, lane: PrefillSequence, ids: tuple[int, ...]

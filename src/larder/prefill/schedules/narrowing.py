@@ -32,6 +32,7 @@ from larder.prefill.schedules._token_choice import (
     check_text,
     largest_quota,
     layer_index,
+    read_each,
     scoring_of,
     scoring_reader,
 )
@@ -71,11 +72,7 @@ class Narrowing(Schedule):
     def steps(
         self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
     ) -> Steps[None]:
-        total = len(ids) * len(lanes)
-        for number, lane in enumerate(lanes, start=1):
-            yield from self._lane(reader, lane, ids)
-            reader.finish(lane)
-            yield len(ids) * number, total
+        return read_each(reader, lanes, ids, self._lane)
 
     def _lane(
         self, reader: PrefillReader, lane: PrefillSequence, ids: tuple[int, ...]
