@@ -206,6 +206,8 @@ class RecallPart(PolicyPart, ABC):
     weighs_pages: ClassVar[bool] = False
     # Number of latest queries of a text that the index needs when entries are added.
     observed: ClassVar[int] = 0
+    # Whether these arrive as they were before rotation.
+    observes_unrotated: ClassVar[bool] = False
     # Whether something is measured over the indexes of all layers before the first is searched.
     measures_layers: ClassVar[bool] = False
     # Whether its index observes every step before the search.

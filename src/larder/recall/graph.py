@@ -7,13 +7,13 @@ the prompt. It names Chen et al., "RoarGraph: A Projected Bipartite Graph for
 Efficient Cross-Modal Approximate Nearest Neighbor Search" (2024), arXiv:2408.08933, whose graph
 links a key to keys that answer the same query.
 
-Implemented is the bipartite half of it. Every observed query keeps its exact nearest keys; a new
-query goes to the observed ones of the largest cosine, and their keys are candidates. Differences:
-these are not projected into edges between keys, since the library (usearch, a hierarchical graph
-over inner products) accepts no edges; the search in its graph adds its own candidates, and
-all candidates are ranked by their true products. Only the latest queries are observed. New entries
-are scored one by one until there are as many as the graph has; then it is rebuilt. Each query
-head searches for itself.
+Implemented is the bipartite half of it; `projected` is the whole. Every observed query keeps its
+exact nearest keys; a new query goes to the observed ones of the largest cosine, and their keys are
+candidates. Differences: these are not projected into edges between keys, since the library
+(usearch, a hierarchical graph over inner products) accepts no edges; the search in its graph adds
+its own candidates, and all candidates are ranked by their true products. Only the latest queries
+are observed. New entries are scored one by one until there are as many as the graph has; then it is
+rebuilt. Each query head searches for itself.
 """
 
 from __future__ import annotations

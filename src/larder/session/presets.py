@@ -49,8 +49,8 @@ full buffer, and its layers are alike, where the paper gives later ones more.
 
 From `icecache` to `exact_topk`, what is rejected is parked and found again. Sinks and windows are
 inside the budget; where papers have them for budgets of thousands they are smaller here
-(`pqcache`, `token_select`, `retrieval_attention`, `icecache_small`). `icecache_ahead` is its
-paper's IceCache (P). Where a paper does not say that its first layers are spared, none are.
+(`pqcache`, `token_select`, `retrieval_attention`, `a2ats`, `icecache_small`). `icecache_ahead` is
+its paper's IceCache (P). Where a paper does not say that its first layers are spared, none are.
 `rocketkv`, `sentencekv` and `mpcache` cut the text once for good before they search what is left.
 `mpcache` shares what is found between two layers, as its paper; a model of few layers, in which
 only one looks facts up, loses much by it: there take `mpcache(layers=1)`.
@@ -266,7 +266,7 @@ PRESETS: Mapping[str, str] = {
     ),
     "retrieval_attention": (
         "blockwise() > protect(sinks=32, recent=32) > sinks_and_window(sinks=32) > uniform() > "
-        "park() > graph(tokens=100, dense=0) > lagged(tokens=16)"
+        "park() > projected(tokens=100, dense=0) > lagged(tokens=16)"
     ),
     "infinigen": (
         "blockwise() > protect(sinks=0, recent=32) > sinks_and_window(sinks=0) > uniform() > "
@@ -279,6 +279,10 @@ PRESETS: Mapping[str, str] = {
     "squeezed_attention": (
         "blockwise() > protect(sinks=0, recent=100) > sinks_and_window(sinks=0) > uniform() > "
         "park() > squeezed(dense=0) > lagged(tokens=16)"
+    ),
+    "a2ats": (
+        "blockwise() > protect(sinks=8, recent=64) > sinks_and_window(sinks=8) > uniform() > "
+        "park() > a2ats(dense=0) > lagged(tokens=16)"
     ),
     "magicpig": (
         "blockwise() > protect(sinks=4, recent=64) > sinks_and_window() > uniform() > "

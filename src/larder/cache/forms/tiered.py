@@ -54,6 +54,7 @@ from larder.core.plan import Plan
 from larder.core.recall import OffloadSpec, PrefillRecall
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import AppendKind, Mode, Positions, Queries
+from larder.ops.rope import rotate
 
 
 class TieredLayer(RecoverableLayer, HostMemoryUser):
@@ -138,9 +139,12 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         return (self._observed,)
 
     def observe(self, queries: Queries, positions: Positions, state: AttentionState) -> None:
-        del positions, state
+        del state
         wanted = self.parking.recall.observed
         if wanted and not self.is_dense:
+            if self.parking.recall.observes_unrotated and self.layer.radians:
+                radians = torch.tensor(self.layer.radians, device=queries.device)
+                queries = rotate(queries, -positions, radians)
             latest = torch.cat([self._observed, queries.detach().float().cpu()], 1)
             self._observed = latest[:, -wanted:].contiguous()
             self._count_bytes()
