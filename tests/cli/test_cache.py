@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from cli_results import Run, complaint, document
 from larder.cli.cache import LOCAL_PRINCIPAL
 from larder.core.home import home
 from larder.server.http.archive import RESPONSE, Archive
+from larder.store.blobs import container
+from larder.store.encryption import store_secret
+from larder.store.sessions.records import RECORD_SCHEMA, decode_record, encode_record
 from larder.store.store import Store
 from store.caches import IDS, asking, blob_files, is_exact, read, snapshot
 
@@ -78,6 +82,30 @@ def test_verify_finds_damage(run: Run, kept: Path) -> None:
     assert "1 of 1 sessions are damaged" in said and "log of tokens is lost" in said
     error = document(run("cache", "verify", "--json"))["error"]
     assert error["type"] == "Damaged" and "talk: " in error["message"]
+
+
+def test_verify_names_what_another_version_wrote(run: Run, kept: Path) -> None:
+    *_, path = sorted((kept / "store" / "sessions").rglob("*.json"))
+    secret = store_secret(home())
+    later = replace(decode_record(path.read_bytes(), secret), schema=99)
+    path.write_bytes(encode_record(later, secret))
+    error = document(run("cache", "verify", "--json"))["error"]
+    assert (
+        f"talk: The record of a session is of schema 99, this larder reads {RECORD_SCHEMA}"
+        in (error["message"])
+    )
+    for index in home().glob("manifest.sqlite*"):
+        index.unlink()
+    said = complaint(run("cache", "verify"), 1)
+    assert "1 records are of other versions, so that nothing unused was deleted" in said
+    assert "is of schema 99" in said and path.read_bytes() == encode_record(later, secret)
+    path.write_bytes(encode_record(replace(later, schema=RECORD_SCHEMA), secret))
+    container.CONTAINER_VERSION += 1
+    try:
+        said = complaint(run("cache", "verify", "talk"), 1)
+    finally:
+        container.CONTAINER_VERSION -= 1
+    assert "is of version 1, this larder reads version 2: it is left as it is" in said
 
 
 def test_a_session_travels_in_a_file(run: Run, kept: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from larder.core.errors import BadParameter, UsageError
-from larder.server import call_stream
+from larder.server import call_stream, reasoning_stream
 from larder.server.answer_form import (
     AnswerForm,
     ParsedAnswer,
@@ -16,7 +16,12 @@ from larder.server.answer_form import (
     default_tool_parser,
 )
 from larder.server.http.tools import AnswerParser
+from larder.server.tool_parsers import hermes
 from larder.server.tool_parsers.base import TOOL_PARSERS, ToolCall, json_call
+from larder.server.tool_parsers.hermes import Hermes
+from larder.server.tool_parsers.llama3_json import Llama3Json
+from larder.server.tool_parsers.mistral import Mistral
+from larder.server.tool_parsers.pythonic import Pythonic
 from larder.session.transcript.chat_template import without_calls
 
 F, G = ToolCall("f", '{"a": 1, "b": [true, null]}'), ToolCall("g.h", "{}")
@@ -154,6 +159,68 @@ def test_a_call_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = '{"name": 1}' + "{}," * 50
     assert streamed(AnswerForm("llama3_json"), list(broken)) == ("", broken, [])
     assert places == [len('{"name": 1}')]
+
+
+def repeated(count: int) -> dict[str, tuple[AnswerForm, str]]:
+    """Answers whose length is proportional to a count."""
+    item = '{"a": "b\\\\c"},'
+    long = '{"name": "f", "arguments": {"a": [' + item * count + "{}]}}"
+    reversed_call = '{"arguments": {"a": [' + item * count + '{}]}, "name": "f"}'
+    calls = f"<tool_call>{RAW_G}</tool_call> and < more" * count
+    return {
+        "content": (AnswerForm("hermes"), "a < b, " * 4 * count),
+        "reasoning": (AnswerForm("hermes", "qwen3"), "<think>" + "hm\n</ " * 4 * count),
+        "behind": (AnswerForm("llama3_json", "deepseek_r1"), "</think>" + "Yes. " * 5 * count),
+        "arguments": (AnswerForm("hermes"), f"<tool_call>{long}</tool_call>"),
+        "bare": (AnswerForm("llama3_json"), long),
+        "arguments first": (AnswerForm("hermes"), f"<tool_call>{reversed_call}</tool_call>"),
+        "calls": (AnswerForm("hermes"), calls),
+        "bare calls": (AnswerForm("llama3_json"), f"{RAW_G}; " * count),
+        "no call": (AnswerForm("hermes"), "<tool_call>[" + item * count),
+        "whole": (AnswerForm("mistral"), f"[TOOL_CALLS][{long}]"),
+        "python": (AnswerForm("pythonic"), "[f(a=[" + "1," * 10 * count + "2])]"),
+    }
+
+
+@pytest.fixture
+def scanned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Number of characters that each look at an answer was given."""
+    counts = list[int]()
+
+    def count(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def counting(*arguments: Any) -> Any:
+            texts = [each for each in arguments if isinstance(each, str)]
+            counts.append(len(texts[0]))
+            return real(*arguments)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    for module, name in (
+        (call_stream, "call_head"),
+        (call_stream, "json_call"),
+        (reasoning_stream, "marker_start"),
+        (hermes, "marker_start"),
+        (call_stream.ObjectScanner, "push"),
+    ):
+        count(module, name)
+    for parser in (Hermes, Llama3Json, Mistral, Pythonic):
+        for name in ("start", "later_start", "first_call", "later_call", "calls"):
+            count(parser, name)
+    return counts
+
+
+@pytest.mark.parametrize("name", repeated(1))
+def test_scanned_characters_are_proportional_to_the_answer(name: str, scanned: list[int]) -> None:
+    form, text = repeated(300)[name]
+    parser = AnswerParser(form)
+    # The beginning of a call is looked at until its name is known, up to its 1,024th character.
+    most = 20 * len(text) + (call_stream.HEAD_CHARS**2 if "first" in name else 0)
+    for sign in text:
+        parser.push(sign)
+    parser.finish()
+    assert len(text) / 2 < sum(scanned) < most, sum(scanned) / len(text)
 
 
 def test_clients_spell_arguments_in_their_own_way() -> None:

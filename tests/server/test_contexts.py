@@ -12,8 +12,8 @@ from larder.server import context_prompts
 from larder.server.context_prompts import (
     HOST_SHARE,
     HostChunks,
+    HostTexts,
     TenantChunks,
-    TenantTexts,
     chunk_id,
 )
 from larder.server.request import ApiError, ChatMessage, Request
@@ -99,13 +99,32 @@ def test_chunks_of_all_tenants_stay_within_the_share(small: LoadedModel) -> None
 
 
 def test_texts_of_a_tenant_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_prompts, "TEXT_BYTES", 1000)
-    texts = TenantTexts()
+    monkeypatch.setattr(context_prompts, "TEXT_BYTES", 2000)
+    ledger = ByteLedger(ByteBudgets({Tier.HOST: 16 * 5000}))
+    texts = HostTexts(ledger)
     for text in ("a" * 400, "b" * 400, "a" * 400, "c" * 400, "d" * 2000):
-        texts.add(text)
-        assert texts.nbytes <= 1000
-    found = [texts.find(chunk_id(sign * 400)) is not None for sign in "abc"]
-    assert found == [True, False, True] and texts.find(chunk_id("d" * 2000)) is None
+        texts.add("one", text)
+        assert 0 < texts.nbytes == ledger.used(Tier.HOST, "one") <= 2000
+    found = [texts.find("one", chunk_id(sign * 400)) is not None for sign in "abc"]
+    assert found == [True, False, True] and texts.find("one", chunk_id("d" * 2000)) is None
+    assert texts.find("two", chunk_id("a" * 400)) is None
+    monkeypatch.setattr(context_prompts, "MOST_TEXTS", 1)
+    texts.add("one", "e")
+    assert texts.find("one", chunk_id("c" * 400)) is None
+
+
+def test_texts_of_all_tenants_count_on_host_memory() -> None:
+    budgets = ByteBudgets({Tier.HOST: 16 * 3000}, {Tier.HOST: 2000})
+    ledger = ByteLedger(budgets)
+    texts = HostTexts(ledger)
+    for tenant in ("one", "one", "two", "two", "three"):
+        texts.add(tenant, f"{ledger.used(Tier.HOST)}".ljust(400))
+        assert 0 < texts.nbytes == ledger.used(Tier.HOST) <= 3000
+    assert ledger.used(Tier.HOST, "one") == 0, "the oldest leave, whosever they are"
+    with ledger.reserve(Tier.HOST, "four", 1000):
+        texts.add("four", "x" * 600)
+        assert texts.find("four", chunk_id("x" * 600)) is None, "beyond the tenant's quota"
+    assert ledger.used(Tier.HOST, "three") > 0 < ledger.used(Tier.HOST, "two")
 
 
 def test_texts_that_are_refused_are_not_kept(small: LoadedModel) -> None:

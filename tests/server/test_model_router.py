@@ -154,8 +154,8 @@ def test_budgets_are_divided() -> None:
     budgets = ByteBudgets({Tier.DEVICE: 10}, {Tier.HOST: 9})
     shares = budgets.divided(3)
     assert (dict(shares.total), dict(shares.tenant)) == ({Tier.DEVICE: 3}, {Tier.HOST: 3})
-    disk = disk_budget("9GB", ["disk=9KB"], 3)  # an account under each model, in one store
-    assert (dict(disk.total), dict(disk.tenant)) == ({Tier.DISK: 9 * 10**9}, {Tier.DISK: 3000})
+    disk = disk_budget("9GB", ["disk=9KB"])  # one account under all models, in one store
+    assert (dict(disk.total), dict(disk.tenant)) == ({Tier.DISK: 9 * 10**9}, {Tier.DISK: 9000})
 
 
 def test_names_of_adapters(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -39,8 +41,8 @@ INDEX = 520 * KIB  # what an index and its growth take of a budget
 LONGER = tuple(range(1000, 1160))
 
 
-def disk(count: int) -> dict[str, ByteBudgets]:
-    return {"budgets": ByteBudgets({Tier.DISK: count})}
+def disk(limit: int) -> dict[str, ByteBudgets]:
+    return {"budgets": ByteBudgets({Tier.DISK: limit})}
 
 
 def on_disk(folder: Path) -> int:
@@ -261,3 +263,31 @@ def test_22_many_sessions_take_no_memory_of_the_ledger(tmp_path: Path) -> None:
         store.sessions.save(WHO, f"s{number}", ids)
     assert store.parts.ledger.used(Tier.HOST) == 0
     assert len(store.sessions.heads(WHO)) == 20
+
+
+def test_a_tenant_has_one_quota_under_all_models(tmp_path: Path) -> None:
+    limit, now = 120 * KIB, count(0.0)
+    options: Any = {"budgets": ByteBudgets(tenant={Tier.DISK: limit}), "models": ("lora", "other")}
+    store = store_at(tmp_path, clock=lambda: next(now), **options)
+
+    def held(principal: str) -> int:
+        return store.parts.ledger.used(Tier.DISK, store.parts.tenant(principal))
+
+    def filled(principal: str, first: int) -> None:
+        for number in range(first, first + 3):
+            ids = tuple(range(1000 * number, 1000 * number + 150))
+            store.sessions.save(principal, f"s{number}", ids, snapshot(read(ids), "int8"))
+
+    filled("anne@lora", 0)
+    one = held("anne@lora")
+    assert limit / 3 < one <= limit, "more than a share of each model"
+    filled("ben", 3)
+    of_ben = held("ben")
+    store.close()
+    now = count(1e6)  # after the grace time of what another process has written
+    store = store_at(tmp_path, clock=lambda: next(now), **options)
+    filled("anne@other", 10)
+    filled("anne", 20)
+    total = sum(held(each) for each in ("anne", "anne@lora", "anne@other"))
+    assert total <= limit and 0 < held("anne") and held("anne@lora") < one
+    assert held("ben") == of_ben, "others make no room for her"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ from larder.core.errors import InputError, Superseded, UnknownName
 from larder.store.blobs.tenant_blobs import GRACE_SECONDS
 from larder.store.codecs.base import CODECS
 from larder.store.ledger import Tier
+from larder.store.sessions.records import RECORD_SCHEMA, decode_record, encode_record
 from store.caches import (
     IDS,
+    SECRET,
     SPEC,
     TALK,
     WHO,
@@ -276,6 +279,30 @@ def test_two_processes_of_one_machine_see_each_others_states(tmp_path: Path) -> 
         one.sessions.save(WHO, TALK, IDS, snapshot(read(IDS)), expected=1)
     one.sessions.remove(WHO, TALK)
     assert other.sessions.load(WHO, TALK, asking()) is None
+
+
+@pytest.mark.parametrize("is_indexed", [True, False])
+def test_verify_names_records_of_other_versions_and_leaves_them(
+    tmp_path: Path, is_indexed: bool
+) -> None:
+    store = store_at(tmp_path)
+    save(store)
+    [path] = (tmp_path / "store" / "sessions").rglob("*.json")
+    written = replace(decode_record(path.read_bytes(), SECRET), schema=99)
+    data = encode_record(written, SECRET)
+    path.write_bytes(data)
+    store.close()
+    store = store_at(tmp_path, home="home" if is_indexed else "elsewhere")
+    before = files(tmp_path)
+    checked = store.maintenance.verify(store.sessions.heads())
+    named = [problem for each in checked for problem in each.problems]
+    assert len(checked) == is_indexed == len(named)
+    refused = store.maintenance.refused_records()
+    assert list(refused) == [path.relative_to(tmp_path / "store").as_posix()]
+    for why in (*named, *refused.values()):
+        assert f"is of schema 99, this larder reads {RECORD_SCHEMA}" in why
+    assert store.maintenance.sweep(-1.0) == 0
+    assert path.read_bytes() == data and files(tmp_path) == before
 
 
 def test_verify_mends_records_and_finds_what_is_lost(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from larder.core.errors import Damaged, InputError, UsageError
 from larder.core.home import LOCAL_PRINCIPAL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from larder.store.maintenance import VerificationResult
     from larder.store.sessions.records import Record
     from larder.store.store import Store
 
@@ -103,21 +104,36 @@ def verify(
             else [_session_record(store, options, name)]
         )
         checked = store.maintenance.verify(records)
+        refused = store.maintenance.refused_records() if name is None else {}
         freed = store.maintenance.sweep() if name is None else 0
+    _check_intact(checked, refused)
     documents = [{"session": c.record.name, "problems": list(c.problems)} for c in checked]
-    damaged = [each for each in checked if each.problems]
-    if options.json and not damaged:
+    if options.json:
         print_document({"schema": SCHEMA, "sessions": documents, "freed_bytes": freed})
-    elif not damaged:
+    else:
         results_console().print(
             f"{len(checked)} sessions are intact; {format_bytes(freed)} of unused blobs deleted."
         )
+
+
+def _check_intact(checked: Sequence[VerificationResult], refused: Mapping[str, str]) -> None:
+    """Raises: Damaged: a session has problems, or there are records of other versions."""
+    damaged = [each for each in checked if each.problems]
+    parts = list[str]()
     if damaged:
         problems = " ".join(f"{each.record.name}: {' '.join(each.problems)}" for each in damaged)
-        raise Damaged(
+        parts.append(
             f"{len(damaged)} of {len(checked)} sessions are damaged. Those with intact tokens "
             f"are prefilled again at their next use. {problems}"
         )
+    known = {each.record.path for each in damaged}
+    if others := [f"{path}: {why}" for path, why in refused.items() if path not in known]:
+        parts.append(
+            f"{len(others)} records are of other versions, so that nothing unused was deleted. "
+            f"{' '.join(others)}"
+        )
+    if parts:
+        raise Damaged(" ".join(parts))
 
 
 @app.command("export")

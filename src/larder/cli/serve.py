@@ -438,14 +438,14 @@ def _open_store(
     from larder.store.eviction.base import EVICTIONS
     from larder.store.store import Store
 
-    num_models = 1 + len(split_adapters(options.adapter or ()).named)
     return Store(
         url,
         home(),
         secret=secret,
         key=key,
         eviction=EVICTIONS.load(options.eviction)(),
-        budgets=disk_budget(options.store_budget, options.tenant_quota or (), num_models),
+        budgets=disk_budget(options.store_budget, options.tenant_quota or ()),
+        models=tuple(split_adapters(options.adapter or ()).named),
         kept_epochs=STORED_EPOCHS,
     )
 

@@ -31,22 +31,16 @@ def memory_budgets(kv_budget: str, host_budget: str, quotas: Sequence[str]) -> B
     )
 
 
-def disk_budget(
-    store_budget: str | None, quotas: Sequence[str], num_models: int = 1
-) -> ByteBudgets:
+def disk_budget(store_budget: str | None, quotas: Sequence[str]) -> ByteBudgets:
     """Byte budget of the disk tier; no limit without `--store-budget`.
 
     Args:
         quotas: values of `--tenant-quota`.
-        num_models: number of models of the store; a tenant has an account and an equal share of
-            its quota under each.
 
     Raises:
         UsageError: as `memory_budgets`.
     """
-    tenant = {
-        tier: limit // num_models for tier, limit in _quotas(quotas).items() if tier is Tier.DISK
-    }
+    tenant = {tier: limit for tier, limit in _quotas(quotas).items() if tier is Tier.DISK}
     if store_budget is None:
         return ByteBudgets(tenant=tenant)
     return ByteBudgets({Tier.DISK: _bytes("--store-budget", store_budget, Tier.DISK)}, tenant)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from larder.server.tool_parsers.base import ToolParser, call_head, json_call
 
 HEAD_CHARS = 1024  # within which a call must name its tool for its arguments to be streamed
+MARKER_CHARS = 64  # more than any beginning of a call that may still turn out to be content
 OUTSIDE, INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')  # of strings
 
 
@@ -26,13 +28,23 @@ class CallDelta:
     arguments: str
 
 
-class CallStream:
-    """Calls of an answer that comes in parts.
+class _CallStage(Enum):
+    """What the next characters are."""
 
-    Arguments are passed on as soon as the name and the beginning of the arguments are there, before
-    anyone knows whether what follows is JSON. Where it is not, the call stays broken off, as
-    OpenAI's own streams do. In forms without `next_call`, and where the arguments stand before the
-    name, calls are passed on whole.
+    CONTENT = auto()  # or the beginning of the first call
+    CALL = auto()
+    SEARCH = auto()  # text between calls
+    END = auto()  # calls that are not streamed, or text behind the last call
+
+
+class CallStream:
+    """Content and calls of an answer that comes in parts.
+
+    Content is passed on as soon as it cannot be a call any more, arguments as soon as the name and
+    the beginning of the arguments are there, before anyone knows whether what follows is JSON.
+    Where it is not, the call stays broken off, as OpenAI's own streams do. In forms without
+    `first_call`, and where the arguments stand before the name, calls are passed on whole. No
+    character is looked at more often than a fixed number of times.
 
     Args:
         parser: of the form of the calls.
@@ -41,58 +53,113 @@ class CallStream:
 
     def __init__(self, parser: ToolParser, max_calls: int | None = None) -> None:
         self._parser, self._max_calls = parser, max_calls
-        self._place = 0  # end of the last whole call
-        self._object: ObjectScanner | None = None  # of the open call, from its first character
-        self._arguments: ObjectScanner | None = None  # of the open call
-        self._seen_len = 0
+        self._stage, self._has_content = _CallStage.CONTENT, False
+        self._pending = ""  # characters that nobody has taken
+        self._withheld = list[str]()  # text from the first call on, while there is no call
+        self._call = list[str]()  # JSON of the open call
+        self._call_len = 0
+        self._object, self._arguments = ObjectScanner(), None
         self.num_calls = 0
 
-    def push(self, text: str, is_done: bool) -> list[CallDelta]:
-        """Parts that a longer text adds.
+    @property
+    def is_broken(self) -> bool:
+        """True if the arguments of the last call have begun and are not, or not yet, a call."""
+        return self._arguments is not None
+
+    def push(self, text: str, is_done: bool) -> tuple[str, list[CallDelta]]:
+        """Content and parts of calls that a part of the answer adds.
 
         Args:
-            text: the answer so far, without reasoning.
+            text: next characters of the answer, without reasoning.
             is_done: the answer has ended.
         """
-        deltas = list[CallDelta]()
-        while self._has_more(text) and self._step(text, deltas):
+        content, deltas = "", list[CallDelta]()
+        if self._stage is not _CallStage.CONTENT and not self.num_calls:
+            self._withheld.append(text)
+        self._pending += text
+        if self._stage is _CallStage.CONTENT and self._pending:
+            content = self._take_content()
+        while self._step(deltas):
             pass
-        self._seen_len = len(text)
-        if is_done and not self.num_calls:  # also forms that are not streamed
-            calls = self._parser.calls(text[self._parser.start(text) :])
-            for call in calls[: self._max_calls]:
-                deltas += self._whole(call.name, call.text)
-        return deltas
+        if is_done and not self.num_calls:
+            content += self._finish(deltas)
+        return content, deltas
 
-    def _has_more(self, text: str) -> bool:
-        is_full = self._max_calls is not None and self.num_calls >= self._max_calls
-        return self._arguments is not None or not is_full
+    def _take_content(self) -> str:
+        """Content up to what may be the first call."""
+        parser = self._parser
+        find = parser.later_start if self._has_content else parser.start
+        start = find(self._pending)
+        content, self._pending = self._pending[:start], self._pending[start:]
+        self._has_content = self._has_content or bool(content)
+        place = parser.first_call(self._pending, 0) if self._pending else None
+        if place is None:
+            if len(self._pending) > MARKER_CHARS:
+                self._withheld, self._stage = [self._pending], _CallStage.END
+        elif place.is_found:
+            self._withheld = [self._pending]
+            self._open(place.start)
+        return content
 
-    def _step(self, text: str, deltas: list[CallDelta]) -> bool:
-        """Take what there is of one call; True if it is whole."""
-        start = self._parser.next_call(text, self._place)
-        if start is None or start == len(text):
+    def _open(self, start: int) -> None:
+        """Begin a call whose JSON begins at an index of the pending text."""
+        self._pending = self._pending[start:]
+        self._stage = _CallStage.CALL if self._pending.startswith("{") else _CallStage.END
+        self._call, self._call_len, self._object = [], 0, ObjectScanner()
+
+    def _step(self, deltas: list[CallDelta]) -> bool:
+        """Take what there is of a call, or of the text behind one; True if the stage changed."""
+        if self._stage is _CallStage.CALL:
+            return self._take_call(deltas)
+        if self._stage is _CallStage.SEARCH:
+            place = self._parser.later_call(self._pending, 0)
+            if place is not None and place.is_found:
+                self._open(place.start)
+                return True
+            self._pending = "" if place is None else self._pending[place.start :]
+            self._stage = _CallStage.END if place is None else _CallStage.SEARCH
+        elif self._stage is _CallStage.END:
+            self._pending = ""
+        return False
+
+    def _take_call(self, deltas: list[CallDelta]) -> bool:
+        stop = self._object.push(self._pending)
+        part, self._pending = self._pending[:stop], self._pending[stop:]
+        self._call.append(part)
+        self._stream_arguments(part, deltas)
+        self._call_len += len(part)
+        if not self._object.is_done:
             return False
-        self._object = self._object or ObjectScanner(start)
-        if self._object.is_done:  # and was no call
-            return False
-        if self._arguments is None and self._seen_len < start + HEAD_CHARS:
-            head = call_head(text, start)
+        call = json_call("".join(self._call), 0)  # decoded once
+        self._stage = _CallStage.END if call is None else _CallStage.SEARCH
+        if call is not None:
+            if self._arguments is None:
+                deltas += self._whole(call[0].name, call[0].text)
+            self._arguments = None
+            if self.num_calls == self._max_calls:
+                self._stage = _CallStage.END
+        return True
+
+    def _stream_arguments(self, part: str, deltas: list[CallDelta]) -> None:
+        """Pass on the name of the open call once it is known, and the arguments behind it."""
+        if self._arguments is None and self._call_len < HEAD_CHARS:
+            text = "".join(self._call)
+            head = call_head(text, 0)
             if head is not None:
                 deltas.append(CallDelta(self.num_calls, head[0], ""))
-                self._arguments = ObjectScanner(head[1])
+                self._arguments, part = ObjectScanner(), text[head[1] :]
                 self.num_calls += 1
-        if self._arguments is not None:
-            if part := self._arguments.push(text):
-                deltas.append(CallDelta(self.num_calls - 1, "", part))
-        self._object.push(text)
-        call = json_call(text, start) if self._object.is_done else None  # decoded once
-        if call is None:
-            return False
-        if self._arguments is None:
-            deltas += self._whole(call[0].name, call[0].text)
-        self._object, self._arguments, self._place = None, None, call[1]
-        return True
+        if self._arguments is not None and (new := part[: self._arguments.push(part)]):
+            deltas.append(CallDelta(self.num_calls - 1, "", new))
+
+    def _finish(self, deltas: list[CallDelta]) -> str:
+        """Take calls that are not streamed; content if there are none."""
+        is_open = self._stage is _CallStage.CONTENT
+        text = self._pending if is_open else "".join(self._withheld)
+        calls = self._parser.calls(text)[: self._max_calls]
+        for call in calls:
+            deltas += self._whole(call.name, call.text)
+        return "" if calls else text
 
     def _whole(self, name: str, arguments: str) -> list[CallDelta]:
         index, self.num_calls = self.num_calls, self.num_calls + 1
@@ -100,38 +167,32 @@ class CallStream:
 
 
 class ObjectScanner:
-    """Scanner that finds where a JSON object ends, in a text that grows.
+    """Scanner that finds where a JSON object ends, in a text that comes in parts."""
 
-    Args:
-        place: index of the first brace.
-    """
-
-    def __init__(self, place: int) -> None:
-        self._place, self._depth, self._is_string = place, 0, False
+    def __init__(self) -> None:
+        self._depth, self._is_string, self._is_escaped = 0, False, False
         self.is_done = False
 
-    def push(self, text: str) -> str:
-        """Characters of the object that were not there before."""
-        start = self._place
-        while not self.is_done and self._place < len(text):
-            found = (INSIDE if self._is_string else OUTSIDE).search(text, self._place)
+    def push(self, text: str) -> int:
+        """Number of first characters of the next part that belong to the object."""
+        place = 0
+        while not self.is_done and place < len(text):
+            if self._is_escaped:
+                place, self._is_escaped = place + 1, False
+                continue
+            found = (INSIDE if self._is_string else OUTSIDE).search(text, place)
             if found is None:
-                self._place = len(text)
-            elif not self._pass(found[0], found.end(), len(text)):
-                break
-        return text[start : self._place]
+                return len(text)
+            self._pass(found[0])
+            place = found.end()
+        return place
 
-    def _pass(self, sign: str, end: int, text_len: int) -> bool:
-        """Go behind a sign; False if the escaped one behind a backslash is still to come."""
+    def _pass(self, sign: str) -> None:
+        """Go behind a sign."""
         if sign == "\\":
-            end += 1
-            if end > text_len:
-                self._place = end - 2
-                return False
+            self._is_escaped = True
         elif sign == '"':
             self._is_string = not self._is_string
         else:
             self._depth += 1 if sign in "{[" else -1
             self.is_done = self._depth == 0
-        self._place = end
-        return True

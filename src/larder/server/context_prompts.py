@@ -9,7 +9,7 @@ are text of the message, and reused like every prefix.
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from os import urandom
@@ -31,6 +31,8 @@ from larder.store.ledger import ByteLedger, Reservation, Tier
 CHUNK_ID = re.compile(r"chunk-[0-9a-f]{64}")
 MOST_TEXTS = 4096  # texts of one tenant that ids stand for
 TEXT_BYTES = 2**24  # of memory that they take, at most
+TEXT_SHARE = 1 / 16  # of host memory that texts of all tenants take, at most
+ENTRY_BYTES = 512  # of memory that a text takes beside its characters
 HOST_SHARE = 0.25  # of host memory that chunks of all tenants take, at most
 MARK_BYTES = 16  # of the mark that stands for the contexts while a prompt is rendered
 
@@ -121,29 +123,74 @@ class TenantChunks(ChunkSource):
         self._chunks.add(self._tenant, (prefix, ids), cache)
 
 
-class TenantTexts:
-    """Texts of one tenant by id, in memory; the oldest ones leave."""
+@dataclass(frozen=True)
+class HeldText:
+    """Text in host memory, and its reservation there."""
 
-    def __init__(self) -> None:
-        self._texts = OrderedDict[str, str]()
-        self.nbytes = 0
+    text: str
+    reservation: Reservation
 
-    def find(self, name: str) -> str | None:
+
+class HostTexts:
+    """Texts of all tenants by id, in host memory; the oldest leave, whosever they are.
+
+    A text is found by its own tenant alone. For the model's thread.
+    """
+
+    def __init__(self, ledger: ByteLedger) -> None:
+        self._ledger = ledger
+        self._held = OrderedDict[tuple[str, str], HeldText]()
+        self._counts, self._bytes = Counter[str](), Counter[str]()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all texts."""
+        return self._bytes.total()
+
+    def find(self, tenant: str, name: str) -> str | None:
         """Text of an id."""
-        return self._texts.get(name)
+        held = self._held.get((tenant, name))
+        return None if held is None else held.text
 
-    def add(self, text: str) -> None:
-        """Keep a text, unless it alone exceeds the limit."""
-        name, size = chunk_id(text), getsizeof(text)
-        if size > TEXT_BYTES:
+    def add(self, tenant: str, text: str) -> None:
+        """Keep a text, unless there is no room for it even without older ones."""
+        key = tenant, chunk_id(text)
+        if key in self._held:
+            self._held.move_to_end(key)
             return
-        if name not in self._texts:
-            self._texts[name] = text
-            self.nbytes += size
-        self._texts.move_to_end(name)
-        while len(self._texts) > MOST_TEXTS or self.nbytes > TEXT_BYTES:
-            _, gone = self._texts.popitem(last=False)
-            self.nbytes -= getsizeof(gone)
+        reservation = self._reserved(tenant, getsizeof(text) + ENTRY_BYTES)
+        if reservation is not None:
+            self._held[key] = HeldText(text, reservation)
+            self._counts[tenant] += 1
+            self._bytes[tenant] += reservation.bytes
+
+    def _reserved(self, tenant: str, count: int) -> Reservation | None:
+        """Host memory for a text; None if there is no room, even without older ones."""
+        ledger, own = self._ledger, self._bytes[tenant]
+        limit = int(TEXT_SHARE * ledger.limit(Tier.HOST))
+        most = ledger.limit(Tier.HOST) - ledger.used(Tier.HOST) + self.nbytes
+        quota = ledger.tenant_limit(Tier.HOST, tenant) - ledger.used(Tier.HOST, tenant) + own
+        if count > min(limit, TEXT_BYTES, most, quota):
+            return None
+        while True:
+            is_full = self.nbytes + count > limit
+            has_most = self._counts[tenant] >= MOST_TEXTS
+            if not (is_full or has_most or self._bytes[tenant] + count > TEXT_BYTES):
+                try:
+                    return ledger.reserve(Tier.HOST, tenant, count)
+                except BudgetError:
+                    is_full = ledger.limit(Tier.HOST) - ledger.used(Tier.HOST) < count
+            # Texts of others make no room in the tenant's own budget.
+            oldest = next((key for key in self._held if is_full or key[0] == tenant), None)
+            if oldest is None:
+                return None
+            self._drop(oldest)
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        held = self._held.pop(key)
+        self._counts[key[0]] -= 1
+        self._bytes[key[0]] -= held.reservation.bytes
+        held.reservation.release()
 
 
 class ContextPrompts:
@@ -154,7 +201,7 @@ class ContextPrompts:
 
     def __init__(self, tokenizer: TokenizerAdapter, ledger: ByteLedger) -> None:
         self._tokenizer, self._chunks = tokenizer, HostChunks(ledger)
-        self._texts: dict[str, TenantTexts] = {}
+        self._texts = HostTexts(ledger)
 
     def source(self, tenant: str) -> TenantChunks:
         """Chunks of a tenant."""
@@ -166,14 +213,13 @@ class ContextPrompts:
         Raises:
             ApiError: 404 `context_not_found`, or 400 for an empty context.
         """
-        known = self._texts.get(request.tenant, TenantTexts())
-        return replace(request, contexts=tuple(_text(given, known) for given in request.contexts))
+        texts = (_text(given, request.tenant, self._texts) for given in request.contexts)
+        return replace(request, contexts=tuple(texts))
 
     def keep(self, request: Request) -> None:
         """Keep the texts of a resolved request, which was found to be valid, for their ids."""
-        known = self._texts.setdefault(request.tenant, TenantTexts())
         for text in request.contexts:
-            known.add(text)
+            self._texts.add(request.tenant, text)
 
     def as_message(self, request: Request) -> Request:
         """Request with its contexts in front of the text of its first user message."""
@@ -205,13 +251,13 @@ def _separated(text: str) -> str:
     return text.rstrip() + SEPARATOR
 
 
-def _text(given: str, known: TenantTexts) -> str:
+def _text(given: str, tenant: str, known: HostTexts) -> str:
     """Text of a context that is given as such, or by its id."""
     if not given.strip():
         raise invalid_request("A context is empty: send a text, or leave it out.", "contexts")
     if CHUNK_ID.fullmatch(given) is None:
         return given
-    text = known.find(given)
+    text = known.find(tenant, given)
     if text is None:
         raise ApiError(
             f"The context {given} is not known here: send its text.",

@@ -12,12 +12,10 @@ from larder.server import operations
 from larder.server.engine_client import EngineClient
 from larder.server.operation import Operation, Placement
 from larder.server.request import ApiError, Listener, Request, Ticket
+from larder.store.components import MODEL_SEPARATOR
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Between a tenant and a model in the name of the tenant's sessions there; tenants have none in
-# their names.
-SEPARATOR = "@"
 
 
 class ModelRouter(EngineClient):
@@ -58,7 +56,7 @@ class ModelRouter(EngineClient):
 
     def _scoped(self, tenant: str, name: str) -> str:
         """Tenant under a model."""
-        return tenant if name == self._default else f"{tenant}{SEPARATOR}{name}"
+        return tenant if name == self._default else f"{tenant}{MODEL_SEPARATOR}{name}"
 
     def _merged(self, operation: Operation[..., R], arguments: tuple[Any, ...]) -> R:
         assert operation.merge is not None

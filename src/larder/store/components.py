@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +31,9 @@ from larder.store.sqlite import BUSY_SECONDS, OWNER_PRAGMA, claim_owner, quarant
 from larder.store.throughput import ThroughputEstimates
 
 MANIFEST_FILE = "manifest.sqlite"  # of the first store of a home folder
+# Between a tenant and a model in the principal of the tenant's sessions there; tenants have none in
+# their names.
+MODEL_SEPARATOR = "@"
 
 
 class StoreComponents:
@@ -49,6 +52,8 @@ class StoreComponents:
         written_bytes: daily limit of bytes written to the disk; None for no limit.
         kept_epochs: number of states that are retained per session, 1 or more.
         eviction: eviction policy of a full disk.
+        models: names after `MODEL_SEPARATOR` in principals that share the budget of the principal
+            without one.
         clock: seconds since 1970.
 
     `refusals` counts failed restores, `unwritten` failed writes, by reason.
@@ -69,8 +74,10 @@ class StoreComponents:
         written_bytes: int | None = None,
         kept_epochs: int = KEPT_EPOCHS,
         eviction: EvictionPolicy = Lru(),  # noqa: B008, frozen
+        models: Sequence[str] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self._models = tuple(models)
         self.place = CountingFileSystem(open_file_system(url) if isinstance(url, str) else url)
         self.refusals, self.unwritten = FailureCounter(), FailureCounter()
         self.throughput, self.ledger = ThroughputEstimates(), ByteLedger(budgets)
@@ -106,7 +113,12 @@ class StoreComponents:
 
     def tenant(self, principal: str) -> str:
         """Tenant id of a principal, as used in keys and paths."""
-        return tenant_of(self.secret, principal)
+        tenant = tenant_of(self.secret, principal)
+        if self._models and len(self.ledger.group_of(tenant)) == 1:
+            owner = principal.partition(MODEL_SEPARATOR)[0]
+            names = (owner, *(f"{owner}{MODEL_SEPARATOR}{each}" for each in self._models))
+            self.ledger.group({tenant, *(tenant_of(self.secret, name) for name in names)})
+        return tenant
 
     def commit(self, record: Record, is_new: bool = False) -> Record:
         """Commit an epoch of a session, then drop the epochs that are no longer retained.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType, TracebackType
@@ -101,7 +101,20 @@ class ByteLedger:
         self._used: dict[Tier, int] = defaultdict(int)
         self._of: dict[tuple[Tier, str], int] = defaultdict(int)
         self._reserved: dict[tuple[Tier, str], int] = defaultdict(int)  # as part of `_of`
+        self._groups: dict[str, frozenset[str]] = {}
         self._freed = threading.Condition(self.lock)
+
+    def group(self, tenants: Collection[str]) -> None:
+        """Count the bytes of several tenants as those of one, under one budget."""
+        members = frozenset(tenants)
+        with self._freed:
+            self._groups.update(dict.fromkeys(members, members))
+            self._freed.notify_all()
+
+    def group_of(self, tenant: str) -> frozenset[str]:
+        """Tenants that share the budget of a tenant, itself included."""
+        with self.lock:
+            return self._groups.get(tenant, frozenset((tenant,)))
 
     def reserve(
         self, tier: Tier, tenant: str, count: int, wait_seconds: float = 0.0
@@ -185,7 +198,11 @@ class ByteLedger:
         """Bytes that a tenant can reserve now; negative after a budget was lowered."""
         with self.lock:
             total = self.limit(tier) - self._used[tier]
-            return min(total, self.tenant_limit(tier, tenant) - self._of[tier, tenant])
+            return min(total, self.tenant_limit(tier, tenant) - self._held(tier, tenant))
+
+    def _held(self, tier: Tier, tenant: str) -> int:
+        """Bytes of a tenant and of those that share its budget."""
+        return sum(self._of.get((tier, each), 0) for each in self.group_of(tenant))
 
     def _add(self, tier: Tier, tenant: str, count: int) -> None:
         self._used[tier] += count
@@ -200,7 +217,7 @@ class ByteLedger:
             if of_all
             else ("this tenant", self.tenant_limit(tier, tenant))
         )
-        held = self._used[tier] if of_all else self._of[tier, tenant]
+        held = self._used[tier] if of_all else self._held(tier, tenant)
         return BudgetError(
             f"{count} bytes more do not fit in the {tier.value} tier, where {whose} may hold "
             f"{limit} and hold {held}: remove sessions, save in fewer bits, or raise the budget."

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from larder.core.errors import LarderError
+from larder.core.errors import LarderError, Refused
 from larder.store.blobs.container import unpack_container
 from larder.store.blobs.tenant_blobs import GRACE_SECONDS
 from larder.store.components import StoreComponents
@@ -44,8 +44,15 @@ class StoreMaintenance:
         """
         return [VerificationResult(record, tuple(self._problems(record))) for record in records]
 
+    def refused_records(self) -> dict[str, str]:
+        """Why records that another version wrote are refused, by their path in the store."""
+        return self._parts.epochs.all_records()[1]
+
     def sweep(self, grace_seconds: float = GRACE_SECONDS) -> int:
         """Delete everything unreferenced: leftovers of crashes and of removed sessions.
+
+        Nothing is deleted while there are records of other versions, which tell of their blobs to
+        these alone.
 
         Args:
             grace_seconds: age up to which unreferenced data may be part of a save in progress.
@@ -54,10 +61,13 @@ class StoreMaintenance:
             bytes of the deleted blobs.
         """
         parts = self._parts
-        for key, newest in _newest_records(parts.epochs.all_records()).items():
+        written, refused = parts.epochs.all_records()
+        if refused:
+            return 0
+        for key, newest in _newest_records(written).items():
             keep = 1 if self._is_over(newest) else parts.kept_epochs
             parts.garbage.states(parts.epochs.prune(key, keep))
-        written = parts.epochs.all_records()
+        written, _ = parts.epochs.all_records()
         self._sync_removed({record.key for record in written})
         live = {ref.digest for record in written for ref in record.refs}
         before = parts.clock() - grace_seconds
@@ -127,6 +137,8 @@ class StoreMaintenance:
             data = parts.executor.call(parts.records.read, record.path)
             if decode_record(data, parts.secret) == record:
                 return []
+        except Refused as error:  # of another version, which wrote it after the index was filled
+            return [str(error)]
         except (FileNotFoundError, LarderError):
             pass
         parts.executor.call(parts.records.replace, record.path, encode_record(record, parts.secret))

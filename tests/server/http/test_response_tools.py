@@ -132,6 +132,24 @@ def test_malformed_calls_are_text(client: OpenAI, write: Write) -> None:
         assert [item.type for item in told.output] == ["message"]
 
 
+def test_a_streamed_call_that_breaks_is_incomplete(client: OpenAI, write: Write) -> None:
+    for broken in ('{"name": "look", "arguments": {"at": }}', '{"name": "look", "arguments": {"at'):
+        write(f"I look.<tool_call>{broken}")
+        given = {"model": MODEL, "input": broken, "tools": [FLAT]}
+        told = streamed(client, given)
+        message, call = told.output
+        assert (message.status, call.status, told.status) == ("completed", *["incomplete"] * 2)
+        assert told.incomplete_details.reason == "invalid_function_call"
+        assert broken[broken.index('{"at') :].startswith(call.arguments)
+        stored = client.responses.retrieve(told.id)
+        assert (stored.status, stored.output[1].type) == ("incomplete", "function_call")
+    write("I look." + call_text() + "<tool_call>{")
+    told = streamed(client, {"model": MODEL, "input": "Whole", "tools": [FLAT]})
+    assert told.status == "completed" and [item.type for item in told.output][1:] == [
+        "function_call"
+    ]
+
+
 def test_forced_calls_and_formats(client: OpenAI) -> None:
     pytest.importorskip("llguidance", reason="the extra structured is not installed")
 

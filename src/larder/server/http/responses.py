@@ -62,6 +62,8 @@ from larder.server.request import ApiError, ChatMessage, Report
 from larder.session.transcript.chat_template import VARIABLES_ROLE
 
 router = APIRouter(prefix="/v1/responses", tags=["responses"], route_class=JsonRoute)
+# Cause of an incomplete response whose last call, which was streamed, turned out to be no JSON.
+BROKEN_CALL = "invalid_function_call"
 RETRY_HEADER = "x-stainless-retry-count"  # number of retries, sent by OpenAI's clients
 
 
@@ -105,7 +107,8 @@ async def create(http: HttpRequest, request: ResponsesRequest) -> Response:
     cut = [*parser.push(said.text), *parser.finish()] if is_cut else []  # a call may be broken off
     output.add(cut or whole_deltas(form.parse(said.text)))
     output.finish(is_cut=is_cut)
-    return JSONResponse(await run_in_threadpool(pending.finish, output, said.report))
+    cause = _incomplete_reason(said.report, parser)
+    return JSONResponse(await run_in_threadpool(pending.finish, output, said.report, cause))
 
 
 @router.get("/{name}")
@@ -155,14 +158,21 @@ async def _events(
                 for event, content in output.add(parser.push(item)):
                     yield _event(numbers, event, content)
             elif isinstance(item, Report):
-                events = output.add(parser.finish())
-                events += output.finish(is_cut=item.reason == "length")
-                told = await run_in_threadpool(pending.finish, output, item)
+                events, cause = output.add(parser.finish()), _incomplete_reason(item, parser)
+                events += output.finish(is_cut=bool(cause))
+                told = await run_in_threadpool(pending.finish, output, item, cause)
                 events.append((f"response.{told['status']}", {"response": told}))
                 for event, content in events:
                     yield _event(numbers, event, content)
     except LarderError as error:
         yield _failed_event(pending, error, numbers)
+
+
+def _incomplete_reason(report: Report, parser: AnswerParser) -> str:
+    """Why an answer is incomplete; empty if it is not."""
+    if report.reason == "length":
+        return "max_output_tokens"
+    return BROKEN_CALL if parser.is_broken else ""
 
 
 async def _replay_events(told: dict[str, Any]) -> AsyncGenerator[bytes, None]:
@@ -257,16 +267,18 @@ class PendingResponse:
             "user": request.user,
         }
 
-    def finish(self, output: ResponseOutput, report: Report) -> dict[str, Any]:
+    def finish(self, output: ResponseOutput, report: Report, cause: str) -> dict[str, Any]:
         """Final response as JSON, after storing it if requested.
+
+        Args:
+            cause: why the answer is incomplete; empty for a complete one.
 
         Raises:
             ApiError: 409 `conversation_changed`: another request appended to it.
         """
-        is_whole = report.reason != "length"
-        told = self.to_json("completed" if is_whole else "incomplete", output.items)
-        if not is_whole:
-            told["incomplete_details"] = {"reason": "max_output_tokens"}
+        told = self.to_json("incomplete" if cause else "completed", output.items)
+        if cause:
+            told["incomplete_details"] = {"reason": cause}
         told |= {"usage": input_usage(report), "kv": kv_usage(report), "completed_at": time.time()}
         told |= warnings_of(self.request)
         self._store(told, output.stored(), report.session)

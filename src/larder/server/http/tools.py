@@ -12,8 +12,6 @@ from pydantic import BaseModel, Field
 from larder.core.errors import BadParameter, DependencyError
 from larder.engine.constraint import Constraint, grammar_constraint
 from larder.server.answer_form import (
-    THINK_START,
-    THINK_STOP,
     AnswerForm,
     ParsedAnswer,
     canonical_answer,
@@ -21,9 +19,10 @@ from larder.server.answer_form import (
 from larder.server.api_errors import invalid_request
 from larder.server.call_stream import CallDelta, CallStream
 from larder.server.http.protocol import InputMessage, Text, new_id
+from larder.server.reasoning_stream import ReasoningStream
 from larder.server.request import ApiError
 from larder.server.session_info import ServedModel
-from larder.server.tool_parsers.base import ToolCall, marker_start
+from larder.server.tool_parsers.base import ToolCall
 
 MAX_TOOLS = 128
 _NAME = re.compile("[A-Za-z0-9_.-]{1,64}")
@@ -202,8 +201,7 @@ class AnswerParser:
     """
 
     def __init__(self, form: AnswerForm) -> None:
-        self._form, self._text, self._is_done = form, "", False
-        self._sent_reasoning = self._sent_content = 0
+        self._reasoning = ReasoningStream(form.reasoning_parser)
         self._calls = None if form.tools is None else CallStream(form.tools, form.max_calls)
 
     @property
@@ -211,43 +209,28 @@ class AnswerParser:
         """Number of calls that have begun."""
         return 0 if self._calls is None else self._calls.num_calls
 
+    @property
+    def is_broken(self) -> bool:
+        """True if the last call has begun and is no valid call."""
+        return self._calls is not None and self._calls.is_broken
+
     def push(self, text: str) -> list[dict[str, Any]]:
         """Deltas that a part makes final, as OpenAI's chat completions write them."""
-        self._text += text
-        return self._deltas()
+        return self._deltas(text, is_done=False)
 
     def finish(self) -> list[dict[str, Any]]:
         """Deltas of what was withheld."""
-        self._is_done = True
-        return self._deltas()
+        return self._deltas("", is_done=True)
 
-    def _deltas(self) -> list[dict[str, Any]]:
-        found = list[dict[str, Any]]()
-        if not self._is_done and self._may_begin_reasoning():
-            return found
-        reasoning, content = self._form.split_reasoning(self._text)
-        if THINK_STOP not in self._text and not self._is_done:
-            reasoning = reasoning[: marker_start(reasoning, THINK_STOP)].rstrip("\n")
-        if new := reasoning[self._sent_reasoning :]:
-            found.append({"reasoning_content": new})
-            self._sent_reasoning = len(reasoning)
-        calls = [] if self._calls is None else self._calls.push(content, self._is_done)
-        stop = self._content_stop(content)
-        if new := content[self._sent_content : stop]:
-            found.append({"content": new})
-            self._sent_content = stop
+    def _deltas(self, text: str, is_done: bool) -> list[dict[str, Any]]:
+        reasoning, content = self._reasoning.push(text, is_done)
+        calls = list[CallDelta]()
+        if self._calls is not None:
+            content, calls = self._calls.push(content, is_done)
+        found: list[dict[str, Any]] = [{"reasoning_content": reasoning}] if reasoning else []
+        if content:
+            found.append({"content": content})
         return found + [{"tool_calls": [delta_json(call)]} for call in calls]
-
-    def _may_begin_reasoning(self) -> bool:
-        """True if the text so far may become the tag that begins the reasoning."""
-        return bool(self._form.reasoning_parser) and THINK_START.startswith(self._text.lstrip())
-
-    def _content_stop(self, content: str) -> int:
-        """Where the content before calls ends, or before what may become one."""
-        tools = self._form.tools
-        if tools is None or (self._is_done and not self.num_calls):
-            return len(content)
-        return tools.start(content)
 
 
 def delta_json(call: CallDelta) -> dict[str, Any]:

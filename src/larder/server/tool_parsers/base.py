@@ -83,11 +83,21 @@ class ToolCall:
         )
 
 
-class ToolParser(ABC):
-    """Parser of the tool calls at the end of an answer.
+@dataclass(frozen=True)
+class CallPlace:
+    """Where a call begins in a text, or where the search for one goes on once there is more text.
 
-    A parser sees the whole answer so far at each call, and keeps nothing.
+    Args:
+        start: index of the JSON of the call, or the index before which none begins.
+        is_found: there is a call.
     """
+
+    start: int
+    is_found: bool
+
+
+class ToolParser(ABC):
+    """Parser of the tool calls at the end of an answer. It keeps nothing between calls."""
 
     # What the chat templates of such models contain.
     template_mark: ClassVar[str] = ""
@@ -101,12 +111,20 @@ class ToolParser(ABC):
     def calls(self, text: str) -> tuple[ToolCall, ...]:
         """Complete calls of a text that begins at `start`; empty if it is no call."""
 
-    def next_call(self, text: str, place: int) -> int | None:
-        """Index of the JSON of the first call from a place on, which the calls before it end at.
+    def later_start(self, text: str) -> int:
+        """As `start`, of a text that does not begin the answer and follows content."""
+        return len(text)
 
-        None while there is none; always in a form whose calls are not streamed.
+    def first_call(self, text: str, place: int) -> CallPlace | None:
+        """Place of the first call from an index on, in an answer from `start` on.
+
+        None if no call can follow; always in a form whose calls are not streamed.
         """
         return None
+
+    def later_call(self, text: str, place: int) -> CallPlace | None:
+        """Place of the next call from an index on, at which the call before it ends."""
+        return self.first_call(text, place)
 
     def grammar(self, schemas: Mapping[str, Any], most: int | None) -> str:
         """Grammar of an answer that is calls alone, in Lark's notation.
@@ -168,21 +186,21 @@ def json_call(text: str, place: int) -> tuple[ToolCall, int] | None:
 
 def json_calls(parser: ToolParser, text: str) -> tuple[ToolCall, ...]:
     """Calls of a text in a form whose calls are streamed, up to the first that is none."""
-    found, place = list[ToolCall](), 0
-    while (start := parser.next_call(text, place)) is not None:
-        call = json_call(text, start)
+    found, place = list[ToolCall](), parser.first_call(text, 0)
+    while place is not None and place.is_found:
+        call = json_call(text, place.start)
         if call is None:
             break
         found.append(call[0])
-        place = call[1]
+        place = parser.later_call(text, call[1])
     return tuple(found)
 
 
-def marker_start(text: str, marker: str) -> int:
-    """Index of a marker in a text, or of its beginning at the end of the text."""
-    place = text.find(marker)
-    if place >= 0:
-        return place
+def marker_start(text: str, marker: str, place: int = 0) -> int:
+    """Index of a marker in a text from an index on, or of its beginning at the end of the text."""
+    found = text.find(marker, place)
+    if found >= 0:
+        return found
     ends = (n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n]))
     return len(text) - next(ends, 0)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from larder.server.tool_parsers.base import (
+    CallPlace,
     ToolCall,
     ToolParser,
     call_schema,
@@ -15,7 +16,7 @@ from larder.server.tool_parsers.base import (
 )
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_OPEN = re.compile(rf"{OPEN}\s*")
+_SPACE = re.compile(r"\s*")
 
 
 class Hermes(ToolParser):
@@ -29,9 +30,15 @@ class Hermes(ToolParser):
     def calls(self, text: str) -> tuple[ToolCall, ...]:
         return json_calls(self, text)
 
-    def next_call(self, text: str, place: int) -> int | None:
-        found = _OPEN.search(text, place)
-        return None if found is None else found.end()
+    def later_start(self, text: str) -> int:
+        return marker_start(text, OPEN)
+
+    def first_call(self, text: str, place: int) -> CallPlace | None:
+        start = marker_start(text, OPEN, place)
+        space = _SPACE.match(text, start + len(OPEN))
+        if space is None or space.end() == len(text):  # the marker or what follows is to come
+            return CallPlace(start, is_found=False)
+        return CallPlace(space.end(), is_found=True)
 
     def grammar(self, schemas: Mapping[str, Any], most: int | None) -> str:
         count = "call" if most == 1 else 'call ("\\n" call)*'

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from larder.server.tool_parsers.base import (
+    CallPlace,
     ToolCall,
     ToolParser,
     call_schema,
@@ -28,12 +29,16 @@ class Llama3Json(ToolParser):
     def calls(self, text: str) -> tuple[ToolCall, ...]:
         return json_calls(self, text)
 
-    def next_call(self, text: str, place: int) -> int | None:
-        if place:
-            rest = text[place:].lstrip(SEPARATORS)
-        else:
-            rest = text.lstrip().removeprefix(TAG).lstrip()
-        return len(text) - len(rest) if rest.startswith("{") else None
+    def first_call(self, text: str, place: int) -> CallPlace | None:
+        rest = text[place:].lstrip().removeprefix(TAG).lstrip()
+        if rest.startswith("{"):
+            return CallPlace(len(text) - len(rest), is_found=True)
+        return CallPlace(place, is_found=False) if TAG.startswith(rest) else None
+
+    def later_call(self, text: str, place: int) -> CallPlace | None:
+        rest = text[place:].lstrip(SEPARATORS)
+        is_open = not rest or rest.startswith("{")
+        return CallPlace(len(text) - len(rest), is_found=bool(rest)) if is_open else None
 
     def grammar(self, schemas: Mapping[str, Any], most: int | None) -> str:
         count = "call" if most == 1 else 'call ("; " call)*'

@@ -32,6 +32,9 @@ class Mistral(ToolParser):
             return 0
         return marker_start(text, MARKER)
 
+    def later_start(self, text: str) -> int:
+        return marker_start(text, MARKER)
+
     def calls(self, text: str) -> tuple[ToolCall, ...]:
         found = list[ToolCall]()
         for part in filter(str.strip, text.split(MARKER)):

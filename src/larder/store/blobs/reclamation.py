@@ -66,21 +66,22 @@ class DiskEviction:
     def make_room(self, tenant: str, count: int) -> None:
         """Evict caches until `count` bytes can be reserved for a tenant, or none are left.
 
-        If all tenants together have room, only caches of this tenant are evicted.
+        If all tenants together have room, only caches of this tenant are evicted, and of those that
+        share its budget.
         """
         ledger = self._blobs.ledger
         wanted = count - ledger.room(Tier.DISK, tenant)
         if wanted <= 0 or count > ledger.limit(Tier.DISK):
             return
         is_own = ledger.limit(Tier.DISK) - ledger.used(Tier.DISK) >= count
-        found = self._candidates(tenant if is_own else None)
+        found = self._candidates(ledger.group_of(tenant) if is_own else None)
         columns = CandidateColumns.of([candidate for candidate, _ in found])
         order = self._rule.select_victims(columns, self._manifest.clock(), wanted)
         self._clock = max(self._clock, order.clock)
         for row in order.rows:
             self._evict(found[row][1])
 
-    def _candidates(self, tenant: str | None) -> list[tuple[Candidate, _Victim]]:
+    def _candidates(self, tenants: Collection[str] | None) -> list[tuple[Candidate, _Victim]]:
         chunks, states = self._chunks.all(), self._states()
         uses_by_session = {(r.key, ref.digest) for r, *_ in states for ref in r.cache_refs}
         num_sessions = Counter(digest for _, digest in uses_by_session)
@@ -123,7 +124,7 @@ class DiskEviction:
             found.append((candidate, _Victim(record.tenant, tuple(own))))
         names = {candidate.name for candidate, _ in found}
         self._clocks = {name: clock for name, clock in self._clocks.items() if name in names}
-        return [pair for pair in found if tenant in (None, pair[1].tenant)]
+        return [pair for pair in found if tenants is None or pair[1].tenant in tenants]
 
     def _clock_of(self, name: str, last_used: float) -> float:
         """Clock of the tier when a candidate was last used, as far as it was observed."""

@@ -223,19 +223,21 @@ class SessionEpochs:
             with suppress(StoreError):  # another machine may have removed it
                 self.newest(key)
 
-    def all_records(self) -> list[Record]:
-        """Every intact, readable record beside the blobs."""
-        records = list[Record]()
+    def all_records(self) -> tuple[list[Record], dict[str, str]]:
+        """Every intact record beside the blobs, and why those of other versions are refused, by
+        path."""
+        records, refused = list[Record](), dict[str, str]()
         for path in self._guard.call(self._paths):
             parsed = _parse_record_path(path)
             try:
                 record = None if parsed is None else self._beside(parsed[0], parsed[1])
             except Refused as error:
                 self._damaged(str(error))
+                refused[path] = str(error)
                 continue
             if record is not None:
                 records.append(record)
-        return records
+        return records, refused
 
     def _create(self, record: Record) -> None:
         """Create the record of an epoch. Raises: Superseded: it exists."""
