@@ -133,6 +133,15 @@ def test_show_a_name_that_is_both(run: Run) -> None:
     assert document(run("policy", "show", "snapkv", "--json")).keys() >= {"preset", "part"}
 
 
+def test_show_a_sentence(run: Run) -> None:
+    sentence = "kvzip > quantized(bits=8)"
+    shown = run("policy", "show", sentence).stdout
+    assert str(Policy.parse(sentence)) in shown and f"{sentence}, a sentence" in shown
+    page = document(run("policy", "show", sentence, "--json"))["policy"]
+    assert page["sentence"] == "whole() > reconstruct() > global() > quantized(bits=8)"
+    assert "a '(' is never closed" in complaint(run("policy", "show", "snapkv("), 2)
+
+
 def test_show_the_unknown(run: Run) -> None:
     assert "Did you mean 'snapkv'" in complaint(run("policy", "show", "snapvk"), 2)
 

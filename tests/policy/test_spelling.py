@@ -45,6 +45,10 @@ def test_presets_round_trip(name) -> None:
     assert Policy.parse(str(policy)) == policy
     assert str(Policy.parse(str(policy))) == str(policy)
     assert Policy.parse(f"  {PRESETS[name]} ") == policy
+    sized = policy.with_sizes(512, None)
+    for own in (policy, sized):
+        assert Policy.parse(own.short) == own
+        assert len(own.short) <= len(str(own))
 
 
 def parts_of(slot: str) -> list[type]:
@@ -157,12 +161,23 @@ WRONG = {
     "keydiff() > max()": (SpellingError, "uses no attention, so max() has nothing to reduce"),
     "snapkw()": (UnknownName, "Did you mean 'snapkv'"),
     "epicash": (UnknownName, "Did you mean 'epicache'"),
-    "icecache > quantized()": (SpellingError, "icecache is a whole policy, not a part of one"),
+    "icecache() > quantized()": (SpellingError, "icecache is a preset, not a part: write its name"),
+    "blockwise() > kvzip": (SpellingError, "as in 'kvzip > quantized(bits=4)'"),
     "snapkv(windw=3)": (UnknownName, "Did you mean 'window'"),
     "drop(now=1)": (UnknownName, "It takes: none"),
-    "pooled() > snapkv()": (SpellingError, "out of order or repeated"),
-    "snapkv() > keydiff()": (SpellingError, "out of order or repeated"),
-    "protect() > protect()": (SpellingError, "out of order or repeated"),
+    "pooled() > snapkv()": (SpellingError, "out of order: write 'snapkv() > pooled()'"),
+    'drop() > patched(prompt="a")': (SpellingError, "write 'patched(prompt=\"a\") > drop()'"),
+    "kvzip > drop() > ada()": (SpellingError, "write 'kvzip > ada() > drop()'"),
+    "snapkv() > keydiff()": (SpellingError, "snapkv and keydiff are both in the slot 'scorer'"),
+    "protect() > protect()": (SpellingError, "protect is given twice, and a policy has one"),
+    "SnapKVPress(0.5)": (SpellingError, "kvpress=SnapKVPress(0.5), or take the policy"),
+    "KnormPress": (SpellingError, "pass the object, kvpress=KnormPress(...)"),
+    "snapkv(compression_ratio=0.5)": (UnknownName, "the budget, 1 - compression_ratio"),
+    "snapkv(), pooled()": (SpellingError, 'joined by " > "'),
+    "snapkv() | pooled()": (SpellingError, 'joined by " > "'),
+    "kvzip:int4": (SpellingError, "it goes wrong at ':int4'"),
+    "snapkv() >": (SpellingError, "it ends too early"),
+    "snapkv)": (SpellingError, "a ')' is never opened"),
     "snapkv(window=1.5)": (BadParameter, "must be a whole number, got 1.5"),
     'snapkv(window="3")': (BadParameter, "must be a whole number, got '3'"),
     'snapkv(variant="ours")': (BadParameter, "'larder', 'paper', 'code', got 'ours'"),
@@ -187,9 +202,9 @@ WRONG = {
     "lambda: 0": (SpellingError, "does not parse"),
     "(snapkv() > pooled()) > drop()": (SpellingError, "is not a part"),
     "snapkv(window=(1 if 1 else 2))": (SpellingError, "does not parse"),
-    "": (SpellingError, "does not parse"),
+    "": (SpellingError, "The policy is empty: write a name, or parts as name(parameter=value)"),
     ">": (SpellingError, "does not parse"),
-    "snapkv(": (SpellingError, "does not parse"),
+    "snapkv(": (SpellingError, "a '(' is never closed. Write parts as"),
     "snapkv(\n)\x00": (SpellingError, "does not parse"),
     "snapkv(window=" + "(" * 300 + ")" * 300 + ")": (SpellingError, "does not parse"),
     "snapkv(window=" + "-" * 20000 + "1)": (SpellingError, "does not parse"),

@@ -42,9 +42,10 @@ class PartDoc:
 
 @dataclass(frozen=True)
 class PresetDoc:
-    """Documentation of a preset.
+    """Documentation of a preset or of another sentence.
 
     Args:
+        name: name of the preset, or the sentence as it was given.
         sentence: its short spelling.
         full: the spelling with every parameter.
         parts: its parts, with the citations that apply to its parameters.
@@ -85,6 +86,17 @@ def preset_doc(name: str) -> PresetDoc:
     """Documentation of a preset."""
     policy = Policy.parse(name)
     return PresetDoc(name, PRESETS[name], str(policy), parts_of(policy), beyond_budget(policy))
+
+
+def sentence_doc(sentence: str) -> PresetDoc:
+    """Documentation of a sentence.
+
+    Raises:
+        LarderError: it does not parse.
+    """
+    policy = Policy.parse(sentence)
+    text = policy.short
+    return PresetDoc(sentence, text, str(policy), parts_of(policy), beyond_budget(policy))
 
 
 def parts_of(policy: Policy) -> tuple[PartDoc, ...]:

@@ -49,20 +49,33 @@ def list_all(options: OutputOptions) -> None:
         part_table.add_row(part.name, part.slot, part.summary, papers or NO_PAPER)
     console.print(part_table)
     console.print(
-        "\nlarder policy show NAME describes one, larder policy cite NAME prints its papers."
+        "\nlarder policy show NAME describes one, larder policy cite NAME prints its papers. "
+        "A preset takes parts behind its name: kvzip > quantized(bits=4)."
     )
 
 
 @app.command("show")
 @command
 def show(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of a part or preset.")],
+    name: Annotated[
+        str, typer.Argument(metavar="SPELLING_OR_NAME", help="A part, a preset or a sentence.")
+    ],
     options: OutputOptions,
 ) -> None:
-    """Show the parameters of a part, or the sentence of a preset; some names are both."""
-    from larder.cli.part_docs import find_part, part_names, preset_doc
+    """Show the parameters of a part, or the parts of a preset or a sentence.
+
+    Some names are both: without parentheses they begin a sentence as the preset.
+    """
+    from larder.cli.part_docs import find_part, part_names, preset_doc, sentence_doc
     from larder.session.presets import PRESETS
 
+    if ">" in name or "(" in name:
+        sentence = sentence_doc(name)
+        if options.json:
+            print_document({"schema": SCHEMA, "name": name, "policy": asdict(sentence)})
+        else:
+            _show_preset(sentence, "a sentence")
+        return
     preset = preset_doc(name) if name in PRESETS else None
     part = find_part(name) if name in part_names() or preset is None else None
     if options.json:
@@ -110,9 +123,9 @@ def _cited(text: str) -> list[tuple[str, Citation]]:
     return [(page.name, citation) for page in pages for citation in page.citations]
 
 
-def _show_preset(page: PresetDoc) -> None:
+def _show_preset(page: PresetDoc, what: str = "a preset") -> None:
     console = results_console()
-    console.print(f"{page.name}, a preset")
+    console.print(f"{page.name}, {what}", soft_wrap=True)
     console.print(f"\n  {page.full}\n", soft_wrap=True)
     table = make_table("slot", "part", "purpose", texts=3)
     for part in page.parts:

@@ -13,7 +13,7 @@ import keyword
 import re
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache
@@ -25,17 +25,32 @@ from larder.core.family import public_name
 Value = int | float | str | None
 
 _GUARD = "__"
+_FORM = 'parts as name(parameter=value), joined by " > "'
 LONGEST_SHOWN = 200  # characters of a sentence that an error quotes
+COMPRESSION_RATIO = "compression_ratio"  # parameter of the presses of kvpress
+INSTEAD_OF_RATIO = (
+    'the share that stays is the budget, 1 - compression_ratio, as in budget="25%" for '
+    "compression_ratio=0.75"
+)
 _CONSTANTS = ("None", "True", "False")
 _WORD_OR_TEXT = re.compile(r"""\"(?:\\.|[^\"\\])*\"|'(?:\\.|[^'\\])*'|[A-Za-z_]\w*""")
 
 
 @dataclass(frozen=True)
 class Call:
-    """Parsed part: its name and its parameters."""
+    """Parsed part: its name and its parameters. `str()` is its text.
+
+    Args:
+        is_bare: True for a name without parentheses.
+    """
 
     name: str
     parameters: dict[str, Value] = field(default_factory=dict[str, Value])
+    is_bare: bool = field(default=False, compare=False)
+
+    def __str__(self) -> str:
+        inner = ", ".join(f"{name}={_literal(value)}" for name, value in self.parameters.items())
+        return self.name if self.is_bare else f"{self.name}({inner})"
 
 
 def parse(sentence: str, what: str = "policy") -> list[Call]:
@@ -47,24 +62,39 @@ def parse(sentence: str, what: str = "policy") -> list[Call]:
     Raises:
         SpellingError: the sentence does not parse.
     """
+    if not sentence.strip():
+        raise SpellingError(f"The {what} is empty: write a name, or {_FORM}.")
     try:
         tree = ast.parse(_without_keywords(sentence.strip()), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise SpellingError(
-            f"The {what} {_shortened(sentence)!r} does not parse: {_reason(error)}. "
-            'Write parts as name(parameter=value), joined by " > ".'
+            f"The {what} {_shortened(sentence)!r} does not parse: {_reason(sentence, error)}. "
+            f"Write {_FORM}."
         ) from None
     if isinstance(tree, ast.Compare):
         if not all(isinstance(operator, ast.Gt) for operator in tree.ops):
             raise SpellingError(f'In {sentence!r} parts must be joined by " > ".')
         return [_call(node) for node in (tree.left, *tree.comparators)]
+    if isinstance(tree, ast.Tuple | ast.BinOp):
+        raise SpellingError(f'In {_shortened(sentence)!r} parts must be joined by " > ".')
     return [_call(tree)]
 
 
 def spell(part: Any) -> str:
     """Canonical text of a part: every parameter that is not None, in the order of its fields."""
-    shown = ((f.name, getattr(part, f.name)) for f in fields(part) if f.init)
-    inner = ", ".join(f"{name}={_literal(value)}" for name, value in shown if value is not None)
+    return _spelled(part, [f for f in fields(part) if f.init])
+
+
+def spell_briefly(part: Any) -> str:
+    """Short text of a part: the parameters that are not those by default. Parses to the part."""
+    return _spelled(
+        part, [f for f in fields(part) if f.init and getattr(part, f.name) != f.default]
+    )
+
+
+def _spelled(part: Any, shown: list[Field[Any]]) -> str:
+    values = ((f.name, getattr(part, f.name)) for f in shown)
+    inner = ", ".join(f"{name}={_literal(value)}" for name, value in values if value is not None)
     return f"{public_name(part.__class__)}({inner})"
 
 
@@ -96,7 +126,7 @@ def _types(kind: type) -> Mapping[str, Any]:
 def _call(node: ast.expr) -> Call:
     text = ast.unparse(node).replace(_GUARD, "")
     if isinstance(node, ast.Name):
-        return Call(node.id.removesuffix(_GUARD))
+        return Call(node.id.removesuffix(_GUARD), is_bare=True)
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         raise SpellingError(f"{text!r} is not a part: write name(parameter=value).")
     if node.args or any(named.arg is None for named in node.keywords):
@@ -147,12 +177,21 @@ def _escaped(letter: str) -> str:
     return letter if plain else letter.encode("unicode_escape").decode("ascii")
 
 
-def _shortened(sentence: str) -> str:
-    return sentence if len(sentence) <= LONGEST_SHOWN else sentence[:LONGEST_SHOWN] + "..."
+def _shortened(sentence: str, longest: int = LONGEST_SHOWN) -> str:
+    return sentence if len(sentence) <= longest else sentence[:longest] + "..."
 
 
-def _reason(error: BaseException) -> str:
-    return str(error.args[0]) if error.args else "it is nested too deeply"
+def _reason(sentence: str, error: BaseException) -> str:
+    """Why a sentence does not parse, and where."""
+    if not isinstance(error, SyntaxError) or len(sentence) > LONGEST_SHOWN:
+        return str(error.args[0]) if error.args else "it is nested too deeply"
+    num_open = sentence.count("(") - sentence.count(")")
+    if num_open:
+        sign, verb = ("(", "closed") if num_open > 0 else (")", "opened")
+        return f"a {sign!r} is never {verb}"
+    place = (error.offset or 0) - 1
+    rest = _without_keywords(sentence.strip())[place:].replace(_GUARD, "") if place >= 0 else ""
+    return f"it goes wrong at {_shortened(rest, 20)!r}" if rest else "it ends too early"
 
 
 def _required(f: Any) -> bool:
@@ -160,6 +199,8 @@ def _required(f: Any) -> bool:
 
 
 def _unknown_parameter(name: str, parameter: str, known: list[str]) -> str:
+    if parameter == COMPRESSION_RATIO:
+        return f"{name} has no parameter {parameter!r}: {INSTEAD_OF_RATIO}."
     near = get_close_matches(parameter, known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{name} has no parameter {parameter!r}.{hint} It takes: {', '.join(known) or 'none'}."

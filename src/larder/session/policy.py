@@ -13,17 +13,15 @@ recalled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from larder.core.arguments import check_type
-from larder.core.errors import BudgetError, SpellingError, UnknownName
-from larder.core.family import LISTING, Family, unknown_name_message
-from larder.core.recall import RECALLS, OffloadSpec, RecallPart
+from larder.core.errors import BudgetError, SpellingError
+from larder.core.recall import OffloadSpec, RecallPart
 from larder.core.spec import ModelSpec, RecomputeSpec
-from larder.core.spelling import Call, build, parse, spell
+from larder.core.spelling import Call, build, spell, spell_briefly
 from larder.policy.aggregation.base import Aggregation
 from larder.policy.attention_reduction import AttentionReduction, NoAggregation, NoHeadRule
 from larder.policy.budgets.base import Budget
@@ -32,7 +30,7 @@ from larder.policy.heads.base import HeadRule
 from larder.policy.planner import Planner
 from larder.policy.protect import Protect
 from larder.policy.providers.base import VocabularyProvider, select_providers
-from larder.policy.reduced_scorer import REDUCTION_SLOTS, SCORERS, reduction_parts
+from larder.policy.reduced_scorer import REDUCTION_SLOTS, reduction_parts
 from larder.policy.scorers.base import Scorer
 from larder.policy.storage.base import Storage
 from larder.policy.storage.exact import Exact
@@ -56,36 +54,8 @@ from larder.session.policy_validation import (
     check_weights,
     with_block_size,
 )
-from larder.session.presets import PRESETS
+from larder.session.sentence import FAMILIES, SLOTS, parts_by_slot
 
-FAMILIES: Mapping[str, Family] = {
-    "session": Family("session", "larder.session.arrangements"),
-    "schedule": Family("schedule", "larder.prefill.schedules"),
-    "scorer": SCORERS,
-    **REDUCTION_SLOTS,
-    "values": Family("values", "larder.policy.values"),
-    "unit": Family("unit", "larder.policy.units"),
-    "budget": Family("budget", "larder.policy.budgets"),
-    "compensation": Family("compensation", "larder.policy.compensation"),
-    "recall": RECALLS,
-    "storage": Family("storage", "larder.policy.storage"),
-    "timing": Family("timing", "larder.policy.timing"),
-}
-SLOTS = (
-    "session",
-    "schedule",
-    "protect",
-    "scorer",
-    "aggregation",
-    "heads",
-    "values",
-    "unit",
-    "budget",
-    "compensation",
-    "recall",
-    "storage",
-    "timing",
-)
 DEFERRED_SLOTS = (*REDUCTION_SLOTS, "recall")
 NULL_PARTS = (
     NoAggregation(),
@@ -153,8 +123,13 @@ class Policy:
     def parse(sentence: str) -> Policy:
         """Parse the name of a preset or a spelling of parts; omitted slots take defaults.
 
+        A first name without parentheses is a preset's, if there is one of that name; with
+        parentheses it is a part's. A part behind a preset replaces the one that the preset has in
+        its slot, or changes the parameters that it names if it is the same part.
+
         Args:
-            sentence: name of a preset such as `"kvzip"`, or parts joined by `>` in slot order.
+            sentence: name of a preset such as `"kvzip"`; the name of one with parts behind it,
+                `"kvzip > quantized(bits=4)"`; or parts joined by `>` in slot order.
 
         Returns:
             Policy whose sizes are open where the sentence names none.
@@ -167,19 +142,10 @@ class Policy:
         Examples:
             >>> Policy.parse("kvzip") == Policy.parse(str(Policy.parse("kvzip")))
             True
+            >>> Policy.parse("kvzip > quantized(bits=8)").short
+            'whole() > reconstruct() > global() > quantized(bits=8)'
         """
-        text = sentence.strip()
-        if text in PRESETS:
-            text = PRESETS[text]
-        calls = parse(text)
-        slots = [_slot_of(call) for call in calls]
-        order = [SLOTS.index(slot) for slot in slots]
-        if order != sorted(set(order)):
-            raise SpellingError(
-                f"The parts of {sentence!r} are out of order or repeated: write at most one each "
-                f"of {' > '.join(SLOTS)}."
-            )
-        given = dict(zip(slots, calls, strict=True))
+        given = parts_by_slot(sentence)
         chosen = {
             slot: _build_part(slot, given.get(slot)) for slot in SLOTS if slot not in DEFERRED_SLOTS
         }
@@ -203,6 +169,30 @@ class Policy:
         parts = [getattr(self, slot) for slot in SLOTS]
         return " > ".join(
             spell(part) for part in parts if part is not None and part not in NULL_PARTS
+        )
+
+    def __repr__(self) -> str:
+        return f"Policy({self.short!r})"
+
+    @property
+    def short(self) -> str:
+        """Short spelling, without what is so by default; parses to the same policy.
+
+        Examples:
+            >>> Policy.parse("snapkv").short
+            'whole() > snapkv() > uniform()'
+        """
+        own = self.scorer.default_reduction()
+        implied = {slot: _build_part(slot, None) for slot in ("session", "protect", "compensation")}
+        implied |= {
+            slot: _build_part(slot, None) for slot in ("values", "unit", "storage", "timing")
+        }
+        implied |= reduction_parts(self.scorer, {}) if own is not None else {}
+        parts = {slot: getattr(self, slot) for slot in SLOTS}
+        return " > ".join(
+            spell_briefly(part)
+            for slot, part in parts.items()
+            if part not in (None, implied.get(slot), *NULL_PARTS)
         )
 
     @property
@@ -365,28 +355,6 @@ def _recall_part(
             "quantized() to hold offloaded entries in few bits."
         )
     return _build_part("recall", given)
-
-
-def _slot_of(call: Call) -> str:
-    if call.name == "protect":
-        return "protect"
-    for slot, family in FAMILIES.items():
-        if call.name in family.own():
-            return slot
-    for slot, family in FAMILIES.items():
-        if call.name in family.names():
-            return slot
-    if call.name in PRESETS:
-        raise SpellingError(
-            f"{call.name} is a whole policy, not a part of one: write it alone, or the parts that "
-            f"`larder policy show {call.name}` prints."
-        )
-    known = sorted({name for family in FAMILIES.values() for name in family.names()} | {"protect"})
-    raise UnknownName(
-        unknown_name_message(
-            "policy part or preset", call.name, sorted({*known, *PRESETS}), LISTING
-        )
-    )
 
 
 def _build_part(slot: str, call: Call | None) -> Any:

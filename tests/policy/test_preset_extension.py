@@ -1,0 +1,90 @@
+"""Parts behind a preset's name: added, replaced or changed in the sentence of the preset."""
+
+from __future__ import annotations
+
+import pytest
+
+from larder import LarderError, Policy
+from larder.core.spelling import Call, parse
+from larder.session.presets import PRESETS
+from larder.session.sentence import FAMILIES, SLOTS
+
+ADDED = (
+    "blockwise()",
+    "protect(sinks=8)",
+    "keydiff()",
+    "global()",
+    "park()",
+    "quantized(bits=8)",
+    "every_step()",
+)
+NAMES = {name for family in FAMILIES.values() for name in family.own()}
+BOTH = sorted(NAMES.intersection(PRESETS))
+
+
+def slot(name: str) -> str:
+    return next((own for own, family in FAMILIES.items() if name in family.own()), "protect")
+
+
+def spliced(preset: str, added: str) -> str:
+    """Reference: the parts of a preset in a list, with one put in its place by hand."""
+    [new] = parse(added)
+    own, parts = slot(new.name), list[Call]()
+    for old in parse(PRESETS[preset]):
+        if slot(old.name) == own and old.name == new.name:
+            new = Call(new.name, old.parameters | new.parameters)
+        elif slot(old.name) != own:
+            parts.append(old)
+    replaced = all(new.name != old.name for old in parse(PRESETS[preset]))
+    if replaced and own == "scorer":
+        parts = [old for old in parts if slot(old.name) not in ("aggregation", "heads")]
+    if replaced and own == "compensation":
+        parts = [old for old in parts if slot(old.name) != "recall"]
+    parts.append(new)
+    return " > ".join(str(part) for part in sorted(parts, key=lambda c: SLOTS.index(slot(c.name))))
+
+
+def parsed(sentence: str) -> str:
+    try:
+        return str(Policy.parse(sentence))
+    except LarderError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_part_behind_a_preset_takes_its_slot(preset) -> None:
+    results = {added: parsed(f"{preset} > {added}") for added in ADDED}
+    assert results == {added: parsed(spliced(preset, added)) for added in ADDED}
+    assert results["quantized(bits=8)"].count("quantized") <= 1
+
+
+def test_an_added_part_leaves_the_others() -> None:
+    assert Policy.parse("kvzip > quantized(bits=4)") == Policy.parse(
+        "whole() > reconstruct() > global() > quantized(bits=4)"
+    )
+
+
+def test_the_same_part_keeps_what_is_not_named() -> None:
+    policy = Policy.parse("epicache > sensitivity(alpha=3)")
+    assert (policy.budget.alpha, policy.budget.floor) == (3, 0.015)
+
+
+def test_what_belongs_to_a_replaced_part_leaves_with_it() -> None:
+    assert Policy.parse("cake > keydiff()").scorer == Policy.parse("keydiff()").scorer
+    assert Policy.parse("icecache > drop()").recall is None
+    assert Policy.parse("cake > snapkv(window=64)").heads == Policy.parse("cake").heads
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_bare_first_name_is_the_preset(name) -> None:
+    schedule = PRESETS[name].partition(" > ")[0]
+    assert parsed(f"{name} > {schedule}") == parsed(name) == parsed(PRESETS[name])
+
+
+def test_a_bare_name_that_is_no_preset_is_a_part() -> None:
+    assert Policy.parse("reconstruct > global()") == Policy.parse("reconstruct() > global()")
+
+
+def test_parentheses_choose_the_part() -> None:
+    assert "> ada(" in str(Policy.parse("expected > quantized()"))
+    assert "> pooled(" in str(Policy.parse("expected() > quantized()"))
