@@ -25,7 +25,7 @@ GROWTHS = st.lists(
 # Where the defaults are for texts that are longer than those of tests.
 # Entries that come later join a cluster, whose centroid does not go to them: so many are looked at.
 # A sentence that stands out is fetched from its first entry on.
-ENOUGH = {"clusters": 60, "sentences": 64, "a2ats": 60}
+ENOUGH = {"clusters": 60, "sentences": 64, "a2ats": 60, "positionless": 60}
 NEEDS = {"graph": "usearch"}  # packages that may be missing
 PARTS = pytest.mark.parametrize("name", sorted(RECALLS.own()))
 LOOPS = {name: vars(import_module(f"references.{name}")) for name in sorted(RECALLS.own())}

@@ -26,6 +26,7 @@ from larder.core.spec import LayerSpec
 from larder.core.spelling import build, parse, spell
 
 RECALLS = Family("recall", "larder.recall")
+GAPLESS = "compact()"  # in the text form of an offload
 SAMPLE_ENTRIES = 1 << 10  # per head, of the sample that estimates the bytes of an index
 
 
@@ -328,22 +329,26 @@ class OffloadSpec:
     Args:
         host_mib: most host memory of a sequence's offloaded entries, in MiB; None for no limit.
         codec: quantization of offloaded entries; None for none.
+        is_gapless: whether recalled and resident entries are attended to at consecutive positions.
     """
 
     recall: RecallPart
     host_mib: int | None = None
     codec: Codec | None = None
+    is_gapless: bool = False
 
     def to_text(self) -> str:
         """Text form, as sessions save it."""
-        codec = "" if self.codec is None else f" > {spell(self.codec)}"
-        return f"{'' if self.host_mib is None else self.host_mib} {spell(self.recall)}{codec}"
+        parts = [spell(self.recall)] + ([] if self.codec is None else [spell(self.codec)])
+        parts += [GAPLESS] if self.is_gapless else []
+        return f"{'' if self.host_mib is None else self.host_mib} {' > '.join(parts)}"
 
     @staticmethod
     def from_text(text: str) -> OffloadSpec:
         """Spec from its text form."""
         host, _, sentence = text.partition(" ")
-        call, *codecs = parse(sentence)
+        call, *others = parse(sentence)
         recall = build(RECALLS.load(call.name), call.parameters)
+        codecs = [other for other in others if f"{other.name}()" != GAPLESS]
         codec = build(Codec, codecs[0].parameters) if codecs else None
-        return OffloadSpec(recall, int(host) if host else None, codec)
+        return OffloadSpec(recall, int(host) if host else None, codec, len(codecs) < len(others))

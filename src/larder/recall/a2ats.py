@@ -25,20 +25,15 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
-from larder.core.errors import BadParameter, CacheError
+from larder.core.errors import BadParameter
 from larder.core.observation import Entries
 from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.rope import rotate
 from larder.ops.search import interleaved, top_rows
 from larder.recall._clustering import ClusterMetric, assign_clusters, kmeans
-from larder.recall._index_base import (
-    EntryIndex,
-    EntryRecall,
-    group_queries,
-    grow_table,
-    mask_missing,
-)
+from larder.recall._index_base import EntryRecall, group_queries, grow_table, mask_missing
+from larder.recall._unrotated import UnrotatedIndex, check_rotation
 
 RIDGE = 1e-6  # added to the diagonal of the scaled second moment
 
@@ -72,28 +67,21 @@ class A2ats(EntryRecall):
         Raises:
             CacheError: the rotary embedding of the layer is unknown.
         """
-        if layer.radians is None:
-            raise CacheError(
-                f"Layer {layer.index} has a rotary embedding unknown to Larder, so a2ats cannot "
-                "undo it: take a recall part that reads rotated keys, such as pq()."
-            )
+        check_rotation(layer, "a2ats")
         return A2atsIndex(layer, self)
 
 
-class A2atsIndex(EntryIndex):
+class A2atsIndex(UnrotatedIndex):
     """Index with a code per entry, and per kv head the codebook and the metric it was fitted in."""
 
-    is_stateless = False  # it holds the position of the latest query
     tables = {"roots": None, "centers": None, "made_of": None, "last": None, "codes": 1}
 
     def __init__(self, layer: LayerSpec, part: A2ats) -> None:
         super().__init__(layer)
         self._part = part
-        self._radians = torch.tensor(layer.radians)
         self._roots = torch.eye(layer.head_dim).repeat(layer.kv_heads, 1, 1)
         self._centers = torch.zeros(layer.kv_heads, 0, layer.head_dim)  # of keys times roots
         self._made_of = torch.zeros(layer.kv_heads, dtype=torch.int64)
-        self._last = torch.tensor(-1)  # position of the latest query
         self._codes = torch.zeros(layer.kv_heads, 0, dtype=torch.int32)
 
     def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
@@ -106,8 +94,7 @@ class A2atsIndex(EntryIndex):
             elif now > before:
                 points = self._weighed(head, entries, before)
                 self._codes[head, before:now] = self._coded(head, points)
-        places = [entries.head_positions(head)[-1:] for head in range(self.layer.kv_heads)]
-        self._last = torch.cat([self._last[None], *places]).max().long()
+        self._note_latest(entries)
 
     def _metric(self, queries: Float[Tensor, "H Q D"]) -> Float[Tensor, "K D D"]:
         """Cholesky factor of the second moment of the clipped queries of each group.
@@ -130,9 +117,7 @@ class A2atsIndex(EntryIndex):
 
     def _weighed(self, head: int, entries: Entries, first: int) -> Float[Tensor, "S D"]:
         """Keys from entry `first` on, before rotation, times the root of the metric."""
-        keys = entries.keys_from(head, first).float()
-        places = entries.effective_rope_positions[entries.rows(head)][first:]
-        return rotate(keys[None], -places, self._radians)[0] @ self._roots[head]
+        return self.unrotated_keys(head, entries, first) @ self._roots[head]
 
     def _fit(self, head: int, points: Float[Tensor, "S D"]) -> None:
         count = min(self._part.codes, len(points))
@@ -146,14 +131,10 @@ class A2atsIndex(EntryIndex):
         count = min(self._part.codes, int(self._made_of[head]))
         return assign_clusters(points, self._centers[head, :count], ClusterMetric.DISTANCE)
 
-    def observe_step(self, queries: Float[Tensor, "H D"], stays: Entries) -> None:
-        del queries
-        self._last = stays.head_positions(0)[-1].long().cpu()
-
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         known = self.paged.known
-        unrotated = rotate(queries.float()[:, None], -self._last[None], self._radians)
-        asked = group_queries(self._clipped(unrotated)[:, 0], self.layer)  # [K, R, D]
+        clipped = self._clipped(self.unrotated_queries(queries)[:, None])[:, 0]
+        asked = group_queries(clipped, self.layer)  # [K, R, D]
         solved: Tensor = torch.linalg.solve_triangular(  # pyright: ignore
             self._roots, asked.mT, upper=False
         )

@@ -44,6 +44,7 @@ from larder.session.arrangements.base import Arrangement
 from larder.session.policy_validation import (
     check_cache_form,
     check_correction,
+    check_gapless,
     check_heads,
     check_narrowing,
     check_query_positions,
@@ -160,6 +161,7 @@ class Policy:
         check_cache_form(chosen["storage"])
         recall = _recall_part(chosen["compensation"], chosen["storage"], given.get("recall"))
         check_correction(chosen["protect"], recall)
+        check_gapless(chosen["storage"], recall)
         policy = Policy(**chosen, recall=recall, **reduction_parts(chosen["scorer"], given))
         check_narrowing(policy.schedule, policy.planner, policy.compensation, recall)
         return policy
@@ -308,7 +310,8 @@ class Policy:
         if self.recall is None:
             return None
         host_mib = getattr(self.compensation, "host_mib", None)
-        return OffloadSpec(self.recall, host_mib, self.storage.parked)
+        is_gapless = self.storage.rerotates_keys
+        return OffloadSpec(self.recall, host_mib, self.storage.parked, is_gapless)
 
 
 def with_measured_recall(policy: Policy, spec: ModelSpec) -> Policy:
@@ -349,10 +352,11 @@ def _recall_part(
                 "none: write park() before it."
             )
         return None
-    if storage != Exact() and storage.parked is None:
+    if storage != Exact() and storage.parked is None and not storage.rerotates_keys:
         raise SpellingError(
-            f"{spell(storage)} has no slow tier to park entries in: leave it out, take drop(), or "
-            "quantized() to hold offloaded entries in few bits."
+            f"{spell(storage)} has no slow tier to park entries in: leave it out, take drop(), "
+            "quantized() to hold offloaded entries in few bits, or compact() to attend to them at "
+            "positions without gaps."
         )
     return _build_part("recall", given)
 

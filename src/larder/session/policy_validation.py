@@ -228,6 +228,22 @@ def check_correction(
         )
 
 
+def check_gapless(storage: Storage, recall: RecallPart | None) -> None:
+    """Validate that recalled entries can be moved to positions without gaps.
+
+    Raises:
+        SpellingError: the recall part attends to more than entries at positions of their own.
+    """
+    if recall is None or not storage.rerotates_keys:
+        return
+    if recall.corrected or recall.weighs_pages or not recall.is_plain:
+        raise SpellingError(
+            f"{spell(recall)} attends to more than the entries of the pages that it finds, which "
+            f"{spell(storage)} cannot move to other positions: leave the storage out, or take "
+            "another recall part, such as positionless()."
+        )
+
+
 def with_block_size(schedule: Schedule, tokens: int, block: int | None) -> Schedule:
     """Schedule with its block size filled in, if it reads blocks.
 

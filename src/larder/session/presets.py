@@ -280,6 +280,10 @@ PRESETS: Mapping[str, str] = {
         "blockwise() > protect(sinks=0, recent=100) > sinks_and_window(sinks=0) > uniform() > "
         "park() > squeezed(dense=0) > lagged(tokens=16)"
     ),
+    "longcache": (
+        "blockwise() > protect(sinks=32, recent=0.5) > sinks_and_window(sinks=32) > uniform() > "
+        'park() > positionless(dense=0, prefill="recalled") > compact() > lagged(tokens=16)'
+    ),
     "a2ats": (
         "blockwise() > protect(sinks=8, recent=64) > sinks_and_window(sinks=8) > uniform() > "
         "park() > a2ats(dense=0) > lagged(tokens=16)"

@@ -95,6 +95,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> TieredLayer:
         assert spec.parking is not None  # required
         kind = FORMS.load("corrected") if spec.parking.recall.corrected else cls
+        kind = FORMS.load("gapless") if spec.parking.is_gapless else kind
         return kind(layer, model.dtype, model.device, spec.ledger, spec.parking)
 
     @classmethod

@@ -6,6 +6,10 @@ to 0, 1, 2, ... by their order in the cache, so that no distance exceeds what a 
 however long the text. The released code does so once a cache is cut; here from the start, which is
 the same, since nothing moves before. Layers that slide a window of their own keep true positions.
 Only for models that turn keys as Larder knows; others are refused when the cache is made.
+
+Behind `park()` it is what a step or block attends to, resident and recalled together, that stands
+at positions without gaps, as in Liu et al., "ReAttention: Training-Free Infinite Context with
+Finite Attention Scope" (2024), arXiv:2407.15176 (LongCache).
 """
 
 from __future__ import annotations
