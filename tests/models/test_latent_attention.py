@@ -15,7 +15,7 @@ from larder.cache.sequence import SequenceCache
 from larder.core.codec import Codec
 from larder.core.errors import CacheError, ModelError, ScoreError, UsageError
 from larder.core.ledger import Ledger
-from larder.core.plan import Folds, Plan, StepRule
+from larder.core.plan import Folds, Plan, StepRule, StepScore, StepScoring
 from larder.core.types import Mode
 from larder.interop.cache import LarderCache
 from larder.models.attention_backend import AttentionInputs, CausalAttention
@@ -112,7 +112,7 @@ def test_latents_are_evicted_by_plans_alone(decoder: Decoder) -> None:
     read_on(decoder, held, IDS[:8], 8)
     held.record_logits([0])
     read_on(decoder, held, IDS[8:9], 1)
-    assert held.stores[0].eviction_storage(StepRule("mass", None)) is None
+    assert held.stores[0].eviction_storage(StepRule(StepScoring(StepScore.MASS), None, {})) is None
     assert held.stores[0].take_logits() is not None
 
 

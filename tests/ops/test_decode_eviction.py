@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from larder.core.plan import StepColumn, StepRule, StepScore, StepScoring
 from larder.ops.cpu.c_library import c_library
 from larder.ops.cpu.decode_attention import EvictedLayer
 from larder.ops.cpu.decode_eviction import evict_step
 
 pytestmark = pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
+
+BY_MASS = StepRule(StepScoring(StepScore.MASS), None, {StepColumn.MASS: "mass"})
 
 
 def layer(count: int | None, logit: float = 0.0) -> EvictedLayer:
@@ -25,7 +28,8 @@ def layer(count: int | None, logit: float = 0.0) -> EvictedLayer:
         lengths=torch.tensor([6, 6]),
         edges=(0, 10, 20),
         columns=torch.rand(1, 20),
-        column=0,
+        updated={StepColumn.MASS: 0},
+        joined=None,
         log_counts=None,
         thresholds=None,
         logits=logits,
@@ -40,7 +44,7 @@ def test_a_layer_that_is_left_has_not_changed(own: EvictedLayer) -> None:
     tensors = [each for each in own if isinstance(each, torch.Tensor)]
     before = [each.clone() for each in tensors]
     fits = layer(5)
-    assert evict_step([own, fits], 16) == [None, 5]
+    assert evict_step([own, fits], 16, BY_MASS) == [None, 5]
     assert all(
         torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(tensors, before, strict=True)
     )
@@ -50,7 +54,7 @@ def test_a_layer_that_is_left_has_not_changed(own: EvictedLayer) -> None:
 def test_attention_is_added_where_nothing_is_rejected() -> None:
     own = layer(None)
     before = own.columns.clone()
-    assert evict_step([own], 16) == [4]
+    assert evict_step([own], 16, BY_MASS) == [4]
     assert own.lengths.tolist() == [6, 6]
     weights = own.logits[:, 10:16].softmax(1).sum(0)
     assert torch.allclose(own.columns[0, 10:16] - before[0, 10:16], weights, atol=1e-5)
@@ -67,7 +71,7 @@ def test_the_lowest_unspared_entries_go_and_the_rest_stay_in_order() -> None:
         for start in (0, 10)
     ]
     keys = own.keys.clone()
-    evict_step([own], 16)
+    evict_step([own], 16, BY_MASS)
     for start, kept in zip((0, 10), expected, strict=True):
         assert own.positions[start : start + 4].tolist() == kept
         assert torch.equal(own.keys[start : start + 4], keys[[start + s for s in kept]])

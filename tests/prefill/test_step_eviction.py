@@ -24,7 +24,25 @@ from model_runs import some_ids
 
 H2O = "protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()"
 D2O = "protect(sinks=4, recent=0.25) > column_mass() > inverse_variance() > fold_ema() > "
-STEPS = 40
+TOVA = "protect(sinks=0, recent=0) > last_query() > uniform() > "
+ROCO = "protect(sinks=0, recent=4) > roco() > uniform() > "
+CAM = "protect(sinks=4, recent=0) > sinks_and_window() > uniform() > "
+LAGGED_H2O = H2O.replace("every_step()", "lagged(tokens=3)")
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+CASES = [
+    *((dtype, f"whole() > {H2O}") for dtype in (FLOAT32, BFLOAT16)),
+    (FLOAT32, f"whole() > {LAGGED_H2O}"),
+    *((dtype, f"whole() > {D2O}every_step()") for dtype in (FLOAT32, BFLOAT16)),
+    (BFLOAT16, f"whole() > {D2O}lagged(tokens=2)"),
+    (BFLOAT16, f"whole() > {TOVA}every_step()"),
+    (FLOAT32, f"blockwise(tokens=16) > {ROCO}every_step()"),
+    (BFLOAT16, f"blockwise(tokens=16) > {ROCO}lagged(tokens=3)"),
+    (BFLOAT16, f"whole() > {CAM}cam(window=5, seed=7) > every_step()"),
+    (FLOAT32, f'whole() > {CAM}cam(merge="expected") > lagged(tokens=2)'),
+    (FLOAT32, f"whole() > {TOVA}cam() > every_step()"),
+    (FLOAT32, f"whole() > {CAM}every_step()"),
+]
+STEPS = 30
 
 
 def generated(sentence: str, dtype: torch.dtype) -> tuple[list[int], SequenceCache]:
@@ -44,16 +62,7 @@ def generated(sentence: str, dtype: torch.dtype) -> tuple[list[int], SequenceCac
 
 
 @pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "sentence",
-    [
-        f"whole() > {H2O}",
-        f"whole() > {H2O.replace('every_step()', 'lagged(tokens=3)')}",
-        f"whole() > {D2O}every_step()",
-        f"whole() > {D2O}lagged(tokens=2)",
-    ],
-)
+@pytest.mark.parametrize("dtype, sentence", CASES)
 def test_a_kernel_leaves_what_plans_leave(
     sentence: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from larder.core.errors import BudgetError, CacheError
 from larder.core.images import Span
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
-from larder.core.plan import Plan, StepMerging
+from larder.core.plan import Plan, StepRule
 from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerPairing, LayerSpec, ModelSpec, RecomputeSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
@@ -160,18 +160,16 @@ class SequenceCache:
         with self._changing():
             self._stores[layer].evict(plan)
 
-    def evict_step(
-        self, layers: Mapping[int, EvictedLayer], merging: StepMerging | None
-    ) -> list[int]:
+    def evict_step(self, layers: Mapping[int, EvictedLayer], rule: StepRule) -> list[int]:
         """Evict from several layers in one call, and return those that are done.
 
         The others have not changed. Each layer is its own `eviction_storage`.
         """
-        from larder.ops.cpu.decode_eviction import NO_MERGING, evict_step  # few policies evict so
+        from larder.ops.cpu.decode_eviction import evict_step  # few policies evict so
 
         done: list[int] = []
         with self._changing():
-            rooms = evict_step(tuple(layers.values()), MIN_ROAMING_SLACK, merging or NO_MERGING)
+            rooms = evict_step(tuple(layers.values()), MIN_ROAMING_SLACK, rule)
             for layer, room in zip(layers, rooms, strict=True):
                 if room is not None:
                     self._stores[layer].count_eviction(room)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 from jaxtyping import Float, Int8, Int64
@@ -111,6 +112,21 @@ class StepMerging:
 
 
 @dataclass(frozen=True)
+class StepSpreading:
+    """Spreading of the values of rejected entries over the kept ones behind them (CaM).
+
+    Args:
+        column: ledger column with the total weight of the values merged into each entry.
+        window: kept entries that a value is spread over.
+        seed: seed of the draws; None to add values times their probability.
+    """
+
+    column: str
+    window: int
+    seed: int | None
+
+
+@dataclass(frozen=True)
 class StepQuota:
     """Entries of a layer after a decode step; each kv head keeps its own best.
 
@@ -123,14 +139,69 @@ class StepQuota:
     protected_by: int
 
 
-@dataclass(frozen=True)
-class StepRule:
-    """Eviction by a column that attention is added to at every step.
+class StepColumn(Enum):
+    """Ledger columns that a kernel updates in a decode step.
 
-    Args:
-        column: ledger column with the score of each entry.
-        merging: fate of rejected entries; None to drop them.
+    MASS: sum of the attention so far. NEWEST: attention of the newest query. COUNT, MEAN and
+    SPREAD: moments of the attention of each query.
     """
 
-    column: str
-    merging: StepMerging | None
+    MASS = "mass"
+    NEWEST = "newest"
+    COUNT = "count"
+    MEAN = "mean"
+    SPREAD = "spread"
+
+
+class StepScore(Enum):
+    """Score of entries in a decode step.
+
+    MASS: the column. LAYER_MEAN: attention of the newest query, the mean over the layer's query
+    heads. RAISED_MEAN: the mean of the moments, plus 1 for the entries that vary most.
+    POSITION: the true position, infinite for the first ones.
+    """
+
+    MASS = "mass"
+    LAYER_MEAN = "layer_mean"
+    RAISED_MEAN = "raised_mean"
+    POSITION = "position"
+
+
+@dataclass(frozen=True)
+class StepScoring:
+    """Score of entries in a decode step, and its parameters.
+
+    Args:
+        sinks: tokens at the start whose score by `POSITION` is infinite.
+        spared: share of a head's entries that `RAISED_MEAN` raises.
+    """
+
+    score: StepScore
+    sinks: int = 0
+    spared: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepRule:
+    """Eviction of a decode step that a kernel can carry out.
+
+    Args:
+        scoring: score by which entries are rejected.
+        merging: fate of rejected entries; None to drop them.
+        columns: name of each ledger column that the step updates.
+    """
+
+    scoring: StepScoring
+    merging: StepMerging | StepSpreading | None
+    columns: Mapping[StepColumn, str]
+
+    @property
+    def uses_attention(self) -> bool:
+        """True if logits of the newest query are needed."""
+        return bool(self.columns) or self.scoring.score is StepScore.LAYER_MEAN
+
+    @property
+    def is_accumulating(self) -> bool:
+        """True for a score that attention is added to at every step, and no other column."""
+        by_mass = self.scoring.score is StepScore.MASS and set(self.columns) == {StepColumn.MASS}
+        return by_mass and not isinstance(self.merging, StepSpreading)

@@ -193,11 +193,11 @@ class Planner:
     @cached_property
     def step_rule(self) -> StepRule | None:
         """Eviction of a decode step as a kernel can carry it out; None if parts do more."""
-        column, ledger = self.scorer.step_column, self.ledger
-        if column is None or not self.compensation.is_step_rule:
+        scoring, ledger = self.scorer.step_scoring(self.reduction), self.ledger
+        if scoring is None or not self.compensation.is_step_rule:
             return None
         is_plain = (
-            all(tally.columns == (column,) for tally in self._tallies)
+            all(tally.step_columns for tally in self._tallies)
             and not (ledger.queries or self.providers or self.timing.extends_protection)
             and self.timing.scoring is None
             and isinstance(self.values, KeysAlone)
@@ -205,7 +205,11 @@ class Planner:
             and self.storage == Exact()
             and self.recall is None
         )
-        return StepRule(column, self.compensation.step_merging) if is_plain else None
+        if not is_plain:
+            return None
+        pairs = [zip(tally.step_columns, tally.columns, strict=True) for tally in self._tallies]
+        columns = {column: name for own in pairs for column, name in own}
+        return StepRule(scoring, self.compensation.step_merging, columns)
 
     def with_model_facts(self, seen: Observation) -> Observation:
         """Observation with calibration, lexicon and weight inputs of its layer."""

@@ -48,7 +48,7 @@ class StepEviction:
         for number, row in enumerate(self._rows):
             layers = self._layers(row)
             if layers is not None:
-                found = row.cache.evict_step(layers, self._rule.merging)
+                found = row.cache.evict_step(layers, self._rule)
                 done.update((number, layer) for layer in found)
         return done
 
@@ -67,7 +67,6 @@ class StepEviction:
             if kept is None:
                 return None
             ends = self._planner.protect.ends(kept.protected_by)
-            layers[layer] = own._replace(
-                count=kept.count, first=ends.first, stop=row.length - ends.last
-            )
+            first = max(ends.first, self._planner.watermark)
+            layers[layer] = own._replace(count=kept.count, first=first, stop=row.length - ends.last)
         return layers

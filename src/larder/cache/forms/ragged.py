@@ -34,7 +34,7 @@ from larder.cache.validation import (
 from larder.core.errors import CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries
-from larder.core.plan import Plan, StepRule
+from larder.core.plan import Plan, StepMerging, StepRule, StepSpreading
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values, empty_tensor
 from larder.ops.attention import ragged_attention
@@ -162,11 +162,14 @@ class RaggedLayer(SegmentedLayer):
 
         names, logits = self._columns.ledger.columns, self._logits
         stored = self._keys, self._values, self._columns.values
-        if logits is None or self.layer.sinks or self.layer.latent_rank or self._is_shared:
+        if logits is None and rule.uses_attention:
             return None
-        if not supports(*stored):
+        if self.layer.sinks or self.layer.latent_rank or self._is_shared:
+            return None
+        if not supports(rule, *stored):
             return None
         merging = rule.merging
+        is_merging = isinstance(merging, StepMerging)
         return EvictedLayer(
             self._keys,
             self._values,
@@ -175,9 +178,10 @@ class RaggedLayer(SegmentedLayer):
             self._lengths,
             self._edges,
             self._columns.values,
-            names.index(rule.column),
-            None if merging is None else names.index(LOG_COUNT),
-            None if merging is None else self._columns.scalars_by_name()[merging.scalar],
+            {column: names.index(name) for column, name in rule.columns.items()},
+            names.index(merging.column) if isinstance(merging, StepSpreading) else None,
+            names.index(LOG_COUNT) if is_merging else None,
+            self._columns.scalars_by_name()[merging.scalar] if is_merging else None,
             logits,
             None,
             0,

@@ -100,7 +100,7 @@ class MoveCall(ctypes.Structure):
 
 
 class EvictionCall(ctypes.Structure):
-    """`struct eviction` of c/decode_eviction.c."""
+    """`struct eviction` of c/decode_eviction.h."""
 
     _fields_ = [
         ("layers", POINTER),
@@ -109,6 +109,11 @@ class EvictionCall(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("rate", "rest", "slack")),
         ("threads", ctypes.c_int32),
         ("next", INTEGER),
+        ("columns", POINTER),
+        ("scoring", INTEGER),
+        ("sinks", INTEGER),
+        ("spared", ctypes.c_double),
+        *((name, INTEGER) for name in ("window", "sampled", "seed")),
     ]
 
 

@@ -12,7 +12,7 @@ heads together.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import byref
 from functools import cache
 from itertools import accumulate
@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from larder.core.plan import StepColumn
 from larder.ops.cpu.c_library import AttentionCall, c_library
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
@@ -141,10 +142,13 @@ class EvictedLayer(NamedTuple):
         starts, lengths: rows of each head; changed by the call.
         edges: first row of the region of each head, and the end of the last region.
         columns: numbers of each stored row.
-        column: index of the column that attention is added to, and entries are ranked by.
+        updated: index of each column that attention updates.
+        joined: index of the column with the weights of values that joined an entry; None where
+            values are not spread.
         log_counts: index of the column with counts of merged entries; None to drop entries.
         thresholds: thresholds of merging; changed by the call.
-        logits: attention logits of the new token, of the query heads of each group.
+        logits: attention logits of the new token, of the query heads of each group; None where
+            neither scores nor columns need them.
         count: entries that each head keeps; None to evict nothing.
         first, stop: positions outside [first, stop) are spared.
     """
@@ -156,10 +160,11 @@ class EvictedLayer(NamedTuple):
     lengths: Int[Tensor, " K"]
     edges: tuple[int, ...]
     columns: Float[Tensor, "n C"]
-    column: int
+    updated: Mapping[StepColumn, int]
+    joined: int | None
     log_counts: int | None
     thresholds: Float[Tensor, " K"] | None
-    logits: Float[Tensor, "R C"]
+    logits: Float[Tensor, "R C"] | None
     count: int | None
     first: int
     stop: int

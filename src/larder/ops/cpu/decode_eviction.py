@@ -1,30 +1,32 @@
 """Eviction behind a decode step: all layers of all sequences in one call of a C kernel.
 
-The call adds the attention of the new token to a column, rejects the lowest entries of each head,
-merges them into kept ones where that is asked for, and closes the gaps. It gives the same bits as
-the observer of the pass, which evicts layer by layer through plans and is the form for all other
-policies, storages and devices.
+The call updates columns with the attention of the new token, scores entries (H2O, D2O, TOVA, RoCo,
+StreamingLLM), rejects the lowest of each head, merges them into kept ones where that is asked for
+(D2O, CaM), and closes the gaps. It gives the same bits as the observer of the pass, which evicts
+layer by layer through plans and is the form for all other policies, storages and devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import byref
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from larder.core.plan import StepMerging
+from larder.core.plan import StepColumn, StepMerging, StepRule, StepScore, StepSpreading
 from larder.ops.cpu.c_library import EvictionCall, c_library
 from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, EvictedLayer
 
 DONE, LEFT, FAILED = range(3)
-NO_MERGING = StepMerging("", 0.0, 0.0)
+STEP_SCORES = (StepScore.MASS, StepScore.LAYER_MEAN, StepScore.RAISED_MEAN, StepScore.POSITION)
+SEED_BITS = (1 << 32) - 1  # all that draws depend on
 LEAST_FLOATS = 1 << 15  # of keys and values per thread; for less, waking it costs more
 
 
-def supports(keys: Tensor, values: Tensor, columns: Tensor) -> bool:
+def supports(rule: StepRule, keys: Tensor, values: Tensor, columns: Tensor) -> bool:
     """True for contiguous storage in host memory, where the C kernel was compiled."""
     return (
         keys.device.type == "cpu"
@@ -35,12 +37,17 @@ def supports(keys: Tensor, values: Tensor, columns: Tensor) -> bool:
         and values.is_contiguous()
         and columns.is_contiguous()
         and c_library() is not None
+        and (rule.is_accumulating or _has_rules())
     )
 
 
-def evict_step(
-    layers: Sequence[EvictedLayer], roomy: int, merging: StepMerging = NO_MERGING
-) -> list[int | None]:
+@cache
+def _has_rules() -> bool:
+    """True unless the library is of a version that evicts by accumulated attention alone."""
+    return hasattr(c_library(), "larder_evict_by_rule")
+
+
+def evict_step(layers: Sequence[EvictedLayer], roomy: int, rule: StepRule) -> list[int | None]:
     """Evict from layers that `supports` allows.
 
     Args:
@@ -66,41 +73,67 @@ def evict_step(
         layers=table.ctypes.data,
         count=len(layers),
         roomy=roomy,
-        rate=merging.rate,
-        rest=1 - merging.rate,
-        slack=merging.slack,
         threads=min(torch.get_num_threads(), len(layers), floats // LEAST_FLOATS + 1),
     )
-    library.larder_evict_step(byref(call))
+    _set_merging(call, rule)
+    if rule.is_accumulating:
+        library.larder_evict_step(byref(call))
+    else:
+        columns = np.array([_column_fields(own) for own in layers], np.int64)
+        call.columns, call.scoring = columns.ctypes.data, STEP_SCORES.index(rule.scoring.score)
+        call.sinks, call.spared = rule.scoring.sinks, rule.scoring.spared
+        library.larder_evict_by_rule(byref(call))
     ends = table[:, -2:].tolist()
     if any(status == FAILED for _, status in ends):
         raise MemoryError("The merges of entries could not allocate their buffers.")
     return [room if status == DONE else None for room, status in ends]
 
 
+def _set_merging(call: EvictionCall, rule: StepRule) -> None:
+    """Set the fields of a call that say what becomes of rejected entries."""
+    merging = rule.merging
+    if isinstance(merging, StepMerging):
+        call.rate, call.rest, call.slack = merging.rate, 1 - merging.rate, merging.slack
+    elif isinstance(merging, StepSpreading):
+        call.window, call.sampled = merging.window, merging.seed is not None
+        call.seed = (merging.seed or 0) & SEED_BITS
+
+
+def _column_address(own: EvictedLayer, index: int | None) -> int:
+    """Address of a column; 0 for none."""
+    if index is None:
+        return 0
+    return own.columns.data_ptr() + index * len(own.keys) * own.columns.element_size()
+
+
+def _column_fields(own: EvictedLayer) -> tuple[int, ...]:
+    """Fields of `struct step_columns` of c/decode_eviction.h."""
+    updated = (own.updated.get(column) for column in StepColumn if column is not StepColumn.MASS)
+    return tuple(_column_address(own, index) for index in (*updated, own.joined))
+
+
 def _fields(own: EvictedLayer, edges: int) -> tuple[int, ...]:
-    """Fields of `struct evicted` of c/decode_eviction.c."""
-    stored, item, columns = len(own.keys), own.keys.element_size(), own.columns.data_ptr()
-    column_bytes = stored * own.columns.element_size()
+    """Fields of `struct evicted` of c/decode_eviction.h."""
+    stored, item = len(own.keys), own.keys.element_size()
     return (
         own.keys.data_ptr(),
         own.values.data_ptr(),
         own.positions.data_ptr(),
-        columns,
-        own.logits.data_ptr(),
+        own.columns.data_ptr(),
+        0 if own.logits is None else own.logits.data_ptr(),
         own.starts.data_ptr(),
         own.lengths.data_ptr(),
         edges,
-        columns + own.column * column_bytes,
-        0 if own.log_counts is None else columns + own.log_counts * column_bytes,
+        _column_address(own, own.updated.get(StepColumn.MASS)),
+        _column_address(own, own.log_counts),
         0 if own.thresholds is None else own.thresholds.data_ptr(),
         own.keys.shape[1] * item,
         item,
         len(own.columns),
         stored,
-        own.logits.stride(0),
+        0 if own.logits is None else own.logits.stride(0),
         len(own.lengths),
-        len(own.logits),
+        0 if own.logits is None else len(own.logits),
         -1 if own.count is None else own.count,
         own.first,
         own.stop,

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from larder.core.observation import Entries, LayerScores
 from larder.core.part import PolicyPart
-from larder.core.plan import Plan, StepMerging
+from larder.core.plan import Plan, StepMerging, StepSpreading
 from larder.core.spec import RecomputeSpec
 
 
@@ -29,7 +29,7 @@ class Compensation(PolicyPart, ABC):
         return False
 
     @property
-    def step_merging(self) -> StepMerging | None:
+    def step_merging(self) -> StepMerging | StepSpreading | None:
         """Merging of entries rejected in a decode step; None for entries that are dropped."""
         return None
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from larder.core.errors import BadParameter
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries, LayerScores, Phase
-from larder.core.plan import Folds, Plan
+from larder.core.plan import Folds, Plan, StepSpreading
 from larder.core.types import empty_tensor
 from larder.ops.entry_merge import spread_folds
 from larder.policy.compensation._merging import heads_of, rejected_indices
@@ -80,6 +80,18 @@ class Cam(Compensation):
     def merges_apart(self) -> bool:
         return True
 
+    @property
+    def is_step_rule(self) -> bool:
+        return True
+
+    @property
+    def step_merging(self) -> StepSpreading:
+        return StepSpreading(JOINED, self.window, self.seed if self._is_sampled else None)
+
+    @property
+    def _is_sampled(self) -> bool:
+        return self.merge is Merge.SAMPLED
+
     def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         if scored.stage is not Phase.DECODE:
             return plan
@@ -87,7 +99,7 @@ class Cam(Compensation):
         if not len(gone) or not len(plan.kept):
             return plan
         drawn = empty_tensor(torch.float32, 0)
-        if self.merge is Merge.SAMPLED:
+        if self._is_sampled:
             heads = heads_of(gone, entries)
             drawn = _uniform(entries.packed_positions()[gone], heads, self.seed)
         starts, lengths = entries.layout

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from larder.core.observation import Entries, Observation, Prompts, ScratchPrompt
 from larder.core.part import PolicyPart
+from larder.core.plan import StepScoring
 from larder.core.types import Packed, PackedMask
 from larder.policy.attention_reduction import AttentionReduction, ObservationWindow
 from larder.policy.protect import ProtectedTokens
@@ -27,9 +28,6 @@ class Scorer(PolicyPart, ABC):
 
     # Names of the prompts that must be given before prefill.
     prompts: ClassVar[frozenset[str]] = frozenset()
-
-    # Ledger column that is the score, where that is all that counts; None otherwise.
-    step_column: ClassVar[str | None] = None
 
     @abstractmethod
     def score(self, seen: Observation) -> Packed:
@@ -71,6 +69,10 @@ class Scorer(PolicyPart, ABC):
         """
         del block, start, book
         return ()
+
+    def step_scoring(self, reduction: AttentionReduction) -> StepScoring | None:
+        """Score of a decode step as a kernel can compute it; None if it cannot."""
+        del reduction
 
     def with_budget(self, tokens: int) -> Scorer:
         """Copy with open parameters filled in for a budget of `tokens` entries per kv head."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from larder.core.observation import Observation
+from larder.core.plan import StepScore, StepScoring
 from larder.core.types import Packed
+from larder.policy.attention_reduction import AttentionReduction
 from larder.policy.scorers.base import Scorer
 
 
@@ -20,10 +22,12 @@ class ColumnMass(Scorer):
     """Accumulated attention: the heavy hitters stay."""
 
     tallies = frozenset({"mass"})
-    step_column = "mass"
 
     def score(self, seen: Observation) -> Packed:
         return seen.entries.column("mass")
+
+    def step_scoring(self, reduction: AttentionReduction) -> StepScoring:
+        return StepScoring(StepScore.MASS)
 
 
 Part = ColumnMass

@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from larder.core.observation import Observation
-from larder.policy.attention_reduction import ObservationWindow
+from larder.core.plan import StepScore, StepScoring
+from larder.policy.attention_reduction import AttentionReduction, ObservationWindow
 from larder.policy.scorers.base import AttentionScorer
 
 
@@ -26,6 +27,10 @@ class LastQuery(AttentionScorer):
 
     def observation_window(self, seen: Observation) -> ObservationWindow:
         return ObservationWindow(seen.queries[:, -1:], seen.entries, seen.query_positions[-1:])
+
+    def step_scoring(self, reduction: AttentionReduction) -> StepScoring | None:
+        is_published = reduction == self._default_reduction
+        return StepScoring(StepScore.LAYER_MEAN) if is_published else None
 
 
 Part = LastQuery

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
+from larder.core.plan import StepScore, StepScoring
 from larder.core.types import Packed
 from larder.ops.moments import variance_boosted_means
+from larder.policy.attention_reduction import AttentionReduction
 from larder.policy.scorers.base import Scorer
 from larder.policy.tallies.moments import Moments
 
@@ -40,6 +42,9 @@ class RoCo(Scorer):
         entries = seen.entries
         count, mean, spread = (entries.columns[name] for name in Moments.columns)
         return variance_boosted_means(count, mean, spread, *entries.layout, self.spared)
+
+    def step_scoring(self, reduction: AttentionReduction) -> StepScoring:
+        return StepScoring(StepScore.RAISED_MEAN, spared=self.spared)
 
 
 Part = RoCo

@@ -13,7 +13,9 @@ import torch
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
+from larder.core.plan import StepScore, StepScoring
 from larder.core.types import Packed
+from larder.policy.attention_reduction import AttentionReduction
 from larder.policy.protect import ProtectedTokens
 from larder.policy.scorers.base import Scorer
 
@@ -39,6 +41,9 @@ class SinksAndWindow(Scorer):
     def score(self, seen: Observation) -> Packed:
         positions = seen.entries.packed_positions()
         return positions.float().masked_fill(positions < self.sinks, torch.inf)
+
+    def step_scoring(self, reduction: AttentionReduction) -> StepScoring:
+        return StepScoring(StepScore.POSITION, sinks=self.sinks)
 
 
 Part = SinksAndWindow

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from larder.core.observation import Observation
 from larder.core.part import PolicyPart
+from larder.core.plan import StepColumn
 
 
 class Tally(PolicyPart, ABC):
@@ -20,6 +21,8 @@ class Tally(PolicyPart, ABC):
     """
 
     columns: ClassVar[tuple[str, ...]]
+    # Each column as a kernel updates it in a decode step; none if it cannot.
+    step_columns: ClassVar[tuple[StepColumn, ...]] = ()
 
     @abstractmethod
     def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:

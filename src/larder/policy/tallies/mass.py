@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.observation import Observation
+from larder.core.plan import StepColumn
 from larder.ops.column_statistics import GroupReduction
 from larder.policy.tallies._attention_weights import QueryWeights, State, update_columns
 from larder.policy.tallies.base import Tally
@@ -20,6 +21,7 @@ class Mass(Tally):
     """Column `mass`."""
 
     columns = ("mass",)
+    step_columns = (StepColumn.MASS,)
 
     def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
         return update_columns(seen, self.columns, GroupReduction.SUM, _added)

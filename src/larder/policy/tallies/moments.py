@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.observation import Observation
+from larder.core.plan import StepColumn
 from larder.ops.column_statistics import GroupReduction
 from larder.ops.moments import added_moments
 from larder.ops.packing import mask_until
@@ -27,6 +28,7 @@ class Moments(Tally):
     """
 
     columns = ("moment_count", "moment_mean", "moment_spread")
+    step_columns = (StepColumn.COUNT, StepColumn.MEAN, StepColumn.SPREAD)
 
     def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
         return update_columns(seen, self.columns, GroupReduction.MEAN, _joined)

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.observation import Observation
+from larder.core.plan import StepColumn
 from larder.ops.column_statistics import GroupReduction
 from larder.policy.tallies._attention_weights import newest_query_weights
 from larder.policy.tallies.base import Tally
@@ -23,6 +24,7 @@ class Newest(Tally):
     """Column `newest`."""
 
     columns = (NEWEST,)
+    step_columns = (StepColumn.NEWEST,)
 
     def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
         return {NEWEST: newest_query_weights(seen, GroupReduction.SUM)}

@@ -8,57 +8,9 @@
 
 #include "attention_weights.h"
 #include "c_library.h"
-#include "entry_merge.h"
-#include "removal.h"
+#include "decode_eviction.h"
 
-enum { DONE, LEFT, FAILED };
-
-/* One layer of one sequence; fields of EvictedLayer in decode_eviction.py. */
-struct evicted {
-    char *keys; /* [stored_rows, row_bytes] */
-    char *values;
-    int32_t *positions;
-    float *columns; /* [num_columns, stored_rows] */
-    const float *logits;
-    int64_t *starts;
-    int64_t *lengths;
-    const int64_t *edges;
-    float *mass;       /* the column that attention is added to */
-    float *log_counts; /* NULL: nothing is merged */
-    float *thresholds; /* [heads] */
-    int64_t row_bytes;
-    int64_t item_bytes;
-    int64_t num_columns;
-    int64_t stored_rows;
-    int64_t logits_stride;
-    int64_t heads;
-    int64_t group_len;
-    int64_t count;  /* entries that each head keeps; negative: all, and nothing is rejected */
-    int64_t first;  /* entries at earlier positions than `first` are spared, */
-    int64_t stop;   /* and those from `stop` on */
-    int64_t room;   /* slack behind the fullest head, written here */
-    int64_t status; /* DONE, LEFT if nothing has changed, FAILED for lack of memory */
-};
-
-struct eviction {
-    struct evicted *layers;
-    int64_t count;
-    int64_t roomy; /* least slack at which the front of a head may move */
-    float rate;
-    float rest; /* 1 - rate */
-    float slack;
-    int32_t threads;
-    int64_t next; /* layer that no thread has taken */
-};
-
-/* Rejected entries of one layer. */
-struct rejected {
-    int64_t (*worst)[MOST_REJECTED]; /* [heads], ascending indices in the head */
-    int64_t *found;                  /* [heads] */
-    int64_t count;
-};
-
-/* Scores after this step; returns 1 if one is not a number or a head has too many to reject. */
+/* Accumulated attention after this step; returns 1 if one is not a number. */
 static int add_attention(const struct evicted *layer, float *scores) {
     struct weighing call = {layer->logits,        layer->starts, layer->lengths,   scores,
                             layer->logits_stride, layer->heads,  layer->group_len, 1,
@@ -73,19 +25,32 @@ static int add_attention(const struct evicted *layer, float *scores) {
             own[s] += mass[s];
             astray += own[s] != own[s];
         }
-        astray += layer->count >= 0 && layer->lengths[h] - layer->count > MOST_REJECTED;
     }
     return astray != 0;
 }
 
-/* Write the scores of each head to its column, then rank spared entries above all others. */
+static int are_too_many(const struct evicted *layer) {
+    for (int64_t h = 0; layer->count >= 0 && h < layer->heads; h++)
+        if (layer->lengths[h] - layer->count > MOST_REJECTED)
+            return 1;
+    return 0;
+}
+
+/* Write new numbers of the entries to a column, if there is one. */
+static void write_column(const struct evicted *layer, float *column, const float *numbers) {
+    for (int64_t h = 0; column && h < layer->heads; h++) {
+        int64_t start = layer->starts[h];
+        memcpy(column + start, numbers + start, (size_t)layer->lengths[h] * sizeof(float));
+    }
+}
+
+/* Find the lowest scores of each head; spared entries rank above all others. */
 static void reject_lowest(const struct evicted *layer, float *scores, struct rejected *gone) {
     gone->count = 0;
     for (int64_t h = 0; h < layer->heads; h++) {
         int64_t start = layer->starts[h], length = layer->lengths[h];
         const int32_t *positions = layer->positions + start;
         float *own = scores + start;
-        memcpy(layer->mass + start, own, (size_t)length * sizeof(float));
         gone->found[h] = 0;
         if (layer->count < 0 || length <= layer->count)
             continue;
@@ -95,104 +60,6 @@ static void reject_lowest(const struct evicted *layer, float *scores, struct rej
             larder_find_lowest(own, NULL, length, length - layer->count, gone->worst[h]);
         gone->count += gone->found[h];
     }
-}
-
-/* Attention that an entry has received per query that could see it; above 0. */
-static float rate_of(const struct evicted *layer, int64_t row, int32_t newest) {
-    float rate = layer->mass[row] / (float)(newest + 1 - layer->positions[row]);
-    return rate < 1.17549435e-38f ? 1.17549435e-38f : rate;
-}
-
-/* Storage row of a packed entry. */
-static int64_t row_of(const struct evicted *layer, int64_t place) {
-    int64_t h = 0;
-    while (place >= layer->lengths[h])
-        place -= layer->lengths[h++];
-    return layer->starts[h] + place;
-}
-
-static void write_row(const struct evicted *layer, int64_t row, const float *sums) {
-    int64_t dim = layer->row_bytes / layer->item_bytes;
-    char *into = layer->values + row * layer->row_bytes;
-    if (layer->item_bytes == 4) {
-        memcpy(into, sums, (size_t)layer->row_bytes);
-        return;
-    }
-    uint16_t *halves = (uint16_t *)into;
-    for (int64_t d = 0; d < dim; d++) {
-        uint32_t bits;
-        memcpy(&bits, sums + d, sizeof bits);
-        halves[d] = sums[d] != sums[d] ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-    }
-}
-
-/* Merged values and counts of the targets of `count` folds. */
-static void merge_folds(const struct evicted *layer, const struct folding *folds, int64_t count,
-                        int64_t *into, float *sums) {
-    int64_t dim = layer->row_bytes / layer->item_bytes;
-    struct summing call = {layer->values, layer->starts, layer->lengths,    folds->froms,
-                           folds->intos,  folds->weights, into,             sums,
-                           dim,           layer->item_bytes, count};
-    int64_t merged = larder_sum_rows(&call);
-    for (int64_t n = 0; n < merged; n++)
-        write_row(layer, row_of(layer, into[n]), sums + n * dim);
-    for (int64_t f = 0; f < count; f++)
-        if (folds->froms[f] == folds->intos[f])
-            layer->log_counts[row_of(layer, folds->intos[f])] -= (float)log(folds->weights[f]);
-}
-
-/* List the rejected entries, packed, with the threshold group of each; unmark them. */
-static int32_t list_rejected(const struct evicted *layer, const struct rejected *gone,
-                             uint8_t *stays, int64_t *sources, int64_t *heads) {
-    int32_t newest = 0;
-    for (int64_t h = 0, first = 0, f = 0; h < layer->heads; first += layer->lengths[h++]) {
-        int64_t length = layer->lengths[h];
-        if (length && layer->positions[layer->starts[h] + length - 1] > newest)
-            newest = layer->positions[layer->starts[h] + length - 1];
-        memset(stays + first, 1, (size_t)length);
-        for (int64_t i = 0; i < gone->found[h]; i++, f++) {
-            sources[f] = first + gone->worst[h][i];
-            heads[f] = h;
-            stays[sources[f]] = 0;
-        }
-    }
-    return newest;
-}
-
-/* Merge rejected entries into their nearest kept ones; returns 1 if memory is short. */
-static int merge_rejected(const struct eviction *call, const struct evicted *layer,
-                          const struct rejected *gone) {
-    int64_t count = gone->count, dim = layer->row_bytes / layer->item_bytes;
-    int64_t *whole = malloc((size_t)count * 9 * sizeof *whole);
-    float *parts = malloc((size_t)(count * (4 + 2 * dim) + layer->heads) * sizeof *parts);
-    uint8_t *stays = malloc((size_t)layer->stored_rows);
-    int short_of_memory = !whole || !parts || !stays;
-    if (!short_of_memory) {
-        int64_t *sources = whole, *heads = whole + count, *targets = heads + count;
-        float *likeness = parts, *given = parts + count, *moved = given + count;
-        float *weights = moved + layer->heads, *sums = weights + 2 * count;
-        int32_t newest = list_rejected(layer, gone, stays, sources, heads);
-        struct nearest near = {layer->keys, layer->starts, layer->lengths,    stays, sources,
-                               likeness,    targets,       dim, layer->item_bytes, count, 0};
-        larder_nearest_rows(&near, 1);
-        for (int64_t f = 0; f < count; f++)
-            given[f] = targets[f] < 0 ? 0
-                                      : rate_of(layer, row_of(layer, sources[f]), newest) /
-                                            rate_of(layer, row_of(layer, targets[f]), newest);
-        struct folding folds = {sources, targets, heads, likeness, given, layer->thresholds,
-                                moved, targets + count, targets + 3 * count, weights, count,
-                                layer->heads, call->rate, call->rest, call->slack, 1};
-        int64_t folded = larder_threshold_folds(&folds);
-        short_of_memory = folded < 0;
-        if (!short_of_memory) {
-            memcpy(layer->thresholds, moved, (size_t)layer->heads * sizeof(float));
-            merge_folds(layer, &folds, folded, targets + 5 * count, sums);
-        }
-    }
-    free(whole);
-    free(parts);
-    free(stays);
-    return short_of_memory;
 }
 
 static void move_run(const struct evicted *layer, int64_t to, int64_t from, int64_t rows) {
@@ -229,21 +96,44 @@ static void remove_worst(struct evicted *layer, int64_t h, const int64_t *worst,
     layer->room = slack < layer->room ? slack : layer->room;
 }
 
-static void evict_layer(const struct eviction *call, struct evicted *layer) {
-    float *scores = calloc((size_t)layer->stored_rows + 1, sizeof *scores);
+/* Carry out the eviction of a layer, with its new columns written. */
+static void reject_and_remove(const struct eviction *call, struct evicted *layer,
+                              const struct step_columns *columns, float *scores,
+                              struct rejected *gone) {
+    layer->status = DONE;
+    reject_lowest(layer, scores, gone);
+    if (layer->log_counts && gone->count && larder_merge_rejected(call, layer, gone))
+        layer->status = FAILED;
+    if (columns && call->window && gone->count && larder_spread_rejected(call, layer, columns, gone))
+        layer->status = FAILED;
+    layer->room = layer->edges[layer->heads];
+    for (int64_t h = 0; h < layer->heads; h++)
+        remove_worst(layer, h, gone->worst[h], gone->found[h], call->roomy);
+}
+
+static void evict_layer(const struct eviction *call, struct evicted *layer,
+                        const struct step_columns *columns) {
+    int64_t rows = layer->stored_rows;
+    float *fresh = calloc((size_t)((columns ? 7 : 1) * rows + 1), sizeof *fresh);
+    struct step_scores found = {fresh,            fresh + rows,     fresh + 2 * rows,
+                                fresh + 3 * rows, fresh + 4 * rows, fresh + 5 * rows,
+                                fresh + 6 * rows};
     struct rejected gone = {malloc((size_t)layer->heads * sizeof *gone.worst),
                             malloc((size_t)layer->heads * sizeof *gone.found), 0};
     layer->status = LEFT;
-    if (scores && gone.worst && gone.found && !add_attention(layer, scores)) {
-        layer->status = DONE;
-        reject_lowest(layer, scores, &gone);
-        if (layer->log_counts && gone.count && merge_rejected(call, layer, &gone))
-            layer->status = FAILED;
-        layer->room = layer->edges[layer->heads];
-        for (int64_t h = 0; h < layer->heads; h++)
-            remove_worst(layer, h, gone.worst[h], gone.found[h], call->roomy);
+    if (fresh && gone.worst && gone.found && !are_too_many(layer) &&
+        !(columns ? larder_score_step(call, layer, columns, &found)
+                  : add_attention(layer, fresh))) {
+        write_column(layer, layer->mass, columns ? found.mass : fresh);
+        if (columns) {
+            write_column(layer, columns->newest, found.newest);
+            write_column(layer, columns->counts, found.counts);
+            write_column(layer, columns->means, found.means);
+            write_column(layer, columns->spreads, found.spreads);
+        }
+        reject_and_remove(call, layer, columns, fresh, &gone);
     }
-    free(scores);
+    free(fresh);
     free(gone.worst);
     free(gone.found);
 }
@@ -251,10 +141,23 @@ static void evict_layer(const struct eviction *call, struct evicted *layer) {
 static void evict_as_thread(void *given) {
     struct eviction *call = given;
     for (int64_t l; (l = __atomic_fetch_add(&call->next, 1, __ATOMIC_RELAXED)) < call->count;)
-        evict_layer(call, call->layers + l);
+        evict_layer(call, call->layers + l, NULL);
 }
 
+/* Eviction by accumulated attention. */
 void larder_evict_step(struct eviction *call) {
     call->next = 0;
     larder_parallel(evict_as_thread, call, call->threads);
+}
+
+static void evict_by_rule_as_thread(void *given) {
+    struct eviction *call = given;
+    for (int64_t l; (l = __atomic_fetch_add(&call->next, 1, __ATOMIC_RELAXED)) < call->count;)
+        evict_layer(call, call->layers + l, call->columns + l);
+}
+
+/* Eviction by any score and with any columns. */
+void larder_evict_by_rule(struct eviction *call) {
+    call->next = 0;
+    larder_parallel(evict_by_rule_as_thread, call, call->threads);
 }

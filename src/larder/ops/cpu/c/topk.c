@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "topk.h"
+
 #define COUNTS 4
 #define MOST_BUCKETS (1 << 11)
 
