@@ -20,6 +20,7 @@ from larder.policy.compensation.chelsea import Chelsea
 from larder.policy.compensation.elastic import Elastic
 from larder.policy.compensation.kvmerger import Kvmerger
 from larder.policy.compensation.razor import Razor
+from larder.policy.compensation.subgen import CLUSTER, DRAWS, MASS, Subgen
 from scalar_entries import judged, line, numbers
 
 HELD = (9, 7, 8)
@@ -43,8 +44,9 @@ def some(heads: list[int], counted: bool = True) -> tuple[Entries, LayerScores]:
     )
     lengths = tuple(HELD[head] for head in heads)
     starts = tuple(sum(lengths[:place]) for place in range(len(lengths)))
-    columns = {LOG_COUNT: logs, "mass": mass}
-    scalars = {"tau": torch.full((len(heads),), torch.nan)}
+    drawn = {name: torch.zeros_like(logs) for name in (CLUSTER, DRAWS)}
+    columns = {LOG_COUNT: logs, "mass": mass, **drawn}
+    scalars = {name: torch.full((len(heads),), torch.nan) for name in ("tau", MASS)}
     entries = Entries(keys, values, positions, starts, lengths, columns, scalars)
     return entries, LayerScores(scores, protected, lengths, scalars=scalars)
 
@@ -76,12 +78,12 @@ def test_protected_entries_stay_at_their_positions(compensation) -> None:
     entries, scored = some([0, 1, 2])
     before = a_plan(KEPT, HELD)
     plan = compensation.compensate(before, entries, scored)
-    if isinstance(compensation, Kvmerger):  # the threshold decides how many stay
+    if isinstance(compensation, Kvmerger | Subgen):  # the threshold or samples decide how many stay
         held = zip(plan.lengths, before.lengths, strict=True)
         assert all(now <= most for now, most in held)
     else:
         assert plan.lengths == before.lengths
-    if isinstance(compensation, Chelsea | Kvmerger):  # the matching and the sets decide who goes
+    if isinstance(compensation, Chelsea | Kvmerger | Subgen):  # these decide who goes
         assert set(torch.nonzero(scored.protected).flatten().tolist()) <= set(plan.kept.tolist())
     else:
         assert torch.equal(plan.kept, before.kept)
@@ -100,7 +102,7 @@ def test_what_is_merged_is_a_weighted_mean(compensation) -> None:
     kind = public_name(type(compensation)), getattr(compensation, "variant", None)
     if kind in (("fold_ema", Variant.LARDER), ("merge_values", None)):  # keys stay as they are
         assert torch.equal(folds.key_weights, (folds.sources == folds.targets).float())
-    elif kind[0] != "cam":  # values are added to values
+    elif kind[0] not in ("cam", "subgen"):  # values are added to values, or scaled
         assert torch.equal(folds.key_weights, folds.value_weights)
 
 

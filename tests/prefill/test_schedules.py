@@ -250,7 +250,11 @@ def test_every_preset_reads(watched, reader_for, lane_for, preset) -> None:
     reader = reader_for(watched, policy.planner, tokens, 60)
     lane = lane_for(watched, policy.planner)
     policy.with_sizes(tokens, None).schedule.read(reader, [lane], some_ids(60), no_progress)
-    assert lane.cache.managed_entries == min(tokens, 60) * 2 * 3
+    most = min(tokens, 60) * 2 * 3
+    if preset == "subgen":  # samples of keys and of values may be the same entries
+        assert most / 2 < lane.cache.managed_entries <= most
+    else:
+        assert lane.cache.managed_entries == most
 
 
 def test_sizes_that_make_no_sense_are_refused(watched, reader_for) -> None:

@@ -152,6 +152,7 @@ PRESETS: Mapping[str, str] = {
         'split(scorer="last_query() > sum() > group_mean()")'
     ),
     "leverage": "blockwise() > leverage() > uniform()",
+    "compactor": "whole() > protect(sinks=0, recent=0) > compactor() > uniform()",
     "expected": "whole() > expected() > ada()",
     "lagkv": "whole() > protect(sinks=16, recent=0) > lagkv() > uniform()",
     "curdkv": "whole() > protect(sinks=0, recent=0) > curdkv() > uniform()",
@@ -208,6 +209,10 @@ PRESETS: Mapping[str, str] = {
         "every_step()"
     ),
     "chelsea": "blockwise() > sinks_and_window() > uniform() > chelsea() > lagged(tokens=64)",
+    "subgen": (
+        "blockwise() > protect(sinks=4, recent=0.25) > sinks_and_window() > uniform() > subgen() > "
+        "lagged(tokens=64)"
+    ),
     "elastic_cache": (
         "whole() > protect(sinks=4, recent=1) > column_mass() > uniform() > "
         'elastic(variant="paper") > fixed_slot()'

@@ -4,7 +4,7 @@ Chari and Van Durme, "Compactor: Calibrated Query-Agnostic KV Cache Compression 
 Leverage Scores" (2025), arXiv:2507.08143: the statistical leverage of a key among those of its
 head, approximated by a Gaussian sketch of its dimensions. Follows the code that the authors gave to
 NVIDIA/kvpress: keys before rotation, centered over the sequence. The paper adds attention without a
-causal mask; this is the one half of it, and so no preset has the paper's name.
+causal mask; this is the one half of it, and `compactor` the whole.
 
 There the sketch is drawn at every call and 0.01 is added to the Gram matrix; here one seed gives
 all layers, heads and calls the same sketch, and `ridge` counts in mean squared lengths of a
@@ -63,7 +63,8 @@ class Leverage(Scorer):
     def _of_head(self, keys: Float[Tensor, "S D"]) -> Float[Tensor, " S"]:
         if not len(keys):
             return keys.new_empty(0)
-        sketched = (keys - keys.mean(0)) @ self._sketch(keys)
+        keys = keys.double()  # few keys leave little of the Gram matrix
+        sketched = (keys - keys.mean(0)) @ self._sketch(keys).double()
         gram = sketched.T @ sketched
         ridge = (self.ridge * gram.diagonal().mean()).clamp_min(torch.finfo(gram.dtype).tiny ** 0.5)
         gram.diagonal().add_(ridge)
@@ -71,7 +72,7 @@ class Leverage(Scorer):
         whitened: Tensor = torch.linalg.solve_triangular(  # pyright: ignore
             root, sketched.T, upper=False
         )
-        return whitened.square().sum(0)  # pyright: ignore
+        return whitened.square().sum(0).float()  # pyright: ignore
 
     def _sketch(self, keys: Float[Tensor, "S D"]) -> Float[Tensor, "D k"]:
         size = keys.shape[1]

@@ -1,0 +1,96 @@
+"""Scorer by leverage of keys and attention without a causal mask together (Compactor).
+
+Chari and Van Durme, "Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate
+Leverage Scores" (2025), arXiv:2507.08143: the parts `leverage` and `non_causal`, each in standard
+deviations from the mean of its layer, added with a weight on the leverage. As in the code that the
+authors gave to NVIDIA/kvpress, the weight is by default the share of the text that is dropped, the
+first and last tokens always stay and do not count, and both are as described at these parts: one
+sketch for all layers, a ridge relative to the keys, no padding among the keys. Scores that differ
+by less than a twentieth of their mean do so by rounding: a layer's spread counts as at least that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Observation
+from larder.core.types import Packed
+from larder.policy.protect import ProtectedTokens
+from larder.policy.scorers.base import Scorer
+from larder.policy.scorers.leverage import Leverage
+from larder.policy.scorers.non_causal import NonCausal
+
+LEAST_SPREAD = 0.05  # standard deviation of scores that are nearly alike, in means of a layer
+
+
+@dataclass(frozen=True)
+class Compactor(Scorer):
+    """Leverage and chunked attention in standard deviations, added.
+
+    Args:
+        blend: weight of the leverage; left open, the share of the text that is dropped.
+        sketch: dimensions of the sketch, as of `leverage`.
+        chunk: positions of a chunk, as of `non_causal`.
+        sinks, recent: first and last tokens that always stay and do not count.
+        tokens: the budget, in entries per kv head; left open, the policy's.
+    """
+
+    blend: float | None = None
+    sketch: int = 48
+    chunk: int = 256
+    sinks: int = 8
+    recent: int = 4
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.blend is not None and self.blend < 0:
+            raise BadParameter(f"compactor.blend must be 0 or more, got {self.blend}.")
+        for name in ("sinks", "recent"):
+            if (value := getattr(self, name)) < 0:
+                raise BadParameter(f"compactor.{name} must be 0 or more, got {value}.")
+        if self.tokens is not None and self.tokens < 1:
+            raise BadParameter(f"compactor.tokens must be at least 1, got {self.tokens}.")
+        Leverage(self.sketch)
+        NonCausal(self.chunk)
+
+    def observes_whole_text(self) -> bool:
+        return True
+
+    def with_budget(self, tokens: int) -> Compactor:
+        return self if self.tokens is not None else replace(self, tokens=tokens)
+
+    def protected_tokens(self) -> ProtectedTokens:
+        """First and last tokens that do not count."""
+        return ProtectedTokens(self.sinks, self.recent)
+
+    def score(self, seen: Observation) -> Packed:
+        places = seen.entries.packed_positions()
+        counts = (places >= self.sinks) & (places < seen.length - self.recent)
+        if not bool(counts.any()):
+            return torch.full_like(places, torch.inf, dtype=torch.float32)
+        leverage = _standard(Leverage(self.sketch).score(seen), counts)
+        attention = _standard(NonCausal(self.chunk).score(seen), counts)
+        blended = self._weight(seen) * leverage + attention
+        return blended.masked_fill(~counts, torch.inf)
+
+    def _weight(self, seen: Observation) -> float:
+        """Weight of the leverage."""
+        if self.blend is not None:
+            return self.blend
+        return max(0.0, 1 - (self.tokens or seen.length) / max(seen.length, 1))
+
+
+def _standard(scores: Packed, counts: Tensor) -> Float[Tensor, " T"]:
+    """Scores in standard deviations from the mean of those that count."""
+    own = scores[counts]
+    spread = own.std() if len(own) > 1 else own.new_zeros(())
+    least = LEAST_SPREAD * own.mean().abs().clamp_min(torch.finfo(torch.float32).tiny ** 0.5)
+    return (scores - own.mean()) / torch.maximum(spread, least)
+
+
+Part = Compactor

@@ -1,0 +1,71 @@
+"""Scorer by attention without a causal mask, chunk by chunk (Compactor).
+
+Chari and Van Durme, "Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate
+Leverage Scores" (2025), arXiv:2507.08143: the text is cut into chunks, every query of a chunk
+attends to all keys of it, earlier and later ones, and a key's weights are summed over queries and
+averaged over the query heads of its kv head. They are multiplied by the length of the value and
+averaged over three neighbors. Follows the code that the authors gave to NVIDIA/kvpress, products
+without the model's scaling included (`scaled=True` is with it); the keys that pad its last chunk,
+which take part of the weights there, are left out here. Scores there are in standard deviations
+from a layer's mean, which changes no order within a layer.
+
+Chunks are cut by position, from the first token on. Entries of chunks that no query of the pass
+belongs to score nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import BadParameter
+from larder.core.observation import Observation
+from larder.core.types import Packed
+from larder.ops.attention import cap_logits
+from larder.ops.pooling import running_mean
+from larder.policy.scorers.base import Scorer
+
+NEIGHBORS = 3  # entries that a score is averaged over
+
+
+@dataclass(frozen=True)
+class NonCausal(Scorer):
+    """Attention of each chunk to itself, in both directions, times the length of the value.
+
+    Args:
+        chunk: positions of a chunk.
+        scaled: whether products have the model's scaling.
+    """
+
+    chunk: int = 256
+    scaled: bool = False
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise BadParameter(f"non_causal.chunk must be at least 1 token, got {self.chunk}.")
+
+    def observes_whole_text(self) -> bool:
+        return True
+
+    def score(self, seen: Observation) -> Packed:
+        return torch.cat([self._of_head(seen, head) for head in range(seen.layer.kv_heads)])
+
+    def _of_head(self, seen: Observation, head: int) -> Float[Tensor, " S"]:
+        entries, group = seen.entries, seen.layer.group
+        queries = seen.queries[head * group : (head + 1) * group].float()
+        keys, chunks = entries.head_keys(head).float(), entries.head_positions(head) // self.chunk
+        own = seen.query_positions // self.chunk
+        sums = keys.new_zeros(len(keys))
+        for number in sorted(set(map(int, own))):
+            members = chunks == number
+            logits = queries[:, own == number] @ keys[members].T
+            logits = logits * seen.layer.scaling if self.scaled else logits
+            sums[members] = cap_logits(logits, seen.layer.softcap).softmax(-1).sum(1).mean(0)
+        lengths = entries.head_values(head).float().square().sum(-1).sqrt()
+        return running_mean(sums * lengths, NEIGHBORS)
+
+
+Part = NonCausal

@@ -1,0 +1,36 @@
+"""`non_causal`: weights of a chunk's queries over all keys of the chunk, one by one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from larder.core.observation import Observation
+from references.attention_loop import group_of, heads_of, positions_of
+from references.lloyd import dot
+from references.ops.softmax import capped
+from references.recalling import softmax
+
+SMALL = {"chunk": 3}  # parameters for small layers
+
+
+def scores(part: Any, seen: Observation) -> list[list[float]]:
+    return [one_head(part, seen, head) for head in heads_of(seen)]
+
+
+def one_head(part: Any, seen: Observation, head: int) -> list[float]:
+    places, start = positions_of(seen.entries, head), seen.entries.starts[head]
+    sums = [0.0] * len(places)
+    for h in group_of(seen, head):
+        for q, at in enumerate(seen.query_positions.tolist()):
+            members = [s for s, p in enumerate(places) if p // part.chunk == at // part.chunk]
+            query = seen.queries[h, q].tolist()
+            products = [dot(query, seen.entries.keys[start + s].tolist()) for s in members]
+            scaling = seen.layer.scaling if part.scaled else 1.0
+            logits = [capped(scaling * product, seen.layer.softcap) for product in products]
+            for s, weight in zip(members, softmax(logits), strict=True):
+                sums[s] += weight / len(group_of(seen, head))
+    values = seen.entries.values[start : start + len(places)].tolist()
+    weighed = [x * math.sqrt(dot(v, v)) for x, v in zip(sums, values, strict=True)]
+    padded = [0.0, *weighed, 0.0]
+    return [sum(padded[s : s + 3]) / 3 for s in range(len(weighed))]
