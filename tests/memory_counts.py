@@ -29,12 +29,23 @@ SEQUENCE_CHANGES = (
 )
 
 
+def bytes_of(layer: CacheLayer) -> int:
+    """Bytes of the tensors of a layer, and of its pages of an arena."""
+    lease = layer.page_lease
+    return storage_bytes(layer.tensors()) + (
+        lease.num_pages * lease.pool.page_bytes if lease else 0
+    )
+
+
 def assert_counted(layer: CacheLayer) -> None:
     """Check the counts of a layer against its tensors and lengths, behind a prefetch under way."""
     if isinstance(layer, TieredLayer) and layer.finder._arrived is not None:
         layer.finder._arrived()
-    assert layer.nbytes == storage_bytes(layer.tensors())
+    assert layer.nbytes == bytes_of(layer)
     assert layer.usage.entries == sum(layer.lengths)
+    if layer.page_lease is not None:
+        assert layer.device_nbytes == layer.nbytes
+        return
     near = layer.tensors()
     if isinstance(layer, TieredLayer):
         pool = layer.finder._pool
@@ -52,7 +63,7 @@ def assert_sequence_counted(cache: SequenceCache) -> None:
     latest = cache.latest._queries.values()
     beside = cache.latest.tail.nbytes + sum(held.nbytes for held in latest)
     beside += cache.model_positions.nbytes
-    assert cache.nbytes == sum(storage_bytes(s.tensors()) for s in cache.stores) + beside
+    assert cache.nbytes == sum(map(bytes_of, cache.stores)) + beside
     assert cache.device_nbytes == sum(s.device_nbytes for s in cache.stores) + beside
     budgeted = [s for s in cache.stores if cache.is_budgeted(s.layer)]
     assert cache.managed_entries == sum(sum(s.lengths) for s in budgeted)

@@ -12,6 +12,7 @@ from torch import Tensor
 from larder.cache.forms.base import CacheLayer, create_layer, form_of
 from larder.cache.forms.tiered import TieredLayer, tiered_layers
 from larder.cache.latest_activations import LatestActivations
+from larder.cache.layer_pages import PageLease
 from larder.cache.memory_usage import MemoryUsage
 from larder.cache.model_positions import ModelPositions
 from larder.cache.recurrent_state import NO_STATE, CacheCheckpoint, RecurrentState
@@ -129,6 +130,11 @@ class SequenceCache:
         """Layer that a decode step of several caches appends to. Raises: CacheError: invalid."""
         self._check()
         return self._stores[layer]
+
+    def page_leases(self) -> list[PageLease]:
+        """Pages of the layers that have them, in model order. Raises: CacheError: invalid."""
+        self._check()
+        return [own for store in self._stores if (own := store.page_lease) is not None]
 
     def record_logits(self, layers: Iterable[int]) -> None:
         """Record the logits of the next decode step in some layers."""
@@ -419,7 +425,7 @@ class SequenceCache:
 
         Raises: CacheError: layers of the state do not match the model or the ledger of `meta`.
         """
-        return cls._rebuilt(spec, state, meta, lambda store, own: store.restore(store.layer, own))
+        return cls._rebuilt(spec, state, meta, lambda store, own: store.restored(own))
 
     @classmethod
     def adopt(
@@ -429,7 +435,7 @@ class SequenceCache:
 
         `state` must not be used afterwards: the cache writes into it.
         """
-        return cls._rebuilt(spec, state, meta, lambda store, own: store.adopt(store.layer, own))
+        return cls._rebuilt(spec, state, meta, lambda store, own: store.adopted(own))
 
     @classmethod
     def _rebuilt(
@@ -454,9 +460,11 @@ class SequenceCache:
 
 def held_nbytes(caches: Iterable[SequenceCache]) -> int:
     """Bytes of several caches, with storage that they share counted once."""
-    held: dict[int, int] = {}
+    held: dict[object, int] = {}
     others = 0
     for cache in caches:
+        for lease in cache.page_leases():
+            held |= {(id(lease.pool), page): lease.pool.page_bytes for page in lease.pages}
         others += cache._fixed_nbytes
         for tensor in (tensor for store in cache.stores for tensor in store.tensors()):
             storage = tensor.untyped_storage()

@@ -50,7 +50,7 @@ def move_state(
     except BaseException:
         for index in given:
             empty = stores[index]
-            stores[index] = empty.adopt(empty.layer, _layer_state(handed, index, empty, spec))
+            stores[index] = empty.adopted(_layer_state(handed, index, empty, spec))
         raise
     return handed
 

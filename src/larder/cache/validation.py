@@ -60,6 +60,18 @@ def check_single_precision(plan: Plan) -> None:
         )
 
 
+def check_dtypes(
+    layer: LayerSpec, held: torch.dtype, keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Check that new entries have the dtype of the stored ones. Raises: CacheError: another."""
+    if (keys.dtype, values.dtype) != (held, held):
+        raise CacheError(
+            f"Layer {layer.index} was given keys in {keys.dtype} and values in "
+            f"{values.dtype}, but its cache holds {held}: bring the model to one dtype, as by "
+            f"model.to({held}), and call it outside torch.autocast."
+        )
+
+
 def check_grades(plan: Plan, held: Int8[Tensor, " T"], coarsest: int) -> Int8[Tensor, " T"]:
     """New grades of the kept entries, whose present grades are `held`; in host memory.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -110,6 +110,16 @@ class RecurrentSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@runtime_checkable
+class EntryArena(Protocol):
+    """Memory that the caches of a model take their entries' storage from."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arena."""
+        ...
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Attention layers of a model, and dtype and device of its cache.
@@ -119,6 +129,8 @@ class ModelSpec:
         width: size of a hidden state.
         numbers: number in the model of each of `layers`; empty where these are 0, 1, 2, ...
         recurrent: state of the layers without attention.
+        arena: arena of pages that caches of the model hold their entries in; None for none. It
+            says nothing about the model, and two specs are equal whatever it is.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -128,6 +140,7 @@ class ModelSpec:
     width: int = 0
     numbers: tuple[int, ...] = ()
     recurrent: tuple[RecurrentSpec, ...] = ()
+    arena: EntryArena | None = field(default=None, compare=False, repr=False)
 
     def index_of(self, number: int) -> int:
         """Index in `layers` of the layer with a number in the model."""

@@ -53,6 +53,10 @@ IGNORED_KEYWORDS = frozenset(
 )
 
 
+# Mask of no elements, which transformers hands to the layers as it is. Given none, it looks for
+# packed sequences among the positions, and waits for the device to say what it found.
+NO_MASK = torch.empty(1, 1, 0, 0)
+
 CHUNKED = "chunked_attention"  # kind of a layer whose chunks only its mask shows
 
 
@@ -207,7 +211,7 @@ def attend(
             "The model was called without a forward batch of Larder: call it through larder, or "
             "restore its own attention with Decoder.release()."
         )
-    if attention_mask is not None:
+    if attention_mask is not None and not _is_no_mask(attention_mask):
         raise ModelError(_given_mask(attention_mask))
     _check_keywords(rest, dropout)
     index = module.layer_idx
@@ -298,6 +302,10 @@ def _no_mask(
     if attention_mask is None and not sees_next.any():
         return None
     return NewTokenMask(attention_mask, sees_next)
+
+
+def _is_no_mask(mask: Tensor | NewTokenMask) -> bool:
+    return isinstance(mask, Tensor) and mask.shape == NO_MASK.shape
 
 
 def _given_mask(mask: Tensor | NewTokenMask) -> str:

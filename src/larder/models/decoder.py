@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from larder.cache.page_arena import PageArena
 from larder.core.errors import CacheError, InputError, ModelError
 from larder.core.types import Mode
 from larder.models import attention_backend
@@ -36,6 +37,7 @@ from larder.models.recompute_hooks import (
 )
 from larder.models.recurrent import recurrent_layers
 from larder.models.rope_frequencies import rope_limit
+from larder.ops.host_copy import device_tensor
 from larder.policy.providers.base import ActivationProvider, TokenProvider, column_providers
 
 if TYPE_CHECKING:
@@ -115,6 +117,14 @@ class Decoder:
         """Layers of the language model, without the head and without a vision tower."""
         return text_body_of(self.module)
 
+    def use_pages(self, arena: PageArena) -> None:
+        """Hold the entries of caches that are made from now on in pages of an arena.
+
+        Decode steps of several sequences are then one attention call per layer, on any device.
+        Caches with columns or codecs, and layers with a window, stay as they are.
+        """
+        self.spec = replace(self.spec, arena=arena)
+
     def embedding_table(self) -> Float[Tensor, "V hidden"]:
         """Input embeddings, by reference unless they are offloaded."""
         table = self.module.get_input_embeddings()
@@ -189,11 +199,11 @@ class Decoder:
         observer: Observer | None = None,
     ) -> Float[Tensor, "N V"]:
         """Forward, and float32 logits at the given indices of the packed segments."""
-        places = torch.tensor(wanted, device=self.spec.device)
+        places = device_tensor(wanted, self.spec.device)
         if mode is Mode.APPEND and any(_keeps_tail(segment) for segment in segments):
             return self._head.logits(torch.cat(self._hidden(segments, mode, observer))[places])
         segments = _with_earlier_tokens(segments, mode)
-        behind = torch.tensor(_new_token_indices(segments), device=self.spec.device)
+        behind = device_tensor(_new_token_indices(segments), self.spec.device)
         out = self._run(self.module, segments, mode, observer, logits_to_keep=behind[places])
         return out.logits[0].float()
 
@@ -332,10 +342,11 @@ class Decoder:
     def _arguments(self, batch: ForwardBatch) -> dict[str, Any]:
         """Keyword arguments of the model for a forward batch."""
         return {
-            "input_ids": torch.tensor([batch.ids()], device=self.spec.device),
+            "input_ids": device_tensor(batch.ids(), self.spec.device)[None],
             "position_ids": batch.positions(),
             "use_cache": False,
             attention_backend.CONTEXT_KEYWORD: batch,
+            **({"attention_mask": attention_backend.NO_MASK} if batch.is_paged else {}),
             **batch.options,
         }
 
@@ -351,6 +362,7 @@ class Decoder:
         batch = ForwardBatch(segments, mode, self.spec.device, observer)
         self._check(batch)
         try:
+            batch.prepare()
             hooks = RecomputeHooks(
                 lambda: self.recompute, lambda: self.shape, segments, mode, batch
             )

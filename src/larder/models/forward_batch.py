@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Int64
@@ -21,8 +21,10 @@ from larder.core.errors import ModelError
 from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.types import AppendKind, Keys, Mode, Queries, Values
 from larder.models.attention_backend import AttentionInputs
+from larder.models.paged_steps import PagedSteps, SteppedSegments
 from larder.ops.attention import apply_sinks, sink_logits
 from larder.ops.cpu.decode_attention import decode_step, supports_step
+from larder.ops.host_copy import device_tensor
 from larder.policy.providers.base import ImageProvider, column_providers
 
 
@@ -84,18 +86,6 @@ class LayerActivations:
     inputs: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
-class SteppedSegments(NamedTuple):
-    """Attention of segments that were attended to in one call.
-
-    Args:
-        segments: their indices.
-        out: a token of each.
-    """
-
-    segments: list[int]
-    out: Float[Tensor, "H N D"]
-
-
 # Called with (segment index, layer, activations) after each layer of each segment, once the cache
 # of that layer is up to date.
 Observer = Callable[[int, int, LayerActivations], None]
@@ -130,13 +120,15 @@ class ForwardBatch:
         self._places = [
             [*old, *segment.positions()] for old, segment in zip(again, segments, strict=True)
         ]
-        self._positions = [torch.tensor(own, device=device) for own in self._places]
         self._widths = [segment.num_tokens for segment in segments]
+        packed = device_tensor([place for own in self._places for place in own], device)
+        self._positions = list(packed.split(self._widths))
         self._firsts = [0, *accumulate(self._widths)]  # place of each segment's first token
         # Segments that append one token.
         self._steps = [n for n, width in enumerate(self._widths) if width == 1]
         if mode is not Mode.APPEND:
             self._steps = []
+        self._paged = PagedSteps(segments, self._steps, self._firsts)
         for segment in segments:
             for tier in segment.cache.tiers:
                 tier.expect(segment.append_kind)
@@ -178,6 +170,15 @@ class ForwardBatch:
         """True if tokens were left behind in an earlier layer."""
         return sum(self._widths) < self.num_tokens
 
+    def prepare(self) -> None:
+        """Reserve the pages of decode steps, for all layers. Raises: CacheError: none are left."""
+        self._paged.prepare(self._places)
+
+    @property
+    def is_paged(self) -> bool:
+        """True if all tokens are decode steps over pages, of a model with attention alone."""
+        return self._paged.segment_count == len(self.segments) and not self._spec.recurrent
+
     def narrow(self, rows: Int64[Tensor, " N"]) -> None:
         """Continue with some tokens of the only segment: later layers get these alone.
 
@@ -194,7 +195,8 @@ class ForwardBatch:
         queries = inputs.queries
         if inputs.temperature is not None:
             queries = inputs.queries_at(torch.cat(self._positions))
-        stepped = self._attend_steps(layer, queries, inputs.keys, inputs.values)
+        sides = queries, inputs.keys, inputs.values
+        stepped = self._paged.attend(layer, *sides) or self._attend_steps(layer, *sides)
         if stepped is not None and len(stepped.segments) == len(self.segments):
             self._observe_all(layer, queries, inputs.keys, inputs.values)
             return stepped.out

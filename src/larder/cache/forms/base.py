@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.cache.layer_pages import PageLease
 from larder.cache.memory_usage import TensorOwner
 from larder.cache.spec import FORMS, CacheSpec
 from larder.core.errors import CacheError
@@ -69,6 +70,9 @@ class CacheLayer(TensorOwner):
 
     # Whether other layers of the model may attend to the entries.
     can_be_shared: ClassVar[bool] = True
+
+    # Whether a layer of a model with an arena of pages holds its entries there instead.
+    can_page: ClassVar[bool] = False
 
     # Whether latents (MLA) can be held, as keys and values at once.
     holds_latents: ClassVar[bool] = False
@@ -233,6 +237,11 @@ class CacheLayer(TensorOwner):
     def count_step(self, position: int) -> None:
         """Count the entry that was written behind each head of `step_storage`."""
         del position
+
+    @property
+    def page_lease(self) -> PageLease | None:
+        """Pages of the entries, for a decode step in one call with others; None without pages."""
+        return None
 
     def eviction_storage(self, rule: StepRule) -> EvictedLayer | None:
         """Storage with recorded logits, for an eviction in one call with other layers.
@@ -412,6 +421,14 @@ class CacheLayer(TensorOwner):
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> CacheLayer:
         """Restored layer that takes ownership of the tensors of `state`."""
 
+    def restored(self, state: dict[str, Tensor]) -> CacheLayer:
+        """Layer like this one from a state, which can be used again."""
+        return self.restore(self.layer, state)
+
+    def adopted(self, state: dict[str, Tensor]) -> CacheLayer:
+        """Layer like this one that takes ownership of the tensors of a state."""
+        return self.adopt(self.layer, state)
+
     @property
     def device_nbytes(self) -> int:
         """Bytes in the model's memory, without slower tiers."""
@@ -445,6 +462,17 @@ def create_layer(layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CacheLa
     kind: type[CacheLayer]
     if layer.kv_source is not None:
         kind = FORMS.load("shared_kv")
+    elif layer.sliding_window is not None:
+        kind = FORMS.load("window")
     else:
-        kind = form_of(spec) if layer.sliding_window is None else FORMS.load("window")
+        kind = form_of(spec)
+        if kind.can_page and model.arena is not None and _can_page(layer, spec):
+            kind = FORMS.load("paged")
     return kind.create(layer, model, spec)
+
+
+def _can_page(layer: LayerSpec, spec: CacheSpec) -> bool:
+    """True if a plain layer needs nothing beside keys, values and positions."""
+    ledger = spec.ledger
+    has_more = ledger.columns or ledger.scalars or spec.codecs or spec.transform is not None
+    return not has_more and not layer.latent_rank

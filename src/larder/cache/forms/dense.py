@@ -37,6 +37,7 @@ class DenseLayer(SegmentedLayer):
 
     supports = frozenset[str]()
     holds_latents = True
+    can_page = True
 
     def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
         shape = (layer.kv_heads, 0, layer.head_dim)

@@ -27,11 +27,11 @@ from larder.cache.shared_storage import SegmentedLayer, SharedSegment, joined_ro
 from larder.cache.spec import FORMS, CacheSpec
 from larder.cache.validation import (
     check_counts,
+    check_dtypes,
     check_kept,
     check_merges_whole,
     check_single_precision,
 )
-from larder.core.errors import CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan, StepMerging, StepRule, StepSpreading
@@ -54,6 +54,7 @@ class RaggedLayer(SegmentedLayer):
 
     supports = frozenset({"ledger", "codecs", "transform"})
     holds_latents = True
+    can_page = True
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class RaggedLayer(SegmentedLayer):
         return logits
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
-        self._check_dtypes(keys, values)
+        check_dtypes(self.layer, self._keys.dtype, keys, values)
         count, self.replaced_bytes = keys.shape[1], 0
         self._hold_logits(None)
         if count == 1:
@@ -126,16 +127,6 @@ class RaggedLayer(SegmentedLayer):
                 self._values[rows] = values[head]
             self._positions[rows] = positions
             self._columns.clear(rows)
-
-    def _check_dtypes(self, keys: Keys, values: Values) -> None:
-        """Raise CacheError if new entries have another dtype than the stored ones."""
-        held = self._keys.dtype
-        if (keys.dtype, values.dtype) != (held, held):
-            raise CacheError(
-                f"Layer {self.layer.index} was given keys in {keys.dtype} and values in "
-                f"{values.dtype}, but its cache holds {held}: bring the model to one dtype, as by "
-                f"model.to({held}), and call it outside torch.autocast."
-            )
 
     def step_storage(self) -> StepStorage | None:
         if self.layer.latent_rank or self.layer.softcap is not None:

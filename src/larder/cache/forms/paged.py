@@ -1,0 +1,217 @@
+"""Paged layer: entries in pages of an arena that all sequences of a model share.
+
+For accelerators: attention of all sequences is one call per layer over page tables. Made in place
+of dense and ragged layers of a model whose spec has an arena (`Decoder.use_pages`), where a policy
+keeps no columns; heads may have lengths of their own. A fork shares pages, copied on write.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from larder.cache.forms.base import AttentionCall, AttentionState, CacheLayer
+from larder.cache.forms.dense import DenseLayer
+from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.layer_pages import IntArray, LayerPages, PageLease
+from larder.cache.merged_entries import merge_entries
+from larder.cache.page_arena import PageArena
+from larder.cache.spec import CacheSpec
+from larder.cache.validation import (
+    check_counts,
+    check_dtypes,
+    check_kept,
+    check_single_precision,
+)
+from larder.core.errors import CacheError
+from larder.core.observation import Entries
+from larder.core.plan import Plan
+from larder.core.spec import LayerSpec, ModelSpec
+from larder.core.types import Keys, Mode, Positions, Queries, Values
+from larder.ops.host_copy import copy_to_device
+from larder.ops.packing import sorted_places
+from larder.ops.paged_attention import paged_attention
+from larder.ops.pages import append_rows
+
+
+class PagedLayer(CacheLayer):
+    """Entries of one layer of one sequence in pages of an arena.
+
+    States are those of `plain`, the form that the layer stands for, so that a saved cache restores
+    with and without an arena. Bytes are those of whole pages, shared ones included.
+    """
+
+    supports = frozenset[str]()
+    has_public_name = False
+
+    def __init__(self, pool: LayerPages, plain: type[CacheLayer]) -> None:
+        super().__init__(pool.layer)
+        self._lease, self._plain = PageLease(pool), plain
+
+    @classmethod
+    def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> PagedLayer:
+        arena = model.arena
+        if not isinstance(arena, PageArena):
+            raise CacheError(
+                "The model's spec has no arena of pages: call Decoder.use_pages() before a cache "
+                "is made, or use a dense or ragged cache."
+            )
+        return cls(arena.pages[layer.index], RaggedLayer if spec.form == "ragged" else DenseLayer)
+
+    @property
+    def page_lease(self) -> PageLease:
+        return self._lease
+
+    def append(self, keys: Keys, values: Values, positions: Positions) -> None:
+        heads, count = keys.shape[:2]
+        self._fill(
+            np.full(heads, count, np.int64),
+            keys.flatten(0, 1),
+            values.flatten(0, 1),
+            positions.to(torch.int32).repeat(heads),
+        )
+
+    def count_step(self, position: int) -> None:
+        del position
+        self._lease.count_step()
+        self.usage.set_entries(int(self._lease.lengths.sum()))
+
+    def attention_calls(
+        self, queries: Queries, positions: Positions, mode: Mode, shift: int
+    ) -> list[AttentionCall]:
+        del positions, mode, shift
+        return [partial(self._attend_held, queries)]
+
+    def apply(self, plan: Plan) -> None:
+        check_kept(plan, self.lengths)
+        self.evict(plan)
+
+    def evict(self, plan: Plan) -> None:
+        check_single_precision(plan)
+        check_counts(plan, self.layer.kv_heads)
+        if plan.columns or plan.scalars:
+            raise CacheError(
+                "A paged cache has no columns, but the plan writes them: make the cache before "
+                "Decoder.use_pages() is called."
+            )
+        merged = merge_entries(plan, self.entries()) if len(plan.folds) else None
+        self._lease.compact(plan.kept, plan.lengths)
+        if merged is not None:
+            pool, device = self._lease.pool, self._lease.pool.keys.device
+            rows = copy_to_device(self._lease.packed_rows(), device)
+            rows = rows[sorted_places(merged.targets.to(device), plan.kept.to(device))]
+            pool.append(rows, merged.keys.to(pool.keys.dtype), merged.values.to(pool.keys.dtype))
+        self._count()
+
+    def allocate(self, room: int) -> None:
+        self._lease.reserve(room)
+        self._count()
+
+    def compact(self) -> None:
+        self._lease.set_lengths(self.lengths)
+        self._count()
+
+    def truncate(self, length: int) -> None:
+        heads = self._lease.gather()[2].split(list(self.lengths))
+        self._lease.set_lengths([int((own < length).sum()) for own in heads])
+        self._count()
+
+    def entries(self) -> Entries:
+        """Copies of all entries, end to end."""
+        lengths = self._lease.lengths
+        starts = tuple((lengths.cumsum() - lengths).tolist())
+        return Entries(*self._lease.gather(), starts, self.lengths)
+
+    @property
+    def entries_copy_bytes(self) -> int:
+        return sum(self.lengths) * self._lease.pool.page_bytes // self._lease.pool.page_tokens
+
+    @property
+    def shared_nbytes(self) -> int:
+        return self._lease.shared_pages * self._lease.pool.page_bytes
+
+    def fork(self) -> PagedLayer:
+        copy = PagedLayer(self._lease.pool, self._plain)
+        copy._lease = self._lease.fork()
+        copy._count()
+        return copy
+
+    def separate(self) -> None:
+        self._lease.own_all()
+
+    def state(self) -> dict[str, Tensor]:
+        keys, values, positions = self._lease.gather()
+        if self._plain is DenseLayer:
+            heads = self.layer.kv_heads
+            sides = {"keys": keys.unflatten(0, (heads, -1)), "values": values}
+            sides["values"] = values.unflatten(0, (heads, -1))
+            return {**sides, "positions": positions[: self.lengths[0]].clone()}
+        lengths = torch.from_numpy(self._lease.lengths.copy())
+        return {"keys": keys, "values": values, "positions": positions, "lengths": lengths}
+
+    @classmethod
+    def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> PagedLayer:
+        del state
+        raise CacheError(
+            f"A paged layer {layer.index} is restored into an arena: use SequenceCache.restore()."
+        )
+
+    def adopted(self, state: dict[str, Tensor]) -> PagedLayer:
+        layer, keys = PagedLayer(self._lease.pool, self._plain), state["keys"]
+        if keys.dim() == 3:
+            heads, length = keys.shape[:2]
+            counts = np.full(heads, length, np.int64)
+            sides = keys.flatten(0, 1), state["values"].flatten(0, 1)
+            positions = state["positions"].repeat(heads)
+        else:
+            counts, sides = state["lengths"].cpu().numpy(), (keys, state["values"])
+            positions = state["positions"]
+        layer._fill(counts, *sides, positions)
+        return layer
+
+    def restored(self, state: dict[str, Tensor]) -> PagedLayer:
+        return self.adopted(state)
+
+    def own_tensors(self) -> tuple[Tensor, ...]:
+        """None: the entries are in the arena."""
+        return ()
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(self._lease.lengths.tolist())
+
+    def _fill(self, counts: IntArray, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        """Append entries to each head, given head by head."""
+        pool = self._lease.pool
+        check_dtypes(self.layer, pool.keys.dtype, keys, values)
+        self._lease.reserve(counts)
+        slots = copy_to_device(self._lease.slots(counts), pool.keys.device)
+        pool.append(slots, keys, values)
+        append_rows(pool.positions, slots, positions)
+        self._lease.count(counts)
+        self._count()
+
+    def _attend_held(self, queries: Queries) -> AttentionState:
+        """Attention of queries to all entries."""
+        pool, heads = self._lease.pool, self.layer.kv_heads
+        tables = self._lease.tables(queries.shape[1])
+        stored = pool.keys, pool.values, tables, self.layer.scaling, pool.backend
+        own = queries.unflatten(0, (heads, -1))
+        out, lse = paged_attention(own, *stored, softcap=self.layer.softcap)
+        if not self._lease.lengths.all():
+            is_empty = (tables.lengths == 0)[:, None, None]
+            out = out.masked_fill(is_empty.unsqueeze(-1), 0.0)
+            lse = lse.masked_fill(is_empty, -torch.inf)
+        return out.flatten(0, 1), lse.flatten(0, 1)
+
+    def _count(self) -> None:
+        """Count bytes and entries after a change."""
+        pages = self._lease.num_pages
+        self.usage.set_bytes(pages * self._lease.pool.page_bytes, self.counts_as_device)
+        self.usage.set_entries(int(self._lease.lengths.sum()))
+
+
+Part = PagedLayer

@@ -1,0 +1,316 @@
+"""Pages of one layer, and the leases that sequences have of them.
+
+    pages of a layer   [ null page | page 1 | page 2 | ... ]     page: P entries of one kv head
+    lease              pages of each kv head of one layer of one sequence, in order
+
+Which pages a lease has, and how many entries, is known on the host; the entries are on the device.
+Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+from weakref import finalize
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Int32, Int64
+from numpy.typing import NDArray
+from torch import Tensor
+
+from larder.core.errors import CacheError
+from larder.core.spec import POSITION_BYTES, LayerSpec
+from larder.ops.host_copy import copy_to_device
+from larder.ops.paged_attention import AttentionBackend, SegmentTables
+from larder.ops.pages import append_rows, compact_pages, gather_pages
+
+NULL_PAGE = 0
+IntArray = NDArray[np.int64]
+
+
+class LayerPages:
+    """Pages of one layer.
+
+    Args:
+        positions: storage of the true positions of all entries, the null page among them.
+        backend: attention over the pages.
+    """
+
+    def __init__(
+        self,
+        layer: LayerSpec,
+        dtype: torch.dtype,
+        positions: Int32[Tensor, "N P"],
+        backend: AttentionBackend,
+    ) -> None:
+        (num_pages, page_tokens), device = positions.shape, positions.device
+        self.layer, self.page_tokens, self.backend = layer, page_tokens, backend
+        self.positions = positions
+        shape = num_pages, page_tokens, layer.head_dim
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros_like(self.keys)
+        # Number of each page within the segments that have it.
+        self.order = torch.zeros(num_pages, dtype=torch.int32, device=device)
+        self.page_bytes = page_tokens * (2 * layer.head_dim * dtype.itemsize + POSITION_BYTES)
+        self.sinks = torch.tensor(layer.sinks, dtype=torch.float32, device=device)
+        self.serials = count()  # of leases
+        self._order = np.zeros(num_pages, np.int32)
+        self._holders = [0] * num_pages
+        self._free = list(range(num_pages - 1, NULL_PAGE, -1))
+
+    @property
+    def num_pages(self) -> int:
+        """N."""
+        return len(self._holders)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no lease holds."""
+        return len(self._free)
+
+    def take(self, numbers: Sequence[int]) -> list[int]:
+        """Free pages, for the given numbers within their segments.
+
+        Raises:
+            CacheError: there are not as many; nothing was taken.
+        """
+        if len(numbers) > len(self._free):
+            raise CacheError(
+                f"Layer {self.layer.index} needs {len(numbers)} more pages of {self.page_tokens} "
+                f"entries, but {len(self._free)} of {self.num_pages - 1} are free: give PageArena "
+                "a larger num_pages, drop caches, or take a smaller budget."
+            )
+        pages = [self._free.pop() for _ in numbers]
+        for page, number in zip(pages, numbers, strict=True):
+            self._holders[page] = 1
+            if self._order[page] != number:
+                self._order[page] = number
+                self.order[page] = number
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Count one more holder of pages."""
+        for page in pages:
+            self._holders[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Count one holder less; pages without any are free."""
+        for page in pages:
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                self._free.append(page)
+
+    def is_shared(self, page: int) -> bool:
+        """True if several leases hold a page."""
+        return self._holders[page] > 1
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy the entries of a page."""
+        for stored in (self.keys, self.values, self.positions):
+            stored[target] = stored[source]
+
+    def append(
+        self, slots: Int64[Tensor, " M"], keys: Float[Tensor, "M D"], values: Float[Tensor, "M D"]
+    ) -> None:
+        """Write keys and values of new entries into rows of the pool."""
+        append_rows(self.keys, slots, keys)
+        append_rows(self.values, slots, values)
+
+
+class PageLease:
+    """Pages of the kv heads of one layer of one sequence.
+
+    Attributes:
+        serial: number of the lease among all of the layer.
+        lengths: entries of each head [K].
+        table: pages of each head [K, W], on the host; the null page behind the last one.
+        version: count of changes other than one more entry in the row behind the latest one.
+        steps: count of those.
+    """
+
+    def __init__(self, pool: LayerPages) -> None:
+        heads = pool.layer.kv_heads
+        self.pool, self.serial, self.version, self.steps = pool, next(pool.serials), 0, 0
+        self._room = 0  # entries that surely fit each head, in pages of its own
+        self._page_room = 0  # entries until a head begins another page
+        self.lengths: IntArray = np.zeros(heads, np.int64)
+        self.table = np.zeros((heads, 1), np.int32)
+        self._pages: list[list[int]] = [[] for _ in range(heads)]
+        finalize(self, _release_all, pool, self._pages)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all heads."""
+        return sum(map(len, self._pages))
+
+    @property
+    def pages(self) -> list[int]:
+        """Pages of all heads, head by head."""
+        return [page for own in self._pages for page in own]
+
+    @property
+    def shared_pages(self) -> int:
+        """Pages that other leases hold too."""
+        return sum(map(self.pool.is_shared, self.pages))
+
+    def reserve(self, room: int | IntArray) -> None:
+        """Have pages for `room` more entries in each head, which no other lease reads.
+
+        Raises:
+            CacheError: the pool has no pages left; nothing has changed.
+        """
+        if isinstance(room, int) and room <= self._room:
+            return
+        size = self.pool.page_tokens
+        counts = [len(pages) for pages in self._pages]
+        wanted = [-(-int(length) // size) for length in self.lengths + room]
+        missing = [range(have, want) for have, want in zip(counts, wanted, strict=True)]
+        written = [self._written_pages(head) for head in range(len(counts))]
+        copied = [[n for n in own if self._is_shared(head, n)] for head, own in enumerate(written)]
+        taken = iter(self.pool.take([n for group in (*missing, *copied) for n in group]))
+        for pages, numbers in zip(self._pages, missing, strict=True):
+            pages += [next(taken) for _ in numbers]
+        for head, numbers in enumerate(copied):
+            for number in numbers:
+                self._replace(head, number, next(taken))
+        if any(map(len, missing)) or any(copied):
+            self._changed()
+        held = np.array([len(pages) for pages in self._pages]) * size
+        self._room = int((held - self.lengths).min())
+
+    def slots(self, counts: IntArray) -> IntArray:
+        """Pool rows of the next `counts` entries of each head, head by head; they are reserved."""
+        return self._rows(self.lengths, counts)
+
+    def packed_rows(self) -> IntArray:
+        """Pool rows of all entries, head by head."""
+        return self._rows(self.lengths * 0, self.lengths)
+
+    def _rows(self, firsts: IntArray, counts: IntArray) -> IntArray:
+        """Pool rows of places [firsts, firsts + counts) of each head."""
+        heads, size = np.repeat(np.arange(len(counts)), counts), self.pool.page_tokens
+        places = np.arange(len(heads)) + np.repeat(firsts - counts.cumsum() + counts, counts)
+        return self.table[heads, places // size].astype(np.int64) * size + places % size
+
+    def count(self, entries: int | IntArray) -> None:
+        """Count entries that were appended to each head within its pages."""
+        self.lengths = self.lengths + entries
+        self._room -= int(np.max(entries))
+        self._begin_page()
+
+    def count_step(self) -> None:
+        """Count an entry that was appended to each head within its pages."""
+        self.lengths = self.lengths + 1
+        self._room -= 1
+        self.steps += 1
+        self._page_room -= 1
+        if self._page_room <= 0:
+            self._begin_page()
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Keep the first entries of each head, and release the pages behind them."""
+        size, self.lengths = self.pool.page_tokens, np.array(lengths, np.int64)
+        for pages, length in zip(self._pages, lengths, strict=True):
+            kept = -(-length // size)
+            self.pool.release(pages[kept:])
+            del pages[kept:]
+        self._changed()
+
+    def own_all(self) -> None:
+        """Copy the pages that other leases hold too. Raises: CacheError: the pool is full."""
+        shared = [
+            (head, number)
+            for head, pages in enumerate(self._pages)
+            for number, page in enumerate(pages)
+            if self.pool.is_shared(page)
+        ]
+        fresh = self.pool.take([number for _, number in shared])
+        for (head, number), page in zip(shared, fresh, strict=True):
+            self._replace(head, number, page)
+        self._changed()
+
+    def fork(self) -> PageLease:
+        """Lease of the same entries; pages are copied when one of both writes into them."""
+        copy = PageLease(self.pool)
+        for own, pages in zip(copy._pages, self._pages, strict=True):
+            own += pages
+            self.pool.share(pages)
+        copy.lengths = self.lengths.copy()
+        copy._changed()
+        self._room = 0
+        return copy
+
+    def tables(self, query_len: int) -> SegmentTables:
+        """Tables of the heads on the device, for queries of this layer alone."""
+        device, heads = self.pool.keys.device, len(self.lengths)
+        room = self.table.shape[1] * self.pool.page_tokens
+        offsets = torch.arange(heads + 1, dtype=torch.int32, device=device)
+        table = copy_to_device(self.table, device)
+        lengths = copy_to_device(self.lengths.astype(np.int32), device)
+        return SegmentTables(table, lengths, offsets * query_len, offsets * room, self.pool.order)
+
+    def gather(self) -> tuple[Tensor, Tensor, Int[Tensor, " T"]]:
+        """Copies of keys, values and positions of all heads, end to end."""
+        tables, total = self.tables(1), int(self.lengths.sum())
+        starts = copy_to_device(self.lengths.cumsum() - self.lengths, tables.table.device)
+        layout = tables.table, tables.lengths, starts, total
+        pool = self.pool
+        positions = gather_pages(pool.positions.unsqueeze(2), *layout).squeeze(1)
+        return gather_pages(pool.keys, *layout), gather_pages(pool.values, *layout), positions
+
+    def compact(self, kept: Int64[Tensor, " T"], lengths: Sequence[int]) -> None:
+        """Keep some entries, in order, and release the pages behind them.
+
+        Args:
+            kept: packed indices, ascending.
+            lengths: how many of each head.
+        """
+        self.own_all()
+        counts, heads = np.array(lengths, np.int64), len(lengths)
+        device, widest = self.pool.keys.device, max(int(counts.max()), 1)
+        starts = self.lengths.cumsum() - self.lengths
+        columns = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        rows = np.repeat(np.arange(heads) * widest, counts) + columns
+        places = kept.to(device) - copy_to_device(np.repeat(starts, counts), device)
+        padded = torch.zeros(heads * widest, dtype=torch.int32, device=device)
+        padded.index_copy_(0, copy_to_device(rows, device), places.int())
+        table = copy_to_device(self.table, device)
+        layout = table, table, padded.view(heads, widest)
+        limits = copy_to_device(counts.astype(np.int32), device)
+        for stored in (self.pool.keys, self.pool.values, self.pool.positions.unsqueeze(2)):
+            compact_pages(stored, *layout, limits)
+        self.set_lengths(lengths)
+
+    def _written_pages(self, head: int) -> range:
+        """Numbers of the present pages of a head that the next entry is written into, or later."""
+        return range(int(self.lengths[head]) // self.pool.page_tokens, len(self._pages[head]))
+
+    def _is_shared(self, head: int, number: int) -> bool:
+        return self.pool.is_shared(self._pages[head][number])
+
+    def _replace(self, head: int, number: int, fresh: int) -> None:
+        """Copy a page into a fresh one and hold that instead."""
+        former = self._pages[head][number]
+        self.pool.copy_page(former, fresh)
+        self.pool.release([former])
+        self._pages[head][number] = fresh
+
+    def _changed(self) -> None:
+        """Write the table again."""
+        width = max(1, *map(len, self._pages))
+        self.table = np.full((len(self._pages), width), NULL_PAGE, np.int32)
+        for head, pages in enumerate(self._pages):
+            self.table[head, : len(pages)] = pages
+        self._room = 0
+        self._begin_page()
+
+    def _begin_page(self) -> None:
+        """Note that the next entries are not in the rows behind the latest ones."""
+        size = self.pool.page_tokens
+        self._page_room = int((size - self.lengths % size).min())
+        self.version += 1
+
+
+def _release_all(pool: LayerPages, pages: list[list[int]]) -> None:
+    pool.release([page for own in pages for page in own])

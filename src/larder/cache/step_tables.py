@@ -1,0 +1,157 @@
+"""Tables of a decode step: where the new entries of all sequences go, and what they attend to.
+
+Built on the host once per pass for all layers, and written into the same device memory in every
+pass, so that a captured graph reads them. A step that only appends within the present pages changes
+them on the device, without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int32, Int64
+from torch import Tensor
+
+from larder.cache.layer_pages import LayerPages, PageLease
+from larder.ops.attention import apply_sinks
+from larder.ops.host_copy import write_to_device
+from larder.ops.paged_attention import SegmentTables, paged_attention
+
+PADDING_LENGTH = 1  # entries of a padded segment, in the null page: kernels see no empty one
+
+
+class LayerStep(NamedTuple):
+    """Tables of one layer in a decode step of B sequences; segment b * K + k is head k of b.
+
+    Args:
+        slots: row of the pages that each new entry is written to.
+    """
+
+    pages: LayerPages
+    slots: Int64[Tensor, " S"]
+    tables: SegmentTables
+
+    def attend(
+        self,
+        queries: Float[Tensor, "H B D"],
+        keys: Float[Tensor, "K B D"],
+        values: Float[Tensor, "K B D"],
+    ) -> Float[Tensor, "H B D"]:
+        """Append an entry to every head, and attend: no read on the host, at fixed addresses.
+
+        The output is under the sinks of the layer, in the dtype of the queries.
+        """
+        kv_heads, batch_len, _ = keys.shape
+        pages, layer = self.pages, self.pages.layer
+        pages.append(self.slots, *(side.transpose(0, 1).flatten(0, 1) for side in (keys, values)))
+        own = queries.unflatten(0, (kv_heads, -1)).permute(2, 0, 1, 3)  # [B, K, R, D]
+        out, lse = paged_attention(
+            own.flatten(0, 1).unsqueeze(2),
+            pages.keys,
+            pages.values,
+            self.tables,
+            layer.scaling,
+            pages.backend,
+            softcap=layer.softcap,
+        )
+        shape = batch_len, len(queries)
+        heads = out.reshape(*shape, -1).transpose(0, 1)
+        return apply_sinks(heads, lse.reshape(shape).T, pages.sinks).to(queries.dtype)
+
+
+class StepTables:
+    """Tables of steps of up to `batch_len` sequences, at fixed addresses.
+
+    Missing sequences are padded by segments of one entry in the null page.
+
+    Args:
+        positions: true positions in the pages of all layers.
+        pages: pages of each layer.
+        width: most pages of a kv head.
+    """
+
+    def __init__(
+        self,
+        positions: Int32[Tensor, "L N P"],
+        pages: Sequence[LayerPages],
+        batch_len: int,
+        width: int,
+    ) -> None:
+        self.batch_len, self.width = batch_len, width
+        self._all_positions, device = positions, positions.device
+        self._heads = [own.layer.kv_heads for own in pages]
+        sizes = [batch_len * heads for heads in self._heads]
+        total, rows = sum(sizes), positions[0].numel()
+        self._table = torch.zeros(total, width, dtype=torch.int32, device=device)
+        self._lengths = torch.full((total,), PADDING_LENGTH, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(total, dtype=torch.int32, device=device)
+        self._slots = torch.zeros(total, dtype=torch.int64, device=device)
+        self._growth = torch.zeros(total, dtype=torch.int32, device=device)  # 0 for padding
+        firsts = np.repeat(np.arange(len(pages)) * rows, sizes)
+        self._firsts = torch.from_numpy(firsts).to(device)  # of each layer in `positions`
+        self._seen: list[tuple[int, int, int]] = []
+        self._next: list[int] = []
+        self.layers = {
+            own.layer.index: _layer_step(own, slots, table, lengths)
+            for own, slots, table, lengths in zip(
+                pages,
+                self._slots.split(sizes),
+                self._table.split(sizes),
+                self._lengths.split(sizes),
+                strict=True,
+            )
+        }
+
+    def update(self, leases: Sequence[Sequence[PageLease]], positions: Sequence[int]) -> None:
+        """Set the tables, and write the positions of the new entries.
+
+        Args:
+            leases: of each sequence, one per layer; pages for another entry are reserved.
+            positions: true position of each new entry.
+        """
+        seen = [(own.serial, own.version, own.steps) for each in leases for own in each]
+        stepped = [(own, version, steps - 1) for own, version, steps in seen]
+        if stepped == self._seen and [place - 1 for place in positions] == self._next:
+            for numbers in (self._lengths, self._positions, self._slots):
+                numbers.add_(self._growth)
+        else:
+            self._write(leases, positions)
+        self._seen, self._next = seen, list(positions)
+        self._all_positions.view(-1).index_copy_(0, self._slots + self._firsts, self._positions)
+
+    def _write(self, leases: Sequence[Sequence[PageLease]], positions: Sequence[int]) -> None:
+        """Write all tables from the host."""
+        total, rows = len(self._lengths), self.batch_len - len(leases)
+        table = np.zeros((total, self.width), np.int32)
+        lengths, slots = np.full(total, PADDING_LENGTH, np.int32), np.zeros(total, np.int64)
+        places, growth = np.zeros(total, np.int32), np.zeros(total, np.int32)
+        first = 0
+        for number, heads in enumerate(self._heads):
+            for own, position in zip(leases, positions, strict=True):
+                lease, segments = own[number], slice(first, first + heads)
+                table[segments, : lease.table.shape[1]] = lease.table
+                lengths[segments] = lease.lengths + 1
+                slots[segments] = lease.slots(np.ones(heads, np.int64))
+                places[segments], growth[segments] = position, 1
+                first = segments.stop
+            first += rows * heads
+        targets = self._table, self._lengths, self._slots, self._positions, self._growth
+        for target, numbers in zip(targets, (table, lengths, slots, places, growth), strict=True):
+            write_to_device(target, numbers)
+
+
+def reserve_step(leases: Sequence[Sequence[PageLease]]) -> None:
+    """Reserve pages for one more entry in each head. Raises: CacheError: none are left."""
+    for own in leases:
+        for lease in own:
+            lease.reserve(1)
+
+
+def _layer_step(pages: LayerPages, slots: Tensor, table: Tensor, lengths: Tensor) -> LayerStep:
+    """Tables of one layer as views, with offsets that never change."""
+    ahead = torch.arange(len(slots) + 1, dtype=torch.int32, device=table.device)
+    room = table.shape[1] * pages.page_tokens
+    return LayerStep(pages, slots, SegmentTables(table, lengths, ahead, ahead * room, pages.order))

@@ -1,0 +1,260 @@
+"""Decode steps as captured graphs: one launch for a step of the whole model, at fixed shapes.
+
+A graph repeats kernels with the arguments of its capture, so everything that changes between steps
+is in static buffers: token ids, positions and the tables of the step. What the host decides (pages,
+lengths) it decides before a replay. Batches are padded to a few sizes, each captured once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from larder.cache.page_arena import PageArena
+from larder.cache.sequence import SequenceCache
+from larder.cache.step_tables import StepTables, reserve_step
+from larder.core.errors import CacheError, LarderError, ModelError
+from larder.core.types import Queries
+from larder.models.attention_backend import CONTEXT_KEYWORD, NO_MASK, AttentionInputs
+from larder.models.decoder import Decoder
+from larder.ops.host_copy import write_to_device
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+WARM_UPS = 2  # runs before a capture, in which libraries allocate what they need
+
+
+@runtime_checkable
+class GraphCapture(Protocol):
+    """Capture of calls that are repeated at the same addresses."""
+
+    def capture(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Run a call once or more, and return what repeats it into the same output tensor.
+
+        The call reads tensors that stay where they are, and may be run several times in place of
+        once.
+        """
+        ...
+
+
+class CudaGraphCapture:
+    """Capture by CUDA graphs, which share their memory."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def capture(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            out = call()
+        self._pool = graph.pool()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+
+class GraphContractError(LarderError):
+    """A call that would not be repeated by a graph as it runs by itself."""
+
+
+class EagerCapture:
+    """Stand-in on devices without graphs: it runs the call again, and checks that a graph could.
+
+    A replay must call the same operators in the same order, with the same numbers, on tensors at
+    the same addresses, but those that the call made itself.
+    """
+
+    def capture(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        with _CallRecorder() as captured:
+            out = call()
+
+        def replay() -> Tensor:
+            with _CallRecorder() as again:
+                fresh = call()
+            captured.compare(again)
+            return out.copy_(fresh)
+
+        return replay
+
+
+class _CallRecorder(TorchDispatchMode):
+    """Record of operator calls: names, numbers, and addresses of tensors made elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[object, ...]] = []
+        self._outside = set[int]()
+        self._made: dict[int, Tensor] = {}  # held, so that no address is given twice
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given, _ = tree_flatten((args, kwargs or {}))
+        self.calls.append((func.name(), *map(self._note, given)))
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_flatten(out)[0]:
+            if isinstance(tensor, Tensor) and _address(tensor) not in self._outside:
+                self._made[_address(tensor)] = tensor
+        return out
+
+    def compare(self, other: _CallRecorder) -> None:
+        """Raise GraphContractError unless another record is the same."""
+        for number, (own, later) in enumerate(zip(self.calls, other.calls, strict=False)):
+            if own != later:
+                raise GraphContractError(
+                    f"Call {number} of a replay is {later}, but {own} was captured: a graph "
+                    "repeats the latter. Write what changes into static buffers before the replay."
+                )
+        if len(self.calls) != len(other.calls):
+            raise GraphContractError(
+                f"A replay calls {len(other.calls)} operators, but {len(self.calls)} were captured."
+            )
+
+    def _note(self, given: object) -> object:
+        if not isinstance(given, Tensor):
+            return given if isinstance(given, int | float | str | None) else str(given)
+        if _address(given) in self._made:
+            return "made"
+        self._outside.add(_address(given))
+        return given.data_ptr()
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _StepAttention:
+    """Attention of every layer of a step, by its tables."""
+
+    def __init__(self, decoder: Decoder, tables: StepTables) -> None:
+        self._spec, self._layers = decoder.spec, tables.layers
+
+    def attend(self, inputs: AttentionInputs) -> Queries:
+        step = self._layers[self._spec.index_of(inputs.layer)]
+        return step.attend(inputs.queries, inputs.keys, inputs.values)
+
+
+@dataclass
+class _Bucket:
+    """Static buffers of one batch size, and its graph once it is captured."""
+
+    tables: StepTables
+    ids: Int64[Tensor, "1 B"]
+    positions: Int64[Tensor, "1 B"]
+    replay: Callable[[], Tensor] | None = None
+
+
+class DecodeGraphs:
+    """Decode steps of caches in pages, captured once per batch size.
+
+    Policies evict between steps, by plans; nothing observes a step. A step that fails has changed
+    no cache.
+
+    Args:
+        decoder: decoder after `use_pages`.
+        capture: capture of the device.
+        width: most pages of a kv head; a step reads tables of this width.
+        batch_sizes: numbers of sequences to capture, ascending.
+
+    Raises:
+        CacheError: the decoder has no arena.
+        ModelError: a layer of the model has no pages, as one with a sliding window.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        capture: GraphCapture,
+        width: int,
+        batch_sizes: Sequence[int] = BATCH_SIZES,
+    ) -> None:
+        arena, spec = decoder.spec.arena, decoder.spec
+        if not isinstance(arena, PageArena):
+            raise CacheError("The decoder has no arena of pages: call its use_pages() first.")
+        missing = [layer.index for layer in spec.layers if layer.index not in arena.pages]
+        if missing or spec.recurrent:
+            raise ModelError(
+                f"Layers {missing} of the model, or layers without attention, hold something else "
+                "than pages, so its steps cannot be captured: call Decoder.forward_logits()."
+            )
+        self._decoder, self._arena, self._capture = decoder, arena, capture
+        self._width, self._sizes = width, tuple(batch_sizes)
+        self._buckets: dict[int, _Bucket] = {}
+
+    @torch.no_grad()
+    def step(self, caches: Sequence[SequenceCache], ids: Sequence[int]) -> Float[Tensor, "B V"]:
+        """Append a token to each cache, and return its float32 logits, valid until the next step.
+
+        Raises:
+            CacheError: no pages are left, a head has more than `width`, or there are more caches
+                than the largest batch size.
+        """
+        leases = [cache.page_leases() for cache in caches]
+        reserve_step(leases)
+        bucket = self._bucket(len(caches))
+        widest = max(lease.table.shape[1] for own in leases for lease in own)
+        if widest > self._width:
+            raise CacheError(
+                f"A kv head has {widest} pages, but graphs were captured for {self._width}: make "
+                "DecodeGraphs with a larger width."
+            )
+        positions = [cache.next_position for cache in caches]
+        bucket.tables.update(leases, positions)
+        for buffer, numbers in ((bucket.ids, ids), (bucket.positions, positions)):
+            padded = np.zeros(buffer.shape, np.int64)
+            padded[0, : len(numbers)] = numbers
+            write_to_device(buffer, padded)
+        if bucket.replay is None:
+            bucket.replay = self._capture.capture(lambda: self._forward(bucket))
+        logits = bucket.replay()
+        for cache, position in zip(caches, positions, strict=True):
+            for layer in self._decoder.spec.layers:
+                cache.step_layer(layer.index).count_step(position)
+            cache.advance(1)
+        return logits[: len(caches)]
+
+    def _bucket(self, count: int) -> _Bucket:
+        """Buffers of the smallest batch size that holds `count` sequences."""
+        fitting = [size for size in self._sizes if size >= count]
+        if not fitting:
+            raise CacheError(
+                f"{count} caches are more than the largest batch size, {self._sizes[-1]}: give "
+                "DecodeGraphs larger batch_sizes."
+            )
+        size = fitting[0]
+        if size not in self._buckets:
+            arena, device = self._arena, self._arena.positions.device
+            pages = list(arena.pages.values())
+            tables = StepTables(arena.positions, pages, size, self._width)
+            ids, positions = torch.zeros(2, 1, size, dtype=torch.int64, device=device)
+            self._buckets[size] = _Bucket(tables, ids, positions)
+        return self._buckets[size]
+
+    def _forward(self, bucket: _Bucket) -> Float[Tensor, "B V"]:
+        decoder = self._decoder
+        context = {CONTEXT_KEYWORD: _StepAttention(decoder, bucket.tables)}
+        with decoder.attention:
+            out = decoder.module(
+                input_ids=bucket.ids,
+                position_ids=bucket.positions,
+                attention_mask=NO_MASK,
+                use_cache=False,
+                **context,
+            )
+        return out.logits[0].float()

@@ -1,0 +1,90 @@
+"""Decode steps over pages: the segments of a forward batch that append one token to an arena."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.cache.page_arena import PageArena
+from larder.cache.step_tables import StepTables
+from larder.core.types import Keys, Queries, Values
+from larder.ops.host_copy import device_tensor
+
+if TYPE_CHECKING:
+    from larder.models.forward_batch import BatchSegment
+
+
+class SteppedSegments(NamedTuple):
+    """Attention of segments that were attended to in one call.
+
+    Args:
+        segments: their indices.
+        out: a token of each.
+    """
+
+    segments: list[int]
+    out: Float[Tensor, "H N D"]
+
+
+class PagedSteps:
+    """Segments of a batch with one new token each, whose caches are in pages.
+
+    Args:
+        segments: of the batch.
+        steps: indices of those that append one token.
+        firsts: place of the first token of each segment in the batch.
+    """
+
+    def __init__(
+        self, segments: Sequence[BatchSegment], steps: Sequence[int], firsts: Sequence[int]
+    ) -> None:
+        arena = segments[0].cache.spec.arena
+        self._arena = arena if isinstance(arena, PageArena) else None
+        self._indices: list[int] = []
+        if self._arena is not None:
+            held = {index: segments[index].cache.page_leases() for index in steps}
+            self._indices = [index for index, own in held.items() if own]
+            self._leases = [held[index] for index in self._indices]
+        self._caches = [segments[index].cache for index in self._indices]
+        self._columns = [firsts[index] for index in self._indices]
+        self._tables: StepTables | None = None
+        self._positions: list[int] = []
+        self._selected: Tensor | None = None
+
+    @property
+    def segment_count(self) -> int:
+        """Number of the segments."""
+        return len(self._indices)
+
+    def prepare(self, places: Sequence[Sequence[int]]) -> None:
+        """Reserve pages for the new entries, and set the tables of the step.
+
+        Args:
+            places: true positions of the tokens of each segment of the batch.
+
+        Raises:
+            CacheError: the arena has no pages left.
+        """
+        if self._arena is None or not self._indices:
+            return
+        self._positions = [places[index][0] for index in self._indices]
+        self._tables = self._arena.prepare_step(self._leases, self._positions)
+
+    def attend(
+        self, layer: int, queries: Queries, keys: Keys, values: Values
+    ) -> SteppedSegments | None:
+        """Attention of the segments in one call; None where the layer has no pages."""
+        if self._tables is None or layer not in self._tables.layers:
+            return None
+        sides = queries, keys, values
+        if len(self._columns) < queries.shape[1]:
+            if self._selected is None:
+                self._selected = device_tensor(self._columns, queries.device)
+            sides = tuple(side.index_select(1, self._selected) for side in sides)
+        out = self._tables.layers[layer].attend(*sides)
+        for cache, position in zip(self._caches, self._positions, strict=True):
+            cache.step_layer(layer).count_step(position)
+        return SteppedSegments(self._indices, out)

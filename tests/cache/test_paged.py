@@ -1,0 +1,214 @@
+"""Layers in pages of an arena, held against a loop over lists."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+
+from builders import a_layer, a_plan, a_spec, draw, parking_of
+from cache_stores import append, assert_close, assert_holds, attend, extend, same
+from larder.cache.forms.dense import DenseLayer
+from larder.cache.forms.paged import PagedLayer
+from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.page_arena import PageArena
+from larder.cache.sequence import SequenceCache, held_nbytes
+from larder.core.errors import CacheError
+from larder.core.ledger import Ledger
+from larder.core.plan import Folds, Plan
+from larder.core.spec import LayerSpec
+from larder.ops.paged_attention import AttentionBackend
+from references.cache.ragged import RaggedLoop
+
+BACKENDS = (AttentionBackend.REFERENCE, AttentionBackend.CPU, AttentionBackend.GATHERED)
+
+
+def an_arena(
+    layer: LayerSpec, num_pages: int = 60, backend: AttentionBackend = AttentionBackend.CPU
+) -> PageArena:
+    return PageArena(a_spec(layer), num_pages, page_tokens=4, backend=backend)
+
+
+def a_store(layer: LayerSpec, arena: PageArena) -> PagedLayer:
+    spec = replace(a_spec(layer), arena=arena)
+    [store] = SequenceCache(spec, "ragged").stores
+    assert isinstance(store, PagedLayer)
+    return store
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_life_equals_the_loop(backend, seed) -> None:
+    """Blocks, steps, evictions by both ways, forks and scratch texts in any order."""
+    source, layer = Random(seed), a_layer(2, 2)
+    store, loop, start = a_store(layer, an_arena(layer, backend=backend)), RaggedLoop(layer), 0
+    for turn in range(14):
+        count = source.choice([1, 1, 1, 3, 9])
+        new = draw(layer, count, start, seed)
+        expected = attend(loop, new)
+        assert_close(attend(store, new), expected)
+        assert_close(extend(store, new), expected)
+        append(loop, new)
+        start += count
+        if turn % 3 == 2:
+            chosen = [
+                sorted(source.sample(range(held), held * source.choice([0, 2, 3]) // 4))
+                for held in store.lengths
+            ]
+            plan = a_plan(chosen, store.lengths)
+            (store.apply if source.random() < 0.5 else store.evict)(plan)
+            loop.keep(chosen)
+        if turn % 5 == 4:
+            former, store = store, store.fork()
+            extend(former, draw(layer, 2, start, seed + 9))
+        assert_holds(store, loop)
+
+
+@pytest.mark.parametrize("fields", [{"softcap": 1.5}, {"sinks": (0.5, -1.0, 3.0, 0.0)}])
+def test_softcaps_and_sinks_are_honored(fields) -> None:
+    layer = replace(a_layer(2, 2), **fields)
+    store, loop = a_store(layer, an_arena(layer)), RaggedLoop(layer)
+    for start, count in ((0, 7), (7, 1), (8, 3)):
+        new = draw(layer, count, start)
+        assert_close(extend(store, new), attend(loop, new))
+        append(loop, new)
+
+
+def test_a_fork_takes_no_pages_until_one_of_both_writes() -> None:
+    layer = a_layer(2, 2)
+    arena = an_arena(layer)
+    pages, store = arena.pages[0], a_store(layer, arena)
+    extend(store, draw(layer, 10))
+    free = pages.free_pages
+    forks = [store.fork() for _ in range(3)]
+    assert pages.free_pages == free
+    assert store.shared_nbytes == store.nbytes
+    before = a_store(layer, arena)
+    extend(before, draw(layer, 10))
+    extend(forks[0], draw(layer, 1, 10, seed=1))
+    extend(store, draw(layer, 1, 10, seed=2))
+    assert same(forks[1], before)
+    assert not same(forks[0], store)
+    assert store.shared_nbytes == 4 * pages.page_bytes  # two full pages of each head
+    forks[1].separate()
+    assert forks[1].shared_nbytes == 0
+    assert same(forks[1], before)
+
+
+def test_pages_return_when_their_sequence_is_gone() -> None:
+    layer = a_layer(2, 2)
+    arena = an_arena(layer)
+    pages, store = arena.pages[0], a_store(layer, arena)
+    free = pages.free_pages
+    extend(store, draw(layer, 30))
+    fork = store.fork()
+    assert pages.free_pages == free - 2 * 8
+    store.apply(a_plan([[0, 1], []], [30, 30]))
+    assert store.nbytes == pages.page_bytes
+    del store
+    gc.collect()
+    assert pages.free_pages == free - 2 * 8
+    del fork
+    gc.collect()
+    assert pages.free_pages == free
+
+
+def test_a_full_arena_says_what_to_do_and_changes_nothing() -> None:
+    layer = a_layer(2, 2)
+    store = a_store(layer, an_arena(layer, num_pages=5))
+    extend(store, draw(layer, 8))
+    other = store.fork()
+    with pytest.raises(CacheError, match=r"needs 2 more pages of 4.*but 1 of 5 are free.*larger"):
+        extend(store, draw(layer, 1, 8))
+    assert same(store, other)
+    with pytest.raises(CacheError, match="at least one page"):
+        an_arena(layer, num_pages=0)
+
+
+def test_truncating_takes_tokens_back() -> None:
+    layer = a_layer(2, 2)
+    arena = an_arena(layer)
+    store, expected = a_store(layer, arena), a_store(layer, arena)
+    extend(store, draw(layer, 9))
+    extend(expected, draw(layer, 9))
+    extend(store, draw(layer, 4, 9))
+    store.truncate(9)
+    assert same(store, expected)
+    other = draw(layer, 3, 9, seed=3)
+    assert torch.equal(extend(store, other), extend(expected, other))
+
+
+@pytest.mark.parametrize(("form", "plain"), [("dense", DenseLayer), ("ragged", RaggedLayer)])
+def test_states_are_those_of_the_form_without_pages(form, plain) -> None:
+    layer = a_layer(2, 2)
+    spec, new = a_spec(layer), draw(a_layer(2, 2), 9)
+    paged = replace(spec, arena=an_arena(layer))
+    caches = SequenceCache(spec, form), SequenceCache(paged, form)
+    for cache in caches:
+        extend(cache.stores[0], new)
+        cache.advance(9)
+    assert isinstance(caches[0].stores[0], plain)
+    states = [cache.state() for cache in caches]
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name])
+    for target in (spec, paged):
+        for state in states:
+            for build in (SequenceCache.restore, SequenceCache.adopt):
+                own = {name: tensor.clone() for name, tensor in state.items()}
+                assert same(build(target, own, caches[0].meta()).stores[0], caches[0].stores[0])
+
+
+def test_pages_of_forks_count_once() -> None:
+    layer = a_layer(2, 2)
+    cache = SequenceCache(replace(a_spec(layer), arena=an_arena(layer)), "ragged")
+    extend(cache.stores[0], draw(layer, 10))
+    fork = cache.fork()
+    assert held_nbytes([cache, fork]) == cache.nbytes == fork.nbytes > 0
+    extend(fork.stores[0], draw(layer, 1, 10))
+    assert cache.nbytes < held_nbytes([cache, fork]) < cache.nbytes + fork.nbytes
+
+
+def test_merges_are_applied() -> None:
+    layer = a_layer(2, 2)
+    paged = a_store(layer, an_arena(layer))
+    ragged = RaggedLayer(layer, torch.float32, torch.device("cpu"))
+    folds = Folds(
+        torch.tensor([1, 2, 7]),
+        torch.tensor([0, 0, 9]),
+        torch.tensor([0.5, 0.25, 0.5]),
+        torch.tensor([0.5, 0.25, 0.5]),
+    )
+    plan = Plan(torch.tensor([0, 4, 8, 9]), (2, 2), folds)
+    for store in (paged, ragged):
+        append(store, draw(layer, 6))
+        store.evict(plan)
+    assert same(paged, ragged)
+
+
+def test_layers_that_cannot_be_in_pages_are_as_without_an_arena() -> None:
+    layers = a_layer(2, 2), a_layer(1, 3, window=6, index=1), a_layer(3, 1, index=2)
+    spec = a_spec(*layers)
+    spec = replace(spec, arena=PageArena(spec, 20, 4))
+    kinds = [type(store).__name__ for store in SequenceCache(spec, "ragged").stores]
+    assert kinds == ["PagedLayer", "SlidingWindowLayer", "PagedLayer"]
+    noted = SequenceCache(spec, "ragged", Ledger(("mass",), ())).stores
+    assert [type(store).__name__ for store in noted] == [
+        *("RaggedLayer", "SlidingWindowLayer", "RaggedLayer")
+    ]
+    tiered = SequenceCache(spec, "tiered", parking=parking_of("tiered")).stores
+    assert "PagedLayer" not in {type(store).__name__ for store in tiered}
+
+
+def test_a_plan_that_writes_columns_is_refused() -> None:
+    layer = a_layer(2, 2)
+    store = a_store(layer, an_arena(layer))
+    extend(store, draw(layer, 4))
+    plan = replace(a_plan([[0], [1]], [4, 4]), columns={"mass": torch.zeros(2)})
+    with pytest.raises(CacheError, match="no columns"):
+        store.evict(plan)
+    with pytest.raises(CacheError, match="dtype|bfloat16"):
+        append(store, draw(layer, 1, 4, dtype=torch.bfloat16))

@@ -1,0 +1,86 @@
+"""Comparison of Triton's kernels over pages with torch, run under Triton's interpreter.
+
+On a GPU the same comparisons run compiled: `python tests/interpreted_page_kernels.py cuda`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from larder.ops import pages as torch_pages
+from larder.ops.column_statistics import GroupReduction
+from larder.ops.gpu import page_kernels
+from larder.ops.paged_attention import SegmentTables, reference_paged_attention
+from paged_segments import PagedSegments, kept_places, padded_places, some_segments
+
+LENGTHS = (70, 0, 33, 1)
+CASES = (
+    {"page_tokens": 16, "head_dim": 12, "queries": (3, 2)},
+    {"page_tokens": 64, "head_dim": 64, "queries": (1, 1), "dtype": torch.bfloat16},
+)
+
+
+def on_device(segments: PagedSegments, device: str) -> PagedSegments:
+    sides = (segments.keys, segments.values, segments.queries, segments.bias)
+    tables = SegmentTables(*(own.to(device) for own in segments.tables))
+    return PagedSegments(*(own.to(device) for own in sides), tables, segments.scaling)
+
+
+def check_gather(own: PagedSegments) -> None:
+    layout = *own.layout, own.starts, sum(LENGTHS)
+    for stored in (own.keys, own.bias.unsqueeze(2)):
+        got = page_kernels.gather_pages(stored, *layout)
+        assert torch.equal(got, torch_form(torch_pages.gather_pages, stored, *layout))
+
+
+def check_compact(own: PagedSegments) -> None:
+    for kept in (0.98, 0.4, 0.0):
+        padded, counts = (t.to(own.keys.device) for t in padded_places(kept_places(LENGTHS, kept)))
+        table, (one, other) = own.tables.table, (own.keys.clone(), own.keys.clone())
+        page_kernels.compact_pages(one, table, table, padded, counts)
+        torch_form(torch_pages.compact_pages, other, table, table, padded, counts)
+        starts = counts.long().cumsum(0) - counts
+        layout = table, counts, starts, int(counts.sum())
+        held = [torch_form(torch_pages.gather_pages, side, *layout) for side in (one, other)]
+        assert torch.equal(*held), f"{kept} kept"
+
+
+def check_mass(own: PagedSegments) -> None:
+    for reduction in GroupReduction:
+        for bias, softcap in ((None, None), (own.bias, 1.5)):
+            stored = own.queries, own.keys, own.values, own.tables, own.scaling
+            _, lse = reference_paged_attention(*stored, bias, softcap)
+            asked = own.queries, own.keys, *own.layout, lse, own.scaling, reduction, bias, softcap
+            one, other = own.bias.clone(), own.bias.clone()
+            page_kernels.add_column_mass(one, *asked)
+            torch_form(torch_pages.add_column_mass, other, *asked)
+            torch.testing.assert_close(one[1:], other[1:], atol=1e-4, rtol=1e-4)
+
+
+def torch_form(form, *args):
+    """The readable twin, also on a GPU."""
+    former, torch_pages._kernels = torch_pages._kernels, lambda pool: None
+    try:
+        return form(*args)
+    finally:
+        torch_pages._kernels = former
+
+
+def main(device: str) -> None:
+    cases = [on_device(some_segments(LENGTHS, **case), device) for case in CASES]
+    for name, check in (("gather", check_gather), ("compact", check_compact), ("mass", check_mass)):
+        for own in cases:
+            check(own)
+        print(name)
+    own = cases[0]
+    one = page_kernels.gather_pages(own.keys, *own.layout, own.starts, sum(LENGTHS))
+    if not torch.equal(
+        one, torch_form(torch_pages.gather_pages, own.values, *own.layout, own.starts, sum(LENGTHS))
+    ):
+        print("noticed")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "cpu")

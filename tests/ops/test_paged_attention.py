@@ -1,0 +1,148 @@
+"""Attention over pages: every backend against the readable loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from larder.core.errors import LarderError
+from larder.ops.attention import attention
+from larder.ops.gpu import varlen
+from larder.ops.gpu.fake_device import FakeDevice, HostSynchronization
+from larder.ops.paged_attention import (
+    PAGE_TOKENS,
+    AttentionBackend,
+    choose_backend,
+    gathered_attention,
+    paged_attention,
+    reference_paged_attention,
+)
+from paged_segments import PagedSegments, some_segments
+
+LENGTHS = (9, 0, 4, 1, 12)
+LONG = (300, 1, 512, 77)
+# On a CPU flex_attention computes all logits, which torch warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+def stored(own: PagedSegments) -> tuple:
+    return own.queries, own.keys, own.values, own.tables, own.scaling
+
+
+def assert_close(got: tuple, expected: tuple, tolerance: float = 1e-5) -> None:
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one.float(), other, atol=tolerance, rtol=tolerance)
+
+
+def test_the_loop_is_attention_to_the_entries_of_each_segment() -> None:
+    own = some_segments((5, 0, 3), page_tokens=2, queries=(2, 2))
+    out, lse = reference_paged_attention(*stored(own))
+    pages = own.tables.table[0].tolist()
+    keys, values = (
+        torch.stack([side[pages[place // 2], place % 2] for place in range(5)])
+        for side in (own.keys, own.values)
+    )
+    expected = attention(own.queries[0], keys, values, own.scaling)
+    assert_close((out[0], lse[0]), expected)
+    assert not out[1].any()
+    assert lse[1].isneginf().all()
+
+
+@pytest.mark.parametrize("queries", [(2, 1), (3, 4), (1, 1)])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("is_biased", [False, True])
+@pytest.mark.parametrize("backend", [AttentionBackend.CPU, AttentionBackend.GATHERED])
+def test_backends_equal_the_loop(queries, softcap, is_biased, backend) -> None:
+    own = some_segments(LENGTHS, page_tokens=4, queries=queries)
+    bias = own.bias if is_biased else None
+    own.values[0] = torch.nan  # the null page may hold anything
+    got = paged_attention(*stored(own), backend, bias, softcap)
+    assert_close(got, reference_paged_attention(*stored(own), bias, softcap))
+
+
+@pytest.mark.slow  # torch imports its compiler
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_flex_equals_the_loop(is_biased) -> None:
+    own = some_segments(LENGTHS, page_tokens=4, queries=(2, 3))
+    bias, softcap = (own.bias, 1.5) if is_biased else (None, None)
+    got = paged_attention(*stored(own), AttentionBackend.FLEX, bias, softcap)
+    assert_close(got, reference_paged_attention(*stored(own), bias, softcap))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("queries", [(2, 1), (3, 4)])
+def test_varlen_is_called_as_it_requires(queries) -> None:
+    own = some_segments(LONG, PAGE_TOKENS, queries, dtype=torch.bfloat16)
+    with FakeDevice() as device:
+        got = paged_attention(*stored(own), AttentionBackend.VARLEN)
+    assert device.launches[-1] == "torch_attn::_varlen_attn"
+    assert_close(got, reference_paged_attention(*stored(own)), 0.02)
+
+
+@torch.no_grad()
+def test_pages_that_varlen_does_not_take_are_noticed() -> None:
+    own = some_segments(LENGTHS, page_tokens=4, dtype=torch.bfloat16)
+    with FakeDevice(), pytest.raises(AssertionError, match="multiple of 256"):
+        paged_attention(*stored(own), AttentionBackend.VARLEN)
+
+
+def test_biases_and_softcaps_go_where_they_are_taken() -> None:
+    assert AttentionBackend.VARLEN.with_bias() is AttentionBackend.FLEX
+    assert AttentionBackend.CPU.with_bias() is AttentionBackend.CPU
+
+
+def test_the_backend_of_a_device(monkeypatch) -> None:
+    form = torch.bfloat16, 64, PAGE_TOKENS
+    assert choose_backend(torch.device("cpu"), *form) is AttentionBackend.CPU
+    assert choose_backend(torch.device("mps"), *form) is AttentionBackend.GATHERED
+    gpu = torch.device("cuda")
+    assert choose_backend(gpu, torch.float32, 64, PAGE_TOKENS) is AttentionBackend.FLEX
+    assert choose_backend(gpu, torch.bfloat16, 64, 16) is AttentionBackend.FLEX
+    for is_there, expected in ((True, AttentionBackend.VARLEN), (False, AttentionBackend.FLEX)):
+        monkeypatch.setattr(varlen, "_is_available", lambda found=is_there: found)
+        assert choose_backend(gpu, *form) is expected
+
+
+@torch.no_grad()
+def test_gathering_never_waits_for_the_device() -> None:
+    own = some_segments(LENGTHS, page_tokens=4)
+    with FakeDevice():
+        gathered_attention(*stored(own), own.bias, 1.5)
+    with FakeDevice(), pytest.raises(HostSynchronization, match="tolist"):
+        reference_paged_attention(*stored(own))
+
+
+READS = {
+    "item": lambda numbers: numbers.sum().item(),
+    "tolist": lambda numbers: numbers.tolist(),
+    "numpy": lambda numbers: numbers.numpy(),
+    "cpu": lambda numbers: numbers.cpu(),
+    "int": lambda numbers: int(numbers[0]),
+    "float": lambda numbers: float(numbers[0]),
+    "bool": lambda numbers: 1 if numbers.any() else 0,
+    "index": lambda numbers: [0, 1, 2][numbers[1]],
+    "nonzero": lambda numbers: numbers.nonzero(),
+    "mask": lambda numbers: numbers[numbers > 1],
+    "masked write": lambda numbers: numbers.index_put_((numbers > 1,), numbers[0]),
+    "masked_select": lambda numbers: numbers.masked_select(numbers > 1),
+    "equal": lambda numbers: torch.equal(numbers, numbers),
+    "unique": lambda numbers: numbers.unique(),
+    "repeat_interleave": lambda numbers: torch.repeat_interleave(numbers, numbers),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_host_synchronization_is_noticed(read) -> None:
+    with FakeDevice(), pytest.raises(HostSynchronization, match="wait for the device") as error:
+        READS[read](torch.tensor([0, 1, 2]))
+    assert isinstance(error.value, LarderError)
+
+
+def test_launches_are_counted_and_views_are_not() -> None:
+    numbers = torch.zeros(4, 4)
+    with FakeDevice() as device:
+        numbers.view(2, 8).T.unsqueeze(0).add_(1)
+        torch.empty(3)
+        numbers @ numbers
+    assert device.launches == ["aten::add_.Tensor", "aten::mm"]
+    assert device.launch_count == 2
