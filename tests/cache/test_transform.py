@@ -15,7 +15,8 @@ from larder.cache.forms._transform_fit import tiers_of
 from larder.cache.forms.transform import TransformLayer
 from larder.cache.sequence import SequenceCache
 from larder.cache.transform_tables import TransformTables
-from larder.cache.transformed_tier import INDEX_BYTES
+from larder.cache.spec import text_of, text_tensor
+from larder.cache.transformed_tier import INDEX_BYTES, SPEC_KEY
 from larder.core.codec import Coder, TransformSpec
 from larder.core.errors import BudgetError, CacheError
 from larder.core.ledger import LOG_COUNT, Ledger
@@ -181,6 +182,13 @@ def test_a_calibration_made_anew_does_not_open_what_another_coded() -> None:
     transform_tables._read.cache_clear()
     with pytest.raises(CacheError, match="build the cache again"):
         TransformLayer.restore(LAYER, state)
+
+
+def test_words_of_an_earlier_coder_are_refused() -> None:
+    state = coded().state()
+    _, _, former = text_of(state[SPEC_KEY]).partition(" ")
+    with pytest.raises(CacheError, match="earlier version"):
+        TransformLayer.restore(LAYER, state | {SPEC_KEY: text_tensor(former)})
 
 
 def test_a_model_that_is_not_calibrated_is_refused() -> None:

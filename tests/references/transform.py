@@ -98,3 +98,54 @@ def attention(query: Vector, keys: Matrix, values: Matrix, scaling: float) -> li
         sum(w * value[d] for w, value in zip(weights, values, strict=True)) / total
         for d in range(len(values[0]))
     ]
+
+
+def decoded_symbols(
+    words: Sequence[int], count: int, bases: Sequence[int], model: Any
+) -> tuple[list[list[int]], list[int]]:
+    """Symbols of each entry and its tier, from the words of the range coder, one after the other."""
+    lanes, given = min(count, 32), iter(words)
+    states = [next(given) * 65536 + next(given) for _ in range(lanes)]
+
+    def take(lane: int) -> None:
+        if states[lane] < 65536:
+            states[lane] = states[lane] * 65536 + next(given, 0)
+
+    def code(lane: int, row: int) -> int:
+        high, slot = divmod(states[lane], 4096)
+        found = int(model.slots[row][slot])
+        frequency = int(model.starts[row][found + 1]) - int(model.starts[row][found])
+        states[lane] = frequency * high + int(model.ranks[row][slot])
+        take(lane)
+        return found
+
+    def raw(lane: int, bits: int) -> int:
+        high, slot = divmod(states[lane], 4096)
+        found, rest = divmod(slot, 2 ** (12 - bits))
+        states[lane] = high * 2 ** (12 - bits) + rest
+        take(lane)
+        return found
+
+    classes = len(model.starts) - 1
+    tiers = [code(n % 32, classes) - 2 for n in range(count)]
+    order = sorted(range(count), key=lambda n: (tiers[n], n))
+    symbols = [[0] * len(bases) for _ in range(count)]
+    for place, base in enumerate(bases):
+        for first in range(0, count, 32):
+            group = order[first : first + 32]
+            rows = [min(max(base - 4 * tiers[n], 0), classes - 1) for n in group]
+            codes = [code(lane, row) for lane, row in enumerate(rows)]
+            sizes = [
+                32 if own == 64 else int(model.raw_bits[row])
+                for own, row in zip(codes, rows, strict=True)
+            ]
+            numbers = [0 if own == 64 else own - 32 for own in codes]
+            for chunk in (3, 2, 1, 0):
+                for lane, size in enumerate(sizes):
+                    bits = min(max(size - 8 * chunk, 0), 8)
+                    if bits:
+                        numbers[lane] = numbers[lane] * 2**bits + raw(lane, bits)
+            for n, number, size in zip(group, numbers, sizes, strict=True):
+                escaped = size == 32 and number >= 2**31
+                symbols[n][place] = number - 2**32 if escaped else number
+    return symbols, tiers

@@ -16,12 +16,13 @@ from functools import cache, cached_property
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 from larder.core.errors import CacheError
 from larder.core.home import home
 from larder.core.spec import LayerSpec
+from larder.ops.cpu.transform_attention import bfloat16_pairs
 from larder.ops.rope import rotate
 
 TABLES_FILE = "transform.safetensors"
@@ -48,7 +49,12 @@ class TransformTables:
     @cached_property
     def inverse(self) -> Float[Tensor, "2 K D D"]:
         """Matrices that turn components back."""
-        return torch.linalg.inv(self.forward.double()).float()
+        return torch.linalg.inv(self.forward.double()).float().contiguous()
+
+    @cached_property
+    def bfloat16_keys(self) -> Int32[Tensor, "K half D"]:
+        """Matrices that turn components of keys back, as pairs of bfloat16."""
+        return bfloat16_pairs(self.inverse[KEYS])
 
     @cached_property
     def digest(self) -> str:

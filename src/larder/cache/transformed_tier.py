@@ -20,13 +20,18 @@ from torch import Tensor
 
 from larder.cache.spec import text_of, text_tensor
 from larder.cache.transform_tables import TransformTables
-from larder.core.codec import TransformSpec
+from larder.core.codec import Coder, TransformSpec
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
 from larder.ops import transform_coder as coding
+from larder.ops.cpu import transform_attention as kernel
+from larder.ops.rope import rotation_table
+from larder.ops.symbol_model import classes_of
 
 INDEX_FIELDS = 5
 INDEX_BYTES = 4 * INDEX_FIELDS
+KERNEL_FIELDS = 8
+CODING = "lanes"  # name of the coder's words in saved states
 ROUNDING_BYTES = 2  # of a block's words that a count of bits leaves out
 SPEC_KEY, INDEX_KEY, PAYLOAD_KEY, STEP_KEY, COLUMNS_KEY = (
     "transform.spec",
@@ -186,6 +191,12 @@ class TransformedTier:
             start, entry = start + size, entry + count
         return rows
 
+    def can_attend(self, num_queries: int) -> bool:
+        """True if the compiled kernel serves so many queries per kv head."""
+        half, head_dim = len(self.tables.radians), self.tables.mean.shape[2]
+        is_coded = self.spec.coder is Coder.ENTROPY
+        return is_coded and kernel.supports(num_queries, head_dim, half)
+
     def head_of(self, block: int) -> int:
         """Kv head of a block."""
         return self._rows[block][0]
@@ -208,6 +219,44 @@ class TransformedTier:
         deviations = _deviations(self.tables, head)
         numbers, tiers = coding.decoded(codes, count, deviations, self.step, self.spec.coder)
         return torch.from_numpy(numbers), torch.from_numpy(tiers)
+
+    def attend(
+        self,
+        queries: Float[Tensor, "H Q D"],
+        scaling: float,
+        dtype: torch.dtype,
+        column: int | None,
+        other: kernel.Attended | None,
+    ) -> kernel.Attended:
+        """Attention to all entries by the compiled kernel, where `can_attend`.
+
+        Args:
+            dtype: that keys need not exceed in precision.
+            column: ledger column that is added to the logits.
+            other: attention to further entries, which is merged.
+        """
+        blocks, length, bases = self._kernel_layout
+        tables = self.tables
+        pairs = tables.bfloat16_keys if dtype is torch.bfloat16 else None
+        rotation = rotation_table(length, tables.radians)
+        heads = kernel.TransformedHeads(tables.inverse, pairs, tables.mean, bases, rotation)
+        bias = None if column is None else self.columns[column]
+        own = self.payload, blocks, heads, self.step
+        return kernel.transform_attention(queries, *own, scaling, bias, other)
+
+    @cached_property
+    def _kernel_layout(self) -> tuple[Int64[Tensor, "B F"], int, Int32[Tensor, "K D2"]]:
+        """Blocks as the kernel reads them, positions behind the last one, classes of components."""
+        rows, length = list[list[int]](), 1
+        for block, (head, count, first, span, own, entry) in enumerate(self._rows):
+            codes = own.start + _position_bytes(count, span)
+            rows.append([head, count, first, span, own.start, codes, own.stop - codes, entry])
+            last = first + span if span else int(self.positions_of(block).max()) + 1
+            length = max(length, last)
+        heads = range(self.tables.mean.shape[1])
+        bases = [classes_of(_deviations(self.tables, head), self.step) for head in heads]
+        blocks = torch.tensor(rows, dtype=torch.int64).reshape(-1, KERNEL_FIELDS)
+        return blocks, length, torch.from_numpy(np.stack(bases))
 
     def batch(self) -> ComponentBatch:
         """All entries, decoded."""
@@ -232,7 +281,7 @@ class TransformedTier:
     def state(self) -> dict[str, Tensor]:
         """Copies of all tensors by name, with what names the calibration."""
         return {
-            SPEC_KEY: text_tensor(f"{self.tables.digest} {self.spec.to_text()}"),
+            SPEC_KEY: text_tensor(f"{CODING} {self.tables.digest} {self.spec.to_text()}"),
             INDEX_KEY: self.index.clone(),
             PAYLOAD_KEY: self.payload.clone(),
             STEP_KEY: torch.tensor([self.step], dtype=torch.float64),
@@ -244,14 +293,21 @@ class TransformedTier:
         """Tier restored from `state`, which takes ownership of the tensors.
 
         Raises:
-            CacheError: the model is not calibrated here, or was calibrated again.
+            CacheError: the model is not calibrated here, or was calibrated again, or the words of
+                the entries are those of another coder.
         """
         if SPEC_KEY not in state:
             raise CacheError(
                 f"Layer {layer.index} of the saved cache has no transform spec, but its "
                 "description has one: build the cache again."
             )
-        digest, _, text = text_of(state[SPEC_KEY]).partition(" ")
+        coding_name, _, rest = text_of(state[SPEC_KEY]).partition(" ")
+        if coding_name != CODING:
+            raise CacheError(
+                f"Layer {layer.index} of the saved cache was coded by an earlier version of Larder: "
+                "build the cache again."
+            )
+        digest, _, text = rest.partition(" ")
         spec = TransformSpec.from_text(text)
         tables = TransformTables.load(layer, spec.model)
         if tables.digest != digest:

@@ -12,9 +12,16 @@ move are rounded separately.
 
 from __future__ import annotations
 
+from threading import Lock
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+FIRST_TABLE = 1024  # positions of a table of rotations
+
+_tables: dict[tuple[float, ...], Float[Tensor, "P 2 half"]] = {}
+_tables_lock = Lock()
 
 Rotation = tuple[Float[Tensor, "#S half"], Float[Tensor, "#S half"]]  # cosines, sines
 
@@ -81,6 +88,20 @@ def unrotate_by_mean(
     """
     cosine, sine = (part.mean(0, keepdim=True) for part in _rotation(positions, radians))
     return _apply_rotation(keys.float()[None], (cosine, -sine))[0]
+
+
+def rotation_table(length: int, radians: tuple[float, ...]) -> Float[Tensor, "P 2 half"]:
+    """Cosines and sines of at least the positions below `length`; kept, one table per frequencies.
+
+    A table is made anew for twice the length where it is too short.
+    """
+    with _tables_lock:
+        held = _tables.get(radians)
+        if held is None or len(held) < length:
+            size = max(length, FIRST_TABLE, 0 if held is None else 2 * len(held))
+            places, frequencies_ = torch.arange(size), torch.tensor(radians, dtype=torch.float32)
+            held = _tables[radians] = torch.stack(_rotation(places, frequencies_), 1)
+    return held
 
 
 def _rotation(positions: Int[Tensor, " S"], radians: Float[Tensor, " half"]) -> Rotation:

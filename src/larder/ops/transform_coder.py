@@ -15,6 +15,7 @@ from numpy import ndarray
 
 from larder.core.codec import LAST_TIER, Coder
 from larder.core.errors import CacheError
+from larder.ops.cpu import range_coder
 from larder.ops.symbol_model import (
     CLASSES_PER_OCTAVE,
     EXCEPTION_BITS,
@@ -25,7 +26,6 @@ from larder.ops.symbol_model import (
 
 LARGEST_SYMBOL = 2**31 - 1
 COUNT_BYTES = 4  # number of exceptions of a block of fixed widths
-WORDS_PER_SYMBOL = 3  # an escape takes 44 bits
 
 Numbers = Float[ndarray, "N W"]
 Tiers = Int[ndarray, " N"]
@@ -53,13 +53,10 @@ def coded_bytes(
     numbers: Numbers, tiers: Tiers, deviations: Deviations, step: float, coder: Coder
 ) -> float:
     """Bytes of one block of entries, without coding it."""
-    from larder.ops.cpu import range_coder_kernels as kernels  # compiles: not before it is needed
-
-    model, bases = symbol_model(), classes_of(deviations, step)
+    bases = classes_of(deviations, step)
     if coder is Coder.ENTROPY:
-        scales = (1 / step) * 2.0 ** -np.arange(-LAST_TIER, LAST_TIER + 1)
-        sizes = scales.astype(np.float32), tiers, bases, model.costs, model.raw_bits
-        return 8 + kernels.count_bits(numbers, *sizes) / 8
+        bits = range_coder.count_bits(numbers, tiers, bases, step)
+        return _state_bytes(len(tiers)) + bits / 8
     symbols = quantized(numbers, tiers, step)
     widths = _widths(bases, tiers)
     reach = np.where(widths == 0, 0, 2 ** np.maximum(widths - 1, 0) - 1)
@@ -71,33 +68,25 @@ def encoded(
     numbers: Numbers, tiers: Tiers, deviations: Deviations, step: float, coder: Coder
 ) -> Payload:
     """Payload of one block of entries."""
-    from larder.ops.cpu import range_coder_kernels as kernels  # compiles: not before it is needed
-
-    model, bases = symbol_model(), classes_of(deviations, step)
-    symbols = quantized(numbers, tiers, step)
+    bases, symbols = classes_of(deviations, step), quantized(numbers, tiers, step)
     if coder is Coder.WIDTHS:
         return _with_widths(symbols, tiers, bases)
-    words = np.empty(symbols.size * WORDS_PER_SYMBOL + len(tiers) + 4, np.uint16)
-    count = kernels.encode(symbols, tiers, bases, model.starts, model.raw_bits, words)
-    return words[:count].copy().view(np.uint8)
+    return range_coder.encode(symbols, tiers, bases)
 
 
 def decoded(
     payload: Payload, count: int, deviations: Deviations, step: float, coder: Coder
 ) -> tuple[Numbers, Tiers]:
     """Dequantized components and tiers of one block of `count` entries."""
+    bases = classes_of(deviations, step)
+    if coder is Coder.ENTROPY:
+        return range_coder.decode(payload, count, bases, step)
     from larder.ops.cpu import range_coder_kernels as kernels  # compiles: not before it is needed
 
-    model, bases = symbol_model(), classes_of(deviations, step)
-    numbers = np.empty((count, len(deviations)), np.float32)
-    if coder is Coder.WIDTHS:
-        tiers = _saved_tiers(payload, count)
-        first = 8 * (COUNT_BYTES + -(-count // 2))
-        kernels.unpack_widths(payload, first, tiers, bases, model.widths, step, numbers)
-        _restore_exceptions(payload, tiers, step, numbers)
-        return numbers, tiers
-    tiers, words = np.empty(count, np.int8), payload.copy().view(np.uint16)  # aligned
-    kernels.decode(words, bases, model.starts, model.slots, model.raw_bits, step, numbers, tiers)
+    numbers, tiers = np.empty((count, len(deviations)), np.float32), _saved_tiers(payload, count)
+    first = 8 * (COUNT_BYTES + -(-count // 2))
+    kernels.unpack_widths(payload, first, tiers, bases, symbol_model().widths, step, numbers)
+    _restore_exceptions(payload, tiers, step, numbers)
     return numbers, tiers
 
 
@@ -115,6 +104,15 @@ def decoded_entry(
     mine = places // len(deviations) == place
     numbers[0, places[mine] % len(deviations)] = symbols[mine] * (step * 2.0 ** float(own[0]))
     return numbers[0]
+
+
+def _state_bytes(count: int) -> float:
+    """Bytes of a block beside its bits; hardly ever too few.
+
+    A lane's state takes 4 bytes, but holds 0 to 16 bits beyond those of an empty one.
+    """
+    lanes = min(count, range_coder.LANES)
+    return 3 * lanes + 2 * lanes**0.5
 
 
 def _widths(bases: Int[ndarray, " W"], tiers: Tiers) -> Int[ndarray, "N W"]:

@@ -11,8 +11,9 @@ is coded never becomes exact again, nor finer, except as the target of a merge.
 While text is generated, entries behind the latest `recent` are coded once a block of them is full,
 in tier 0 with the step of the last plan.
 
-Attention decodes one block of each head at a time. Components of values are averaged as they are,
-and only the average is transformed back.
+Attention decodes a few blocks at a time: the compiled kernel of decode steps two per thread, other
+calls one of each head. Components of values are averaged as they are, and only the average is
+transformed back.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec, ModelSpec
-from larder.core.types import Keys, Positions, Queries, Values
-from larder.ops.attention import ragged_attention
+from larder.core.types import Keys, Mode, Positions, Queries, Values
+from larder.ops.attention import merge_attention, ragged_attention
+from larder.ops.cpu.transform_attention import kernel_bytes
 from larder.ops.packing import heads_of_packed, starts_of
 
 GENERATED_BLOCK = 64  # most entries of a head that are coded together while text is generated
@@ -88,7 +90,8 @@ class TransformLayer(MixedLayer):
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         super().append(keys, values, positions)
-        if len(positions) == 1 and self._tier.step:
+        block = min(GENERATED_BLOCK, self._tier.spec.block)
+        if len(positions) == 1 and self._tier.step and max(self._ragged.lengths) >= block:
             self._code_generated(int(positions[0]))
 
     def apply(self, plan: Plan) -> None:
@@ -144,10 +147,14 @@ class TransformLayer(MixedLayer):
 
     @property
     def attention_copy_bytes(self) -> int:
-        """Bytes of one decoded block of each head."""
+        """Bytes of one decoded block of each head, or of two per thread of the kernel."""
         sizes = self._tier.index[:, 1]
         longest = int(sizes.max()) if len(sizes) else 0
-        return self.layer.kv_heads * longest * 2 * self.layer.head_dim * torch.float32.itemsize
+        entry = 2 * self.layer.head_dim * torch.float32.itemsize
+        decoded = self.layer.kv_heads * longest * entry
+        if self._tier.can_attend(1):
+            decoded = max(decoded, kernel_bytes(longest, len(sizes), self.layer.head_dim))
+        return decoded
 
     def state(self) -> dict[str, Tensor]:
         return self._ragged.state() | self._tier.state()
@@ -172,8 +179,41 @@ class TransformLayer(MixedLayer):
     def _is_mixed(self) -> bool:
         return bool(len(self._tier))
 
+    def attention_calls(
+        self, queries: Queries, positions: Positions, mode: Mode, shift: int
+    ) -> list[AttentionCall]:
+        if not self._attends_coded(queries):
+            return super().attention_calls(queries, positions, mode, shift)
+        exact = list[AttentionCall]()
+        if any(self._ragged.lengths):
+            exact += self._ragged.attention_calls(queries, positions, mode, shift)
+        return [partial(self._attend_both, exact, queries)]
+
     def _other_calls(self, queries: Queries) -> list[AttentionCall]:
         return [partial(self._attend_round, queries, blocks) for blocks in self._tier.rounds]
+
+    def _attend_both(self, exact: Sequence[AttentionCall], queries: Queries) -> AttentionState:
+        """Attention to all entries, the coded ones by the compiled kernel.
+
+        Args:
+            exact: calls for the entries that are exact.
+        """
+        states = [call() for call in exact]
+        outs, lses = [out for out, _ in states], [lse for _, lse in states]
+        other = merge_attention(outs, lses) if states else None
+        sizes = self.layer.scaling, self._ragged.dtype, self._bias_column
+        return self._tier.attend(queries, *sizes, other)
+
+    def _attends_coded(self, queries: Queries) -> bool:
+        """True if one call of a kernel attends to all coded entries."""
+        rows = queries.shape[0] // self.layer.kv_heads * queries.shape[1]
+        return (
+            self._is_mixed
+            and queries.device.type == "cpu"
+            and self.layer.softcap is None
+            and not (torch.is_grad_enabled() and queries.requires_grad)
+            and self._tier.can_attend(rows)
+        )
 
     def _attend_round(self, queries: Queries, blocks: list[int]) -> AttentionState:
         """Attention to at most one block of each head, which is decoded for it."""

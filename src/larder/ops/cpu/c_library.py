@@ -19,7 +19,7 @@ from larder.core.errors import DependencyError
 MODULE = "larder.ops.cpu._c"  # extension by which the installation names the library's file
 TORCH_CPU = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 
-LAYOUT = 1  # of the structs below; raised with `larder_layout` of c/decode_attention.c
+LAYOUT = 2  # of the structs below; raised with `larder_layout` of c/decode_attention.c
 
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
 
@@ -197,6 +197,18 @@ def c_library() -> ctypes.CDLL | None:
     library.larder_threshold_folds.restype = INTEGER
     library.larder_sum_rows.argtypes = [ctypes.POINTER(SummingCall)]
     library.larder_sum_rows.restype = INTEGER
+    library.larder_transform_attention.argtypes = [POINTER]
+    library.larder_decode_components.argtypes = [
+        *[POINTER] * 2,
+        *[INTEGER] * 2,
+        *[POINTER, INTEGER],
+        ctypes.c_double,
+        *[POINTER] * 2,
+    ]
+    library.larder_encode_components.argtypes = [*[POINTER] * 2, *[INTEGER] * 2, *[POINTER] * 3]
+    library.larder_encode_components.restype = INTEGER
+    library.larder_coded_bits.argtypes = [*[POINTER] * 2, *[INTEGER] * 2, *[POINTER] * 3]
+    library.larder_coded_bits.restype = ctypes.c_double
     return library
 
 

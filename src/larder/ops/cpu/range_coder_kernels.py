@@ -1,12 +1,17 @@
 """Numba kernels of the coders of quantized transform components, compiled at their first call.
 
-Range coder: asymmetric numeral systems with a 32-bit state that is renormalized by 16 bits, two
-states in turn over the components of an entry, and static tables of 12 bits (`symbol_model`).
+Range coder: asymmetric numeral systems with 32-bit states that are renormalized by 16 bits, and
+static tables of 12 bits (`symbol_model`).
 
     state < 2^32      encode: emit 16 bits while state >= frequency << 20
     state >= 2^16     decode: take 16 bits while state < 2^16
 
-Symbols are encoded last to first, so that they are decoded first to last.
+A block has `LANES` states, or one per entry where it has fewer. Its words are those of the states,
+then those that decoding takes: of the tiers of its entries, then of each component of all entries
+in order of tiers. `LANES` entries are a group, one per lane; its lanes take words in turn, for
+their codes first, for raw bits afterwards. So the lanes of a group are decoded at once, mostly with
+one table for all: C does so where it was compiled (c/transform_attention.c), with the same words.
+Symbols are encoded last to first.
 """
 
 from __future__ import annotations
@@ -20,17 +25,10 @@ LOWEST = 1 << 16
 MIDDLE, ESCAPE = 32, 64
 LAST_TIER = 2
 LARGEST = 2.0**31
+LANES = 32  # states of a block
+ESCAPED_BITS = 32  # raw bits behind an escape
 CHUNK_BITS = 8  # raw bits that are coded at once
-
-
-@njit_exact
-def tier_start(tier):
-    """First slot of a tier -2 to 3: an eighth for the outer ones, a quarter for the others."""
-    if tier <= -LAST_TIER:
-        return 0
-    if tier > LAST_TIER:
-        return TOTAL
-    return TOTAL // 8 + (tier + LAST_TIER - 1) * (TOTAL // 4)
+MOST_CHUNKS = ESCAPED_BITS // CHUNK_BITS
 
 
 @njit_exact
@@ -65,132 +63,187 @@ def count_bits(numbers, scales, tiers, bases, costs, raw_bits):
 
 
 @njit_exact
-def push(state, words, count, start, frequency):
+def push(state, words, count, places, start, size):
     """State and number of emitted words after one code."""
-    if state >= frequency << (32 - BITS):
+    if state >= size << (32 - BITS):
         words[count] = state & 0xFFFF
         count += 1
         state >>= 16
-    return ((state // frequency) << BITS) + state % frequency + start, count
+    return ((state // size) << BITS) + np.int64(places[start + state % size]), count
 
 
 @njit_exact
-def push_bits(state, words, count, number, bits):
-    """State and number of emitted words after raw bits, the highest of which are read first."""
-    done = 0
-    while done < bits:
-        size = min(CHUNK_BITS, bits - done)
-        part = (number >> done) & ((1 << size) - 1)
-        state, count = push(state, words, count, part << (BITS - size), 1 << (BITS - size))
-        done += size
-    return state, count
+def push_bits(state, words, count, part, bits):
+    """State and number of emitted words after a chunk of raw bits."""
+    if state >= 1 << (32 - bits):
+        words[count] = state & 0xFFFF
+        count += 1
+        state >>= 16
+    rest = BITS - bits
+    return ((state >> rest) << BITS) + (part << rest) + (state & ((1 << rest) - 1)), count
 
 
 @njit_exact
-def push_symbol(state, words, count, symbol, kind, starts, raw_bits):
-    """State and number of emitted words after a component."""
+def pull(state, words, place):
+    """State with a word taken, if it needs one, and the next place; missing words are 0."""
+    if state >= LOWEST:
+        return state, place
+    word = np.int64(words[place]) if place < words.size else np.int64(0)
+    return (state << 16) | word, place + 1
+
+
+@njit_exact
+def pull_code(state, words, place, row, starts, slots, ranks):
+    """Code in a row of the tables, and state and place behind it."""
+    slot = state & (TOTAL - 1)
+    code = np.int64(slots[row, slot])
+    size = np.int64(starts[row, code + 1]) - np.int64(starts[row, code])
+    state, place = pull(size * (state >> BITS) + np.int64(ranks[row, slot]), words, place)
+    return code, state, place
+
+
+@njit_exact
+def code_of(symbol, kind, starts, raw_bits):
+    """Code of a symbol, and the number of raw bits behind it."""
     raw = np.int64(raw_bits[kind])
     code = (symbol >> raw) + MIDDLE
-    is_escaped = code < 0 or code >= ESCAPE
-    if not is_escaped:
-        is_escaped = starts[kind, code] == starts[kind, code + 1]
-    if is_escaped:
-        state, count = push_bits(state, words, count, symbol & 0xFFFFFFFF, 32)
-        code = ESCAPE
-    else:
-        state, count = push_bits(state, words, count, symbol & ((1 << raw) - 1), raw)
-    first = np.int64(starts[kind, code])
-    return push(state, words, count, first, np.int64(starts[kind, code + 1]) - first)
+    if code < 0 or code >= ESCAPE or starts[kind, code] == starts[kind, code + 1]:
+        return ESCAPE, ESCAPED_BITS
+    return code, raw
 
 
 @njit_exact
-def encode(symbols, tiers, bases, starts, raw_bits, words):
+def chunk_bits(bits, chunk):
+    """Size of a chunk of raw bits; chunk 0 has the lowest ones."""
+    return min(max(bits - chunk * CHUNK_BITS, 0), CHUNK_BITS)
+
+
+@njit_exact
+def order_of(tiers):
+    """Entries in order of tiers."""
+    order = np.empty(tiers.size, np.int64)
+    count = 0
+    for tier in range(-LAST_TIER, LAST_TIER + 1):
+        for n in range(tiers.size):
+            if tiers[n] == tier:
+                order[count] = n
+                count += 1
+    return order
+
+
+@njit_exact
+def push_group(states, words, count, symbols, kinds, starts, places, raw_bits):
+    """Number of emitted words after one component of a group of lanes."""
+    codes, extras = np.empty(symbols.size, np.int64), np.empty(symbols.size, np.int64)
+    for lane in range(symbols.size):
+        codes[lane], extras[lane] = code_of(symbols[lane], kinds[lane], starts, raw_bits)
+    for chunk in range(MOST_CHUNKS):
+        for lane in range(symbols.size - 1, -1, -1):
+            size = chunk_bits(extras[lane], chunk)
+            if size > 0:
+                part = ((symbols[lane] & 0xFFFFFFFF) >> (chunk * CHUNK_BITS)) & ((1 << size) - 1)
+                states[lane], count = push_bits(states[lane], words, count, part, size)
+    for lane in range(symbols.size - 1, -1, -1):
+        kind, code = kinds[lane], codes[lane]
+        start = np.int64(starts[kind, code])
+        size = np.int64(starts[kind, code + 1]) - start
+        states[lane], count = push(states[lane], words, count, places[kind], start, size)
+    return count
+
+
+@njit_exact
+def encode(symbols, tiers, bases, starts, places, raw_bits, words):
     """Write the words of some entries in decoding order, and return their number."""
     rows, width = symbols.shape
-    states = np.array([LOWEST, LOWEST], np.int64)
+    classes = starts.shape[0] - 1
+    states = np.full(min(rows, LANES), LOWEST, np.int64)
+    own, kinds = np.empty(LANES, np.int64), np.empty(LANES, np.int64)
+    order = order_of(tiers)
+    last_group = (rows - 1) // LANES * LANES
     count = 0
+    for c in range(width - 1, -1, -1):
+        for first in range(last_group, -1, -LANES):
+            size = min(LANES, rows - first)
+            for lane in range(size):
+                n = order[first + lane]
+                kinds[lane] = class_at(bases[c], np.int64(tiers[n]), classes)
+                own[lane] = symbols[n, c]
+            group = own[:size], kinds[:size]
+            count = push_group(states, words, count, *group, starts, places, raw_bits)
     for n in range(rows - 1, -1, -1):
-        tier = np.int64(tiers[n])
-        for c in range(width - 1, -1, -1):
-            kind = class_at(bases[c], tier, starts.shape[0])
-            symbol = np.int64(symbols[n, c])
-            own = c & 1
-            states[own], count = push_symbol(
-                states[own], words, count, symbol, kind, starts, raw_bits
-            )
-        first = tier_start(tier)
-        states[0], count = push(states[0], words, count, first, tier_start(tier + 1) - first)
-    for own in range(1, -1, -1):
-        words[count] = states[own] & 0xFFFF
-        words[count + 1] = states[own] >> 16
+        code = np.int64(tiers[n]) + LAST_TIER
+        start = np.int64(starts[classes, code])
+        size = np.int64(starts[classes, code + 1]) - start
+        state = states[n % LANES]
+        states[n % LANES], count = push(state, words, count, places[classes], start, size)
+    for lane in range(states.size - 1, -1, -1):
+        words[count] = states[lane] & 0xFFFF
+        words[count + 1] = states[lane] >> 16
         count += 2
     words[:count] = words[:count][::-1].copy()
     return count
 
 
 @njit_exact
-def pull_bits(state, words, place, bits):
-    """Raw bits, and the state and place behind them."""
-    number = np.int64(0)
-    while bits > 0:
-        size = bits % CHUNK_BITS
-        if size == 0:
-            size = CHUNK_BITS
-        slot = state & (TOTAL - 1)
-        number = (number << size) | (slot >> (BITS - size))
-        state = ((state >> BITS) << (BITS - size)) + (slot & ((1 << (BITS - size)) - 1))
-        if state < LOWEST and place < words.size:
-            state = (state << 16) | words[place]
-            place += 1
-        bits -= size
-    return number, state, place
+def pull_group(states, words, place, symbols, kinds, starts, slots, ranks, raw_bits):
+    """Place behind one component of a group of lanes, whose symbols are written."""
+    extras = np.empty(symbols.size, np.int64)
+    most = np.int64(0)
+    for lane in range(symbols.size):
+        kind = kinds[lane]
+        code, states[lane], place = pull_code(
+            states[lane], words, place, kind, starts, slots, ranks
+        )
+        symbols[lane] = 0 if code == ESCAPE else code - MIDDLE
+        extras[lane] = ESCAPED_BITS if code == ESCAPE else np.int64(raw_bits[kind])
+        most = max(most, extras[lane])
+    for chunk in range((most - 1) // CHUNK_BITS, -1, -1):
+        for lane in range(symbols.size):
+            size = chunk_bits(extras[lane], chunk)
+            if size > 0:
+                slot, rest = states[lane] & (TOTAL - 1), BITS - size
+                symbols[lane] = (symbols[lane] << size) | (slot >> rest)
+                state = ((states[lane] >> BITS) << rest) + (slot & ((1 << rest) - 1))
+                states[lane], place = pull(state, words, place)
+    for lane in range(symbols.size):
+        if extras[lane] == ESCAPED_BITS and symbols[lane] >= 1 << 31:
+            symbols[lane] -= 1 << 32
+    return place
 
 
 @njit_exact
-def decode(words, bases, starts, slots, raw_bits, step, components, tiers):
+def decode(words, bases, starts, slots, ranks, raw_bits, step, components, tiers):
     """Write dequantized components and tiers; return the number of words that were read.
 
     Damaged words give other numbers, but reads stay within `words`.
     """
     rows, width = components.shape
-    states = np.zeros(2, np.int64)
-    states[0] = np.int64(words[0]) << 16 | words[1]
-    states[1] = np.int64(words[2]) << 16 | words[3]
-    place = 4
+    classes = starts.shape[0] - 1
+    states = np.empty(min(rows, LANES), np.int64)
+    symbols, kinds = np.empty(LANES, np.int64), np.empty(LANES, np.int64)
+    place = 0
+    for lane in range(states.size):
+        high, low = np.int64(words[place]), np.int64(words[place + 1])
+        states[lane] = high << 16 | low
+        place += 2
     for n in range(rows):
-        slot = states[0] & (TOTAL - 1)
-        tier = np.int64(-LAST_TIER)
-        while slot >= tier_start(tier + 1):
-            tier += 1
-        first = tier_start(tier)
-        states[0] = (tier_start(tier + 1) - first) * (states[0] >> BITS) + slot - first
-        if states[0] < LOWEST and place < words.size:
-            states[0] = (states[0] << 16) | words[place]
-            place += 1
-        tiers[n] = tier
-        scale = np.float32(step * 2.0**tier)
-        for c in range(width):
-            kind = class_at(bases[c], tier, starts.shape[0])
-            own = c & 1
-            state = states[own]
-            slot = state & (TOTAL - 1)
-            code = np.int64(slots[kind, slot])
-            first = np.int64(starts[kind, code])
-            state = (np.int64(starts[kind, code + 1]) - first) * (state >> BITS) + slot - first
-            if state < LOWEST and place < words.size:
-                state = (state << 16) | words[place]
-                place += 1
-            raw = np.int64(raw_bits[kind])
-            if code == ESCAPE:
-                number, state, place = pull_bits(state, words, place, 32)
-                symbol = number - (1 << 32) if number >= 1 << 31 else number
-            elif raw > 0:
-                number, state, place = pull_bits(state, words, place, raw)
-                symbol = ((code - MIDDLE) << raw) | number
-            else:
-                symbol = code - MIDDLE
-            states[own] = state
-            components[n, c] = np.float32(symbol) * scale
+        code, states[n % LANES], place = pull_code(
+            states[n % LANES], words, place, classes, starts, slots, ranks
+        )
+        tiers[n] = code - LAST_TIER
+    order = order_of(tiers)
+    for c in range(width):
+        for first in range(0, rows, LANES):
+            size = min(LANES, rows - first)
+            for lane in range(size):
+                tier = np.int64(tiers[order[first + lane]])
+                kinds[lane] = class_at(bases[c], tier, classes)
+            group = symbols[:size], kinds[:size]
+            place = pull_group(states, words, place, *group, starts, slots, ranks, raw_bits)
+            for lane in range(size):
+                n = order[first + lane]
+                scale = np.float32(step * 2.0 ** np.int64(tiers[n]))
+                components[n, c] = np.float32(symbols[lane]) * scale
     return place
 
 

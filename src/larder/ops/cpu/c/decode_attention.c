@@ -271,7 +271,7 @@ int larder_decode_attention(const struct attention *call) {
 }
 
 /* Number of the layout of the structs that Python fills, LAYOUT of c_library.py. */
-int larder_layout(void) { return 1; }
+int larder_layout(void) { return 2; }
 
 /* Append the new entry of every row of a batch, with columns of 0, and attend with it.
  *

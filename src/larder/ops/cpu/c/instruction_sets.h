@@ -3,6 +3,7 @@
  *   BODY               file that defines its functions by NAME(x), with TARGET
  *   WITH_DOT_PRODUCT   defined where HAS_DOT_PRODUCT changes the body
  *
+ * HAS_AVX512 is defined where the body may use the intrinsics of AVX-512.
  * FORMS(x) are the forms of x in the order of `enum instruction_set`.
  */
 
@@ -19,6 +20,7 @@
 #undef NAME
 #undef TARGET
 
+#define HAS_AVX512
 #define NAME(x) x##_avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")))
 #include BODY
@@ -38,6 +40,7 @@
 #else
 #define FORMS(x) {x##_baseline, x##_avx2, x##_avx512, x##_avx512}
 #endif
+#undef HAS_AVX512
 #else
 #define FORMS(x) {x##_baseline}
 #endif

@@ -1,0 +1,332 @@
+/* Attention of a decode step to entries that are held as range-coded transform components.
+ *
+ * Each block of a head is decoded by one thread, attended to, and forgotten: keys are turned back
+ * and rotated, components of values are averaged as they are, and the average alone is turned back.
+ * The coder is described in ops/cpu/range_coder_kernels.py. Blocks are merged by log-sum-exp in
+ * order, so that the number of threads changes no result.
+ */
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "c_library.h"
+#include "transform_coder.h"
+
+#define MOST_GROUPS 64 /* of lanes that are decoded as vectors: 2,048 entries of a block */
+#define EXACT_BF16 256.0f /* integers up to here are bfloat16 numbers */
+#define KEY_TILE 4        /* entries that are turned back together */
+#define NUM_SIDES 2
+#define TOGETHER 2 /* blocks that a thread decodes at once */
+
+/* Buckets of `AliasTables` of one class. */
+struct alias_table {
+    uint16_t dividers[BUCKETS];
+    uint16_t sizes[2][BUCKETS]; /* frequencies */
+    uint16_t shifts[2][BUCKETS];
+    uint16_t codes[2][BUCKETS];
+};
+
+struct code_tables {
+    const struct alias_table *rows; /* [classes + 1], tiers last */
+    int64_t classes;
+    int64_t first_raw; /* class c has (c - first_raw) / CLASSES_PER_TIER raw bits, rounded down */
+};
+
+struct transform_block {
+    int64_t head;
+    int64_t count;  /* entries */
+    int64_t first;  /* position */
+    int64_t span;   /* of the bitmap of positions; 0 where they are written out */
+    int64_t offset; /* of the block's bytes in the payload */
+    int64_t codes;  /* offset of its words */
+    int64_t bytes;  /* of its words */
+    int64_t entry;  /* index of its first entry in the tier */
+};
+
+struct transform_attention {
+    const struct transform_block *blocks; /* by head */
+    const uint8_t *payload;
+    const float *queries;  /* [kv_heads, num_queries, head_dim], times the scaling */
+    const float *inverse;  /* [2, kv_heads, head_dim, head_dim]: of keys, of values */
+    const uint32_t *pairs; /* inverse of keys [kv_heads, head_dim / 2, head_dim] as pairs of
+                              bfloat16, where keys are exact in no more; or NULL */
+    const float *means;    /* [2, kv_heads, head_dim] */
+    const int32_t *bases;  /* class of each component in tier 0 [kv_heads, 2 * head_dim] */
+    const float *rotation; /* cosines and sines of each position [positions, 2, half] */
+    const float *bias;     /* of each entry of the tier, or NULL */
+    struct code_tables tables;
+    const float *other_outs; /* attention to further entries that is merged, or NULL */
+    const float *other_lses;
+    float *outs; /* [kv_heads, num_queries, head_dim] */
+    float *lses; /* [kv_heads, num_queries] */
+    int64_t num_blocks;
+    int64_t kv_heads;
+    int64_t num_queries;
+    int64_t head_dim; /* a multiple of 2 * LANES */
+    int64_t half;     /* pairs of rotated dimensions, a multiple of LANES */
+    double step;
+    int64_t threads;
+};
+
+/* What a thread needs for a block; `room` entries, a multiple of CODER_LANES. */
+struct transform_scratch {
+    int64_t room;
+    float *symbols; /* [width, room] */
+    uint32_t *pairs;
+    float *keys; /* [LANES, head_dim] */
+    float *logits; /* [num_queries, room] */
+    float *scales; /* of each entry [room] */
+    int32_t *tiers;     /* of each entry by position, as all that follows of rows by tier */
+    int32_t *order;     /* place by position of each row */
+    int32_t *positions; /* by row, then by place [2, room] */
+};
+
+struct word_stream {
+    const uint8_t *at; /* of 16 bits each, not aligned */
+    int64_t left;
+};
+
+INLINE uint32_t next_word(struct word_stream *stream) {
+    uint16_t word = 0;
+    if (stream->left > 0)
+        memcpy(&word, stream->at, sizeof word);
+    stream->at += sizeof word;
+    stream->left--;
+    return word;
+}
+
+INLINE void pull_word(uint32_t *state, struct word_stream *stream) {
+    if (*state < LOWEST)
+        *state = *state << 16 | next_word(stream);
+}
+
+/* Raw bits behind the codes of a group of lanes, the highest chunk first. */
+static void decode_raw(uint32_t *states, const int32_t *extras, int32_t *symbols, int64_t count,
+                       struct word_stream *stream) {
+    int32_t most = 0;
+    for (int64_t l = 0; l < count; l++)
+        most = extras[l] > most ? extras[l] : most;
+    for (int32_t chunk = (most - 1) / CHUNK_BITS; most > 0 && chunk >= 0; chunk--)
+        for (int64_t l = 0; l < count; l++) {
+            int32_t size = chunk_size(extras[l], chunk);
+            if (!size)
+                continue;
+            uint32_t slot = states[l] & (NUM_SLOTS - 1), rest = SLOT_BITS - (uint32_t)size;
+            symbols[l] = (int32_t)((uint32_t)symbols[l] << size | slot >> rest);
+            states[l] = (states[l] >> SLOT_BITS << rest) + (slot & ((1u << rest) - 1));
+            pull_word(states + l, stream);
+        }
+}
+
+/* Code of a state in a table, with the state behind it. */
+INLINE int32_t decode_code(const struct alias_table *table, uint32_t *state,
+                           struct word_stream *stream) {
+    uint32_t slot = *state & (NUM_SLOTS - 1), bucket = slot >> BUCKET_BITS;
+    int side = (slot & ((1u << BUCKET_BITS) - 1)) >= table->dividers[bucket];
+    uint32_t rank = (slot + table->shifts[side][bucket]) & 0xFFFF;
+    *state = table->sizes[side][bucket] * (*state >> SLOT_BITS) + rank;
+    pull_word(state, stream);
+    return table->codes[side][bucket];
+}
+
+/* Symbols of one component of a group of rows. */
+INLINE void decode_group(const struct code_tables *tables, int32_t base, const int32_t *tiers,
+                         const int32_t *order, int64_t count, uint32_t *states,
+                         struct word_stream *stream, float *into) {
+    int32_t symbols[CODER_LANES], extras[CODER_LANES], has_raw = 0;
+    for (int64_t l = 0; l < count; l++) {
+        int64_t row = class_at(tables->classes, base, tiers[order[l]]);
+        int32_t code = decode_code(tables->rows + row, states + l, stream);
+        symbols[l] = code == ESCAPE ? 0 : code - MIDDLE;
+        extras[l] = code == ESCAPE ? ESCAPED_BITS : raw_bits_of(tables->first_raw, row);
+        has_raw |= extras[l];
+    }
+    if (has_raw)
+        decode_raw(states, extras, symbols, count, stream);
+    for (int64_t l = 0; l < count; l++)
+        into[l] = (float)symbols[l];
+}
+
+/* Rows of a block: its entries in order of tiers. */
+static void order_by_tier(const struct transform_scratch *scratch, int64_t count) {
+    int64_t held = 0;
+    for (int32_t tier = -LAST_TIER; tier <= LAST_TIER; tier++)
+        for (int64_t n = 0; n < count; n++)
+            if (scratch->tiers[n] == tier)
+                scratch->order[held++] = (int32_t)n;
+}
+
+/* Positions of the entries of a block. */
+static void read_positions(const struct transform_block *block, const uint8_t *bytes,
+                           int32_t *positions) {
+    if (!block->span) {
+        memcpy(positions, bytes, (size_t)block->count * sizeof *positions);
+        return;
+    }
+    int64_t held = 0;
+    for (int64_t at = 0; at < (block->span + 7) / 8; at++)
+        for (uint32_t bits = bytes[at]; bits && held < block->count; held++) {
+            int place = __builtin_clz(bits) - 24; /* the highest bit comes first */
+            positions[held] = (int32_t)(block->first + 8 * at + place);
+            bits &= ~(0x80u >> place);
+        }
+}
+
+typedef void (*decode_function)(const struct code_tables *, const int32_t *, int64_t, int64_t,
+                                const uint8_t *, int64_t, const struct transform_scratch *);
+typedef void (*attend_function)(const struct transform_attention *, const struct transform_block *,
+                                int, const struct transform_scratch *, float *, float *, float *);
+
+#define BODY "transform_attention_body.h"
+#define WITH_DOT_PRODUCT
+#include "instruction_sets.h"
+
+static const decode_function decode_forms[] = FORMS(decode_block);
+static const attend_function attend_forms[] = FORMS(attend_blocks);
+
+/* Bytes of a scratch, whose parts begin on cache lines; `memory` may be NULL to count them. */
+static size_t lay_out(struct transform_scratch *scratch, char *memory, int64_t entries,
+                      int64_t width, int64_t queries) {
+    int64_t room = (entries + CODER_LANES - 1) / CODER_LANES * CODER_LANES, dim = width / NUM_SIDES;
+    int64_t sizes[] = {width * room, dim / 2 * room, LANES * dim, queries * room,
+                       room, room, room, 2 * room};
+    char *parts[8];
+    size_t bytes = 0;
+    for (int p = 0; p < 8; p++) {
+        parts[p] = memory ? memory + bytes : NULL;
+        bytes += ((size_t)sizes[p] * sizeof(float) + 63) / 64 * 64;
+    }
+    *scratch = (struct transform_scratch){room, (float *)parts[0], (uint32_t *)parts[1],
+                                          (float *)parts[2], (float *)parts[3], (float *)parts[4],
+                                          (int32_t *)parts[5], (int32_t *)parts[6],
+                                          (int32_t *)parts[7]};
+    return bytes;
+}
+
+struct block_tasks {
+    const struct transform_attention *call;
+    float *outs; /* [num_blocks, num_queries, head_dim] */
+    float *peaks;
+    float *masses;
+    char *memory;
+    size_t memory_bytes; /* of one block */
+    int64_t longest;
+    int next; /* block that no thread has taken */
+    int next_thread;
+};
+
+static void attend_as_thread(void *given) {
+    struct block_tasks *tasks = given;
+    const struct transform_attention *call = tasks->call;
+    attend_function attend = attend_forms[larder_instruction_set()];
+    int thread = __atomic_fetch_add(&tasks->next_thread, 1, __ATOMIC_RELAXED);
+    char *memory = tasks->memory + (size_t)thread * TOGETHER * tasks->memory_bytes;
+    struct transform_scratch scratches[TOGETHER];
+    for (int b = 0; b < TOGETHER; b++)
+        lay_out(scratches + b, memory + (size_t)b * tasks->memory_bytes, tasks->longest,
+                NUM_SIDES * call->head_dim, call->num_queries);
+    int64_t rows = call->num_queries;
+    for (int64_t b; (b = __atomic_fetch_add(&tasks->next, TOGETHER, __ATOMIC_RELAXED)) <
+                    call->num_blocks;)
+        attend(call, call->blocks + b, (int)least(TOGETHER, call->num_blocks - b), scratches,
+               tasks->outs + b * rows * call->head_dim, tasks->peaks + b * rows,
+               tasks->masses + b * rows);
+}
+
+/* Merge the blocks [first, last) of a head for one query, and turn the average back. */
+static void merge_head(const struct block_tasks *tasks, int64_t row, int64_t query, int64_t first,
+                       int64_t last, float *average) {
+    const struct transform_attention *call = tasks->call;
+    int64_t rows = call->num_queries, dim = call->head_dim, side = call->kv_heads + row / rows;
+    float *out = call->outs + row * dim, peak = -INFINITY, mass = 0, share = 0;
+    float other = call->other_lses ? call->other_lses[row] : -INFINITY;
+    memset(average, 0, (size_t)dim * sizeof *average);
+    memset(out, 0, (size_t)dim * sizeof *out);
+    for (int64_t b = first; b < last; b++)
+        peak = fmaxf(peak, tasks->peaks[b * rows + query]);
+    for (int64_t b = first; b < last; b++) {
+        float own = expf(tasks->peaks[b * rows + query] - peak);
+        mass += own * tasks->masses[b * rows + query];
+        for (int64_t c = 0; c < dim; c++)
+            average[c] += own * tasks->outs[(b * rows + query) * dim + c];
+    }
+    float lse = last > first ? peak + logf(mass) : -INFINITY, whole = fmaxf(lse, other);
+    if (whole > -INFINITY) {
+        share = expf(lse - whole) / (expf(lse - whole) + expf(other - whole));
+        whole += logf(expf(lse - whole) + expf(other - whole));
+    }
+    call->lses[row] = whole;
+    for (int64_t c = 0; last > first && c < dim; c++) {
+        float weight = share * average[c] / mass;
+        for (int64_t d = 0; d < dim; d++)
+            out[d] += weight * call->inverse[(side * dim + c) * dim + d];
+    }
+    for (int64_t d = 0; last > first && d < dim; d++)
+        out[d] += share * call->means[side * dim + d];
+    for (int64_t d = 0; other > -INFINITY && d < dim; d++)
+        out[d] += (1 - share) * call->other_outs[row * dim + d];
+}
+
+/* A head without entries gives 0 and -inf. */
+static void merge_blocks(const struct block_tasks *tasks, float *average) {
+    const struct transform_attention *call = tasks->call;
+    int64_t rows = call->num_queries, b = 0;
+    for (int64_t head = 0; head < call->kv_heads; head++) {
+        int64_t first = b;
+        while (b < call->num_blocks && call->blocks[b].head == head)
+            b++;
+        for (int64_t query = 0; query < rows; query++)
+            merge_head(tasks, head * rows + query, query, first, b, average);
+    }
+}
+
+/* Returns 0, or 1 if memory is short. */
+int larder_transform_attention(const struct transform_attention *call) {
+    int64_t rows = call->num_queries, dim = call->head_dim;
+    struct block_tasks tasks = {.call = call};
+    for (int64_t b = 0; b < call->num_blocks; b++)
+        tasks.longest = call->blocks[b].count > tasks.longest ? call->blocks[b].count : tasks.longest;
+    int64_t threads = least(call->threads, (call->num_blocks + TOGETHER - 1) / TOGETHER);
+    threads = threads < 1 ? 1 : threads;
+    struct transform_scratch scratch;
+    tasks.memory_bytes = lay_out(&scratch, NULL, tasks.longest, NUM_SIDES * dim, rows);
+    size_t sums = (size_t)(call->num_blocks * rows * (dim + 2) + dim) * sizeof(float);
+    size_t decoded = (size_t)threads * TOGETHER * tasks.memory_bytes, bytes = decoded + sums;
+    tasks.memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    if (!tasks.memory)
+        return 1;
+    tasks.outs = (float *)(tasks.memory + decoded);
+    tasks.peaks = tasks.outs + call->num_blocks * rows * dim;
+    tasks.masses = tasks.peaks + call->num_blocks * rows;
+    larder_parallel(attend_as_thread, &tasks, (int)threads);
+    merge_blocks(&tasks, tasks.masses + call->num_blocks * rows);
+    free(tasks.memory);
+    return 0;
+}
+
+/* Dequantized components [count, width] and tiers of one block; returns 1 if memory is short. */
+int larder_decode_components(const struct code_tables *tables, const int32_t *bases, int64_t width,
+                             int64_t count, const uint8_t *words, int64_t bytes, double step,
+                             float *components, int8_t *tiers) {
+    struct transform_scratch scratch;
+    size_t size = lay_out(&scratch, NULL, count, width, 1);
+    char *memory = aligned_alloc(64, (size + 63) / 64 * 64);
+    if (!memory)
+        return 1;
+    lay_out(&scratch, memory, count, width, 1);
+    decode_forms[larder_instruction_set()](tables, bases, width, count, words, bytes, &scratch);
+    for (int64_t row = 0; row < count; row++) {
+        int64_t n = scratch.order[row];
+        float scale = (float)(step * exp2((double)scratch.tiers[n]));
+        tiers[n] = (int8_t)scratch.tiers[n];
+        for (int64_t c = 0; c < width; c++)
+            components[n * width + c] = scratch.symbols[c * scratch.room + row] * scale;
+    }
+    free(memory);
+    return 0;
+}

@@ -1,0 +1,149 @@
+"""Attention to range-coded transform components on a CPU, which decodes as it goes.
+
+The kernel is compiled from C (`c/transform_attention.c`). Where it was not, or for sizes that it
+does not serve, blocks are decoded one after the other and torch attends.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, byref, c_double
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int32, Int64, UInt8
+from torch import Tensor
+
+from larder.ops.cpu.c_library import INTEGER, POINTER, c_library
+from larder.ops.cpu.range_coder import CodeTables, packed_tables
+
+LANES = 16  # of the kernels' vectors
+CODER_LANES = 32
+TOGETHER = 2  # blocks that a thread decodes at once
+MAX_HEAD_DIM = 256
+MAX_QUERY_ROWS = 16  # per kv head
+
+# Outputs and log-sum-exp.
+Attended = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]
+
+
+class TransformAttentionCall(Structure):
+    """`struct transform_attention` of c/transform_attention.c."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("blocks", "payload", "queries", "inverse", "pairs")),
+        *((name, POINTER) for name in ("means", "bases", "rotation", "bias")),
+        ("tables", CodeTables),
+        *((name, POINTER) for name in ("other_outs", "other_lses", "outs", "lses")),
+        *((name, INTEGER) for name in ("num_blocks", "kv_heads", "num_queries", "head_dim")),
+        ("half", INTEGER),
+        ("step", c_double),
+        ("threads", INTEGER),
+    ]
+
+
+@dataclass(frozen=True)
+class TransformedHeads:
+    """What attention to coded entries of a layer needs beside them.
+
+    Args:
+        inverse: matrices from components to keys (0) and values (1).
+        pairs: those of keys as pairs of bfloat16 numbers of neighboring components; None where keys
+            are computed in float32.
+        means: of keys before rotation, and of values.
+        bases: class of each component in tier 0, keys first.
+        rotation: cosines and sines of each position.
+    """
+
+    inverse: Float[Tensor, "2 K D D"]
+    pairs: Int32[Tensor, "K half D"] | None
+    means: Float[Tensor, "2 K D"]
+    bases: Int32[Tensor, "K D2"]
+    rotation: Float[Tensor, "P 2 half"]
+
+
+def supports(num_queries: int, head_dim: int, half: int) -> bool:
+    """True if the kernel attends to keys and values of these sizes.
+
+    Args:
+        num_queries: per kv head.
+        half: pairs of rotated dimensions.
+    """
+    return (
+        c_library() is not None
+        and num_queries <= MAX_QUERY_ROWS
+        and head_dim <= MAX_HEAD_DIM
+        and head_dim % (2 * LANES) == 0
+        and half % LANES == 0
+    )
+
+
+def kernel_bytes(entries: int, num_blocks: int, head_dim: int) -> int:
+    """Bytes of the decoded blocks of all threads.
+
+    Args:
+        entries: of the longest block.
+    """
+    together = min(num_blocks, TOGETHER * torch.get_num_threads())
+    numbers = 2 * head_dim + head_dim // 2 + MAX_QUERY_ROWS + 5
+    return 4 * together * (-(-entries // CODER_LANES) * CODER_LANES * numbers + LANES * head_dim)
+
+
+def transform_attention(
+    queries: Float[Tensor, "H Q D"],
+    payload: UInt8[Tensor, " N"],
+    blocks: Int64[Tensor, "B F"],
+    heads: TransformedHeads,
+    step: float,
+    scaling: float,
+    bias: Float[Tensor, " T"] | None = None,
+    other: Attended | None = None,
+) -> Attended:
+    """Attention of every query to all coded entries of its kv head; thread-safe.
+
+    Holds one decoded block per thread.
+
+    Args:
+        blocks: head, entries, first position, span of the bitmap of positions, offset of the block
+            in the payload, offset and bytes of its words, first entry; by head.
+        bias: as in `larder.ops.attention.ragged_attention`, of each entry.
+        other: attention of the queries to further entries, which is merged.
+    """
+    library = c_library()
+    assert library is not None  # supported
+    num_heads, query_len, head_dim = queries.shape
+    num_kv_heads = heads.means.shape[1]
+    given = (queries.float() * scaling).contiguous()
+    out, lse = torch.empty_like(given), given.new_empty(num_heads, query_len)
+    others = () if other is None else tuple(part.float().contiguous() for part in other)
+    call = TransformAttentionCall(
+        blocks=blocks.data_ptr(),
+        payload=payload.data_ptr(),
+        queries=given.data_ptr(),
+        inverse=heads.inverse.data_ptr(),
+        pairs=None if heads.pairs is None else heads.pairs.data_ptr(),
+        means=heads.means.data_ptr(),
+        bases=heads.bases.data_ptr(),
+        rotation=heads.rotation.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        tables=packed_tables().decoding,
+        other_outs=others[0].data_ptr() if others else None,
+        other_lses=others[1].data_ptr() if others else None,
+        outs=out.data_ptr(),
+        lses=lse.data_ptr(),
+        num_blocks=len(blocks),
+        kv_heads=num_kv_heads,
+        num_queries=num_heads // num_kv_heads * query_len,
+        head_dim=head_dim,
+        half=heads.rotation.shape[2],
+        step=step,
+        threads=torch.get_num_threads(),
+    )
+    if library.larder_transform_attention(byref(call)):
+        raise MemoryError("Attention over coded entries could not allocate its buffers.")
+    return out, lse
+
+
+def bfloat16_pairs(matrices: Float[Tensor, "K D D"]) -> Int32[Tensor, "K half D"]:
+    """Rows 2 i and 2 i + 1 of each matrix as pairs of bfloat16, the first in the lower bits."""
+    rows = matrices.bfloat16().unflatten(1, (-1, 2)).transpose(2, 3).contiguous()
+    return rows.view(torch.int32).squeeze(-1)

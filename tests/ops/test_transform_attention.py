@@ -1,0 +1,190 @@
+"""Range coder of transform components, and attention that decodes them as it goes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from builders import draw
+from cache_stores import attend_held
+from larder.cache.forms.transform import TransformLayer
+from larder.core.codec import Coder, TransformSpec
+from larder.core.ledger import LOG_COUNT, Ledger
+from larder.core.plan import Plan
+from larder.core.spec import LayerSpec
+from larder.ops import transform_coder as coding
+from larder.ops.cpu import range_coder, transform_attention
+from larder.ops.cpu.c_library import c_library
+from larder.ops.rope import frequencies, rotate, rotation_table
+from larder.ops.symbol_model import ESCAPE, TIER_ROW, TOTAL, classes_of, symbol_model
+from references import transform as reference
+from transforms import some_tables
+
+CASES = [(1, 3.0), (7, 0.5), (33, 0.1), (64, 30.0), (70, 1e-5), (100, 0.02)]  # entries, step
+
+needs_kernel = pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
+
+
+def a_block(entries: int, step: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Components, tiers and deviations, with some numbers far beyond the latter."""
+    source = np.random.default_rng(entries)
+    deviations = np.exp(source.normal(size=16)).astype(np.float32)
+    numbers = source.standard_t(10, size=(entries, 16)) * deviations
+    if step > 1e-3:
+        numbers[0, 3], numbers[entries // 2, 5] = 1e5, -3e4
+    tiers = source.integers(-2, 3, entries).astype(np.int8)
+    return numbers.astype(np.float32), tiers, deviations
+
+
+def test_every_code_has_its_slots() -> None:
+    model = symbol_model()
+    for row in (0, 17, 40, 60, len(model.starts) - 2, TIER_ROW):
+        counts = np.diff(model.starts[row].astype(int))
+        assert counts.sum() == TOTAL and counts.min() >= 0
+        for code in counts.nonzero()[0]:
+            mine = model.slots[row] == code
+            assert sorted(model.ranks[row][mine]) == list(range(counts[code]))
+    assert (model.starts[:TIER_ROW, ESCAPE] < TOTAL).all()
+
+
+@pytest.mark.parametrize(("entries", "step"), CASES)
+def test_words_are_those_of_the_loop(entries, step) -> None:
+    numbers, tiers, deviations = a_block(entries, step)
+    payload = coding.encoded(numbers, tiers, deviations, step, Coder.ENTROPY)
+    symbols = coding.quantized(numbers, tiers, step)
+    model, bases = symbol_model(), classes_of(deviations, step)
+    words = payload.view(np.uint16).tolist()
+    found = reference.decoded_symbols(words, entries, bases.tolist(), model)
+    assert found == (symbols.tolist(), tiers.tolist())
+    back, back_tiers = coding.decoded(payload, entries, deviations, step, Coder.ENTROPY)
+    assert back_tiers.tolist() == tiers.tolist()
+    scales = np.float32(step * 2.0 ** tiers.astype(np.float64))
+    assert np.array_equal(back, symbols.astype(np.float32) * scales[:, None])
+
+
+@needs_kernel
+@pytest.mark.slow  # numba compiles
+@pytest.mark.parametrize(("entries", "step"), CASES)
+def test_numba_codes_as_c_does(monkeypatch, entries, step) -> None:
+    numbers, tiers, deviations = a_block(entries, step)
+    given = numbers, tiers, deviations, step, Coder.ENTROPY
+    payload, size = coding.encoded(*given), coding.coded_bytes(*given)
+    compiled = coding.decoded(payload, entries, *given[2:])
+    monkeypatch.setattr(range_coder, "c_library", lambda: None)
+    assert np.array_equal(coding.encoded(*given), payload)
+    assert coding.coded_bytes(*given) == pytest.approx(size, rel=1e-6)
+    for own, other in zip(coding.decoded(payload, entries, *given[2:]), compiled, strict=True):
+        assert np.array_equal(own, other)
+
+
+@pytest.mark.parametrize(("entries", "step"), CASES)
+def test_bytes_are_counted_without_coding(entries, step) -> None:
+    given = *a_block(entries, step), step, Coder.ENTROPY
+    size, counted = len(coding.encoded(*given)), coding.coded_bytes(*given)
+    assert size <= counted <= size + 4 * min(entries, range_coder.LANES)
+
+
+@pytest.mark.parametrize("kept", [0, 0.5])
+def test_damaged_words_are_read_within_bounds(kept) -> None:
+    numbers, tiers, deviations = a_block(70, 0.1)
+    payload = coding.encoded(numbers, tiers, deviations, 0.1, Coder.ENTROPY)
+    damaged = np.random.default_rng(1).integers(0, 256, len(payload)).astype(np.uint8)
+    least = 4 * range_coder.LANES
+    few = damaged[: least + int(kept * (len(damaged) - least)) // 2 * 2]
+    found, found_tiers = coding.decoded(few, 70, deviations, 0.1, Coder.ENTROPY)
+    assert found.shape == numbers.shape and abs(found_tiers).max() <= 2
+
+
+def test_a_table_of_rotations_turns_as_the_function_does() -> None:
+    radians = frequencies(64, 1e4)
+    table = rotation_table(1500, tuple(radians.tolist()))
+    vectors = torch.randn(1, 3, 64)
+    positions = torch.tensor([0, 700, 1499])
+    cosine, sine = table[positions].unbind(1)
+    one, other = vectors[0].chunk(2, 1)
+    turned = torch.cat([one * cosine - other * sine, other * cosine + one * sine], 1)
+    assert torch.equal(turned, rotate(vectors, positions, radians)[0])
+    assert len(rotation_table(10, tuple(radians.tolist()))) >= 1500
+
+
+def a_wide_layer(head_dim: int, turned: int) -> LayerSpec:
+    radians = tuple(frequencies(turned, 1e4).tolist())
+    return LayerSpec(0, 6, 2, head_dim, head_dim**-0.5, None, radians)
+
+
+def a_coded_layer(
+    layer: LayerSpec, dtype: torch.dtype, step: float, count: int = 150
+) -> TransformLayer:
+    """Layer whose first head codes most of `count` entries in blocks of 64, in all tiers."""
+    spec, ledger = TransformSpec(sinks=1, recent=2, block=64), Ledger((LOG_COUNT,))
+    device = torch.device("cpu")
+    store = TransformLayer(layer, dtype, device, ledger, spec, some_tables(layer))
+    new = draw(layer, count)
+    store.append(new.keys.to(dtype), new.values.to(dtype), new.positions)
+    lengths = count - 1, 40
+    kept = torch.cat([torch.arange(1, count), count + torch.arange(0, 80, 2)])
+    grades = torch.arange(len(kept)) % 5 + 1
+    grades[:3] = 0
+    store.apply(Plan(kept, lengths, grades=grades.to(torch.int8), step=step))
+    return store
+
+
+def looped(store: TransformLayer, queries: Tensor, biased: bool) -> Tensor:
+    entries, layer = store.entries(), store.layer
+    outs = list[Tensor]()
+    for query_head in range(layer.query_heads):
+        head = query_head // layer.group
+        bias = entries.columns[LOG_COUNT][entries.rows(head)] * biased / layer.scaling
+        wide = torch.cat([entries.head_keys(head).float(), bias[:, None]], 1).tolist()
+        values = entries.head_values(head).float().tolist()
+        for query in queries[query_head].tolist():
+            outs.append(torch.tensor(reference.attention([*query, 1.0], wide, values, layer.scaling)))
+    return torch.stack(outs).view(layer.query_heads, -1, layer.head_dim)
+
+
+@needs_kernel
+@pytest.mark.parametrize(("head_dim", "turned"), [(64, 64), (32, 32), (96, 32)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+def test_attention_is_that_of_the_loop_over_decoded_entries(
+    monkeypatch, head_dim, turned, dtype, tolerance
+) -> None:
+    layer = a_wide_layer(head_dim, turned)
+    store = a_coded_layer(layer, dtype, 0.3)
+    store.note({LOG_COUNT: torch.arange(189.0) / 50})
+    calls = list[int]()
+    attend = transform_attention.transform_attention
+    monkeypatch.setattr(
+        transform_attention, "transform_attention", lambda *a: calls.append(1) or attend(*a)
+    )
+    new = draw(layer, 2, 150)
+    found = attend_held(store, replace(new, queries=new.queries))
+    expected = looped(store, new.queries, biased=True)
+    assert calls == [1]
+    assert float((found - expected).norm() / expected.norm()) < tolerance
+
+
+@needs_kernel
+def test_threads_change_no_result() -> None:
+    layer = a_wide_layer(64, 64)
+    store, new = a_coded_layer(layer, torch.float32, 0.3), draw(layer, 1, 150)
+    former = torch.get_num_threads()
+    try:
+        found = list[Tensor]()
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(attend_held(store, new))
+    finally:
+        torch.set_num_threads(former)
+    assert torch.equal(*found)
+
+
+@needs_kernel
+def test_large_symbols_are_no_bfloat16_pairs() -> None:
+    layer = a_wide_layer(64, 64)
+    fine, new = a_coded_layer(layer, torch.bfloat16, 1e-4), draw(layer, 1, 150)
+    expected = looped(fine, new.queries, biased=False)
+    assert float((attend_held(fine, new) - expected).norm() / expected.norm()) < 1e-2
