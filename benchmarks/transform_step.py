@@ -67,7 +67,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--policy", default="larder", help="name in transform_holding.py, or a sentence")
+    parser.add_argument(
+        "--policy", default="larder", help="name in transform_holding.py, or a sentence"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     engine = Engine.load(options.model, policy="full", dtype=options.dtype)

@@ -14,8 +14,8 @@ from cache_stores import assert_close, attend_held, same_bits
 from larder.cache.forms._transform_fit import tiers_of
 from larder.cache.forms.transform import TransformLayer
 from larder.cache.sequence import SequenceCache
-from larder.cache.transform_tables import TransformTables
 from larder.cache.spec import text_of, text_tensor
+from larder.cache.transform_tables import TransformTables
 from larder.cache.transformed_tier import INDEX_BYTES, SPEC_KEY
 from larder.core.codec import Coder, TransformSpec
 from larder.core.errors import BudgetError, CacheError

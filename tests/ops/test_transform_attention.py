@@ -142,7 +142,9 @@ def looped(store: TransformLayer, queries: Tensor, biased: bool) -> Tensor:
         wide = torch.cat([entries.head_keys(head).float(), bias[:, None]], 1).tolist()
         values = entries.head_values(head).float().tolist()
         for query in queries[query_head].tolist():
-            outs.append(torch.tensor(reference.attention([*query, 1.0], wide, values, layer.scaling)))
+            outs.append(
+                torch.tensor(reference.attention([*query, 1.0], wide, values, layer.scaling))
+            )
     return torch.stack(outs).view(layer.query_heads, -1, layer.head_dim)
 
 

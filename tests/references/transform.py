@@ -103,7 +103,7 @@ def attention(query: Vector, keys: Matrix, values: Matrix, scaling: float) -> li
 def decoded_symbols(
     words: Sequence[int], count: int, bases: Sequence[int], model: Any
 ) -> tuple[list[list[int]], list[int]]:
-    """Symbols of each entry and its tier, from the words of the range coder, one after the other."""
+    """Symbols and tier of each entry, from the words of the range coder, one after the other."""
     lanes, given = min(count, 32), iter(words)
     states = [next(given) * 65536 + next(given) for _ in range(lanes)]
 

@@ -304,8 +304,8 @@ class TransformedTier:
         coding_name, _, rest = text_of(state[SPEC_KEY]).partition(" ")
         if coding_name != CODING:
             raise CacheError(
-                f"Layer {layer.index} of the saved cache was coded by an earlier version of Larder: "
-                "build the cache again."
+                f"Layer {layer.index} of the saved cache was coded by an earlier version of "
+                "Larder: build the cache again."
             )
         digest, _, text = rest.partition(" ")
         spec = TransformSpec.from_text(text)

@@ -124,7 +124,7 @@ def symbol_model() -> SymbolModel:
 def _alias_tables(counts: Int[ndarray, "C N"]) -> AliasTables:
     """Buckets of the slots of each row."""
     dealt = [_deal(own.tolist()) for own in counts]
-    dividers = np.array([[bucket[0] for bucket in row] for row in dealt], np.uint16)
+    dividers = np.array([[bucket[0][0] for bucket in row] for row in dealt], np.uint16)
     parts = [
         np.array([[[bucket[k][side] for bucket in row] for side in range(2)] for row in dealt])
         for k in (1, 2, 3)
@@ -135,13 +135,13 @@ def _alias_tables(counts: Int[ndarray, "C N"]) -> AliasTables:
 Pair = tuple[int, int]
 
 
-def _deal(counts: list[int]) -> list[tuple[int, Pair, Pair, Pair]]:
-    """Of each bucket: divider; frequencies, shifts and codes of its first and second code."""
+def _deal(counts: list[int]) -> list[tuple[Pair, Pair, Pair, Pair]]:
+    """Of each bucket: slots, frequencies, shifts and codes of its first and second code."""
     held = [code for code, count in enumerate(counts) if count]
     left, dealt = {code: counts[code] for code in held}, dict.fromkeys(held, 0)
     small = [code for code in held if left[code] < BUCKET_SLOTS]
     large = [code for code in held if left[code] >= BUCKET_SLOTS]
-    buckets = list[tuple[int, Pair, Pair, Pair]]()
+    buckets = list[tuple[Pair, Pair, Pair, Pair]]()
     for slot in range(0, TOTAL, BUCKET_SLOTS):
         one = small.pop() if small else large[-1]
         other = large[-1] if large else one
@@ -151,7 +151,7 @@ def _deal(counts: list[int]) -> list[tuple[int, Pair, Pair, Pair]]:
         second, rest = dealt[other] - slot - divider, BUCKET_SLOTS - divider
         dealt[other], left[other] = dealt[other] + rest, left[other] - rest
         shifts = first & 0xFFFF, second & 0xFFFF
-        buckets.append((divider, (counts[one], counts[other]), shifts, (one, other)))
+        buckets.append(((divider, rest), (counts[one], counts[other]), shifts, (one, other)))
         if large and left[large[-1]] < BUCKET_SLOTS:
             last = large.pop()
             small += [last] if left[last] else []

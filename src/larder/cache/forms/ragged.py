@@ -337,11 +337,6 @@ class RaggedLayer(SegmentedLayer):
         return own if self._logits is None else (*own, self._logits)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Type of the stored keys and values."""
-        return self._keys.dtype
-
-    @property
     def lengths(self) -> tuple[int, ...]:
         return self._all_lengths(self._lengths)
 

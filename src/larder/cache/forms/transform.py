@@ -74,6 +74,7 @@ class TransformLayer(MixedLayer):
         tables: TransformTables,
     ) -> None:
         super().__init__(layer, RaggedLayer(layer, dtype, device, ledger))
+        self._dtype = dtype
         self._hold(TransformedTier.nothing(spec, tables, len(ledger.columns)))
 
     @classmethod
@@ -201,7 +202,7 @@ class TransformLayer(MixedLayer):
         states = [call() for call in exact]
         outs, lses = [out for out, _ in states], [lse for _, lse in states]
         other = merge_attention(outs, lses) if states else None
-        sizes = self.layer.scaling, self._ragged.dtype, self._bias_column
+        sizes = self.layer.scaling, self._dtype, self._bias_column
         return self._tier.attend(queries, *sizes, other)
 
     def _attends_coded(self, queries: Queries) -> bool:

@@ -62,9 +62,7 @@ def encode(symbols: Symbols, tiers: Tiers, bases: Classes) -> Payload:
     symbols, sizes = np.ascontiguousarray(symbols, np.int32), symbols.shape[::-1]
     call = _Call(bases, tiers)
     given = symbols.ctypes.data, call.tiers.ctypes.data, words.ctypes.data
-    count = library.larder_encode_components(
-        call.encoding, call.bases.ctypes.data, *sizes, *given
-    )
+    count = library.larder_encode_components(call.encoding, call.bases.ctypes.data, *sizes, *given)
     if count < 0:
         raise MemoryError("Coding a block of entries could not allocate its buffers.")
     return words[:count].copy().view(np.uint8)
@@ -144,6 +142,4 @@ def packed_tables() -> PackedTables:
     assert np.array_equal(raw, model.raw_bits)
     sizes = NUM_CLASSES, FIRST_RAW
     tables = (part.ctypes.data for part in (model.starts, model.places, model.costs))
-    return PackedTables(
-        rows, CodeTables(rows.ctypes.data, *sizes), EncodingTables(*tables, *sizes)
-    )
+    return PackedTables(rows, CodeTables(rows.ctypes.data, *sizes), EncodingTables(*tables, *sizes))
