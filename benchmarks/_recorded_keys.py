@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder import read_conversation
@@ -31,29 +31,33 @@ class RecordedLayer:
         keys: of the text, post-RoPE.
         queries: of the last token of each question and of the tokens of its answer.
         latest: queries of the last tokens of the text.
+        distance: positions of the queries behind the text.
     """
 
     layer: LayerSpec
     keys: Float[Tensor, "K S D"]
     queries: Float[Tensor, "H Q D"]
     latest: Float[Tensor, "H Q D"]
+    distance: Int64[Tensor, " Q"]
 
 
-def load_or_record(path: Path, tokens: int, asked: int, folder: Path) -> list[RecordedLayer]:
+def load_or_record(
+    path: Path, tokens: int, asked: int, folder: Path, model: str = "seed"
+) -> list[RecordedLayer]:
     """Recorded layers from a cached file, or from `record_layers` if there is none."""
-    file = folder / f"{path.stem}-{tokens}-{asked}.pt"
+    file = folder / f"{path.stem}-{model}-{tokens}-{asked}.pt"
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save([vars(each) for each in record_layers(path, tokens, asked)], file)
+        torch.save([vars(each) for each in record_layers(path, tokens, asked, model)], file)
     return [RecordedLayer(**each) for each in torch.load(file, weights_only=False)]
 
 
-def record_layers(path: Path, tokens: int, asked: int) -> list[RecordedLayer]:
+def record_layers(path: Path, tokens: int, asked: int, model: str = "seed") -> list[RecordedLayer]:
     """Recorded layers of the last `tokens` tokens of a conversation and `asked` of its questions.
 
     A shorter conversation is repeated.
     """
-    loaded = load("seed")
+    loaded = load(model)
     tokenizer = TokenizerAdapter(loaded.tokenizer)
     conversation = read_conversation(path)
     ids = tokenizer.encode_conversation(conversation).ids
@@ -62,12 +66,13 @@ def record_layers(path: Path, tokens: int, asked: int) -> list[RecordedLayer]:
     cache.reserve(tokens)
     keys: dict[int, list[Tensor]] = {}
     queries: dict[int, list[Tensor]] = {}
-
+    distance: list[Tensor] = []
     latest: dict[int, Tensor] = {}
 
     def record(_: int, layer: int, activations: LayerActivations) -> None:
         keys.setdefault(layer, []).append(activations.keys.float())
-        latest[layer] = activations.queries.float()
+        kept = [latest[layer]] if layer in latest else []
+        latest[layer] = torch.cat([*kept, activations.queries.float()], 1)[:, -BLOCK:]
 
     for start in range(0, tokens, BLOCK):
         loaded.decoder.read([BatchSegment(cache, ids[start : start + BLOCK])], Mode.APPEND, record)
@@ -79,12 +84,14 @@ def record_layers(path: Path, tokens: int, asked: int) -> list[RecordedLayer]:
             queries.setdefault(layer, []).append(activations.queries[:, first:].float())
 
         loaded.decoder.read([BatchSegment(cache, question + answer)], Mode.SCRATCH, record_queries)
+        distance.append(torch.arange(len(question) - 1, len(question + answer)))
     return [
         RecordedLayer(
             layer,
             torch.cat(keys[layer.index], 1),
             torch.cat(queries[layer.index], 1),
             latest[layer.index],
+            torch.cat(distance),
         )
         for layer in loaded.decoder.spec.layers
     ]

@@ -12,10 +12,16 @@ from larder.session.presets import PRESETS
 from topic_embedder import TopicEmbedder
 
 # What cannot be served, and a word of why.
-REFUSED = dict.fromkeys(("exact_question", "finch", "laq", "dapq", "ilre", "reform"), "question")
+REFUSED = {
+    **dict.fromkeys(("exact_question", "finch", "laq", "dapq", "ilre", "reform"), "question"),
+    "task_aware": "task",
+}
 TOKENS = 96
 # Their windows, their lag and a page do not fit that.
-WIDE = ("arkvale", "pqcache", "retrieval_attention", "retroinfer", "squeezed_attention")
+WIDE = (
+    *("arkvale", "longcache", "pqcache", "retrieval_attention", "retroinfer"),
+    "squeezed_attention",
+)
 EPICACHE = (
     "episodes(count=2, segment=1, representatives=2) > blockwise() > protect(sinks=4, recent=8)"
     ' > patched(prompt="episode") > pooled()'

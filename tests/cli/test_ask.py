@@ -123,6 +123,16 @@ def test_a_policy_that_keeps_what_the_question_needs(run: Run, talk: Path, polic
     assert "for one question, got 2" in complaint(two, 2)
 
 
+def test_a_task_is_given_by_name(run: Run, talk: Path) -> None:
+    options = ("--policy", "task_aware", "--budget", "48", "--max-new-tokens", "4")
+    told = ("--prompt", "task=Which pets are there, and what are they called?")
+    assert run("ask", talk, "-q", CAT, "-q", WINDOW, *options, *told).exit_code == 0
+    assert "--prompt task=TEXT" in complaint(run("ask", talk, "-q", CAT, *options), 2)
+    for wrong in ("task", "=Pets", "task="):
+        refused = run("ask", talk, "-q", CAT, *options, "--prompt", wrong)
+        assert "--prompt takes NAME=TEXT" in complaint(refused, 2)
+
+
 def test_page(run: Run, talk: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     policy = 'episodes(count=2, segment=1, embedder="tokens") > snapkv() > pooled()'

@@ -184,6 +184,7 @@ def test_a_part_cites_the_papers_of_all_its_values(run: Run) -> None:
         ("2509.17396", []),
         ("2410.01518", ['prompt="summarize"']),
         ("2408.00167", ['prompt="question"']),
+        ("2503.04973", ['prompt="task"']),
         ("", ['prompt="guidance"']),
     ]
 

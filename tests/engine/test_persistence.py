@@ -71,7 +71,10 @@ def read(runtime: ModelRuntime, preset: str) -> ChatState:
     source = log.prefill_input(log.transcript(runtime.tokenizer))
     return ChatState(
         prefill_memory(
-            runtime, source, policy, {"question": runtime.tokenizer.encode_question("A dog?")}
+            runtime,
+            source,
+            policy,
+            dict.fromkeys(("question", "task"), runtime.tokenizer.encode_question("A dog?")),
         ),
         log,
     )
@@ -110,8 +113,6 @@ def every_preset() -> list[Any]:
 def test_15_every_policy_comes_back_to_the_bit(
     runtime: ModelRuntime, keeper: StorePersistence, preset: str
 ) -> None:
-    if preset == "retrieval_attention":
-        pytest.importorskip("usearch")
     saved = read(runtime, preset)
     assert keeper.save(preset, saved) == ""
     memory = back(keeper, preset, runtime, saved)

@@ -49,6 +49,15 @@ def test_a_pyramid_falls_in_equal_steps() -> None:
     assert split(20, 10, 4, 10, 50) == (10,) * 4
 
 
+def test_groups_of_layers_fall_together() -> None:
+    """WindowKV's four groups of eight layers at 1,024: 1,463, 1,171, 878 and 585."""
+    sizes = Pyramid(beta=1.75, layers=8).layer_tokens(1024, 32, 0, 10_000, {})
+    assert sum(sizes) == 32 * 1024
+    for group, expected in enumerate((1462.86, 1170.29, 877.71, 585.14)):
+        assert all(abs(size - expected) < 1 for size in sizes[8 * group : 8 * group + 8])
+    assert Pyramid(layers=4).layer_tokens(100, 4, 10, 1000, {}) == (100,) * 4
+
+
 def test_a_head_that_wins_nothing_keeps_its_floor() -> None:
     layer = judged([9.0, 8.0, 7.0, 6.0, 5.0, 4.0], [3.0, 2.0, 1.0, 0.5, 0.4, 0.3])
 

@@ -19,7 +19,7 @@ from larder import Policy
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.policy.units.chunk import Chunk
-from larder.policy.units.window import Window
+from larder.policy.units.window import Task, Window
 from larder.policy.values.caote import Caote
 from larder.policy.values.criticality import Criticality
 from larder.session.policy import FAMILIES
@@ -100,7 +100,7 @@ def test_a_unit_equals_its_loop(unit, loop_of, case) -> None:
 @given(heads=HEADS, size=st.integers(1, 7), best=st.sampled_from([0.01, 0.29, 0.5, 0.75, 1.0]))
 def test_units_of_any_size_equal_their_loops(unit, loop_of, heads, size, best) -> None:
     chosen = {"size": size, "best": best, "layers": 1}
-    unit = replace(unit, **{f.name: chosen[f.name] for f in fields(unit)})
+    unit = replace(unit, **{f.name: chosen[f.name] for f in fields(unit) if f.name in chosen})
     scores, seen = told(heads)
     got = split(unit.pool(scores, seen), seen)
     assert_equal(got, loop_of(unit).pooled(unit, split(scores, seen), places_of(seen)))
@@ -216,6 +216,16 @@ def test_a_window_that_averages_all_is_a_chunk() -> None:
     scores, seen = told(CASE["negative"])
     whole = Window(size=3, best=1.0).pool(scores, seen)
     assert torch.equal(whole, Chunk(size=3).pool(scores, seen))
+
+
+def test_a_text_that_asks_is_looked_through_by_the_best_half_of_a_window() -> None:
+    scores, seen = told([{n: float(n % 4) for n in range(8)}])
+    asking = replace(seen, ids=(3, 9, 4), lexicon={"question_marks": frozenset({9})})
+    long_ago = replace(asking, ids=(9, *[4] * 32))
+    found = Window(size=4, best=0.5, task=Task.FOUND)
+    for other, expected in ((asking, 2.5), (long_ago, 1.5), (seen, 1.5)):
+        assert found.pool(scores, other).tolist() == [expected] * 8
+    assert Window(size=4, best=0.5).pool(scores, long_ago).tolist() == [2.5] * 8
 
 
 def test_a_share_of_a_window_is_not_one_short_of_itself() -> None:

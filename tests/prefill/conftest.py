@@ -23,7 +23,8 @@ from learned_gates import give_gates
 from measurements import made_up
 from model_runs import some_ids
 
-BOOK = {name: some_ids(5, seed=99) for name in ("episode", "question", "summarize", "guidance")}
+PROMPTS = ("episode", "question", "summarize", "guidance", "task")
+BOOK = {name: some_ids(5, seed=99) for name in PROMPTS}
 BOOK["repeat"] = (5, 6)
 SIGMA = (1.0, 0.8, 0.9, 0.7)
 # Budgets whose layers share one pool.

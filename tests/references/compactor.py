@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from larder.core.observation import Observation
+from larder.policy.scorers.non_causal import Scaling
 from references import leverage, non_causal
 from references.attention_loop import heads_of, positions_of
 
@@ -21,7 +22,7 @@ class Both:
     chunk: int
     ridge: float = 0.001
     seed: int = 0
-    scaled: bool = False
+    scaling: Scaling = Scaling.NONE
 
 
 def scores(part: Any, seen: Observation) -> list[list[float]]:

@@ -26,7 +26,7 @@ def one_head(part: Any, seen: Observation, head: int) -> list[float]:
             members = [s for s, p in enumerate(places) if p // part.chunk == at // part.chunk]
             query = seen.queries[h, q].tolist()
             products = [dot(query, seen.entries.keys[start + s].tolist()) for s in members]
-            scaling = seen.layer.scaling if part.scaled else 1.0
+            scaling = seen.layer.scaling if part.scaling.value == "model" else 1.0
             logits = [capped(scaling * product, seen.layer.softcap) for product in products]
             for s, weight in zip(members, softmax(logits), strict=True):
                 sums[s] += weight / len(group_of(seen, head))

@@ -21,5 +21,10 @@ def layer_tokens(
     if bottom > most - least:
         bottom = most - least
         top = 2 * spare - bottom
-    step = (bottom - top) / (layers - 1)
-    return [least + bottom - step * place for place in range(layers)]
+    groups = [place // part.layers for place in range(layers)]
+    if not groups[-1]:
+        return [float(tokens)] * layers
+    step = (bottom - top) / groups[-1]
+    deserved = [bottom - step * group for group in groups]
+    scale = layers * spare / sum(deserved) if spare else 0.0
+    return [least + own * scale for own in deserved]

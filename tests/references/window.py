@@ -26,5 +26,9 @@ def unit_score(part: Any, place: int, scores: list[float], positions: list[int])
         if first <= other < first + part.size and math.isfinite(score)
     ]
     members.sort(reverse=True)
-    best = members[: max(1, math.floor(round(part.size * part.best, 6)))]
+    best = members[
+        : max(
+            1, math.floor(round(part.size * (part.best if part.task.value == "given" else 1.0), 6))
+        )
+    ]
     return sum(best) / len(best)

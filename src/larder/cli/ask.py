@@ -55,6 +55,14 @@ def ask(
     ],
     options: ModelOptions,
     context: ContextFiles = [],  # noqa: B006, never changed
+    prompt: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME=TEXT",
+            help="Text that a policy scores entries by, such as task=TEXT for task_aware; "
+            "may be repeated.",
+        ),
+    ] = [],  # noqa: B006, never changed
     explain: Annotated[
         Path | None,
         typer.Option(
@@ -88,11 +96,12 @@ def ask(
         )
     conversation = _read_files(file, context)
     questions = [_question_of(conversation, text) for text in question]
+    prompts = _prompts(prompt)
     options = choose_policy(options, [conversation])
     engine = open_engine(options)
     with open_persistence(engine, store, codec, key_file) if keep else nullcontext() as keeper:
         run, is_whole = _run_questions(
-            engine, keeper, options, conversation, questions, answer_schema
+            engine, keeper, options, conversation, questions, prompts, answer_schema
         )
     if explain is not None and is_whole:
         _write_page(explain, run)
@@ -113,16 +122,21 @@ def _run_questions(
     options: ModelOptions,
     conversation: Conversation,
     questions: list[Question],
+    prompts: Mapping[str, str],
     schema: Mapping[str, Any] | None,
 ) -> tuple[QuestionRun, bool]:
     """Prefill and questions; False if Ctrl-C came before the last question.
+
+    Args:
+        prompts: texts of scoring prompts by name, beside those that depend on the question.
 
     Raises:
         LarderError: error of the first question, if every question failed.
     """
     from larder.cli.question_run import prefill_run, prompts_for, sampling_params
 
-    run = prefill_run(engine, conversation, prompts_for(engine, questions), keeper=keeper)
+    prompts = {**prompts, **prompts_for(engine, questions)}
+    run = prefill_run(engine, conversation, prompts, keeper=keeper)
     sampling, run.schema = sampling_params(options), schema
     try:
         for one in questions:
@@ -139,6 +153,21 @@ def _run_questions(
     if all(asked.error is not None for asked in run.asked):
         raise _first_error(run)
     return run, True
+
+
+def _prompts(given: list[str]) -> dict[str, str]:
+    """Texts of scoring prompts by name.
+
+    Raises:
+        UsageError: one has no name or no text.
+    """
+    prompts: dict[str, str] = {}
+    for each in given:
+        name, _, text = each.partition("=")
+        if not name or not text:
+            raise UsageError(f"--prompt takes NAME=TEXT, such as task=TEXT, got {each!r}.")
+        prompts[name] = text
+    return prompts
 
 
 def _read_files(file: Path | None, context: list[Path]) -> Conversation:

@@ -305,7 +305,7 @@ class Planner:
             scores,
             protected,
             entries.lengths,
-            measure=self.budget.measure(seen, scores),
+            measure=self.budget.inspect(seen, scores, protected),
             scalars=entries.scalars,
             stage=seen.stage,
             storage_statistics=self.storage.inspect(seen),

@@ -394,6 +394,8 @@ def require_prompts(prompts: Prompts, names: frozenset[str]) -> None:
             "question": "it needs the question before prefill: use it where questions are known",
             "episode": "it needs episodes: put episodes() in front",
         }.get(
-            name, f"only {', '.join(sorted(prompts))} are known: give its text with prompts={{...}}"
+            name,
+            f"only {', '.join(sorted(prompts))} are known: give its text with prompts={{...}} or "
+            f"`larder ask --prompt {name}=TEXT`",
         )
         raise UsageError(f"The policy scores with the prompt {name!r}, but {way}.")

@@ -37,6 +37,8 @@ last 256 tokens are 16 and a tenth of the budget here.
 
 `finch` reads its question behind every block and forgets it; the question stays where it is asked,
 behind what is kept. Blocks compete for one budget (inferred; the paper keeps a share of each).
+`task_aware` is the same with the description of a task, and examples of it, in the question's
+place (`larder ask --prompt task=TEXT`): one cache for all questions of that task.
 
 `nacl` lets the last 32 queries be proxies where the paper takes 1 percent of the text; it draws the
 paper's 7 of 20 parts of its budget. `scissorhands` drops 64 entries at once, the paper half of a
@@ -126,6 +128,11 @@ PRESETS: Mapping[str, str] = {
         'patched(prompt="question", variant="paper") > scaled_mean() > group_mean() > uniform() > '
         "compact()"
     ),
+    "task_aware": (
+        "blockwise() > protect(sinks=0, recent=0) > "
+        'patched(prompt="task", variant="paper") > scaled_mean() > group_mean() > uniform() > '
+        "compact()"
+    ),
     "h2o": "whole() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()",
     "h2o_blockwise": (
         "blockwise() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()"
@@ -172,6 +179,8 @@ PRESETS: Mapping[str, str] = {
     "nacl": ("whole() > protect(sinks=4, recent=0.05) > snapkv(kernel=1) > drawn()"),
     "criticalkv": "whole() > snapkv() > criticality() > uniform()",
     "caote": "blockwise() > snapkv() > caote() > uniform()",
+    "fastgen": "whole() > protect(sinks=4, recent=1) > fastgen() > recovery()",
+    "simlayerkv": ("whole() > protect(sinks=4, recent=0.5) > sinks_and_window() > lazy_layers()"),
     "pyramidkv": "whole() > snapkv(window=8) > pyramid()",
     "adakv": "whole() > snapkv() > ada()",
     "cake": (
@@ -200,7 +209,10 @@ PRESETS: Mapping[str, str] = {
         "whole() > protect(sinks=0, recent=0.5) > column_mass() > squeeze() > every_step()"
     ),
     "kvcompose": "whole() > reconstruct() > group_and_layer() > composite()",
-    "windowkv": "whole() > snapkv() > layer_mean() > window() > pyramid()",
+    "windowkv": (
+        'whole() > snapkv() > layer_mean() > window(layers=8, task="found") > '
+        "pyramid(beta=1.75, layers=8)"
+    ),
     "kvmerger": (
         "whole() > protect(sinks=0, recent=0.33) > column_mass() > uniform() > kvmerger()"
     ),

@@ -15,7 +15,7 @@ from larder.core.family import public_name
 from larder.core.observation import Calibration, LayerScores, Observation
 from larder.core.part import PolicyPart
 from larder.core.plan import Plan, StepQuota
-from larder.core.types import Packed
+from larder.core.types import Packed, PackedMask
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,13 @@ class Budget(PolicyPart, ABC):
         """Statistics that `choose` needs beyond scores, measured when the layer is scored."""
         del seen, scores
         return ()
+
+    def inspect(
+        self, seen: Observation, scores: Packed, protected: PackedMask
+    ) -> tuple[float, ...]:
+        """`measure`, for budgets that also need to know which entries always stay."""
+        del protected
+        return self.measure(seen, scores)
 
     def layer_tokens(
         self, tokens: int, layers: int, least: int, most: int, facts: Calibration

@@ -6,6 +6,11 @@ paper their last tokens, here what is protected) the top layer gets the average 
 bottom layer as much more than the average as the top one gets less, the others lie between. As in
 the released code a bottom layer that exceeds the context is cut to it, and the top one raised.
 
+With `layers` it is groups of layers whose budgets fall, as in Zuo et al., "WindowKV: Task-Adaptive
+Group-Wise KV Cache Window Selection for Efficient LLM Inference" (2025), arXiv:2503.17922: the last
+of four groups of 8 gets 8 / 14 of the average (`beta=1.75`). A last group that is smaller gets as
+much as its place says, and all are scaled so that the sum is right.
+
 The released code rounds the steps down, so that a few entries are lost, and takes the average for
 all layers where the text is shorter than two budgets. Here the quotas sum exactly, and a text that
 fits keeps the average.
@@ -32,14 +37,18 @@ class Pyramid(Budget):
     Args:
         beta: the average over what the top layer gets, protected entries aside; 1 is uniform. The
             released code takes 20.
+        layers: consecutive layers that get the same, as far as whole numbers allow.
     """
 
     beta: float = 20.0
+    layers: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.beta < math.inf:
             raise BadParameter(f"pyramid.beta must be 1 or more, got {self.beta}.")
+        if self.layers < 1:
+            raise BadParameter(f"pyramid.layers must be at least 1, got {self.layers}.")
 
     def layer_tokens(
         self, tokens: int, layers: int, least: int, most: int, facts: Calibration
@@ -48,9 +57,10 @@ class Pyramid(Budget):
             return (tokens,) * layers
         mean, room = tokens - least, most - least
         bottom = min(2 * mean - mean / self.beta, room)
-        fall = 2 * (bottom - mean)
-        weights = [bottom - fall * place / max(layers - 1, 1) for place in range(layers)]
-        weights = [max(weight, 0.0) for weight in weights] if layers > 1 else [1.0]
+        groups = [place // self.layers for place in range(layers)]
+        fall = 2 * (bottom - mean) / max(groups[-1], 1)
+        weights = [max(bottom - fall * group, 0.0) for group in groups]
+        weights = weights if groups[-1] else [1.0] * layers
         return tuple(least + part for part in apportion(layers * mean, weights, 0, room))
 
     def choose(

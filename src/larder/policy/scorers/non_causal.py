@@ -5,9 +5,9 @@ Leverage Scores" (2025), arXiv:2507.08143: the text is cut into chunks, every qu
 attends to all keys of it, earlier and later ones, and a key's weights are summed over queries and
 averaged over the query heads of its kv head. They are multiplied by the length of the value and
 averaged over three neighbors. Follows the code that the authors gave to NVIDIA/kvpress, products
-without the model's scaling included (`scaled=True` is with it); the keys that pad its last chunk,
-which take part of the weights there, are left out here. Scores there are in standard deviations
-from a layer's mean, which changes no order within a layer.
+without the model's scaling included (`scaling="model"` is with it); the keys that pad its last
+chunk, which take part of the weights there, are left out here. Scores there are in standard
+deviations from a layer's mean, which changes no order within a layer.
 
 Chunks are cut by position, from the first token on. Entries of chunks that no query of the pass
 belongs to score nothing.
@@ -16,6 +16,7 @@ belongs to score nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from jaxtyping import Float
@@ -31,17 +32,24 @@ from larder.policy.scorers.base import Scorer
 NEIGHBORS = 3  # entries that a score is averaged over
 
 
+class Scaling(Enum):
+    """Factor of products of queries and keys: 1, or the model's."""
+
+    NONE = "none"
+    MODEL = "model"
+
+
 @dataclass(frozen=True)
 class NonCausal(Scorer):
     """Attention of each chunk to itself, in both directions, times the length of the value.
 
     Args:
         chunk: positions of a chunk.
-        scaled: whether products have the model's scaling.
+        scaling: `none`, as in the released code, or that of the `model`.
     """
 
     chunk: int = 256
-    scaled: bool = False
+    scaling: Scaling = Scaling.NONE
 
     def __post_init__(self) -> None:
         if self.chunk < 1:
@@ -62,7 +70,7 @@ class NonCausal(Scorer):
         for number in sorted(set(map(int, own))):
             members = chunks == number
             logits = queries[:, own == number] @ keys[members].T
-            logits = logits * seen.layer.scaling if self.scaled else logits
+            logits = logits * seen.layer.scaling if self.scaling is Scaling.MODEL else logits
             sums[members] = cap_logits(logits, seen.layer.softcap).softmax(-1).sum(1).mean(0)
         lengths = entries.head_values(head).float().square().sum(-1).sqrt()
         return running_mean(sums * lengths, NEIGHBORS)

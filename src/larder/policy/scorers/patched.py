@@ -6,9 +6,11 @@ what the method is. An episode's representative segments are EpiCache's. A gener
 is important, `prompt="summarize"`, is that of Kim et al., "InfiniPot: Infinite Context Processing
 on Memory-Constrained LLMs" (2024), arXiv:2410.01518. The user's own question, `prompt="question"`,
 is Corallo and Papotti, "FINCH: Prompt-guided Key-Value Cache Compression for Large Language Models"
-(2024), arXiv:2408.00167, and EpiCache's upper bound. What users are known to ask for,
-`prompt="guidance"`, is modeled on Zhu et al., "OracleKV: Oracle Guidance for Question-Independent
-KV Cache Compression" (2025).
+(2024), arXiv:2408.00167, and EpiCache's upper bound. A task that all questions will be of, with
+examples perhaps, `prompt="task"`, is Corallo, Weller, Petroni and Papotti, "Beyond RAG: Task-Aware
+KV Cache Compression for Comprehensive Knowledge Reasoning" (2025), arXiv:2503.04973. What users
+are known to ask for, `prompt="guidance"`, is modeled on Zhu et al., "OracleKV: Oracle Guidance for
+Question-Independent KV Cache Compression" (2025).
 
 `larder` and `code` share a query's weight among cached entries only, so that a token that looks
 mostly at its own prompt has as much of a say as any other; the maximum over tokens then compares

@@ -1,0 +1,131 @@
+"""Compositions that no paper has: each answers within its bytes, or says what else to take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from budget_bounds import most, peaks
+from larder import Engine, Policy, read_conversation
+from larder.cache.sequence import SequenceCache
+from larder.core.conversation import Conversation
+from larder.core.errors import SpellingError, UsageError
+from larder.core.spec import POSITION_BYTES
+from larder.prefill.contexts import ChunkMemory
+
+PARK = (
+    "blockwise() > protect(sinks=4, recent=16) > sinks_and_window() > uniform() > park() > {} > "
+    "lagged(tokens=4)"
+)
+TOKENS, BLOCK = 96, 96
+COLUMN_BYTES = 4
+
+COMPOSITIONS = {
+    "fastkv_with_lazy_layers": (
+        "narrowing() > protect(sinks=4, recent=8) > snapkv(window=8) > lazy_layers()"
+    ),
+    "a2ats_without_gaps": PARK.format("a2ats(dense=0) > compact()"),
+    "graph_of_two_layers_over_4_bits": PARK.format(
+        "projected(dense=0, layers=2, least=64) > quantized(bits=4, group=16)"
+    ),
+    "turns_by_compactor": "freeze() > compactor(sinks=4) > uniform()",
+    "two_passes_into_samples": (
+        'two_passes() > protect(sinks=4, recent=8) > patched(prompt="question") > mean() > '
+        "group_mean() > uniform() > subgen()"
+    ),
+    "fastgen_in_4_bits": (
+        "whole() > protect(sinks=4, recent=1) > fastgen() > recovery() > "
+        "quantized(bits=4, group=16)"
+    ),
+    "windows_by_compactor_with_merged_values": (
+        'whole() > compactor(sinks=4) > window(size=4, task="found") > pyramid(layers=2) > '
+        "merge_values()"
+    ),
+    "blended_contexts_in_lazy_layers": (
+        "blended() > protect(sinks=4, recent=8) > snapkv(window=8) > lazy_layers()"
+    ),
+    "blended_contexts_by_fastgen": (
+        "blended() > protect(sinks=4, recent=1) > fastgen() > recovery()"
+    ),
+    "spans_over_8_bits": PARK.format(
+        'positionless(dense=0, prefill="recalled") > quantized(bits=8, group=16)'
+    ),
+    "samples_in_4_bits": (
+        "blockwise() > protect(sinks=4, recent=8) > non_causal() > uniform() > subgen() > "
+        "quantized(bits=4)"
+    ),
+    "samples_without_gaps": (
+        "blockwise() > protect(sinks=4, recent=8) > leverage() > uniform() > subgen() > compact()"
+    ),
+}
+REFUSED = {
+    PARK.format("magicpig() > compact()"): "take another recall part, such as positionless",
+    "blockwise() > morph() > uniform() > compact()": "leave the storage out, or take another",
+    "freeze() > snapkv() > uniform() > subgen()": "take drop() or park(), or another schedule",
+    "narrowing() > snapkv() > uniform() > recompute()": "take whole(), or drop()",
+}
+
+
+@pytest.fixture(scope="module")
+def full() -> Engine:
+    return Engine.load(policy="full")
+
+
+@pytest.fixture(scope="module")
+def talk() -> Conversation:
+    return read_conversation(Path(__file__).parents[2] / "examples" / "conversation.json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_it_answers_within_its_bytes(
+    name: str, full: Engine, talk: Conversation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = full.under(COMPOSITIONS[name], TOKENS)
+    prompts = {"question": talk.questions[0].question}
+    is_joined = name.split("_")[1] == "contexts"
+    texts = [message.content for message in talk.messages]
+    with peaks(monkeypatch) as peak:
+        if is_joined:
+            half = len(texts) // 2
+            contexts = ["\n".join(texts[:half]), "\n".join(texts[half:])]
+            memory = engine.read(contexts=contexts, prompts=prompts, chunks=ChunkMemory(2**28))
+        else:
+            memory = engine.read(talk, prompts)
+        answers = [
+            engine.ask(memory, each.question, max_new_tokens=8) for each in talk.questions[:2]
+        ]
+    assert all(answer.text for answer in answers)
+    cache = memory.caches.activate(0)
+    resting, _ = most(memory.policy, cache, BLOCK)
+    assert cache.managed_entries <= resting
+    assert cache.device_nbytes <= resting * entry_bytes(cache) + dense_bytes(cache)
+    if memory.policy.schedule.has_blocks:
+        assert peak.entries <= most(memory.policy, cache, BLOCK)[1]
+
+
+def test_contexts_at_the_same_positions_are_refused(full: Engine) -> None:
+    engine = full.under("parallel() > snapkv(window=8) > lazy_layers()", TOKENS)
+    with pytest.raises(UsageError, match=r"or take blended\(\)"):
+        engine.read(contexts=["My cat is called Mira."] * 2)
+
+
+def entry_bytes(cache: SequenceCache) -> int:
+    """Bytes of an exact entry, with its position, its columns and the bias of a page slot."""
+    layer = cache.spec.layers[0]
+    numbers = 2 * layer.head_dim * cache.spec.dtype.itemsize
+    columns = COLUMN_BYTES * len(cache.cache_spec.ledger.columns)
+    return numbers + 2 * POSITION_BYTES + columns + COLUMN_BYTES
+
+
+def dense_bytes(cache: SequenceCache) -> int:
+    """What the cache holds beside entries: tables of page slots and of quantized groups."""
+    return 4096 * len(cache.spec.layers)
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_a_refusal_says_what_else_to_take(sentence: str) -> None:
+    with pytest.raises(SpellingError) as refused:
+        Policy.parse(sentence)
+    assert REFUSED[sentence] in str(refused.value)

@@ -1,0 +1,34 @@
+"""`fastgen`: the kind of an entry, and its mean weight as a fraction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from larder.core.observation import Observation
+from references.attention_loop import group_of, heads_of, positions_of, weights
+from references.recalling import largest
+
+SMALL = {"attended": 0.5, "latest": 0.4, "window": 3}  # parameters for small layers
+
+
+def scores(part: Any, seen: Observation) -> list[list[float]]:
+    return [one_head(part, seen, head) for head in heads_of(seen)]
+
+
+def one_head(part: Any, seen: Observation, head: int) -> list[float]:
+    places, start = positions_of(seen.entries, head), seen.entries.starts[head]
+    queries = range(seen.queries.shape[1])[-part.window :]
+    rows = [
+        weights(seen, h, q, [place <= int(seen.query_positions[q]) for place in places])
+        for h in group_of(seen, head)
+        for q in queries
+    ]
+    means = [sum(row[s] for row in rows) / len(rows) for s in range(len(places))]
+    best = largest(means, int(part.attended * len(places)))
+    out = []
+    for s, mean in enumerate(means):
+        kind = round(float(seen.entries.columns["token_kind"][start + s]))
+        is_latest = s >= len(places) - int(part.latest * len(places))
+        level = {3: 4, 2: 3}.get(kind, 2 if s in best else int(is_latest))
+        out.append(level + mean * (1 - 1e-6))
+    return out
