@@ -141,6 +141,11 @@ class SequenceCache:
         for layer in layers:
             self._stores[layer].record_logits()
 
+    def record_weight_sums(self, layers: Iterable[int]) -> None:
+        """Record the attention that entries receive from the next block in some layers."""
+        for layer in layers:
+            self._stores[layer].record_weight_sums()
+
     def advance(self, tokens: int, recurrent: RecurrentState = NO_STATE) -> None:
         """Count tokens as read, after every layer has appended them.
 

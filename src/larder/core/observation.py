@@ -231,6 +231,8 @@ class Observation:
         latest: queries of the last tokens before the pass; None where no part needs them or there
             are none.
         watermark: true position below which entries are not judged again.
+        weight_sums: attention weights of each entry, packed, summed over the queries of the pass
+            and the query heads that share a kv head; None where they were not recorded.
     """
 
     layer: LayerSpec
@@ -253,6 +255,7 @@ class Observation:
     inputs: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     latest: LatestQueries | None = None
     watermark: int = 0
+    weight_sums: Float[Tensor, " T"] | None = None
 
     @property
     def effective_rope_positions(self) -> Int[Tensor, "K Q"]:

@@ -108,7 +108,7 @@ def ragged_attention(
         logits: float32 output buffer for the logits of each stored row with the R * Q queries of
             its kv head, softcap and biases included. Slack rows are not written.
     """
-    is_plain = softcap is None and not _needs_gradient(
+    is_plain = softcap is None and not needs_gradient(
         queries, keys, values, *(() if bias is None else (bias,))
     )
     if is_plain and decode_attention.supports(queries, keys, values, lengths.shape[0]):
@@ -256,10 +256,11 @@ def masked_attention(
 
 def _uses_flash(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     fits = flash_attention.supports(queries, keys, values)
-    return fits and not _needs_gradient(queries, keys, values)
+    return fits and not needs_gradient(queries, keys, values)
 
 
-def _needs_gradient(*tensors: Tensor) -> bool:
+def needs_gradient(*tensors: Tensor) -> bool:
+    """True if autograd would record an operation on the tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 

@@ -191,6 +191,11 @@ class Planner:
         return bool(self._tallies) or (is_due and uses_attention)
 
     @cached_property
+    def sums_weights(self) -> bool:
+        """True if a tally adds up the attention that entries receive from a block."""
+        return any(tally.sums_weights for tally in self._tallies)
+
+    @cached_property
     def step_rule(self) -> StepRule | None:
         """Eviction of a decode step as a kernel can carry it out; None if parts do more."""
         scoring, ledger = self.scorer.step_scoring(self.reduction), self.ledger

@@ -104,6 +104,11 @@ class EvictionPass:
             scratch_tokens: scratch tokens of all rows together; 0 in an appending pass.
         """
         self._prompts, self._phases, self._scratch_tokens = prompts, phases, scratch_tokens
+        if scratch_tokens or not self._planner.sums_weights:
+            return
+        for cache, prompt, quotas in zip(self._caches, prompts, self._quotas, strict=True):
+            if len(prompt.ids) > 1:
+                cache.record_weight_sums(quotas)
 
     def __call__(self, row: int, layer: int, recorded: LayerActivations) -> None:
         if self._meter is not None:
@@ -170,6 +175,7 @@ class EvictionPass:
             inputs=recorded.inputs,
             latest=cache.latest.queries(layer),
             watermark=self._planner.watermark,
+            weight_sums=cache.stores[layer].take_weight_sums(),
         )
         own = 0 if self._scratch_tokens else len(recorded.positions)
         return self._planner.with_model_facts(rotate_to_cache_positions(seen, own))

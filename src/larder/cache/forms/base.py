@@ -30,6 +30,7 @@ from larder.ops.attention import (
     merge_attention,
     sink_logits,
 )
+from larder.ops.block_attention import FEWEST_QUERIES
 from larder.ops.cpu.decode_attention import EvictedLayer, StepStorage
 
 AttentionState = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]  # output and log-sum-exp
@@ -164,11 +165,16 @@ class CacheLayer(TensorOwner):
         if is_step:
             self.append(keys, values, positions)
         states: list[AttentionState] = []
-        if is_step or not self._is_empty:
+        block = None
+        if not is_step and len(sections) == 1 and not bidirectional:
+            block = self.block_call(queries, keys, values, mode)
+        if block is not None:
+            states.append(block())
+        elif is_step or not self._is_empty:
             start = -1 if is_step else shift
             for call in self.attention_calls(queries, positions, mode, start):
                 states.append(call())
-        if not is_step:
+        if not is_step and block is None:
             states.append(self.causal_call(queries, keys, values, positions, sections)())
             if bidirectional:
                 scaling, softcap = self.layer.scaling, self.layer.softcap
@@ -180,6 +186,21 @@ class CacheLayer(TensorOwner):
                 self._append_block(PendingBlock(keys, values, positions, self.num_readers))
             self.observe(queries, positions, (out, lse))
         return self.output((out, lse), queries.dtype)
+
+    def block_call(
+        self, queries: Queries, keys: Keys, values: Values, mode: Mode
+    ) -> AttentionCall | None:
+        """Attention of one section of new tokens to the entries and causally among themselves.
+
+        None where the two are attended to by calls of their own.
+        """
+        del queries, keys, values, mode
+
+    def attends_blocks(self, query_len: int) -> bool:
+        """True if entries and new tokens are masked by their order alone."""
+        layer = self.layer
+        is_plain = layer.softcap is None and layer.sliding_window is None and layer.chunk is None
+        return is_plain and not layer.latent_rank and query_len >= FEWEST_QUERIES
 
     def causal_call(
         self,
@@ -314,6 +335,18 @@ class CacheLayer(TensorOwner):
 
         Row r holds query head r of the kv head that owns the storage row; slack is undefined. None
         if `record_logits` was not called or the entries changed since.
+        """
+        return None
+
+    def record_weight_sums(self) -> None:
+        """Record the attention that entries receive from the next block, where it is supported."""
+        return
+
+    def take_weight_sums(self) -> Float[Tensor, " T"] | None:
+        """Recorded weights of each entry, head by head, after softmax; returned once.
+
+        Summed over the queries of the block and the query heads that share a kv head. None if they
+        were not recorded.
         """
         return None
 

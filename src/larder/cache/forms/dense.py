@@ -25,6 +25,7 @@ from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.ops.attention import ragged_attention
+from larder.ops.block_attention import block_attention
 from larder.ops.cpu.decode_attention import StepStorage
 from larder.ops.removal import remove_rows
 
@@ -186,6 +187,17 @@ class DenseLayer(SegmentedLayer):
         rows = held.keys.flatten(0, 1), held.values.flatten(0, 1)
         layout, softcap = (held.starts, held.lengths, self.layer.scaling), self.layer.softcap
         return [partial(ragged_attention, queries, *rows, *layout, softcap=softcap)]
+
+    def block_call(
+        self, queries: Queries, keys: Keys, values: Values, mode: Mode
+    ) -> AttentionCall | None:
+        del mode
+        if not self.attends_blocks(queries.shape[1]):
+            return None
+        held = self._read_storage()
+        rows = held.keys.flatten(0, 1), held.values.flatten(0, 1)
+        sizes = held.starts, held.lengths, keys, values, self.layer.scaling
+        return partial(block_attention, queries, *rows, *sizes)
 
     def _layout(self) -> tuple[Tensor, Tensor]:
         heads = torch.arange(self.layer.kv_heads)

@@ -73,6 +73,12 @@ class ParallelLayer(DenseLayer):
         self._count_bytes()
         self._set_length(self._length)
 
+    def block_call(
+        self, queries: Queries, keys: Keys, values: Values, mode: Mode
+    ) -> AttentionCall | None:
+        """None: contexts are attended to by calls of their own."""
+        del queries, keys, values, mode
+
     def attention_calls(
         self, queries: Queries, positions: Positions, mode: Mode, shift: int
     ) -> list[AttentionCall]:

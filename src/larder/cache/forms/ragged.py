@@ -38,6 +38,7 @@ from larder.core.plan import Plan, StepMerging, StepRule, StepSpreading
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values, empty_tensor
 from larder.ops.attention import ragged_attention
+from larder.ops.block_attention import block_attention
 from larder.ops.cpu.decode_attention import EvictedLayer, StepStorage
 from larder.ops.packing import packed_rows, sorted_places, starts_of, storage_rows
 from larder.ops.removal import MIN_ROAMING_SLACK, move_rows, plan_removal, remove_rows
@@ -74,6 +75,8 @@ class RaggedLayer(SegmentedLayer):
         self._room = 0
         self._records_logits = False
         self._logits: Tensor | None = None
+        self._records_sums = False
+        self._weight_sums: Tensor | None = None  # an activation: taken before the next layer
         self._count_bytes()
 
     @classmethod
@@ -353,6 +356,29 @@ class RaggedLayer(SegmentedLayer):
         rows = held.keys, held.values, held.starts, held.lengths
         sizes = self.layer.scaling, bias, logits, self.layer.softcap
         return [partial(ragged_attention, queries, *rows, *sizes)]
+
+    def block_call(
+        self, queries: Queries, keys: Keys, values: Values, mode: Mode
+    ) -> AttentionCall | None:
+        records, self._records_sums = self._records_sums and mode is Mode.APPEND, False
+        self._weight_sums = None
+        if not self.attends_blocks(queries.shape[1]):
+            return None
+        held, names = self._read_storage(), self.ledger.columns
+        bias = held.columns[names.index(LOG_COUNT)] if LOG_COUNT in names else None
+        if records and not self.layer.sinks:
+            entries = int(held.lengths.sum()) + keys.shape[0] * keys.shape[1]
+            self._weight_sums = torch.empty(entries, device=keys.device)
+        rows = held.keys, held.values, held.starts, held.lengths
+        sizes = self.layer.scaling, bias, self._weight_sums
+        return partial(block_attention, queries, *rows, keys, values, *sizes)
+
+    def record_weight_sums(self) -> None:
+        self._records_sums = True
+
+    def take_weight_sums(self) -> Float[Tensor, " T"] | None:
+        sums, self._weight_sums = self._weight_sums, None
+        return sums
 
     def _step_logits(self, group_len: int) -> Tensor | None:
         """Buffer for the logits of a decode step, if they are recorded."""

@@ -50,6 +50,20 @@ class AttentionCall(ctypes.Structure):
     ]
 
 
+class BlockCall(ctypes.Structure):
+    """`struct block_call` of c/block_attention.c."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("queries", "keys", "values", "bias", "starts", "lengths")),
+        *((name, POINTER) for name in ("new_keys", "new_values", "limits")),
+        *((name, POINTER) for name in ("outs", "lses", "sums")),
+        *((name, INTEGER) for name in ("heads", "group_len", "query_len", "new_len")),
+        *((name, INTEGER) for name in ("head_dim", "item_bytes")),
+        ("scaling", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+    ]
+
+
 class TreeSearchCall(ctypes.Structure):
     """`struct tree_search` of c/tree_search.c."""
 

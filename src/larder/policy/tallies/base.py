@@ -23,6 +23,8 @@ class Tally(PolicyPart, ABC):
     columns: ClassVar[tuple[str, ...]]
     # Each column as a kernel updates it in a decode step; none if it cannot.
     step_columns: ClassVar[tuple[StepColumn, ...]] = ()
+    # Whether it uses `Observation.weight_sums` where they were recorded.
+    sums_weights: ClassVar[bool] = False
 
     @abstractmethod
     def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:

@@ -22,9 +22,13 @@ class Mass(Tally):
 
     columns = ("mass",)
     step_columns = (StepColumn.MASS,)
+    sums_weights = True
 
     def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
-        return update_columns(seen, self.columns, GroupReduction.SUM, _added)
+        if seen.weight_sums is None:
+            return update_columns(seen, self.columns, GroupReduction.SUM, _added)
+        entries = seen.entries
+        return {"mass": entries.columns["mass"] + entries.unpack(seen.weight_sums)}
 
 
 def _added(state: State, votes: QueryWeights) -> State:

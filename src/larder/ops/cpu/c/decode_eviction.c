@@ -17,7 +17,7 @@ static int add_attention(const struct evicted *layer, float *scores) {
                             SUM};
     if (larder_weights_from_logits(&call))
         return 1;
-    int64_t astray = 0;
+    int32_t astray = 0;
     for (int64_t h = 0; h < layer->heads; h++) {
         const float *mass = layer->mass + layer->starts[h];
         float *own = scores + layer->starts[h];

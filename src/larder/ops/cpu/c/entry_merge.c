@@ -28,97 +28,18 @@ INLINE float load(const void *rows, int64_t at, int64_t item_bytes) {
     return number;
 }
 
-/* Product with `row` and squared norm of a stored row, in lanes. */
-INLINE void dot_and_square(const float *row, const void *rows, int64_t at, int64_t dim,
-                           int64_t item_bytes, float *dot, float *square) {
-    float dots[LANES] = {0}, squares[LANES] = {0};
-    int64_t whole = dim - dim % LANES;
-    for (int64_t d = 0; d < whole; d += LANES)
-        for (int l = 0; l < LANES; l++) {
-            float number = load(rows, at + d + l, item_bytes);
-            dots[l] += row[d + l] * number;
-            squares[l] += number * number;
-        }
-    for (int64_t d = whole; d < dim; d++) {
-        float number = load(rows, at + d, item_bytes);
-        dots[0] += row[d] * number;
-        squares[0] += number * number;
-    }
-    for (int half = LANES / 2; half; half /= 2)
-        for (int l = 0; l < half; l++) {
-            dots[l] += dots[l + half];
-            squares[l] += squares[l + half];
-        }
-    *dot = dots[0];
-    *square = squares[0];
-}
-
 INLINE float norm(float square) { return sqrtf(square) > MIN_NORM ? sqrtf(square) : MIN_NORM; }
 
-/* Cosine and packed index of the nearest marked entry of the head for one of its entries. */
-INLINE void find_nearest(const struct nearest *call, int64_t f, int64_t item_bytes) {
-    int64_t h = 0, first = 0, dim = call->head_dim, place = -1;
-    while (call->asked[f] >= first + call->lengths[h])
-        first += call->lengths[h++];
-    float row[LANES * MAX_VECTORS], dot, square = 0, best = -INFINITY;
-    int64_t own = (call->starts[h] + call->asked[f] - first) * dim;
-    for (int64_t d = 0; d < dim; d++) {
-        row[d] = load(call->rows, own + d, item_bytes);
-        square += row[d] * row[d];
-    }
-    float length = norm(square);
-    for (int64_t d = 0; d < dim; d++)
-        row[d] /= length;
-    for (int64_t s = 0; s < call->lengths[h]; s++) {
-        if (!call->marked[first + s])
-            continue;
-        dot_and_square(row, call->rows, (call->starts[h] + s) * dim, dim, item_bytes, &dot,
-                       &square);
-        float cosine = dot / norm(square);
-        if (cosine > best) {
-            best = cosine;
-            place = first + s;
-        }
-    }
-    call->cosines[f] = best;
-    call->places[f] = place;
-}
+#define BODY "nearest_rows_body.h"
+#include "instruction_sets.h"
 
-INLINE void find_by_type(const struct nearest *call, int64_t f) {
-    if (call->item_bytes == 4)
-        find_nearest(call, f, 4);
-    else
-        find_nearest(call, f, 2);
-}
-
-static void find_baseline(const struct nearest *call, int64_t f) { find_by_type(call, f); }
-
-#if defined(__x86_64__)
-__attribute__((target("avx2"))) static void find_avx2(const struct nearest *call, int64_t f) {
-    find_by_type(call, f);
-}
-
-__attribute__((target("avx512f,avx512bw,avx512vl"))) static void
-find_avx512(const struct nearest *call, int64_t f) {
-    find_by_type(call, f);
-}
-#endif
-
-static void find_dispatched(const struct nearest *call, int64_t f) {
-#if defined(__x86_64__)
-    enum instruction_set own = larder_instruction_set();
-    if (own >= AVX512)
-        return find_avx512(call, f);
-    if (own == AVX2)
-        return find_avx2(call, f);
-#endif
-    find_baseline(call, f);
-}
+typedef void (*find_function)(const struct nearest *, int64_t);
+static const find_function find_forms[] = FORMS(find);
 
 static void find_as_thread(void *given) {
     struct nearest *call = given;
     for (int64_t f; (f = __atomic_fetch_add(&call->next, 1, __ATOMIC_RELAXED)) < call->count;)
-        find_dispatched(call, f);
+        find_forms[larder_instruction_set()](call, f);
 }
 
 void larder_nearest_rows(struct nearest *call, int threads) {

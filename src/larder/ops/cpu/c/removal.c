@@ -7,12 +7,34 @@
 #include "c_library.h"
 #include "removal.h"
 
+/* Index of the lowest of `count` scores, the last of equals. */
+static int64_t find_last_lowest(const float *scores, int64_t count) {
+    float lanes[LANES], low = INFINITY;
+    int64_t whole = count - count % LANES, found = count - 1;
+    for (int l = 0; l < LANES; l++)
+        lanes[l] = INFINITY;
+    for (int64_t s = 0; s < whole; s += LANES)
+        for (int l = 0; l < LANES; l++)
+            lanes[l] = scores[s + l] < lanes[l] ? scores[s + l] : lanes[l];
+    for (int l = 0; l < LANES; l++)
+        low = lanes[l] < low ? lanes[l] : low;
+    for (int64_t s = whole; s < count; s++)
+        low = scores[s] < low ? scores[s] : low;
+    while (scores[found] != low)
+        found--;
+    return found;
+}
+
 /* Find the `gone` lowest of `count` scores, ascending by index; returns how many there are. Of equals
  * the later one is lower; scores of spared entries count as infinite. */
 int64_t larder_find_lowest(const float *scores, const uint8_t *spared, int64_t count, int64_t gone,
                            int64_t *worst) {
     int64_t found = 0;
     float values[MOST_REJECTED];
+    if (gone == 1 && !spared && count > 0) {
+        worst[0] = find_last_lowest(scores, count);
+        return 1;
+    }
     for (int64_t s = 0; gone > 0 && s < count; s++) {
         float score = spared && spared[s] ? INFINITY : scores[s];
         if (found == gone && score > values[found - 1])

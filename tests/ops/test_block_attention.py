@@ -1,0 +1,166 @@
+"""Attention of a block and the sums of its weights: kernel and torch against plain loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from larder.ops.block_attention import block_attention, summed_weights
+from larder.ops.cpu import block_attention as fast
+from larder.ops.cpu.c_library import c_library
+from references.ops import columns as loop
+
+needs_kernel = pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
+SCALING = 0.4
+SIZES = st.tuples(
+    st.integers(0, 2**31),
+    st.lists(st.integers(0, 40), min_size=1, max_size=3),  # entries of each head
+    st.integers(1, 3),  # query heads of a group
+    st.integers(1, 21),  # queries
+    st.sampled_from([2, 6, 16, 34]),  # head size
+    st.booleans(),  # biases
+)
+
+
+class Case:
+    """Ragged heads with slack between them, and a block of new tokens."""
+
+    def __init__(self, size: Any, dtype: torch.dtype) -> None:
+        seed, lengths, group_len, query_len, dim, is_biased = size
+        torch.manual_seed(seed)
+        rows = sum(lengths) + 2 * len(lengths)
+        self.starts = torch.tensor([sum(lengths[:h]) + 2 * h for h in range(len(lengths))])
+        self.lengths = torch.tensor(lengths)
+        self.keys, self.values = torch.randn(2, rows, dim).to(dtype)
+        self.new = torch.randn(2, len(lengths), query_len, dim).to(dtype)
+        self.queries = torch.randn(len(lengths) * group_len, query_len, dim).to(dtype)
+        self.bias = torch.randn(rows) if is_biased else None
+
+    @property
+    def entries(self) -> int:
+        return int(self.lengths.sum()) + self.new.shape[1] * self.new.shape[2]
+
+    @property
+    def limits(self) -> Tensor:
+        return self.lengths[:, None] + 1 + torch.arange(self.queries.shape[1])
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        stored = self.keys, self.values, self.starts, self.lengths
+        return self.queries, *stored, *self.new
+
+    def by_kernel(self, sums: Tensor | None, attends: bool = True) -> tuple[Tensor, Tensor]:
+        return fast.block_attention(*self.inputs, self.limits, SCALING, self.bias, sums, attends)
+
+    def heads(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Keys, values and biases of each head, the new tokens behind the stored entries."""
+        heads = []
+        for h, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            own = slice(int(start), int(start + length))
+            bias = torch.zeros(int(length) + self.new.shape[2])
+            if self.bias is not None:
+                bias[: int(length)] = self.bias[own]
+            sides = [
+                torch.cat([stored[own], new[h]])
+                for stored, new in zip((self.keys, self.values), self.new, strict=True)
+            ]
+            heads.append((*sides, bias))
+        return heads
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of each query, one after the other."""
+        outs, lses = torch.zeros(self.queries.shape), torch.zeros(self.queries.shape[:2])
+        group_len = len(self.queries) // len(self.lengths)
+        for h, (keys, values, bias) in enumerate(self.heads()):
+            for q, seen in enumerate(self.limits[h].tolist()):
+                for head in range(h * group_len, (h + 1) * group_len):
+                    query = self.queries[head, q].double()
+                    logits = keys[:seen].double() @ query * SCALING + bias[:seen]
+                    lses[head, q] = logits.logsumexp(0)
+                    outs[head, q] = logits.softmax(0) @ values[:seen].double()
+        return outs, lses
+
+    def expected_sums(self) -> Tensor:
+        packed = [keys for keys, _, _ in self.heads()]
+        lengths = torch.tensor([len(keys) for keys in packed])
+        places = torch.cat([torch.arange(len(keys)) for keys in packed])
+        sums = []
+        for h, (keys, _, bias) in enumerate(self.heads()):
+            group_len = len(self.queries) // len(self.lengths)
+            queries = self.queries[h * group_len : (h + 1) * group_len]
+            own = torch.tensor([0]), lengths[h : h + 1]
+            positions = self.limits[h] - 1, places[: len(keys)] * 0 + torch.arange(len(keys))
+            sums.append(loop.columns(queries, keys, *own, SCALING, "sum", "sum", positions, bias))
+        return torch.cat(sums)
+
+
+@needs_kernel
+@settings(max_examples=40)
+@given(SIZES, st.sampled_from([torch.float32, torch.bfloat16]))
+def test_the_kernel_equals_the_loops(size: Any, dtype: torch.dtype) -> None:
+    case = Case(size, dtype)
+    sums = torch.empty(case.entries)
+    out, lse = case.by_kernel(sums)
+    expected, expected_lse = case.expected()
+    # Weights are rounded to bfloat16 before they are multiplied by values.
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    assert torch.allclose(out, expected, tolerance, tolerance)
+    assert torch.allclose(lse, expected_lse, 1e-5, 1e-4)
+    assert torch.allclose(sums, case.expected_sums(), 1e-4, 1e-5)
+
+
+@settings(max_examples=20)
+@given(SIZES)
+def test_torch_equals_the_loop(size: Any) -> None:
+    case = Case(size, torch.float32)
+    queries, keys, _, *layout, new_keys, _ = case.inputs
+    sums = summed_weights(queries, keys, *layout, new_keys, SCALING, case.bias)
+    assert torch.allclose(sums, case.expected_sums(), 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["ours", "torch's", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_way_to_attend_gives_the_same(
+    kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel == "none":
+        monkeypatch.setattr(fast, "supports", lambda *inputs: False)
+    monkeypatch.setattr(fast, "is_faster", lambda *kind: kernel == "ours")
+    case = Case((0, [37, 0, 20], 2, 33, 16, True), dtype)
+    sums = torch.empty(case.entries)
+    out, lse = block_attention(*case.inputs, SCALING, case.bias, sums)
+    expected, expected_lse = case.expected()
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    assert torch.allclose(out, expected, tolerance, tolerance)
+    assert torch.allclose(lse, expected_lse, 1e-5, 1e-4)
+    assert torch.allclose(sums, case.expected_sums(), 1e-4, 1e-5)
+
+
+@needs_kernel
+def test_results_have_the_same_bits_on_any_number_of_threads() -> None:
+    """Many tiles, of several widths."""
+    case = Case((3, [900, 1500], 3, 150, 64, False), torch.bfloat16)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            sums = torch.empty(case.entries)
+            results.append((*case.by_kernel(sums), sums))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@needs_kernel
+def test_sums_alone_are_those_beside_attention() -> None:
+    case = Case((5, [60, 33], 2, 40, 8, True), torch.bfloat16)
+    beside, alone = torch.empty(case.entries), torch.empty(case.entries)
+    case.by_kernel(beside)
+    case.by_kernel(alone, attends=False)
+    assert torch.equal(beside, alone)
