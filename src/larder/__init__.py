@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from larder.engine.engine import Engine
     from larder.interop.applied import applied
     from larder.interop.cache import LarderCache
+    from larder.session.default_policy import default_policy
     from larder.session.files import read_conversation
     from larder.session.policy import Policy
 
@@ -33,6 +34,7 @@ _PUBLIC = {
     "LarderError": "larder.core.errors",
     "Policy": "larder.session.policy",
     "applied": "larder.interop.applied",
+    "default_policy": "larder.session.default_policy",
     "read_conversation": "larder.session.files",
 }
 
@@ -48,6 +50,7 @@ __all__ = [
     "Policy",
     "Question",
     "applied",
+    "default_policy",
     "read_conversation",
 ]
 

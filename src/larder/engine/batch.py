@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError, InputError
 from larder.core.types import AppendKind, Mode
-from larder.engine.detokenizer import IncrementalDetokenizer
+from larder.engine.detokenizer import IncrementalDetokenizer, discard_text
 from larder.engine.generate import GenerationBatch, StoppingCriteria
 from larder.engine.sampler import SamplingParams
 from larder.models.decoder import Decoder
@@ -234,7 +234,7 @@ class BatchRunner:
         prompts = [ids[-1:] for ids in contexts]
         self.num_read_tokens += len(prompts)
         streams = [
-            IncrementalDetokenizer(self._decode, request.stop, _discard_text)
+            IncrementalDetokenizer(self._decode, request.stop, discard_text)
             for request, _, _ in group
         ]
         limits = StoppingCriteria(first.max_new_tokens, self._stop_ids)
@@ -251,7 +251,3 @@ class BatchRunner:
             is_cut = len(ids) == request.max_new_tokens and stream.matched_stop is None
             reason = "length" if is_cut else "stop"
             self._on_result(BatchResult(request, stream.text, ids, reason, cached))
-
-
-def _discard_text(text: str) -> None:
-    del text

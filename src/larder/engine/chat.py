@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from larder.core.arguments import check_count, check_type
+from larder.core.arguments import check_count, check_type, checked_call
 from larder.core.conversation import Conversation
 from larder.core.errors import BadParameter, InputError, UsageError
 from larder.engine.answer import Answer, check_prompt_fits
-from larder.engine.engine import Engine, discard_text
+from larder.engine.detokenizer import discard_text
+from larder.engine.engine import Engine
 from larder.engine.persistence import NOT_SAVED, ChatPersistence, NoPersistence, ResumeResult
 from larder.engine.sampler import SamplingParams
 from larder.prefill.base import Progress, no_progress, run_steps
@@ -68,6 +69,7 @@ class Chat:
         1
     """
 
+    @checked_call
     def __init__(
         self,
         engine: Engine,
@@ -92,6 +94,12 @@ class Chat:
         self.resumed = ResumeResult(None, NOT_SAVED)
         self._caches = ChatCache(engine.runtime, state, progress)
         self._log_store.save(state.log, self._identity())
+
+    def __repr__(self) -> str:
+        return (
+            f"Chat({self._name!r}, policy={self.policy.short!r}, turns={len(self.turns)}, "
+            f"kv_bytes={self.figures.kv_bytes}, full_kv_bytes={self.figures.full_kv_bytes})"
+        )
 
     def say(
         self,

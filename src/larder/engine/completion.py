@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from larder.cache.sequence import SequenceCache
@@ -58,9 +58,9 @@ class Completion:
         True
     """
 
-    prompt: str
+    prompt: str = field(repr=False)
     text: str
-    ids: tuple[int, ...]
+    ids: tuple[int, ...] = field(repr=False)
     finish_reason: str
     prompt_tokens: int
     kv_bytes: int

@@ -11,6 +11,11 @@ REPLACEMENT_CHARACTER = "\ufffd"  # decoded from an incomplete character
 CONTEXT_TOKENS = 12
 
 
+def discard_text(text: str) -> None:
+    """`on_text` callback that ignores the text."""
+    del text
+
+
 def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     """All stop strings of an argument that is one or several.
 

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 import torch
 from torch import nn
 
-from larder.core.arguments import check_count, check_type
+from larder.core.arguments import check_count, check_type, checked_call
 from larder.core.observation import Calibration, Prompts
-from larder.engine.answer import Answer, AnswerGenerator, QuestionAnswerer, no_matcher
-from larder.engine.detokenizer import stop_strings
+from larder.engine.answer import Answer, AnswerGenerator, QuestionAnswerer, no_matcher, stop_ids
+from larder.engine.detokenizer import discard_text, stop_strings
 from larder.engine.progress_bar import progress_or_bar
 from larder.engine.sampler import SamplingKeywords, SamplingParams, params_of
 from larder.models.calibration import calibrate
 from larder.models.loader import SEED, DeviceMap, LoadedModel, load
 from larder.prefill.base import Progress
 from larder.session.capacity import beyond_budget
+from larder.session.default_policy import TextKind, default_policy, text_kind
 from larder.session.embedders.base import Embedder, load_embedder
 from larder.session.files import ConversationLike, conversation_of
 from larder.session.memory import ConversationMemory
@@ -30,13 +31,6 @@ if TYPE_CHECKING:
     from larder.engine.completion import Completion, PromptCompleter
     from larder.engine.constraint import ConstraintCompiler, ConstraintMatcher, SchemaLike
     from larder.prefill.contexts import ChunkSource
-
-DEFAULT_POLICY = "epicache_pooled"
-
-
-def discard_text(text: str) -> None:
-    """`on_text` callback that ignores the text."""
-    del text
 
 
 class Engine:
@@ -52,7 +46,10 @@ class Engine:
         tokenizer: the fast tokenizer of `model`; None for a `LoadedModel`, which has its own.
         processor: processor of a model with a vision tower; None for that of a `LoadedModel`, or
             where no images are given. Its tokenizer is the default of `tokenizer`.
-        policy: name of a preset, spelling of parts, or a `Policy`.
+        policy: name of a preset, spelling of parts, or a `Policy`; None takes
+            `larder.default_policy` of what is read: `kvzip` for a text, `epicache_pooled` for
+            messages, `cacheblend` for contexts without a budget, `snapkv` for prompts of `generate`
+            and `stream`.
         budget: budget of each cache (episodes have one cache each): 512 (tokens per kv head,
             averaged over layers), `"20%"`, `"1/5"` or 0.2 of the context, `"64MiB"`; None takes
             that of the policy, else 20%.
@@ -70,31 +67,44 @@ class Engine:
         >>> answer = engine.ask(memory, "What does it say?", max_new_tokens=8)
     """
 
+    @checked_call
     def __init__(
         self,
         model: nn.Module | LoadedModel,
         tokenizer: Any = None,
         *,
-        policy: str | Policy = DEFAULT_POLICY,
+        policy: str | Policy | None = None,
         budget: str | int | float | None = None,
         block: int | None = None,
         processor: Any = None,
     ) -> None:
-        parsed = parsed_policy(policy)
+        conversations = default_policy(TextKind.CONVERSATION)
+        parsed = parsed_policy(conversations if policy is None else policy)
         self.sizes = SizeOptions(budget, block)
-        self.loaded = _loaded_model(model, tokenizer, processor)
+        if isinstance(model, LoadedModel) and tokenizer is None:
+            self.loaded = model
+        else:
+            from larder.models.in_memory import verified_model
+
+            self.loaded = verified_model(model, tokenizer, processor)
         self.processor = self.loaded.processor if processor is None else processor
         self.policy = with_measured_recall(parsed, self.loaded.decoder.spec)
+        self._has_default = policy is None
         self.tokenizer = TokenizerAdapter(self.loaded.tokenizer)
         self._embedder = lru_cache(maxsize=None)(self._load_embedder)
         self._measured = lru_cache(maxsize=None)(self._calibrate)
 
+    def __repr__(self) -> str:
+        policy = "by what is read" if self._has_default else self.policy.short
+        return f"Engine({self.loaded}, policy={policy!r}, budget={self.sizes.budget!r})"
+
     @classmethod
+    @checked_call
     def load(
         cls,
         model: str = SEED,
         *,
-        policy: str | Policy = DEFAULT_POLICY,
+        policy: str | Policy | None = None,
         budget: str | int | float | None = None,
         block: int | None = None,
         device: str = "cpu",
@@ -113,7 +123,8 @@ class Engine:
                 Hugging Face name such as `"Qwen/Qwen3-0.6B"`, a folder that transformers saved, or
                 a `.gguf` file. A model in memory goes to `Engine(model, tokenizer)`.
             policy: name of a preset such as `"kvzip"`, a spelling of parts, or a `Policy`;
-                `larder policy list` prints them. `"full"` keeps everything.
+                `larder policy list` prints them. `"full"` keeps everything. None chooses by what is
+                read, as for `Engine`.
             budget: budget of each cache: 512 (tokens per kv head, averaged over layers), `"20%"`,
                 `"1/5"` or 0.2 of the context, `"64MiB"`; None takes that of the policy, else 20%.
             block: tokens read between two plans; None takes that of the policy, else the smaller
@@ -145,13 +156,14 @@ class Engine:
         Examples:
             >>> engine = Engine.load("smollm2", policy="kvzip", budget="25%")
         """
-        chosen = parsed_policy(policy)
+        chosen = None if policy is None else parsed_policy(policy)
         SizeOptions(budget, block)  # validated before a model is loaded
         hub = {"revision": revision, "device_map": device_map, "tokenizer": tokenizer}
         kind = (device, dtype, adapter, adapter_mode)
         loaded = load(model, *kind, **hub, processor=processor)
         return cls(loaded, policy=chosen, budget=budget, block=block)
 
+    @checked_call
     def under(
         self,
         policy: str | Policy,
@@ -178,6 +190,7 @@ class Engine:
         engine._embedder, engine.processor = self._embedder, self.processor
         return engine
 
+    @checked_call
     def read(
         self,
         conversation: ConversationLike | None = None,
@@ -212,11 +225,14 @@ class Engine:
             >>> memory.conversation.messages[0].role
             'user'
         """
+        prompts_expected = 'texts by name, such as {"question": "..."}'
+        check_type("prompts", prompts, (Mapping, type(None)), prompts_expected)
         encoded: Prompts = {
             name: self.tokenizer.encode_question(text) for name, text in (prompts or {}).items()
         }
-        given = (self.policy, self.sizes, encoded)
         source = conversation_of(conversation, contexts)
+        kind = text_kind(source, self.sizes.budget is not None)
+        given = (self.policy_for(kind), self.sizes, encoded)
         with progress_or_bar(progress, "Reading", "tokens") as report:
             return prefill_conversation(self.runtime, source, *given, report, chunks)
 
@@ -244,6 +260,7 @@ class Engine:
         schema: SchemaLike | None = None,
     ) -> list[Answer]: ...
 
+    @checked_call
     def ask(
         self,
         memory: ConversationMemory,
@@ -373,7 +390,7 @@ class Engine:
         from larder.engine.completion import CompletionOptions
 
         options = CompletionOptions(params_of(sampling), max_new_tokens, stop)
-        types = "a prompt as a string, or a list of prompts"
+        types = "a prompt as a string, or a list of prompts (a chat template makes one of messages)"
         check_type("prompts", prompts, (str, list, tuple), types)
         several = [prompts] if isinstance(prompts, str) else list(prompts)
         for prompt in several:
@@ -422,11 +439,15 @@ class Engine:
         given = None if images is None else [images]
         return self._completer.stream(prompt, options, progress, given)
 
+    def policy_for(self, kind: TextKind) -> Policy:
+        """Policy of a kind of text: that of the engine, or the default one if none was given."""
+        if not self._has_default or kind is TextKind.CONVERSATION:
+            return self.policy
+        return with_measured_recall(parsed_policy(default_policy(kind)), self.loaded.decoder.spec)
+
     @property
     def beyond_budget(self) -> tuple[str, ...]:
-        """Exceptions from the budget bound, a clause each; empty where the budget bounds
-        everything.
-        """
+        """Exceptions from the budget bound, a clause each; empty where it bounds everything."""
         return beyond_budget(self.policy, self.loaded.decoder.spec)
 
     @cached_property
@@ -460,7 +481,8 @@ class Engine:
         from larder.engine.completion import PromptCompleter
 
         end = self.stop_ids
-        return PromptCompleter(self.runtime, self.policy, self.sizes, end, self.processor)
+        policy = self.policy_for(TextKind.PROMPT)
+        return PromptCompleter(self.runtime, policy, self.sizes, end, self.processor)
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
@@ -473,24 +495,3 @@ class Engine:
 
     def _calibrate(self, names: frozenset[str]) -> Calibration:
         return calibrate(self.loaded.decoder, self.tokenizer.encode, names)
-
-
-def _loaded_model(model: nn.Module | LoadedModel, tokenizer: Any, processor: Any) -> LoadedModel:
-    """Model with its tokenizer, verified unless it is loaded already."""
-    if isinstance(model, LoadedModel) and tokenizer is None:
-        return model
-    from larder.models.in_memory import verified_model
-
-    return verified_model(model, tokenizer, processor)
-
-
-def stop_ids(loaded: LoadedModel) -> frozenset[int]:
-    """End-of-turn token ids of model, tokenizer and chat template."""
-    named: list[Any] = [
-        loaded.decoder.module.generation_config.eos_token_id,
-        loaded.tokenizer.eos_token_id,
-        *TokenizerAdapter(loaded.tokenizer).end_of_turn_ids()[:1],
-    ]
-    flat = [i for entry in named for i in (entry if isinstance(entry, list) else [entry])]
-    special = set(loaded.tokenizer.all_special_ids) | set(flat[:-1])
-    return frozenset(i for i in flat if i is not None and i in special)

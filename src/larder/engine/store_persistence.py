@@ -23,6 +23,7 @@ from larder.models.loader import LoadedModel
 from larder.prefill.base import Progress, no_progress
 from larder.session.capacity import resolve_budget
 from larder.session.chat_state import ChatState, chat_state_record, restore_chat_state
+from larder.session.default_policy import text_kind
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.prefill import ModelRuntime
@@ -116,15 +117,16 @@ def prefill_or_restore(
     Raises:
         LarderError: as `Engine.read` does.
     """
-    if conversation.form is PromptLayout.CONTEXTS and engine.policy.schedule.cache_form:
+    chosen = engine.policy_for(text_kind(conversation, engine.sizes.budget is not None))
+    if conversation.form is PromptLayout.CONTEXTS and chosen.schedule.cache_form:
         memory = engine.read(conversation, prompts, progress, chunks=keeper.chunks())
         return memory, ResumeResult(None, NOT_SAVED)
     runtime, log = engine.runtime, ChatLog(replace(conversation, questions=()))
     ids = log.transcript(runtime.tokenizer).ids
     if not ids:
         return engine.read(conversation, prompts, progress), ResumeResult(None, NOT_SAVED)
-    tokens = resolve_budget(engine.policy, engine.sizes.budget, len(ids), runtime.decoder.spec)
-    policy = engine.policy.with_sizes(tokens, engine.sizes.block, len(ids))
+    tokens = resolve_budget(chosen, engine.sizes.budget, len(ids), runtime.decoder.spec)
+    policy = chosen.with_sizes(tokens, engine.sizes.block, len(ids))
     prompt_fields = [text for name in sorted(prompts) for text in (name, prompts[name])]
     fields = [json.dumps(chat_log_record(log)), str(policy), *prompt_fields]
     name = f"reading {key_of('reading', *fields)[:32]}"

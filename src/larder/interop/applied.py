@@ -10,10 +10,11 @@ from weakref import WeakSet
 
 from transformers import DynamicCache
 
+from larder.core.arguments import checked_call
 from larder.core.errors import UsageError
 from larder.interop.attachment import attached
 from larder.interop.cache import LarderCache
-from larder.interop.press_policy import DEFAULT_POLICY, chosen_policy
+from larder.interop.press_policy import chosen_policy
 from larder.session.policy import Policy
 from larder.session.prefill import SizeOptions
 
@@ -38,6 +39,9 @@ class AppliedPolicy:
         self.cache: LarderCache | None = None
         self._create, self._has_warned = create, False
         self._exchanged = WeakSet[DynamicCache]()
+
+    def __repr__(self) -> str:
+        return f"AppliedPolicy(cache={self.cache})"
 
     def _substitute(self, given: object) -> LarderCache | None:
         """New cache in place of the empty one that `generate` makes.
@@ -84,10 +88,11 @@ def _is_made_for_a_call(given: object) -> TypeGuard[DynamicCache]:
     return GIVEN_BY_CALLER not in vars(given)
 
 
+@checked_call
 @contextmanager
 def applied(
     model: Any,
-    policy: str | Policy = DEFAULT_POLICY,
+    policy: str | Policy | None = None,
     budget: str | int | float | None = None,
     *,
     block: int | None = None,
@@ -101,7 +106,8 @@ def applied(
 
     Args:
         model: a causal `PreTrainedModel` in eval mode, or a PEFT model of one.
-        policy: name of a preset, spelling of parts, or a `Policy`, without episodes.
+        policy: name of a preset, spelling of parts, or a `Policy`, without episodes; None takes
+            `larder.default_policy("prompt")`, which is `snapkv`.
         budget: 512 (tokens per kv head, averaged over layers), `"25%"` of the prompt, `"64MiB"`;
             None takes that of the policy, else 20% of the prompt.
         block: tokens read between two plans; None takes that of the policy.

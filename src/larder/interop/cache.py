@@ -11,12 +11,13 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from larder.cache.sequence import SequenceCache, held_nbytes
+from larder.core.arguments import checked_call
 from larder.core.errors import CacheError, ModelError
 from larder.interop.attachment import AttachedCache, attached
 from larder.interop.batch import SequenceBatch
 from larder.interop.dynamic_cache import check_dynamic_cache, dynamic_cache_of, filled_cache
 from larder.interop.packed_call import PackedCall
-from larder.interop.press_policy import DEFAULT_POLICY, chosen_policy
+from larder.interop.press_policy import chosen_policy
 from larder.interop.sequence import sequence_factory
 from larder.models.body_call import BodyCall
 from larder.models.rope_frequencies import ORIGINAL_LENGTH
@@ -39,7 +40,8 @@ class LarderCache(AttachedCache):
 
     Args:
         model: a causal `PreTrainedModel` in eval mode, or a PEFT model of one.
-        policy: name of a preset, spelling of parts, or a `Policy`, without episodes.
+        policy: name of a preset, spelling of parts, or a `Policy`, without episodes; None takes
+            `larder.default_policy("prompt")`, which is `snapkv`.
         budget: 512 (tokens per kv head, averaged over layers), `"25%"` of the prompt, `"64MiB"`;
             None takes that of the policy, else 20% of the prompt.
         block: tokens read between two plans; None takes that of the policy.
@@ -59,10 +61,11 @@ class LarderCache(AttachedCache):
         1
     """
 
+    @checked_call
     def __init__(
         self,
         model: Any,
-        policy: str | Policy = DEFAULT_POLICY,
+        policy: str | Policy | None = None,
         budget: str | int | float | None = None,
         *,
         block: int | None = None,
@@ -88,8 +91,22 @@ class LarderCache(AttachedCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of every tensor held, slack and metadata included."""
+        """Bytes of every tensor held, metadata included, and once tokens are generated the room
+        for 64 more per head, which weighs in small caches.
+        """
         return held_nbytes(self.sequences)
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes that the DynamicCache of transformers would hold of the same tokens: of every row
+        all columns so far, padding included, in sliding layers those of the window.
+
+        Examples:
+            >>> 0 < cache.nbytes <= cache.full_nbytes
+            True
+        """
+        spec = self.attachment.decoder.spec
+        return len(self.batch.rows) * spec.full_bytes(self.batch.num_columns)
 
     @property
     def peak_nbytes(self) -> int:
@@ -166,7 +183,11 @@ class LarderCache(AttachedCache):
         return len(self.attachment.decoder.spec.layers)
 
     def __repr__(self) -> str:
-        return f"LarderCache({self.policy}, rows={len(self.sequences)}, nbytes={self.nbytes})"
+        return (
+            f"LarderCache({self.policy.short!r}, rows={len(self.sequences)}, "
+            f"columns={self.batch.num_columns}, nbytes={self.nbytes}, "
+            f"full_nbytes={self.full_nbytes})"
+        )
 
     @property
     def batch_size(self) -> int:
@@ -270,11 +291,12 @@ class LarderCache(AttachedCache):
         return dynamic_cache_of(self.sequences, self.attachment.module.config)
 
     @classmethod
+    @checked_call
     def from_dynamic_cache(
         cls,
         model: Any,
         cache: Cache,
-        policy: str | Policy = DEFAULT_POLICY,
+        policy: str | Policy | None = None,
         budget: str | int | float | None = None,
         *,
         block: int | None = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -27,6 +28,7 @@ from larder.models.verification import check_tokenizer, reference_logits, verify
 
 SEED = "seed"
 AUTO = "auto"
+SENTENCE_END = re.compile(r"(?<!e\.g)\. ")
 MERGED = "merged"
 ADAPTER_MODES = (MERGED, "live")  # values of `larder.models.adapter.AdapterMode`
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
@@ -67,6 +69,10 @@ class LoadedModel:
     name: str
     processor: Any = None
     adapters: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        adapters = f", adapters={self.adapters}" if self.adapters else ""
+        return f"LoadedModel({self.name!r}, {type(self.decoder.module).__name__}{adapters})"
 
 
 def load(
@@ -117,7 +123,8 @@ def load(
         >>> loaded = load("seed")
         >>> engine = Engine(loaded, policy="kvzip", budget="25%")
     """
-    check_type("model", name, str, "a name or a folder as a string")
+    expected = "a name or a folder as a string (Engine(model, tokenizer) takes a model in memory)"
+    check_type("model", name, str, expected)
     check_type("device", device, str, "a string such as cpu or cuda:0")
     if adapter_mode not in ADAPTER_MODES:
         raise BadParameter(
@@ -383,12 +390,13 @@ def _call_transformers(name: str, function: Any, *args: Any, **options: Any) -> 
     try:
         return function(*args, **options)
     except LOAD_FAILURES as error:
-        reason = " ".join(str(error).split()).split(". ")[0] or type(error).__name__
-        near = get_close_matches(name, (SEED, *PACKAGED_MODELS), 1)
+        reason = SENTENCE_END.split(" ".join(str(error).split()))[0] or type(error).__name__
+        near = [n for n in get_close_matches(name, (SEED, *PACKAGED_MODELS), 1) if n != name]
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ModelError(
-            f"The model {name!r} cannot be loaded: {reason}.{hint} Give a local folder, a Hugging "
-            "Face name that this machine can reach, or leave the model out for the bundled one."
+            f"The model {name!r} cannot be loaded.{hint} {reason.rstrip('.')}. Give a local "
+            "folder, a Hugging Face name that this machine can reach, or leave the model out for "
+            "the bundled one."
         ) from error
 
 

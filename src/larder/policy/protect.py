@@ -53,9 +53,12 @@ class Protect:
         """
         least = self.ends(tokens)
         if least.tokens > tokens:
+            amount = f"{tokens} token{'s' * (tokens != 1)}"
             raise BudgetError(
-                f"The budget of {tokens} tokens is smaller than sinks + recent = {least.first} + "
-                f"{least.last}: raise the budget, or lower protect(sinks, recent)."
+                f"The budget of {amount} is smaller than sinks + recent = {least.first} + "
+                f"{least.last}, which always stay: raise the budget, or lower "
+                "protect(sinks, recent). A share is of the text that is read: for a short text "
+                "give a budget in tokens, such as 512, or none."
             )
         return least
 

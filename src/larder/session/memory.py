@@ -74,7 +74,7 @@ class CacheFigures:
     peak_entries: int
     prefill_seconds: float
     setup_seconds: float = 0.0
-    layers: tuple[LayerFigures, ...] = ()
+    layers: tuple[LayerFigures, ...] = field(default=(), repr=False)
 
     @property
     def dense(self) -> tuple[LayerFigures, ...]:
@@ -117,6 +117,14 @@ class ConversationMemory:
     figures: CacheFigures
     prompts: Prompts = field(default_factory=dict[str, tuple[int, ...]])
     reuse: ContextReuse = ContextReuse()
+
+    def __repr__(self) -> str:
+        figures = self.figures
+        return (
+            f"ConversationMemory({self.conversation.name!r}, policy={self.policy.short!r}, "
+            f"tokens={figures.context_tokens}, budget_tokens={figures.budget_tokens}, "
+            f"kv_bytes={figures.kv_bytes}, full_kv_bytes={figures.full_kv_bytes})"
+        )
 
     def activate_for(self, question: str) -> tuple[SequenceCache, EpisodeMatch | None]:
         """Make the cache for a bare question active and return it with the match.

@@ -391,7 +391,11 @@ def require_prompts(prompts: Prompts, names: frozenset[str]) -> None:
     """
     for name in sorted(names - prompts.keys()):
         way = {
-            "question": "it needs the question before prefill: use it where questions are known",
+            "question": (
+                "it has to be known before the text is read: give engine.read(text, "
+                'prompts={"question": "..."}), and then engine.ask; or take a policy without it, '
+                "such as kvzip"
+            ),
             "episode": "it needs episodes: put episodes() in front",
         }.get(
             name,

@@ -73,8 +73,11 @@ def read_conversation(
     ending = path.suffix.lower()
     if ending not in CONVERSATION_SUFFIXES + DOCUMENT_SUFFIXES and path.is_file():
         known = ", ".join(CONVERSATION_SUFFIXES + DOCUMENT_SUFFIXES)
+        way = "rename it"
+        if ending in FORMATTED_SUFFIXES:
+            way = f"save its text as {path.stem}.txt, and give that"
         raise InputError(
-            f"{path} ends in {ending or 'nothing'!r}: a file must end in one of {known}; rename it."
+            f"{path} ends in {ending or 'nothing'!r}: a file must end in one of {known}; {way}."
         )
     text = _text(path)
     try:
@@ -228,6 +231,7 @@ def _read_json(data: object, name: str, adversarial: Adversarial) -> Conversatio
 
 CONVERSATION_SUFFIXES = (".json",)
 DOCUMENT_SUFFIXES = (".txt", ".md")
+FORMATTED_SUFFIXES = (".pdf", ".doc", ".docx", ".odt", ".rtf", ".html", ".htm", ".epub")
 
 
 def find_files(paths: Iterable[Path | str]) -> list[Path]:

@@ -1,0 +1,80 @@
+"""Default policy of each kind of text: what acts where no policy is named.
+
+| kind | default | because |
+|---|---|---|
+| prompt | `snapkv` | its end says what is asked, as it is continued at once; no tokenizer |
+| document | `kvzip` | it is read before the questions are known, and its score asks none |
+| conversation | `epicache_pooled` | it returns to its topics, and grows within the budget |
+| contexts | `cacheblend` | texts that are read apart can be reused; with a budget, as a document |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType
+
+from larder.core.conversation import Conversation, PromptLayout
+from larder.core.errors import UnknownName
+from larder.core.family import unknown_name_message
+
+
+class TextKind(Enum):
+    """Kind of a text that is read.
+
+    PROMPT: continued at once, as by `generate`, `stream`, `larder.applied` and `LarderCache`.
+    DOCUMENT: one text, about which is asked later, as by `Engine.read` and `larder ask`.
+    CONVERSATION: messages, or the transcript of a dialogue; `Chat` and `larder chat` too.
+    CONTEXTS: several texts of one question.
+    """
+
+    PROMPT = "prompt"
+    DOCUMENT = "document"
+    CONVERSATION = "conversation"
+    CONTEXTS = "contexts"
+
+
+DEFAULT_POLICIES: Mapping[TextKind, str] = MappingProxyType(
+    {
+        TextKind.PROMPT: "snapkv",
+        TextKind.DOCUMENT: "kvzip",
+        TextKind.CONVERSATION: "epicache_pooled",
+        TextKind.CONTEXTS: "cacheblend",
+    }
+)
+
+
+def default_policy(kind: TextKind | str) -> str:
+    """Name of the policy that acts on a kind of text where none is given, in Python and on the
+    command line.
+
+    Args:
+        kind: `"prompt"`, `"document"`, `"conversation"` or `"contexts"`, or the `TextKind`.
+
+    Returns:
+        Name of a preset, whose budget is 20% of the text but at least 128 tokens where none is
+        given.
+
+    Raises:
+        UnknownName: no kind has this name.
+
+    Examples:
+        >>> larder.default_policy("document")
+        'kvzip'
+    """
+    known = {own.value: own for own in TextKind}
+    name = kind.value if isinstance(kind, TextKind) else kind
+    if name not in known:
+        raise UnknownName(unknown_name_message("kind of text", str(name), list(known)))
+    return DEFAULT_POLICIES[known[name]]
+
+
+def text_kind(conversation: Conversation, has_budget: bool) -> TextKind:
+    """Kind of a conversation or document for its default policy.
+
+    Args:
+        has_budget: True if a budget was given, under which contexts are read as one document.
+    """
+    if conversation.form is PromptLayout.CONTEXTS and not has_budget:
+        return TextKind.CONTEXTS
+    return TextKind.DOCUMENT if conversation.form.is_document else TextKind.CONVERSATION
