@@ -392,7 +392,7 @@ def require_prompts(prompts: Prompts, names: frozenset[str]) -> None:
     for name in sorted(names - prompts.keys()):
         way = {
             "question": (
-                "it has to be known before the text is read: give engine.read(text, "
+                "it needs the question before prefill: give engine.read(text, "
                 'prompts={"question": "..."}), and then engine.ask; or take a policy without it, '
                 "such as kvzip"
             ),
