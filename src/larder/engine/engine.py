@@ -19,11 +19,11 @@ from larder.models.calibration import calibrate
 from larder.models.loader import SEED, DeviceMap, LoadedModel, load
 from larder.prefill.base import Progress
 from larder.session.capacity import beyond_budget
-from larder.session.default_policy import TextKind, default_policy, text_kind
+from larder.session.default_policy import TextKind, policy_for_kind, text_kind
 from larder.session.embedders.base import Embedder, load_embedder
 from larder.session.files import ConversationLike, conversation_of
 from larder.session.memory import ConversationMemory
-from larder.session.policy import Policy, parsed_policy, with_measured_recall
+from larder.session.policy import Policy, parsed_policy
 from larder.session.prefill import ModelRuntime, SizeOptions, prefill_conversation
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
@@ -78,8 +78,7 @@ class Engine:
         block: int | None = None,
         processor: Any = None,
     ) -> None:
-        conversations = default_policy(TextKind.CONVERSATION)
-        parsed = parsed_policy(conversations if policy is None else policy)
+        parsed = None if policy is None else parsed_policy(policy)
         self.sizes = SizeOptions(budget, block)
         if isinstance(model, LoadedModel) and tokenizer is None:
             self.loaded = model
@@ -88,7 +87,8 @@ class Engine:
 
             self.loaded = verified_model(model, tokenizer, processor)
         self.processor = self.loaded.processor if processor is None else processor
-        self.policy = with_measured_recall(parsed, self.loaded.decoder.spec)
+        self.policy_for = partial(policy_for_kind, parsed, self.loaded.decoder.spec)
+        self.policy = self.policy_for(TextKind.CONVERSATION)
         self._has_default = policy is None
         self.tokenizer = TokenizerAdapter(self.loaded.tokenizer)
         self._embedder = lru_cache(maxsize=None)(self._load_embedder)
@@ -438,12 +438,6 @@ class Engine:
         check_type("prompt", prompt, str, "one prompt as a string (generate takes lists)")
         given = None if images is None else [images]
         return self._completer.stream(prompt, options, progress, given)
-
-    def policy_for(self, kind: TextKind) -> Policy:
-        """Policy of a kind of text: that of the engine, or the default one if none was given."""
-        if not self._has_default or kind is TextKind.CONVERSATION:
-            return self.policy
-        return with_measured_recall(parsed_policy(default_policy(kind)), self.loaded.decoder.spec)
 
     @property
     def beyond_budget(self) -> tuple[str, ...]:

@@ -17,6 +17,8 @@ from types import MappingProxyType
 from larder.core.conversation import Conversation, PromptLayout
 from larder.core.errors import UnknownName
 from larder.core.family import unknown_name_message
+from larder.core.spec import ModelSpec
+from larder.session.policy import Policy, with_measured_recall
 
 
 class TextKind(Enum):
@@ -67,6 +69,12 @@ def default_policy(kind: TextKind | str) -> str:
     if name not in known:
         raise UnknownName(unknown_name_message("kind of text", str(name), list(known)))
     return DEFAULT_POLICIES[known[name]]
+
+
+def policy_for_kind(given: Policy | None, spec: ModelSpec, kind: TextKind) -> Policy:
+    """Policy that was given, else the default one of a kind of text, for a model."""
+    policy = Policy.parse(default_policy(kind)) if given is None else given
+    return with_measured_recall(policy, spec)
 
 
 def text_kind(conversation: Conversation, has_budget: bool) -> TextKind:
