@@ -15,6 +15,21 @@ KEYS = "anne sk-anne-0123456789 operator,bob sk-bob-0123456789ab"
 TENANTS = ("sk-anne-0123456789", "sk-bob-0123456789ab")
 MOST_TURNS = 4
 WORDS = "bread salt plum tea rye jam oat fig nut egg corn leek".split()
+TOOL_STEPS = 3
+# The server writes calls in the form of `tool_template.jinja`.
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "count",
+        "description": "Count what is there.",
+        "parameters": {
+            "type": "object",
+            "properties": {"what": {"enum": WORDS}, "kept": {"type": "boolean"}},
+            "required": ["what", "kept"],
+            "additionalProperties": False,
+        },
+    },
+}
 
 
 @dataclass
@@ -30,7 +45,7 @@ class RandomClient:
     most: int
     luck: random.Random
     outcomes: Counter[str] = field(default_factory=Counter)
-    held: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+    held: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     made: int = 0
 
     def __post_init__(self) -> None:
@@ -55,6 +70,7 @@ class RandomClient:
             (self.manage, 2),
             (self.carry, 1),
             (self.converse, 2),
+            (self.use_tools, 2),
             (self.remove, 2),
             (self.intrude, 2),
             (self.babble, 2),
@@ -136,6 +152,26 @@ class RandomClient:
         gone = self.own.ask("DELETE", f"/v1/conversations/{made}")
         return " ".join(str(reply.status) for reply in (*told, gone))
 
+    def use_tools(self) -> str:
+        """Let the model call a tool several times in a session of its own; some streams break off
+        inside a call."""
+        self.made += 1
+        name = f"{self.name} {self.made}"
+        messages: list[dict[str, Any]] = [self._line()]
+        for step in range(TOOL_STEPS):
+            body = self._body(name, messages, 64) | {"tools": [TOOL], "tool_choice": "required"}
+            stop_after = self.luck.choice((None, None, None, self.luck.randrange(8)))
+            answer = self.own.chat(body, stop_after)
+            if answer.status != 200 or answer.error or not answer.kv:
+                break
+            result = {"role": "tool", "content": str(step), "tool_call_id": answer.calls[0]["id"]}
+            messages += [
+                {"role": "assistant", "content": None, "tool_calls": answer.calls[:1]},
+                result,
+            ]
+        self._removed(name)
+        return _status(answer)
+
     def remove(self) -> str:
         """Remove a session."""
         return self._removed(self._any()[0]) if self.held else "nothing there"
@@ -186,7 +222,7 @@ class RandomClient:
         return {"role": "user", "content": f"I have {words}. What do I have?"}
 
     def _removed(self, name: str) -> str:
-        reply: HttpReply = self.own.ask("DELETE", f"{place(name)}?branches=true")
+        reply: HttpReply = self.own.ask("DELETE", f"{session_path(name)}?branches=true")
         if reply.status in (200, 404):
             self.held.pop(name, None)
         return str(reply.status)

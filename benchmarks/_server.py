@@ -114,12 +114,14 @@ class StreamedAnswer:
     """Streamed answer.
 
     Args:
-        times: seconds from the request to each text delta.
+        times: seconds from the request to each text delta, or part of a call.
+        calls: tool calls, as messages of the assistant have them.
         kv, usage: report of the server; empty if the client disconnected before.
     """
 
     text: str = ""
     times: list[float] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
     kv: dict[str, Any] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
     error: dict[str, Any] = field(default_factory=dict)
@@ -136,6 +138,17 @@ class StreamedAnswer:
             if delta:
                 self.text += delta
                 self.times.append(at)
+            for call in choice["delta"].get("tool_calls") or ():
+                self._take_call(call)
+                self.times.append(at)
+
+    def _take_call(self, part: dict[str, Any]) -> None:
+        """Add a part of a call; the first one has its id."""
+        if "id" in part:
+            self.calls.append({name: part[name] for name in ("id", "type", "function")})
+        else:
+            function = self.calls[part["index"]]["function"]
+            function["arguments"] += part["function"]["arguments"]
 
     @property
     def tokens(self) -> int:

@@ -3,10 +3,10 @@
     python benchmarks/soak.py [--minutes 10] [--clients 4] [--policy full]
 
 Clients of two tenants send requests to a `larder serve` in its own process with small budgets: new
-sessions, resumed sessions, aborted streams, repeated requests, forks, pins, releases, compactions,
-exports and imports, conversations and responses, removals, wrong keys and invalid requests. Each
-client holds at most `--sessions` sessions and removes the oldest one for every new one, so that
-nothing should grow. Every second resident memory, open files, threads, files of the store and their
+sessions, resumed sessions, aborted streams, repeated requests, loops of tool calls, forks, pins,
+releases, compactions, exports and imports, conversations and responses, removals, wrong keys and
+invalid requests. Each client holds at most `--sessions` sessions and removes the oldest one for
+every new one, so that nothing should grow. Every second resident memory, open files, threads, files of the store and their
 bytes are counted. After a warm-up (a third of the time) a line is fitted to the counts: its slope
 with a 95 % interval. A quantity grows if the interval is above 0 and the increase exceeds a
 tolerance. At the end every session is removed, and the remaining files of the store are reported.
@@ -37,6 +37,7 @@ from larder.store.maintenance import TOMBSTONE_SECONDS
 OUT = Path("results/soak.jsonl")
 VIOLATIONS = "larder_budget_violations_total"
 WARM_UP = 1 / 3
+TEMPLATE = Path(__file__).parent / "tool_template.jinja"
 FORGOTTEN_SECONDS = 2 * TOMBSTONE_SECONDS  # after which removed sessions are deleted
 # Folders that are empty once every session is gone.
 OF_SESSIONS = ("store/blobs", "store/chunks", "store/families", "store/sessions")
@@ -79,13 +80,10 @@ def soaked(
     """Samples with their seconds, outcomes, number of budget violations, and remaining files by
     folder.
     """
-    options = [
-        "--policy",
-        options.policy,
-        *(["--budget", options.budget] if options.budget else []),
-    ]
-    options += ["--kv-budget", options.kv_budget, "--host-budget", options.host_budget]
-    with run_server(home, options, KEYS) as server:
+    arguments = ["--policy", options.policy, "--chat-template", str(TEMPLATE)]
+    arguments += ["--budget", options.budget] if options.budget else []
+    arguments += ["--kv-budget", options.kv_budget, "--host-budget", options.host_budget]
+    with run_server(home, arguments, KEYS) as server:
         clients = [
             RandomClient(server, TENANTS[n % 2], f"c{n}", options.sessions, random.Random(n))
             for n in range(options.clients)
