@@ -6,12 +6,12 @@ Clients of two tenants send requests to a `larder serve` in its own process with
 sessions, resumed sessions, aborted streams, repeated requests, loops of tool calls, forks, pins,
 releases, compactions, exports and imports, conversations and responses, removals, wrong keys and
 invalid requests. Each client holds at most `--sessions` sessions and removes the oldest one for
-every new one, so that nothing should grow. Every second resident memory, open files, threads, files of the store and their
-bytes are counted. After a warm-up (a third of the time) a line is fitted to the counts: its slope
-with a 95 % interval. A quantity grows if the interval is above 0 and the increase exceeds a
-tolerance. At the end every session is removed, and the remaining files of the store are reported.
-Rows go to results/soak.jsonl; the exit status is 1 if something grows or remains, an answer is a
-5xx other than 503, or the budget was exceeded.
+every new one, so that nothing should grow. Every second resident memory, open files, threads, files
+of the store and their bytes are counted. After a warm-up (a third of the time) a line is fitted to
+the counts: its slope with a 95 % interval. A quantity grows if the interval is above 0 and the
+increase exceeds a tolerance. At the end every session is removed, and the remaining files of the
+store are reported. Rows go to results/soak.jsonl; the exit status is 1 if something grows or
+remains, an answer is a 5xx other than 503, or the budget was exceeded.
 """
 
 from __future__ import annotations

@@ -11,7 +11,14 @@ from larder.cache.forms.rebuilt import recompute_cost
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import InputError
 from larder.engine.detokenizer import IncrementalDetokenizer
-from larder.engine.generate import ObserverFactory, StoppingCriteria, generate, no_observer
+from larder.engine.generate import (
+    ObserverFactory,
+    StepTokens,
+    StoppingCriteria,
+    generate,
+    no_observer,
+    one_per_step,
+)
 from larder.engine.sampler import SamplingParams
 from larder.models.decoder import Decoder
 from larder.models.loader import LoadedModel
@@ -143,6 +150,7 @@ class AnswerGenerator:
         make_observer: ObserverFactory = no_observer,
         message: tuple[int, ...] = (),
         matcher: ConstraintMatcher | None = None,
+        step_tokens: StepTokens = one_per_step,
     ) -> GeneratedText:
         """Prefill the prompt and generate the answer; the cache keeps both, the caller truncates
         it.
@@ -150,6 +158,7 @@ class AnswerGenerator:
         Args:
             message: the whole message that ends with `prompt`, which `repetition_penalty` counts.
             matcher: what the answer must match; None for any text.
+            step_tokens: how many tokens of the answer one pass may read.
             stop: strings that end the answer.
             on_text: receives the text of the answer as it is generated.
             make_observer: makes the observer of each forward batch, for decode eviction.
@@ -168,6 +177,7 @@ class AnswerGenerator:
             make_observer,
             [message or prompt],
             [matcher],
+            step_tokens,
         )
         seconds = time.perf_counter() - started
         stream.finish()
@@ -231,6 +241,7 @@ class QuestionAnswerer:
                 make_observer=turn.observer,
                 message=prompt,
                 matcher=new_matcher(),
+                step_tokens=lambda _: turn.step_tokens,
             )
             held_bytes = memory.caches.nbytes
             if is_copy:

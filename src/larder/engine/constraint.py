@@ -218,6 +218,11 @@ class ConstraintMatcher:
         mask[: len(allowed)] = torch.from_numpy(allowed)
         return logits.masked_fill(~mask.to(logits.device), -torch.inf)
 
+    def forced(self) -> list[int]:
+        """Next tokens that `masked` would allow alone, one after the other; empty if there is a
+        choice."""
+        return self._matcher.compute_ff_tokens()
+
     def accept(self, token: int) -> None:
         """Continue with the token that was chosen.
 

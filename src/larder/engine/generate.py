@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -50,6 +51,17 @@ def no_observer(numbers: Sequence[int], rows: Sequence[BatchSegment], steps: Seq
 OnToken = Callable[[int, int], bool]
 
 
+# Called with the number of a sequence; returns how many generated tokens one pass may read with the
+# result of a pass for each.
+StepTokens = Callable[[int], int]
+
+
+def one_per_step(number: int) -> int:
+    """`StepTokens` of caches in which every pass may evict or recall."""
+    del number
+    return 1
+
+
 def keep_generating(row: int, token: int) -> bool:
     """`OnToken` that continues until the stopping criteria end the sequence."""
     del row, token
@@ -58,12 +70,23 @@ def keep_generating(row: int, token: int) -> bool:
 
 @dataclass
 class _RunningSequence:
-    """Sequence in generation: its cache, the ids to read next, the ids generated so far."""
+    """Sequence in generation: its cache, the ids to read next, the ids generated so far, and those
+    that a constraint forces behind them."""
 
     cache: SequenceCache
     unread: tuple[int, ...]
     sampler: TokenSampler
     generated: list[int] = field(default_factory=list)
+    forced: deque[int] = field(default_factory=deque)
+
+    def segment(self, stop: int) -> BatchSegment:
+        """Segment that reads the first unread ids."""
+        kind = AppendKind.STEP if self.generated else AppendKind.QUESTION
+        return BatchSegment(self.cache, self.unread[:stop], append_kind=kind)
+
+    def num_read(self, stop: int) -> int:
+        """Generated tokens that are read once the first unread ids are."""
+        return max(0, len(self.generated) - len(self.unread[stop:]))
 
 
 def generate(
@@ -76,6 +99,7 @@ def generate(
     make_observer: ObserverFactory = no_observer,
     contexts: Sequence[Sequence[int]] | None = None,
     matchers: Sequence[ConstraintMatcher | None] | None = None,
+    step_tokens: StepTokens = one_per_step,
 ) -> list[list[int]]:
     """Generate from every cache and its prompt, as `GenerationBatch` does, until all end.
 
@@ -86,7 +110,15 @@ def generate(
         Generated ids per sequence.
     """
     batch = GenerationBatch(
-        decoder, caches, prompts, sampling, limits, make_observer, contexts, matchers
+        decoder,
+        caches,
+        prompts,
+        sampling,
+        limits,
+        make_observer,
+        contexts,
+        matchers,
+        step_tokens,
     )
     while batch.is_running:
         for number, token in batch.step():
@@ -100,7 +132,8 @@ class GenerationBatch:
 
     Each sequence gives what it would give alone. The stop token is not part of the answer. Caches
     keep the prompt and the answer; without a stop token the last token of the answer is not in the
-    cache, and `next_position` does not count it.
+    cache, nor are those that a constraint forced before it, and `next_position` does not count
+    them. Tokens that a constraint forces need no pass of their own where `step_tokens` allows.
 
     Args:
         caches: one per sequence; the same cache must not appear twice.
@@ -109,6 +142,7 @@ class GenerationBatch:
         contexts: all token ids before each answer, which `repetition_penalty` counts; None where
             these are `prompts`.
         matchers: what each answer must match; None for any text.
+        step_tokens: how many tokens of an answer one pass may read.
     """
 
     def __init__(
@@ -121,8 +155,10 @@ class GenerationBatch:
         make_observer: ObserverFactory = no_observer,
         contexts: Sequence[Sequence[int]] | None = None,
         matchers: Sequence[ConstraintMatcher | None] | None = None,
+        step_tokens: StepTokens = one_per_step,
     ) -> None:
         self._decoder, self._limits, self._make_observer = decoder, limits, make_observer
+        self._step_tokens = step_tokens
         self._sequences = [
             _RunningSequence(cache, prompt, TokenSampler(sampling, context, matcher))
             for cache, prompt, context, matcher in zip(
@@ -146,44 +182,65 @@ class GenerationBatch:
         return [sequence.generated for sequence in self._sequences]
 
     def step(self) -> list[tuple[int, int]]:
-        """Choose the next token of every running sequence.
+        """Choose the next token of every running sequence, or of those whose next one is forced.
 
         Returns:
             Number of the sequence and its token, for those that did not end with a stop token.
         """
-        logits_of, chosen = (
-            _step(self._decoder, self._running, self._make_observer),
-            list[tuple[int, int]](),
-        )
+        forced = [number for number, each in self._running.items() if each.forced]
+        if forced:
+            chosen = ((number, self._running[number].forced.popleft()) for number in forced)
+            return [found for number, token in chosen for found in self._append(number, token)]
+        logits_of, chosen = self._run(), list[tuple[int, int]]()
         for number, logits in zip(list(self._running), logits_of, strict=True):
             sequence = self._running[number]
             token = sequence.sampler.sample(logits, sequence.generated)
-            if token in self._limits.stop_ids:
-                del self._running[number]
-                continue
-            sequence.generated.append(token)
-            sequence.unread = (token,)
-            chosen.append((number, token))
-            is_full = len(sequence.generated) >= self._limits.max_new_tokens
-            if is_full or sequence.sampler.is_complete:
-                del self._running[number]
+            sequence.unread = ()
+            if self._step_tokens(number) > 1:
+                sequence.forced.extend(sequence.sampler.forced(len(logits)))
+            chosen += self._append(number, token)
         return chosen
 
     def stop(self, number: int) -> None:
         """End a sequence; no effect on one that has ended."""
         self._running.pop(number, None)
 
+    def _append(self, number: int, token: int) -> list[tuple[int, int]]:
+        """Append a token to a sequence, which may end with it; none if it is a stop token."""
+        sequence = self._running[number]
+        if token in self._limits.stop_ids:
+            del self._running[number]
+            return []
+        sequence.generated.append(token)
+        sequence.unread = (*sequence.unread, token)
+        is_full = len(sequence.generated) >= self._limits.max_new_tokens
+        if is_full or (not sequence.forced and sequence.sampler.is_complete):
+            del self._running[number]
+        return [(number, token)]
 
-def _step(
-    decoder: Decoder, running: Mapping[int, _RunningSequence], make_observer: ObserverFactory
-) -> torch.Tensor:
-    """Run the unread ids of every sequence; logits [B, V] after the last token of each."""
-    rows = [
-        BatchSegment(
-            s.cache, s.unread, append_kind=AppendKind.STEP if s.generated else AppendKind.QUESTION
-        )
-        for s in running.values()
-    ]
-    ends = torch.tensor([len(row.ids) for row in rows]).cumsum(0) - 1
-    observer = make_observer(list(running), rows, [len(s.generated) for s in running.values()])
-    return decoder.forward_logits(rows, Mode.APPEND, ends.tolist(), observer)
+    def _run(self) -> torch.Tensor:
+        """Read the unread ids of every running sequence; logits [B, V] after the last of each."""
+        while parts := self._long_parts():
+            rows, observer = self._rows(parts)
+            self._decoder.read(rows, Mode.APPEND, observer)
+            for number, stop in parts.items():
+                self._running[number].unread = self._running[number].unread[stop:]
+        rows, observer = self._rows({n: len(each.unread) for n, each in self._running.items()})
+        ends = torch.tensor([len(row.ids) for row in rows]).cumsum(0) - 1
+        return self._decoder.forward_logits(rows, Mode.APPEND, ends.tolist(), observer)
+
+    def _long_parts(self) -> dict[int, int]:
+        """Number of ids to read first, of sequences with more generated ids than a pass may
+        read."""
+        found = dict[int, int]()
+        for number, sequence in self._running.items():
+            most = self._step_tokens(number) if sequence.generated else len(sequence.unread)
+            if len(sequence.unread) > most:
+                found[number] = most
+        return found
+
+    def _rows(self, parts: Mapping[int, int]) -> tuple[list[BatchSegment], Observer | None]:
+        """Segments of the first unread ids of some sequences, and the observer of their pass."""
+        rows = [self._running[number].segment(stop) for number, stop in parts.items()]
+        steps = [self._running[number].num_read(stop) for number, stop in parts.items()]
+        return rows, self._make_observer(list(parts), rows, steps)

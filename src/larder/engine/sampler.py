@@ -193,6 +193,20 @@ class TokenSampler:
         self._matcher.accept(token)
         return token
 
+    def forced(self, vocab_size: int) -> list[int]:
+        """Tokens that must follow the latest one, whatever the logits are; they count as sampled.
+
+        Args:
+            vocab_size: number of logits, on which the random numbers of a sample depend.
+        """
+        tokens = [] if self._matcher is None else self._matcher.forced()
+        for token in tokens:
+            assert self._matcher is not None
+            self._matcher.accept(token)
+            if self._params.temperature:  # later tokens are those of one sample per token
+                self._params.sample(torch.zeros(vocab_size), self._random_generator)
+        return tokens
+
     def _sample(self, logits: Float[Tensor, " V"], answer_ids: Sequence[int]) -> int:
         params = self._params
         if params.logit_bias:

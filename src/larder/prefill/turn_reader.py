@@ -26,7 +26,7 @@ from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.memory import EntryCapacity, PeakMemoryMeter
 from larder.prefill.reader import PrefillReader, PrefillSequence
 
-REPLAYED_TOKENS = 16  # of an answer, read again in one pass
+REPLAYED_TOKENS = 16  # most tokens of an answer that one pass reads, where it may read several
 
 # Makes the reader of a text of a given length, which measures peaks with a meter.
 ReaderFactory = Callable[[int, PeakMemoryMeter], PrefillReader]
@@ -95,6 +95,14 @@ class TurnReader:
         if self._eviction is not None:
             return min(self._block, self._bound.free_tokens(self.cache))
         return self._block - len(self._open)
+
+    @property
+    def step_tokens(self) -> int:
+        """Most generated tokens that one pass may read with the result of a pass for each."""
+        recalls = any(tier.has_offloaded for tier in self.cache.tiers)
+        if self._eviction is not None or recalls:
+            return 1
+        return min(self.free_tokens or self._block, REPLAYED_TOKENS)
 
     def reserve(self, tokens: int) -> None:
         """Reserve storage for a turn of `tokens` tokens, limited to what can accumulate."""

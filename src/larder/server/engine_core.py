@@ -36,8 +36,9 @@ from larder.server.request import (
     SessionUnreadableError,
     Ticket,
 )
+from larder.server.request_queue import RequestQueue
 from larder.server.request_state import RequestState, RequestTimes
-from larder.server.scheduler import RequestQueue, Scheduler
+from larder.server.scheduler import Scheduler
 from larder.server.serving_policy import ServingPolicy
 from larder.server.session_backend.base import SessionBackend
 from larder.server.session_backend.chat import ChatBackend

@@ -84,6 +84,7 @@ class ModelRunner:
         try:
             if _plans(job) != plans:  # the failed step has evicted entries
                 job.backend.restart_prefill(job)
+                job.answer.num_unread = job.answer.step_tokens = 1
                 return CONTINUES
             [token] = self._tokens([job], failures)
         except failures as retry_error:
@@ -109,7 +110,8 @@ class ModelRunner:
 
     def _sampled(self, job: RequestState, logits: Tensor) -> NextToken:
         assert job.answer.sampler is not None
-        if job.answer.finish_reason:  # only the end of the turn was read
+        is_partial = job.answer.output_ids and job.answer.num_unread > job.answer.step_tokens
+        if job.answer.finish_reason or is_partial:  # the end of the turn, or forced tokens
             return NextToken(-1)
         token = job.answer.sampler.sample(logits, job.answer.output_ids)
         num_top = job.request.logprobs
@@ -137,6 +139,9 @@ class ModelRunner:
             job.backend.on_step(job, plans)
             if job.answer.finish_reason:
                 return job.answer.finish_reason
+            if token.id < 0:
+                self._plan_step(job, job.answer.num_unread - job.answer.step_tokens)
+                return CONTINUES
             reason = self._append(job, token)
         except failures as error:
             return error
@@ -152,11 +157,37 @@ class ModelRunner:
             if job.request.prompt_logprobs and token.logprob is not None:
                 job.answer.stream.add_logprob(token.logprob)
             return STOP
-        job.answer.output_ids.append(token.id)
         assert job.answer.sampler is not None
-        if not job.answer.stream.push(token.id, token.logprob) or job.answer.sampler.is_complete:
+        output_ids, forced = job.answer.output_ids, self._forced(job)
+        tokens = [token.id, *forced[: job.new_tokens - len(output_ids) - 1]]
+        for place, each in enumerate(tokens):
+            if each in self._stops:
+                return STOP
+            output_ids.append(each)
+            if not job.answer.stream.push(each, None if place else token.logprob):
+                return STOP
+        self._plan_step(job, len(tokens))
+        if job.answer.sampler.is_complete and len(tokens) > len(forced):
             return STOP
-        return LENGTH if len(job.answer.output_ids) >= job.new_tokens else CONTINUES
+        return LENGTH if len(output_ids) >= job.new_tokens else CONTINUES
+
+    def _forced(self, job: RequestState) -> list[int]:
+        """Tokens that the constraint forces behind the latest one and that the next step may read
+        with it; log-probabilities need a step for each."""
+        assert job.answer.sampler is not None
+        if job.matcher is None or job.request.logprobs is not None:
+            return []
+        if job.backend.step_tokens(job) == 1:
+            return []
+        return job.answer.sampler.forced(self._decoder.vocab_size)
+
+    def _plan_step(self, job: RequestState, num_unread: int) -> None:
+        """Generated tokens that the next decode steps read."""
+        job.answer.num_unread = num_unread
+        if num_unread > 1:
+            job.answer.step_tokens = min(num_unread, job.backend.step_tokens(job))
+        else:
+            job.answer.step_tokens = 1
 
 
 def _plans(job: RequestState) -> int:

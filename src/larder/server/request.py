@@ -77,6 +77,8 @@ class Request:
             Under a policy that reads contexts apart no session stays.
         answer_form: what the answer is parsed as where it is sent back in another spelling.
         model: first name of the model that answers; empty for the first one.
+        priority: requests of a lower number come first, as in vLLM; among equal ones tenants share
+            by the tokens that they were served.
     """
 
     tenant: str
@@ -100,6 +102,7 @@ class Request:
     answer_form: AnswerForm = PLAIN_FORM
     model: str = ""
     contexts: tuple[str, ...] = ()
+    priority: int = 0
 
     @property
     def is_ephemeral(self) -> bool:

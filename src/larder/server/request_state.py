@@ -117,6 +117,9 @@ class AnswerProgress:
     Args:
         stream, sampler: text and sampling of the answer; None until the prompt is read.
         output_ids: generated tokens.
+        num_unread: generated tokens that the cache has not read; more than one behind tokens that a
+            constraint forces.
+        step_tokens: generated tokens that the next decode step reads.
         active_turn: the chat cache that answers.
         finish_reason: set once the answer has ended while `closing_ids`, the end of the turn, is
             yet to be read.
@@ -128,6 +131,8 @@ class AnswerProgress:
     stream: AnswerText | None = None
     sampler: TokenSampler | None = None
     output_ids: list[int] = field(default_factory=list)
+    num_unread: int = 1
+    step_tokens: int = 1
     active_turn: ActiveTurn | None = None
     finish_reason: str = ""
     closing_ids: tuple[int, ...] = ()
@@ -146,6 +151,8 @@ class RequestState(Ticket):
         backend: how the session holds its caches.
         matcher: parser of the request's constraint.
         contexts: tokens of contexts that are read apart; None without any.
+        order: number by which it arrived.
+        num_preemptions: times that it gave up its memory to a request that comes first.
         was_new: the session was created for this request.
         durable: as in `Report`.
     """
@@ -162,6 +169,8 @@ class RequestState(Ticket):
     counts: PromptTokenCounts = field(default_factory=PromptTokenCounts)
     prefill: PrefillProgress = field(default_factory=PrefillProgress)
     answer: AnswerProgress = field(default_factory=AnswerProgress)
+    order: int = 0
+    num_preemptions: int = 0
     was_new: bool = False
     durable: bool | None = None
     is_cancelled: bool = False
@@ -173,6 +182,20 @@ class RequestState(Ticket):
     def cancel(self) -> None:
         self.is_cancelled = True
         self.wake()
+
+    @property
+    def known_ids(self) -> tuple[int, ...]:
+        """Tokens of the prompt and of the answer so far."""
+        return (*self.resolved.prompt_ids, *self.answer.output_ids)
+
+    @property
+    def can_be_preempted(self) -> bool:
+        """True if it can give up its memory and go on later.
+
+        Not while its cache is loaded or its answer ends, and not without a session of its own.
+        """
+        is_ending = bool(self.answer.finish_reason) or self.answer.completed_turn is not None
+        return not (is_ending or self.request.is_ephemeral or self.prefill.load is not None)
 
     @property
     def has_ended(self) -> bool:
@@ -200,11 +223,10 @@ class RequestState(Ticket):
         """Input tokens of the next decode step."""
         if self.answer.finish_reason:
             return self.answer.closing_ids
-        return (
-            (self.answer.output_ids[-1],)
-            if self.answer.output_ids
-            else self.prefill.prompt_tail or (self.resolved.prompt_ids[-1],)
-        )
+        output_ids, start = self.answer.output_ids, -self.answer.num_unread
+        if output_ids:
+            return tuple(output_ids[start:][: self.answer.step_tokens])
+        return self.prefill.prompt_tail or (self.resolved.prompt_ids[-1],)
 
     @property
     def workflow_steps(self) -> float:

@@ -1,29 +1,33 @@
 """Scheduler: decode steps and prefill blocks of many requests over one model, fair between tenants.
 
-A step is one decode step of all running answers, then one prefill block of one request. The block
+A step is one decode step of all running answers, then one prefill block of one request. Requests
+with the lowest priority number come first in all that follows. Among them the block
 goes to the tenant with the least service, as in Sheng et al., "Fairness in Serving Large Language
 Models" (2024), arXiv:2401.00588, section 4: a counter of tokens per tenant, where a tenant that
 returns starts no lower than those that are present. Among a tenant's requests it goes to the one
 with the fewest blocks left, unless another was passed over `MAX_PASSED_BLOCKS` times. So two tokens
-of an answer are never more than one block apart, and no request starves.
+of an answer are never more than one block apart, and no request starves but by requests of a lower
+number. A request that waits for memory takes that of a running one of a higher number: that one's
+cache leaves the device as idle ones do, and its answer goes on later.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from larder.core.errors import BudgetError, LarderError
-from larder.server.api_errors import kv_budget_exceeded, overloaded, too_many_requests
+from larder.server.api_errors import kv_budget_exceeded
 from larder.server.model_runner import ModelRunner
 from larder.server.model_thread import CompletionQueue
 from larder.server.persistence.base import Durability, SessionPersistence
 from larder.server.persistence.retry_queue import WriteRetryQueue
 from larder.server.request import Report
+from larder.server.request_queue import RequestQueue
 from larder.server.request_state import RequestState
 from larder.server.session_index import SessionIndex
 from larder.server.session_state import SessionState
@@ -34,57 +38,6 @@ FAILURES = (LarderError, RuntimeError, ValueError, TypeError, LookupError, Memor
 # Blocks for other requests of its tenant before a request gets one regardless of length.
 MAX_PASSED_BLOCKS = 8
 SUMMED_FIELDS = tuple(f.name for f in fields(Report) if f.name.endswith("_tokens"))
-
-
-class RequestQueue:
-    """Bounded request queue, fair between tenants: a tenant may occupy at most as many places as
-    are free. For the model's thread.
-
-    Args:
-        most: maximum number of waiting requests of all tenants.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._jobs: dict[str, deque[RequestState]] = {}
-
-    def __len__(self) -> int:
-        return sum(map(len, self._jobs.values()))
-
-    def __iter__(self) -> Iterator[RequestState]:
-        return (job for own in self._jobs.values() for job in own)
-
-    @property
-    def tenants(self) -> list[str]:
-        """Tenants with waiting requests, in order of arrival."""
-        return list(self._jobs)
-
-    def check(self, tenant: str) -> None:
-        """Raise if a request of this tenant cannot be queued.
-
-        Raises:
-            ApiError: 503 `overloaded`, or 429 `too_many_requests`.
-        """
-        count, own = len(self), len(self._jobs.get(tenant, ()))
-        if count >= self._most:
-            raise overloaded(count)
-        if own >= self._most - count:
-            raise too_many_requests(own)
-
-    def add(self, job: RequestState) -> None:
-        """Append a request to its tenant's queue."""
-        self._jobs.setdefault(job.session.tenant, deque()).append(job)
-
-    def first(self, tenant: str) -> RequestState:
-        """The next request of a tenant."""
-        return self._jobs[tenant][0]
-
-    def remove(self, job: RequestState) -> None:
-        """Remove a request from its queue."""
-        tenant = job.session.tenant
-        self._jobs[tenant].remove(job)
-        if not self._jobs[tenant]:
-            del self._jobs[tenant]
 
 
 class Scheduler:
@@ -118,7 +71,7 @@ class Scheduler:
         self.running: list[RequestState] = []
         self.finishing: list[RequestState] = []  # complete answers whose turns are being written
         self._served: dict[str, float] = defaultdict(float)
-        self.steps = self.blocks = 0
+        self.steps = self.blocks = self.preemptions = self._arrived = 0
         self.done: Counter[str] = Counter()
         self.sums: Counter[str] = Counter()
 
@@ -130,6 +83,8 @@ class Scheduler:
             least = min(self._served[each] for each in present)
             self._served[tenant] = max(self._served[tenant], least)
         job.session.usage.is_answering = True
+        self._arrived += 1
+        job.order = self._arrived
         self.queue.add(job)
 
     def step(self) -> bool:
@@ -156,19 +111,26 @@ class Scheduler:
             self._close(job, "cancelled")
         for job in [job for job in self.queue if job.is_cancelled]:
             self.queue.remove(job)
+            if job.num_preemptions:
+                job.backend.abandon(job)
             self._close(job, "cancelled")
 
     def _admit(self) -> None:
-        """Admit requests while there is memory, first those of the tenant with
-        the least service."""
+        """Admit requests while there is memory, first those of the lowest priority number, and
+        among them those of the tenant with the least service."""
         while self.queue and len(self.running) < self._tasks:
-            tenant = min(self.queue.tenants, key=lambda each: self._served[each])
-            job = self.queue.first(tenant)
+            firsts = [self.queue.first(tenant) for tenant in self.queue.tenants]
+            job = min(firsts, key=self._rank)
             try:
                 self._start(job)
             except BudgetError as error:
+                if self._preempt_for(job):
+                    continue
                 if self.running or self.finishing or self._tiers.is_writing:
                     return
+                if job.session.residency.is_resident:  # its own cache, beside that of the turn
+                    self._tiers.drop(job.session)
+                    continue
                 self.queue.remove(job)
                 self._fail(job, kv_budget_exceeded(error))
             except FAILURES as error:
@@ -183,6 +145,36 @@ class Scheduler:
                         job.prefill.load.future, partial(self._on_loaded, job)
                     )
 
+    def _rank(self, job: RequestState) -> tuple[int, float]:
+        """Order in which requests of different tenants come."""
+        return job.request.priority, self._served[job.session.tenant]
+
+    def _preempt_for(self, job: RequestState) -> bool:
+        """Take the memory of a running request that comes after another one; False if there is
+        none."""
+        later = [
+            each
+            for each in self.running
+            if each.request.priority > job.request.priority and each.can_be_preempted
+        ]
+        if not later:
+            return False
+        # The one that has come least far among those of the highest number.
+        victim = max(later, key=lambda each: (each.request.priority, -len(each.known_ids)))
+        self.running.remove(victim)
+        try:
+            victim.backend.preempt(victim)
+        except FAILURES as error:
+            victim.backend.rollback(victim)
+            self._fail(victim, error)
+            return True
+        victim.answer.num_unread = victim.answer.step_tokens = 1
+        victim.num_preemptions += 1
+        victim.session.usage.is_running = False
+        self.preemptions += 1
+        self.queue.add(victim)
+        return True
+
     def _start(self, job: RequestState) -> None:
         job.session.usage.is_running = True
         try:
@@ -190,7 +182,8 @@ class Scheduler:
         except BaseException:
             job.session.usage.is_running = False
             raise
-        job.times.started = self._clock()
+        if job.times.started is None:
+            job.times.started = self._clock()
 
     def _on_loaded(self, job: RequestState, _: Future[Any]) -> None:
         """The cache load of a request has ended, successful or not."""
@@ -205,7 +198,7 @@ class Scheduler:
             self._fail(job, error)
 
     def _ready(self) -> list[RequestState]:
-        """Requests in the next decode step, in rotation if there are more than `rows`.
+        """Requests in the next decode step, by priority, in rotation if there are more than `rows`.
 
         At most one of them starts with a prompt tail.
         """
@@ -216,7 +209,8 @@ class Scheduler:
             if with_tail
             else set[int]()
         )
-        return [job for job in ready if id(job) not in later][: self._rows]
+        ready = [job for job in ready if id(job) not in later]
+        return sorted(ready, key=lambda job: job.request.priority)[: self._rows]
 
     def _decode(self, ready: list[RequestState]) -> bool:
         """One token for every answer that is ready."""
@@ -259,9 +253,9 @@ class Scheduler:
             self._finish(self.running.pop(self.running.index(job)), job.answer.finish_reason)
         return True
 
-    def _priority(self, job: RequestState) -> tuple[float, int, int]:
+    def _priority(self, job: RequestState) -> tuple[int, float, int, int]:
         return (
-            self._served[job.session.tenant],
+            *self._rank(job),
             -(job.prefill.passed_blocks // MAX_PASSED_BLOCKS),
             job.prefill.remaining_blocks,
         )

@@ -33,6 +33,7 @@ class ServerStats:
             request.
         steps: decode steps.
         blocks: prefill blocks.
+        preemptions: running requests that gave up their memory to one that comes first.
         prompt_tokens, cached_tokens, restored_tokens, recomputed_tokens, new_tokens,
             evicted_tokens, merged_tokens: sums over the reports of all requests.
         parked, restored: caches moved to and from slower tiers, by tier.
@@ -56,6 +57,7 @@ class ServerStats:
     begun_again: Mapping[str, int] = field(default_factory=dict)
     steps: int = 0
     blocks: int = 0
+    preemptions: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     restored_tokens: int = 0
@@ -93,6 +95,7 @@ def collect_stats(core: EngineCore) -> ServerStats:
         begun_again=core.restorer.restarted.counts(),
         steps=scheduler.steps,
         blocks=scheduler.blocks,
+        preemptions=scheduler.preemptions,
         **{name: scheduler.sums[name] for name in SUMMED_FIELDS},
         parked=dict(tiers.parked),
         restored=dict(+tiers.restored),

@@ -222,18 +222,27 @@ def _has_more_parts(value: Any, limit: int) -> bool:
 def _top(model: type[JsonBody]) -> type[msgspec.Struct]:
     """Struct with the fields of a model as raw JSON."""
     names = dict.fromkeys((*model.model_fields, *model.extra_fields))
-    return msgspec.defstruct(model.__name__, [(name, msgspec.Raw, MISSING_FIELD) for name in names])
+    fields = [(name, msgspec.Raw, MISSING_FIELD) for name in names]
+    return _resolved(msgspec.defstruct(model.__name__, fields))
 
 
 @cache
 def _strict_top(model: type[JsonBody]) -> type[msgspec.Struct]:
     """The same struct, which rejects other fields."""
-    return msgspec.defstruct(model.__name__, [], bases=(_top(model),), forbid_unknown_fields=True)
+    bases = (_top(model),)
+    return _resolved(msgspec.defstruct(model.__name__, [], bases=bases, forbid_unknown_fields=True))
 
 
 @cache
 def _shapes_of(model: type[JsonBody], name: str) -> tuple[Any, ...]:
-    return tuple(_shapes(model.model_fields[name].annotation))
+    return tuple(map(_resolved, _shapes(model.model_fields[name].annotation)))
+
+
+def _resolved(shape: Any) -> Any:
+    """A shape whose fields msgspec has looked up in the thread that has made it: it crashes where
+    two threads are the first to decode a struct."""
+    msgspec.json.Decoder(shape)
+    return shape
 
 
 def _shapes(annotation: Any) -> Iterator[Any]:

@@ -141,7 +141,8 @@ def _tokens(stats: ServerStats) -> Iterator[Metric]:
 def _counters(stats: ServerStats) -> Iterator[Metric]:
     description = "Times that a tier exceeded its capacity; must stay 0."
     yield _counter("budget_violations", description, stats.budget_violations)
-    yield _counter("num_preemptions", "Preempted requests; always 0.", 0)
+    description = "Running requests that gave up their memory to one of a lower priority number."
+    yield _counter("num_preemptions", description, stats.preemptions)
     yield _counter("decode_steps", "Decode steps.", stats.steps)
     yield _counter("prefill_blocks", "Prefill blocks.", stats.blocks)
     yield _counter("ssd_written_bytes", "Bytes written to disk.", stats.written_bytes)

@@ -21,7 +21,13 @@ from larder.engine.constraint import Constraint
 from larder.engine.sampler import MAX_BIASES, SamplingParams
 from larder.server.answer_form import PLAIN_FORM, AnswerForm
 from larder.server.api_errors import invalid_request, validate_session_name
-from larder.server.http.app_state import AppState, Unsupported, app_state, tenant_of
+from larder.server.http.app_state import (
+    AppState,
+    Unsupported,
+    app_state,
+    principal_of,
+    tenant_of,
+)
 from larder.server.http.image_parts import RequestImages, placed_mark
 from larder.server.http.json_body import JsonBody, Text
 from larder.server.request import ChatMessage, Report, Request
@@ -96,6 +102,7 @@ class GenerationRequest(JsonBody):
     prompt_cache_key: Text | None = None
     kv_policy: Literal["exact", "budget"] | None = None
     kv_steps: Steps | Annotated[dict[Text, Steps], Field(max_length=10_000)] | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
 
     _warnings: list[str] = PrivateAttr(default_factory=list)
 
@@ -291,7 +298,13 @@ def engine_request(
         ApiError: 400 for unsupported fields, 404 `model_not_found`.
     """
     body.check(state.settings.unsupported)
-    model = state.check_model(body.model)
+    model, priority = state.check_model(body.model), body.priority or 0
+    if priority < 0 and not principal_of(http).is_operator:
+        raise invalid_request(
+            f"priority is {priority}, but only operators go before requests without one: take 0 or "
+            "more.",
+            "priority",
+        )
     return Request(
         tenant=tenant_of(http),
         turns=turns,
@@ -307,6 +320,7 @@ def engine_request(
         images=images or {},
         answer_form=answer_form,
         model=model.answer_name,
+        priority=priority,
     )
 
 

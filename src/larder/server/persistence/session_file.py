@@ -132,6 +132,10 @@ class SessionFileDocument(msgspec.Struct):
 
 
 Part = TypeVar("Part", bound=msgspec.Struct)
+# Made by one thread, on import: msgspec crashes where two threads are the first to decode a struct.
+_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (SessionFileHeader, SessionFileDocument)
+}
 
 
 @dataclass(frozen=True)
@@ -228,7 +232,7 @@ def _unpacked(data: bytes, limit_bytes: int) -> bytes:
 def _parsed(text: bytes, kind: type[Part]) -> Part:
     """Fields of `kind` in the JSON; others are skipped without being built."""
     try:
-        return msgspec.json.decode(text, type=kind)
+        return _DECODERS[kind].decode(text)
     except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors
         raise _damaged(str(error)) from error
 

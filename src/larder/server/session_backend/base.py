@@ -75,6 +75,18 @@ class SessionBackend(ABC):
         corrupted the cache."""
 
     @abstractmethod
+    def preempt(self, job: RequestState) -> None:
+        """Give up the request's hold on its memory; `start` goes on from its tokens so far."""
+
+    @abstractmethod
+    def abandon(self, job: RequestState) -> None:
+        """Undo what a request that was preempted and does not go on has left in its session."""
+
+    @abstractmethod
+    def step_tokens(self, job: RequestState) -> int:
+        """Most generated tokens that a decode step may read with the result of a step for each."""
+
+    @abstractmethod
     def on_step(self, job: RequestState, plans: int) -> None:
         """Account for a decode step, which has read `RequestState.step_ids`.
 

@@ -17,7 +17,7 @@ from time import perf_counter
 
 from larder.core.errors import BudgetError, LarderError
 from larder.server.admission import chat_turn_demand
-from larder.server.request_state import CacheLoad, RequestState
+from larder.server.request_state import CacheLoad, PrefillProgress, RequestState
 from larder.server.serving_policy import ServingPolicy
 from larder.server.session_backend.base import SessionBackend
 from larder.server.session_backend.chat_prefill import ChatPrefill, PrefillSteps
@@ -107,6 +107,18 @@ class ChatBackend(SessionBackend):
         answer = job.answer
         answer.active_turn = answer.completed_turn = answer.turn_commit = None
         job.prefill.steps = self._prefill.steps(job)
+
+    def preempt(self, job: RequestState) -> None:
+        """Undo the turn, which is replayed later, as far as the answer has come."""
+        self.rollback(job)
+        job.prefill = PrefillProgress()
+
+    def abandon(self, job: RequestState) -> None:
+        """No effect: `preempt` has undone the turn."""
+
+    def step_tokens(self, job: RequestState) -> int:
+        assert job.answer.active_turn is not None
+        return job.answer.active_turn.reader.step_tokens
 
     def on_step(self, job: RequestState, plans: int) -> None:
         answer = job.answer

@@ -12,9 +12,10 @@ from larder.core.errors import BudgetError
 from larder.core.types import AppendKind, Mode
 from larder.models.forward_batch import BatchSegment
 from larder.models.lm_head import LOGITS_CHUNK
+from larder.prefill.turn_reader import REPLAYED_TOKENS
 from larder.server.context_prompts import ContextPrompts
 from larder.server.image_prompts import ImagePromptEncoder
-from larder.server.request_state import CacheLoad, RequestState
+from larder.server.request_state import CacheLoad, PrefillProgress, RequestState
 from larder.server.serving_policy import CacheOccupancy, ServingPolicy
 from larder.server.session_backend.base import FindPrefix, SessionBackend
 from larder.server.session_backend.context_reader import ContextReader
@@ -68,7 +69,8 @@ class PrefixBackend(SessionBackend):
             self._start_contexts(job)
             return
         residency = session.residency
-        job.counts.tier = residency.tier
+        if not job.num_preemptions:
+            job.counts.tier = residency.tier
         usable = _usable_tokens(job, session)
         if not usable and residency.is_resident:
             self._tiers.drop(session)
@@ -122,9 +124,12 @@ class PrefixBackend(SessionBackend):
         cache, turns = job.session.residency.active, job.resolved.past_turns
         assert cache is not None
         past_tokens = num_tokens(turns) - sum(each.unread_tokens for each in turns[-1:])
-        self._count_cached(job, cache.next_position)
-        job.counts.recomputed = max(0, past_tokens - job.prefill.cached_len)
-        self._split_prefill(job, job.resolved.prompt_ids)
+        if job.num_preemptions:
+            job.prefill.cached_len = min(job.counts.cached, cache.next_position)
+        else:
+            self._count_cached(job, cache.next_position)
+            job.counts.recomputed = max(0, past_tokens - job.prefill.cached_len)
+        self._split_prefill(job, job.known_ids)
 
     def prefill_block(self, job: RequestState) -> int:
         prefill = job.prefill
@@ -172,12 +177,26 @@ class PrefixBackend(SessionBackend):
         residency.cached_ids = array(TOKEN_TYPECODE)
         residency.settled_tokens = 0
         job.prefill.cached_len, job.prefill.steps = 0, None
-        self._split_prefill(job, (*job.resolved.prompt_ids, *job.answer.output_ids))
+        self._split_prefill(job, job.known_ids)
+
+    def preempt(self, job: RequestState) -> None:
+        """Leave the cache to the session, with what it has read of the prompt and the answer."""
+        session = job.session
+        job.prefill = PrefillProgress(cached_len=job.prefill.cached_len)
+        session.update_occupancy()
+        self._tiers.shrink_to_fit(session)
+
+    def abandon(self, job: RequestState) -> None:
+        if len(job.session.residency.cached_ids) > job.prefill.cached_len:
+            self.rollback(job)
+
+    def step_tokens(self, job: RequestState) -> int:
+        return min(self._block(job.session.rule), REPLAYED_TOKENS)
 
     def on_step(self, job: RequestState, plans: int) -> None:
         session = job.session
         self._reservations.check(session.key, job.cache.nbytes)
-        session.residency.cached_ids.append(job.step_ids[0])
+        session.residency.cached_ids.extend(job.step_ids)
         if job.cache.plans != plans:
             session.residency.settled_tokens = job.cache.next_position
 
@@ -275,7 +294,8 @@ class PrefixBackend(SessionBackend):
         if reservation is None:
             return False
         future = self._tiers.disk.load(source, saved)
-        job.counts.tier = source.residency.tier
+        if not job.num_preemptions:
+            job.counts.tier = source.residency.tier
         job.prefill.load = CacheLoad(source, saved, usable, reservation, future)
         return True
 
@@ -295,7 +315,7 @@ class PrefixBackend(SessionBackend):
         if source is not None:
             try:
                 if not source.residency.is_resident:
-                    if self._fetch(job, source, source.usable_prefix_len(job.resolved.prompt_ids)):
+                    if self._fetch(job, source, source.usable_prefix_len(job.known_ids)):
                         return
                 else:
                     self._tiers.grant(session, self._demand(job, source))
@@ -310,9 +330,7 @@ class PrefixBackend(SessionBackend):
         """Copy the prefix from another session; False if its cache is no longer in memory."""
         session = job.session
         residency = session.residency
-        usable = (
-            source.usable_prefix_len(job.resolved.prompt_ids) if source.residency.is_resident else 0
-        )
+        usable = source.usable_prefix_len(job.known_ids) if source.residency.is_resident else 0
         if not usable or source.residency.caches is None:
             return False
         cache = source.residency.caches.fork(0)
@@ -320,7 +338,8 @@ class PrefixBackend(SessionBackend):
             cache.truncate(usable)
             cache.compact()
         cache.separate()  # each session is charged for its own entries, and may be dropped alone
-        job.counts.tier = source.residency.tier
+        if not job.num_preemptions:
+            job.counts.tier = source.residency.tier
         residency.prefix_cache = self._caches(session, cache)
         residency.cached_ids = source.residency.cached_ids[:usable]
         residency.settled_tokens = min(source.residency.settled_tokens, usable)
@@ -340,7 +359,7 @@ class PrefixBackend(SessionBackend):
         own_len = (
             0 if origin is None or origin.rule is not session.rule else _usable_tokens(job, origin)
         )
-        other = self._find(session, job.resolved.prompt_ids)
+        other = self._find(session, job.known_ids)
         if other is not None and _usable_tokens(job, other) > own_len:
             return other
         return origin if own_len else None
@@ -369,4 +388,4 @@ def _usable_tokens(job: RequestState, session: SessionState) -> int:
     """Length of the usable common prefix; 0 for an exact request if the cache is lossy."""
     if job.request.exact and not session.residency.is_lossless:
         return 0
-    return session.usable_prefix_len(job.resolved.prompt_ids)
+    return session.usable_prefix_len(job.known_ids)

@@ -20,6 +20,7 @@ from larder.server.session_state import COPIES, SavedCache, SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.disk import DiskTier, DiskTierWriter, LoadedCaches, install_caches
 from larder.server.tiers.host import ChatHostMemory, TranscriptMemory
+from larder.server.tiers.move_rates import HostMoveRates
 from larder.store.eviction.base import Candidate, CandidateColumns, EvictionPolicy
 from larder.store.ledger import NO_TENANT, ByteLedger, Reservation, Tier
 
@@ -53,6 +54,7 @@ class TierManager:
         self.in_host: dict[int, SessionState] = {}
         self.chats = ChatHostMemory(ledger, self.in_host, self._host_room)
         self.transcripts = TranscriptMemory(ledger, unload)
+        self.rates = HostMoveRates()
         self.parked: Counter[str] = Counter()
         self.restored: Counter[str] = Counter()
         self.dropped = 0
@@ -134,7 +136,8 @@ class TierManager:
         residency = session.residency
         assert residency.caches is not None
         try:
-            residency.caches.activate(residency.episode)
+            with self.rates.measure(0 if residency.chat_cache else residency.nbytes):
+                residency.caches.activate(residency.episode)
         except BaseException:
             residency.prefix_cache = None
             raise
@@ -156,7 +159,8 @@ class TierManager:
         reservation = self.host_room(session, count)
         if reservation is None:
             return False
-        residency.prefix_cache.offload_active()
+        with self.rates.measure(count):
+            residency.prefix_cache.offload_active()
         reservation.shrink(residency.nbytes)
         residency.reservation = reservation
         self.in_host[session.key] = session
@@ -240,7 +244,16 @@ class TierManager:
         return any([self._evict_from_device(each) for each in victims])
 
     def _evict_from_device(self, session: SessionState) -> bool:
-        """Evict a session from the device; False if it has to wait for a write."""
+        """Evict a session from the device; False if it has to wait for a write.
+
+        To host memory, unless moving its cache there and back takes longer than reading its text
+        again, by measured rates.
+        """
+        residency = session.residency
+        seconds = self.disk.seconds_to_read(len(residency.cached_ids))
+        if self.rates.is_slower(2 * residency.idle_bytes, seconds):
+            self.evict(session)
+            return True
         if self.offload(session):
             return True
         may_fit = 0 < session.residency.idle_bytes <= self._host_limit(session.tenant)

@@ -1,0 +1,63 @@
+"""Real clients against `larder serve` in its own process.
+
+    python benchmarks/clients.py --python VENV/bin/python [--node FOLDER]
+
+`VENV` has any of openai, anthropic, langchain-openai, openai-agents, inspect-ai and llm; `FOLDER`
+has node_modules with ai, @ai-sdk/openai, @ai-sdk/openai-compatible and zod. The bundled model
+answers; its calls of tools are forced by their schemas. Rows go to results/clients.jsonl; the exit
+status is 1 if a call fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from _server import run_server
+from _timing import write
+
+HERE = Path(__file__).parent
+TEMPLATE = HERE / "tool_template.jinja"
+
+
+def called(command: list[str]) -> list[dict[str, Any]]:
+    """Rows of a program that prints one per call."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise RuntimeError(f"{command[:2]} printed no rows: {done.stderr[-2000:]}")
+    return [json.loads(line) for line in lines]
+
+
+def main() -> int:
+    options, rows = _options(), list[dict[str, Any]]()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        run_server(Path(folder), ["--chat-template", str(TEMPLATE)]) as server,
+    ):
+        if options.python is not None:
+            rows += called([options.python, str(HERE / "client_calls.py"), server.url])
+        if options.node is not None:
+            rows += called(["node", str(HERE / "client_calls.mjs"), server.url, options.node])
+    write(options.out, rows)
+    for row in rows:
+        outcome = row["error"] or "works"
+        print(f"{row['client']} {row['version']} | {row['call']} | {outcome}")
+    return 1 if not rows or any(row["error"] for row in rows) else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--python", help="interpreter of the clients in Python")
+    parser.add_argument("--node", help="folder with node_modules")
+    parser.add_argument("--out", type=Path, default=Path("results/clients.jsonl"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Priorities of requests, preemption for them, and tokens of prompts between tokens of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from larder.models.loader import LoadedModel
+from larder.server.tiers.move_rates import MIN_MOVES, PROBE_INTERVAL, HostMoveRates
+from larder.store.ledger import Tier
+from server_core import POLICIES, Client, Served, answered, told
+
+LONG = told(2, 12)
+
+
+def room(loaded: LoadedModel, policy: str, turns: Any, new_tokens: int) -> int:
+    """Device bytes of one such request alone."""
+    served = Served(loaded, policy)
+    served.ask(turns, "x", max_new_tokens=new_tokens)
+    return served.core.reservations.peak
+
+
+def finished(served: Served, clients: dict[str, Client]) -> list[str]:
+    """Names of requests in the order in which they end."""
+    order = list[str]()
+    for _ in range(2000):
+        served.step()
+        order += [n for n, each in clients.items() if each.report and n not in order]
+        if len(order) == len(clients):
+            return order
+        assert not any(each.error for each in clients.values())
+    raise AssertionError(f"after many steps only {order} have ended")
+
+
+def test_lower_numbers_come_first(small: LoadedModel) -> None:
+    served = Served(small, device=int(1.2 * room(small, "full", told(1), 4)))
+    clients = {
+        f"{priority} {n}": served.submit(told(n + 10 * priority), priority=priority)[0]
+        for n, priority in enumerate((2, 1, 1, 0, 2))
+    }
+    assert finished(served, clients) == ["0 3", "1 1", "1 2", "2 0", "2 4"]
+    assert served.core.scheduler.preemptions == 0
+
+
+def test_prompts_and_steps_go_by_priority(small: LoadedModel) -> None:
+    served = Served(small, "full", prefill_chunk=16, rows=1)
+    late = {"late": served.submit(LONG, tenant="a", priority=1, max_new_tokens=8)[0]}
+    for _ in range(2):
+        served.step()
+    first = {"first": served.submit(told(3, 12), tenant="b", max_new_tokens=8)[0]}
+    assert finished(served, late | first) == ["first", "late"]
+    assert not late["late"].text or late["late"].told
+
+
+def test_equal_numbers_share_by_tokens_served(small: LoadedModel) -> None:
+    """Two tenants read equally many tokens although one has four times as many requests."""
+    served = Served(small, "full", prefill_chunk=16)
+    flood = [served.submit(told(n, 12), tenant="a", priority=3)[0] for n in range(4)]
+    served.submit(told(9, 12), tenant="b", priority=3)
+    served.submit(told(8, 12), tenant="b", priority=3)
+    served.submit(told(7, 2), tenant="c", priority=4)
+    for _ in range(24):
+        served.step()
+        one, other = (served.core.scheduler._served[tenant] for tenant in "ab")
+        assert abs(one - other) <= 2 * 16
+    assert served.core.scheduler._served["c"] == 0 and not any(each.report for each in flood)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("steps", [1, 30])
+@pytest.mark.parametrize("host", [None, 0])
+def test_a_preempted_answer_goes_on_as_if_nothing_had_been(
+    small: LoadedModel, policy: str, steps: int, host: int | None
+) -> None:
+    alone = Served(small, policy)
+    turns = told(1)
+    before = alone.ask(turns, "x", max_new_tokens=6)
+    more = answered(turns, before, LONG[0].text)
+    expected = alone.ask(more, "x", max_new_tokens=40)
+    urgent_text = alone.ask(told(5, 12), max_new_tokens=4).text
+
+    device = int(1.3 * room(small, policy, more, 40))
+    served = Served(small, policy, device=device, host=500_000 if host is None else 150_000)
+    assert served.ask(turns, "x", max_new_tokens=6).text == before.text
+    slow, _ = served.submit(more, "x", priority=5, max_new_tokens=40)
+    for _ in range(steps):
+        served.step()
+    assert slow.report is None
+    urgent, _ = served.submit(told(5, 12), tenant="b", max_new_tokens=4)
+    assert finished(served, {"slow": slow, "urgent": urgent}) == ["urgent", "slow"]
+    assert served.core.scheduler.preemptions == 1
+    assert urgent.text == urgent_text and slow.text == expected.text
+    for name in ("prompt_tokens", "new_tokens", "session", "reason"):
+        assert getattr(slow.told, name) == getattr(expected.told, name)
+    served.core.tiers.lower(Tier.DEVICE, 10 * device)
+    following = answered(more, slow, "And now?")
+    assert served.ask(following, "x").text == alone.ask(following, "x").text
+
+
+@pytest.mark.parametrize("policy", ["full", "limited"])
+def test_a_preempted_request_that_is_cancelled_leaves_nothing(
+    small: LoadedModel, policy: str
+) -> None:
+    turns = told(1)
+    device = int(1.3 * room(small, policy, LONG, 40))
+    served, alone = Served(small, policy, device=device), Served(small, policy)
+    before = served.ask(turns, "x")
+    alone.ask(turns, "x")
+    slow, ticket = served.submit(
+        answered(turns, before, LONG[0].text), "x", priority=1, max_new_tokens=40
+    )
+    for _ in range(25):
+        served.step()
+    urgent, _ = served.submit(told(5, 10), max_new_tokens=30)
+    while not served.core.scheduler.preemptions:
+        served.step()
+    ticket.cancel()
+    served.run()
+    assert slow.told.reason == "cancelled" and urgent.told.new_tokens == 30
+    again = answered(turns, before, "Which box?")
+    assert served.ask(again, "x").text == alone.ask(again, "x").text
+    assert served.core.sessions.find("a", "x").transcript.epoch == 2
+
+
+def test_a_request_is_not_preempted_for_one_of_its_own_number(small: LoadedModel) -> None:
+    served = Served(small, device=int(1.2 * room(small, "full", LONG, 40)))
+    first, _ = served.submit(LONG, priority=1, max_new_tokens=40)
+    served.step()
+    second, _ = served.submit(told(4, 10), tenant="b", priority=1)
+    assert finished(served, {"first": first, "second": second}) == ["first", "second"]
+    assert served.core.scheduler.preemptions == 0
+
+
+@contextmanager
+def prompt_tokens(served: Served) -> Iterator[list[int]]:
+    """Tokens of prompts that each prefill block reads."""
+    counts = list[int]()
+    read = served.core.engine.loaded.decoder.read
+
+    def counting(rows: Any, *more: Any, **named: Any) -> Any:
+        counts.append(sum(len(row.ids) for row in rows))
+        return read(rows, *more, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(served.core.engine.loaded.decoder, "read", counting)
+        yield counts
+
+
+@pytest.mark.parametrize(("policy", "chunk"), [("full", 7), ("full", None), ("limited", None)])
+def test_few_tokens_of_prompts_are_read_between_tokens_of_answers(
+    small: LoadedModel, policy: str, chunk: int | None
+) -> None:
+    served = Served(small, policy, prefill_chunk=chunk)
+    bound = chunk or served.core.rule.block
+    quick = [served.submit(told(n, 1), max_new_tokens=60)[0] for n in range(2)]
+    running = served.core.scheduler.running
+    while len(running) < 2 or any(not job.answer.output_ids for job in running):
+        served.step()
+    jobs, steps = list(running), 0
+    long = [served.submit(told(n, 30), tenant=tenant)[0] for n, tenant in ((4, "b"), (5, "c"))]
+    with prompt_tokens(served) as counts:
+        while any(each.report is None for each in long) and len(jobs[0].answer.output_ids) < 50:
+            numbers, before = [len(job.answer.output_ids) for job in jobs], len(counts)
+            served.step()
+            assert sum(counts[before:]) <= bound
+            steps += 1
+            if policy == "full":  # under a policy with blocks a step may end one instead
+                added = zip(jobs, numbers, strict=True)
+                assert all(len(job.answer.output_ids) > n for job, n in added if job in running)
+    assert steps > 2 and len(counts) > 2 and quick
+
+
+def test_a_cache_is_read_again_where_moving_it_takes_longer() -> None:
+    rates = HostMoveRates()
+    assert not rates.is_slower(10**9, 1e-9), "nothing is known"
+    for _ in range(MIN_MOVES):
+        rates.note(1000, 1.0)
+    assert not rates.is_slower(1000, 1.0)
+    decisions = [rates.is_slower(1001, 1.0) for _ in range(2 * PROBE_INTERVAL)]
+    assert decisions.count(False) == 2, "a slow move is measured again at times"
+    rates.note(10_000, 1.0)
+    assert not rates.is_slower(10_000, 1.0)
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_evicted_sessions_go_where_it_costs_less(small: LoadedModel, is_slow: bool) -> None:
+    served = Served(small, device=int(1.2 * room(small, "full", told(1), 4)))
+    for _ in range(MIN_MOVES):
+        served.core.tiers.rates.note(1 if is_slow else 10**12, 1.0)
+    turns = told(1)
+    first = served.ask(turns, "x")
+    served.ask(told(3), "y")
+    tiers = served.core.tiers
+    assert (tiers.parked["host"] > 0) is not is_slow and (tiers.dropped > 0) is is_slow
+    tiers.lower(Tier.DEVICE, 10**6)
+    again = served.ask(answered(turns, first, "Why?"), "x")
+    assert (again.told.recomputed_tokens > 0) is is_slow
+    assert again.text == Served(small).ask(answered(turns, first, "Why?"), "x").text
