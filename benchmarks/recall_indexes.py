@@ -14,7 +14,7 @@ answer in order. Reported is, for --count entries per kv head:
     moved       entries per kv head that a token needs and the token before did not have
     KiB/token   of keys and values of 16 bits that move for a token, over all layers
     held        bytes of the index per parked entry; keys and values of 16 bits take 4 D
-    us          of a search of one layer, the median; machine time, so compare within a run
+    us          of a search of one layer, the median; only of an idle machine it means something
 
 `flat` has the best of the query heads in turn, exactly. `sentences` needs tokens and is left out.
 JSONL goes to results/recall_indexes.jsonl.
@@ -107,7 +107,7 @@ def _built(part: RecallPart, own: RecordedLayer) -> tuple[RecallIndex, Entries]:
         last = own.keys.shape[1]
         places = torch.arange(last - observed.shape[1], last)
         observed = rotate(observed, -places, torch.tensor(own.layer.radians))
-    index.add(entries, observed)
+    index.add(entries, None if observed is None else observed.contiguous())
     return index, entries
 
 

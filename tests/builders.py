@@ -147,7 +147,7 @@ def a_view(
     places = entries.positions
     ends = places % SENTENCE_TOKENS == SENTENCE_TOKENS - 1
     begun = (places - places % SENTENCE_TOKENS + 1).float()
-    sentences = {"sentence": torch.where(ends, -begun, begun)}
+    sentences = dict.fromkeys(("sentence", "shot"), torch.where(ends, -begun, begun))
     remembered = replace(entries, columns=some_columns(len(entries.keys), seed) | sentences)
     channels = head_numbers(layer.head_dim) * layer.kv_heads  # heads may be reordered
     facts = {"retrieval": head_numbers(layer.query_heads), "q_filters": channels}

@@ -107,6 +107,16 @@ def test_estimates_are_right_in_the_mean(again: bool) -> None:
     assert bool((error[:4] > 0).all())
 
 
+def test_former_draws_keep_their_mass() -> None:
+    """The mass is the sum of |v|^2 of all that was sampled, however often."""
+    first, later = text(30, 1), text(20, 2)
+    held = settled(Subgen(), first, 18)
+    squares = [float(each.values.double().square().sum()) for each in (first, later)]
+    assert float(held.scalars[MASS]) == pytest.approx(squares[0], rel=1e-5)
+    again = settled(Subgen(), joined(held, later, 30), 12)
+    assert float(again.scalars[MASS]) == pytest.approx(sum(squares), rel=1e-5)
+
+
 def test_more_samples_are_nearer() -> None:
     entries, query = text(120, 4), 0.5 * torch.ones(4)
     true, errors = sums(entries, query), []

@@ -213,6 +213,11 @@ PRESETS: Mapping[str, str] = {
         'whole() > snapkv() > layer_mean() > window(layers=8, task="found") > '
         "pyramid(beta=1.75, layers=8)"
     ),
+    "shotkv": (
+        "whole() > protect(sinks=0, recent=0) > snapkv(window=8) > mean() > layer_mean() > "
+        "shot(layers=1000) > entire() > "
+        'split(scorer="last_query() > sum() > group_mean()")'
+    ),
     "kvmerger": (
         "whole() > protect(sinks=0, recent=0.33) > column_mass() > uniform() > kvmerger()"
     ),

@@ -26,9 +26,10 @@ class SentenceTally(Tally):
     needs = frozenset({ENDS})
 
     def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
+        (name,), (ending,) = self.columns, self.needs
         entries, places = seen.entries, seen.query_positions
-        column, count, first = entries.columns["sentence"].clone(), len(places), int(places[0])
-        ends = seen.lexicon.get(ENDS, frozenset())
+        column, count, first = entries.columns[name].clone(), len(places), int(places[0])
+        ends = seen.lexicon.get(ending, frozenset())
         ends_sentence = torch.tensor([token in ends for token in seen.ids] or [False] * count)
         ends_sentence = ends_sentence.to(column.device)
         is_first = torch.zeros_like(ends_sentence)
@@ -42,7 +43,7 @@ class SentenceTally(Tally):
         numbers = torch.where(opened > 0, opened.to(column.dtype), current)  # [K, Q]
         rows = (stops - count)[:, None] + torch.arange(count)
         column[rows.to(column.device)] = torch.where(ends_sentence, -numbers, numbers)
-        return {"sentence": column}
+        return {name: column}
 
 
 Part = SentenceTally

@@ -1,0 +1,214 @@
+"""Mutation study: whether tests notice a flipped sign or a dropped term in a policy part.
+
+    python benchmarks/mutations.py [NAME...]
+
+Each mutation replaces one text in one source file of a temporary copy of the checkout and runs the
+tests of that part, stopping at the first failure. A mutation that no test notices is printed as
+`survived`, and the exit code is 1. Sources that no longer have the text are an error: update the
+list with the part.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("src", "tests", "pyproject.toml", "examples", "docs", "studies", "benchmarks")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Replaced text of one part.
+
+    Args:
+        file: source file below `src/larder`.
+        tests: test files below `tests`.
+        chosen: `-k` expression; empty for all.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    chosen: str = ""
+
+
+SCORERS, BUDGETS = ("policy/test_scorers.py",), ("policy/test_budgets.py",)
+MUTATIONS = {
+    "a2ats: metric without its root": Mutation(
+        "recall/a2ats.py",
+        "return self.unrotated_keys(head, entries, first) @ self._roots[head]",
+        "return self.unrotated_keys(head, entries, first)",
+        ("recall/test_a2ats.py",),
+    ),
+    "a2ats: clipped the other way": Mutation(
+        "recall/a2ats.py",
+        "(queries.shape[1],), self._part.clip)",
+        "(queries.shape[1],), -self._part.clip)",
+        ("recall/test_a2ats.py",),
+    ),
+    "projected: pruning turned round": Mutation(
+        "recall/projected.py",
+        "between[number, linked] >= apart[number]",
+        "between[number, linked] <= apart[number]",
+        ("recall/test_projected.py",),
+    ),
+    "projected: no links back to pivots": Mutation(
+        "recall/projected.py",
+        "torch.cat([heads, tails]), torch.cat([tails, heads])",
+        "heads, tails",
+        ("recall/test_projected.py",),
+    ),
+    "positionless: keys keep their rotation": Mutation(
+        "recall/_unrotated.py",
+        "return rotate(keys[None], -places, self._radians)[0]",
+        "return keys",
+        ("recall/test_positionless.py",),
+    ),
+    "positionless: products before votes": Mutation(
+        "recall/positionless.py",
+        "order = order[torch.argsort(votes[order], descending=True, stable=True)]",
+        "order = order[torch.argsort(best[order], descending=True, stable=True)]",
+        ("recall/test_positionless.py",),
+    ),
+    "gapless: one position too far": Mutation(
+        "cache/forms/gapless.py",
+        "new = behind - len(places) + ranks",
+        "new = behind - len(places) + ranks - 1",
+        ("cache/test_gapless.py",),
+    ),
+    "subgen: former draws lose their mass": Mutation(
+        "policy/compensation/subgen.py",
+        "each = self.mass / max(int(self.draws.sum()), 1)",
+        "each = 1.0 / max(int(self.draws.sum()), 1)",
+        ("policy/test_subgen.py", "policy/test_compensation_and_protection.py"),
+        "subgen or estimates or Subgen",
+    ),
+    "subgen: a key sample stands for itself": Mutation(
+        "policy/compensation/subgen.py",
+        "out[rows] = counts * weights[rows].sum() / samples",
+        "out[rows] = counts * weights[rows]",
+        ("policy/test_subgen.py", "policy/test_compensation_and_protection.py"),
+        "subgen or equal_keys or Subgen",
+    ),
+    "non_causal: without lengths of values": Mutation(
+        "policy/scorers/non_causal.py",
+        "running_mean(sums * lengths, NEIGHBORS)",
+        "running_mean(sums, NEIGHBORS)",
+        SCORERS,
+        "non_causal",
+    ),
+    "compactor: leverage subtracted": Mutation(
+        "policy/scorers/compactor.py",
+        "self._weight(seen) * leverage + attention",
+        "attention - self._weight(seen) * leverage",
+        SCORERS,
+        "compactor",
+    ),
+    "fastgen: latest and attended in turn": Mutation(
+        "policy/scorers/fastgen.py",
+        "SPECIAL, PUNCTUATION, ATTENDED, LATEST = 4.0, 3.0, 2.0, 1.0",
+        "SPECIAL, PUNCTUATION, ATTENDED, LATEST = 4.0, 3.0, 1.0, 2.0",
+        SCORERS,
+        "fastgen",
+    ),
+    "recovery: the query head that recovers most": Mutation(
+        "policy/budgets/recovery.py",
+        "mark].sum(1).amin()",
+        "mark].sum(1).amax()",
+        ("policy/test_fastgen.py",),
+    ),
+    "lazy_layers: the least lazy are cut": Mutation(
+        "policy/budgets/lazy_layers.py",
+        "key=lambda index: -laziness[index]",
+        "key=lambda index: laziness[index]",
+        ("policy/test_fastgen.py",),
+    ),
+    "pyramid: groups rise": Mutation(
+        "policy/budgets/pyramid.py",
+        "max(bottom - fall * group, 0.0)",
+        "max(bottom + fall * group, 0.0)",
+        ("policy/test_layer_budgets.py",),
+        "groups or pyramid",
+    ),
+    "window: gathers where it is to locate": Mutation(
+        "policy/units/window.py",
+        "self.task is Task.GIVEN or _asks(seen) else 1.0",
+        "self.task is Task.GIVEN or not _asks(seen) else 1.0",
+        ("policy/test_values_and_units.py",),
+        "window or asks",
+    ),
+    "a2ats: queries of the text stay rotated": Mutation(
+        "cache/forms/tiered.py",
+        "queries = rotate(queries, -positions, radians)",
+        "queries = rotate(queries, 0 * positions, radians)",
+        ("recall/test_a2ats.py",),
+    ),
+}
+
+
+def main(names: list[str]) -> int:
+    """Run the mutations whose names contain one of these, or all; 1 if one survived."""
+    chosen = {
+        name: each
+        for name, each in MUTATIONS.items()
+        if not names or any(part in name for part in names)
+    }
+    survived = 0
+    with tempfile.TemporaryDirectory() as folder:
+        checkout = Path(folder)
+        _copy(checkout)
+        for name, mutation in chosen.items():
+            started = time.perf_counter()
+            noticed = _is_noticed(checkout, mutation)
+            survived += not noticed
+            seconds = time.perf_counter() - started
+            print(f"{'noticed ' if noticed else 'survived'} {seconds:5.0f} s  {name}", flush=True)
+    print(f"{len(chosen) - survived} of {len(chosen)} noticed")
+    return int(survived > 0)
+
+
+def _copy(checkout: Path) -> None:
+    """Copy sources and tests into an empty folder."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "results")
+            shutil.copytree(source, checkout / name, ignore=ignored)
+        else:
+            shutil.copy(source, checkout / name)
+
+
+def _is_noticed(checkout: Path, mutation: Mutation) -> bool:
+    """True if tests fail with the mutation; the source is restored.
+
+    Raises:
+        SystemExit: the source has not the text exactly once.
+    """
+    file = checkout / "src" / "larder" / mutation.file
+    text = file.read_text(encoding="utf-8")
+    if text.count(mutation.old) != 1:
+        sys.exit(f"{mutation.file} has {mutation.old!r} {text.count(mutation.old)} times, not once")
+    file.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    command += ["-k", mutation.chosen] if mutation.chosen else []
+    command += [str(checkout / "tests" / test) for test in mutation.tests]
+    environment = os.environ | {"PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=checkout, env=environment, capture_output=True, text=True, check=False
+    )
+    file.write_text(text, encoding="utf-8")
+    if done.returncode not in (0, 1):
+        sys.exit(f"the tests of {mutation.file} did not run:\n{done.stdout[-2000:]}")
+    return done.returncode == 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,53 @@
+"""ShotKV's whole examples, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from builders import a_layer, a_view
+from larder.core.errors import BadParameter
+from larder.core.observation import LayerScores, Phase
+from larder.policy.budgets.entire import Entire
+from larder.policy.units.shot import Shot
+
+
+def judged(shots: list[tuple[int, float]], protected: tuple[int, ...] = ()) -> LayerScores:
+    """One head of shots of so many tokens with these scores."""
+    scores = torch.cat([torch.full((size,), score) for size, score in shots])
+    marks = torch.zeros(len(scores), dtype=torch.bool)
+    marks[list(protected)] = True
+    return LayerScores(scores, marks, (len(scores),))
+
+
+def kept(scored: LayerScores, tokens: int) -> list[int]:
+    return Entire().choose({0: scored}, {0: tokens})[0].kept.tolist()
+
+
+def test_whole_shots_stay_and_what_fits_none_is_not_used() -> None:
+    """Shots of 40, 30 and 50 tokens with .3, .2 and .1: of 80, the first two take 70."""
+    assert kept(judged([(40, 0.3), (30, 0.2), (50, 0.1)]), 80) == list(range(70))
+
+
+def test_a_shot_that_does_not_fit_is_skipped() -> None:
+    assert kept(judged([(40, 0.2), (50, 0.3), (20, 0.1)]), 75) == list(range(40, 110))
+    assert kept(judged([(40, 0.3), (50, 0.2), (20, 0.1)]), 65) == [*range(40), *range(90, 110)]
+
+
+def test_protected_tokens_come_first_and_cut_a_shot() -> None:
+    assert kept(judged([(4, 0.3), (3, 0.2)], protected=(5,)), 5) == [0, 1, 2, 3, 5]
+    assert kept(judged([(4, 0.3), (3, 0.2)], protected=(5,)), 2) == [4, 5]
+
+
+def test_generated_tokens_are_judged_one_by_one() -> None:
+    seen = a_view(a_layer(1, 1), [range(6)], 3)
+    scores = torch.arange(6.0)
+    assert Shot().pool(scores, seen).tolist() == [1.0, 1.0, 1.0, 4.0, 4.0, 4.0]
+    assert torch.equal(Shot().pool(scores, replace(seen, stage=Phase.DECODE)), scores)
+
+
+def test_parameters() -> None:
+    with pytest.raises(BadParameter, match="shot.layers must be at least 1, got 0"):
+        Shot(layers=0)
