@@ -31,7 +31,7 @@ LOOSE_PATTERN := ^($(subst $(SPACE),|,$(LOOSE)))==
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-cluster demo smoke lint format docs bench studies results compat compat-oldest compat-newest clean
+.PHONY: help install test test-cluster gpu demo smoke lint format docs bench studies results compat compat-oldest compat-newest clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -53,6 +53,14 @@ test: $(STAMP) ## the default test suite
 
 test-cluster: $(STAMP) ## the tests that start a cluster of two machines here
 	$(BIN)/python -m pytest -m cluster
+
+# The Python of an environment whose torch sees the GPU; constraints.txt pins no such build.
+GPU_PYTHON ?= $(BIN)/python
+
+gpu: ## the tests and the table of decode steps that need a GPU, in under ten minutes: GPU_PYTHON=
+	$(GPU_PYTHON) benchmarks/gpu_step.py --check
+	$(GPU_PYTHON) -m pytest -m gpu -n 0 tests/gpu
+	$(GPU_PYTHON) benchmarks/gpu_step.py
 
 demo: $(STAMP) ## SmolLM2 reads a document: full cache and five policies side by side
 	$(BIN)/larder demo
@@ -79,9 +87,9 @@ $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python $(PIP) -c constraints.txt --no-build-isolation -e ".[docs]"
 	touch $@
 
-bench: $(STAMP) ## every benchmark, one JSONL file each in results/
+bench: $(STAMP) ## every benchmark that needs no GPU, one JSONL file each in results/
 	mkdir -p results
-	set -e; for file in benchmarks/[a-z]*.py; do $(BIN)/python "$$file"; done
+	set -e; for file in $(filter-out benchmarks/gpu_step.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python "$$file"; done
 
 studies: $(STAMP) ## measure every study anew into results/studies/ (CORPUS=FOLDER DATA=FOLDER)
 	set -e; for file in studies/*.toml; do name=$$(basename "$$file" .toml); \

@@ -112,6 +112,9 @@ def test_what_cannot_be_captured_is_refused(decoder) -> None:
         DecodeGraphs(decoder, EagerCapture(), 1).step(caches, (5, 6, 7))
     with Decoder(tiny("llama")) as plain, pytest.raises(CacheError, match="use_pages"):
         DecodeGraphs(plain, EagerCapture(), 8)
+    with Decoder(tiny("llama")) as plain, pytest.raises(CacheError, match="backend cpu reads"):
+        plain.use_pages(PageArena(plain.spec, 20, PAGE))
+        DecodeGraphs(plain, EagerCapture(), 8)
     with Decoder(tiny("gemma3")) as windowed, pytest.raises(ModelError, match="cannot be captured"):
         windowed.use_pages(PageArena(windowed.spec, 20, PAGE))
         DecodeGraphs(windowed, EagerCapture(), 8)

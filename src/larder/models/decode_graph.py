@@ -173,7 +173,7 @@ class DecodeGraphs:
         batch_sizes: numbers of sequences to capture, ascending.
 
     Raises:
-        CacheError: the decoder has no arena.
+        CacheError: the decoder has no arena, or one whose attention reads tables on the host.
         ModelError: a layer of the model has no pages, as one with a sliding window.
     """
 
@@ -192,6 +192,12 @@ class DecodeGraphs:
             raise ModelError(
                 f"Layers {missing} of the model, or layers without attention, hold something else "
                 "than pages, so its steps cannot be captured: call Decoder.forward_logits()."
+            )
+        fixed = [own.backend for own in arena.pages.values() if not own.backend.is_capturable]
+        if fixed:
+            raise CacheError(
+                f"Attention by the backend {fixed[0].value} reads lengths on the host, so a graph "
+                "would repeat those of its capture: give PageArena the backend gathered."
             )
         self._decoder, self._arena, self._capture = decoder, arena, capture
         self._width, self._sizes = width, tuple(batch_sizes)

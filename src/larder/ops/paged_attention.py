@@ -57,6 +57,11 @@ class AttentionBackend(Enum):
     VARLEN = "varlen"
     FLEX = "flex"
 
+    @property
+    def is_capturable(self) -> bool:
+        """True if a graph may repeat it: it does not read tables on the host."""
+        return self not in (AttentionBackend.REFERENCE, AttentionBackend.CPU)
+
     def with_bias(self) -> AttentionBackend:
         """Backend for logits with biases or a softcap: `varlen_attn` takes neither."""
         return AttentionBackend.FLEX if self is AttentionBackend.VARLEN else self
@@ -70,10 +75,12 @@ def choose_backend(
         return AttentionBackend.CPU
     if device.type != "cuda":
         return AttentionBackend.GATHERED
-    from larder.ops.gpu import varlen
+    from larder.ops.gpu import flex, varlen
 
-    fits = varlen.supports(dtype, head_dim, page_tokens)
-    return AttentionBackend.VARLEN if fits else AttentionBackend.FLEX
+    if varlen.supports(dtype, head_dim, page_tokens):
+        return AttentionBackend.VARLEN
+    fits = flex.supports(head_dim, page_tokens)
+    return AttentionBackend.FLEX if fits else AttentionBackend.GATHERED
 
 
 def paged_attention(

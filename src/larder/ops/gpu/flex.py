@@ -17,6 +17,13 @@ from torch import Tensor
 from larder.ops.paged_attention import SegmentTables
 
 QUERY_BLOCK = 128
+PAGE_MULTIPLE = 128  # blocks of keys that the compiled kernel reads lie within a page
+MIN_HEAD_DIM = 16
+
+
+def supports(head_dim: int, page_tokens: int) -> bool:
+    """True if the compiled kernel takes pages of this form."""
+    return head_dim >= MIN_HEAD_DIM and page_tokens % PAGE_MULTIPLE == 0
 
 
 def paged_attention(

@@ -1,0 +1,32 @@
+"""The benchmark of decode steps on a GPU, where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import gpu_step
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_in_one_line(capsys) -> None:
+    assert gpu_step.main([]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("No GPU that torch can use was found, so nothing was measured")
+    assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_all_of_its_paths_run_on_a_cpu(capsys) -> None:
+    assert gpu_step.main(["--device", "cpu", "--tiny"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("CPU, not a GPU")
+    assert said.count("DynamicCache") == 2
+    assert said.count("graph") == 4
+
+
+def test_logits_that_differ_stop_it(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(gpu_step, "largest_difference", lambda *_: float("nan"))
+    assert gpu_step.main(["--device", "cpu", "--tiny"]) == 1
+    assert "no times" in capsys.readouterr().err
