@@ -91,8 +91,9 @@ class TransformLayer(MixedLayer):
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         super().append(keys, values, positions)
-        block = min(GENERATED_BLOCK, self._tier.spec.block)
-        if len(positions) == 1 and self._tier.step and max(self._ragged.lengths) >= block:
+        spec = self._tier.spec
+        full = min(GENERATED_BLOCK, spec.block) + spec.recent
+        if len(positions) == 1 and self._tier.step and max(self._ragged.lengths) >= full:
             self._code_generated(int(positions[0]))
 
     def apply(self, plan: Plan) -> None:

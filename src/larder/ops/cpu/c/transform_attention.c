@@ -19,7 +19,6 @@
 
 #define MOST_GROUPS 64 /* of lanes that are decoded as vectors: 2,048 entries of a block */
 #define EXACT_BF16 256.0f /* integers up to here are bfloat16 numbers */
-#define KEY_TILE 4        /* entries that are turned back together */
 #define NUM_SIDES 2
 #define TOGETHER 2 /* blocks that a thread decodes at once */
 

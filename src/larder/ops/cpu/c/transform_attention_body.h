@@ -2,6 +2,15 @@
 
 #include "vectors.h"
 
+/* Entries that are turned back together: their sums fit in the registers. Elsewhere the compiler
+ * keeps vectors of sixteen numbers in memory, and plain loops are faster. */
+#undef KEY_TILE
+#if defined(HAS_AVX512)
+#define KEY_TILE 4
+#else
+#define KEY_TILE 1
+#endif
+
 #if defined(HAS_AVX512)
 /* Sixteen states with a word taken by each that needs one, in order of lanes. */
 TARGET INLINE __m512i NAME(pull)(__m512i states, struct word_stream *stream) {
@@ -240,7 +249,8 @@ TARGET static void NAME(decode_block)(const struct code_tables *tables, const in
     NAME(decode_blocks)(tables, width, &block, 1);
 }
 
-/* Turn the components of some entries back into WIDTH_ vectors of keys from vector `v` on. */
+#if defined(HAS_AVX512)
+/* Turn the components of some entries back into some vectors of keys. */
 TARGET INLINE void NAME(turn_back)(const float *symbols, int64_t room, const float *inverse,
                                    int64_t dim, const float *scales, const float *mean, int vectors,
                                    float *keys) {
@@ -264,6 +274,21 @@ TARGET INLINE void NAME(turn_back)(const float *symbols, int64_t room, const flo
             memcpy(keys + e * dim + v * LANES, &key, sizeof key);
         }
 }
+#else
+/* Turn the components of one entry back into some vectors of a key. */
+TARGET INLINE void NAME(turn_back)(const float *symbols, int64_t room, const float *inverse,
+                                   int64_t dim, const float *scales, const float *mean, int vectors,
+                                   float *keys) {
+    float sums[4 * LANES] = {0};
+    for (int64_t c = 0; c < dim; c++) {
+        float symbol = symbols[c * room];
+        for (int d = 0; d < vectors * LANES; d++)
+            sums[d] += symbol * inverse[c * dim + d];
+    }
+    for (int d = 0; d < vectors * LANES; d++)
+        keys[d] = sums[d] * scales[0] + mean[d];
+}
+#endif
 
 #if defined(HAS_DOT_PRODUCT)
 /* The same with symbols and matrices as pairs of bfloat16. */
