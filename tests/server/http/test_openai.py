@@ -86,6 +86,19 @@ def test_what_is_asked_reaches_the_hub(anne: OpenAI, served: Running) -> None:
         anne.chat.completions.create(**said, extra_body={"kv_steps": -1})
 
 
+def test_only_operators_go_before_requests_without_a_priority(
+    anne: OpenAI, bob: OpenAI, served: Running
+) -> None:
+    given: Any = {"model": NAME, "messages": [{"role": "user", "content": "hello"}]}
+    for client, priority in ((anne, -2), (anne, None), (bob, 0), (bob, 7)):
+        client.chat.completions.create(**given, extra_body={"priority": priority})
+        assert served.hub.asked[-1].priority == (priority or 0)
+    with pytest.raises(openai.BadRequestError, match="only operators go before"):
+        bob.chat.completions.create(**given, extra_body={"priority": -1})
+    with pytest.raises(openai.BadRequestError, match="priority"):
+        anne.chat.completions.create(**given, extra_body={"priority": "high"})
+
+
 @pytest.mark.parametrize(
     ("part", "reason"),
     [
