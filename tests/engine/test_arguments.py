@@ -102,7 +102,6 @@ def test_nothing_to_read(engine, given, told) -> None:
 CALLS = {
     "Engine.load(3)": "model must be",
     "Engine.load(policy=3)": "policy must be",
-    "Engine.load(policy=None)": "policy must be",
     "Engine.load(budget=[512])": "budget is a list",
     "Engine.load(budget=True)": "budget is a bool",
     "Engine.load(budget='x')": "budget 'x' is not a size",

@@ -166,7 +166,7 @@ class Engine:
     @checked_call
     def under(
         self,
-        policy: str | Policy,
+        policy: str | Policy | None,
         budget: str | int | float | None = None,
         block: int | None = None,
     ) -> Engine:
