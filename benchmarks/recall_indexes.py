@@ -128,7 +128,8 @@ def _search(
         started = time.perf_counter()
         result = index.find(query.contiguous(), entries, part.pages)
         seen.micros.append(1e6 * (time.perf_counter() - started))
-        found = index.contents(result.pages).flatten(1)
+        room = part.pages * part.sets(own.layer) // len(result.pages)  # as a cache has slots
+        found = index.contents(result.pages[:, :room].contiguous()).flatten(1)
         if result.attends_all:
             found = torch.arange(keys.shape[1]).expand(heads, -1)
         logits = query.view(heads, group, -1) @ keys.mT * own.layer.scaling
