@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from torch import Tensor
 from larder.cache.forms.base import CacheLayer, create_layer, form_of
 from larder.cache.forms.tiered import TieredLayer, tiered_layers
 from larder.cache.latest_activations import LatestActivations
-from larder.cache.layer_pages import PageLease
 from larder.cache.memory_usage import MemoryUsage
 from larder.cache.model_positions import ModelPositions
 from larder.cache.recurrent_state import NO_STATE, CacheCheckpoint, RecurrentState
@@ -29,6 +29,9 @@ from larder.core.spec import LayerPairing, LayerSpec, ModelSpec, RecomputeSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.ops.cpu.decode_attention import EvictedLayer
 from larder.ops.removal import MIN_ROAMING_SLACK
+
+if TYPE_CHECKING:  # an arena's modules are loaded where there is one
+    from larder.cache.layer_pages import PageLease
 
 
 class SequenceCache:

@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from larder.cache.page_arena import PageArena
 from larder.core.errors import CacheError, InputError, ModelError
 from larder.core.types import Mode
 from larder.models import attention_backend
@@ -41,6 +40,7 @@ from larder.ops.host_copy import device_tensor
 from larder.policy.providers.base import ActivationProvider, TokenProvider, column_providers
 
 if TYPE_CHECKING:
+    from larder.cache.page_arena import PageArena
     from larder.models.few_rows import FewRows
     from larder.models.kv_cost import ModelShape
     from larder.models.learned_weights import LearnedGates

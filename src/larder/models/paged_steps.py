@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.page_arena import PageArena
-from larder.cache.step_tables import StepTables
 from larder.core.types import Keys, Queries, Values
 from larder.ops.host_copy import device_tensor
 
 if TYPE_CHECKING:
+    from larder.cache.page_arena import PageArena
+    from larder.cache.step_tables import StepTables
     from larder.models.forward_batch import BatchSegment
 
 
@@ -41,8 +41,7 @@ class PagedSteps:
     def __init__(
         self, segments: Sequence[BatchSegment], steps: Sequence[int], firsts: Sequence[int]
     ) -> None:
-        arena = segments[0].cache.spec.arena
-        self._arena = arena if isinstance(arena, PageArena) else None
+        self._arena = cast("PageArena | None", segments[0].cache.spec.arena)
         self._indices: list[int] = []
         if self._arena is not None:
             held = {index: segments[index].cache.page_leases() for index in steps}

@@ -6,13 +6,12 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.layer_pages import PageLease
 from larder.cache.memory_usage import TensorOwner
 from larder.cache.spec import FORMS, CacheSpec
 from larder.core.errors import CacheError
@@ -32,6 +31,9 @@ from larder.ops.attention import (
 )
 from larder.ops.block_attention import FEWEST_QUERIES
 from larder.ops.cpu.decode_attention import EvictedLayer, StepStorage
+
+if TYPE_CHECKING:
+    from larder.cache.layer_pages import PageLease
 
 AttentionState = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]  # output and log-sum-exp
 AttentionCall = Callable[[], AttentionState]  # call of a kernel, with its arguments
