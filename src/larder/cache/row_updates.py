@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
+
+from larder.cache.merged_entries import MergedEntries
+from larder.core.plan import Plan
+from larder.core.types import empty_tensor
+from larder.ops.packing import packed_rows, sorted_places, storage_rows
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,25 @@ class InsertedEntries:
     def counts(self, kv_heads: int) -> Int64[Tensor, " K"]:
         """Entries of each kv head, in host memory."""
         return torch.bincount(self.heads, minlength=kv_heads)
+
+
+def append_runs(
+    stored: Sequence[Tensor], firsts: Sequence[int], fresh: Sequence[Tensor]
+) -> Iterator[slice]:
+    """Append many entries to each head, from its first row on, without a copy between.
+
+    Args:
+        stored: storage of keys, values and positions, one row an entry.
+        fresh: what is appended to each, one run of rows a head.
+
+    Yields:
+        The rows of each head, once they are written.
+    """
+    for head, first in enumerate(firsts):
+        rows = slice(first, first + fresh[0].shape[1])
+        for storage, runs in zip(stored, fresh, strict=True):
+            storage[rows] = runs[head]
+        yield rows
 
 
 def insert_entries(
@@ -80,6 +104,36 @@ class PlanWrites:
     rows: Int64[Tensor, " _"]
     columns: Mapping[str, Float[Tensor, " T"]]
     scalars: Mapping[str, Float[Tensor, " K"]]
+
+
+def plan_writes(
+    plan: Plan,
+    sums: MergedEntries,
+    layout: tuple[Int64[Tensor, " K"], Int64[Tensor, " K"]],
+    like: Float[Tensor, "C D"],
+    numbers: Float[Tensor, "n C"],
+) -> PlanWrites:
+    """Writes of a plan, computed before any entry moves.
+
+    Args:
+        layout: starts and lengths of the kept entries after the plan.
+        like: the layer's keys, for dtype and device.
+        numbers: the layer's ledger columns, likewise.
+    """
+    starts, lengths = layout
+    targets = empty_tensor(torch.int64, 0)
+    rows = packed_rows(starts, lengths) if plan.columns else targets
+    if len(sums.targets):
+        places = sorted_places(sums.targets.cpu(), plan.kept.cpu())
+        targets = storage_rows(places, starts, lengths)
+    return PlanWrites(
+        targets.to(like.device),
+        sums.keys.to(like.dtype),
+        sums.values.to(like.dtype),
+        rows.to(like.device),
+        {name: column.to(numbers) for name, column in plan.columns.items()},
+        {name: scalars.to(numbers) for name, scalars in plan.scalars.items()},
+    )
 
 
 def relocate_rows(

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from larder.cache.forms.base import CacheLayer, create_layer, form_of
+from larder.cache.forms.base import CacheLayer
 from larder.cache.forms.tiered import TieredLayer, tiered_layers
 from larder.cache.latest_activations import LatestActivations
+from larder.cache.layer_creation import create_layer, form_of
 from larder.cache.memory_usage import MemoryUsage
 from larder.cache.model_positions import ModelPositions
 from larder.cache.recurrent_state import NO_STATE, CacheCheckpoint, RecurrentState

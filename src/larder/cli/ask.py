@@ -85,15 +85,13 @@ def ask(
 
     Questions are independent. A question whose answer is in FILE is scored.
     """
-    from larder.cli.question_run import SEED, choose_policy, open_engine, seed_model_line
+    from larder.cli.question_run import choose_policy, open_engine
 
     _check_page(explain)
     check_codec(codec)
     answer_schema = None if schema is None else _read_schema(schema)
-    if not keep and (store is not None or codec != DEFAULT_CODEC or key_file is not None):
-        raise UsageError(
-            "--store, --codec and --key-file need --keep: add --keep, or leave them out."
-        )
+    if not keep:
+        _check_no_store(store, codec, key_file)
     conversation = _read_files(file, context)
     questions = [_question_of(conversation, text) for text in question]
     prompts = _prompts(prompt)
@@ -105,6 +103,14 @@ def ask(
         )
     if explain is not None and is_whole:
         _write_page(explain, run)
+    _print_run(run, options)
+    if not is_whole:
+        raise typer.Exit(INTERRUPTED_EXIT_CODE)
+
+
+def _print_run(run: QuestionRun, options: ModelOptions) -> None:
+    from larder.cli.question_run import SEED, seed_model_line
+
     if options.json:
         from larder.cli.json_documents import run_document
 
@@ -114,8 +120,13 @@ def ask(
     if options.model == SEED:
         print(seed_model_line(), file=sys.stderr)
     _print_figures(run)
-    if not is_whole:
-        raise typer.Exit(INTERRUPTED_EXIT_CODE)
+
+
+def _check_no_store(store: str | None, codec: str, key_file: Path | None) -> None:
+    if store is not None or codec != DEFAULT_CODEC or key_file is not None:
+        raise UsageError(
+            "--store, --codec and --key-file need --keep: add --keep, or leave them out."
+        )
 
 
 def _run_questions(

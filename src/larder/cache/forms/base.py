@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.memory_usage import TensorOwner
-from larder.cache.spec import FORMS, CacheSpec
+from larder.cache.spec import CacheSpec
 from larder.core.errors import CacheError
 from larder.core.images import Span
 from larder.core.observation import Entries
@@ -485,29 +485,3 @@ def has_gaps(positions: Positions, sections: tuple[int, ...]) -> bool:
     if len(sections) > 1 or not len(positions):
         return False
     return int(positions[-1]) - int(positions[0]) >= len(positions)
-
-
-def form_of(spec: CacheSpec) -> type[CacheLayer]:
-    """Class of the form of a cache."""
-    return FORMS.load(spec.form)
-
-
-def create_layer(layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CacheLayer:
-    """Empty layer: of the specified form, a sliding window, or one that shares entries."""
-    kind: type[CacheLayer]
-    if layer.kv_source is not None:
-        kind = FORMS.load("shared_kv")
-    elif layer.sliding_window is not None:
-        kind = FORMS.load("window")
-    else:
-        kind = form_of(spec)
-        if kind.can_page and model.arena is not None and _can_page(layer, spec):
-            kind = FORMS.load("paged")
-    return kind.create(layer, model, spec)
-
-
-def _can_page(layer: LayerSpec, spec: CacheSpec) -> bool:
-    """True if a plain layer needs nothing beside keys, values and positions."""
-    ledger = spec.ledger
-    has_more = ledger.columns or ledger.scalars or spec.codecs or spec.transform is not None
-    return not has_more and not layer.latent_rank

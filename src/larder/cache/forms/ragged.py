@@ -22,7 +22,14 @@ from torch import Tensor
 from larder.cache.entry_columns import EntryColumns
 from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.merged_entries import MergedEntries, merge_entries, no_merges
-from larder.cache.row_updates import InsertedEntries, PlanWrites, insert_entries, relocate_rows
+from larder.cache.row_updates import (
+    InsertedEntries,
+    PlanWrites,
+    append_runs,
+    insert_entries,
+    plan_writes,
+    relocate_rows,
+)
 from larder.cache.shared_storage import SegmentedLayer, SharedSegment, joined_rows
 from larder.cache.spec import FORMS, CacheSpec
 from larder.cache.validation import (
@@ -36,11 +43,11 @@ from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan, StepMerging, StepRule, StepSpreading
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import Keys, Mode, Positions, Queries, Values, empty_tensor
+from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.block_attention import block_attention
 from larder.ops.cpu.decode_attention import EvictedLayer, StepStorage
-from larder.ops.packing import packed_rows, sorted_places, starts_of, storage_rows
+from larder.ops.packing import packed_rows, starts_of
 from larder.ops.removal import MIN_ROAMING_SLACK, move_rows, plan_removal, remove_rows
 
 GROWTH_TOKENS = 64  # slack allocated when a caller appends without a reservation
@@ -105,7 +112,10 @@ class RaggedLayer(SegmentedLayer):
         if count == 1:
             self._append_entry(rows.to(self._keys.device), keys, values, positions)
         else:
-            self._append_runs(rows.tolist(), keys, values, positions)
+            firsts, spread = rows.tolist(), positions.expand(len(rows), -1)
+            fresh = [keys, spread] if self.layer.latent_rank else [keys, values, spread]
+            for run in append_runs(self._stored(), firsts, fresh):
+                self._columns.clear(run)
         self._set_lengths(self._lengths + count)
         self._room -= count
 
@@ -118,18 +128,6 @@ class RaggedLayer(SegmentedLayer):
             self._values.index_copy_(0, rows, values[:, 0])
         self._positions.index_copy_(0, rows, positions.to(torch.int32).expand(len(rows)))
         self._columns.clear(rows)
-
-    def _append_runs(
-        self, firsts: list[int], keys: Keys, values: Values, positions: Positions
-    ) -> None:
-        """Append many entries to each head, from its first row on, without a copy between."""
-        for head, first in enumerate(firsts):
-            rows = slice(first, first + keys.shape[1])
-            self._keys[rows] = keys[head]
-            if not self.layer.latent_rank:
-                self._values[rows] = values[head]
-            self._positions[rows] = positions
-            self._columns.clear(rows)
 
     def step_storage(self) -> StepStorage | None:
         if self.layer.latent_rank or self.layer.softcap is not None:
@@ -203,7 +201,7 @@ class RaggedLayer(SegmentedLayer):
         rows = packed_rows(self._starts, self._lengths)[plan.kept.cpu()]
         lengths = torch.tensor(plan.lengths, dtype=torch.int64)
         coming = arrivals.counts(len(lengths)) if arrivals else 0
-        changes = self._changes(plan, sums, starts_of(lengths + coming), lengths)
+        changes = self._changes(plan, sums, (starts_of(lengths + coming), lengths))
         self._lay_out(list(rows.split(plan.lengths)), coming)
         self._write(changes)
         if arrivals:
@@ -227,7 +225,7 @@ class RaggedLayer(SegmentedLayer):
         starts, held, slack = self._starts, self._lengths, MIN_ROAMING_SLACK
         motion = plan_removal(starts, held, kept, plan.lengths, self._edges, slack)
         writes = len(sums.targets) or plan.columns or plan.scalars
-        changes = self._changes(plan, sums, motion.starts, lengths) if writes else None
+        changes = self._changes(plan, sums, (motion.starts, lengths)) if writes else None
         columns = self._columns.values
         move_rows(self._stored(), starts, held, kept, plan.lengths, columns, motion)
         self._starts, self._room = motion.starts, motion.room
@@ -398,29 +396,10 @@ class RaggedLayer(SegmentedLayer):
         return merge_entries(plan, self.entries())
 
     def _changes(
-        self, plan: Plan, sums: MergedEntries, starts: Tensor, lengths: Tensor
+        self, plan: Plan, sums: MergedEntries, layout: tuple[Tensor, Tensor]
     ) -> PlanWrites:
-        """Writes of a plan, computed before any entry moves.
-
-        Args:
-            starts, lengths: layout of the kept entries after the plan.
-        """
         self.check_numbers(plan)
-        like, numbers = self._keys, self._columns.values
-        targets = empty_tensor(torch.int64, 0)
-        rows = packed_rows(starts, lengths) if plan.columns else targets
-        if len(sums.targets):
-            targets = storage_rows(
-                sorted_places(sums.targets.cpu(), plan.kept.cpu()), starts, lengths
-            )
-        return PlanWrites(
-            targets.to(like.device),
-            sums.keys.to(like.dtype),
-            sums.values.to(like.dtype),
-            rows.to(like.device),
-            {name: column.to(numbers) for name, column in plan.columns.items()},
-            {name: scalars.to(numbers) for name, scalars in plan.scalars.items()},
-        )
+        return plan_writes(plan, sums, layout, self._keys, self._columns.values)
 
     def _write(self, changes: PlanWrites) -> None:
         if len(changes.targets):
@@ -445,8 +424,8 @@ class RaggedLayer(SegmentedLayer):
 
     def _everything(self) -> list[Tensor]:
         """Used storage rows per head."""
-        owned = zip(self._starts.tolist(), self._lengths.tolist(), strict=True)
-        return [torch.arange(start, start + length) for start, length in owned]
+        ends = (self._starts + self._lengths).tolist()
+        return [torch.arange(*span) for span in zip(self._starts.tolist(), ends, strict=True)]
 
     def _least_room(self, starts: Tensor, lengths: Tensor) -> int:
         """Smallest slack behind any head."""
