@@ -10,15 +10,12 @@ from dataclasses import dataclass
 import torch
 import zstandard
 
-from larder.core.types import AppendKind, Mode
-from larder.engine.engine import Engine
-from larder.engine.sampler import SamplingParams
-from larder.models.forward_batch import BatchSegment
-from larder.prefill.base import split_blocks
-from larder.prefill.reader import PrefillSequence
-from larder.server.serving_policy import ServingPolicy
-from larder.server.session_state import TOKEN_TYPECODE, CompletedTurn, GenerationParams
-from larder.session.prefill import common_prompts
+from larder.core import AppendKind, Mode
+from larder.engine import Engine, SamplingParams
+from larder.models import BatchSegment
+from larder.prefill import PrefillSequence, split_blocks
+from larder.server import TOKEN_TYPECODE, CompletedTurn, GenerationParams, ServingPolicy
+from larder.session import common_prompts
 
 TIE_GAP = 1e-3  # between the two best logits: below, rounding may decide
 

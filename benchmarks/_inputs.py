@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import Qwen3ForCausalLM
 
-from larder.models.decoder import Decoder
-from larder.models.loader import load
+from larder.models import Decoder, load
 from larder_bench.demo_conversation import demo_conversation
 from larder_bench.random_models import random_config
 

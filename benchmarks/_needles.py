@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from larder.core.conversation import Conversation
-from larder.engine.engine import Engine
+from larder.core import Conversation
+from larder.engine import Engine
 from larder_bench.datasets.prompt_templates import worded_chat
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.datasets.wording import Wording

@@ -10,14 +10,10 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder import read_conversation
-from larder.cache.sequence import SequenceCache
-from larder.core.conversation import Conversation
-from larder.core.observation import Entries
-from larder.core.spec import LayerSpec
-from larder.core.types import Mode
-from larder.models.forward_batch import BatchSegment, LayerActivations
-from larder.models.loader import load
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.cache import SequenceCache
+from larder.core import Conversation, Entries, LayerSpec, Mode
+from larder.models import BatchSegment, LayerActivations, load
+from larder.session import TokenizerAdapter
 
 BLOCK = 512
 PROTECTED_TOKENS = 32  # sinks, and as many of the latest tokens, that are never offloaded

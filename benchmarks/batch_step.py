@@ -19,10 +19,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from larder.core.types import Mode
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import load
+from larder.core import Mode
+from larder.models import BatchSegment, Decoder, load
 from larder_bench.profiling.synthetic_cache import random_cache
 
 MOST_STEPS = 32  # tokens that caches have room for

@@ -19,13 +19,9 @@ from _inputs import text_ids
 from _timing import environment, shortest_run, write
 from torch import Tensor
 
-from larder.cache.chunk_entries import ChunkEntries
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.models.cacheblend import RECOMPUTE_SHARE, ContextChunk, blend
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import load
+from larder.cache import ChunkEntries, SequenceCache
+from larder.core import Mode
+from larder.models import RECOMPUTE_SHARE, BatchSegment, ContextChunk, Decoder, blend, load
 
 OUT = Path("results/blend.jsonl")
 SHARES = (0.0, RECOMPUTE_SHARE, 0.5, 1.0)

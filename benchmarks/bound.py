@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 import larder.cli
 from larder import Engine, read_conversation
-from larder.session.files import find_files
+from larder.session import find_files
 
 BUDGETS, BLOCK = (512, 1024, 2048), 512
 LENGTHS = (8192, 16384, 32768)
@@ -120,10 +120,8 @@ def _memory() -> None:
 
 def _child(policy: str, tokens: int) -> dict[str, Any]:
     from larder import Policy
-    from larder.cache.sequence import SequenceCache
-    from larder.prefill.base import no_progress
-    from larder.prefill.memory import PeakMemoryMeter
-    from larder.prefill.reader import PrefillReader, PrefillSequence
+    from larder.cache import SequenceCache
+    from larder.prefill import PeakMemoryMeter, PrefillReader, PrefillSequence, no_progress
 
     base = Engine.load(policy="full")
     sentence = "full" if policy == "full" else f"blockwise(tokens={BLOCK}) > "

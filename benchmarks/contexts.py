@@ -27,15 +27,13 @@ import torch
 from _timing import environment, write
 from torch import Tensor
 
-from larder.cache.forms.parallel import ParallelLayer
-from larder.cache.sequence import SequenceCache
-from larder.core.conversation import Question
-from larder.core.types import Mode
-from larder.engine.engine import Engine
-from larder.evaluation.answer_metrics import string_match
-from larder.models.forward_batch import BatchSegment, LayerActivations
-from larder.prefill.contexts import ChunkMemory
-from larder.session.files import read_conversation
+from larder.cache import ParallelLayer, SequenceCache
+from larder.core import Mode, Question
+from larder.engine import Engine
+from larder.evaluation import string_match
+from larder.models import BatchSegment, LayerActivations
+from larder.prefill import ChunkMemory
+from larder.session import read_conversation
 
 OUT = Path("results/contexts.jsonl")
 WAYS = {

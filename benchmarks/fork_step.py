@@ -16,11 +16,9 @@ from collections.abc import Callable
 
 import torch
 
-from larder.cache.sequence import SequenceCache, held_nbytes
-from larder.core.types import Mode
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import load
+from larder.cache import SequenceCache, held_nbytes
+from larder.core import Mode
+from larder.models import BatchSegment, Decoder, load
 from larder_bench.profiling.synthetic_cache import random_cache
 
 MEBIBYTE = 1 << 20

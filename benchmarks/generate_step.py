@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from larder.interop.cache import LarderCache
-from larder.models.loader import load
+from larder.interop import LarderCache
+from larder.models import load
 
 POLICIES = ("full", "keydiff", "snapkv", "h2o", "d2o", "icecache")
 COPIED_FLOATS = 1 << 26  # 256 MiB, more than any cache of a processor

@@ -24,13 +24,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from larder.cache.page_arena import PageArena
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.models.decode_graph import CudaGraphCapture, DecodeGraphs, EagerCapture
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.ops.paged_attention import PAGE_TOKENS, AttentionBackend
+from larder.cache import PageArena, SequenceCache
+from larder.core import Mode
+from larder.models import BatchSegment, CudaGraphCapture, DecodeGraphs, Decoder, EagerCapture
+from larder.ops import PAGE_TOKENS, AttentionBackend
 from larder_bench.profiling.synthetic_cache import random_cache
 from larder_bench.random_models import open_model
 

@@ -31,13 +31,17 @@ from typing import Any
 from _timing import environment, write
 from scipy.stats import ks_2samp
 
-from larder.engine.engine import Engine
-from larder.models.loader import load
-from larder.server.local_engine_client import LocalEngineClient
-from larder.server.persistence.store import StoreSessionPersistence
-from larder.server.request import ApiError, ChatMessage, Report, Request
-from larder.store.ledger import ByteBudgets, Tier
-from larder.store.store import Store
+from larder.engine import Engine
+from larder.models import load
+from larder.server import (
+    ApiError,
+    ChatMessage,
+    LocalEngineClient,
+    Report,
+    Request,
+    StoreSessionPersistence,
+)
+from larder.store import ByteBudgets, Store, Tier
 
 OUT = Path("results/isolation.jsonl")
 ARMS = ("unknown", "other", "own")

@@ -25,21 +25,20 @@ from statistics import fmean
 
 from _needles import needle_texts
 
-from larder.core.conversation import Conversation
-from larder.core.observation import Calibration, LayerScores
-from larder.core.plan import Plan
-from larder.core.types import Variant
-from larder.engine.engine import Engine
-from larder.models.calibration import calibrate
+from larder.core import Calibration, Conversation, LayerScores, Plan, Variant
+from larder.engine import Engine
+from larder.models import calibrate
 from larder.ops.apportion import apportion
-from larder.policy.budgets._selection import top_k_per_layer
-from larder.policy.budgets.base import Budget
-from larder.policy.budgets.eviction_error import EvictionError
-from larder.policy.budgets.headkv import HeadKV
-from larder.policy.budgets.pooled import Pooled
-from larder.policy.budgets.sensitivity import Sensitivity
-from larder.policy.protect import Protect
-from larder.session.policy import Policy
+from larder.policy import (
+    Budget,
+    EvictionError,
+    HeadKV,
+    Pooled,
+    Protect,
+    Sensitivity,
+    top_k_per_layer,
+)
+from larder.session import Policy
 from larder_bench.scoring.teacher_forcing import score_answers
 
 CUT = 16  # a cut layer keeps one entry of so many

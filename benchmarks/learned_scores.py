@@ -25,16 +25,14 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from larder.core.types import Mode
-from larder.engine.engine import Engine
-from larder.evaluation.bootstrap import Bootstrap
-from larder.models.forward_batch import BatchSegment
-from larder.models.learned_weights import LayerTensors, LearnedWeights, load_learned
-from larder.policy.providers.base import PROVIDERS
-from larder.prefill.memory import PeakMemoryMeter
-from larder.session.policy import Policy
-from larder.session.prefill import build_caches, common_prompts
-from larder.training.corpus import Corpus, Document, Split, read_corpus
+from larder.core import Mode
+from larder.engine import Engine
+from larder.evaluation import Bootstrap
+from larder.models import BatchSegment, LayerTensors, LearnedWeights, load_learned
+from larder.policy import PROVIDERS
+from larder.prefill import PeakMemoryMeter
+from larder.session import Policy, build_caches, common_prompts
+from larder.training import Corpus, Document, Split, read_corpus
 from larder_bench.scoring.kl_divergence import kl_divergence
 
 FOLLOWING = 64  # tokens of the continuation

@@ -18,10 +18,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from larder.core.errors import LarderError
-from larder.core.family import public_name
-from larder.models.loader import load
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.core import LarderError, public_name
+from larder.models import load
+from larder.session import TokenizerAdapter
 from larder_bench.datasets.conversation_file import conversation_json
 from larder_bench.datasets.haystack import Haystack
 from larder_bench.datasets.sources import TaskSources

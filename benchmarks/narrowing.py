@@ -26,8 +26,8 @@ from _inputs import text_ids
 from _needles import needle_texts
 from _timing import environment, write
 
-from larder.core.conversation import Conversation
-from larder.engine.engine import Engine
+from larder.core import Conversation
+from larder.engine import Engine
 from larder_bench.scoring.teacher_forcing import score_answers
 
 POLICIES = ("full", "snapkv", "fastkv", "pyramidinfer", "ilre", "reform", "random")

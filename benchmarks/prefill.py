@@ -17,13 +17,10 @@ from collections.abc import Sequence
 import torch
 
 from larder import Policy
-from larder.cache.sequence import SequenceCache
-from larder.models.decoder import Decoder
-from larder.models.loader import load
-from larder.prefill.memory import PeakMemoryMeter
-from larder.session.embedders.base import Embedder
-from larder.session.prefill import ModelRuntime, build_caches
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.cache import SequenceCache
+from larder.models import Decoder, load
+from larder.prefill import PeakMemoryMeter
+from larder.session import Embedder, ModelRuntime, TokenizerAdapter, build_caches
 
 POLICIES = ("keydiff", "full", "h2o_blockwise", "d2o_blockwise", "roco")
 

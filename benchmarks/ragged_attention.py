@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from larder.ops.attention import ragged_attention
+from larder.ops import ragged_attention
 
 SEED = 0
 SHAPES = ((2, 64, 2), (8, 128, 2))  # K, D, R

@@ -31,14 +31,11 @@ from _timing import environment, write
 from transformers import DynamicCache
 
 from larder import Policy
-from larder.cache.forms.tiered import TieredLayer
-from larder.cache.offload.slow_tier import OffloadBatch
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.prefill.decode_eviction import DecodeEviction
-from larder.session.capacity import entries_per_head
+from larder.cache import OffloadBatch, SequenceCache, TieredLayer
+from larder.core import Mode
+from larder.models import BatchSegment, Decoder
+from larder.prefill import DecodeEviction
+from larder.session import entries_per_head
 from larder_bench.profiling.step_profiler import profile_steps
 from larder_bench.profiling.synthetic_keys import (
     KeyQueryStream,

@@ -19,11 +19,10 @@ from pathlib import Path
 import torch
 
 from larder import Engine, read_conversation
-from larder.cache.forms.tiered import TieredLayer
-from larder.cache.sequence import SequenceCache
-from larder.engine.generate import StoppingCriteria, generate
-from larder.engine.sampler import SamplingParams
-from larder.session.prefill import decode_planner
+from larder.cache import SequenceCache, TieredLayer
+from larder.engine import SamplingParams, StoppingCriteria
+from larder.engine.generate import generate
+from larder.session import decode_planner
 from larder_bench.results.environment import checkout_commit
 
 SHORT = Path(__file__).parents[1] / "examples" / "conversation.json"

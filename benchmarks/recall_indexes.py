@@ -36,8 +36,7 @@ from _timing import environment, write
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.core.observation import Entries
-from larder.core.recall import RECALLS, RecallIndex, RecallPart
+from larder.core import RECALLS, Entries, RecallIndex, RecallPart
 
 SINKS, RECENT, BEST = 32, 64, 32
 OUT, KEYS = Path("results/recall_indexes.jsonl"), Path("results/recall_keys")
@@ -102,7 +101,7 @@ def _built(part: RecallPart, own: RecordedLayer) -> tuple[RecallIndex, Entries]:
     index = part.index(own.layer)
     observed = own.latest[:, -part.observed :] if part.observed else None
     if part.observes_unrotated and observed is not None:
-        from larder.ops.rope import rotate
+        from larder.ops import rotate
 
         last = own.keys.shape[1]
         places = torch.arange(last - observed.shape[1], last)

@@ -32,16 +32,11 @@ import torch
 from _timing import environment, write
 
 from larder import Policy, read_conversation
-from larder.cache.offload.page_fetch import PageFetcher
-from larder.cache.sequence import SequenceCache
-from larder.core.recall import FetchMode
-from larder.core.types import Mode
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import load
-from larder.prefill.memory import PeakMemoryMeter
-from larder.session.prefill import ModelRuntime, build_caches, decode_planner
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.cache import PageFetcher, SequenceCache
+from larder.core import FetchMode, Mode
+from larder.models import BatchSegment, Decoder, load
+from larder.prefill import PeakMemoryMeter
+from larder.session import ModelRuntime, TokenizerAdapter, build_caches, decode_planner
 
 OUT = Path("results/recall_prefetch.jsonl")
 WARMUPS = 4

@@ -31,11 +31,8 @@ from _timing import environment, write
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.observation import Entries
-from larder.core.spec import LayerSpec
-from larder.core.types import Variant
-from larder.recall.dci import Dci, DciIndex
-from larder.recall.flat import Flat
+from larder.core import Entries, LayerSpec, Variant
+from larder.recall import Dci, DciIndex, Flat
 from larder_bench.profiling.timing import interleaved, percentiles
 
 HEADS, GROUP, COUNT, STEPS, DENSE, THETA = 8, 2, 12, 8, 2, 1e6

@@ -19,13 +19,10 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from larder.cache.sequence import SequenceCache
-from larder.core.plan import Plan
-from larder.core.types import Mode
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.session.capacity import empty_cache
-from larder.session.policy import Policy, with_measured_recall
+from larder.cache import SequenceCache
+from larder.core import Mode, Plan
+from larder.models import BatchSegment, Decoder
+from larder.session import Policy, empty_cache, with_measured_recall
 from larder_bench.profiling.synthetic_cache import random_cache
 
 LAG = 16  # entries that icecache lets pile up

@@ -26,12 +26,18 @@ import torch
 from _inputs import load_model
 from _timing import environment, write
 
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.models.kv_cost import GEMMA_3_4B, LLAMA_3_1_8B, QWEN_3_0_6B, KVSource
-from larder.models.recompute import BLOCK_TOKENS, ResidualStream
+from larder.cache import SequenceCache
+from larder.core import Mode
+from larder.models import (
+    BLOCK_TOKENS,
+    GEMMA_3_4B,
+    LLAMA_3_1_8B,
+    QWEN_3_0_6B,
+    BatchSegment,
+    Decoder,
+    KVSource,
+    ResidualStream,
+)
 from larder_bench.profiling.timing import interleaved, percentiles
 
 OUT = Path("results/recompute.jsonl")

@@ -31,17 +31,11 @@ from _timing import RUNS, environment, shortest_run, write
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from larder.core.conversation import Conversation
-from larder.core.types import Mode
-from larder.engine.chat import sized_policy
-from larder.engine.engine import Engine
-from larder.engine.store_persistence import StorePersistence
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import LoadedModel, seed_tokenizer, wrap_model
-from larder.session.chat_cache import ChatCache
-from larder.session.chat_state import ChatState
-from larder.session.transcript.chat_log import ChatLog, ChatTurn
-from larder.store.store import Store
+from larder.core import Conversation, Mode
+from larder.engine import Engine, StorePersistence, sized_policy
+from larder.models import BatchSegment, LoadedModel, seed_tokenizer, wrap_model
+from larder.session import ChatCache, ChatLog, ChatState, ChatTurn
+from larder.store import Store
 from larder_bench.random_models import RANDOM, open_model, random_config
 
 OUT = Path("results/resume.jsonl")

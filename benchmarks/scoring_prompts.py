@@ -20,8 +20,8 @@ from statistics import fmean
 
 from _needles import needle_texts
 
-from larder.core.conversation import Question
-from larder.engine.engine import Engine
+from larder.core import Question
+from larder.engine import Engine
 from larder_bench.scoring.teacher_forcing import score_answers
 
 POLICIES = {

@@ -33,10 +33,10 @@ from _answer_divergence import exported_turns, first_divergence
 from _server import Server, StreamedAnswer, run_server, session_path
 from _timing import environment, write
 
-from larder.core.conversation import Conversation
-from larder.engine.engine import Engine
-from larder.evaluation.answer_metrics import exact_match
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.core import Conversation
+from larder.engine import Engine
+from larder.evaluation import exact_match
+from larder.session import TokenizerAdapter
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks.base import parse_task
 

@@ -32,7 +32,7 @@ from _random_client import KEYS, TENANTS, RandomClient
 from _server import Server, run_server, session_path
 from _timing import environment, write
 
-from larder.store.maintenance import TOMBSTONE_SECONDS
+from larder.store import TOMBSTONE_SECONDS
 
 OUT = Path("results/soak.jsonl")
 VIOLATIONS = "larder_budget_violations_total"

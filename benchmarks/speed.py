@@ -26,12 +26,10 @@ from _timing import environment, write
 from transformers import DynamicCache
 
 from larder import Policy
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.prefill.memory import PeakMemoryMeter
-from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.cache import SequenceCache
+from larder.core import Mode
+from larder.models import BatchSegment, Decoder
+from larder.prefill import PeakMemoryMeter, PrefillReader, PrefillSequence
 from larder_bench.profiling.synthetic_cache import random_cache
 from larder_bench.profiling.timing import interleaved, percentiles
 

@@ -21,13 +21,18 @@ from _inputs import text_ids
 from _timing import environment, shortest_run, write
 from torch import Tensor
 
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import load
-from larder.store.blobs.cache_state import decode_state, encode_state, state_nbytes
-from larder.store.blobs.container import pack_container, unpack_container
-from larder.store.codecs.base import CODECS, codec_named
+from larder.cache import SequenceCache
+from larder.core import Mode
+from larder.models import BatchSegment, load
+from larder.store import (
+    CODECS,
+    codec_named,
+    decode_state,
+    encode_state,
+    pack_container,
+    state_nbytes,
+    unpack_container,
+)
 
 OUT = Path("results/store_codecs.jsonl")
 BLOCK_TOKENS = 512

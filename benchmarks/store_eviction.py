@@ -22,9 +22,8 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from larder.core.spelling import build, parse, spell
-from larder.store.eviction.base import EVICTIONS, EvictionPolicy, SupersededOrder
-from larder.store.eviction.marconi import Marconi
+from larder.core import build, parse, spell
+from larder.store import EVICTIONS, EvictionPolicy, Marconi, SupersededOrder
 from larder_bench.offline_optimum import Belady, Clairvoyant, FutureReads, ReuseIntervals
 from larder_bench.results.environment import environment_row
 from larder_bench.results.rows import Row, append_rows

@@ -16,13 +16,12 @@ import numpy as np
 import torch
 from transform_holding import BUDGETS, COMPARED_BYTES, POLICIES, documents, held, read
 
-from larder.cache.forms.transform import TransformLayer
-from larder.cache.sequence import SequenceCache
-from larder.cache.transformed_tier import TransformedTier
-from larder.core.codec import LAST_TIER
-from larder.engine.engine import Engine
-from larder.ops.symbol_model import CLASSES_PER_OCTAVE, ESCAPE, MIDDLE, classes_of, symbol_model
-from larder.session.policy import Policy
+from larder.cache import SequenceCache, TransformedTier, TransformLayer
+from larder.core import LAST_TIER
+from larder.engine import Engine
+from larder.ops import CLASSES_PER_OCTAVE, ESCAPE, MIDDLE, classes_of
+from larder.ops.symbol_model import symbol_model
+from larder.session import Policy
 from larder_bench.plots.style import PAGE, SOFT, figure_style
 
 

@@ -24,18 +24,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import BudgetError
-from larder.core.observation import Entries, LayerScores, Observation, ScratchPrompt
-from larder.core.plan import Plan
-from larder.core.types import Mode
-from larder.engine.engine import Engine
-from larder.models.forward_batch import BatchSegment, LayerActivations
-from larder.policy.planner import Planner
-from larder.prefill.eviction_pass import EvictionPass, ScoringPhase
-from larder.session.capacity import empty_cache, entries_per_head
-from larder.session.policy import Policy
-from larder.session.prefill import common_prompts, planner_with_quotas
+from larder.cache import SequenceCache
+from larder.core import BudgetError, Entries, LayerScores, Mode, Observation, Plan, ScratchPrompt
+from larder.engine import Engine
+from larder.models import BatchSegment, LayerActivations
+from larder.policy import Planner
+from larder.prefill import EvictionPass, ScoringPhase
+from larder.session import (
+    Policy,
+    common_prompts,
+    empty_cache,
+    entries_per_head,
+    planner_with_quotas,
+)
 from larder_bench.datasets.corpus import read_prose
 from larder_bench.scoring.kl_divergence import kl_divergence
 from larder_bench.studies.size_matching import search_budget

@@ -22,11 +22,11 @@ import torch
 from _timing import environment
 from transform_holding import POLICIES, Document, documents, held, read
 
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.engine.engine import Engine
-from larder.models.forward_batch import BatchSegment
-from larder.session.policy import Policy
+from larder.cache import SequenceCache
+from larder.core import Mode
+from larder.engine import Engine
+from larder.models import BatchSegment
+from larder.session import Policy
 
 SHARES = {"1/4": 0.25, "1/8": 0.125, "1/16": 0.0625}
 

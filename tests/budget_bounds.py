@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 
 from larder import Policy
-from larder.cache.sequence import SequenceCache
-from larder.models.forward_batch import ForwardBatch
-from larder.session.capacity import budgeted_layers, entries_per_head
+from larder.cache import SequenceCache
+from larder.models import ForwardBatch
+from larder.session import budgeted_layers, entries_per_head
 
 KEYDIFF = "blockwise() > protect(sinks=4, recent=8) > keydiff() > uniform()"
 SENTENCES = {

@@ -12,19 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from larder.cache.spec import FORMS
-from larder.core.observation import Entries, Observation
-from larder.core.plan import Plan
-from larder.core.recall import OffloadSpec
-from larder.core.spec import LayerSpec, ModelSpec, RecomputeSpec
-from larder.policy.planner import TALLIES
-from larder.policy.providers.base import (
-    PROVIDERS,
-    ActivationProvider,
-    Provider,
-    select_providers,
-)
-from larder.recall.flat import Flat
+from larder.cache import FORMS
+from larder.core import Entries, LayerSpec, ModelSpec, Observation, OffloadSpec, Plan, RecomputeSpec
+from larder.policy import PROVIDERS, TALLIES, ActivationProvider, Provider, select_providers
+from larder.recall import Flat
 
 # Cache forms that a cache may be given by name; the others are created by these.
 FORM_NAMES = [name for name in FORMS.names() if FORMS.load(name).has_public_name]

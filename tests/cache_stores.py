@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from builders import Tokens
-from larder.cache.forms.base import AttentionState, CacheLayer
-from larder.core.types import Mode
-from larder.ops.attention import merge_attention
+from larder.cache import AttentionState, CacheLayer
+from larder.core import Mode
+from larder.ops import merge_attention
 from references.cache.ragged import RaggedLoop
 
 

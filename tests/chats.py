@@ -9,14 +9,11 @@ from typing import Any
 import torch
 
 from larder import Chat, Conversation, Engine, Message, Policy
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import LoadedModel
-from larder.prefill.base import no_progress
-from larder.session.caches import SessionCaches
-from larder.session.memory import ConversationMemory
-from larder.session.prefill import ModelRuntime, PrefillInput
+from larder.cache import SequenceCache
+from larder.core import Mode
+from larder.models import BatchSegment, LoadedModel
+from larder.prefill import no_progress
+from larder.session import ConversationMemory, ModelRuntime, PrefillInput, SessionCaches
 from topic_embedder import TopicEmbedder
 
 BUDGET, BLOCK = 96, 32

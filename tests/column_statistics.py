@@ -7,11 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from larder.ops.column_statistics import GroupReduction, reduce_columns
-from larder.policy.aggregation.base import Aggregation
-from larder.policy.aggregation.max import Max
-from larder.policy.aggregation.mean import Mean
-from larder.policy.aggregation.sum import Sum
+from larder.ops import GroupReduction, reduce_columns
+from larder.policy import Aggregation, Max, Mean, Sum
 
 STATISTICS: dict[str, Aggregation] = {"max": Max(), "sum": Sum(), "mean": Mean()}
 

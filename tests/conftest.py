@@ -145,7 +145,7 @@ def offline() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def seed_model() -> Any:
     """The bundled model, loaded once for all tests that leave it as it is."""
-    from larder.models.loader import load
+    from larder.models import load
 
     return load()
 

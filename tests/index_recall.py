@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from larder.core.recall import RecallIndex, RecallPart
-from larder.core.spec import LayerSpec
+from larder.core import LayerSpec, RecallIndex, RecallPart
 from slow_tiers import Tier
 
 

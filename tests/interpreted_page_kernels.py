@@ -9,10 +9,9 @@ import sys
 
 import torch
 
+from larder.ops import GroupReduction, SegmentTables, reference_paged_attention
 from larder.ops import pages as torch_pages
-from larder.ops.column_statistics import GroupReduction
 from larder.ops.gpu import page_kernels
-from larder.ops.paged_attention import SegmentTables, reference_paged_attention
 from paged_segments import PagedSegments, kept_places, padded_places, some_segments
 
 LENGTHS = (70, 0, 33, 1)

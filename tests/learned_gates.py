@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from larder.core.spec import LayerSpec, ModelSpec
-from larder.models.decoder import Decoder
-from larder.models.learned_weights import Card, LearnedWeights
-from larder.policy.providers.base import PROVIDERS, GateProvider, select_providers
+from larder.core import LayerSpec, ModelSpec
+from larder.models import Card, Decoder, LearnedWeights
+from larder.policy import PROVIDERS, GateProvider, select_providers
 
 INNER, CHANNELS, SINKS = 5, 4, 3
 # Sizes that training chooses, in the tensors that gates read them from.

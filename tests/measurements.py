@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from larder.core.observation import Calibration
-from larder.core.spec import LayerSpec
-from larder.models.calibration import MEASUREMENTS
-from larder.models.measurements._needles import NeedleSettings
-from larder.models.measurements.base import SampleText
-from larder.models.measurements.echo import Echo
-from larder.models.measurements.eviction_error import EvictionErrorMeasurement
-from larder.models.measurements.induction import Induction
-from larder.models.measurements.reasoning import Reasoning
-from larder.models.measurements.reconstruction import Reconstruction
-from larder.models.measurements.retrieval import RetrievalMeasurement
-from larder.models.measurements.squeeze import SqueezeMeasurement
-from larder.models.measurements.streaming_error import StreamingError
+from larder.core import Calibration, LayerSpec
+from larder.models import (
+    MEASUREMENTS,
+    Echo,
+    EvictionErrorMeasurement,
+    Induction,
+    NeedleSettings,
+    Reasoning,
+    Reconstruction,
+    RetrievalMeasurement,
+    SampleText,
+    SqueezeMeasurement,
+    StreamingError,
+)
 
 SMALL_NEEDLES = NeedleSettings(tokens=40, count=2, words=1)
 SMALL = {

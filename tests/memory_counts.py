@@ -11,11 +11,7 @@ from typing import Any
 
 import pytest
 
-from larder.cache.forms.base import CacheLayer
-from larder.cache.forms.tiered import TieredLayer
-from larder.cache.memory_usage import storage_bytes
-from larder.cache.sequence import SequenceCache
-from larder.cache.spec import FORMS
+from larder.cache import FORMS, CacheLayer, SequenceCache, TieredLayer, storage_bytes
 
 LAYERS = [FORMS.load(name) for name in FORMS.names()]
 CHANGES = (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from larder.models.decoder import Decoder
+from larder.models import Decoder
 
 
 class Heads:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.cache import SequenceCache
+from larder.core import Mode
+from larder.models import BatchSegment, Decoder
+from larder.prefill import PrefillReader, PrefillSequence
 
 
 def some_ids(count: int, vocabulary: int = 128, seed: int = 0) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from larder.ops.paged_attention import SegmentTables
+from larder.ops import SegmentTables
 
 
 @dataclass(frozen=True)

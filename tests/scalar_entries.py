@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from larder.cache.merged_entries import merge_entries
-from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Entries, LayerScores
-from larder.core.plan import Plan
+from larder.cache import merge_entries
+from larder.core import LOG_COUNT, Entries, LayerScores, Plan
 
 
 def line(positions: list[int], keys: list[float], counts: list[int]) -> Entries:

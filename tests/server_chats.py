@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import pytest
 
 from larder import Policy
-from larder.server.request import ChatMessage
-from larder.session.presets import PRESETS
+from larder.server import ChatMessage
+from larder.session import PRESETS
 from topic_embedder import TopicEmbedder
 
 # What cannot be served, and a word of why.

@@ -9,25 +9,25 @@ from itertools import count
 from threading import Event
 
 from larder import Engine
-from larder.models.loader import LoadedModel, wrap_model
+from larder.models import LoadedModel, wrap_model
 from larder.models.tiny import tiny
-from larder.server.engine_core import EngineCore
-from larder.server.persistence import session_file
-from larder.server.persistence.base import SessionPersistence
-from larder.server.persistence.restore import CandidateLoader
-from larder.server.persistence.session_file import TranscriptSnapshot
-from larder.server.request import (
+from larder.server import (
+    CandidateLoader,
     ChatMessage,
+    DiskTier,
+    EngineCore,
     Listener,
     Report,
     Request,
+    SessionPersistence,
+    SessionState,
     Ticket,
     TokenLogprob,
+    TranscriptSnapshot,
 )
-from larder.server.session_state import SessionState
-from larder.server.tiers.disk import DiskTier
-from larder.session.embedders.base import Embedder
-from larder.store.ledger import ByteBudgets, Tier
+from larder.server.persistence import session_file
+from larder.session import Embedder
+from larder.store import ByteBudgets, Tier
 
 LIMITED = "blockwise() > protect(sinks=4, recent=8) > keydiff() > pooled()"
 STEPWISE = "blockwise() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()"

@@ -11,14 +11,10 @@ from threading import Event
 import pytest
 
 from larder import Engine
-from larder.core.errors import StoreError, StoreSlow
-from larder.models.loader import LoadedModel
-from larder.server.local_engine_client import LocalEngineClient
-from larder.server.persistence.store import StoreSessionPersistence
-from larder.server.request import ChatMessage, Request
-from larder.store.blobs.blob_store import blob_path
-from larder.store.ledger import ByteBudgets, Tier
-from larder.store.store import Store
+from larder.core import StoreError, StoreSlow
+from larder.models import LoadedModel
+from larder.server import ChatMessage, LocalEngineClient, Request, StoreSessionPersistence
+from larder.store import ByteBudgets, Store, Tier, blob_path
 from server_core import Client
 
 SECRET = b"s" * 32

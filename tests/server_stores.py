@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from larder.engine.snapshots import ModelSnapshots
-from larder.models.loader import LoadedModel
-from larder.server.persistence.base import Durability
-from larder.server.persistence.store import StoreSessionPersistence
-from larder.server.tiers.disk import StoreDiskTier
-from larder.store.fs.base import FileSystem
-from larder.store.store import Store
+from larder.engine import ModelSnapshots
+from larder.models import LoadedModel
+from larder.server import Durability, StoreDiskTier, StoreSessionPersistence
+from larder.store import FileSystem, Store
 from server_core import Served
 
 

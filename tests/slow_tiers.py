@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from larder.core.observation import Entries
-from larder.core.spec import LayerSpec
+from larder.core import Entries, LayerSpec
 
 SLACK = 3  # rows of NaN in front of each head: whoever reads them is found out
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from larder.cache.transform_tables import TransformTables
+from larder.cache import TransformTables
 
 # Classes and modules lead to the whole interpreter; tensors lead to their own insides. The tables
 # of a calibrated model are shared by its caches, whose bytes do not include them.

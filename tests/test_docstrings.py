@@ -14,12 +14,12 @@ import torch
 import transformers
 
 import larder
+from larder.engine import SamplingParams
 from larder.engine import engine as engine_module
-from larder.engine.sampler import SamplingParams
-from larder.interop.applied import AppliedPolicy
-from larder.models.loader import load
+from larder.interop import AppliedPolicy
+from larder.models import load
 from larder.models.tiny import tiny
-from larder.session.memory import ConversationMemory
+from larder.session import ConversationMemory
 from server_core import characters
 
 ROOT = Path(__file__).parents[1]

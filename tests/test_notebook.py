@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from larder.models.packaged import PACKAGED_MODELS
+from larder.models import PACKAGED_MODELS
 
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "own_model.ipynb"
 MOST_BYTES = 1 << 20

@@ -55,7 +55,7 @@ def test_every_test_draws_the_same_numbers(turn: int) -> None:
 
 
 def test_wrong_types_are_noticed() -> None:
-    from larder.core.conversation import Message
+    from larder.core import Message
 
     with pytest.raises(Exception, match=r"role|str"):
         Message(role=3, content="")  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float32
 
-from larder.session.embedders.base import Embedder
+from larder.session import Embedder
 
 TOPICS = ("dog", "car", "sea", "star")
 NOISE = 0.3  # texts with a number in them differ from others on their topic

@@ -6,11 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from larder.cache.forms.transform import TransformLayer
-from larder.cache.transform_tables import TransformTables, tables_path
-from larder.core.codec import Coder, TransformSpec
-from larder.core.ledger import Ledger
-from larder.core.spec import LayerSpec
+from larder.cache import TransformLayer, TransformTables, tables_path
+from larder.core import Coder, LayerSpec, Ledger, TransformSpec
 
 FINE_STEP = 2.0**-20
 NO_COLUMNS = Ledger()
@@ -38,7 +35,7 @@ def a_transform_layer(
     """Layer whose plans need no step of their own; its tables are saved, so that it can be too."""
     from safetensors.torch import save_file
 
-    from larder.cache.transform_tables import state_of
+    from larder.cache import state_of
 
     path = tables_path("")
     if not path.is_file():

@@ -17,15 +17,10 @@ from typing import Any
 
 from _pairs import LARDER, PeerPair
 
-from larder.core.conversation import Conversation
-from larder.core.errors import LarderError
-from larder.core.family import public_name
-from larder.core.memory_budget import MemoryBudget
-from larder.core.spelling import spell
-from larder.engine.engine import Engine
-from larder.models.loader import SEED
-from larder.models.packaged import PACKAGED_MODELS
-from larder.session.policy import Policy
+from larder.core import Conversation, LarderError, MemoryBudget, public_name, spell
+from larder.engine import Engine
+from larder.models import PACKAGED_MODELS, SEED
+from larder.session import Policy
 from larder_bench.datasets.prompt_templates import worded_chat
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.datasets.wording import QuestionPlacement, Wording

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from larder.core.errors import UnknownName
-from larder.core.family import unknown_name_message
+from larder.core import UnknownName, unknown_name_message
 
 KVPRESS, TRANSFORMERS, LARDER = "kvpress", "transformers", "larder"
 _READ = "whole() > protect(sinks=0, recent=0)"

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from larder.interop.cache import LarderCache
-from larder.models.packaged import PACKAGED_MODELS
+from larder.interop import LarderCache
+from larder.models import PACKAGED_MODELS
 
 PRESSES = (
     "SnapKVPress(0.75)",

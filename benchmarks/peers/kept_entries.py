@@ -25,11 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _equal_pairs import EQUAL_PAIRS, KVZIP, pyramid_pair
 from _pairs import KVPRESS, PeerPair
 
-from larder.core.conversation import Conversation
-from larder.engine.engine import Engine
-from larder.models.packaged import PACKAGED_MODELS
-from larder.session.policy import Policy
-from larder.session.prefill import SizeOptions, prefill_conversation
+from larder.core import Conversation
+from larder.engine import Engine
+from larder.models import PACKAGED_MODELS
+from larder.session import Policy, SizeOptions, prefill_conversation
 from larder_bench.datasets.prompt_templates import worded_chat
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.datasets.wording import Wording

@@ -16,13 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from _memory import PeakMemory, held_bytes
 
-from larder.cache.sequence import SequenceCache
-from larder.core.conversation import Conversation
-from larder.engine.engine import Engine
-from larder.engine.generate import StoppingCriteria, generate, no_observer
-from larder.engine.sampler import SamplingParams
-from larder.session.memory import ConversationMemory
-from larder.session.prefill import decode_planner
+from larder.cache import SequenceCache
+from larder.core import Conversation
+from larder.engine import Engine, SamplingParams, StoppingCriteria, no_observer
+from larder.engine.generate import generate
+from larder.session import ConversationMemory, decode_planner
 from larder_bench.datasets.prompt_templates import worded_chat
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.datasets.wording import Wording

@@ -49,7 +49,7 @@ from _jobs import (
 from _pairs import PAIRS, PeerPair, pairs_of
 from _ratios import tables
 
-from larder.core.errors import LarderError
+from larder.core import LarderError
 from larder_bench.execution.resumable_run import ResumableRun, RunProgress, estimate_seconds
 from larder_bench.results.rows import Row, append_rows, cell_key, existing_rows, read_results
 

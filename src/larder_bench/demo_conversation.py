@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from larder.core.conversation import Conversation
+from larder.core import Conversation
 from larder_bench.datasets.conversation_file import conversation_json
 from larder_bench.datasets.lifelog_questions import lifelog_conversation
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from larder.store.eviction.base import BoolColumn, CandidateColumns, EvictionPolicy, FloatColumn
+from larder.store import BoolColumn, CandidateColumns, EvictionPolicy, FloatColumn
 from larder_bench.traces.base import NONE, CachedObject, ReadEvent, Trace, WriteEvent
 
 WINDOWS, ROUNDS = 256, 150  # of the bound

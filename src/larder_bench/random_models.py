@@ -9,16 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from larder.core.errors import UnknownName
-from larder.core.family import unknown_name_message
-from larder.models.loader import (
-    LoadedModel,
-    load,
-    move_to_device,
-    seed_tokenizer,
-    torch_dtype,
-    wrap_model,
-)
+from larder.core import UnknownName, unknown_name_message
+from larder.models import LoadedModel, load, move_to_device, seed_tokenizer, torch_dtype, wrap_model
 
 RANDOM = "random:"
 _SHAPES: Mapping[str, Mapping[str, int]] = {

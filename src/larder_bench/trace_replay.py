@@ -9,12 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from larder.store.eviction.base import (
-    NUM_QUANTILES,
-    CandidateColumns,
-    EvictionPolicy,
-    pause_quantiles,
-)
+from larder.store import NUM_QUANTILES, CandidateColumns, EvictionPolicy, pause_quantiles
 from larder_bench.offline_optimum import FutureReads
 from larder_bench.traces.base import (
     NONE,

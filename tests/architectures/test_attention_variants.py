@@ -10,17 +10,17 @@ import torch
 
 from architectures.families import families
 from builders import FORM_NAMES, tiers_of
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import CacheError
-from larder.core.plan import Plan
-from larder.core.spec import RecomputeSource, RecomputeSpec
-from larder.core.types import Mode
-from larder.interop.cache import LarderCache
-from larder.models.attention_backend import AttentionInputs, CausalAttention
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import wrap_model
-from larder.models.measurements._attention_capture import squared_errors
+from larder.cache import SequenceCache
+from larder.core import CacheError, Mode, Plan, RecomputeSource, RecomputeSpec
+from larder.interop import LarderCache
+from larder.models import (
+    AttentionInputs,
+    BatchSegment,
+    CausalAttention,
+    Decoder,
+    squared_errors,
+    wrap_model,
+)
 from model_runs import own_logits, read_on, some_ids
 
 READ, STEPS, BLOCK, NEAR = 40, 4, 9, 5  # tokens

@@ -12,10 +12,9 @@ from torch import Tensor
 import larder
 from allocations import peak_bytes
 from architectures.families import Family, Status, with_status
-from larder.core.errors import ModelError
-from larder.core.spec import POSITION_BYTES
-from larder.interop.cache import LarderCache
-from larder.models.loader import wrap_model
+from larder.core import POSITION_BYTES, ModelError
+from larder.interop import LarderCache
+from larder.models import wrap_model
 from model_runs import own_logits, some_ids
 
 TOLERANCE = 1e-4  # float32, on logits whose spread is 0.5 or more

@@ -9,10 +9,10 @@ import torch
 
 import larder
 from architectures.families import families
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import InputError
-from larder.interop.cache import LarderCache
-from larder.models.loader import wrap_model
+from larder.cache import SequenceCache
+from larder.core import InputError
+from larder.interop import LarderCache
+from larder.models import wrap_model
 from model_runs import own_logits, read_on, some_ids
 
 LIMIT = 128  # tokens, of the family's tiny configuration

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from larder.core.errors import BudgetError
+from larder.core import BudgetError
 from larder_bench.studies.size_matching import TOLERANCE, TRIES, search_budget
 
 MOST = 2000

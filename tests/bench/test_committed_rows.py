@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from larder import Engine
-from larder.core.errors import InputError
+from larder.core import InputError
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.execution import committed_rows
 from larder_bench.execution.committed_rows import cheapest_cell, check_cell, rounding_of

@@ -8,7 +8,7 @@ import pytest
 
 from bench.corpus_files import chosen, documents, lines_written, words, written
 from larder import Question
-from larder.core.errors import BadParameter, InputError
+from larder.core import BadParameter, InputError
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.scoring.dataset_metrics import SCORERS, dataset_score
 from larder_bench.scoring.item_scores import NumberedQuestion, generated_items

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import InputError
+from larder.core import InputError
 from larder_bench.reports.docs_tables import (
     TableMark,
     by_budget,

@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 
 from chats import EPISODES, HISTORY, under
-from larder.core.errors import BadParameter
-from larder.models.loader import LoadedModel
-from larder.session.episodes.matching import NearestEpisodeRouter
-from larder.session.episodes.routing import SingleCacheRouter
-from larder.session.memory import ConversationMemory
+from larder.core import BadParameter
+from larder.models import LoadedModel
+from larder.session import ConversationMemory, NearestEpisodeRouter, SingleCacheRouter
 from larder_bench.studies.exhibits import budget_rows, cluster_row, exhibit_rows
 
 

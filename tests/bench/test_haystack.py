@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from larder import Conversation, read_conversation
-from larder.core.errors import BadParameter, UnknownName
+from larder.core import BadParameter, UnknownName
 from larder_bench.datasets.corpus import sentences_of_small_talk
 from larder_bench.datasets.grammar import load_grammar
 from larder_bench.datasets.haystack import KINDS, needles_conversation

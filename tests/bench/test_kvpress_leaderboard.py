@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from larder.core.errors import InputError
+from larder.core import InputError
 from larder_bench.reports.kvpress_leaderboard import main
 from larder_bench.results.rows import append_rows
 from result_rows import ENVIRONMENT, cell

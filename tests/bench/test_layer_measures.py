@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from larder import Engine
-from larder.core.errors import BadParameter
-from larder.core.types import Mode
-from larder.models.forward_batch import BatchSegment as Tokens
-from larder.models.measurements.sensitivity import SensitivityProfile, layer_similarities
+from larder.core import BadParameter, Mode
+from larder.models import BatchSegment as Tokens
+from larder.models import SensitivityProfile, layer_similarities
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.execution.runner import StudyRunner
 from larder_bench.measures.similarity import SimilarityMeasure

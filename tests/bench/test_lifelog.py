@@ -15,7 +15,7 @@ import pytest
 
 from bench.lifelog_reader import GRAMMAR, HEADER, SINGLES, sentences_of, statement_in, told
 from larder import Conversation, Question, read_conversation
-from larder.core.errors import BadParameter, UnknownName
+from larder.core import BadParameter, UnknownName
 from larder_bench.datasets.grammar import VALUES, draw_value
 from larder_bench.datasets.lifelog_questions import lifelog_conversation
 from larder_bench.datasets.lifelog_sessions import LifeLog, count_message_tokens, write_lifelog

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from larder import Engine
-from larder.cache.forms.base import CacheLayer
-from larder.core.errors import BadParameter
+from larder.cache import CacheLayer
+from larder.core import BadParameter
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.execution.runner import StudyRunner, parse_measure
 from larder_bench.measures.decode import StepTimings

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import InputError
-from larder.session.presets import PRESETS
+from larder.core import InputError
+from larder.session import PRESETS
 from larder_bench.reports.methods import (
     FIGURES,
     SOURCE,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from larder import LarderError
-from larder.core.errors import BadParameter, UnknownName, UsageError
-from larder.evaluation.bootstrap import Bootstrap
+from larder.core import BadParameter, UnknownName, UsageError
+from larder.evaluation import Bootstrap
 from larder_bench.execution.runner import StudyRunner, validate_study
 from larder_bench.plots.report import render_report
 from larder_bench.reports.paper_comparison import (

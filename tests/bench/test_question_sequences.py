@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from larder import Conversation, Engine, Message, Question
-from larder.core.memory_budget import MemoryBudget
-from larder.session.memory import ConversationMemory
+from larder.core import MemoryBudget
+from larder.session import ConversationMemory
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.random_models import open_model
 from larder_bench.results.budget_labels import MatchedQuantity

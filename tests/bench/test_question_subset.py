@@ -7,9 +7,8 @@ import pytest
 
 from bench.corpus_files import sources
 from larder import Question
-from larder.core.errors import BadParameter, TooLittle
-from larder.session.episodes.clustering import cluster
-from larder.session.episodes.segments import cut_segments
+from larder.core import BadParameter, TooLittle
+from larder.session import cluster, cut_segments
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks import base
 from larder_bench.tasks.base import parse_task

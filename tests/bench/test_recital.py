@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from larder import Conversation, read_conversation
-from larder.core.errors import BadParameter
+from larder.core import BadParameter
 from larder_bench.datasets.lifelog_sessions import count_message_tokens
 from larder_bench.scoring.answer_items import numbered_item_spans
 from larder_bench.tasks.recite import recital_conversation

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from larder.core.errors import InputError
+from larder.core import InputError
 from larder_bench.execution.resumable_run import ResumableRun
 from larder_bench.results import environment
 from larder_bench.results.environment import checkout_commit, environment_row

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from larder import Engine
-from larder.core.errors import BadParameter
+from larder.core import BadParameter
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.execution.runner import StudyRunner
 from larder_bench.measures.stages import Stages

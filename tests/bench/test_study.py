@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from larder import LarderError
-from larder.core.errors import InputError, UnknownName, UsageError
-from larder.session.presets import PRESETS
+from larder.core import InputError, UnknownName, UsageError
+from larder.session import PRESETS
 from larder_bench.execution.runner import parse_measure, validate_study
 from larder_bench.results.tables import SCALES
 from larder_bench.studies.cells import cells_of, distinct_cells

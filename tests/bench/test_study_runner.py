@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from larder import Conversation, Engine, Message
-from larder.core.errors import BudgetError, InputError, UsageError
+from larder.core import BudgetError, InputError, UsageError
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.execution.resumable_run import RunProgress
 from larder_bench.execution.runner import StudyRunner, validate_study

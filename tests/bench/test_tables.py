@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from larder.core.errors import UsageError
-from larder.core.memory_budget import BudgetUnit, MemoryBudget
+from larder.core import BudgetUnit, MemoryBudget, UsageError
 from larder_bench.results.budget_labels import sort_budgets
 from larder_bench.results.tables import SCALES, CellScores, ScoreTable, cell_scores, markdown_report
 

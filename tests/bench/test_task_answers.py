@@ -13,7 +13,7 @@ import pytest
 from bench.corpus_files import sources
 from bench.lifelog_reader import SINGLES, told
 from larder import Conversation, Question
-from larder.core.errors import BadParameter
+from larder.core import BadParameter
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks.base import QuestionStyle, parse_task
 

@@ -18,8 +18,7 @@ from bench.corpus_files import (
     written,
 )
 from larder import Conversation, read_conversation
-from larder.core.conversation import PromptLayout
-from larder.core.errors import InputError, TooLittle
+from larder.core import InputError, PromptLayout, TooLittle
 from larder_bench.datasets.conversation_file import conversation_json
 from larder_bench.datasets.documents import head_tokens, tail_tokens, truncate_middle
 from larder_bench.datasets.sources import TaskSources

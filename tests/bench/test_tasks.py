@@ -11,9 +11,7 @@ import pytest
 from bench.corpus_files import sources, words
 from larder import Conversation, LarderError
 from larder.cli.part_docs import citations
-from larder.core.conversation import PromptLayout
-from larder.core.errors import BadParameter, SpellingError, UnknownName, UsageError
-from larder.core.spelling import spell
+from larder.core import BadParameter, PromptLayout, SpellingError, UnknownName, UsageError, spell
 from larder_bench.datasets.lifelog_sessions import count_message_tokens
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks import base

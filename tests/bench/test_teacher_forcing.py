@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from larder import Conversation, Engine, Message, Question
-from larder.core.types import Mode
-from larder.models.forward_batch import BatchSegment
-from larder.session.memory import ConversationMemory
+from larder.core import Mode
+from larder.models import BatchSegment
+from larder.session import ConversationMemory
 from larder_bench.scoring.answer_items import numbered_item_spans
 from larder_bench.scoring.teacher_forcing import AnswerLikelihood, score_answers, split_by_spans
 

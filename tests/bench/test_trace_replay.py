@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from larder.store.eviction.base import EVICTIONS, NUM_QUANTILES, EvictionPolicy, SupersededOrder
+from larder.store import EVICTIONS, NUM_QUANTILES, EvictionPolicy, SupersededOrder
 from larder_bench.offline_optimum import Belady, Clairvoyant, FutureReads, ReuseIntervals
 from larder_bench.trace_replay import MIN_PAUSES, SimulatedTier, ToolPauses, best_rule, replay_trace
 from larder_bench.traces.base import NONE, TRACES, StateForm, Trace

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from larder.core.errors import BadParameter
-from larder.models.kv_cost import LLAMA_3_1_8B, KVSource
+from larder.core import BadParameter
+from larder.models import LLAMA_3_1_8B, KVSource
 from larder_bench.traces._builder import TraceBuilder
 from larder_bench.traces.base import (
     NONE,

@@ -9,12 +9,8 @@ import pytest
 
 from bench.corpus_files import sources, words
 from larder import Conversation, Engine, Message, Question
-from larder.core.conversation import PromptLayout
-from larder.core.errors import UnknownName, UsageError
-from larder.core.memory_budget import MemoryBudget
-from larder.session.memory import ConversationMemory
-from larder.session.transcript.chat_template import TemplateMessage
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.core import MemoryBudget, PromptLayout, UnknownName, UsageError
+from larder.session import ConversationMemory, TemplateMessage, TokenizerAdapter
 from larder_bench.datasets.prompt_templates import (
     PROMPTS,
     worded_chat,

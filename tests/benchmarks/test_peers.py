@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from larder import Engine, LarderError, Policy
-from larder.core.errors import UnknownName
+from larder.core import UnknownName
 from larder_bench.results.rows import CellKey, Row, cell_key
 from larder_bench.tasks.base import parse_task
 from result_rows import cell, write_rows

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from larder import Engine
-from larder.core.types import Mode
-from larder.models.forward_batch import BatchSegment
-from larder.server.session_state import TOKEN_TYPECODE
+from larder.core import Mode
+from larder.models import BatchSegment
+from larder.server import TOKEN_TYPECODE
 from server_core import Served, answered, characters, encode_session, told
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -14,20 +14,18 @@ import pytest
 import torch
 
 from builders import Tokens, a_layer, a_plan, draw
-from larder.cache.forms.base import CacheLayer
-from larder.cache.forms.compact import CompactLayer
-from larder.cache.forms.dense import DenseLayer
-from larder.cache.forms.graded import GradedLayer
-from larder.cache.forms.ragged import RaggedLayer
-from larder.cache.forms.tiered import TieredLayer
-from larder.cache.forms.window import SlidingWindowLayer
-from larder.cache.spec import FORMS
-from larder.core.codec import Codec
-from larder.core.ledger import LOG_COUNT, Ledger
-from larder.core.plan import Plan
-from larder.core.recall import OffloadSpec
-from larder.core.spec import LayerSpec
-from larder.recall.flat import Flat
+from larder.cache import (
+    FORMS,
+    CacheLayer,
+    CompactLayer,
+    DenseLayer,
+    GradedLayer,
+    RaggedLayer,
+    SlidingWindowLayer,
+    TieredLayer,
+)
+from larder.core import LOG_COUNT, Codec, LayerSpec, Ledger, OffloadSpec, Plan
+from larder.recall import Flat
 from memory_counts import checked_counts
 from references.cache.compact import CompactLoop
 from references.cache.dense import DenseLoop

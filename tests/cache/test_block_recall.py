@@ -7,11 +7,9 @@ import torch
 
 from builders import Tokens, a_layer, a_plan, draw
 from cache_stores import append, assert_close, attend, extend
-from larder.cache.forms.tiered import TieredLayer
-from larder.core.ledger import Ledger
-from larder.core.recall import OffloadSpec, PrefillRecall
-from larder.core.types import AppendKind
-from larder.recall.votes import Votes
+from larder.cache import TieredLayer
+from larder.core import AppendKind, Ledger, OffloadSpec, PrefillRecall
+from larder.recall import Votes
 from references import votes as loop
 from references.cache.loop import Entry, attend_one
 

@@ -10,16 +10,18 @@ from torch import Tensor
 
 from builders import a_layer, draw
 from cache_stores import append, assert_close, extend, same_bits
-from larder.cache.forms.corrected import CorrectedLayer
-from larder.core.codec import Codec
-from larder.core.errors import BadParameter, CacheError
-from larder.core.ledger import Ledger
-from larder.core.plan import Plan
-from larder.core.recall import OffloadSpec, RecallPart
-from larder.core.types import AppendKind
-from larder.recall.bounds import Bounds
-from larder.recall.flat import Flat
-from larder.recall.sparq import SparQ
+from larder.cache import CorrectedLayer
+from larder.core import (
+    AppendKind,
+    BadParameter,
+    CacheError,
+    Codec,
+    Ledger,
+    OffloadSpec,
+    Plan,
+    RecallPart,
+)
+from larder.recall import Bounds, Flat, SparQ
 
 LAYER = a_layer(2, 2)
 READ, NEAR, STEPS = 40, 4, 5

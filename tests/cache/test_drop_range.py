@@ -6,10 +6,9 @@ import torch
 
 from builders import a_layer, a_plan, draw
 from cache_stores import append, assert_close, extend
-from larder.cache.forms.tiered import TieredLayer
-from larder.core.ledger import Ledger
-from larder.core.recall import OffloadSpec
-from larder.recall.flat import Flat
+from larder.cache import TieredLayer
+from larder.core import Ledger, OffloadSpec
+from larder.recall import Flat
 
 LAYER = a_layer(2, 2)
 

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from builders import a_layer, a_plan
 from cache_stores import append, extend, same_bits
-from larder.cache.forms.base import CacheLayer
-from larder.cache.forms.ragged import RaggedLayer
-from larder.core.errors import CacheError
-from larder.core.ledger import LOG_COUNT, Ledger
+from larder.cache import CacheLayer, RaggedLayer
+from larder.core import LOG_COUNT, CacheError, Ledger
 from tensor_memory import reachable_tensors, storage_bytes
 
 

@@ -10,10 +10,8 @@ import torch
 
 from builders import Tokens, a_plan
 from cache_stores import append, assert_holds, attend, extend, places, same, same_bits
-from larder.cache.forms.base import CacheLayer
-from larder.cache.forms.ragged import RaggedLayer
-from larder.core.errors import CacheError
-from larder.core.plan import Plan
+from larder.cache import CacheLayer, RaggedLayer
+from larder.core import CacheError, Plan
 from references.cache.ragged import RaggedLoop
 
 TYPES = [torch.float32, torch.bfloat16]

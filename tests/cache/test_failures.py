@@ -12,12 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from builders import a_plan
 from cache_stores import exact, same_bits
-from larder.cache.forms.base import CacheLayer
-from larder.cache.forms.graded import GradedLayer
-from larder.cache.forms.ragged import RaggedLayer
-from larder.core.errors import CacheError
-from larder.core.plan import Folds, Plan
-from larder.core.spec import LayerSpec
+from larder.cache import CacheLayer, GradedLayer, RaggedLayer
+from larder.core import CacheError, Folds, LayerSpec, Plan
 from memory_counts import assert_counted
 
 # Operations that only write into memory that is there already.

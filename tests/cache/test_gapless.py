@@ -10,14 +10,9 @@ import torch
 from builders import RADIANS, Tokens, a_layer, a_plan, draw
 from cache_stores import append, assert_close, attend, extend
 from larder import Policy
-from larder.cache.forms.gapless import GaplessLayer
-from larder.cache.forms.tiered import TieredLayer
-from larder.core.errors import CacheError, SpellingError
-from larder.core.ledger import Ledger
-from larder.core.recall import OffloadSpec, PrefillRecall
-from larder.core.types import AppendKind
-from larder.recall.flat import Flat
-from larder.recall.votes import Votes
+from larder.cache import GaplessLayer, TieredLayer
+from larder.core import AppendKind, CacheError, Ledger, OffloadSpec, PrefillRecall, SpellingError
+from larder.recall import Flat, Votes
 from references.a2ats import turned
 from references.cache.loop import Entry, attend_one
 

@@ -13,13 +13,9 @@ from torch import Tensor
 import larder.cache.forms._graded_tiers as tiers
 from builders import HEAD_DIM, a_layer, a_plan, draw
 from cache_stores import attend_held, same_bits
-from larder.cache.forms.graded import GradedLayer
-from larder.core.codec import Codec
-from larder.core.errors import CacheError
-from larder.core.ledger import LOG_COUNT, Ledger
-from larder.core.plan import Folds, Plan
-from larder.ops.attention import ragged_attention
-from larder.ops.quantization import QuantizedRows
+from larder.cache import GradedLayer
+from larder.core import LOG_COUNT, CacheError, Codec, Folds, Ledger, Plan
+from larder.ops import QuantizedRows, ragged_attention
 from references.cache.graded import GradedLoop
 from references.ops import quantization
 

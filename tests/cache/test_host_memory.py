@@ -9,16 +9,9 @@ import torch
 
 from builders import a_layer, a_plan, a_spec, draw
 from cache_stores import append, extend
-from larder.cache.forms.tiered import TieredLayer
-from larder.cache.offload.host_memory import HostMemoryBudget
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import BudgetError
-from larder.core.ledger import Ledger
-from larder.core.recall import OffloadSpec, RecallPart
-from larder.recall.bounds import Bounds
-from larder.recall.dci import Dci
-from larder.recall.flat import Flat
-from larder.recall.pq import PQ
+from larder.cache import HostMemoryBudget, SequenceCache, TieredLayer
+from larder.core import BudgetError, Ledger, OffloadSpec, RecallPart
+from larder.recall import PQ, Bounds, Dci, Flat
 
 LAYER = a_layer(2, 2)
 PARTS = {

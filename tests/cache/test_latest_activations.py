@@ -10,11 +10,8 @@ from safetensors.torch import load, save
 
 from builders import FORM_NAMES, a_layer, a_spec, draw, tiers_of
 from cache_stores import same_bits
-from larder.cache.latest_activations import latest_queries_bytes
-from larder.cache.sequence import SequenceCache
-from larder.core.ledger import Ledger
-from larder.core.observation import LatestQueries
-from larder.core.types import Mode
+from larder.cache import SequenceCache, latest_queries_bytes
+from larder.core import LatestQueries, Ledger, Mode
 from tensor_memory import reachable_tensors, storage_bytes
 
 LAYERS = (a_layer(2, 2), a_layer(1, 3, index=1))

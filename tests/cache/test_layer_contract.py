@@ -7,7 +7,7 @@ import torch
 
 from builders import Tokens
 from cache_stores import append, assert_close, assert_holds, attend, extend, held, same
-from larder.core.errors import CacheError
+from larder.core import CacheError
 
 
 def test_two_stores_with_different_entries_are_told_apart(subject) -> None:

@@ -7,8 +7,7 @@ import weakref
 import torch
 
 from cache_stores import append, assert_holds, exact, extend, same
-from larder.cache.forms.tiered import TieredLayer
-from larder.cache.shared_storage import SegmentedLayer
+from larder.cache import SegmentedLayer, TieredLayer
 from tensor_memory import reachable_tensors, storage_bytes
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from builders import Tokens, a_plan
 from cache_stores import append, assert_close, attend, attend_held, extend
-from larder.cache.forms.base import CacheLayer
-from larder.core.ledger import LOG_COUNT
+from larder.cache import CacheLayer
+from larder.core import LOG_COUNT
 from references.cache.loop import attend_one
 from references.cache.ragged import RaggedLoop
 

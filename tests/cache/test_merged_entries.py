@@ -12,9 +12,8 @@ import torch
 import larder.ops.entry_merge as folding
 from builders import a_plan
 from cache_stores import append, assert_close, attend, exact, extend, held, same_bits
-from larder.cache.forms.base import CacheLayer
-from larder.core.errors import CacheError
-from larder.core.plan import Folds, Plan
+from larder.cache import CacheLayer
+from larder.core import CacheError, Folds, Plan
 from references.cache.folding import Fold, Place
 from references.cache.ragged import RaggedLoop
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from larder.cache.model_positions import ModelPositions
-from larder.cache.sequence import SequenceCache
-from larder.core.spec import LayerSpec, ModelSpec
+from larder.cache import ModelPositions, SequenceCache
+from larder.core import LayerSpec, ModelSpec
 
 # Two words, an image of two rows and two columns, two words.
 TIMES, ROWS, COLUMNS = [0, 1, 2, 2, 2, 2, 4, 5], [0, 1, 2, 2, 3, 3, 4, 5], [0, 1, 2, 3, 2, 3, 4, 5]

@@ -9,15 +9,11 @@ from hypothesis import strategies as st
 
 from builders import a_layer, a_plan, draw
 from cache_stores import append, assert_close, extend
-from larder.cache.forms.tiered import TieredLayer
-from larder.cache.offload.page_pool import PagePool
-from larder.core.ledger import Ledger
-from larder.core.observation import Entries
-from larder.core.recall import OffloadSpec, RecallPart
-from larder.ops.attention import merge_attention, ragged_attention
+from larder.cache import PagePool, TieredLayer
+from larder.core import Entries, Ledger, OffloadSpec, RecallPart
+from larder.ops import merge_attention, ragged_attention
 from larder.ops.cpu import page_slots
-from larder.recall.bounds import Bounds
-from larder.recall.flat import Flat
+from larder.recall import Bounds, Flat
 
 LAYER = a_layer(2, 2)  # two query heads per kv head
 ROW = 2 * 8 * 4 + 4  # a key, a value, a bias

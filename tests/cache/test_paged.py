@@ -11,16 +11,9 @@ import torch
 
 from builders import a_layer, a_plan, a_spec, draw, parking_of
 from cache_stores import append, assert_close, assert_holds, attend, extend, same
-from larder.cache.forms.dense import DenseLayer
-from larder.cache.forms.paged import PagedLayer
-from larder.cache.forms.ragged import RaggedLayer
-from larder.cache.page_arena import PageArena
-from larder.cache.sequence import SequenceCache, held_nbytes
-from larder.core.errors import CacheError
-from larder.core.ledger import Ledger
-from larder.core.plan import Folds, Plan
-from larder.core.spec import LayerSpec
-from larder.ops.paged_attention import AttentionBackend
+from larder.cache import DenseLayer, PageArena, PagedLayer, RaggedLayer, SequenceCache, held_nbytes
+from larder.core import CacheError, Folds, LayerSpec, Ledger, Plan
+from larder.ops import AttentionBackend
 from references.cache.ragged import RaggedLoop
 
 BACKENDS = (AttentionBackend.REFERENCE, AttentionBackend.CPU, AttentionBackend.GATHERED)

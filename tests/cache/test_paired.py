@@ -13,12 +13,8 @@ from torch import Tensor
 
 from builders import a_layer, a_plan, draw
 from cache_stores import append, assert_close, attend, attend_held, extend, same, same_bits
-from larder.cache.forms._shared_entries import LOWER, UPPER, slerp
-from larder.cache.forms.paired import PairedLayer, link_pairs
-from larder.core.errors import BadParameter, CacheError
-from larder.core.ledger import LOG_COUNT, Ledger
-from larder.core.plan import Folds, Plan
-from larder.core.spec import LayerPairing
+from larder.cache import LOWER, UPPER, PairedLayer, link_pairs, slerp
+from larder.core import LOG_COUNT, BadParameter, CacheError, Folds, LayerPairing, Ledger, Plan
 from larder.ops.attention import attention
 from references.cache.paired import Held, PairLoop
 from references.ops import slerp as loop

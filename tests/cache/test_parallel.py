@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, draw
-from larder.cache.forms.blended import BlendedLayer
-from larder.cache.forms.parallel import ParallelLayer
-from larder.core.errors import CacheError
-from larder.core.types import Mode
-from larder.ops.attention import merge_attention
+from larder.cache import BlendedLayer, ParallelLayer
+from larder.core import CacheError, Mode
+from larder.ops import merge_attention
 from references.cache.loop import Entry
 from references.cache.parallel import context_weight, two_branches
 from tensor_memory import reachable_tensors, storage_bytes

@@ -10,15 +10,9 @@ import torch
 
 from builders import a_layer, a_plan, draw
 from cache_stores import append, assert_close, extend, same_bits
-from larder.cache.forms.tiered import TieredLayer
-from larder.cache.offload.quantized_slow_tier import QuantizedSlowTier
-from larder.core.codec import Codec
-from larder.core.errors import CacheError
-from larder.core.ledger import Ledger
-from larder.core.observation import Entries
-from larder.core.recall import OffloadSpec, RecallPart
-from larder.recall.bounds import Bounds
-from larder.recall.flat import Flat
+from larder.cache import QuantizedSlowTier, TieredLayer
+from larder.core import CacheError, Codec, Entries, Ledger, OffloadSpec, RecallPart
+from larder.recall import Bounds, Flat
 from references.cache.loop import Entry, attend_one
 
 LAYER, GROUP = a_layer(2, 2), 8

@@ -7,13 +7,9 @@ import torch
 
 from builders import Tokens, a_layer, a_plan, draw
 from cache_stores import append, assert_close, attend, extend
-from larder.cache.forms.tiered import TieredLayer
-from larder.core.errors import BadParameter
-from larder.core.ledger import Ledger
-from larder.core.recall import OffloadSpec
-from larder.core.types import AppendKind
-from larder.recall.bounds import Bounds
-from larder.recall.flat import Flat
+from larder.cache import TieredLayer
+from larder.core import AppendKind, BadParameter, Ledger, OffloadSpec
+from larder.recall import Bounds, Flat
 from references.cache.loop import Entry, attend_one
 
 LAYER, COUNT, PAGE = a_layer(2, 2), 41, 4

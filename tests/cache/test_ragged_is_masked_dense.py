@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from builders import a_layer, a_plan, draw
 from cache_stores import extend
-from larder.cache.forms.dense import DenseLayer
-from larder.cache.forms.ragged import RaggedLayer
+from larder.cache import DenseLayer, RaggedLayer
 
 
 @st.composite

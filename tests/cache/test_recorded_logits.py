@@ -9,8 +9,8 @@ import torch
 
 from builders import a_layer, draw
 from cache_stores import extend
-from larder.cache.forms.ragged import RaggedLayer
-from larder.core.plan import Plan
+from larder.cache import RaggedLayer
+from larder.core import Plan
 
 
 def a_store() -> RaggedLayer:

@@ -10,11 +10,8 @@ from safetensors.torch import load, save
 
 from builders import a_layer, a_plan, a_spec, draw
 from cache_stores import same_bits
-from larder.cache.sequence import SequenceCache
-from larder.core.codec import Codec
-from larder.core.errors import CacheError
-from larder.core.ledger import LOG_COUNT, Ledger
-from larder.core.types import Mode
+from larder.cache import SequenceCache
+from larder.core import LOG_COUNT, CacheError, Codec, Ledger, Mode
 from tensor_memory import reachable_tensors, storage_bytes
 
 LAYERS = (a_layer(2, 2), a_layer(1, 3, window=6, index=1))

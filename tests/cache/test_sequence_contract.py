@@ -8,9 +8,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from builders import FORM_NAMES, a_layer, a_plan, a_spec, draw, parking_of
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import CacheError
-from larder.core.types import Mode
+from larder.cache import SequenceCache
+from larder.core import CacheError, Mode
 from tensor_memory import reachable_tensors, storage_bytes
 
 LAYERS = (a_layer(2, 2), a_layer(1, 3, window=6, index=1), a_layer(3, 1, index=2))

@@ -13,15 +13,16 @@ from torch import Tensor
 
 from builders import Tokens, a_layer, a_plan, a_spec, draw
 from cache_stores import attend, extend, same_bits
-from larder.cache.forms.base import CacheLayer
-from larder.cache.forms.dense import DenseLayer
-from larder.cache.forms.ragged import RaggedLayer
-from larder.cache.sequence import SequenceCache, held_nbytes
-from larder.cache.shared_storage import SHORT_SEGMENT
-from larder.core.ledger import LOG_COUNT, Ledger
-from larder.core.types import Mode
-from larder.ops.cpu.c_library import c_library
-from larder.ops.cpu.decode_attention import decode_step
+from larder.cache import (
+    SHORT_SEGMENT,
+    CacheLayer,
+    DenseLayer,
+    RaggedLayer,
+    SequenceCache,
+    held_nbytes,
+)
+from larder.core import LOG_COUNT, Ledger, Mode
+from larder.ops import c_library, decode_step
 from tensor_memory import reachable_tensors, storage_bytes
 
 LAYER = a_layer(2, 2)

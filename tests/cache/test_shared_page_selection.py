@@ -10,16 +10,9 @@ from torch import Tensor
 
 from builders import a_layer, a_spec, draw
 from cache_stores import assert_close
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import BadParameter
-from larder.core.ledger import Ledger
-from larder.core.plan import Plan
-from larder.core.recall import OffloadSpec, RecallPart
-from larder.core.types import Mode
-from larder.recall.dci import Dci
-from larder.recall.flat import Flat
-from larder.recall.votes import Votes
-from larder.recall.wave import Wave
+from larder.cache import SequenceCache
+from larder.core import BadParameter, Ledger, Mode, OffloadSpec, Plan, RecallPart
+from larder.recall import Dci, Flat, Votes, Wave
 from references.cache.loop import Entry, attend_one
 
 LAYER = a_layer(2, 2)

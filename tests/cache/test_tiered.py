@@ -12,14 +12,10 @@ from hypothesis import strategies as st
 
 from builders import Tokens, a_layer, a_plan, draw
 from cache_stores import append, assert_close, extend, same_bits
-from larder.cache.forms.tiered import TieredLayer
+from larder.cache import TieredLayer
 from larder.cache.offload import page_fetch
-from larder.core.errors import CacheError
-from larder.core.ledger import Ledger
-from larder.core.plan import Plan
-from larder.core.recall import OffloadSpec, RecallPart, SearchMode
-from larder.core.spec import LayerSpec
-from larder.recall.flat import Flat
+from larder.core import CacheError, LayerSpec, Ledger, OffloadSpec, Plan, RecallPart, SearchMode
+from larder.recall import Flat
 from references.cache.loop import Entry, attend_one
 
 LAYER = a_layer(2, 2)

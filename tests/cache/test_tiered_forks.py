@@ -9,15 +9,9 @@ import torch
 
 from builders import a_layer, a_plan, draw
 from cache_stores import append, assert_close, extend
-from larder.cache.forms.tiered import TieredLayer
-from larder.cache.offload.slow_tier import StorageOwners
-from larder.core.errors import CacheError
-from larder.core.ledger import Ledger
-from larder.core.plan import Plan
-from larder.core.recall import OffloadSpec, RecallPart
-from larder.recall.dci import Dci
-from larder.recall.flat import Flat
-from larder.recall.votes import Votes
+from larder.cache import StorageOwners, TieredLayer
+from larder.core import CacheError, Ledger, OffloadSpec, Plan, RecallPart
+from larder.recall import Dci, Flat, Votes
 
 LAYER = a_layer(2, 2)
 PARTS = {

@@ -11,17 +11,27 @@ from torch import Tensor
 
 from builders import a_layer, a_plan, a_spec, draw
 from cache_stores import assert_close, attend_held, same_bits
-from larder.cache.forms._transform_fit import tiers_of
-from larder.cache.forms.transform import TransformLayer
-from larder.cache.sequence import SequenceCache
-from larder.cache.spec import text_of, text_tensor
-from larder.cache.transform_tables import TransformTables
-from larder.cache.transformed_tier import INDEX_BYTES, SPEC_KEY
-from larder.core.codec import Coder, TransformSpec
-from larder.core.errors import BudgetError, CacheError
-from larder.core.ledger import LOG_COUNT, Ledger
-from larder.core.plan import Folds, Plan
-from larder.policy.storage.transform import Transform
+from larder.cache import (
+    INDEX_BYTES,
+    SPEC_KEY,
+    SequenceCache,
+    TransformLayer,
+    TransformTables,
+    text_of,
+    text_tensor,
+    tiers_of,
+)
+from larder.core import (
+    LOG_COUNT,
+    BudgetError,
+    CacheError,
+    Coder,
+    Folds,
+    Ledger,
+    Plan,
+    TransformSpec,
+)
+from larder.policy import Transform
 from references import transform as reference
 from transforms import FINE_STEP, a_transform_layer, some_tables
 

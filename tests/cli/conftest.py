@@ -11,7 +11,7 @@ import cli_results
 from cli_results import Run
 from larder.cli import question_run
 from larder.cli.main import app
-from larder.models.loader import SEED, LoadedModel, load
+from larder.models import SEED, LoadedModel, load
 
 
 @pytest.fixture(autouse=True)

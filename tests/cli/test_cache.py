@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 
 from cli_results import Run, complaint, document
-from larder.cli.cache import LOCAL_PRINCIPAL
+from larder.core import LOCAL_PRINCIPAL
 from larder.core.home import home
-from larder.server.http.archive import RESPONSE, Archive
+from larder.server import RESPONSE, Archive
+from larder.store import RECORD_SCHEMA, Store, decode_record, encode_record, store_secret
 from larder.store.blobs import container
-from larder.store.encryption import store_secret
-from larder.store.sessions.records import RECORD_SCHEMA, decode_record, encode_record
-from larder.store.store import Store
 from store.caches import IDS, asking, blob_files, is_exact, read, snapshot
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cli_results import Run
-from larder.core.errors import InputError
+from larder.core import InputError
 from larder_bench.execution.runner import validate_study
 from larder_bench.plots.figure_selection import draw_all, load_results
 from larder_bench.reports.study_index import (

@@ -13,7 +13,7 @@ from larder import Conversation, Engine
 from larder.cli.demo import demonstration
 from larder.engine import engine
 from larder.models import packaged
-from larder.session.files.loader import read_conversation
+from larder.session import read_conversation
 
 NAMES = ["full", "streaming_llm", "snapkv_blockwise", "kvzip_blockwise", "epicache"]
 DOCUMENT = ["full", "icecache", "kvzip:int4", "epicache_pooled", "streaming_llm", "snapkv"]

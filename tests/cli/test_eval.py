@@ -10,9 +10,8 @@ import pytest
 import cli_results
 from cli_results import CAT, QUESTIONS, SMALL, WINDOW, Run, complaint, document, write
 from larder import Answer, Engine
-from larder.core.errors import InputError
-from larder.evaluation import answer_metrics
-from larder.evaluation.answer_metrics import exact_match
+from larder.core import InputError
+from larder.evaluation import answer_metrics, exact_match
 
 FULL = ("--policy", "full", "--max-new-tokens", "8")
 

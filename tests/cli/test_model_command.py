@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from larder.cli.main import app
-from larder.core.errors import ModelError
+from larder.core import ModelError
 from larder.models import calibration, packaged
 
 

@@ -10,10 +10,8 @@ import pytest
 from cli_results import Run, complaint, document
 from larder import Policy
 from larder.cli.part_docs import Citation, citations, part_doc, part_docs, part_names, preset_docs
-from larder.core.family import Family
-from larder.core.recall import RECALLS
-from larder.session.policy import FAMILIES
-from larder.session.presets import PRESETS
+from larder.core import RECALLS, Family
+from larder.session import FAMILIES, PRESETS
 
 KNOWN = {**FAMILIES, "recall": RECALLS}
 CITING = [

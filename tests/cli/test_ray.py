@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cli_results import Run, complaint
-from larder.core.errors import UsageError
-from larder.server.cluster.ray_serve import check_store, error_reason
+from larder.core import UsageError
+from larder.server import check_store, error_reason
 
 
 @pytest.mark.parametrize(

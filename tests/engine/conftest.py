@@ -6,7 +6,7 @@ import pytest
 
 from chats import EPISODES, Library, under
 from larder import Engine
-from larder.models.loader import LoadedModel
+from larder.models import LoadedModel
 from larder.session import chat_cache, prefill
 
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from larder import Chat, Conversation, Engine, LarderError, Message, Policy, read_conversation
-from larder.core.errors import InputError, UsageError
-from larder.core.memory_budget import BudgetUnit, MemoryBudget
-from larder.models.loader import SEED, load, seed_tokenizer
+from larder.core import BudgetUnit, InputError, MemoryBudget, UsageError
+from larder.models import SEED, load, seed_tokenizer
 from larder.models.tiny import tiny
-from larder.session.capacity import resolve_budget
+from larder.session import resolve_budget
 from type_checking import unchecked
 
 FILE = Path("examples/conversation.json")

@@ -11,8 +11,8 @@ import torch
 
 from chats import EPISODES, HISTORY, SINGLE, under
 from larder import Engine
-from larder.core.errors import CacheError, UsageError
-from larder.models.loader import LoadedModel, wrap_model
+from larder.core import CacheError, UsageError
+from larder.models import LoadedModel, wrap_model
 from larder.models.tiny import tiny
 from topic_embedder import TopicEmbedder
 

@@ -6,12 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import BudgetError, InputError
-from larder.engine.batch import BatchRequest, BatchResult, BatchRunner, prefix_tree
-from larder.engine.generate import StoppingCriteria, generate
-from larder.engine.sampler import SamplingParams
-from larder.models.decoder import Decoder
+from larder.cache import SequenceCache
+from larder.core import BudgetError, InputError
+from larder.engine import (
+    BatchRequest,
+    BatchResult,
+    BatchRunner,
+    SamplingParams,
+    StoppingCriteria,
+    prefix_tree,
+)
+from larder.engine.generate import generate
+from larder.models import Decoder
 from larder.models.tiny import tiny
 from model_runs import some_ids
 

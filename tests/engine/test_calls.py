@@ -8,7 +8,7 @@ import pytest
 
 import larder
 from larder import Chat, Engine, LarderCache, LarderError, read_conversation
-from larder.core.errors import BudgetError, InputError, ModelError, UnknownName, UsageError
+from larder.core import BudgetError, InputError, ModelError, UnknownName, UsageError
 from larder.models.tiny import tiny
 from type_checking import unchecked
 

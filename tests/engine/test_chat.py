@@ -24,10 +24,9 @@ from chats import (
     within,
 )
 from larder import Chat, Conversation, Engine, Message
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import LoadedModel
+from larder.cache import SequenceCache
+from larder.core import Mode
+from larder.models import BatchSegment, LoadedModel
 
 pytestmark = pytest.mark.usefixtures("read_once")
 

@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 from budget_bounds import KEYDIFF, SENTENCES, held, most, peaks
 from chats import interrupt, same, states
 from larder import Chat, Conversation, Engine, Message
-from larder.models.loader import LoadedModel
-from larder.prefill.memory import PeakMemoryMeter
-from larder.prefill.reader import PrefillSequence
-from larder.prefill.turn_reader import TurnReader
-from larder.session.capacity import budget_tokens
-from larder.session.prefill import prefill_reader
+from larder.models import LoadedModel
+from larder.prefill import PeakMemoryMeter, PrefillSequence, TurnReader
+from larder.session import budget_tokens, prefill_reader
 from model_runs import read_and_evict
 from server_core import characters
 from topic_embedder import TopicEmbedder

@@ -6,7 +6,7 @@ import pytest
 
 from chats import HISTORY, active, raising, same, states, under
 from larder import Chat
-from larder.models.loader import LoadedModel
+from larder.models import LoadedModel
 
 H2O = "blockwise() > protect(sinks=2, recent=0.5) > column_mass() > uniform()"
 STEPWISE = {

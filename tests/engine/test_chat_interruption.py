@@ -22,11 +22,10 @@ from chats import (
     within,
 )
 from larder import Chat, Engine
-from larder.core.errors import InputError, UsageError
-from larder.models.loader import LoadedModel, wrap_model
+from larder.core import InputError, UsageError
+from larder.models import LoadedModel, wrap_model
 from larder.models.tiny import tiny
-from larder.session.episodes.matching import NearestEpisodeRouter
-from larder.session.transcript.chat_log_file import ChatLogFile, chat_log_path
+from larder.session import ChatLogFile, NearestEpisodeRouter, chat_log_path
 
 pytestmark = pytest.mark.usefixtures("read_once")
 

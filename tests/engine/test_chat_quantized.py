@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from chats import BLOCK, BUDGET, SINGLE, under
 from larder import Chat, Conversation, Message
-from larder.models.loader import LoadedModel
+from larder.models import LoadedModel
 
 BRIEF = Conversation("a word", (Message("user", "Hello."), Message("assistant", "Hello.")))
 

@@ -10,12 +10,11 @@ import torch
 
 from chats import EPISODES, HISTORY, POLICIES, logits, same, states, under, within
 from larder import Chat, Engine
-from larder.core.errors import BadParameter, UsageError
-from larder.engine.store_persistence import StorePersistence
-from larder.models.loader import LoadedModel
-from larder.session.chat_cache import ChatCache
-from larder.session.transcript.chat_log_file import chat_log_path
-from larder.store.store import Store
+from larder.core import BadParameter, UsageError
+from larder.engine import StorePersistence
+from larder.models import LoadedModel
+from larder.session import ChatCache, chat_log_path
+from larder.store import Store
 
 pytestmark = pytest.mark.usefixtures("read_once")
 STEPWISE = POLICIES["single"] + " > every_step()"

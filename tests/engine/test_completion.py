@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from larder import Completion, Engine
-from larder.core.errors import BadParameter, InputError, UnknownName
+from larder.core import BadParameter, InputError, UnknownName
 from larder.models.tiny import tiny
 from server_core import LIMITED, STEPWISE, characters
 from type_checking import unchecked

@@ -14,19 +14,20 @@ from pydantic import BaseModel
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
 from larder import Engine
-from larder.core.errors import BadParameter
-from larder.engine import constraint as constraint_module
-from larder.engine.constraint import (
+from larder.core import BadParameter
+from larder.engine import (
     ANY_OBJECT,
     Constraint,
     ConstraintCompiler,
+    SamplingParams,
+    TokenSampler,
     choice_constraint,
     grammar_constraint,
     json_constraint,
     regex_constraint,
     schema_constraint,
 )
-from larder.engine.sampler import SamplingParams, TokenSampler
+from larder.engine import constraint as constraint_module
 from server_core import LIMITED, byte_characters, characters
 
 V, END = 128, 2

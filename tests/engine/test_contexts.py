@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from larder import Engine
-from larder.core.errors import BadParameter, InputError, UsageError
-from larder.engine.store_chunks import StoreChunks
-from larder.models.loader import LoadedModel
-from larder.prefill.contexts import ChunkMemory
-from larder.store.store import Store
+from larder.core import BadParameter, InputError, UsageError
+from larder.engine import StoreChunks
+from larder.models import LoadedModel
+from larder.prefill import ChunkMemory
+from larder.store import Store
 
 CAT = "Mira is the cat of Vera. She sleeps on the red sofa. " * 3
 BAKER = "Peter lives in Berlin and works as a baker. " * 3
@@ -67,7 +67,7 @@ def test_a_store_keeps_chunks_for_one_tenant(plain: Engine, tmp_path: Path) -> N
 
 
 def test_blended_caches_are_never_shared_as_prefixes(plain: Engine) -> None:
-    from larder.store.blobs.cache_state import is_lossless_cache
+    from larder.store import is_lossless_cache
 
     memory = plain.under("cacheblend").read(contexts=[CAT, BAKER])
     assert not any(is_lossless_cache(cache) for cache in memory.caches.copies())

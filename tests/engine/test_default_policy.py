@@ -8,11 +8,9 @@ import larder
 from larder import Chat, Engine, LarderCache, Policy
 from larder.cli.options import ModelOptions
 from larder.cli.question_run import choose_policy
-from larder.core.errors import UnknownName
+from larder.core import UnknownName
 from larder.models.tiny import tiny
-from larder.session.default_policy import TextKind
-from larder.session.files import conversation_of
-from larder.session.policy import with_measured_recall
+from larder.session import TextKind, conversation_of, with_measured_recall
 
 TEXT = "My cat is called Minka. " * 40
 MESSAGES = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "Nice."}]

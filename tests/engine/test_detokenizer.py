@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
-from larder.engine.detokenizer import CONTEXT_TOKENS, IncrementalDetokenizer
+from larder.engine import CONTEXT_TOKENS, IncrementalDetokenizer
 
 
 def plain(ids: Sequence[int]) -> str:

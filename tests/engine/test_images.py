@@ -20,13 +20,10 @@ import larder
 from architectures.families_vision import IMAGE, PATCH, SIDE
 from interop.image_prompts import IMAGE_TOKENS, NAMES, Prompt, inputs_of, model_of
 from interop.replay import assert_same_entries
-from larder.core.errors import BadParameter, DependencyError, InputError, ModelError, UsageError
-from larder.core.types import Mode
-from larder.engine.completion import prefill_prompt
-from larder.engine.image_prompts import encode_image_prompts
-from larder.interop.cache import LarderCache
-from larder.models.forward_batch import BatchSegment
-from larder.models.processor import PROCESSOR_FILES
+from larder.core import BadParameter, DependencyError, InputError, Mode, ModelError, UsageError
+from larder.engine import encode_image_prompts, prefill_prompt
+from larder.interop import LarderCache
+from larder.models import PROCESSOR_FILES, BatchSegment
 
 PROMPT = Prompt((10, None, 12, None, 7))
 OTHER = Prompt((5, None, 9), seed=9)

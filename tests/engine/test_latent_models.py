@@ -11,10 +11,10 @@ import torch
 from architectures.families import families
 from chats import HISTORY, SINGLE, same, states, under
 from larder import Chat, Engine
-from larder.engine.store_persistence import StorePersistence
-from larder.models.loader import LoadedModel, wrap_model
-from larder.session.chat_cache import ChatCache
-from larder.store.store import Store
+from larder.engine import StorePersistence
+from larder.models import LoadedModel, wrap_model
+from larder.session import ChatCache
+from larder.store import Store
 from server_core import characters
 
 PROMPTS = ["The harbour opened in 1871, and its master was called Ida. " * 2, "Ann has a dog."]

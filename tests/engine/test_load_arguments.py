@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from larder import Engine
-from larder.core.errors import BadParameter, DependencyError, ModelError
+from larder.core import BadParameter, DependencyError, ModelError
 from larder.models import loader
 from larder.models.tiny import tiny
 from server_core import characters

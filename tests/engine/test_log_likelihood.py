@@ -10,22 +10,20 @@ import pytest
 import torch
 
 from larder import Engine
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import InputError, UsageError
-from larder.core.types import AppendKind, Mode
-from larder.engine.completion import EncodedPrompt, prefill_prompt
-from larder.engine.log_likelihood import (
+from larder.cache import SequenceCache
+from larder.core import AppendKind, InputError, Mode, UsageError
+from larder.engine import (
     ContinuationRequest,
+    EncodedPrompt,
     LikelihoodScorer,
     ScoredText,
     TokenScore,
+    prefill_prompt,
 )
-from larder.models.forward_batch import BatchSegment
+from larder.models import BatchSegment
 from larder.models.tiny import tiny
-from larder.prefill.memory import PeakMemoryMeter
-from larder.prefill.reader import PrefillSequence
-from larder.session.capacity import block_tokens, empty_cache, resolve_budget
-from larder.session.prefill import common_prompts, prefill_reader
+from larder.prefill import PeakMemoryMeter, PrefillSequence
+from larder.session import block_tokens, common_prompts, empty_cache, prefill_reader, resolve_budget
 from model_runs import cuts, own_logits, some_ids
 from server_core import characters
 

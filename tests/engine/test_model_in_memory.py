@@ -11,8 +11,9 @@ import transformers
 from torch import nn
 
 from larder import Engine
-from larder.core.errors import BadParameter, ModelError
-from larder.models.tiny import VOCABULARY, tiny
+from larder.core import BadParameter, ModelError
+from larder.models import VOCABULARY
+from larder.models.tiny import tiny
 from server_core import characters
 
 ARCHITECTURES = ("llama", "qwen3", "gemma3")

@@ -14,20 +14,21 @@ import torch
 from cache_stores import same_bits
 from chats import HISTORY
 from larder import Engine, Policy
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.engine.persistence import ResumeResult
-from larder.engine.store_persistence import StorePersistence
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import LoadedModel, wrap_model
+from larder.cache import SequenceCache
+from larder.core import Mode
+from larder.engine import ResumeResult, StorePersistence
+from larder.models import BatchSegment, LoadedModel, wrap_model
 from larder.models.tiny import tiny
-from larder.session.chat_state import ChatState
-from larder.session.memory import ConversationMemory
-from larder.session.prefill import ModelRuntime, prefill_memory
-from larder.session.presets import PRESETS
-from larder.session.transcript.chat_log import ChatLog, ChatTurn
-from larder.store.codecs.base import CODECS
-from larder.store.store import Store
+from larder.session import (
+    PRESETS,
+    ChatLog,
+    ChatState,
+    ChatTurn,
+    ConversationMemory,
+    ModelRuntime,
+    prefill_memory,
+)
+from larder.store import CODECS, Store
 from topic_embedder import TopicEmbedder
 
 # Of logits between -11 and 11; int8 keeps them within 0.01 or so here.

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from larder.core.errors import BadParameter
+from larder.core import BadParameter
 from larder.engine import progress_bar as module
-from larder.engine.progress_bar import progress_bar, progress_or_bar
+from larder.engine import progress_or_bar
+from larder.engine.progress_bar import progress_bar
 
 
 class Terminal(io.StringIO):

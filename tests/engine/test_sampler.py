@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from larder.core.errors import BadParameter
-from larder.engine.sampler import SamplingParams, TokenSampler
+from larder.core import BadParameter
+from larder.engine import SamplingParams, TokenSampler
 
 SHARES = [0.4, 0.3, 0.2, 0.1]
 LOGITS = torch.tensor(SHARES).log()

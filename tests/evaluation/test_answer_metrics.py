@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from larder.core.errors import DependencyError
-from larder.evaluation.answer_metrics import can_stem, exact_match, stemmed_f1, token_f1
+from larder.core import DependencyError
+from larder.evaluation import can_stem, exact_match, stemmed_f1, token_f1
 
 ANSWERS = st.lists(st.sampled_from("red Blue, dog dogs the and a house.".split()), max_size=6).map(
     " ".join

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from larder.core.errors import BadParameter
-from larder.evaluation.bootstrap import Bootstrap, Interval, questions_as_clusters
+from larder.core import BadParameter
+from larder.evaluation import Bootstrap, Interval, questions_as_clusters
 
 FILES = [[1.0, 0.0, 1.0], [0.0, 0.0], [1.0], [0.5, 1.0, 0.0, 1.0]]
 SCORES = st.lists(st.lists(st.floats(0, 1), max_size=4), min_size=1, max_size=5).filter(any)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from larder.core.errors import BadParameter
+from larder.core import BadParameter
 from larder.explain import Explanation, PageAnswer, PageEpisode, PageMessage
 
 

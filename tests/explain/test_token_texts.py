@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from larder.core.errors import BadParameter
+from larder.core import BadParameter
 from larder.explain import token_texts
 
 

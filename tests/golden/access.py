@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 from larder import Engine
 from larder.cli import question_run
 from larder.cli.main import app
-from larder.models.loader import SEED, LoadedModel, load
-from larder.store.throughput import RestorePath, ThroughputEstimates
+from larder.models import SEED, LoadedModel, load
+from larder.store import RestorePath, ThroughputEstimates
 
 BLOCK = 16  # tokens of tiny models that are read between two plans
 # Help and tables as every machine prints them.
@@ -87,7 +87,7 @@ def study_rows(path: Path) -> list[dict[str, Any]]:
 
 def architectures() -> tuple[str, ...]:
     """Names of the tiny random models."""
-    from larder.models.tiny import ARCHITECTURES
+    from larder.models import ARCHITECTURES
 
     return ARCHITECTURES
 
@@ -98,8 +98,8 @@ def last_logits(
     """Logits of a tiny random model after the last character of `more`, read in one pass after the
     cache that a policy builds from `text`.
     """
-    from larder.core.types import Mode
-    from larder.models.forward_batch import BatchSegment
+    from larder.core import Mode
+    from larder.models import BatchSegment
     from server_core import characters
 
     loaded = characters(architecture)
@@ -113,13 +113,11 @@ def last_logits(
 
 def families() -> dict[str, list[str]]:
     """Public names of every family of parts, by the kind that entry points are grouped by."""
-    from larder.core.recall import RECALLS
-    from larder.models.calibration import MEASUREMENTS
-    from larder.policy.planner import TALLIES
-    from larder.session.embedders.base import EMBEDDERS
-    from larder.session.policy import FAMILIES
-    from larder.store.codecs.base import CODECS
-    from larder.store.eviction.base import EVICTIONS
+    from larder.core import RECALLS
+    from larder.models import MEASUREMENTS
+    from larder.policy import TALLIES
+    from larder.session import EMBEDDERS, FAMILIES
+    from larder.store import CODECS, EVICTIONS
     from larder_bench.execution.runner import MEASURES
     from larder_bench.plots.figures.base import FIGURES
     from larder_bench.studies.methods import RETRIEVALS
@@ -139,11 +137,8 @@ def serving(home: Path, **options: Any) -> Iterator[str]:
         options: as the command has them; the key file hides the archive as well as the store.
     """
     from larder.cli.serve import ServeOptions, local_engine_client
-    from larder.server.http.app import create_app
-    from larder.server.http.app_state import HttpSettings
-    from larder.server.http.archive import Archive
-    from larder.server.http.auth import LoopbackAuth
-    from larder.store.encryption import encryption_for, read_key
+    from larder.server import Archive, HttpSettings, LoopbackAuth, create_app
+    from larder.store import encryption_for, read_key
 
     asked = ServeOptions(**options)
     with patch.dict(os.environ, {"LARDER_HOME": str(home)}), restored():
@@ -159,7 +154,7 @@ def serving(home: Path, **options: Any) -> Iterator[str]:
 def _listening(application: Any) -> Iterator[str]:
     import uvicorn
 
-    from larder.server.http.connections import ServerConfig
+    from larder.server import ServerConfig
 
     config = ServerConfig(application, lifespan="on", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

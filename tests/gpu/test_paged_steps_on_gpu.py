@@ -14,21 +14,18 @@ import torch
 from torch import Tensor
 
 from builders import a_plan
-from larder.cache.page_arena import PageArena
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.models.decode_graph import CudaGraphCapture, DecodeGraphs
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
+from larder.cache import PageArena, SequenceCache
+from larder.core import Mode
+from larder.models import BatchSegment, CudaGraphCapture, DecodeGraphs, Decoder
 from larder.models.tiny import tiny
-from larder.ops.paged_attention import (
+from larder.ops import (
     PAGE_TOKENS,
     AttentionBackend,
     SegmentTables,
     choose_backend,
-    paged_attention,
     reference_paged_attention,
 )
+from larder.ops.paged_attention import paged_attention
 from model_runs import read_on, some_ids
 from paged_segments import PagedSegments, some_segments
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from architectures.families_vision import FAMILIES, IMAGE, PATCH, SIDE
-from larder.models.tiny import SPREAD
+from larder.models import SPREAD
 from model_runs import some_ids
 
 # Image tokens of an image, by family.

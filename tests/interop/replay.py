@@ -13,20 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import wrap_model
+from larder.cache import SequenceCache
+from larder.core import Mode
+from larder.models import BatchSegment, Decoder, wrap_model
 from larder.models.tiny import tiny
-from larder.prefill.base import no_progress
-from larder.prefill.memory import PeakMemoryMeter
-from larder.prefill.reader import PrefillSequence
-from larder.session.capacity import empty_cache, entries_per_head, resolve_budget
-from larder.session.embedders.base import Embedder
-from larder.session.policy import Policy
-from larder.session.prefill import ModelRuntime, decode_planner, prefill_reader
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.prefill import PeakMemoryMeter, PrefillSequence, no_progress
+from larder.session import (
+    Embedder,
+    ModelRuntime,
+    Policy,
+    TokenizerAdapter,
+    decode_planner,
+    empty_cache,
+    entries_per_head,
+    prefill_reader,
+    resolve_budget,
+)
 
 Ids = Sequence[int]
 

@@ -12,10 +12,9 @@ from transformers import TextIteratorStreamer
 import larder
 from interop.replay import assert_same_entries, decoder_of, replay
 from interop.test_batches import GREEDY, ROWS, padded
-from larder.core.errors import LarderError, UsageError
-from larder.interop.cache import LarderCache
-from larder.models.loader import load
-from larder.models.tiny import ARCHITECTURES
+from larder.core import LarderError, UsageError
+from larder.interop import LarderCache
+from larder.models import ARCHITECTURES, load
 from model_runs import some_ids
 
 POLICIES = (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import larder
 from interop.replay import assert_same_entries, decoder_of, replay
-from larder.interop.cache import LarderCache
+from larder.interop import LarderCache
 from larder.models.tiny import tiny
 from model_runs import some_ids
 

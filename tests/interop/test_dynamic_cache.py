@@ -12,11 +12,9 @@ from transformers import DynamicCache, StaticCache
 from architectures.families_latent import FAMILIES
 from interop.replay import assert_same_entries
 from larder import Engine
-from larder.core.errors import CacheError
-from larder.core.types import Mode
-from larder.interop.cache import LarderCache
-from larder.interop.dynamic_cache import dynamic_cache_of
-from larder.models.forward_batch import BatchSegment
+from larder.core import CacheError, Mode
+from larder.interop import LarderCache, dynamic_cache_of
+from larder.models import BatchSegment
 from model_runs import some_ids
 from server_core import characters
 

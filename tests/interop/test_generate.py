@@ -11,8 +11,8 @@ from torch import Tensor
 
 import larder
 from interop.replay import assert_same_entries, decoder_of, replay
-from larder.core.errors import UsageError
-from larder.interop.cache import LarderCache
+from larder.core import UsageError
+from larder.interop import LarderCache
 from model_runs import some_ids
 from server_core import characters
 

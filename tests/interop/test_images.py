@@ -11,8 +11,8 @@ import larder
 from architectures.families_vision import IMAGE
 from interop.image_prompts import IMAGE_TOKENS, NAMES, Prompt, inputs_of, model_of
 from interop.replay import assert_same_entries
-from larder.core.errors import UsageError
-from larder.interop.cache import LarderCache
+from larder.core import UsageError
+from larder.interop import LarderCache
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 LOGITS = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from larder import Engine
-from larder.core.errors import BudgetError, InputError, UsageError
+from larder.core import BudgetError, InputError, UsageError
+from larder.engine import ContinuationRequest, LikelihoodScorer
 from larder.engine import engine as engine_module
-from larder.engine.log_likelihood import ContinuationRequest, LikelihoodScorer
 from larder.models.tiny import tiny
 from server_core import characters
 from test_docstrings import run_example

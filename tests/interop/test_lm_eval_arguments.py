@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from larder.core.errors import UsageError
-from larder.interop.lm_eval_arguments import GenerationOptions, batch_size_of
+from larder.core import UsageError
+from larder.interop import GenerationOptions, batch_size_of
 
 
 def test_options_of_generation_are_read_as_lm_eval_writes_them() -> None:

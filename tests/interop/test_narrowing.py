@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import larder
-from larder.core.errors import UsageError
+from larder.core import UsageError
 from larder.models.tiny import tiny
 from model_runs import some_ids
 

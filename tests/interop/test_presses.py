@@ -20,11 +20,10 @@ from interop.fake_presses import (
     ZeroingPress,
     left_by,
 )
-from larder.core.errors import ScoreError, UsageError
-from larder.interop.adapted_press import entry_digests, found_places
-from larder.interop.cache import LarderCache
+from larder.core import ScoreError, UsageError
+from larder.interop import LarderCache, entry_digests, found_places
 from larder.models.tiny import tiny
-from larder.session.policy import Policy
+from larder.session import Policy
 from model_runs import some_ids
 
 IDS = torch.tensor([some_ids(80)])

@@ -11,8 +11,8 @@ import torch
 import larder
 from architectures.families import families
 from interop.test_batches import GREEDY, padded
-from larder.core.errors import CacheError, UsageError
-from larder.interop.cache import LarderCache
+from larder.core import CacheError, UsageError
+from larder.interop import LarderCache
 from model_runs import some_ids
 
 ROWS = [some_ids(40, seed=1), some_ids(23, seed=2), some_ids(9, seed=3)]

@@ -11,10 +11,9 @@ from transformers import DynamicCache
 
 import larder
 from architectures.families import families
-from larder.core.errors import BadParameter, CacheError, LarderError, ModelError, UsageError
-from larder.interop.cache import LarderCache
-from larder.models.lm_head import text_body_of
-from larder.models.loader import wrap_model
+from larder.core import BadParameter, CacheError, LarderError, ModelError, UsageError
+from larder.interop import LarderCache
+from larder.models import text_body_of, wrap_model
 from larder.models.tiny import tiny
 from model_runs import some_ids
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from larder.models.decoder import Decoder
-from larder.models.loader import wrap_model
-from larder.models.tiny import ARCHITECTURES, tiny
+from larder.models import ARCHITECTURES, Decoder, wrap_model
+from larder.models.tiny import tiny
 
 KV_HEADS = {"multi_query": 1, "grouped": 2, "multi_head": 4}
 

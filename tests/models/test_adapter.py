@@ -11,13 +11,10 @@ import torch
 from peft import LoraConfig, PrefixTuningConfig, TaskType, get_peft_model  # pyright: ignore
 from typer.testing import CliRunner
 
-from larder.cache.sequence import SequenceCache
+from larder.cache import SequenceCache
 from larder.cli.main import app
-from larder.core.errors import BadParameter, ModelError
-from larder.core.types import Mode
-from larder.models.adapter import AdapterMode, apply_adapter
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import load, wrap_model
+from larder.core import BadParameter, Mode, ModelError
+from larder.models import AdapterMode, BatchSegment, apply_adapter, load, wrap_model
 from larder.models.tiny import tiny
 
 # What peft asks of a model.

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.models.activation_hooks import forward_hooks
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
+from larder.cache import SequenceCache
+from larder.core import Mode
+from larder.models import BatchSegment, Decoder, forward_hooks
 from larder.models.tiny import tiny
 from model_runs import own_logits, some_ids
 

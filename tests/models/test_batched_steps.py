@@ -12,16 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from builders import a_layer, a_spec
-from larder.cache.forms.base import CacheLayer
-from larder.cache.memory_usage import storage_bytes
-from larder.cache.sequence import SequenceCache
-from larder.core.ledger import LOG_COUNT, Ledger
-from larder.core.plan import Plan
-from larder.core.spec import LayerSpec
-from larder.core.types import Mode
-from larder.models.attention_backend import AttentionInputs
-from larder.models.forward_batch import BatchSegment, ForwardBatch
-from larder.ops.cpu.c_library import c_library
+from larder.cache import CacheLayer, SequenceCache, storage_bytes
+from larder.core import LOG_COUNT, LayerSpec, Ledger, Mode, Plan
+from larder.models import AttentionInputs, BatchSegment, ForwardBatch
+from larder.ops import c_library
 
 CPU = torch.device("cpu")
 LAYER = a_layer(2, 3)

@@ -7,15 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from larder.cache.chunk_entries import ChunkEntries
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import BadParameter, CacheError, ModelError
-from larder.core.types import Mode
-from larder.models.cacheblend import ContextChunk, blend
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
+from larder.cache import ChunkEntries, SequenceCache
+from larder.core import BadParameter, CacheError, Mode, ModelError
+from larder.models import BatchSegment, ContextChunk, Decoder, blend
 from larder.models.tiny import tiny
-from larder.ops.rope import rerotate
+from larder.ops import rerotate
 from model_runs import some_ids
 from references.blending import blended
 

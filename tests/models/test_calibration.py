@@ -8,10 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from larder.core.errors import ModelError
-from larder.models import calibration
-from larder.models.calibration import MEASUREMENTS, calibrate
-from larder.models.measurements.squeeze import SqueezeMeasurement
+from larder.core import ModelError
+from larder.models import MEASUREMENTS, SqueezeMeasurement, calibrate, calibration
 from measurements import SMALL, encode
 
 

@@ -8,16 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import CacheError
-from larder.core.plan import Plan
-from larder.core.recall import FetchMode, OffloadSpec, RecallPart
-from larder.core.types import Mode
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import wrap_model
+from larder.cache import SequenceCache
+from larder.core import CacheError, FetchMode, Mode, OffloadSpec, Plan, RecallPart
+from larder.models import BatchSegment, Decoder, wrap_model
 from larder.models.tiny import tiny
-from larder.recall.flat import Flat
+from larder.recall import Flat
 from memory_counts import checked_counts
 from model_runs import some_ids
 

@@ -9,15 +9,11 @@ import torch
 from torch import Tensor
 
 from builders import a_plan
-from larder.cache.page_arena import PageArena
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import CacheError, ModelError
-from larder.core.types import Mode
-from larder.models.decode_graph import DecodeGraphs, EagerCapture, GraphContractError
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
+from larder.cache import PageArena, SequenceCache
+from larder.core import CacheError, Mode, ModelError
+from larder.models import BatchSegment, DecodeGraphs, Decoder, EagerCapture, GraphContractError
 from larder.models.tiny import tiny
-from larder.ops.paged_attention import AttentionBackend
+from larder.ops import AttentionBackend
 from model_runs import read_on, some_ids
 
 PAGE = 8

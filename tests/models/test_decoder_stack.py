@@ -6,16 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.models import decoder_stack
-from larder.models.decoder import Decoder
-from larder.models.decoder_stack import DecoderStack, FewRowsHead
-from larder.models.few_rows import FewRows
-from larder.models.forward_batch import BatchSegment
+from larder.cache import SequenceCache
+from larder.core import Mode
+from larder.models import BatchSegment, Decoder, DecoderStack, FewRows, FewRowsHead, decoder_stack
 from larder.models.tiny import tiny
+from larder.ops import c_library
 from larder.ops.cpu import decoder_layer
-from larder.ops.cpu.c_library import c_library
 from model_runs import some_ids
 
 pytestmark = pytest.mark.skipif(c_library() is None, reason="no C compiler at installation")

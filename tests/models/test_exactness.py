@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from builders import FORM_NAMES, tiers_of
-from larder.cache.sequence import SequenceCache
-from larder.models.loader import load, wrap_model
-from larder.models.tiny import ARCHITECTURES, tiny
+from larder.cache import SequenceCache
+from larder.models import ARCHITECTURES, load, wrap_model
+from larder.models.tiny import tiny
 from model_runs import own_logits, read_on, some_ids
 
 TOLERANCE = 1e-4  # float32, on logits whose spread is about 1 to 3

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from larder.models.decoder import Decoder
-from larder.models.introspection import fingerprint
+from larder.models import Decoder, fingerprint
 from larder.models.tiny import tiny
 
 

@@ -13,19 +13,23 @@ import pytest
 import torch
 
 from builders import a_plan
-from larder.cache.recurrent_state import RecurrentState
-from larder.cache.sequence import SequenceCache
-from larder.core.codec import Codec
-from larder.core.errors import CacheError, InputError, ModelError
-from larder.core.plan import Plan
-from larder.core.recall import OffloadSpec
-from larder.core.spec import LayerPairing, RecomputeSource, RecomputeSpec
-from larder.core.types import AppendKind, Mode
-from larder.models.forward_batch import BatchSegment, ForwardBatch, LayerActivations
+from larder.cache import RecurrentState, SequenceCache
+from larder.core import (
+    AppendKind,
+    CacheError,
+    Codec,
+    InputError,
+    LayerPairing,
+    Mode,
+    ModelError,
+    OffloadSpec,
+    Plan,
+    RecomputeSource,
+    RecomputeSpec,
+)
+from larder.models import BatchSegment, ForwardBatch, LayerActivations
 from larder.ops import attention, quantized_attention
-from larder.recall.flat import Flat
-from larder.recall.sparq import SparQ
-from larder.recall.wave import Wave
+from larder.recall import Flat, SparQ, Wave
 from model_runs import read_on, some_ids
 
 CPU = torch.device("cpu")

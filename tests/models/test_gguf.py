@@ -14,10 +14,8 @@ pytest.importorskip("transformers.integrations.gguf.reader")  # not in older tra
 
 from gguf import GGMLQuantizationType  # noqa: E402  # pyright: ignore
 
-from larder.core.errors import ModelError
-from larder.models.gguf import convert_gguf
-from larder.models.loader import load
-from larder.models.packaged import PACKAGED_MODELS
+from larder.core import ModelError
+from larder.models import PACKAGED_MODELS, convert_gguf, load
 from larder.models.tiny import tiny
 from tests.models.gguf_files import write_gguf
 

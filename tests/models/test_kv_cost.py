@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from larder.models.kv_cost import GEMMA_3_4B, LLAMA_3_1_8B, KVSource, ModelShape
+from larder.models import GEMMA_3_4B, LLAMA_3_1_8B, KVSource, ModelShape
 from larder.models.tiny import tiny
 
 KIB = 1024

@@ -11,19 +11,32 @@ from torch import Tensor, nn
 from architectures.families_latent import FAMILIES
 from builders import tiers_of
 from interop.fake_presses import QueryPress
-from larder.cache.sequence import SequenceCache
-from larder.core.codec import Codec
-from larder.core.errors import CacheError, ModelError, ScoreError, UsageError
-from larder.core.ledger import Ledger
-from larder.core.plan import Folds, Plan, StepRule, StepScore, StepScoring
-from larder.core.types import Mode
-from larder.interop.cache import LarderCache
-from larder.models.attention_backend import AttentionInputs, CausalAttention
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment, LayerActivations
-from larder.models.loader import wrap_model
-from larder.policy.providers.base import ActivationProvider, select_providers
-from larder.store.blobs.cache_state import join_chunks, slice_chunk, slice_rest
+from larder.cache import SequenceCache
+from larder.core import (
+    CacheError,
+    Codec,
+    Folds,
+    Ledger,
+    Mode,
+    ModelError,
+    Plan,
+    ScoreError,
+    StepRule,
+    StepScore,
+    StepScoring,
+    UsageError,
+)
+from larder.interop import LarderCache
+from larder.models import (
+    AttentionInputs,
+    BatchSegment,
+    CausalAttention,
+    Decoder,
+    LayerActivations,
+    wrap_model,
+)
+from larder.policy import ActivationProvider, select_providers
+from larder.store import join_chunks, slice_chunk, slice_rest
 from model_runs import own_logits, read_on, some_ids
 
 TOLERANCE = 1e-4  # float32, on logits whose spread is 0.5 or more

@@ -12,22 +12,19 @@ import torch
 from safetensors.torch import save_file
 
 from larder import Policy
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import ModelError
-from larder.core.ledger import Ledger
-from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import AppendKind, Mode
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.models.learned_weights import (
+from larder.cache import SequenceCache
+from larder.core import AppendKind, LayerSpec, Ledger, Mode, ModelError, ModelSpec
+from larder.models import (
     PACKAGED,
+    BatchSegment,
     Card,
+    Decoder,
     LearnedGates,
     learned_file,
     load_learned,
     read_learned,
+    wrap_model,
 )
-from larder.models.loader import wrap_model
 from larder.models.tiny import tiny
 from learned_gates import every_gate, give_gates, random_weights
 

@@ -9,10 +9,8 @@ import torch
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks
 
-from larder.core.errors import ModelError
-from larder.models.attention_backend import NAME, register_backend
-from larder.models.introspection import AttentionSurvey
-from larder.models.loader import wrap_model
+from larder.core import ModelError
+from larder.models import NAME, AttentionSurvey, register_backend, wrap_model
 from larder.models.tiny import tiny
 
 TOKENS = 6

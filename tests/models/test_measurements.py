@@ -10,28 +10,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from larder.core.errors import BadParameter, ModelError
-from larder.models.attention_backend import AttentionInputs
-from larder.models.calibration import MEASUREMENTS
-from larder.models.decoder import Decoder
-from larder.models.loader import wrap_model
+from larder.core import BadParameter, ModelError
+from larder.models import (
+    ARCHITECTURES,
+    MEASUREMENTS,
+    REQUEST,
+    AttentionInputs,
+    Decoder,
+    Echo,
+    EvictionErrorMeasurement,
+    Granularity,
+    Induction,
+    NeedleSettings,
+    Reasoning,
+    Reconstruction,
+    SqueezeMeasurement,
+    StreamingError,
+    random_tokens,
+    wrap_model,
+)
 from larder.models.measurements import (
     _attention_capture,
     _repeated_text,
     eviction_error,
     reasoning,
 )
-from larder.models.measurements._needles import NeedleSettings
-from larder.models.measurements._repeated_text import random_tokens
-from larder.models.measurements.base import Granularity
-from larder.models.measurements.echo import Echo
-from larder.models.measurements.eviction_error import EvictionErrorMeasurement
-from larder.models.measurements.induction import Induction
-from larder.models.measurements.reasoning import Reasoning
-from larder.models.measurements.reconstruction import REQUEST, Reconstruction
-from larder.models.measurements.squeeze import SqueezeMeasurement
-from larder.models.measurements.streaming_error import StreamingError
-from larder.models.tiny import ARCHITECTURES, tiny
+from larder.models.tiny import tiny
 from measurements import SAMPLE, SMALL, SMALL_NEEDLES, encode
 from model_attention import heads_of
 

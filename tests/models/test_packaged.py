@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.conversation import Conversation, Message
-from larder.core.errors import ModelError
-from larder.engine.engine import Engine
-from larder.models.adapter import CONFIG
-from larder.models.packaged import ADAPTER_WEIGHTS, PACKAGED_MODELS
+from larder.core import Conversation, Message, ModelError
+from larder.engine import Engine
+from larder.models import ADAPTER_WEIGHTS, CONFIG, PACKAGED_MODELS
 from larder_bench.datasets.wording import Wording
 
 DIALOGUE = "smollm2-dialogue"

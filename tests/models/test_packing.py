@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from builders import FORM_NAMES, tiers_of
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.engine.generate import StoppingCriteria, generate
-from larder.engine.sampler import SamplingParams
-from larder.models.forward_batch import BatchSegment
+from larder.cache import SequenceCache
+from larder.core import Mode
+from larder.engine import SamplingParams, StoppingCriteria
+from larder.engine.generate import generate
+from larder.models import BatchSegment
 from model_runs import own_logits, read_on, some_ids
 
 MODES = (Mode.APPEND, Mode.SCRATCH)

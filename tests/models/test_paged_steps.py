@@ -12,17 +12,13 @@ from torch import Tensor
 
 import larder
 from builders import a_plan
-from larder.cache.page_arena import PageArena
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import CacheError
-from larder.core.types import Mode
-from larder.engine.engine import Engine
-from larder.interop.attachment import attached
-from larder.models.decoder import Decoder, TorchProducts
-from larder.models.forward_batch import BatchSegment, ForwardBatch
+from larder.cache import PageArena, SequenceCache
+from larder.core import CacheError, Mode
+from larder.engine import Engine
+from larder.interop import attached
+from larder.models import BatchSegment, Decoder, ForwardBatch, TorchProducts
 from larder.models.tiny import tiny
-from larder.ops.gpu.fake_device import FakeDevice, HostSynchronization
-from larder.ops.paged_attention import PAGE_TOKENS, AttentionBackend
+from larder.ops import PAGE_TOKENS, AttentionBackend, FakeDevice, HostSynchronization
 from model_runs import read_on, some_ids
 
 MOST_LAUNCHES = 6  # of a layer's attention and cache

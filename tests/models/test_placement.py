@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import larder
-from larder.core.errors import ModelError
-from larder.interop.cache import LarderCache
-from larder.models.introspection import fingerprint
-from larder.models.loader import load, wrap_model
+from larder.core import ModelError
+from larder.interop import LarderCache
+from larder.models import fingerprint, load, wrap_model
 from larder.models.tiny import tiny
 from model_runs import some_ids
 from server_core import characters

@@ -9,16 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from larder.cache.offload.page_fetch import PageFetcher
-from larder.cache.sequence import SequenceCache
-from larder.core.plan import Plan
-from larder.core.recall import FetchMode, OffloadSpec, RecallPart
-from larder.core.types import Mode
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.models.prefetch import attention_modules
+from larder.cache import PageFetcher, SequenceCache
+from larder.core import FetchMode, Mode, OffloadSpec, Plan, RecallPart
+from larder.models import BatchSegment, Decoder, attention_modules
 from larder.models.tiny import tiny
-from larder.recall.flat import Flat
+from larder.recall import Flat
 from memory_counts import assert_sequence_counted
 
 SOME = Flat(tokens=8, page=4, dense=1)

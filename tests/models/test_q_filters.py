@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from builders import a_layer, a_view
-from larder.core.errors import BadParameter
-from larder.models.loader import wrap_model
-from larder.models.measurements.q_filters import QFilters, query_directions
+from larder.core import BadParameter
+from larder.models import QFilters, query_directions, wrap_model
 from larder.models.tiny import tiny
-from larder.policy.scorers.q_filters import QFilters as Scorer
+from larder.policy import QFilters as Scorer
 from measurements import SAMPLE
 from model_attention import heads_of
 

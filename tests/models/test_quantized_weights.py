@@ -12,10 +12,10 @@ import transformers
 from torch import nn
 
 import larder
-from larder.interop.cache import LarderCache
-from larder.models.introspection import fingerprint, has_quantized_weights
-from larder.models.loader import seed_tokenizer
-from larder.ops.linear_weight import is_plain, linear_weight
+from larder.interop import LarderCache
+from larder.models import fingerprint, has_quantized_weights, seed_tokenizer
+from larder.ops import is_plain
+from larder.ops.linear_weight import linear_weight
 from model_runs import some_ids
 
 PROMPT = torch.tensor([some_ids(96)])

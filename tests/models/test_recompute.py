@@ -9,12 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from architectures.families_variants import FAMILIES
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import CacheError, ModelError
-from larder.core.types import Mode
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.models.recompute import KVRecompute, LayerStack, ResidualStream
+from larder.cache import SequenceCache
+from larder.core import CacheError, Mode, ModelError
+from larder.models import BatchSegment, Decoder, KVRecompute, LayerStack, ResidualStream
 from larder.models.tiny import tiny
 from model_runs import cuts, read_on, some_ids
 

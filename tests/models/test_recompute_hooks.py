@@ -8,15 +8,9 @@ import pytest
 import torch
 
 from cache_stores import same_bits
-from larder.cache.forms.rebuilt import recomputed_layers
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import BadParameter, CacheError
-from larder.core.plan import Plan
-from larder.core.spec import RecomputeSource, RecomputeSpec
-from larder.core.types import Mode
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import wrap_model
+from larder.cache import SequenceCache, recomputed_layers
+from larder.core import BadParameter, CacheError, Mode, Plan, RecomputeSource, RecomputeSpec
+from larder.models import BatchSegment, Decoder, wrap_model
 from larder.models.tiny import tiny
 from memory_counts import checked_counts
 from model_runs import read_on, some_ids

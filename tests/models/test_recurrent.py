@@ -13,18 +13,10 @@ from transformers import DynamicCache, Mamba2Config, Mamba2ForCausalLM
 
 from architectures.families import Status
 from architectures.families_hybrid import FAMILIES
-from larder.cache.forms.tiered import TieredLayer
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import CacheError, ModelError
-from larder.core.plan import Plan
-from larder.core.recall import FetchMode, OffloadSpec
-from larder.core.spec import RecomputeSpec
-from larder.core.types import Mode
-from larder.models.cacheblend import ContextChunk, blend
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import wrap_model
-from larder.recall.flat import Flat
+from larder.cache import SequenceCache, TieredLayer
+from larder.core import CacheError, FetchMode, Mode, ModelError, OffloadSpec, Plan, RecomputeSpec
+from larder.models import BatchSegment, ContextChunk, Decoder, blend, wrap_model
+from larder.recall import Flat
 from model_runs import read_on, some_ids
 
 TOLERANCE = 1e-4

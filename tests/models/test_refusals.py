@@ -14,13 +14,16 @@ import transformers
 from packaging.version import Version
 from torch import nn
 
-from larder.core.errors import BadParameter, ModelError
-from larder.core.spec import LayerSpec
-from larder.models.attention_backend import AttentionProbe, attend
-from larder.models.decoder import Decoder
-from larder.models.introspection import check_attention_kinds
-from larder.models.loader import load, wrap_model
-from larder.models.rope_frequencies import check_rope
+from larder.core import BadParameter, LayerSpec, ModelError
+from larder.models import (
+    AttentionProbe,
+    Decoder,
+    attend,
+    check_attention_kinds,
+    check_rope,
+    load,
+    wrap_model,
+)
 from larder.models.tiny import tiny
 from model_runs import own_logits, some_ids
 
@@ -108,7 +111,7 @@ def test_dropout_is_not_silently_left_out() -> None:
         layer.self_attn.attention_dropout = 0.5
     with Decoder(module) as decoder:
         module.model.layers[0].self_attn.train()
-        from larder.cache.sequence import SequenceCache
+        from larder.cache import SequenceCache
         from model_runs import read_on
 
         with pytest.raises(ModelError, match="dropout is 0.5: put the model in eval mode"):

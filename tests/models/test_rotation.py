@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment, LayerActivations
-from larder.models.loader import wrap_model
-from larder.models.tiny import QUERY_HEADS, tiny
-from larder.ops.rope import rotate
+from larder.cache import SequenceCache
+from larder.core import Mode
+from larder.models import QUERY_HEADS, BatchSegment, Decoder, LayerActivations, wrap_model
+from larder.models.tiny import tiny
+from larder.ops import rotate
 from model_runs import own_logits, read_on, some_ids
 
 COUNT, START = 12, 700

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from larder.core.errors import BadParameter, UnknownName
-from larder.models import calibration
-from larder.models.loader import wrap_model
-from larder.models.measurements import sensitivity
-from larder.models.measurements import sensitivity as measured
-from larder.models.measurements.sensitivity import (
+from larder.core import BadParameter, UnknownName
+from larder.models import (
     SensitivityProfile,
     block_mask,
+    calibration,
     layer_similarities,
+    wrap_model,
 )
+from larder.models.measurements import sensitivity
+from larder.models.measurements import sensitivity as measured
 from larder.models.tiny import tiny
 from model_runs import some_ids
 

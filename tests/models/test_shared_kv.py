@@ -11,13 +11,10 @@ from torch import Tensor
 
 from architectures.families_latent import FAMILIES
 from builders import tiers_of
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import CacheError
-from larder.core.plan import Plan
-from larder.core.spec import ModelSpec
-from larder.interop.cache import LarderCache
-from larder.models.decoder import Decoder
-from larder.models.loader import wrap_model
+from larder.cache import SequenceCache
+from larder.core import CacheError, ModelSpec, Plan
+from larder.interop import LarderCache
+from larder.models import Decoder, wrap_model
 from model_runs import own_logits, read_on, some_ids
 
 TOLERANCE = 1e-4  # float32, on logits whose spread is 0.5 or more

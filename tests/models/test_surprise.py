@@ -8,16 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from larder.cache.sequence import SequenceCache
-from larder.core.ledger import Ledger
-from larder.core.types import Mode
+from larder.cache import SequenceCache
+from larder.core import Ledger, Mode
+from larder.models import ARCHITECTURES, BatchSegment, Decoder, LMHead, wrap_model
 from larder.models import lm_head as head_module
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.models.lm_head import LMHead
-from larder.models.loader import wrap_model
-from larder.models.tiny import ARCHITECTURES, tiny
-from larder.policy.providers.surprise import Surprise
+from larder.models.tiny import tiny
+from larder.policy import Surprise
 from model_runs import own_logits, some_ids
 from references.novelty import surprises
 

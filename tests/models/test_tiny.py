@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from larder.core.errors import BadParameter, UnknownName
-from larder.models.introspection import fingerprint
-from larder.models.loader import wrap_model
+from larder.core import BadParameter, UnknownName
+from larder.models import fingerprint, wrap_model
 from larder.models.tiny import tiny
 from model_runs import own_logits, some_ids
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from larder.core.errors import ModelError
-from larder.models.loader import load
+from larder.core import ModelError
+from larder.models import load
 
 SEED = Path(str(files("larder.models") / "seed"))
 

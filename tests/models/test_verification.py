@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from larder.core.errors import ModelError
-from larder.models.introspection import TOLERANCE, fingerprint, has_quantized_weights
-from larder.models.loader import wrap_model
+from larder.core import ModelError
+from larder.models import TOLERANCE, fingerprint, has_quantized_weights, wrap_model
 from larder.models.tiny import tiny
 from model_runs import own_logits, some_ids
 

@@ -7,10 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from larder.ops.approximate_products import (
-    channel_products,
-    pq_products,
-)
+from larder.ops import channel_products, pq_products
 from larder.ops.cpu import approximate_products
 from without_kernels import reference
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from larder.ops.attention import (
-    attention,
+from larder.ops import (
+    c_library,
     causal_attention,
     chunk_sections,
     masked_attention,
@@ -19,8 +19,8 @@ from larder.ops.attention import (
     ragged_attention,
     windowed_attention,
 )
+from larder.ops.attention import attention
 from larder.ops.cpu import decode_attention, flash_attention
-from larder.ops.cpu.c_library import c_library
 from references.ops import attention as loop
 from without_kernels import reference
 

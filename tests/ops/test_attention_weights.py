@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from column_statistics import columns
-from larder.ops.attention import ragged_attention
-from larder.ops.attention_weights import (
-    attention_weights,
+from larder.ops import (
+    GroupReduction,
     head_weights_from_logits,
+    ragged_attention,
     weights_from_logits,
 )
-from larder.ops.column_statistics import GroupReduction
+from larder.ops.attention_weights import attention_weights
 from larder.ops.cpu import attention_weights as cpu_attention_weights
 from references.ops import rows as loop
 from without_kernels import reference

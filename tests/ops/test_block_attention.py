@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from larder.ops.block_attention import block_attention, summed_weights
+from larder.ops import c_library, summed_weights
+from larder.ops.block_attention import block_attention
 from larder.ops.cpu import block_attention as fast
-from larder.ops.cpu.c_library import c_library
 from references.ops import columns as loop
 
 needs_kernel = pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from column_statistics import STATISTICS, columns
-from larder.core.errors import BadParameter
-from larder.ops.column_statistics import GroupReduction
+from larder.core import BadParameter
+from larder.ops import GroupReduction
 from references.ops import columns as loop
 
 SCALING = 0.4

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from larder.core.plan import StepColumn, StepRule, StepScore, StepScoring
-from larder.ops.cpu.c_library import c_library
-from larder.ops.cpu.decode_attention import EvictedLayer
-from larder.ops.cpu.decode_eviction import evict_step
+from larder.core import StepColumn, StepRule, StepScore, StepScoring
+from larder.ops import EvictedLayer, c_library, evict_step
 
 pytestmark = pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from larder.ops.attention import ragged_attention
+from larder.ops import ragged_attention
 from larder.ops.cpu import decode_attention
 from without_kernels import reference
 

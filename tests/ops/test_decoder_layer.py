@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from larder.ops import MAX_ROWS, c_library, few_rows_linear, is_supported, max_rows
 from larder.ops.cpu import decoder_layer
-from larder.ops.cpu.c_library import c_library
-from larder.ops.cpu.decoder_layer import MAX_ROWS, few_rows_linear, is_supported, max_rows
 
 needs_library = pytest.mark.skipif(c_library() is None, reason="no C compiler at installation")
 ROUNDING = 2**-7  # of a bfloat16 number, relative

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from larder.ops.attention import causal_attention, lookahead_attention, merge_attention
+from larder.ops import causal_attention, lookahead_attention, merge_attention
 from references.ops import attention as loop
 
 SPANS = ((1, 4), (6, 7), (7, 10))

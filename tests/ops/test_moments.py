@@ -8,11 +8,8 @@ from random import Random
 import pytest
 import torch
 
+from larder.ops import added_moments, variance_boosted_means
 from larder.ops.cpu import moments as fast
-from larder.ops.moments import (
-    added_moments,
-    variance_boosted_means,
-)
 from without_kernels import reference
 
 

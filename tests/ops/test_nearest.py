@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from larder.ops import nearest_rows
 from larder.ops.cpu import search as fast
-from larder.ops.search import nearest_rows
 from references.ops import nearest as loop
 from without_kernels import reference
 

@@ -7,13 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import wrap_model
+from larder.cache import SequenceCache
+from larder.core import Mode
+from larder.models import BatchSegment, wrap_model
 from larder.models.tiny import tiny
+from larder.ops import without_onednn
 from larder.ops.cpu import one_row_products
-from larder.ops.cpu.one_row_products import without_onednn
 from model_runs import some_ids
 
 

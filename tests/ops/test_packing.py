@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from larder.ops.packing import is_in_sorted, mask_of, mask_outside, mask_until, unmasked_indices
+from larder.ops import is_in_sorted, mask_of, mask_outside, mask_until, unmasked_indices
 
 
 def test_outside_a_range() -> None:

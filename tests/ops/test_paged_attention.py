@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from larder.core.errors import LarderError
-from larder.ops.attention import attention
-from larder.ops.gpu import varlen
-from larder.ops.gpu.fake_device import FakeDevice, HostSynchronization
-from larder.ops.paged_attention import (
+from larder.core import LarderError
+from larder.ops import (
     PAGE_TOKENS,
     AttentionBackend,
+    FakeDevice,
+    HostSynchronization,
     choose_backend,
     gathered_attention,
-    paged_attention,
     reference_paged_attention,
 )
+from larder.ops.attention import attention
+from larder.ops.gpu import varlen
+from larder.ops.paged_attention import paged_attention
 from paged_segments import PagedSegments, some_segments
 
 LENGTHS = (9, 0, 4, 1, 12)

@@ -11,9 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from larder.ops.column_statistics import GroupReduction
-from larder.ops.paged_attention import reference_paged_attention
-from larder.ops.pages import add_column_mass, append_rows, compact_pages, gather_pages
+from larder.ops import (
+    GroupReduction,
+    add_column_mass,
+    append_rows,
+    compact_pages,
+    gather_pages,
+    reference_paged_attention,
+)
 from paged_segments import PagedSegments, kept_places, padded_places, some_segments
 from references.ops.pages import after_eviction, column_mass, entries_of
 

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from larder.core.codec import BITS, Codec
-from larder.core.errors import BadParameter, CacheError
-from larder.ops.quantization import (
+from larder.core import BITS, BadParameter, CacheError, Codec
+from larder.ops import (
     FLOAT16_MAX,
     QuantizedRows,
     concat_rows,

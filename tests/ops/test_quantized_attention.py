@@ -8,14 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from larder.core.codec import Codec
+from larder.core import Codec
+from larder.ops import QuantizedKV, quantize_rows
 from larder.ops import quantized_attention as ops
 from larder.ops.cpu import quantized_attention as cpu_quantized_attention
-from larder.ops.quantization import quantize_rows
-from larder.ops.quantized_attention import (
-    QuantizedKV,
-    quantized_attention,
-)
+from larder.ops.quantized_attention import quantized_attention
 from references.ops.coded_attention import attended
 from without_kernels import reference
 

@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from larder.core.errors import CacheError
-from larder.ops import removal
-from larder.ops.removal import (
-    plan_removal,
-    reference_remove_rows,
-    remove_rows,
-)
+from larder.core import CacheError
+from larder.ops import plan_removal, reference_remove_rows, removal, remove_rows
 from references.ops import removal as loop
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])

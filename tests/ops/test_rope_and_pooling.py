@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from larder.core.errors import BadParameter
-from larder.ops.pooling import running_max, running_mean
-from larder.ops.rope import frequencies, rerotate, rotate
+from larder.core import BadParameter
+from larder.ops import frequencies, rerotate, rotate, running_max, running_mean
 
 
 def rotated_by_hand(vector: list[float], position: int, theta: float) -> list[float]:

@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from column_statistics import columns
-from larder.ops.attention import (
+from larder.ops import (
     NO_SINKS,
+    GroupReduction,
     apply_sinks,
     causal_attention,
     masked_attention,
     merge_attention,
     ragged_attention,
+    weights_from_logits,
     windowed_attention,
 )
-from larder.ops.attention_weights import attention_weights, weights_from_logits
-from larder.ops.column_statistics import GroupReduction
+from larder.ops.attention_weights import attention_weights
 from references.ops.softmax import capped, shares, sink_of
 
 SCALING, HEADS, GROUP, ROWS, QUERIES, SIZE = 0.6, 2, 2, 9, 4, 8

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from larder.core.plan import StepColumn, StepRule, StepScore, StepScoring, StepSpreading
-from larder.ops.cpu.c_library import c_library
-from larder.ops.cpu.decode_attention import EvictedLayer
-from larder.ops.cpu.decode_eviction import evict_step
+from larder.core import StepColumn, StepRule, StepScore, StepScoring, StepSpreading
+from larder.ops import EvictedLayer, c_library, evict_step
 from references.ops import step_rules
 
 pytestmark = pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")

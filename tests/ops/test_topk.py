@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from larder.ops import top_masks, top_per_head
 from larder.ops.cpu import topk as cpu_topk
-from larder.ops.topk import top_masks, top_per_head
 from without_kernels import reference
 
 levels = st.sampled_from([-torch.inf, -1.0, 0.0, 0.5, 0.5000001, 2.0, torch.inf])

@@ -11,16 +11,21 @@ from torch import Tensor
 
 from builders import draw
 from cache_stores import attend_held
-from larder.cache.forms.transform import TransformLayer
-from larder.core.codec import Coder, TransformSpec
-from larder.core.ledger import LOG_COUNT, Ledger
-from larder.core.plan import Plan
-from larder.core.spec import LayerSpec
+from larder.cache import TransformLayer
+from larder.core import LOG_COUNT, Coder, LayerSpec, Ledger, Plan, TransformSpec
+from larder.ops import (
+    ESCAPE,
+    TIER_ROW,
+    TOTAL,
+    c_library,
+    classes_of,
+    frequencies,
+    rotate,
+    rotation_table,
+)
 from larder.ops import transform_coder as coding
 from larder.ops.cpu import range_coder, transform_attention
-from larder.ops.cpu.c_library import c_library
-from larder.ops.rope import frequencies, rotate, rotation_table
-from larder.ops.symbol_model import ESCAPE, TIER_ROW, TOTAL, classes_of, symbol_model
+from larder.ops.symbol_model import symbol_model
 from references import transform as reference
 from transforms import some_tables
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from larder import LarderError
-from larder.core.errors import DependencyError, InputError, UnknownName
+from larder.core import DependencyError, InputError, UnknownName
 from larder_bench.plots.figure_selection import (
     FIGURE_ORDER,
     draw_all,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from larder import LarderError
-from larder.core.errors import InputError
+from larder.core import InputError
 from larder_bench.plots.figure_selection import draw_all, draw_figures, load_results, parse_figure
 from larder_bench.plots.figures.base import NothingToDraw
 from larder_bench.plots.report import render_report

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import InputError, UnknownName
+from larder.core import InputError, UnknownName
 from larder_bench.plots import report
 from larder_bench.plots.report import inline_svg, render_report
 from larder_bench.plots.style import INK, FigureWidth

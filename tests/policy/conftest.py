@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from builders import runnable, small_parameters
-from larder.core.family import public_name
-from larder.policy.planner import TALLIES
-from larder.session.policy import FAMILIES as SLOTS
+from larder.core import public_name
+from larder.policy import TALLIES
+from larder.session import FAMILIES as SLOTS
 
 FAMILIES = {**SLOTS, "tally": TALLIES}
 

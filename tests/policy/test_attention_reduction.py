@@ -16,19 +16,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from builders import a_layer, a_view
 from larder import Policy
-from larder.core.errors import BadParameter
-from larder.core.observation import Observation
-from larder.ops.column_statistics import CHUNK
-from larder.policy.aggregation.defensive import Defensive
-from larder.policy.aggregation.ema import Ema
-from larder.policy.aggregation.max import Max
-from larder.policy.aggregation.mean import Mean
-from larder.policy.aggregation.mean_variance import MeanVariance
-from larder.policy.aggregation.scaled_mean import ScaledMean
-from larder.policy.aggregation.sum import Sum
-from larder.policy.attention_reduction import AttentionReduction, ObservationWindow
-from larder.policy.heads.group_mean import GroupMean
-from larder.policy.heads.layer_mean import LayerMean
+from larder.core import BadParameter, Observation
+from larder.ops import CHUNK
+from larder.policy import (
+    AttentionReduction,
+    Defensive,
+    Ema,
+    GroupMean,
+    LayerMean,
+    Max,
+    Mean,
+    MeanVariance,
+    ObservationWindow,
+    ScaledMean,
+    Sum,
+)
 from references import layer_mean
 from references.attention_loop import group_of, heads_of, positions_of, weights
 

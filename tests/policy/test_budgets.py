@@ -13,12 +13,8 @@ from hypothesis import strategies as st
 
 from builders import head_numbers
 from larder import Policy
-from larder.core.errors import BadParameter
-from larder.core.family import public_name
-from larder.core.observation import LayerScores
-from larder.core.plan import Plan
-from larder.policy.budgets.drawn import Drawn
-from larder.policy.budgets.uniform import Uniform
+from larder.core import BadParameter, LayerScores, Plan, public_name
+from larder.policy import Drawn, Uniform
 
 SIGMA = st.floats(-1, 1.0001, allow_nan=False)
 
@@ -185,8 +181,8 @@ def test_layer_quotas_sum_exactly(budget, loop_of, sigma, tokens, least, spare, 
 
 
 def test_sensitive_layers_get_more() -> None:
-    from larder.core.types import Variant
-    from larder.policy.budgets.sensitivity import Sensitivity
+    from larder.core import Variant
+    from larder.policy import Sensitivity
 
     facts = {"sensitivity": (1.0, 0.9, 0.7)}  # weights 0, .01, .09
     larder = Sensitivity().layer_tokens(101, 3, 0, 1000, facts)
@@ -206,7 +202,7 @@ BUNDLED = {"sensitivity": (1.0, 0.9992, 0.9994, 0.9987, 0.9987, 0.9946)}
 
 def test_without_a_floor_a_sharper_alpha_is_another_split() -> None:
     """On a floor of a quarter alpha 4 and alpha 8 are the same split."""
-    from larder.policy.budgets.sensitivity import Sensitivity
+    from larder.policy import Sensitivity
 
     def split(**parameters: float) -> tuple[int, ...]:
         return Sensitivity(**parameters).layer_tokens(256, 6, 0, 2000, BUNDLED)
@@ -259,7 +255,7 @@ def test_sizes_out_of_range_are_refused(budget, size) -> None:
 
 @pytest.mark.parametrize("alpha", [-1.0, float("inf"), float("nan")])
 def test_alphas_out_of_range_are_refused(alpha) -> None:
-    from larder.policy.budgets.sensitivity import Sensitivity
+    from larder.policy import Sensitivity
 
     with pytest.raises(BadParameter, match=r"sensitivity\.alpha"):
         Sensitivity(alpha=alpha)

@@ -10,15 +10,19 @@ import torch
 
 from builders import a_layer, a_view
 from larder import Policy
-from larder.core.errors import BadParameter, ModelError
-from larder.core.observation import LayerScores
-from larder.policy.budgets.composite import Composite
-from larder.policy.budgets.eviction_error import EvictionError
-from larder.policy.budgets.headkv import HeadKV, HeadTrial
-from larder.policy.budgets.retrieval_heads import RetrievalHeads, Trial
-from larder.policy.budgets.squeeze import Squeeze, highest_group
-from larder.policy.heads.group_and_layer import GroupAndLayer
-from larder.policy.heads.retrieval import Retrieval
+from larder.core import BadParameter, LayerScores, ModelError
+from larder.policy import (
+    Composite,
+    EvictionError,
+    GroupAndLayer,
+    HeadKV,
+    HeadTrial,
+    Retrieval,
+    RetrievalHeads,
+    Squeeze,
+    Trial,
+    highest_group,
+)
 
 
 def judged(*heads: list[float], weights: tuple[float, ...] = (), shielded: int = 0) -> LayerScores:

@@ -8,13 +8,9 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, draw
-from larder.cache.forms.ragged import RaggedLayer
-from larder.cache.merged_entries import merge_entries
-from larder.core.errors import BadParameter
-from larder.core.ledger import Ledger
-from larder.core.observation import Entries, LayerScores, Phase
-from larder.core.plan import Plan
-from larder.policy.compensation.cam import Cam, Merge
+from larder.cache import RaggedLayer, merge_entries
+from larder.core import BadParameter, Entries, LayerScores, Ledger, Phase, Plan
+from larder.policy import Cam, Merge
 from scalar_entries import judged, line, numbers
 
 EXPECTED = Merge.EXPECTED

@@ -9,12 +9,9 @@ import torch
 
 from builders import a_plan
 from larder import Policy
-from larder.cache.merged_entries import merge_entries
-from larder.core.errors import BadParameter
-from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Entries
-from larder.core.plan import Plan
-from larder.policy.compensation.chelsea import Chelsea
+from larder.cache import merge_entries
+from larder.core import LOG_COUNT, BadParameter, Entries, Plan
+from larder.policy import Chelsea
 from scalar_entries import judged, line, numbers
 
 # Chunks of four, degrees: 0 stands in the first half of its chunk, 8 in the second, and so on.

@@ -11,11 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import a_layer, a_plan, some_columns, some_entries
-from larder.cache.merged_entries import merge_entries
-from larder.core.errors import BadParameter, BudgetError
-from larder.core.observation import Entries, LayerScores, Phase
-from larder.core.plan import Plan
-from larder.policy.protect import Protect, ProtectedTokens
+from larder.cache import merge_entries
+from larder.core import BadParameter, BudgetError, Entries, LayerScores, Phase, Plan
+from larder.policy import Protect, ProtectedTokens
 from references.outcome import Outcome, untouched
 
 # What each head held, and which of its entries stay.

@@ -8,11 +8,9 @@ import pytest
 
 from budget_bounds import most, peaks
 from larder import Engine, Policy, read_conversation
-from larder.cache.sequence import SequenceCache
-from larder.core.conversation import Conversation
-from larder.core.errors import SpellingError, UsageError
-from larder.core.spec import POSITION_BYTES
-from larder.prefill.contexts import ChunkMemory
+from larder.cache import SequenceCache
+from larder.core import POSITION_BYTES, Conversation, SpellingError, UsageError
+from larder.prefill import ChunkMemory
 
 PARK = (
     "blockwise() > protect(sinks=4, recent=16) > sinks_and_window() > uniform() > park() > {} > "

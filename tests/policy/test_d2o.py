@@ -12,14 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from builders import a_layer, a_view
-from larder.core.errors import BadParameter
-from larder.core.observation import LayerScores, Phase
-from larder.core.types import Variant
-from larder.policy.budgets.inverse_variance import InverseVariance, Rule
-from larder.policy.compensation.drop import Drop
-from larder.policy.planner import Planner
-from larder.policy.protect import Protect
-from larder.policy.scorers.column_mass import ColumnMass
+from larder.core import BadParameter, LayerScores, Phase, Variant
+from larder.policy import ColumnMass, Drop, InverseVariance, Planner, Protect, Rule
 from references.inverse_variance import tokens as split_by_loop
 
 

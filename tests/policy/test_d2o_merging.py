@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from builders import a_plan
-from larder.cache.merged_entries import merge_entries
-from larder.core.errors import BadParameter
-from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Entries, LayerScores
-from larder.core.types import Variant
-from larder.policy.compensation.fold_ema import FoldEma, MergeThreshold, Weights
+from larder.cache import merge_entries
+from larder.core import LOG_COUNT, BadParameter, Entries, LayerScores, Variant
+from larder.policy import FoldEma, MergeThreshold, Weights
 
 
 def judged(lengths: tuple[int, ...]) -> LayerScores:

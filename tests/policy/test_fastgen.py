@@ -8,12 +8,8 @@ import pytest
 import torch
 
 from builders import a_layer, a_view
-from larder.core.errors import BadParameter
-from larder.core.observation import LayerScores
-from larder.policy.budgets.lazy_layers import LazyLayers
-from larder.policy.budgets.recovery import Recovery
-from larder.policy.scorers.fastgen import Fastgen
-from larder.policy.tallies.token_kind import TokenKindTally
+from larder.core import BadParameter, LayerScores
+from larder.policy import Fastgen, LazyLayers, Recovery, TokenKindTally
 from references import fastgen as fastgen_loop
 from references import recovery as loop
 from references.token_kind import kind

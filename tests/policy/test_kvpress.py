@@ -14,26 +14,36 @@ import torch
 
 from builders import a_layer, a_plan, a_view, runnable
 from larder import Policy
-from larder.cache.merged_entries import merge_entries
-from larder.core.errors import BadParameter, DependencyError, ScoreError, UnknownName
-from larder.core.ledger import LOG_COUNT
-from larder.core.observation import LayerScores, Observation
-from larder.ops.rope import rotate
-from larder.policy.compensation.merge_values import MergeValues
-from larder.policy.protect import ProtectedTokens
-from larder.policy.scorers._kvpress_module import AttentionModuleAdapter
-from larder.policy.scorers.capkv import CapKV
-from larder.policy.scorers.column_mass import ColumnMass
-from larder.policy.scorers.curdkv import CurDKV, Leverages
-from larder.policy.scorers.expected import Expected
-from larder.policy.scorers.keydiff import KeyDiff
-from larder.policy.scorers.keynorm import KeyNorm
-from larder.policy.scorers.kvpress import Kvpress
-from larder.policy.scorers.lagkv import LagKV, Within
-from larder.policy.scorers.last_query import LastQuery
-from larder.policy.scorers.leverage import Leverage
-from larder.policy.scorers.sinks_and_window import SinksAndWindow
-from larder.policy.scorers.snapkv import SnapKV
+from larder.cache import merge_entries
+from larder.core import (
+    LOG_COUNT,
+    BadParameter,
+    DependencyError,
+    LayerScores,
+    Observation,
+    ScoreError,
+    UnknownName,
+)
+from larder.ops import rotate
+from larder.policy import (
+    AttentionModuleAdapter,
+    CapKV,
+    ColumnMass,
+    CurDKV,
+    Expected,
+    KeyDiff,
+    KeyNorm,
+    Kvpress,
+    LagKV,
+    LastQuery,
+    Leverage,
+    Leverages,
+    MergeValues,
+    ProtectedTokens,
+    SinksAndWindow,
+    SnapKV,
+    Within,
+)
 
 TOKENS = 60
 with_kvpress = pytest.mark.skipif(not runnable(["kvpress"]), reason="kvpress is not installed")

@@ -7,10 +7,8 @@ from random import Random
 import pytest
 import torch
 
-from larder.core.errors import BadParameter
-from larder.core.observation import LayerScores
-from larder.core.types import Variant
-from larder.policy.budgets.ladder import Ladder
+from larder.core import BadParameter, LayerScores, Variant
+from larder.policy import Ladder
 from references.ladder import Climb, slots_kept
 
 SINKS, RECENT = 2, 3

@@ -6,9 +6,8 @@ import pytest
 
 from builders import a_layer, a_view
 from larder import Engine, Policy
-from larder.core.errors import BudgetError
-from larder.core.observation import Observation
-from larder.models.loader import LoadedModel
+from larder.core import BudgetError, Observation
+from larder.models import LoadedModel
 from larder_bench.datasets.lifelog_questions import lifelog_conversation
 from larder_bench.scoring.teacher_forcing import score_answers
 

@@ -11,20 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import a_layer, a_view
-from larder.core.errors import BadParameter
-from larder.core.ledger import LOG_COUNT
-from larder.core.observation import LayerScores, Phase
-from larder.policy.budgets._selection import top_k_even
-from larder.policy.budgets.ada import Ada
-from larder.policy.budgets.base import Budget
-from larder.policy.budgets.cake import Cake
-from larder.policy.budgets.dynamic import Dynamic
-from larder.policy.budgets.pooled import Pooled
-from larder.policy.budgets.prefixkv import PrefixKV
-from larder.policy.budgets.pyramid import Pyramid
-from larder.policy.budgets.threshold import Threshold
-from larder.policy.budgets.uniform import Uniform
-from larder.session.policy import FAMILIES
+from larder.core import LOG_COUNT, BadParameter, LayerScores, Phase
+from larder.policy import (
+    Ada,
+    Budget,
+    Cake,
+    Dynamic,
+    Pooled,
+    PrefixKV,
+    Pyramid,
+    Threshold,
+    Uniform,
+    top_k_even,
+)
+from larder.session import FAMILIES
 from references import cake as cake_loop
 
 

@@ -9,10 +9,8 @@ import torch
 
 from builders import a_layer, a_view
 from larder import Policy
-from larder.core.errors import ModelError
-from larder.core.observation import Calibration
-from larder.policy.budgets.uniform import Uniform
-from larder.policy.layer_calibration import mean_per_kv_head, split_by_layer
+from larder.core import Calibration, ModelError
+from larder.policy import Uniform, mean_per_kv_head, split_by_layer
 
 FACTS = {"echo": (0.1, 0.2, 0.3, 0.4), "squeeze": (0.5, 0.6)}
 

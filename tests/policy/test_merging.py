@@ -10,17 +10,9 @@ import torch
 from torch import Tensor
 
 from builders import a_plan
-from larder.cache.merged_entries import merge_entries
-from larder.core.errors import BadParameter
-from larder.core.family import public_name
-from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Entries, LayerScores, Phase
-from larder.core.types import Variant
-from larder.policy.compensation.chelsea import Chelsea
-from larder.policy.compensation.elastic import Elastic
-from larder.policy.compensation.kvmerger import Kvmerger
-from larder.policy.compensation.razor import Razor
-from larder.policy.compensation.subgen import CLUSTER, DRAWS, MASS, Subgen
+from larder.cache import merge_entries
+from larder.core import LOG_COUNT, BadParameter, Entries, LayerScores, Phase, Variant, public_name
+from larder.policy import CLUSTER, DRAWS, MASS, Chelsea, Elastic, Kvmerger, Razor, Subgen
 from scalar_entries import judged, line, numbers
 
 HELD = (9, 7, 8)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 
 from larder import Policy
-from larder.core.codec import Codec
-from larder.core.errors import BadParameter
-from larder.core.recall import OffloadSpec
-from larder.core.spelling import spell
-from larder.policy.storage.exact import Exact
-from larder.recall.flat import Flat
+from larder.core import BadParameter, Codec, OffloadSpec, spell
+from larder.policy import Exact
+from larder.recall import Flat
 
 
 def test_what_is_parked_is_found_by_a_tree_unless_another_index_is_named() -> None:

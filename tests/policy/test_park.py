@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, some_entries
-from larder.core.observation import LayerScores, Phase
-from larder.policy.compensation.park import Cut, Park
+from larder.core import LayerScores, Phase
+from larder.policy import Cut, Park
 from references.park import dropped, split
 
 HELD, KEPT = [range(30), range(4, 30)], [[0, 3, 7, 29], [0, 20, 25]]

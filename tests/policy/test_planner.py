@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from builders import a_layer, a_view
-from larder.core.errors import BudgetError, ScoreError
-from larder.core.family import public_name
-from larder.core.observation import Observation
-from larder.core.types import Variant
-from larder.policy.budgets.uniform import Uniform
-from larder.policy.compensation.drop import Drop
-from larder.policy.planner import Planner
-from larder.policy.protect import Protect, ProtectedTokens
-from larder.policy.scorers.base import Scorer
-from larder.policy.scorers.keydiff import KeyDiff
-from larder.policy.scorers.sinks_and_window import SinksAndWindow
-from larder.policy.scorers.snapkv import SnapKV
+from larder.core import BudgetError, Observation, ScoreError, Variant, public_name
+from larder.policy import (
+    Drop,
+    KeyDiff,
+    Planner,
+    Protect,
+    ProtectedTokens,
+    Scorer,
+    SinksAndWindow,
+    SnapKV,
+    Uniform,
+)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def test_a_budget_too_small_for_both_says_what_each_keeps() -> None:
 
 
 def test_layers_get_no_less_than_a_scorer_always_keeps() -> None:
-    from larder.policy.budgets.sensitivity import Sensitivity
+    from larder.policy import Sensitivity
 
     whole = Planner(Protect(0, 0), SinksAndWindow(sinks=19), Sensitivity(), Drop())
     quotas = whole.quotas(40, 500, (0, 1, 2), {"sensitivity": (1.0, 0.2, 0.9)})

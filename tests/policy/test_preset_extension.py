@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from larder import LarderError, Policy
-from larder.core.spelling import Call, parse
-from larder.session.presets import PRESETS
-from larder.session.sentence import FAMILIES, SLOTS
+from larder.core import Call, parse
+from larder.session import FAMILIES, PRESETS, SLOTS
 
 ADDED = (
     "blockwise()",

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from larder import Policy
-from larder.core.spelling import parse
-from larder.prefill.schedules.blockwise import Blockwise
-from larder.prefill.schedules.whole import Whole
-from larder.session.presets import PRESETS
+from larder.core import parse
+from larder.prefill import Blockwise, Whole
+from larder.session import PRESETS
 from larder_bench.results.rows import read_rows
 from larder_bench.studies.methods import parse_variant
 from larder_bench.studies.study import CHECKOUT

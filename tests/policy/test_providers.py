@@ -11,8 +11,8 @@ import torch
 
 from builders import HIDDEN, ToyAttention, a_layer
 from larder import Policy
-from larder.core.errors import ModelError, UnknownName
-from larder.policy.providers.base import (
+from larder.core import ModelError, UnknownName
+from larder.policy import (
     PROVIDERS,
     ActivationProvider,
     DraftProvider,

@@ -11,18 +11,23 @@ import pytest
 import torch
 
 from larder import LarderError, Policy
-from larder.core.errors import SpellingError
-from larder.core.observation import Entries, LatestQueries, Observation, Phase
-from larder.core.spec import LayerSpec
-from larder.policy.scorers.capkv import CapKV
-from larder.policy.scorers.curdkv import CurDKV, Leverages
-from larder.policy.scorers.last_query import LastQuery
-from larder.policy.scorers.morph import Fusion, Morph
-from larder.policy.scorers.snapkv import Pool, SnapKV
-from larder.policy.tallies.persistence import PersistenceTally
-from larder.policy.timing.split import Split, Strategy
-from larder.policy.values.base import Selection
-from larder.policy.values.criticality import Criticality, Norms
+from larder.core import Entries, LatestQueries, LayerSpec, Observation, Phase, SpellingError
+from larder.policy import (
+    CapKV,
+    Criticality,
+    CurDKV,
+    Fusion,
+    LastQuery,
+    Leverages,
+    Morph,
+    Norms,
+    PersistenceTally,
+    Pool,
+    Selection,
+    SnapKV,
+    Split,
+    Strategy,
+)
 from references import criticality
 
 NOTHING = 1e-9  # a weight that is as good as none

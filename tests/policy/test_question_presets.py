@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from larder import Engine
-from larder.core.errors import UsageError
-from larder.models.loader import LoadedModel
+from larder.core import UsageError
+from larder.models import LoadedModel
 from larder_bench.datasets.lifelog_questions import lifelog_conversation
 from larder_bench.scoring.teacher_forcing import score_answers
 

@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from builders import RADIANS, a_layer, a_view
-from larder.core.errors import BadParameter, ScoreError
-from larder.core.observation import Observation
-from larder.ops.rope import rotate, rotate_per_head
-from larder.policy.scorers.expected import Expected
-from larder.policy.scorers.leverage import Leverage
+from larder.core import BadParameter, Observation, ScoreError
+from larder.ops import rotate, rotate_per_head
+from larder.policy import Expected, Leverage
 
 HEADS = [[0, 1, 4, 5, 9, 10, 11], [2, 3, 8, 9, 10, 11]]
 PARTS = (Expected(future=5, sinks=2), Leverage(sketch=9), Leverage(sketch=5, ridge=0.02))

@@ -13,12 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import a_layer, a_view, some_columns, some_entries
-from larder.core.family import public_name
-from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Entries, Observation
-from larder.core.types import Variant
-from larder.policy.scorers.patched import Patched
-from larder.policy.scorers.reconstruct import Reconstruct
+from larder.core import LOG_COUNT, Entries, Observation, Variant, public_name
+from larder.policy import Patched, Reconstruct
 
 # Old entries of each head, and how many tokens the newest block adds to all of them.
 CASES = {
@@ -259,7 +255,7 @@ def test_an_entry_that_stands_for_two_weighs_as_two_equal_ones(part, variant) ->
 
 
 def test_another_seed_is_another_draw() -> None:
-    from larder.policy.scorers.random import Random
+    from larder.policy import Random
 
     seen = view("uneven")
     draws = [Random(seed).score(seen) for seed in range(4)]

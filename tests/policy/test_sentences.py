@@ -7,12 +7,10 @@ import torch
 
 from builders import a_layer, a_plan, draw
 from larder import Policy
-from larder.cache.forms.ragged import RaggedLayer
-from larder.core.ledger import Ledger
-from larder.core.observation import Observation
-from larder.policy.planner import TALLIES
-from larder.policy.tallies.sentence import ENDS
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.cache import RaggedLayer
+from larder.core import Ledger, Observation
+from larder.policy import ENDS, TALLIES
+from larder.session import TokenizerAdapter
 
 LAYER = a_layer(2, 1)
 DOT = 9

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from builders import a_layer, a_view
-from larder.core.errors import BadParameter
-from larder.core.observation import LayerScores, Phase
-from larder.policy.budgets.entire import Entire
-from larder.policy.units.shot import Shot
+from larder.core import BadParameter, LayerScores, Phase
+from larder.policy import Entire, Shot
 
 
 def judged(shots: list[tuple[int, float]], protected: tuple[int, ...] = ()) -> LayerScores:

@@ -13,23 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from larder import LarderError, Policy
-from larder.core.errors import BadParameter, SpellingError, UnknownName
-from larder.core.family import Family
-from larder.core.spelling import spell
-from larder.policy.attention_reduction import NoAggregation, NoHeadRule
-from larder.policy.budgets.retrieval_heads import RetrievalHeads
-from larder.policy.compensation.drop import Drop
-from larder.policy.compensation.recompute import Recompute
-from larder.policy.protect import Protect
-from larder.policy.storage.exact import Exact
-from larder.policy.storage.form import Form
-from larder.policy.timing.prefill_only import PrefillOnly
-from larder.policy.values.keys_alone import KeysAlone
-from larder.prefill.schedules.whole import Whole
-from larder.session.arrangements.single import Single
-from larder.session.policy import FAMILIES, REDUCTION_SLOTS, SLOTS
-from larder.session.policy_validation import check_narrowing, needs_scratch_prompts
-from larder.session.presets import PRESETS
+from larder.core import BadParameter, Family, SpellingError, UnknownName, spell
+from larder.policy import (
+    REDUCTION_SLOTS,
+    Drop,
+    Exact,
+    Form,
+    KeysAlone,
+    NoAggregation,
+    NoHeadRule,
+    PrefillOnly,
+    Protect,
+    Recompute,
+    RetrievalHeads,
+)
+from larder.prefill import Whole
+from larder.session import FAMILIES, PRESETS, SLOTS, Single, check_narrowing, needs_scratch_prompts
 
 VALUES: dict[type, st.SearchStrategy[Any]] = {
     int: st.integers(-2, 5000),

@@ -13,20 +13,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import a_layer, a_plan, a_view
-from larder.core.errors import BadParameter, BudgetError
-from larder.core.family import public_name
-from larder.core.observation import Entries, LayerScores, Observation, StorageStatistics
-from larder.core.plan import Folds
-from larder.policy.storage._mixed_precision import demote_groups
-from larder.policy.storage.arkv import ARKV
-from larder.policy.storage.exact import Exact
-from larder.policy.storage.mikv import MiKV, channel_balance
-from larder.policy.storage.minicache import MiniCache
-from larder.policy.storage.qaq import QAQ, needed_bits
-from larder.policy.storage.quantized import Quantized
-from larder.policy.storage.think import ThinK, channel_energies
-from larder.policy.storage.transform import Transform
-from larder.session.policy import FAMILIES
+from larder.core import (
+    BadParameter,
+    BudgetError,
+    Entries,
+    Folds,
+    LayerScores,
+    Observation,
+    StorageStatistics,
+    public_name,
+)
+from larder.policy import (
+    ARKV,
+    QAQ,
+    Exact,
+    MiKV,
+    MiniCache,
+    Quantized,
+    ThinK,
+    Transform,
+    channel_balance,
+    channel_energies,
+    demote_groups,
+    needed_bits,
+)
+from larder.session import FAMILIES
 
 PARTS = (
     Exact(),

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from builders import a_plan
-from larder.cache.merged_entries import merge_entries
-from larder.core.errors import BadParameter
-from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Entries
-from larder.policy.compensation.subgen import CLUSTER, DRAWS, MASS, Subgen, systematic
+from larder.cache import merge_entries
+from larder.core import LOG_COUNT, BadParameter, Entries
+from larder.policy import CLUSTER, DRAWS, MASS, Subgen, systematic
 from scalar_entries import judged
 
 COLUMNS = (LOG_COUNT, CLUSTER, DRAWS)

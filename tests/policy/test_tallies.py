@@ -12,15 +12,9 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, a_view, draw
-from larder.cache.forms.ragged import RaggedLayer
-from larder.core.errors import BadParameter
-from larder.core.ledger import LOG_COUNT, Ledger
-from larder.core.observation import Observation, Phase
-from larder.core.spec import LayerSpec
-from larder.policy.planner import TALLIES
-from larder.policy.scorers.lagkv import LagKV, Within
-from larder.policy.scorers.recurrence import Recurrence
-from larder.policy.scorers.roco import RoCo
+from larder.cache import RaggedLayer
+from larder.core import LOG_COUNT, BadParameter, LayerSpec, Ledger, Observation, Phase
+from larder.policy import TALLIES, LagKV, Recurrence, RoCo, Within
 from references.tally_loop import Listener
 
 LAYER = a_layer(kv_heads=2, group=2)

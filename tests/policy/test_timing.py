@@ -10,22 +10,24 @@ import torch
 
 from builders import a_layer, a_plan, a_spec, draw
 from larder import Policy
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import BadParameter
-from larder.core.types import Mode
-from larder.models.forward_batch import BatchSegment, LayerActivations
-from larder.policy.budgets.base import Budget
-from larder.policy.budgets.pooled import Pooled
-from larder.policy.budgets.uniform import Uniform
-from larder.policy.compensation.drop import Drop
-from larder.policy.planner import Planner
-from larder.policy.protect import Protect
-from larder.policy.scorers.keydiff import KeyDiff
-from larder.policy.timing.base import Timing
-from larder.policy.timing.fixed_slot import FixedSlot
-from larder.policy.timing.lagged import Lagged
-from larder.policy.timing.split import Split, Strategy
-from larder.prefill.decode_eviction import DecodeEviction
+from larder.cache import SequenceCache
+from larder.core import BadParameter, Mode
+from larder.models import BatchSegment, LayerActivations
+from larder.policy import (
+    Budget,
+    Drop,
+    FixedSlot,
+    KeyDiff,
+    Lagged,
+    Planner,
+    Pooled,
+    Protect,
+    Split,
+    Strategy,
+    Timing,
+    Uniform,
+)
+from larder.prefill import DecodeEviction
 
 LAYERS = (a_layer(2, 1), a_layer(2, 2, window=6, index=1), a_layer(2, 2, index=2))
 MANAGED = (0, 2)

@@ -16,13 +16,9 @@ from torch import Tensor
 
 from builders import a_layer, a_view
 from larder import Policy
-from larder.core.errors import BadParameter
-from larder.core.observation import Observation
-from larder.policy.units.chunk import Chunk
-from larder.policy.units.window import Task, Window
-from larder.policy.values.caote import Caote
-from larder.policy.values.criticality import Criticality
-from larder.session.policy import FAMILIES
+from larder.core import BadParameter, Observation
+from larder.policy import Caote, Chunk, Criticality, Task, Window
+from larder.session import FAMILIES
 from references.attention_loop import heads_of, positions_of
 
 PAPER = re.compile(r"\(20\d\d\),\s+arXiv:\d{4}\.\d{5}|[Nn]o paper")

@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from larder.cache.sequence import SequenceCache
-from larder.core.family import public_name
-from larder.core.types import Mode
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment, LayerActivations
-from larder.models.loader import wrap_model
+from larder.cache import SequenceCache
+from larder.core import Mode, public_name
+from larder.models import BatchSegment, Decoder, LayerActivations, wrap_model
 from larder.models.tiny import tiny
-from larder.policy.planner import Planner
-from larder.prefill.memory import PeakMemoryMeter
-from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.policy import Planner
+from larder.prefill import PeakMemoryMeter, PrefillReader, PrefillSequence
 from learned_gates import give_gates
 from measurements import made_up
 from model_runs import some_ids

@@ -14,14 +14,10 @@ from pathlib import Path
 import torch
 
 from larder import Policy
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import load
-from larder.prefill.base import no_progress
-from larder.prefill.memory import PeakMemoryMeter
-from larder.prefill.reader import PrefillReader, PrefillSequence
-from larder.prefill.schedules.blockwise import Blockwise
+from larder.cache import SequenceCache
+from larder.core import Mode
+from larder.models import BatchSegment, load
+from larder.prefill import Blockwise, PeakMemoryMeter, PrefillReader, PrefillSequence, no_progress
 
 BUDGET, BLOCK, STEP = 1024, 512, 4096
 

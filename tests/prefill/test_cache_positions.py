@@ -12,18 +12,13 @@ from builders import Tokens, a_layer, a_plan, draw
 from cache_stores import append, extend
 from cache_stores import attend as attend_behind
 from larder import Policy
-from larder.cache.forms.compact import CompactLayer
-from larder.cache.sequence import SequenceCache
-from larder.core.observation import Observation
-from larder.core.types import Mode
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import wrap_model
+from larder.cache import CompactLayer, SequenceCache
+from larder.core import Mode, Observation
+from larder.models import BatchSegment, wrap_model
 from larder.models.tiny import tiny
 from larder.ops.attention import attention
-from larder.prefill.eviction_pass import rotate_to_cache_positions
-from larder.prefill.memory import PeakMemoryMeter
-from larder.session.prefill import ModelRuntime, build_caches
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.prefill import PeakMemoryMeter, rotate_to_cache_positions
+from larder.session import ModelRuntime, TokenizerAdapter, build_caches
 from model_runs import own_logits, read_on, some_ids
 
 HELD = 11

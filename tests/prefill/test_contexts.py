@@ -8,20 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import BadParameter, ModelError, UsageError
-from larder.core.types import Mode
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
+from larder.cache import SequenceCache
+from larder.core import BadParameter, Mode, ModelError, UsageError
+from larder.models import BatchSegment, Decoder
 from larder.models.tiny import tiny
-from larder.prefill.base import ContextReuse, ContextText, run_steps
-from larder.prefill.contexts import ChunkMemory, ChunkSource, NoChunks
-from larder.prefill.memory import PeakMemoryMeter
-from larder.prefill.reader import PrefillReader, PrefillSequence
-from larder.prefill.schedules.blended import Blended
-from larder.prefill.schedules.parallel import Parallel
-from larder.session.capacity import empty_cache
-from larder.session.policy import Policy
+from larder.prefill import (
+    Blended,
+    ChunkMemory,
+    ChunkSource,
+    ContextReuse,
+    ContextText,
+    NoChunks,
+    Parallel,
+    PeakMemoryMeter,
+    PrefillReader,
+    PrefillSequence,
+    run_steps,
+)
+from larder.session import Policy, empty_cache
 from model_runs import some_ids
 
 PREFIX, SUFFIX, ASKED = some_ids(4, seed=1), some_ids(3, seed=2), some_ids(5, seed=3)

@@ -11,20 +11,15 @@ import torch
 from torch import Tensor
 
 from larder import Policy
-from larder.cache.sequence import SequenceCache
-from larder.core.observation import Observation
-from larder.core.types import Mode
-from larder.engine.generate import StoppingCriteria, generate, no_observer
-from larder.engine.sampler import SamplingParams
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import LayerActivations
-from larder.models.loader import wrap_model
+from larder.cache import SequenceCache
+from larder.core import Mode, Observation
+from larder.engine import SamplingParams, StoppingCriteria, no_observer
+from larder.engine.generate import generate
+from larder.models import Decoder, LayerActivations, wrap_model
 from larder.models.tiny import tiny
-from larder.policy.timing.split import Split
-from larder.prefill.decode_eviction import DecodeEviction
-from larder.prefill.memory import PeakMemoryMeter
-from larder.session.prefill import ModelRuntime, build_caches, decode_planner
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.policy import Split
+from larder.prefill import DecodeEviction, PeakMemoryMeter
+from larder.session import ModelRuntime, TokenizerAdapter, build_caches, decode_planner
 from model_runs import some_ids
 from references import mass
 from references.tally_loop import Listener

@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from larder import Policy
-from larder.engine.generate import StoppingCriteria, generate
-from larder.engine.sampler import SamplingParams
-from larder.models.forward_batch import LayerActivations
-from larder.models.loader import wrap_model
+from larder.engine import SamplingParams, StoppingCriteria
+from larder.engine.generate import generate
+from larder.models import LayerActivations, wrap_model
 from larder.models.tiny import tiny
-from larder.prefill.decode_eviction import DeferredObserver
-from larder.prefill.memory import PeakMemoryMeter
-from larder.session.prefill import ModelRuntime, build_caches, decode_planner
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.prefill import DeferredObserver, PeakMemoryMeter
+from larder.session import ModelRuntime, TokenizerAdapter, build_caches, decode_planner
 from model_runs import some_ids
 
 TOLD = [(row, layer) for layer in range(3) for row in range(2)]

@@ -8,18 +8,11 @@ import pytest
 import torch
 
 from larder import Policy
-from larder.core.observation import ScratchPrompt
-from larder.core.types import Mode
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import wrap_model
-from larder.models.tiny import WINDOW_TOKENS, tiny
-from larder.policy.providers.drafts import Drafts
-from larder.policy.scorers.lookahead import Lookahead
-from larder.policy.scorers.positions_first import Content, PositionsFirst
-from larder.prefill.base import no_progress
-from larder.prefill.reader import with_drafts
-from larder.prefill.schedules.blockwise import Blockwise
-from larder.prefill.schedules.whole import Whole
+from larder.core import Mode, ScratchPrompt
+from larder.models import WINDOW_TOKENS, BatchSegment, wrap_model
+from larder.models.tiny import tiny
+from larder.policy import Content, Drafts, Lookahead, PositionsFirst
+from larder.prefill import Blockwise, Whole, no_progress, with_drafts
 from model_runs import own_logits, some_ids
 from references import lookahead, positions_first
 
@@ -135,7 +128,7 @@ def kept_by(
     decoder: Any, cache: Any, asked: BatchSegment, loop: Any, scorer: Any
 ) -> list[list[int]]:
     """Positions that nine entries per head keep, judged by one pass with a loop."""
-    from larder.core.observation import Observation
+    from larder.core import Observation
 
     out: list[list[int]] = []
 

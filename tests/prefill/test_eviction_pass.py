@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 
 from larder import Policy
-from larder.core.observation import Observation, ScratchPrompt
-from larder.core.types import Mode
-from larder.models.forward_batch import BatchSegment
-from larder.prefill.base import no_progress
-from larder.prefill.schedules.blockwise import Blockwise
-from larder.prefill.schedules.whole import Whole
+from larder.core import Mode, Observation, ScratchPrompt
+from larder.models import BatchSegment
+from larder.prefill import Blockwise, Whole, no_progress
 from model_runs import some_ids
 from references import patched, reconstruct
 from references.choosing_loop import pool

@@ -13,20 +13,15 @@ import torch
 from builders import a_layer, a_view
 from chats import HISTORY, same, states, within
 from larder import Chat, Engine, Policy
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import BadParameter, SpellingError
-from larder.core.types import Mode
-from larder.engine.store_persistence import StorePersistence
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import LoadedModel, wrap_model
+from larder.cache import SequenceCache
+from larder.core import BadParameter, Mode, SpellingError
+from larder.engine import StorePersistence
+from larder.models import BatchSegment, Decoder, LoadedModel, wrap_model
 from larder.models.tiny import tiny
-from larder.policy.scorers.lagkv import LagKV
-from larder.prefill.base import run_steps
-from larder.prefill.memory import PeakMemoryMeter
-from larder.session.prefill import ModelRuntime, build_caches_steps
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
-from larder.store.store import Store
+from larder.policy import LagKV
+from larder.prefill import PeakMemoryMeter, run_steps
+from larder.session import ModelRuntime, TokenizerAdapter, build_caches_steps
+from larder.store import Store
 from model_runs import own_logits, some_ids
 from references import freeze as loop
 from references import lagkv

@@ -12,21 +12,14 @@ from hypothesis import strategies as st
 
 from builders import runnable
 from larder import Policy
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import BudgetError
-from larder.core.spec import POSITION_BYTES
-from larder.core.spelling import spell
-from larder.engine.generate import StoppingCriteria, generate
-from larder.engine.sampler import SamplingParams
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import LayerActivations
-from larder.models.loader import wrap_model
+from larder.cache import SequenceCache
+from larder.core import POSITION_BYTES, BudgetError, spell
+from larder.engine import SamplingParams, StoppingCriteria
+from larder.engine.generate import generate
+from larder.models import Decoder, LayerActivations, wrap_model
 from larder.models.tiny import tiny
-from larder.prefill.decode_eviction import DecodeEviction
-from larder.prefill.memory import PeakMemoryMeter
-from larder.session.policy import FAMILIES
-from larder.session.prefill import ModelRuntime, build_caches, decode_planner
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.prefill import DecodeEviction, PeakMemoryMeter
+from larder.session import FAMILIES, ModelRuntime, TokenizerAdapter, build_caches, decode_planner
 from learned_gates import give_gates
 from measurements import made_up
 from model_runs import some_ids

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from larder.core.images import ImageSpans, spans_of
-from larder.ops.apportion import even_ranges
-from larder.prefill.base import split_blocks
+from larder.core import ImageSpans, spans_of
+from larder.ops import even_ranges
+from larder.prefill import split_blocks
 
 flags_of_tokens = st.lists(st.booleans(), min_size=1, max_size=40)
 

@@ -12,24 +12,14 @@ from packaging.version import Version
 
 from builders import runnable
 from larder import Policy
-from larder.cache.sequence import SequenceCache
-from larder.core.observation import Observation
-from larder.core.recall import OffloadSpec
-from larder.core.types import Packed
-from larder.models.loader import wrap_model
+from larder.cache import SequenceCache
+from larder.core import Observation, OffloadSpec, Packed
+from larder.models import wrap_model
 from larder.models.tiny import tiny
-from larder.policy.budgets.uniform import Uniform
-from larder.policy.compensation.drop import Drop
-from larder.policy.planner import Planner
-from larder.policy.protect import Protect
-from larder.policy.scorers.base import Scorer
-from larder.policy.scorers.kvpress import Kvpress
-from larder.prefill.base import no_progress
-from larder.prefill.reader import PrefillSequence
+from larder.policy import Drop, Kvpress, Planner, Protect, Scorer, Uniform
+from larder.prefill import Blockwise, PrefillSequence, Whole, no_progress
 from larder.prefill.schedules import whole as whole_module
-from larder.prefill.schedules.blockwise import Blockwise
-from larder.prefill.schedules.whole import Whole
-from larder.recall.flat import Flat
+from larder.recall import Flat
 from model_runs import read_and_evict, some_ids
 
 CONTEXT, KEPT = 80, 20

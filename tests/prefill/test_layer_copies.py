@@ -11,18 +11,14 @@ import torch
 from builders import a_layer, a_plan, draw
 from cache_stores import append, attend_held
 from larder import Policy
-from larder.cache.forms.compact import CompactLayer
-from larder.cache.sequence import SequenceCache
-from larder.core.plan import Plan
-from larder.engine.generate import StoppingCriteria, generate
-from larder.engine.sampler import SamplingParams
-from larder.models.decoder import Decoder
-from larder.models.loader import wrap_model
+from larder.cache import CompactLayer, SequenceCache
+from larder.core import Plan
+from larder.engine import SamplingParams, StoppingCriteria
+from larder.engine.generate import generate
+from larder.models import Decoder, wrap_model
 from larder.models.tiny import tiny
-from larder.prefill.decode_eviction import DecodeEviction
-from larder.prefill.memory import PeakMemoryMeter
-from larder.session.prefill import ModelRuntime, build_caches, decode_planner
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.prefill import DecodeEviction, PeakMemoryMeter
+from larder.session import ModelRuntime, TokenizerAdapter, build_caches, decode_planner
 from model_runs import some_ids
 
 LAYERS, M, CONTEXT, STEPS = 2, 12, 20, 6

@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 
 from larder import Policy
-from larder.engine.generate import StoppingCriteria, generate
-from larder.engine.sampler import SamplingParams
-from larder.models.decoder import Decoder
-from larder.models.loader import wrap_model
+from larder.engine import SamplingParams, StoppingCriteria
+from larder.engine.generate import generate
+from larder.models import Decoder, wrap_model
 from larder.models.tiny import tiny
-from larder.prefill.memory import PeakMemoryMeter
-from larder.recall.mpcache import MPCache
-from larder.session.prefill import ModelRuntime, build_caches, decode_planner
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.prefill import PeakMemoryMeter
+from larder.recall import MPCache
+from larder.session import ModelRuntime, TokenizerAdapter, build_caches, decode_planner
 from model_runs import some_ids
 
 LAYERS, TOKENS = 6, 160

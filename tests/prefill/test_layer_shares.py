@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from larder.core.observation import Phase
-from larder.core.types import Variant
-from larder.policy.budgets.inverse_variance import InverseVariance
-from larder.policy.compensation.drop import Drop
-from larder.policy.planner import Planner
-from larder.policy.protect import Protect
-from larder.policy.scorers.column_mass import ColumnMass
+from larder.core import Phase, Variant
+from larder.policy import ColumnMass, Drop, InverseVariance, Planner, Protect
 from larder.prefill.schedules import whole
 from model_runs import some_ids
 

@@ -9,13 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import runnable
-from larder.policy.compensation.drop import Drop
-from larder.policy.planner import Planner
-from larder.policy.protect import Protect
-from larder.prefill.base import no_progress
-from larder.prefill.schedules.blockwise import Blockwise
-from larder.prefill.schedules.episodic import Episodic, Together
-from larder.session.policy import FAMILIES
+from larder.policy import Drop, Planner, Protect
+from larder.prefill import Blockwise, Episodic, Together, no_progress
+from larder.session import FAMILIES
 from model_runs import read_and_evict, some_ids
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -108,8 +104,8 @@ class Larger(dict[int, int]):
 
 @pytest.mark.parametrize("architecture", ["gemma3", "mistral"])
 def test_sliding_layers_stand_outside_the_budget(architecture, reader_for, lane_for) -> None:
-    from larder.models.loader import wrap_model
-    from larder.models.tiny import WINDOW_TOKENS, tiny
+    from larder.models import WINDOW_TOKENS, wrap_model
+    from larder.models.tiny import tiny
 
     module = tiny(architecture, layers=4)
     if architecture == "mistral":  # every layer slides: nothing is left to manage

@@ -9,17 +9,18 @@ import pytest
 import torch
 
 from larder import Policy
-from larder.core.errors import BadParameter, SpellingError, UsageError
-from larder.core.images import ImageSpans
-from larder.models.loader import wrap_model
-from larder.models.tiny import WINDOW_TOKENS, tiny
-from larder.policy.budgets.unlimited import WITHOUT_LIMIT
-from larder.prefill.base import no_progress
-from larder.prefill.memory import PeakMemoryMeter
-from larder.prefill.reader import PrefillReader, PrefillSequence
-from larder.prefill.schedules.layerwise_narrowing import NarrowingShape
-from larder.session.capacity import empty_cache, entries_per_head
-from larder.session.presets import PRESETS
+from larder.core import BadParameter, ImageSpans, SpellingError, UsageError
+from larder.models import WINDOW_TOKENS, wrap_model
+from larder.models.tiny import tiny
+from larder.policy import WITHOUT_LIMIT
+from larder.prefill import (
+    NarrowingShape,
+    PeakMemoryMeter,
+    PrefillReader,
+    PrefillSequence,
+    no_progress,
+)
+from larder.session import PRESETS, empty_cache, entries_per_head
 from model_runs import own_logits, read_on, some_ids
 from references.narrowing import go_on, layer_lengths, narrowed_logits
 

@@ -9,15 +9,11 @@ import pytest
 import torch
 
 from larder import Policy
-from larder.core.errors import BadParameter
-from larder.models.decoder import Decoder
-from larder.models.loader import wrap_model
+from larder.core import BadParameter
+from larder.models import Decoder, wrap_model
 from larder.models.tiny import tiny
-from larder.prefill.base import no_progress
-from larder.prefill.reader import PrefillReader
+from larder.prefill import Blockwise, Episodic, PrefillReader, Together, no_progress
 from larder.prefill.schedules import episodic
-from larder.prefill.schedules.blockwise import Blockwise
-from larder.prefill.schedules.episodic import Episodic, Together
 from model_runs import some_ids
 
 EPICACHE = 'patched(prompt="episode") > sensitivity()'

@@ -7,14 +7,9 @@ from typing import Any
 import pytest
 
 from larder import Policy
-from larder.cache.forms.ragged import RaggedLayer
-from larder.cache.sequence import SequenceCache
-from larder.models.forward_batch import LayerActivations
-from larder.prefill.base import no_progress
-from larder.prefill.eviction_pass import EvictionPass
-from larder.prefill.schedules.blockwise import Blockwise
-from larder.prefill.schedules.episodic import Episodic, Together
-from larder.prefill.schedules.whole import Whole
+from larder.cache import RaggedLayer, SequenceCache
+from larder.models import LayerActivations
+from larder.prefill import Blockwise, Episodic, EvictionPass, Together, Whole, no_progress
 from model_runs import some_ids
 from tensor_memory import reachable_tensors
 

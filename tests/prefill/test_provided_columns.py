@@ -7,22 +7,12 @@ from typing import Any
 
 import pytest
 
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import ScoreError
-from larder.core.family import Family
-from larder.core.observation import Observation, Prompts, ScratchPrompt
-from larder.core.types import Mode, Packed
-from larder.models.forward_batch import BatchSegment
-from larder.policy.budgets.uniform import Uniform
-from larder.policy.compensation.drop import Drop
-from larder.policy.planner import Planner
-from larder.policy.protect import Protect
+from larder.cache import SequenceCache
+from larder.core import Family, Mode, Observation, Packed, Prompts, ScoreError, ScratchPrompt
+from larder.models import BatchSegment
+from larder.policy import Drop, EveryStep, Planner, Protect, Scorer, Uniform
 from larder.policy.providers import base
-from larder.policy.scorers.base import Scorer
-from larder.policy.timing.every_step import EveryStep
-from larder.prefill.base import no_progress
-from larder.prefill.decode_eviction import DecodeEviction
-from larder.prefill.schedules.blockwise import Blockwise
+from larder.prefill import Blockwise, DecodeEviction, no_progress
 from model_runs import some_ids
 
 M, LENGTH = 12, 24

@@ -11,27 +11,24 @@ from _pytest.outcomes import Failed
 from torch import Tensor
 
 from larder import Policy
-from larder.cache.offload.page_fetch import PageFetcher
-from larder.cache.offload.slow_tier import SlowTier
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import BudgetError
-from larder.core.recall import RECALLS, PrefillRecall
-from larder.core.types import Mode
-from larder.engine.generate import StoppingCriteria, generate
-from larder.engine.sampler import SamplingParams
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import wrap_model
+from larder.cache import PageFetcher, SequenceCache, SlowTier
+from larder.core import RECALLS, BudgetError, Mode, PrefillRecall
+from larder.engine import SamplingParams, StoppingCriteria
+from larder.engine.generate import generate
+from larder.models import BatchSegment, Decoder, wrap_model
 from larder.models.tiny import tiny
-from larder.policy.protect import Protect
-from larder.policy.scorers.keydiff import KeyDiff
-from larder.prefill.memory import PeakMemoryMeter
-from larder.prefill.reader import PrefillReader, PrefillSequence
-from larder.session.caches import SessionCaches
-from larder.session.capacity import entries_per_head, recall_budget_tokens
-from larder.session.prefill import ModelRuntime, build_caches, decode_planner
-from larder.session.presets import PRESETS
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.policy import KeyDiff, Protect
+from larder.prefill import PeakMemoryMeter, PrefillReader, PrefillSequence
+from larder.session import (
+    PRESETS,
+    ModelRuntime,
+    SessionCaches,
+    TokenizerAdapter,
+    build_caches,
+    decode_planner,
+    entries_per_head,
+    recall_budget_tokens,
+)
 from model_runs import own_logits, some_ids
 
 CONTEXT, QUESTION, STEPS, HEADS = some_ids(24), some_ids(4, seed=5), 28, 2

@@ -9,19 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from larder import Policy
-from larder.cache.forms.base import AttentionState
-from larder.cache.forms.tiered import TieredLayer
-from larder.core.errors import BudgetError
-from larder.core.types import AppendKind
-from larder.engine.generate import StoppingCriteria, generate, keep_generating
-from larder.engine.sampler import SamplingParams
-from larder.models.decoder import Decoder
-from larder.models.loader import wrap_model
+from larder.cache import AttentionState, TieredLayer
+from larder.core import AppendKind, BudgetError
+from larder.engine import SamplingParams, StoppingCriteria, keep_generating
+from larder.engine.generate import generate
+from larder.models import Decoder, wrap_model
 from larder.models.tiny import tiny
-from larder.prefill.memory import PeakMemoryMeter
-from larder.session.prefill import ModelRuntime, build_caches, decode_planner
-from larder.session.presets import PRESETS
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.prefill import PeakMemoryMeter
+from larder.session import PRESETS, ModelRuntime, TokenizerAdapter, build_caches, decode_planner
 from model_runs import some_ids
 
 RECALLS = [

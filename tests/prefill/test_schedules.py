@@ -10,22 +10,14 @@ import pytest
 import torch
 
 from larder import Policy
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import BadParameter, BudgetError
-from larder.core.types import Mode
-from larder.models.loader import wrap_model
-from larder.models.tiny import WINDOW_TOKENS, tiny
-from larder.policy.budgets.pooled import Pooled
-from larder.policy.compensation.drop import Drop
-from larder.policy.planner import Planner
-from larder.policy.protect import Protect, ProtectedTokens
-from larder.policy.scorers.snapkv import SnapKV
-from larder.prefill.base import no_progress, split_blocks
+from larder.cache import SequenceCache
+from larder.core import BadParameter, BudgetError, Mode
+from larder.models import WINDOW_TOKENS, wrap_model
+from larder.models.tiny import tiny
+from larder.policy import Drop, Planner, Pooled, Protect, ProtectedTokens, SnapKV
+from larder.prefill import Blockwise, Episodic, Together, Whole, no_progress, split_blocks
 from larder.prefill.schedules import whole as whole_module
-from larder.prefill.schedules.blockwise import Blockwise
-from larder.prefill.schedules.episodic import Episodic, Together
-from larder.prefill.schedules.whole import Whole
-from larder.session.presets import PRESETS
+from larder.session import PRESETS
 from model_runs import own_logits, read_and_evict, read_on, some_ids
 
 SCHEDULES = {"whole": Whole(), "blockwise": Blockwise(9), "episodic": Episodic(9, Together.ALL)}
@@ -223,7 +215,7 @@ def test_later_positions_are_true_ones(watched, reader_for, lane_for) -> None:
     lane = lane_for(watched)
     Blockwise(8).read(reader, [lane], some_ids(40), no_progress)
     told = []
-    from larder.models.forward_batch import BatchSegment
+    from larder.models import BatchSegment
 
     watched.read(
         [BatchSegment(lane.cache, (7, 8))], Mode.SCRATCH, lambda r, layer, rec: told.append(rec)

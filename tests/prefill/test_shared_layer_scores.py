@@ -9,10 +9,8 @@ import torch
 
 from builders import a_layer, a_view
 from larder import Policy
-from larder.core.types import Packed
-from larder.prefill.base import no_progress
-from larder.prefill.eviction_pass import SharedLayerScores
-from larder.prefill.schedules.blockwise import Blockwise
+from larder.core import Packed
+from larder.prefill import Blockwise, SharedLayerScores, no_progress
 from model_runs import some_ids
 
 HELD = [[0, 1, 4], [2, 4]]

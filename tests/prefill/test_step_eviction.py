@@ -9,17 +9,14 @@ import torch
 
 import larder.prefill.decode_eviction as decode_eviction
 from larder import Policy
-from larder.cache.sequence import SequenceCache
-from larder.engine.generate import StoppingCriteria, generate
-from larder.engine.sampler import SamplingParams
-from larder.models.loader import wrap_model
+from larder.cache import SequenceCache
+from larder.engine import SamplingParams, StoppingCriteria
+from larder.engine.generate import generate
+from larder.models import wrap_model
 from larder.models.tiny import tiny
-from larder.ops.cpu.c_library import c_library
-from larder.prefill.decode_eviction import DeferredObserver
-from larder.prefill.memory import PeakMemoryMeter
-from larder.prefill.step_eviction import StepEviction
-from larder.session.prefill import ModelRuntime, build_caches, decode_planner
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.ops import c_library
+from larder.prefill import DeferredObserver, PeakMemoryMeter, StepEviction
+from larder.session import ModelRuntime, TokenizerAdapter, build_caches, decode_planner
 from model_runs import some_ids
 
 H2O = "protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()"

@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from larder import Policy
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.engine.generate import StoppingCriteria, generate
-from larder.engine.sampler import SamplingParams
-from larder.models.forward_batch import BatchSegment
-from larder.prefill.base import no_progress, split_blocks
-from larder.prefill.decode_eviction import DecodeEviction
-from larder.prefill.schedules.blockwise import Blockwise
-from larder.prefill.schedules.whole import Whole
+from larder.cache import SequenceCache
+from larder.core import Mode
+from larder.engine import SamplingParams, StoppingCriteria
+from larder.engine.generate import generate
+from larder.models import BatchSegment
+from larder.prefill import Blockwise, DecodeEviction, Whole, no_progress, split_blocks
 from model_runs import some_ids
 from references.novelty import surprises
 
@@ -134,7 +131,7 @@ def test_who_does_not_ask_pays_nothing(watched, reader_for, lane_for, monkeypatc
 
 def test_infinipot_shares_the_room_between_both_lists() -> None:
     from builders import a_layer, a_view
-    from larder.policy.scorers.infinipot import InfiniPot
+    from larder.policy import InfiniPot
     from references.infinipot import chosen, listed
 
     seen = a_view(a_layer(1, 2), [list(range(40))])

@@ -9,16 +9,19 @@ import pytest
 import torch
 
 from larder import Policy
-from larder.core.errors import BadParameter, SpellingError
-from larder.models.loader import wrap_model
+from larder.core import BadParameter, SpellingError
+from larder.models import wrap_model
 from larder.models.tiny import tiny
-from larder.policy.budgets.unlimited import WITHOUT_LIMIT
-from larder.prefill.base import no_progress
-from larder.prefill.memory import PeakMemoryMeter
-from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.policy import WITHOUT_LIMIT
+from larder.prefill import (
+    PeakMemoryMeter,
+    PrefillReader,
+    PrefillSequence,
+    found_tokens,
+    no_progress,
+)
 from larder.prefill.schedules import two_passes
-from larder.prefill.schedules.two_passes import found_tokens
-from larder.session.capacity import empty_cache, entries_per_head
+from larder.session import empty_cache, entries_per_head
 from model_runs import own_logits, read_on, some_ids
 from references.narrowing import narrowed_logits
 from references.two_passes import found

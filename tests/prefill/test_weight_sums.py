@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from larder import Policy
-from larder.cache.sequence import SequenceCache
-from larder.models.loader import wrap_model
+from larder.cache import SequenceCache
+from larder.models import wrap_model
 from larder.models.tiny import tiny
 from larder.policy.tallies import _attention_weights, mass
-from larder.prefill.memory import PeakMemoryMeter
-from larder.session.prefill import ModelRuntime, build_caches
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.prefill import PeakMemoryMeter
+from larder.session import ModelRuntime, TokenizerAdapter, build_caches
 from model_runs import some_ids
 
 SENTENCES = [

@@ -8,14 +8,10 @@ import pytest
 import torch
 
 from builders import HEAD_DIM, RADIANS, a_layer, draw
-from larder.cache.forms.tiered import TieredLayer
-from larder.core.errors import BadParameter, CacheError
-from larder.core.ledger import Ledger
-from larder.core.recall import OffloadSpec
-from larder.core.types import Mode
-from larder.ops.rope import rotate
-from larder.recall.a2ats import A2ats, A2atsIndex
-from larder.recall.flat import Flat
+from larder.cache import TieredLayer
+from larder.core import BadParameter, CacheError, Ledger, Mode, OffloadSpec
+from larder.ops import rotate
+from larder.recall import A2ats, A2atsIndex, Flat
 from references import a2ats as loop
 from references.lloyd import dot
 from slow_tiers import Tier

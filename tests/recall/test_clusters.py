@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from builders import a_layer
 from index_recall import assert_best, built, keys_of
-from larder.core.errors import BadParameter
-from larder.recall._clustering import ClusterMetric, kmeans
-from larder.recall.clusters import Clusters
+from larder.core import BadParameter
+from larder.recall import ClusterMetric, Clusters, kmeans
 from references import clusters as loop
 from references import lloyd
 from references.lloyd import dot

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import a_layer, small_parameters
-from larder.core.errors import BadParameter, CacheError
-from larder.core.recall import RECALLS, RecallIndex, RecallPart
+from larder.core import RECALLS, BadParameter, CacheError, RecallIndex, RecallPart
 from slow_tiers import Tier, pages_of
 
 LAYER = a_layer(kv_heads=2, group=2)

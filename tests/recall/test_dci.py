@@ -13,14 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from builders import a_layer
-from larder.core.errors import BadParameter
-from larder.core.observation import Entries
-from larder.core.types import Variant
+from larder.core import BadParameter, Entries, Variant
 from larder.ops import dci as ops
 from larder.ops.cpu import dci as fast
-from larder.recall import _dci_build
-from larder.recall._dci_build import LevelAssigner
-from larder.recall.dci import Dci, DciIndex
+from larder.recall import Dci, DciIndex, LevelAssigner, _dci_build
 from references import dci as loop
 from slow_tiers import Tier, pages_of
 from without_kernels import reference

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from builders import HEAD_DIM, RADIANS, a_layer
 from index_recall import assert_best, keys_of
-from larder.core.errors import BadParameter
-from larder.recall.fasa import Fasa, contextual_agreement, rotary_pairs
+from larder.core import BadParameter
+from larder.recall import Fasa, contextual_agreement, rotary_pairs
 from references import fasa as loop
 from references.lloyd import dot
 from slow_tiers import Tier

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import a_layer
-from larder.core.errors import BadParameter
-from larder.recall._index_base import QueryHeadRule, select_pages
-from larder.recall.flat import Flat
+from larder.core import BadParameter
+from larder.recall import Flat, QueryHeadRule, select_pages
 from references import flat as loop
 from slow_tiers import Tier
 

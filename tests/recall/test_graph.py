@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from builders import a_layer
 from index_recall import assert_best, keys_of
-from larder.core.errors import BadParameter, DependencyError
-from larder.recall.graph import GUIDE_QUERIES, Graph
+from larder.core import BadParameter, DependencyError
+from larder.recall import GUIDE_QUERIES, Graph
 from references import graph as loop
 from slow_tiers import Tier
 

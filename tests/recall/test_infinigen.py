@@ -7,8 +7,8 @@ import torch
 
 from builders import HEAD_DIM, a_layer
 from index_recall import keys_of
-from larder.core.errors import BadParameter
-from larder.recall.infinigen import InfiniGen, InfiniGenIndex
+from larder.core import BadParameter
+from larder.recall import InfiniGen, InfiniGenIndex
 from references import infinigen as loop
 from slow_tiers import Tier
 

@@ -6,8 +6,8 @@ import pytest
 
 from builders import a_layer
 from index_recall import built, keys_of
-from larder.core.errors import BadParameter
-from larder.recall.lserve import LServe
+from larder.core import BadParameter
+from larder.recall import LServe
 from references import lserve as loop
 
 LAYER = a_layer(kv_heads=2, group=2)

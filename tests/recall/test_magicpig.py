@@ -10,14 +10,10 @@ import torch
 from builders import HEAD_DIM, a_layer, draw
 from cache_stores import append
 from index_recall import built, keys_of
-from larder.cache.forms.tiered import TieredLayer
-from larder.core.errors import BadParameter
-from larder.core.ledger import Ledger
-from larder.core.plan import Plan
-from larder.core.recall import OffloadSpec, RecallIndex
-from larder.core.types import Mode
+from larder.cache import TieredLayer
+from larder.core import BadParameter, Ledger, Mode, OffloadSpec, Plan, RecallIndex
 from larder.ops import attention as attention_ops
-from larder.recall.magicpig import MagicPig, MagicPigIndex
+from larder.recall import MagicPig, MagicPigIndex
 from references import magicpig as loop
 from references.lloyd import mean
 from slow_tiers import Tier

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from builders import a_layer
 from index_recall import assert_best, built, keys_of
-from larder.core.errors import BadParameter
-from larder.recall.mpcache import MPCache
+from larder.core import BadParameter
+from larder.recall import MPCache
 from references import flat
 from references import mpcache as loop
 from slow_tiers import Tier

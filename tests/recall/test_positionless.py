@@ -9,8 +9,8 @@ import torch
 
 from builders import RADIANS, a_layer
 from index_recall import built
-from larder.core.errors import BadParameter, CacheError
-from larder.recall.positionless import Positionless
+from larder.core import BadParameter, CacheError
+from larder.recall import Positionless
 from references import positionless as loop
 from references.a2ats import turned
 from references.lloyd import dot

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from builders import a_layer
 from index_recall import assert_best, built, keys_of
-from larder.core.errors import BadParameter
-from larder.recall.pq import PQ
+from larder.core import BadParameter
+from larder.recall import PQ
 from references import pq as loop
 
 LAYER = a_layer(kv_heads=2, group=2)

@@ -7,9 +7,8 @@ import torch
 
 from builders import HEAD_DIM, a_layer
 from index_recall import keys_of
-from larder.core.errors import BadParameter
-from larder.core.observation import Entries
-from larder.recall.projected import FOLLOWED, NEAREST, Projected, ProjectedIndex
+from larder.core import BadParameter, Entries
+from larder.recall import FOLLOWED, NEAREST, Projected, ProjectedIndex
 from references import projected as loop
 from slow_tiers import Tier
 

@@ -7,9 +7,8 @@ import torch
 
 from builders import HEAD_DIM, a_layer
 from index_recall import assert_best, keys_of
-from larder.core.errors import BadParameter
-from larder.core.recall import FetchMode
-from larder.recall.rewatch import Rewatch
+from larder.core import BadParameter, FetchMode
+from larder.recall import Rewatch
 from references import rewatch as loop
 from references.recalling import attention, of_groups
 from slow_tiers import Tier

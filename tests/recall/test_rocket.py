@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from builders import HEAD_DIM, a_layer
 from index_recall import assert_best, built, keys_of
-from larder.core.errors import BadParameter
-from larder.recall.rocket import Rocket
+from larder.core import BadParameter
+from larder.recall import Rocket
 from references import flat
 from references import rocket as loop
 from references.recalling import of_groups, softmax

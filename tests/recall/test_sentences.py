@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from builders import a_layer
 from index_recall import assert_best, keys_of
-from larder.core.errors import BadParameter
-from larder.core.observation import Entries
-from larder.core.recall import FetchMode
-from larder.recall.sentences import Sentences, SentencesIndex
+from larder.core import BadParameter, Entries, FetchMode
+from larder.recall import Sentences, SentencesIndex
 from references import sentences as loop
 from slow_tiers import Tier
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from builders import HEAD_DIM, a_layer
 from index_recall import assert_best, built, keys_of
-from larder.core.errors import BadParameter
-from larder.recall.sparq import SparQ
+from larder.core import BadParameter
+from larder.recall import SparQ
 from references import sparq as loop
 from slow_tiers import Tier
 

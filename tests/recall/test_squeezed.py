@@ -10,13 +10,9 @@ import torch
 from builders import HEAD_DIM, a_layer, draw
 from cache_stores import append
 from index_recall import keys_of
-from larder.cache.forms.tiered import TieredLayer
-from larder.core.errors import BadParameter
-from larder.core.ledger import Ledger
-from larder.core.plan import Plan
-from larder.core.recall import OffloadSpec
-from larder.core.types import Mode
-from larder.recall.squeezed import Squeezed, SqueezedIndex, weighted_quantile
+from larder.cache import TieredLayer
+from larder.core import BadParameter, Ledger, Mode, OffloadSpec, Plan
+from larder.recall import Squeezed, SqueezedIndex, weighted_quantile
 from references import squeezed as loop
 from slow_tiers import Tier
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from builders import HEAD_DIM, a_layer
 from index_recall import assert_best, keys_of
-from larder.core.errors import BadParameter
-from larder.recall.wave import PendingMode, Wave
+from larder.core import BadParameter
+from larder.recall import PendingMode, Wave
 from references import wave as loop
 from slow_tiers import Tier, pages_of
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from larder.core.observation import Entries, Observation
+from larder.core import Entries, Observation
 from references.ops.softmax import NO_SINK, capped, shares, sink_of
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from larder.core.ledger import LOG_COUNT
+from larder.core import LOG_COUNT
 from references.choosing_loop import Ranked
 from references.dynamic import evenly, rounded
 from references.uniform import Layers, Measures, layer_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.core.observation import Entries, LayerScores
+from larder.core import Entries, LayerScores
 from references.counted import Joined, count_of, mean, merge, protected_of
 from references.ops.nearest import cosine
 from references.outcome import Outcome, key_of, untouched

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from larder.core.observation import Observation
-from larder.policy.scorers.non_causal import Scaling
+from larder.core import Observation
+from larder.policy import Scaling
 from references import leverage, non_causal
 from references.attention_loop import heads_of, positions_of
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Entries, LayerScores
+from larder.core import LOG_COUNT, Entries, LayerScores
 from references.outcome import Outcome, key_of, value_of
 
 Joined = dict[int, list[int]]  # what is folded into each kept entry of a head

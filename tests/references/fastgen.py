@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.core.observation import Observation
+from larder.core import Observation
 from references.attention_loop import group_of, heads_of, positions_of, weights
 from references.recalling import largest
 

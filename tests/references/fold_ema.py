@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from larder.core.observation import Entries, LayerScores
+from larder.core import Entries, LayerScores
 from references.ops.nearest import cosine
 from references.outcome import Outcome, key_of, untouched, value_of
 

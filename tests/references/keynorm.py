@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from larder.core.observation import Observation
+from larder.core import Observation
 from references.attention_loop import heads_of
 
 

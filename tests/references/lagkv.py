@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from larder.core.observation import Observation
+from larder.core import Observation
 from references.attention_loop import heads_of
 
 SMALL = {"sinks": 1, "lag": 2}  # parameters for small layers

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from larder.core.observation import Observation
+from larder.core import Observation
 from references.attention_loop import heads_of
 from references.expected import dot, product, rotation, times
 

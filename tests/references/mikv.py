@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from larder.core.observation import Entries, LayerScores
-from larder.core.plan import Plan
+from larder.core import Entries, LayerScores, Plan
 from references.tiers_loop import lowered, rooms
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Observation
+from larder.core import LOG_COUNT, Observation
 from references.attention_loop import group_of, heads_of, positions_of
 from references.ops.softmax import capped, sink_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from larder.core.observation import Observation
+from larder.core import Observation
 from references.attention_loop import group_of, heads_of, positions_of
 from references.lloyd import dot
 from references.ops.softmax import capped

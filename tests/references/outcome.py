@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from larder.core.observation import Entries
+from larder.core import Entries
 
 
 @dataclass

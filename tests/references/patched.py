@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.core.observation import Observation
+from larder.core import Observation
 from references.attention_loop import heads_of, highest, highest_in_plain_attention
 
 

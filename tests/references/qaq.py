@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from larder.core.observation import Entries, LayerScores, Observation
-from larder.core.plan import Plan
+from larder.core import Entries, LayerScores, Observation, Plan
 from references.attention_loop import group_of, positions_of, weights
 from references.tiers_loop import lowered, positions, rooms, standing
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.core.observation import Entries, LayerScores
-from larder.core.plan import Plan
+from larder.core import Entries, LayerScores, Plan
 from references.tiers_loop import lowered, positions, rooms
 
 

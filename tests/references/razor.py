@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.core.observation import Entries, LayerScores
+from larder.core import Entries, LayerScores
 from references.counted import count_of, merge, protected_of, scores_of
 from references.outcome import Outcome, untouched
 

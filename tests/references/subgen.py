@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from larder.core.ledger import LOG_COUNT
-from larder.core.observation import Entries, LayerScores
+from larder.core import LOG_COUNT, Entries, LayerScores
 from references.counted import count_of, protected_of
 from references.outcome import Entry, Outcome, key_of, untouched, value_of
 

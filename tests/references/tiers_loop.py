@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from larder.core.codec import Codec
-from larder.core.observation import Entries
-from larder.core.plan import Plan
+from larder.core import Codec, Entries, Plan
 
 
 def rooms(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from larder.store.eviction.base import Candidate, EvictionPolicy
+from larder.store import Candidate, EvictionPolicy
 from larder_bench.traces.base import (
     NONE,
     CachedObject,

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from larder.core.observation import Entries, LayerScores
-from larder.core.plan import Plan
+from larder.core import Entries, LayerScores, Plan
 
 Vector = Sequence[float]
 Matrix = Sequence[Sequence[float]]

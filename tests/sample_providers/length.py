@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from larder.policy.providers.base import ActivationProvider
+from larder.policy import ActivationProvider
 
 
 class Length(ActivationProvider):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from larder.models.loader import LoadedModel
-from larder.store.throughput import RestorePath, ThroughputEstimates
+from larder.models import LoadedModel
+from larder.store import RestorePath, ThroughputEstimates
 from server_core import characters
 
 

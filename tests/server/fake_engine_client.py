@@ -9,24 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from larder.server.engine_client import EngineClient
-from larder.server.operation import Operation
-from larder.server.request import (
+from larder.server import (
     ApiError,
+    CachedPositions,
     ChatMessage,
+    EngineClient,
     Listener,
+    Operation,
     Report,
     Request,
+    ServedModel,
+    ServerStats,
+    SessionInfo,
+    SessionTranscript,
     Ticket,
     TokenLogprob,
 )
-from larder.server.session_info import (
-    CachedPositions,
-    ServedModel,
-    SessionInfo,
-    SessionTranscript,
-)
-from larder.server.stats import ServerStats
 
 NAME = "fake/model"
 

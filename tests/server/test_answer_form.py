@@ -7,22 +7,25 @@ from typing import Any
 
 import pytest
 
-from larder.core.errors import BadParameter, UsageError
-from larder.server import call_stream, reasoning_stream
-from larder.server.answer_form import (
+from larder.core import BadParameter, UsageError
+from larder.server import (
+    TOOL_PARSERS,
     AnswerForm,
+    AnswerParser,
+    Hermes,
+    Llama3Json,
+    Mistral,
     ParsedAnswer,
+    Pythonic,
+    ToolCall,
+    call_stream,
     canonical_answer,
     default_tool_parser,
+    json_call,
+    reasoning_stream,
 )
-from larder.server.http.tools import AnswerParser
 from larder.server.tool_parsers import hermes
-from larder.server.tool_parsers.base import TOOL_PARSERS, ToolCall, json_call
-from larder.server.tool_parsers.hermes import Hermes
-from larder.server.tool_parsers.llama3_json import Llama3Json
-from larder.server.tool_parsers.mistral import Mistral
-from larder.server.tool_parsers.pythonic import Pythonic
-from larder.session.transcript.chat_template import without_calls
+from larder.session import without_calls
 
 F, G = ToolCall("f", '{"a": 1, "b": [true, null]}'), ToolCall("g.h", "{}")
 RAW_F = '{"name": "f", "arguments": {"a": 1.0,"b":[true,null]}}'

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import StoreSlow
-from larder.core.session_name import root_name
-from larder.models.loader import LoadedModel
-from larder.server.local_engine_client import LocalEngineClient
-from larder.server.persistence.store import MAX_CANDIDATES, StoreSessionPersistence
-from larder.server.request import ApiError, ChatMessage, Request
+from larder.core import StoreSlow, root_name
+from larder.models import LoadedModel
+from larder.server import (
+    MAX_CANDIDATES,
+    ApiError,
+    ChatMessage,
+    LocalEngineClient,
+    Request,
+    StoreSessionPersistence,
+)
 from server_core import LIMITED, answered, told, user
 from server_engine_clients import SLOW, Waiting, ask, failing, flip, hub_in
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from budget_bounds import KEYDIFF, SENTENCES, held, most, peaks
-from larder.models.loader import LoadedModel
-from larder.server.request import ChatMessage
+from larder.models import LoadedModel
+from larder.server import ChatMessage
 from larder.server.session_info import session_info
 from server_core import Served, answered, characters, user
 from topic_embedder import TopicEmbedder

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from larder import Chat, Conversation, Engine, Message
-from larder.core.errors import UsageError
-from larder.models.loader import LoadedModel
-from larder.server.request import ChatMessage
-from larder.server.session_info import cached_positions, session_info
-from larder.store.ledger import Tier
+from larder.core import UsageError
+from larder.models import LoadedModel
+from larder.server import ChatMessage, cached_positions
+from larder.server.session_info import session_info
+from larder.store import Tier
 from server_chats import HISTORY, KINDS, REFUSED, SAID, TOKENS, WIDE, asked, ways
 from server_core import Served, answered, characters, told, user
 

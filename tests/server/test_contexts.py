@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from larder.cache.sequence import SequenceCache
-from larder.core.types import Mode
-from larder.models.forward_batch import BatchSegment
-from larder.models.loader import LoadedModel
-from larder.server import context_prompts
-from larder.server.context_prompts import (
+from larder.cache import SequenceCache
+from larder.core import Mode
+from larder.models import BatchSegment, LoadedModel
+from larder.server import (
     HOST_SHARE,
+    ApiError,
+    ChatMessage,
     HostChunks,
     HostTexts,
+    Request,
     TenantChunks,
     chunk_id,
+    context_prompts,
 )
-from larder.server.request import ApiError, ChatMessage, Request
-from larder.store.ledger import ByteBudgets, ByteLedger, Tier
+from larder.store import ByteBudgets, ByteLedger, Tier
 from server_core import Served, user
 
 ONE, TWO = "Box 7 holds 12 coins. " * 3, "Box 9 holds 4 keys. " * 3

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from larder.engine.sampler import SamplingParams
-from larder.models.loader import LoadedModel
-from larder.server.request import Request
-from larder.store.ledger import Tier
+from larder.engine import SamplingParams
+from larder.models import LoadedModel
+from larder.server import Request
+from larder.store import Tier
 from server_core import LIMITED, STEPWISE, Client, Served, answered, told, user
 
 DRAWN = SamplingParams(temperature=1.0, seed=7)

@@ -13,14 +13,15 @@ import torch
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
 from larder import Engine
-from larder.engine.constraint import (
+from larder.engine import (
     ConstraintCompiler,
+    SamplingParams,
+    TokenSampler,
     choice_constraint,
     json_constraint,
     regex_constraint,
 )
-from larder.engine.sampler import SamplingParams, TokenSampler
-from larder.models.loader import LoadedModel
+from larder.models import LoadedModel
 from server_core import LIMITED, POLICIES, STEPWISE, Served, byte_characters, user
 
 LONG = "x" * 20  # more than one pass reads at once
@@ -155,6 +156,6 @@ def test_an_engine_reads_forced_tokens_together(loaded: LoadedModel, policy: str
 
 
 def assistant(text: str) -> Any:
-    from larder.server.request import ChatMessage
+    from larder.server import ChatMessage
 
     return ChatMessage("assistant", text)

@@ -15,14 +15,16 @@ from PIL import Image
 
 from architectures.families_vision import IMAGE, SIDE
 from interop.image_prompts import IMAGE_INPUTS, IMAGE_TOKENS, NAMES, model_of
-from larder.engine.sampler import SamplingParams
-from larder.models.in_memory import shared_decoder
-from larder.models.loader import LoadedModel
-from larder.server import image_prompts
-from larder.server.http.image_parts import RequestImages
-from larder.server.request import ApiError, ChatMessage
-from larder.server.serving_policy import ServingPolicy
-from larder.server.session_state import SessionState
+from larder.engine import SamplingParams
+from larder.models import LoadedModel, shared_decoder
+from larder.server import (
+    ApiError,
+    ChatMessage,
+    RequestImages,
+    ServingPolicy,
+    SessionState,
+    image_prompts,
+)
 from server_core import LIMITED, Client, Served, answered, characters, user
 from server_stores import Stored
 

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from architectures.families import families
-from larder.models.loader import LoadedModel, wrap_model
+from larder.models import LoadedModel, wrap_model
 from server_core import Served, answered, characters, told
 
 

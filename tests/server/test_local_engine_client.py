@@ -10,15 +10,21 @@ from pathlib import Path
 import pytest
 
 from larder import Engine
-from larder.core.errors import StoreFull
-from larder.models.loader import LoadedModel
-from larder.server.local_engine_client import LocalEngineClient
+from larder.core import StoreFull
+from larder.models import LoadedModel
+from larder.server import (
+    ApiError,
+    ChatMessage,
+    LocalEngineClient,
+    Report,
+    Request,
+    StoreSessionPersistence,
+    Ticket,
+    TokenLogprob,
+    TranscriptTexts,
+)
 from larder.server.persistence import session_file
-from larder.server.persistence.store import StoreSessionPersistence
-from larder.server.request import ApiError, ChatMessage, Report, Request, Ticket, TokenLogprob
-from larder.server.session_info import TranscriptTexts
-from larder.store.ledger import ByteBudgets, Tier
-from larder.store.store import Store
+from larder.store import ByteBudgets, Store, Tier
 from server_core import Served, told, user
 
 

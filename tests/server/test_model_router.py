@@ -14,18 +14,20 @@ from peft import LoraConfig, get_peft_model  # pyright: ignore
 
 from larder import Engine
 from larder.cli.serve_budgets import disk_budget
-from larder.core.errors import UsageError
-from larder.engine.snapshots import identity_of_model
-from larder.models.adapter import apply_adapter
-from larder.models.loader import LoadedModel, with_adapters
+from larder.core import UsageError
+from larder.engine import identity_of_model
+from larder.models import LoadedModel, apply_adapter, with_adapters
 from larder.models.tiny import tiny
-from larder.server.http.app import create_app
-from larder.server.http.app_state import HttpSettings
-from larder.server.http.archive import Archive
-from larder.server.http.auth import LoopbackAuth
-from larder.server.local_engine_client import LocalEngineClient
-from larder.server.model_router import ModelRouter, TurnLock
-from larder.store.ledger import ByteBudgets, Tier
+from larder.server import (
+    Archive,
+    HttpSettings,
+    LocalEngineClient,
+    LoopbackAuth,
+    ModelRouter,
+    TurnLock,
+    create_app,
+)
+from larder.store import ByteBudgets, Tier
 from server.http.running_server import listening
 from server_core import characters
 

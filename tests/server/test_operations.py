@@ -7,17 +7,21 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from larder.core.errors import InputError
-from larder.core.session_name import check_session_name
-from larder.models.loader import LoadedModel
-from larder.server.engine_context import EngineContext
-from larder.server.http.app import create_app
-from larder.server.http.app_state import HttpSettings
-from larder.server.http.archive import Archive
-from larder.server.http.auth import LoopbackAuth
-from larder.server.http.sessions import operations_router
-from larder.server.operation import Endpoint, Operation, Placement
-from larder.server.operations import OPERATIONS, SESSION
+from larder.core import InputError, check_session_name
+from larder.models import LoadedModel
+from larder.server import (
+    OPERATIONS,
+    SESSION,
+    Archive,
+    Endpoint,
+    EngineContext,
+    HttpSettings,
+    LoopbackAuth,
+    Operation,
+    Placement,
+    create_app,
+    operations_router,
+)
 from server.fake_engine_client import FakeHub
 from server.http.running_server import listening
 from server_engine_clients import hub_in

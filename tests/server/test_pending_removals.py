@@ -8,12 +8,9 @@ from threading import Event, current_thread
 
 import pytest
 
-from larder.core.errors import StoreSlow
-from larder.models.loader import LoadedModel
-from larder.server.persistence.base import StoredSession
-from larder.server.persistence.store import StoreSessionPersistence
-from larder.server.request import ApiError
-from larder.server.session_state import SessionState
+from larder.core import StoreSlow
+from larder.models import LoadedModel
+from larder.server import ApiError, SessionState, StoredSession, StoreSessionPersistence
 from server_core import told
 from server_engine_clients import SLOW, ask, failing, hub_in
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from larder.models.loader import LoadedModel
-from larder.server.tiers.move_rates import MIN_MOVES, PROBE_INTERVAL, HostMoveRates
-from larder.store.ledger import Tier
+from larder.models import LoadedModel
+from larder.server import MIN_MOVES, PROBE_INTERVAL, HostMoveRates
+from larder.store import Tier
 from server_core import POLICIES, Client, Served, answered, told
 
 LONG = told(2, 12)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from larder import LarderError
-from larder.models.loader import LoadedModel
-from larder.server.request import ApiError, ChatMessage
-from larder.server.scheduler import MAX_PASSED_BLOCKS
-from larder.store.ledger import Tier
+from larder.models import LoadedModel
+from larder.server import MAX_PASSED_BLOCKS, ApiError, ChatMessage
+from larder.store import Tier
 from server_core import POLICIES, Served, answered, characters, told, user
 
 MODES = sorted(POLICIES)

@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 from torch import Generator, Tensor
 
-from larder.engine.sampler import SamplingParams
-from larder.models.loader import LoadedModel
-from larder.server.api_errors import session_superseded
-from larder.server.persistence.base import SessionPersistence
-from larder.server.persistence.store import StoreSessionPersistence
-from larder.server.request import ApiError
-from larder.server.session_state import CompletedTurn, SessionState
-from larder.store.ledger import Tier
-from larder.store.store import Store
+from larder.engine import SamplingParams
+from larder.models import LoadedModel
+from larder.server import (
+    ApiError,
+    CompletedTurn,
+    SessionPersistence,
+    SessionState,
+    StoreSessionPersistence,
+    session_superseded,
+)
+from larder.store import Store, Tier
 from server_core import Served, answered, told, user
 
 

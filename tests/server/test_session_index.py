@@ -7,11 +7,11 @@ import json
 import pytest
 import zstandard
 
-from larder.engine.sampler import SamplingParams
-from larder.models.loader import LoadedModel
+from larder.engine import SamplingParams
+from larder.models import LoadedModel
+from larder.server import ApiError, ChatMessage
 from larder.server.persistence import session_file
-from larder.server.request import ApiError, ChatMessage
-from larder.store.ledger import Tier
+from larder.store import Tier
 from server_core import Served, answered, encode_session, told, user
 
 

@@ -12,17 +12,19 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from larder.core.errors import InputError
-from larder.core.session_name import branch_name, check_session_name, root_name
-from larder.models.loader import LoadedModel
-from larder.server.http.app import create_app
-from larder.server.http.app_state import HttpSettings
-from larder.server.http.archive import Archive
-from larder.server.http.auth import LOCAL, LoopbackAuth
-from larder.server.local_engine_client import LocalEngineClient
-from larder.server.request import ChatMessage
-from larder.session.transcript.chat_log_file import chat_log_path
-from larder.store.sessions.records import SessionTurn as Written
+from larder.core import InputError, branch_name, check_session_name, root_name
+from larder.models import LoadedModel
+from larder.server import (
+    LOCAL,
+    Archive,
+    ChatMessage,
+    HttpSettings,
+    LocalEngineClient,
+    LoopbackAuth,
+    create_app,
+)
+from larder.session import chat_log_path
+from larder.store import SessionTurn as Written
 from server.http.running_server import listening
 from server_engine_clients import hub_in
 

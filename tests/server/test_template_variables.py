@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from larder.core.errors import InputError, ModelError
-from larder.models.loader import LoadedModel
-from larder.server.request import ChatMessage
-from larder.session.transcript.chat_template import (
-    VARIABLES_ROLE,
-    ChatTemplate,
-    PromptEnd,
-    TemplateMessage,
-)
+from larder.core import InputError, ModelError
+from larder.models import LoadedModel
+from larder.server import ChatMessage
+from larder.session import VARIABLES_ROLE, ChatTemplate, PromptEnd, TemplateMessage
 from server_core import LIMITED, Client, Served, characters, encode_session, user
 
 TEMPLATE = (

@@ -9,12 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from larder.models.loader import LoadedModel
-from larder.server.persistence.store import StoreSessionPersistence
-from larder.server.request import ApiError, ChatMessage
-from larder.server.session_state import SessionState
-from larder.store.manifest import Manifest
-from larder.store.store import Store
+from larder.models import LoadedModel
+from larder.server import ApiError, ChatMessage, SessionState, StoreSessionPersistence
+from larder.store import Manifest, Store
 from server_core import Client, Served, answered, user
 
 TENANTS = "abcdefgh"

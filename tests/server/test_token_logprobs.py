@@ -7,13 +7,12 @@ import math
 import pytest
 import torch
 
-from larder.engine.sampler import SamplingParams
-from larder.models.loader import LoadedModel
+from larder.engine import SamplingParams
+from larder.models import LoadedModel
 from larder.models.tiny import tiny
-from larder.server.answer_text import AnswerText
-from larder.server.request import TokenLogprob
-from larder.server.token_logprobs import TokenTexts, token_logprobs
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.server import AnswerText, TokenLogprob, TokenTexts
+from larder.server.token_logprobs import token_logprobs
+from larder.session import TokenizerAdapter
 from server_core import Client, Served, told
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from larder import Engine, Policy
-from larder.models.loader import LoadedModel
-from larder.session.capacity import beyond_budget
+from larder.models import LoadedModel
+from larder.session import beyond_budget
 from server_core import characters
 
 BLOCKS = "blockwise() > protect(sinks=4, recent=8) > sinks_and_window() > uniform()"

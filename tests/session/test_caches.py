@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from larder.cache.sequence import SequenceCache
-from larder.core.plan import Plan
-from larder.core.recall import OffloadSpec
-from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import Mode
-from larder.recall.flat import Flat
-from larder.session.caches import SessionCaches
+from larder.cache import SequenceCache
+from larder.core import LayerSpec, Mode, ModelSpec, OffloadSpec, Plan
+from larder.recall import Flat
+from larder.session import SessionCaches
 
 SPEC = ModelSpec(
     (LayerSpec(0, 4, 2, 8, 0.3), LayerSpec(1, 4, 2, 8, 0.3)),

@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 
 from larder import Policy
-from larder.core.errors import BudgetError
-from larder.models.decoder import Decoder
-from larder.models.loader import wrap_model
+from larder.core import BudgetError
+from larder.models import Decoder, wrap_model
 from larder.models.tiny import tiny
-from larder.prefill.memory import PeakMemoryMeter
-from larder.session.capacity import resolve_budget, resolve_budget_without_context
-from larder.session.prefill import ModelRuntime, build_caches
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.prefill import PeakMemoryMeter
+from larder.session import (
+    ModelRuntime,
+    TokenizerAdapter,
+    build_caches,
+    resolve_budget,
+    resolve_budget_without_context,
+)
 from model_runs import some_ids
 
 CONTEXT = 1000

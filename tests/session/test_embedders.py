@@ -20,13 +20,22 @@ from transformers import (
     Qwen3Model,
 )
 
-from larder.core.errors import BadParameter, DependencyError, ModelError, UnknownName
-from larder.session.embedders._encoder import BATCH, unit_rows
-from larder.session.embedders.base import EMBEDDERS, Embedder, load_embedder
-from larder.session.embedders.minilm import MAX_TOKENS, MiniLM, folder
-from larder.session.embedders.qwen3 import QUESTION_FORM, SEGMENT_FORM, Qwen3
-from larder.session.embedders.sentence_transformers import SentenceTransformers
-from larder.session.embedders.tokens import TokenTable
+from larder.core import BadParameter, DependencyError, ModelError, UnknownName
+from larder.session import (
+    BATCH,
+    EMBEDDERS,
+    MAX_TOKENS,
+    QUESTION_FORM,
+    SEGMENT_FORM,
+    Embedder,
+    MiniLM,
+    Qwen3,
+    SentenceTransformers,
+    TokenTable,
+    folder,
+    load_embedder,
+    unit_rows,
+)
 from references.session.embedders.minilm import slow_mean_rows
 from references.session.embedders.qwen3 import slow_last_rows
 from references.session.embedders.sentence_transformers import slow_library_rows

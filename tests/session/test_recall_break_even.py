@@ -14,14 +14,18 @@ from hypothesis import strategies as st
 
 from builders import a_layer, a_spec
 from larder import Engine, LarderCache
-from larder.core.errors import BadParameter, UsageError
-from larder.core.spec import ModelSpec
+from larder.core import BadParameter, ModelSpec, UsageError
 from larder.models.tiny import tiny
-from larder.recall.dci import Dci
-from larder.recall.flat import Flat
-from larder.session import recall_break_even
-from larder.session.policy import Policy, with_measured_recall
-from larder.session.recall_break_even import MAX_ENTRIES, break_even, crossing, measure_break_even
+from larder.recall import Dci, Flat
+from larder.session import (
+    MAX_ENTRIES,
+    Policy,
+    break_even,
+    crossing,
+    measure_break_even,
+    recall_break_even,
+    with_measured_recall,
+)
 
 SPEC = a_spec(a_layer())
 

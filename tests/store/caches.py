@@ -10,17 +10,18 @@ import torch
 
 from builders import a_layer, a_spec
 from cache_stores import same_bits
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import Refused
-from larder.core.plan import Plan
-from larder.core.spec import ModelSpec
-from larder.core.types import Mode
-from larder.store.fs.base import FileSystem
-from larder.store.fs.deadline import CallLimits
-from larder.store.model_identity import ModelIdentity, model_identity
-from larder.store.sessions.cache_writer import CacheSnapshot
-from larder.store.sessions.session_reader import CacheRequirements, LoadedSession
-from larder.store.store import Store
+from larder.cache import SequenceCache
+from larder.core import Mode, ModelSpec, Plan, Refused
+from larder.store import (
+    CacheRequirements,
+    CacheSnapshot,
+    CallLimits,
+    FileSystem,
+    LoadedSession,
+    ModelIdentity,
+    Store,
+)
+from larder.store.model_identity import model_identity
 
 SPEC = a_spec(a_layer(), a_layer(index=1))
 POLICY = "full"

@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from larder.store.fs import open_file_system
-from larder.store.fs.base import FileInfo, FileSystem
+from larder.store import FileInfo, FileSystem, open_file_system
 
 
 class Faulty(FileSystem):

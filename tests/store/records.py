@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from larder.store.blobs.blob_store import BlobRef
-from larder.store.digests import digest_of, tenant_of
-from larder.store.fs import open_file_system
-from larder.store.fs.base import FileSystem
-from larder.store.fs.deadline import DeadlineExecutor
-from larder.store.manifest import Manifest
-from larder.store.sessions.epochs import SessionEpochs
-from larder.store.sessions.records import Record, SessionKey
+from larder.store import (
+    BlobRef,
+    DeadlineExecutor,
+    FileSystem,
+    Manifest,
+    Record,
+    SessionEpochs,
+    SessionKey,
+    digest_of,
+    open_file_system,
+    tenant_of,
+)
 
 SECRET = b"s" * 32
 TENANT = tenant_of(SECRET, "somebody")

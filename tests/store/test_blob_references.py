@@ -8,14 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import StoreSlow, Superseded
-from larder.store.blobs.blob_store import BlobRef, blob_path
-from larder.store.blobs.payloads import add_owner, encode_token_log
-from larder.store.digests import digest_of
-from larder.store.fs import open_file_system
-from larder.store.fs.deadline import CallLimits
-from larder.store.sessions.records import SessionTurn
-from larder.store.store import Store
+from larder.core import StoreSlow, Superseded
+from larder.store import (
+    BlobRef,
+    CallLimits,
+    SessionTurn,
+    Store,
+    add_owner,
+    blob_path,
+    digest_of,
+    encode_token_log,
+    open_file_system,
+)
 from store.caches import (
     IDS,
     TALK,

@@ -9,13 +9,18 @@ from uuid import uuid4
 
 import pytest
 
-from larder.core.errors import Damaged, StoreError, StoreFull
-from larder.store.blobs.blob_store import BlobRef, BlobStore, blob_path
-from larder.store.digests import digest_of
-from larder.store.fs import open_file_system
-from larder.store.fs.base import TEMPORARY_FOLDER, FileSystem
-from larder.store.fs.deadline import DeadlineExecutor
-from larder.store.fs.remote import RemoteFileSystem
+from larder.core import Damaged, StoreError, StoreFull
+from larder.store import (
+    TEMPORARY_FOLDER,
+    BlobRef,
+    BlobStore,
+    DeadlineExecutor,
+    FileSystem,
+    RemoteFileSystem,
+    blob_path,
+    digest_of,
+    open_file_system,
+)
 from store.file_systems import FULL, READ_ONLY, Faulty, refusing
 
 DATA = b"some bytes"

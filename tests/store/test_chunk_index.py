@@ -9,19 +9,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from larder.core.errors import Damaged
-from larder.store.fs import open_file_system
-from larder.store.fs.deadline import DeadlineExecutor
-from larder.store.manifest import Manifest
-from larder.store.prefix import chunk_index as module
-from larder.store.prefix.chunk_index import ChunkIndex
-from larder.store.prefix.chunk_records import (
+from larder.core import Damaged
+from larder.store import (
+    ChunkIndex,
     ChunkMatch,
+    DeadlineExecutor,
+    Manifest,
     PrefixChunk,
     PrefixDigest,
+    open_file_system,
     prefix_digest,
     token_ids_from_bytes,
 )
+from larder.store.prefix import chunk_index as module
 from references.store_chunks import longest
 from store.records import SECRET, TENANT, a_ref
 

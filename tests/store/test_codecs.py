@@ -8,13 +8,23 @@ from torch import Tensor
 
 from builders import FORM_NAMES, a_layer, a_spec, draw, tiers_of
 from cache_stores import same_bits
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import CacheError, Damaged
-from larder.core.types import Mode
-from larder.store.blobs.cache_state import decode_state, encode_state, state_nbytes
-from larder.store.blobs.container import compress, decompress, pack_container, unpack_container
-from larder.store.codecs.base import CODECS, RowLayout, TensorRole, codec_named
-from larder.store.codecs.entropy import STEP_SCALE, STEPS
+from larder.cache import SequenceCache
+from larder.core import CacheError, Damaged, Mode
+from larder.store import (
+    CODECS,
+    STEP_SCALE,
+    STEPS,
+    RowLayout,
+    TensorRole,
+    codec_named,
+    compress,
+    decode_state,
+    decompress,
+    encode_state,
+    pack_container,
+    state_nbytes,
+    unpack_container,
+)
 from references import store_codecs as loops
 
 LENGTHS = (70, 0, 1, 23)

@@ -15,14 +15,8 @@ from torch import Tensor
 
 from cache_stores import same_bits
 from larder import LarderError
-from larder.core.errors import Damaged, Refused
-from larder.store.blobs.container import (
-    DTYPES,
-    MAX_HEADER_BYTES,
-    pack_container,
-    peek_metadata,
-    unpack_container,
-)
+from larder.core import Damaged, Refused
+from larder.store import DTYPES, MAX_HEADER_BYTES, pack_container, peek_metadata, unpack_container
 
 TOLD = {"kind": "session_snapshot", "layers": {"n": 2}}
 

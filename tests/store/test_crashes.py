@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 
 from larder import LarderError
-from larder.store.blobs.blob_index import BlobIndex
-from larder.store.blobs.blob_store import digest_in_path
-from larder.store.fs.base import TEMPORARY_FOLDER
+from larder.store import TEMPORARY_FOLDER, BlobIndex, digest_in_path
 from store.caches import WHO, asking, blob_files, files, is_exact, load, save, store_at
 
 pytestmark = [

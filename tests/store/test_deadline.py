@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from larder.core.errors import BadParameter, StoreError, StoreSlow
-from larder.store.fs.deadline import CallLimits, DeadlineExecutor
+from larder.core import BadParameter, StoreError, StoreSlow
+from larder.store import CallLimits, DeadlineExecutor
 
 SHORT = 0.02
 

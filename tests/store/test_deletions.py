@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import StoreError, StoreSlow
-from larder.store.blobs.blob_index import DELETION_LEASE_SECONDS
-from larder.store.blobs.blob_store import BlobRef, blob_path
-from larder.store.blobs.payloads import encode_token_log
-from larder.store.digests import digest_of
-from larder.store.fs import open_file_system
-from larder.store.fs.deadline import CallLimits
-from larder.store.sessions.records import SessionTurn
-from larder.store.store import Store
+from larder.core import StoreError, StoreSlow
+from larder.store import (
+    DELETION_LEASE_SECONDS,
+    BlobRef,
+    CallLimits,
+    SessionTurn,
+    Store,
+    blob_path,
+    digest_of,
+    encode_token_log,
+    open_file_system,
+)
 from store.caches import IDS, TALK, WHO, is_exact, load, save, store_at
 from store.file_systems import BROKEN, Faulty, Hanging, refusing
 

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from larder.store.blobs.blob_store import blob_path
-from larder.store.ledger import NO_TENANT, Tier
-from larder.store.store import Store
+from larder.store import NO_TENANT, Store, Tier, blob_path
 from store.caches import IDS, TALK, WHO, compressed, load, save, snapshot, store_at
 
 

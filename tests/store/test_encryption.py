@@ -8,15 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from larder.core.errors import Damaged, InputError, StoreError
-from larder.store.encryption import (
+from larder.core import Damaged, InputError, StoreError
+from larder.store import (
     KEY_PATH,
     AesGcmEncryption,
     NoEncryption,
+    Store,
+    common_prefix_len,
+    prefix_digest,
     read_key,
+    token_bytes,
 )
-from larder.store.prefix.chunk_records import common_prefix_len, prefix_digest, token_bytes
-from larder.store.store import Store
 from store.caches import (
     IDS,
     SPEC,

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from larder.core.errors import BadParameter
-from larder.core.spelling import build, parse, spell
-from larder.store.eviction.base import (
+from larder.core import BadParameter, build, parse, spell
+from larder.store import (
     EVICTIONS,
     NUM_QUANTILES,
     Candidate,

@@ -14,11 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from larder import LarderError
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import BudgetError
-from larder.store.fs import open_file_system
-from larder.store.ledger import ByteBudgets, Tier
-from larder.store.throughput import RestorePath, ThroughputEstimates
+from larder.cache import SequenceCache
+from larder.core import BudgetError
+from larder.store import ByteBudgets, RestorePath, ThroughputEstimates, Tier, open_file_system
 from store.caches import (
     IDS,
     SPEC,

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from larder import LarderError
-from larder.core.errors import Refused, StoreError, StoreSlow, Superseded
-from larder.store.blobs.blob_store import BLOBS_FOLDER as BLOBS
-from larder.store.fs import open_file_system
-from larder.store.fs.deadline import CallLimits
-from larder.store.ledger import Tier
+from larder.core import Refused, StoreError, StoreSlow, Superseded
+from larder.store import BLOBS_FOLDER as BLOBS
+from larder.store import CallLimits, Tier, open_file_system
 from store.caches import (
     IDS,
     SPEC,

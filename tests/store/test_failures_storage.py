@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from larder.core.errors import Refused
-from larder.store.blobs.blob_store import BlobRef, blob_path
-from larder.store.blobs.container import pack_container, peek_metadata, unpack_container
-from larder.store.digests import digest_of
-from larder.store.fs.base import TEMPORARY_FOLDER
+from larder.core import Refused
+from larder.store import (
+    TEMPORARY_FOLDER,
+    BlobRef,
+    blob_path,
+    digest_of,
+    pack_container,
+    peek_metadata,
+    unpack_container,
+)
 from store.caches import (
     IDS,
     SPEC,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from cache_stores import same_bits
 from larder import LarderError
-from larder.server.cluster.leases import SessionLeases
-from larder.store.store import Store
+from larder.server import SessionLeases
+from larder.store import Store
 from store.caches import IDS, WHO, asking, compressed, files, read, snapshot, store_at
 
 pytestmark = pytest.mark.usefixtures("small_chunks")

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from larder.store.blobs.tenant_blobs import GRACE_SECONDS
-from larder.store.ledger import Tier
-from larder.store.store import Store
+from larder.store import GRACE_SECONDS, Store, Tier
 from store.caches import (
     IDS,
     SPEC,

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from builders import a_layer, a_spec
-from larder.store.ledger import ByteBudgets, Tier
-from larder.store.sessions.session_store import CacheRequirements
+from larder.store import ByteBudgets, CacheRequirements, Tier
 from store.caches import POLICY, WHO, go_on, identity, read, snapshot, store_at
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")

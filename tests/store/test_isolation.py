@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from larder.store.fs import open_file_system
+from larder.store import open_file_system
 from store.caches import IDS, SPEC, WHO, asking, read, save, snapshot, store_at
 from store.file_systems import Faulty
 

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import Damaged, InputError, StoreError, StoreSlow, Superseded
-from larder.store.fs import open_file_system
-from larder.store.fs.deadline import CallLimits, parallel_map
-from larder.store.sessions.records import SessionTurn
+from larder.core import Damaged, InputError, StoreError, StoreSlow, Superseded
+from larder.store import CallLimits, SessionTurn, open_file_system, parallel_map
 from store.caches import IDS, TALK, WHO, asking, load, read, save, snapshot, store_at
 from store.file_systems import Faulty, Hanging
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from larder.core.errors import BadParameter, BudgetError
-from larder.store.ledger import ByteBudgets, ByteLedger, Reservation, Tier
+from larder.core import BadParameter, BudgetError
+from larder.store import ByteBudgets, ByteLedger, Reservation, Tier
 
 TENANTS = ("a", "b")
 OPERATION = st.tuples(

@@ -12,12 +12,16 @@ from pathlib import Path
 import pytest
 
 from larder import LarderError
-from larder.core.errors import Damaged, Refused, StoreFull, Superseded
+from larder.core import Damaged, Refused, StoreFull, Superseded
+from larder.store import (
+    BlobIndex,
+    Manifest,
+    SessionKey,
+    decode_record,
+    encode_record,
+    quarantine_database,
+)
 from larder.store import sqlite as store_sqlite
-from larder.store.blobs.blob_index import BlobIndex
-from larder.store.manifest import Manifest
-from larder.store.sessions.records import SessionKey, decode_record, encode_record
-from larder.store.sqlite import quarantine_database
 from store.file_systems import FULL, Faulty, refusing
 from store.records import KEY, SECRET, TENANT, a_record, a_ref, heads_at
 

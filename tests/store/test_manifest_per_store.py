@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from larder.store.store import Store
+from larder.store import Store
 from store.caches import IDS, SECRET, TALK, WHO, asking, is_exact, load, save
 
 pytestmark = pytest.mark.usefixtures("small_chunks")

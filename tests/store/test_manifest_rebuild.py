@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from larder.store.manifest import Manifest
-from larder.store.sessions.records import SessionTurn
-from larder.store.store import Store
+from larder.store import Manifest, SessionTurn, Store
 from store.caches import IDS, SECRET, WHO, asking, identity, save
 
 pytestmark = pytest.mark.usefixtures("small_chunks")

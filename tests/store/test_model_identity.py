@@ -10,14 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from larder.core.spec import LayerSpec, ModelSpec
+from larder.core import LayerSpec, ModelSpec
 from larder.models.tiny import tiny
-from larder.store.model_identity import (
-    ModelIdentity,
-    digest_of_files,
-    digest_of_weights,
-    model_identity,
-)
+from larder.store import ModelIdentity, digest_of_files, digest_of_weights
+from larder.store.model_identity import model_identity
 
 LAYERS = tuple(LayerSpec(n, 4, 2, 16, 0.25, None, (1.0, 0.1)) for n in range(2))
 SPEC = ModelSpec(LAYERS, torch.float32, torch.device("cpu"))

@@ -12,17 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from larder.cache.sequence import SequenceCache
-from larder.core.plan import Plan
-from larder.core.types import Mode
-from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment
+from larder.cache import SequenceCache
+from larder.core import Mode, Plan
+from larder.models import BatchSegment, Decoder
 from larder.models.tiny import tiny
-from larder.store.codecs.base import CODECS
-from larder.store.model_identity import ModelIdentity, digest_of_weights, model_identity
-from larder.store.sessions.cache_writer import CacheSnapshot
-from larder.store.sessions.session_store import CacheRequirements
-from larder.store.store import Store
+from larder.store import (
+    CODECS,
+    CacheRequirements,
+    CacheSnapshot,
+    ModelIdentity,
+    Store,
+    digest_of_weights,
+)
+from larder.store.model_identity import model_identity
 from store.caches import IDS, POLICY, SECRET, TALK, WHO, asking, load, save, store_at
 
 pytestmark = pytest.mark.usefixtures("small_chunks")

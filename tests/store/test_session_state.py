@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import Damaged
-from larder.store.ledger import Tier
-from larder.store.sessions.records import Record, SessionTurn
-from larder.store.sessions.session_reader import restore_cache
-from larder.store.store import Store
+from larder.cache import SequenceCache
+from larder.core import Damaged
+from larder.store import Record, SessionTurn, Store, Tier, restore_cache
 from store.caches import IDS, SPEC, TALK, WHO, blob_files, compressed, load, snapshot, store_at
 
 pytestmark = pytest.mark.usefixtures("small_chunks")

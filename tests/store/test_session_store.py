@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 
 from cache_stores import same_bits
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import InputError, Superseded, UnknownName
-from larder.store.blobs.tenant_blobs import GRACE_SECONDS
-from larder.store.codecs.base import CODECS
-from larder.store.ledger import Tier
-from larder.store.sessions.records import RECORD_SCHEMA, decode_record, encode_record
+from larder.cache import SequenceCache
+from larder.core import InputError, Superseded, UnknownName
+from larder.store import CODECS, GRACE_SECONDS, RECORD_SCHEMA, Tier, decode_record, encode_record
 from store.caches import (
     IDS,
     SECRET,

@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 
 from cache_stores import same_bits
-from larder.core.errors import Refused, Superseded
-from larder.store.fs import open_file_system
-from larder.store.ledger import ByteBudgets, Tier
-from larder.store.sessions.records import Record, SessionTurn
-from larder.store.store import Store
+from larder.core import Refused, Superseded
+from larder.store import ByteBudgets, Record, SessionTurn, Store, Tier, open_file_system
 from store.caches import IDS, TALK, WHO, asking, compressed, snapshot, store_at
 from store.file_systems import Faulty
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from larder.core.errors import BadParameter
-from larder.store.ledger import Tier
-from larder.store.throughput import PROBE_INTERVAL, RestorePath, ThroughputEstimates
+from larder.core import BadParameter
+from larder.store import PROBE_INTERVAL, RestorePath, ThroughputEstimates, Tier
 
 
 def test_what_is_not_known_is_loaded() -> None:

@@ -8,15 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from larder.core.errors import BadParameter, InputError, ModelError
-from larder.models.decoder import Decoder
-from larder.models.loader import wrap_model
+from larder.core import BadParameter, InputError, ModelError
+from larder.models import Decoder, wrap_model
 from larder.models.tiny import tiny
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.session import TokenizerAdapter
+from larder.training import (
+    LOGIT,
+    PLUS,
+    STATES,
+    WEIGHT,
+    CopyPass,
+    LabelFile,
+    LabelSettings,
+    Split,
+    label_layers,
+    make_labels,
+    read_corpus,
+)
 from larder.training import labels as labels_module
-from larder.training.corpus import Split, read_corpus
-from larder.training.label_pass import LOGIT, PLUS, STATES, WEIGHT, CopyPass, label_layers
-from larder.training.labels import LabelFile, LabelSettings, make_labels
 from model_attention import heads_of
 
 WORDS = "one two three four five six seven eight nine ten".split()

@@ -11,16 +11,27 @@ import torch
 from safetensors.torch import save_file
 
 from builders import HIDDEN, a_layer
-from larder.core.errors import BadParameter, ModelError
-from larder.core.spec import LayerSpec, ModelSpec
-from larder.models.learned_weights import LearnedWeights, read_learned
-from larder.training.base import METHODS, LayerData, Method, train
-from larder.training.corpus import Split
-from larder.training.label_pass import LOGIT, PLUS, STATES, WEIGHT
-from larder.training.labels import LabelFile, Shard
-from larder.training.methods.kvzap import ridge
-from larder.training.metrics import agreement, explained, rank_correlation, top_overlap
-from larder.training.published import adopt_published
+from larder.core import BadParameter, LayerSpec, ModelError, ModelSpec
+from larder.models import LearnedWeights, read_learned
+from larder.training import (
+    LOGIT,
+    METHODS,
+    PLUS,
+    STATES,
+    WEIGHT,
+    LabelFile,
+    LayerData,
+    Method,
+    Shard,
+    Split,
+    adopt_published,
+    agreement,
+    explained,
+    rank_correlation,
+    ridge,
+    top_overlap,
+    train,
+)
 from learned_gates import every_gate, random_tensors, random_weights
 
 LAYER = a_layer(2, 2)

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from larder.core.errors import BadParameter
-from larder.models.loader import load
+from larder.core import BadParameter
+from larder.models import load
 from larder_bench.datasets.sources import TaskSources
 from training.model_config import BOS, END, SPECIAL
 from training.samples import (

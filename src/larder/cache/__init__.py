@@ -1,0 +1,5 @@
+"""KV caches: storage forms, offload, forks and the plans that change what they hold."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,6 @@
+# pyright: basic
+"""Types, errors, sizes and conversations that every other package uses."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,5 @@
+"""Engine over one model: reading, asking, generating, batches and chats."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,5 @@
+"""Attention, selection and coding kernels with their readable references."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,6 @@
+# pyright: basic
+"""Policy language and its parts: scorers, budgets, storage, merging and more."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,1 +1,5 @@
 """Recall indexes over offloaded entries, one per file: the file name is the public name."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

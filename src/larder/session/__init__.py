@@ -1,0 +1,5 @@
+"""Conversations over a cache: episodes, turns, transcripts and their persistence."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

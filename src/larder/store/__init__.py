@@ -1,1 +1,5 @@
 """Persistent store of sessions and shared prefixes; everything is verified when it is read."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -11,7 +11,7 @@ import typer
 
 from larder.cli.errors import INTERRUPTED_EXIT_CODE, SCHEMA, print_document
 from larder.cli.options import OutputOptions, command
-from larder.core.errors import UsageError
+from larder.core import UsageError
 
 if TYPE_CHECKING:
     from larder_bench.execution.resumable_run import RunProgress
@@ -255,7 +255,7 @@ def _known_names() -> str:
 
 def context_loader(study: Study, options: BenchOptions) -> ContextLoader:
     """Loader of a study's models, worded as the study asks."""
-    from larder.engine.engine import Engine
+    from larder.engine import Engine
     from larder.engine.progress_bar import progress_bar
     from larder_bench.datasets.sources import TaskSources
     from larder_bench.datasets.wording import Wording
@@ -286,7 +286,7 @@ def _study_run(study: Study, options: BenchOptions) -> StudyRunner:
     threads = get_num_threads()
     if not options.ray:
         return StudyRunner(study, out, load_context, threads)
-    from larder.core.ray_cluster import connect, require_ray
+    from larder.core import connect, require_ray
     from larder_bench.execution.ray_executor import ray_execution
 
     require_ray("'larder bench --ray'")

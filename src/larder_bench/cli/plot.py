@@ -47,7 +47,7 @@ def plot(
     ] = "svg,png",
 ) -> None:
     """Draw figures from RESULTS; no model is loaded, and equal results give equal SVG files."""
-    from larder.core.errors import InputError
+    from larder.core import InputError
     from larder_bench.plots.figure_selection import (
         draw_all,
         draw_figures,
@@ -85,7 +85,7 @@ def write_file(path: Path, content: bytes) -> None:
     Raises:
         InputError: it cannot be written.
     """
-    from larder.core.errors import InputError
+    from larder.core import InputError
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +110,7 @@ def _save_drawing(
 
 
 def _formats(text: str) -> list[ImageFormat]:
-    from larder.core.errors import UsageError
+    from larder.core import UsageError
     from larder_bench.plots.style import ImageFormat
 
     known = {form.value: form for form in ImageFormat}

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from blake3 import blake3
 
-from larder.core.conversation import Conversation, Message, PromptLayout
-from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
+from larder.core import Conversation, Message, PromptLayout
+from larder.session import ACKNOWLEDGEMENT
 
 DIGEST_LENGTH = 12
 

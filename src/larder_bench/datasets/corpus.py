@@ -14,8 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from larder.core.conversation import Message
-from larder.core.errors import InputError
+from larder.core import InputError, Message
 from larder_bench.datasets.grammar import Grammar
 
 PASSAGE_CHARACTERS = 1500

@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from larder.core.conversation import Conversation, Question
-from larder.core.errors import BadParameter, TooLittle
+from larder.core import BadParameter, Conversation, Question, TooLittle
 from larder_bench.datasets.corpus import Booking, Dialogue
 from larder_bench.datasets.grammar import load_grammar
 from larder_bench.datasets.lifelog_questions import draw_questions

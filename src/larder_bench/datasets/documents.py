@@ -6,10 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from larder.core.conversation import Conversation, Question
-from larder.core.errors import BadParameter
-from larder.session.files.loader import read_document
-from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
+from larder.core import BadParameter, Conversation, Question
+from larder.session import ACKNOWLEDGEMENT, read_document
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.prompt_templates import worded_document
 from larder_bench.datasets.sources import TaskSources

@@ -13,9 +13,8 @@ from enum import Enum
 from random import Random
 from string import ascii_uppercase
 
-from larder.core.conversation import Conversation, Question
-from larder.core.errors import BadParameter, UnknownName
-from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
+from larder.core import BadParameter, Conversation, Question, UnknownName
+from larder.session import ACKNOWLEDGEMENT
 from larder_bench.datasets.grammar import Grammar, draw_value, load_grammar
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.prompt_templates import PROMPTS, worded_text

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from larder.core.errors import InputError
+from larder.core import InputError
 from larder_bench.datasets.sources import TaskSources
 
 Fields = dict[str, Any]

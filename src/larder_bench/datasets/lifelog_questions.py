@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
-from larder.core.conversation import Conversation, Question
-from larder.core.errors import BadParameter, TooLittle, UnknownName
+from larder.core import BadParameter, Conversation, Question, TooLittle, UnknownName
 from larder_bench.datasets.lifelog_sessions import (
     FACTS_PER_SESSION,
     FactSubject,

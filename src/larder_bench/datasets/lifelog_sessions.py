@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from larder.core.conversation import Message
-from larder.core.errors import BadParameter, TooLittle
+from larder.core import BadParameter, Message, TooLittle
 from larder_bench.datasets.grammar import Attribute, Grammar, Topic, draw_value, load_grammar
 
 # Each message has a role marker before it and an end marker after it.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from larder.core.conversation import Conversation, Message, PromptLayout, Question
-from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
+from larder.core import Conversation, Message, PromptLayout, Question
+from larder.session import ACKNOWLEDGEMENT
 from larder_bench.datasets.lifelog_sessions import relative_depth
 from larder_bench.datasets.wording import Wording
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
-from larder.core.errors import UsageError
-from larder.session.embedders.base import Embedder
+from larder.core import UsageError
+from larder.session import Embedder
 from larder_bench.datasets.corpus import (
     Dialogue,
     read_dialogues,
@@ -84,7 +84,7 @@ class TaskSources:
 
     def embedder(self, name: str) -> Embedder:
         """Text embedder, loaded at first use."""
-        from larder.session.embedders.base import load_embedder
+        from larder.session import load_embedder
 
         return self.once(Path(name), lambda path: load_embedder(name))
 

@@ -15,11 +15,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from larder.core.conversation import Conversation, Message
-from larder.core.errors import InputError, TooLittle
-from larder.session.files import read_conversation
-from larder.session.files.dialogue import session_numbers
-from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
+from larder.core import Conversation, InputError, Message, TooLittle
+from larder.session import ACKNOWLEDGEMENT, read_conversation, session_numbers
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS, relative_depth
 from larder_bench.datasets.sources import TaskSources
 

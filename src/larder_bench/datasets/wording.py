@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from larder.core.conversation import PromptLayout
+from larder.core import PromptLayout
 
 
 class Wording(Enum):

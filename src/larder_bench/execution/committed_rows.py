@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from larder.core.errors import InputError, LarderError
+from larder.core import InputError, LarderError
 from larder_bench.datasets.conversation_file import conversation_digest
 from larder_bench.execution.measured_cells import MeasuredCells
 from larder_bench.execution.row_comparison import Rounding, differences

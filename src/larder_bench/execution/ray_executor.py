@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from larder.core.errors import LarderError, ModelError
-from larder.core.ray_cluster import cpu_counts
+from larder.core import LarderError, ModelError, cpu_counts
 from larder_bench.execution.measured_cells import MeasuredCells
 from larder_bench.execution.resumable_run import measure_timed
 from larder_bench.execution.runner import ContextLoader, ExecutionStrategy, measure_cell

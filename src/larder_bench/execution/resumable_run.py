@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from larder.core.errors import LarderError
+from larder.core import LarderError
 from larder_bench.results.rows import (
     ENVIRONMENT,
     EXHIBITS,

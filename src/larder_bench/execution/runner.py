@@ -13,9 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from larder.core.errors import InputError, SpellingError, UsageError
-from larder.core.family import Family
-from larder.core.spelling import build, parse, spell
+from larder.core import Family, InputError, SpellingError, UsageError, build, parse, spell
 from larder_bench.datasets.conversation_file import conversation_digest
 from larder_bench.datasets.wording import QuestionPlacement
 from larder_bench.execution.measured_cells import MeasuredCells

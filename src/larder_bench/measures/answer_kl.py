@@ -15,10 +15,9 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import UsageError
-from larder.core.family import public_name
-from larder.engine.engine import Engine
-from larder.session.memory import ConversationMemory
+from larder.core import UsageError, public_name
+from larder.engine import Engine
+from larder.session import ConversationMemory
 from larder_bench.measures.base import Measure
 from larder_bench.results.rows import Row
 from larder_bench.scoring.item_scores import NumberedQuestion

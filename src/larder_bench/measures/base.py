@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from larder.core.memory_budget import MemoryBudget
+from larder.core import MemoryBudget
 from larder_bench.results.rows import Row
 from larder_bench.studies.cells import Cell
 from larder_bench.studies.model_context import ModelContext

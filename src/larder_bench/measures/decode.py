@@ -22,14 +22,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import BadParameter, BudgetError, UsageError
-from larder.core.memory_budget import BudgetUnit, MemoryBudget
-from larder.core.types import Mode
-from larder.models.forward_batch import BatchSegment as Tokens
-from larder.session.capacity import amount_tokens, resolve_budget
-from larder.session.policy import Policy
-from larder.session.prefill import decode_planner
+from larder.cache import SequenceCache
+from larder.core import BadParameter, BudgetError, BudgetUnit, MemoryBudget, Mode, UsageError
+from larder.models import BatchSegment as Tokens
+from larder.session import Policy, amount_tokens, decode_planner, resolve_budget
 from larder_bench.measures.base import Measure
 from larder_bench.profiling.step_profiler import (
     POLICY,

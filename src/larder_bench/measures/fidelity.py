@@ -14,11 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from larder.core.errors import BadParameter, UsageError
-from larder.session.capacity import resolve_budget
-from larder.session.memory import ConversationMemory
-from larder.session.policy import Policy
-from larder.session.prefill import prefill_memory
+from larder.core import BadParameter, UsageError
+from larder.session import ConversationMemory, Policy, prefill_memory, resolve_budget
 from larder_bench.measures.base import Measure
 from larder_bench.results.rows import EXHIBITS_KEY, Row
 from larder_bench.scoring.full_cache_reference import FullCacheReference

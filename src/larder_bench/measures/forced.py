@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from larder.engine.engine import Engine
-from larder.session.memory import ConversationMemory
+from larder.engine import Engine
+from larder.session import ConversationMemory
 from larder_bench.measures.base import Measure
 from larder_bench.results.rows import Row
 from larder_bench.scoring.item_scores import NumberedQuestion, likelihood_items

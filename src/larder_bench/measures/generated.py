@@ -7,14 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from larder.core.conversation import Question
-from larder.engine.answer import check_prompt_fits
-from larder.engine.engine import Engine
-from larder.engine.generate import StoppingCriteria, generate, no_observer
-from larder.engine.sampler import SamplingParams
-from larder.session.capacity import budget_tokens
-from larder.session.memory import ConversationMemory
-from larder.session.prefill import decode_planner
+from larder.core import Question
+from larder.engine import Engine, SamplingParams, StoppingCriteria, check_prompt_fits, no_observer
+from larder.engine.generate import generate
+from larder.session import ConversationMemory, budget_tokens, decode_planner
 from larder_bench.measures.base import Measure
 from larder_bench.profiling.timing import percentiles
 from larder_bench.results.rows import Row

@@ -15,12 +15,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Int
 
-from larder.core.conversation import Conversation
-from larder.core.errors import BadParameter, InputError, UsageError
-from larder.core.family import public_name
-from larder.session.memory import ConversationMemory
-from larder.session.policy import Policy
-from larder.session.prefill import SizeOptions, episode_prompt, prefill_conversation
+from larder.core import BadParameter, Conversation, InputError, UsageError, public_name
+from larder.session import (
+    ConversationMemory,
+    Policy,
+    SizeOptions,
+    episode_prompt,
+    prefill_conversation,
+)
 from larder_bench.measures.base import Measure
 from larder_bench.measures.forced import ForcedAnswers
 from larder_bench.results.rows import EXHIBITS_KEY, Row

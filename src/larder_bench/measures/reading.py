@@ -11,10 +11,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from larder.core.errors import BadParameter
-from larder.core.memory_budget import BudgetUnit, MemoryBudget
-from larder.prefill.memory import PeakMemoryMeter
-from larder.session.prefill import build_caches
+from larder.core import BadParameter, BudgetUnit, MemoryBudget
+from larder.prefill import PeakMemoryMeter
+from larder.session import build_caches
 from larder_bench.measures.base import Measure
 from larder_bench.measures.decode import sized_policy
 from larder_bench.profiling.step_profiler import MODEL, POLICY

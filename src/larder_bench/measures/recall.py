@@ -23,18 +23,13 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.cache.forms.tiered import TieredLayer
-from larder.cache.offload.page_fetch import PageSelection
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import BadParameter, UsageError
-from larder.core.types import Mode
-from larder.engine.engine import Engine
-from larder.models.forward_batch import BatchSegment as Tokens
-from larder.models.forward_batch import LayerActivations
-from larder.ops.attention import cap_logits, sink_logits
-from larder.ops.attention_weights import softmax_with_sinks
-from larder.ops.search import interleaved
-from larder.session.memory import ConversationMemory
+from larder.cache import PageSelection, SequenceCache, TieredLayer
+from larder.core import BadParameter, Mode, UsageError
+from larder.engine import Engine
+from larder.models import BatchSegment as Tokens
+from larder.models import LayerActivations
+from larder.ops import cap_logits, interleaved, sink_logits, softmax_with_sinks
+from larder.session import ConversationMemory
 from larder_bench.measures.base import Measure
 from larder_bench.results.rows import EXHIBITS_KEY, Row
 from larder_bench.scoring.item_scores import NumberedQuestion

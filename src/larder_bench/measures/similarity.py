@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.errors import BadParameter, UsageError
-from larder.models.measurements.sensitivity import SensitivityProfile, layer_similarities
+from larder.core import BadParameter, UsageError
+from larder.models import SensitivityProfile, layer_similarities
 from larder_bench.measures.base import Measure
 from larder_bench.results.rows import Row
 from larder_bench.studies.cells import Cell

@@ -19,14 +19,10 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Float32
 
-from larder.core.conversation import Question
-from larder.core.errors import BadParameter, UsageError
-from larder.core.types import Mode
-from larder.engine.engine import Engine
-from larder.models.forward_batch import BatchSegment as Tokens
-from larder.session.embedders.base import Embedder
-from larder.session.memory import ConversationMemory
-from larder.session.prefill import decode_planner
+from larder.core import BadParameter, Mode, Question, UsageError
+from larder.engine import Engine
+from larder.models import BatchSegment as Tokens
+from larder.session import ConversationMemory, Embedder, decode_planner
 from larder_bench.measures.base import Measure
 from larder_bench.results.rows import EXHIBITS_KEY, Row
 from larder_bench.studies.cells import Cell

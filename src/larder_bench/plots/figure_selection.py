@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from larder.core.errors import InputError, UnknownName, UsageError
-from larder.core.family import unknown_name_message
-from larder.core.spelling import build, parse
+from larder.core import InputError, UnknownName, UsageError, build, parse, unknown_name_message
 from larder_bench.plots.figures.base import FIGURES, Figure, NothingToDraw, PolicyStyles
 from larder_bench.plots.policy_styles import FULL, assign_styles
 from larder_bench.plots.style import Drawing

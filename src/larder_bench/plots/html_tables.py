@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
-from larder.evaluation.bootstrap import Interval
+from larder.evaluation import Interval
 from larder_bench.plots.policy_styles import FULL, short_label
 from larder_bench.reports.paper_comparison import compare_with_paper, comparison_table
 from larder_bench.results.budget_labels import OWN, WHOLE

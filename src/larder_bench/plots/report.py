@@ -12,8 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from larder.core.errors import UnknownName
-from larder.core.family import unknown_name_message
+from larder.core import UnknownName, unknown_name_message
 from larder_bench.plots import score_groups
 from larder_bench.plots.figure_selection import (
     PolicyLabels,

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from larder.core.errors import InputError
-from larder.evaluation.bootstrap import Bootstrap, Interval
+from larder.core import InputError
+from larder.evaluation import Bootstrap, Interval
 from larder_bench.results.budget_labels import OWN, WHOLE
 from larder_bench.results.rows import Row, exhibit_key
 from larder_bench.results.tables import resampling_units

@@ -14,7 +14,7 @@ from enum import Enum
 from io import BytesIO
 from typing import Any
 
-from larder.core.errors import DependencyError
+from larder.core import DependencyError
 
 COLUMN, PAGE = 3.3, 6.9  # inches
 FONT = "DejaVu Sans"  # comes with matplotlib, so that text has one width everywhere

@@ -21,13 +21,9 @@ from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
-from larder.cache.forms.base import CacheLayer
-from larder.cache.offload.page_fetch import PageFetcher
-from larder.cache.offload.page_pool import PagePool
-from larder.cache.offload.slow_tier import SlowTier
-from larder.cache.sequence import SequenceCache
-from larder.core.recall import RecallIndex
-from larder.models.forward_batch import Observer
+from larder.cache import CacheLayer, PageFetcher, PagePool, SequenceCache, SlowTier
+from larder.core import RecallIndex
+from larder.models import Observer
 from larder_bench.profiling.timing import percentiles
 
 Clock = Callable[[], float]

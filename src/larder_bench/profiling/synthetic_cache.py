@@ -13,19 +13,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from larder.cache.sequence import SequenceCache
-from larder.core.errors import UsageError
-from larder.core.ledger import Ledger
-from larder.core.observation import Calibration, Prompts
-from larder.core.spelling import spell
-from larder.models.calibration import MEASUREMENTS
-from larder.models.decoder import Decoder
-from larder.policy.budgets.unlimited import WITHOUT_LIMIT
-from larder.policy.storage.exact import Exact
-from larder.prefill.memory import PeakMemoryMeter
-from larder.session.capacity import entries_per_head
-from larder.session.policy import Policy
-from larder.session.prefill import ModelRuntime, build_caches
+from larder.cache import SequenceCache
+from larder.core import Calibration, Ledger, Prompts, UsageError, spell
+from larder.models import MEASUREMENTS, Decoder
+from larder.policy import WITHOUT_LIMIT, Exact
+from larder.prefill import PeakMemoryMeter
+from larder.session import ModelRuntime, Policy, build_caches, entries_per_head
 from larder_bench.profiling.synthetic_keys import KeyQueryStream, draw_stream
 from larder_bench.profiling.timed_decoder import SyntheticDecoder
 

@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.sequence import SequenceCache
-from larder.core.spec import LayerSpec, ModelSpec
+from larder.cache import SequenceCache
+from larder.core import LayerSpec, ModelSpec
 
 TOPICS, WORDS, TOKENS_PER_TOPIC = (
     48,

@@ -8,11 +8,17 @@ from dataclasses import dataclass
 
 import torch
 
-from larder.core.spec import LayerSpec
-from larder.core.types import Mode
-from larder.models.decoder import NO_INPUTS, Decoder, Inputs, TokenNumbers
-from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
-from larder.policy.providers.base import TokenProvider
+from larder.core import LayerSpec, Mode
+from larder.models import (
+    NO_INPUTS,
+    BatchSegment,
+    Decoder,
+    Inputs,
+    LayerActivations,
+    Observer,
+    TokenNumbers,
+)
+from larder.policy import TokenProvider
 from larder_bench.profiling.synthetic_keys import KeyQueryStream
 
 Clock = Callable[[], float]

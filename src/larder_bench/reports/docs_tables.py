@@ -25,9 +25,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from larder.core.errors import InputError
-from larder.core.spelling import parse
-from larder.evaluation.bootstrap import Interval
+from larder.core import InputError, parse
+from larder.evaluation import Interval
 from larder_bench.reports.paper_comparison import compare_with_paper
 from larder_bench.reports.paper_comparison import comparison_table as beside_ours
 from larder_bench.reports.study_index import RESULTS, study_command, wall_seconds

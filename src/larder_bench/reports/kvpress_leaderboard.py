@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from larder.core.errors import InputError
+from larder.core import InputError
 from larder_bench.results.rows import CellKey, Results, Row, cell_key, read_results
 
 GENERATED = "generated"  # measure whose items are answers

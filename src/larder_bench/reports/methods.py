@@ -18,8 +18,8 @@ from functools import cache
 from pathlib import Path
 
 from larder.cli.part_docs import Citation, find_part, part_names, preset_doc
-from larder.core.errors import InputError
-from larder.session.presets import PRESETS
+from larder.core import InputError
+from larder.session import PRESETS
 from larder_bench.reports.study_index import RESULTS
 from larder_bench.results.budget_labels import WHOLE
 from larder_bench.results.rows import read_results, rows_file

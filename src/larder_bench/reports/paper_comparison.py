@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from larder.evaluation.bootstrap import Bootstrap, Interval
+from larder.evaluation import Bootstrap, Interval
 from larder_bench.results.budget_labels import OWN, WHOLE
 from larder_bench.results.papers import (
     DISAMBIGUATING_KEYS,

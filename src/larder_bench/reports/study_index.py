@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from larder.core.errors import InputError
+from larder.core import InputError
 from larder_bench.results.rows import read_results, rows_file
 from larder_bench.studies.study import CHECKOUT, FOLDER, Study, read_study
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from larder.core.errors import UsageError
-from larder.core.memory_budget import BudgetUnit, MemoryBudget
+from larder.core import BudgetUnit, MemoryBudget, UsageError
 
 WHOLE = "1/1"  # budget of a policy that keeps everything
 OWN = "own"  # budget of a policy whose spelling contains a size

@@ -27,8 +27,7 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
-from larder.core.errors import UnknownName, UsageError
-from larder.core.family import unknown_name_message
+from larder.core import UnknownName, UsageError, unknown_name_message
 from larder_bench.results.budget_labels import OWN, WHOLE
 from larder_bench.results.rows import PAPER, SCHEMA, Row
 from larder_bench.results.tables import SCALES, TIMES, ScoreScale

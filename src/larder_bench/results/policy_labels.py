@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from larder.core.errors import SpellingError
-from larder.core.spelling import Call, Value, parse
+from larder.core import Call, SpellingError, Value, parse
 from larder_bench.results.rows import Row
 
 LONG, LONGEST = 36, 56  # characters of a label, and of one that has no shorter form

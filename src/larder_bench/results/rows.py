@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import zstandard
 
-from larder.core.errors import InputError
+from larder.core import InputError
 
 Row = dict[str, Any]
 SUFFIX, COMPRESSED = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from larder.evaluation.bootstrap import Bootstrap, Interval, drop_unpaired, questions_as_clusters
+from larder.evaluation import Bootstrap, Interval, drop_unpaired, questions_as_clusters
 from larder_bench.results.budget_labels import WHOLE, sort_budgets
 from larder_bench.results.rows import Row
 

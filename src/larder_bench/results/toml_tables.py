@@ -8,8 +8,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from larder.core.errors import UnknownName, UsageError
-from larder.core.family import unknown_name_message
+from larder.core import UnknownName, UsageError, unknown_name_message
 
 Converted = TypeVar("Converted")
 

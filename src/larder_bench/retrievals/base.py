@@ -10,13 +10,18 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Float32
 
-from larder.core.conversation import Conversation, Message, PromptLayout
-from larder.core.errors import BadParameter, BudgetError
-from larder.session.embedders.base import Embedder
-from larder.session.episodes.clustering import SegmentClusters, cluster
-from larder.session.episodes.matching import match_episode
-from larder.session.episodes.segments import MessageSpan, Segment, SegmentUnit, cut_segments
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.core import BadParameter, BudgetError, Conversation, Message, PromptLayout
+from larder.session import (
+    Embedder,
+    MessageSpan,
+    Segment,
+    SegmentClusters,
+    SegmentUnit,
+    TokenizerAdapter,
+    cluster,
+    cut_segments,
+    match_episode,
+)
 
 
 class RetrievalBaseline(ABC):

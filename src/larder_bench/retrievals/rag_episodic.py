@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from larder.core.errors import BadParameter
+from larder.core import BadParameter
 from larder_bench.retrievals.base import RetrievalBaseline, SegmentIndex, check_retrieval_sizes
 
 

@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 
-from larder.core.conversation import Question
-from larder.evaluation.answer_metrics import string_match
+from larder.core import Question
+from larder.evaluation import string_match
 
 AnswerMetric = Callable[[str, str], float]  # answer, expected answer
 NUMBER = re.compile(r"\d+(?:\.\d+)?")

@@ -14,19 +14,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from larder.cache.sequence import SequenceCache
-from larder.core.conversation import Conversation
-from larder.core.errors import BadParameter
-from larder.core.spec import LayerSpec
-from larder.core.types import Mode
-from larder.engine.engine import Engine
-from larder.models.forward_batch import BatchSegment as Tokens
-from larder.models.forward_batch import LayerActivations
-from larder.ops.attention import cap_logits, sink_logits, sinks_by_group
-from larder.ops.attention_weights import softmax_with_sinks
-from larder.session.memory import ConversationMemory
-from larder.session.prefill import PrefillInput, prefill_memory
-from larder.session.transcript.tokenizer_adapter import TokenizedTranscript
+from larder.cache import SequenceCache
+from larder.core import BadParameter, Conversation, LayerSpec, Mode
+from larder.engine import Engine
+from larder.models import BatchSegment as Tokens
+from larder.models import LayerActivations
+from larder.ops import cap_logits, sink_logits, sinks_by_group, softmax_with_sinks
+from larder.session import ConversationMemory, PrefillInput, TokenizedTranscript, prefill_memory
 
 
 @dataclass(frozen=True)

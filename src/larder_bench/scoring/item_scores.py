@@ -17,9 +17,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from larder.core.conversation import Question
-from larder.evaluation.answer_metrics import exact_match, stemmed_f1, token_f1
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.core import Question
+from larder.evaluation import exact_match, stemmed_f1, token_f1
+from larder.session import TokenizerAdapter
 from larder_bench.results.rows import Row
 from larder_bench.scoring.answer_items import numbered_item_spans
 from larder_bench.scoring.dataset_metrics import PREFIX_SHARE, dataset_score, leading

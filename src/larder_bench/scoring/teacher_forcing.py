@@ -16,13 +16,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.sequence import SequenceCache
-from larder.core.conversation import PromptLayout, Question
-from larder.core.types import Mode
-from larder.engine.engine import Engine
-from larder.models.forward_batch import BatchSegment
-from larder.session.memory import ConversationMemory
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.cache import SequenceCache
+from larder.core import Mode, PromptLayout, Question
+from larder.engine import Engine
+from larder.models import BatchSegment
+from larder.session import ConversationMemory, TokenizerAdapter
 
 MAX_PACKED_TOKENS = 2048  # of questions and answers in one pass; bounds activations
 

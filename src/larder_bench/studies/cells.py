@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from larder.core.errors import UsageError
-from larder.core.family import public_name
-from larder.core.memory_budget import MemoryBudget
-from larder.core.spelling import spell
+from larder.core import MemoryBudget, UsageError, public_name, spell
 from larder_bench.datasets.wording import QuestionPlacement
 from larder_bench.results.budget_labels import OWN, WHOLE, MatchedQuantity
 from larder_bench.results.rows import CELL, SCHEMA, Row

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
-from larder.core.errors import BadParameter
-from larder.policy.budgets.unlimited import WITHOUT_LIMIT
-from larder.session.episodes.clustering import episode_keywords
-from larder.session.episodes.matching import Episode, NearestEpisodeRouter
-from larder.session.memory import ConversationMemory
+from larder.core import BadParameter
+from larder.policy import WITHOUT_LIMIT
+from larder.session import ConversationMemory, Episode, NearestEpisodeRouter, episode_keywords
 from larder_bench.results.rows import Row
 
 SEED = 0

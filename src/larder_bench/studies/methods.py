@@ -18,24 +18,30 @@ from difflib import get_close_matches
 from enum import Enum
 from typing import Any
 
-from larder.core.conversation import Conversation, Question
-from larder.core.errors import SpellingError, UnknownName
-from larder.core.family import Family, unknown_name_message
-from larder.core.spelling import build, parse, spell
-from larder.policy.budgets.headkv import HeadKV
-from larder.policy.budgets.pooled import Pooled
-from larder.policy.budgets.sensitivity import Sensitivity
-from larder.policy.budgets.unlimited import WITHOUT_LIMIT
-from larder.policy.compensation.drop import Drop
-from larder.policy.compensation.fold_ema import FoldEma
-from larder.policy.protect import Protect
-from larder.policy.storage.exact import Exact
-from larder.policy.storage.quantized import Quantized
-from larder.prefill.schedules.blockwise import Blockwise
-from larder.prefill.schedules.whole import Whole
-from larder.session.memory import ConversationMemory
-from larder.session.policy import Policy
-from larder.session.presets import PRESETS
+from larder.core import (
+    Conversation,
+    Family,
+    Question,
+    SpellingError,
+    UnknownName,
+    build,
+    parse,
+    spell,
+    unknown_name_message,
+)
+from larder.policy import (
+    WITHOUT_LIMIT,
+    Drop,
+    Exact,
+    FoldEma,
+    HeadKV,
+    Pooled,
+    Protect,
+    Quantized,
+    Sensitivity,
+)
+from larder.prefill import Blockwise, Whole
+from larder.session import PRESETS, ConversationMemory, Policy
 from larder_bench.results.budget_labels import OWN, WHOLE, MatchedQuantity
 from larder_bench.retrievals.base import RetrievalBaseline
 from larder_bench.studies.model_context import ModelContext

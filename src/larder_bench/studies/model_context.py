@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.conversation import Conversation
-from larder.engine.engine import Engine
+from larder.core import Conversation
+from larder.engine import Engine
 from larder_bench.datasets.prompt_templates import worded_chat
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.results.rows import Row

@@ -11,14 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
-from larder.core.conversation import Conversation, PromptLayout, Question
-from larder.core.memory_budget import MemoryBudget
-from larder.core.types import Mode
-from larder.engine.engine import Engine
-from larder.models.forward_batch import BatchSegment as Tokens
-from larder.session.caches import SessionCaches
-from larder.session.memory import ConversationMemory
-from larder.session.prefill import decode_planner
+from larder.core import Conversation, MemoryBudget, Mode, PromptLayout, Question
+from larder.engine import Engine
+from larder.models import BatchSegment as Tokens
+from larder.session import ConversationMemory, SessionCaches, decode_planner
 from larder_bench.datasets.wording import QuestionPlacement
 from larder_bench.results.budget_labels import MatchedQuantity
 from larder_bench.results.rows import EXHIBITS_KEY, Row

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from larder.core.errors import BudgetError
-from larder.core.memory_budget import MemoryBudget
-from larder.core.spec import ModelSpec
-from larder.session.memory import CacheFigures, ConversationMemory
+from larder.core import BudgetError, MemoryBudget, ModelSpec
+from larder.session import CacheFigures, ConversationMemory
 from larder_bench.results.budget_labels import MatchedQuantity
 from larder_bench.results.rows import Row
 

@@ -28,8 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from larder.core.errors import InputError, UnknownName, UsageError
-from larder.core.family import unknown_name_message
+from larder.core import InputError, UnknownName, UsageError, unknown_name_message
 from larder_bench.datasets.wording import QuestionPlacement, Wording
 from larder_bench.results.papers import Paper, nameable_budgets
 from larder_bench.results.toml_tables import convert_table

@@ -13,10 +13,16 @@ from dataclasses import replace
 from enum import Enum
 from typing import ClassVar
 
-from larder.core.conversation import Conversation, Question
-from larder.core.errors import BadParameter, SpellingError, TooLittle
-from larder.core.family import Family
-from larder.core.spelling import build, parse
+from larder.core import (
+    BadParameter,
+    Conversation,
+    Family,
+    Question,
+    SpellingError,
+    TooLittle,
+    build,
+    parse,
+)
 from larder_bench.datasets.sources import TaskSources
 
 QuestionSequence = tuple[Question, ...]

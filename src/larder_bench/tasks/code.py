@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from larder.core.conversation import Conversation, Question
-from larder.core.errors import BadParameter, InputError
-from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
+from larder.core import BadParameter, Conversation, InputError, Question
+from larder.session import ACKNOWLEDGEMENT
 from larder_bench.datasets.documents import LETTERS_PER_TOKEN
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.prompt_templates import PROMPTS, worded_text

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
-from larder.core.conversation import Conversation, Question
-from larder.core.errors import BadParameter
+from larder.core import BadParameter, Conversation, Question
 from larder_bench.datasets.grammar import draw_value
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.prompt_templates import PROMPTS, worded_text

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from random import Random
 
-from larder.core.conversation import Conversation, Question
-from larder.core.errors import BadParameter
-from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
+from larder.core import BadParameter, Conversation, Question
+from larder.session import ACKNOWLEDGEMENT
 from larder_bench.datasets.corpus import Dialogue
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.prompt_templates import PROMPTS, worded_text

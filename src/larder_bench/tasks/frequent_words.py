@@ -16,9 +16,8 @@ from random import Random
 from string import ascii_lowercase
 from typing import ClassVar
 
-from larder.core.conversation import Conversation, Question
-from larder.core.errors import BadParameter
-from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
+from larder.core import BadParameter, Conversation, Question
+from larder.session import ACKNOWLEDGEMENT
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.prompt_templates import PROMPTS, worded_text
 from larder_bench.datasets.sources import TaskSources

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
 
-from larder.core.conversation import Conversation, Question
-from larder.core.errors import InputError
+from larder.core import Conversation, InputError, Question
 from larder_bench.datasets.documents import document_conversation
 from larder_bench.datasets.json_lines import Fields, load_sample, required_field
 from larder_bench.datasets.sources import TaskSources

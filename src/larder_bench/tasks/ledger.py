@@ -13,8 +13,7 @@ from itertools import count
 from random import Random
 from typing import ClassVar
 
-from larder.core.conversation import Conversation, Message, Question
-from larder.core.errors import BadParameter
+from larder.core import BadParameter, Conversation, Message, Question
 from larder_bench.datasets.grammar import Grammar
 from larder_bench.datasets.lifelog_sessions import count_message_tokens
 from larder_bench.datasets.sources import TaskSources

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.conversation import Conversation
-from larder.core.errors import BadParameter
+from larder.core import BadParameter, Conversation
 from larder_bench.datasets.lifelog_questions import KINDS, lifelog_conversation
 from larder_bench.datasets.lifelog_sessions import FACTS_PER_SESSION
 from larder_bench.datasets.sources import TaskSources

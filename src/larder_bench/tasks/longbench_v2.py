@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from larder.core.conversation import Conversation, Question
-from larder.core.errors import BadParameter, InputError
+from larder.core import BadParameter, Conversation, InputError, Question
 from larder_bench.datasets.documents import document_conversation
 from larder_bench.datasets.json_lines import Fields, read_lines, read_list, required_field
 from larder_bench.datasets.sources import TaskSources

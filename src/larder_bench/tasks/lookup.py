@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from random import Random
 
-from larder.core.conversation import Conversation, Question
-from larder.core.errors import BadParameter
+from larder.core import BadParameter, Conversation, Question
 from larder_bench.datasets.grammar import Grammar, draw_value
 from larder_bench.datasets.haystack import draw_number
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS

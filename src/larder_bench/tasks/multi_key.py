@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
-from larder.core.conversation import Conversation
-from larder.core.errors import BadParameter
+from larder.core import BadParameter, Conversation
 from larder_bench.datasets.haystack import (
     Haystack,
     HaystackText,

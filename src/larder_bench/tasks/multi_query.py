@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import ClassVar
 
-from larder.core.conversation import Conversation, Question
-from larder.core.errors import BadParameter
+from larder.core import BadParameter, Conversation, Question
 from larder_bench.datasets.haystack import Haystack, HaystackText, draw_distinct, draw_magic_number
 from larder_bench.datasets.prompt_templates import PROMPTS, PromptTemplate
 from larder_bench.datasets.sources import TaskSources

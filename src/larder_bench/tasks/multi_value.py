@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
-from larder.core.conversation import Conversation
-from larder.core.errors import BadParameter
+from larder.core import BadParameter, Conversation
 from larder_bench.datasets.grammar import Grammar
 from larder_bench.datasets.haystack import (
     Haystack,

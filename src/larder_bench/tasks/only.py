@@ -15,10 +15,8 @@ from enum import Enum
 
 import numpy as np
 
-from larder.core.conversation import Conversation, Question
-from larder.core.errors import BadParameter, TooLittle
-from larder.session.episodes.clustering import SEED, cluster
-from larder.session.episodes.segments import cut_segments
+from larder.core import BadParameter, Conversation, Question, TooLittle
+from larder.session import SEED, cluster, cut_segments
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks.base import Task, make_with_seed_retries, parse_inner_task
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.conversation import Conversation
+from larder.core import Conversation
 from larder_bench.datasets.haystack import Haystack, needles_conversation
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks.base import Task, make_with_retries

@@ -17,9 +17,8 @@ from enum import Enum
 from itertools import groupby
 from random import Random
 
-from larder.core.conversation import Conversation, Message, Question
-from larder.core.errors import BadParameter, TooLittle
-from larder.session.files.dialogue import utterance_text
+from larder.core import BadParameter, Conversation, Message, Question, TooLittle
+from larder.session import utterance_text
 from larder_bench.datasets.grammar import Attribute, Grammar, draw_value
 from larder_bench.datasets.lifelog_sessions import count_message_tokens, relative_depth
 from larder_bench.datasets.sources import TaskSources

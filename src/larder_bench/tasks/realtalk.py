@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.conversation import Conversation
-from larder.core.errors import BadParameter
+from larder.core import BadParameter, Conversation
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.datasets.transcripts import excerpt_conversation
 from larder_bench.tasks.base import Task

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar
 
-from larder.core.conversation import Conversation, Message, Question
-from larder.core.errors import BadParameter
+from larder.core import BadParameter, Conversation, Message, Question
 from larder_bench.datasets.grammar import Grammar, draw_value, load_grammar
 from larder_bench.datasets.lifelog_sessions import count_message_tokens
 from larder_bench.datasets.sources import TaskSources

@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from larder.core.conversation import Conversation
-from larder.core.errors import BadParameter
+from larder.core import BadParameter, Conversation
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks.base import QuestionSequence, QuestionStyle, Task, parse_inner_task
 

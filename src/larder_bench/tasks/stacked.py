@@ -16,8 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from larder.core.conversation import Conversation, Message, Question
-from larder.core.errors import BadParameter, InputError, TooLittle
+from larder.core import BadParameter, Conversation, InputError, Message, Question, TooLittle
 from larder_bench.datasets.json_lines import Fields, read_list, required_field
 from larder_bench.datasets.lifelog_sessions import count_message_tokens
 from larder_bench.datasets.sources import TaskSources

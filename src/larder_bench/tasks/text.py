@@ -13,10 +13,8 @@ from enum import Enum
 from pathlib import Path
 from random import Random
 
-from larder.core.conversation import Conversation, Question
-from larder.core.errors import BadParameter, InputError
-from larder.session.files.loader import read_document
-from larder.session.transcript.tokenizer_adapter import ACKNOWLEDGEMENT
+from larder.core import BadParameter, Conversation, InputError, Question
+from larder.session import ACKNOWLEDGEMENT, read_document
 from larder_bench.datasets.documents import LETTERS_PER_TOKEN, head_tokens
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.sources import TaskSources

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from larder.models.kv_cost import KVSource
+from larder.models import KVSource
 from larder_bench.traces.base import (
     NONE,
     CachedObject,

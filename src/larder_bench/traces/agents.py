@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from larder.core.errors import BadParameter
+from larder.core import BadParameter
 from larder_bench.traces._builder import TraceBuilder
 from larder_bench.traces.base import Trace, Workload
 

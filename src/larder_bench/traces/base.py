@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from larder.core.errors import BadParameter
-from larder.core.family import Family, public_name
-from larder.models.kv_cost import GEMMA_3_4B, LLAMA_3_1_8B, QWEN_3_0_6B, KVSource, ModelShape
+from larder.core import BadParameter, Family, public_name
+from larder.models import GEMMA_3_4B, LLAMA_3_1_8B, QWEN_3_0_6B, KVSource, ModelShape
 
 TRACES = Family("trace", "larder_bench.traces")
 NONE = -1

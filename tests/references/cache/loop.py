@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from larder.core.spec import LayerSpec
+from larder.core import LayerSpec
 from references.ops.softmax import NO_SINK, capped, shares, sink_of
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from larder.core.spec import LayerSpec
+from larder.core import LayerSpec
 from references.cache.folding import Fold, folded
 from references.cache.loop import Entry, attend
 

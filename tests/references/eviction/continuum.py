@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.store.eviction.base import NUM_QUANTILES, Candidate
+from larder.store import NUM_QUANTILES, Candidate
 
 
 def worths(part: Any, told: list[Candidate], now: float) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from larder.store.eviction.base import Candidate, EvictionPolicy, SupersededOrder
+from larder.store import Candidate, EvictionPolicy, SupersededOrder
 
 
 def leaving(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from larder.store.eviction.base import Candidate
+from larder.store import Candidate
 
 
 def worths(part: Any, told: list[Candidate], now: float) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from larder.store.eviction.base import Candidate, CandidateColumns
+from larder.store import Candidate, CandidateColumns
 
 ALL = 1 << 64
 GOLDEN = 0x9E3779B97F4A7C15

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from larder.core.plan import StepColumn, StepRule, StepScore, StepSpreading
+from larder.core import StepColumn, StepRule, StepScore, StepSpreading
 
 Entry = dict[str, Any]  # position, key, value and columns of an entry, by name
 

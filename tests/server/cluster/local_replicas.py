@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from larder import Engine
-from larder.models.loader import LoadedModel
-from larder.server.cluster.leases import LeasedSessionLocks, SessionLeases
-from larder.server.cluster.replica import (
+from larder.models import LoadedModel
+from larder.server import (
+    EngineClient,
     Frame,
+    LeasedSessionLocks,
+    LocalEngineClient,
     Replica,
     ReplicaLost,
     ReplicaSet,
+    Request,
+    SessionLeases,
+    StoreSessionPersistence,
 )
-from larder.server.engine_client import EngineClient
-from larder.server.local_engine_client import LocalEngineClient
-from larder.server.persistence.store import StoreSessionPersistence
-from larder.server.request import Request
-from larder.store.store import Store
+from larder.store import Store
 
 SECRET = b"s" * 32
 

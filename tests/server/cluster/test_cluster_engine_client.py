@@ -9,18 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from larder.models.loader import LoadedModel
-from larder.server.cluster.client import ClusterEngineClient
-from larder.server.cluster.relay import route, routing_key
-from larder.server.request import (
+from larder.models import LoadedModel
+from larder.server import (
     ApiError,
     ChatMessage,
+    ClusterEngineClient,
     Report,
     Request,
+    ServerStats,
     SessionUnreadableError,
     TokenLogprob,
+    route,
+    routing_key,
+    sum_stats,
 )
-from larder.server.stats import ServerStats, sum_stats
 from server.cluster.local_replicas import Near
 from server_core import Served, told, user
 
@@ -183,7 +185,7 @@ def test_nobody_left_is_an_error_after_a_while(hasty: Front) -> None:
 def test_a_session_that_is_held_is_waited_for(front: Front) -> None:
     turns = [*told(1), ChatMessage("assistant", front.ask(told(1)).text), user("Why?")]
     other = front.replicas.stores[1 - front.replicas.went[-1]]
-    from larder.server.cluster.leases import SessionLeases
+    from larder.server import SessionLeases
 
     claims = SessionLeases(other.parts)
     claim = claims.take("a", "x")

@@ -10,13 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import StoreSlow
-from larder.models.loader import LoadedModel
+from larder.core import StoreSlow
+from larder.models import LoadedModel
+from larder.server import (
+    ApiError,
+    ChatMessage,
+    LeasedSessionLocks,
+    SessionLeases,
+    StoreSessionPersistence,
+)
 from larder.server.cluster import leases
-from larder.server.cluster.leases import LeasedSessionLocks, SessionLeases
-from larder.server.persistence.store import StoreSessionPersistence
-from larder.server.request import ApiError, ChatMessage
-from larder.store.store import Store
+from larder.store import Store
 from server_core import Client, Served, answered, told, user
 
 SECRET = b"s" * 32

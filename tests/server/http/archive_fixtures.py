@@ -6,15 +6,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from larder.server.http.archive import (
+from larder.server import (
     CONVERSATION,
     IDEMPOTENT_ANSWER,
     RESPONSE,
     Archive,
+    ChatMessage,
     ConversationItem,
 )
-from larder.server.request import ChatMessage
-from larder.store.encryption import encryption_for
+from larder.store import encryption_for
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 ANNE, BOB = "anne-the-tenant", "bob-the-tenant"

@@ -9,9 +9,8 @@ import httpx2
 import pytest
 from openai import OpenAI
 
-from larder.engine.sampler import TokenSampler
-from larder.server.http.app_state import HttpSettings
-from larder.server.http.auth import ApiKeyAuth, Principal
+from larder.engine import TokenSampler
+from larder.server import ApiKeyAuth, HttpSettings, Principal
 from server.http.running_server import Running, running
 from server.http.scripted_model import END, Write
 

@@ -12,11 +12,7 @@ from dataclasses import dataclass
 import uvicorn
 from fastapi import FastAPI
 
-from larder.server.http.app import create_app
-from larder.server.http.app_state import HttpSettings
-from larder.server.http.archive import Archive
-from larder.server.http.auth import Authenticator
-from larder.server.http.connections import ServerConfig
+from larder.server import Archive, Authenticator, HttpSettings, ServerConfig, create_app
 from server.fake_engine_client import FakeHub
 
 

@@ -9,11 +9,7 @@ from typing import Any
 from openai import OpenAI
 
 from larder import Engine
-from larder.server.http.app import create_app
-from larder.server.http.app_state import HttpSettings
-from larder.server.http.archive import Archive
-from larder.server.http.auth import LoopbackAuth
-from larder.server.local_engine_client import LocalEngineClient
+from larder.server import Archive, HttpSettings, LocalEngineClient, LoopbackAuth, create_app
 from server.http.running_server import listening
 from server_core import byte_characters
 

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import Damaged, StoreError
-from larder.server.http.archive import RESPONSE, Archive, seal_archive
-from larder.server.http.archive_rows import TABLE
-from larder.store.encryption import AesGcmEncryption, Encryption, NoEncryption, encryption_for
+from larder.core import Damaged, StoreError
+from larder.server import RESPONSE, TABLE, Archive, seal_archive
+from larder.store import AesGcmEncryption, Encryption, NoEncryption, encryption_for
 from server.http.archive_fixtures import ANNE, KEY, ONE, OTHER, fill, opened, told
 
 pytest.importorskip("cryptography")

@@ -11,10 +11,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from larder.core.errors import Damaged, StoreError
-from larder.server.http.archive import CONVERSATION, RESPONSE, Archive
-from larder.server.http.auth import LoopbackAuth
-from larder.store.encryption import encryption_for
+from larder.core import Damaged, StoreError
+from larder.server import CONVERSATION, RESPONSE, Archive, LoopbackAuth
+from larder.store import encryption_for
 from server.http.archive_fixtures import ANNE, BOB, KEY, ONE, OTHER, TWO, fill, item, opened, told
 from server.http.running_server import running
 

@@ -10,13 +10,9 @@ import pytest
 from openai import OpenAI
 
 from larder import Engine
-from larder.models.loader import LoadedModel
-from larder.server.http.app import create_app
-from larder.server.http.app_state import HttpSettings
-from larder.server.http.archive import Archive
-from larder.server.http.auth import LoopbackAuth
-from larder.server.local_engine_client import LocalEngineClient
-from larder.store.ledger import ByteBudgets, Tier
+from larder.models import LoadedModel
+from larder.server import Archive, HttpSettings, LocalEngineClient, LoopbackAuth, create_app
+from larder.store import ByteBudgets, Tier
 from server.http.running_server import listening
 
 SAID = ("My cat is called Mira.", "My dog is called Rex.", "What is my cat called?")

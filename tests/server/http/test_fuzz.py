@@ -12,14 +12,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 
 from larder import Engine
-from larder.models.loader import LoadedModel
-from larder.server.engine_client import EngineClient
-from larder.server.http.app import create_app
-from larder.server.http.app_state import HttpSettings
-from larder.server.http.archive import Archive
-from larder.server.http.auth import Authenticator, Principal
-from larder.server.local_engine_client import LocalEngineClient
-from larder.store.ledger import ByteBudgets, Tier
+from larder.models import LoadedModel
+from larder.server import (
+    Archive,
+    Authenticator,
+    EngineClient,
+    HttpSettings,
+    LocalEngineClient,
+    Principal,
+    create_app,
+)
+from larder.store import ByteBudgets, Tier
 from server.fake_engine_client import FakeHub
 
 FIELDS = {"message", "type", "param", "code"}

@@ -16,18 +16,20 @@ import pytest
 import zstandard
 
 from larder import Engine
-from larder.models.loader import LoadedModel
-from larder.server.http.app import create_app
-from larder.server.http.app_state import HttpSettings
-from larder.server.http.archive import Archive
-from larder.server.http.auth import ApiKeyAuth
-from larder.server.http.completions import ChatCompletionRequest
-from larder.server.http.json_body import decode_body
-from larder.server.http.json_route import JsonRequest
-from larder.server.local_engine_client import LocalEngineClient
+from larder.models import LoadedModel
+from larder.server import (
+    ApiError,
+    ApiKeyAuth,
+    Archive,
+    ChatCompletionRequest,
+    HttpSettings,
+    JsonRequest,
+    LocalEngineClient,
+    create_app,
+    decode_body,
+)
 from larder.server.persistence import session_file
-from larder.server.request import ApiError
-from larder.store.ledger import ByteBudgets, Tier
+from larder.store import ByteBudgets, Tier
 from server.fake_engine_client import NAME
 from server.http.conftest import ANNE, BOB, KEYS
 from server.http.running_server import Running, awaited, connected, listening, running

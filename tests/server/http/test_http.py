@@ -13,10 +13,7 @@ import httpx2
 import pytest
 from openai import OpenAI
 
-from larder.server.http.app import create_app
-from larder.server.http.app_state import HttpSettings
-from larder.server.http.archive import Archive
-from larder.server.http.auth import LoopbackAuth
+from larder.server import Archive, HttpSettings, LoopbackAuth, create_app
 from server.fake_engine_client import NAME, FakeHub
 from server.http.conftest import ANNE, BOB
 from server.http.running_server import Running

@@ -12,12 +12,17 @@ import pytest
 from openai import OpenAI
 from starlette.types import Message
 
-from larder.server.http.app import create_app
-from larder.server.http.app_state import HttpSettings
-from larder.server.http.archive import Archive
-from larder.server.http.auth import ApiKeyAuth, Principal
-from larder.server.http.streaming import sse_event
-from larder.server.request import Listener, Request, Ticket
+from larder.server import (
+    ApiKeyAuth,
+    Archive,
+    HttpSettings,
+    Listener,
+    Principal,
+    Request,
+    Ticket,
+    create_app,
+    sse_event,
+)
 from server.fake_engine_client import NAME, FakeHub
 from server.http.conftest import ANNE
 from server.http.running_server import Running

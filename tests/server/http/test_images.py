@@ -14,12 +14,8 @@ from PIL import Image
 
 from engine.test_images import GREEDY, LLAVA, llava_processor, model_of
 from larder import Engine
+from larder.server import Archive, HttpSettings, LocalEngineClient, LoopbackAuth, create_app
 from larder.server.http import image_parts
-from larder.server.http.app import create_app
-from larder.server.http.app_state import HttpSettings
-from larder.server.http.archive import Archive
-from larder.server.http.auth import LoopbackAuth
-from larder.server.local_engine_client import LocalEngineClient
 from server.http.running_server import listening
 
 NAME = "LlavaForConditionalGeneration in memory"

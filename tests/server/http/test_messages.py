@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from larder.server.request import ChatMessage
+from larder.server import ChatMessage
 from server.fake_engine_client import NAME
 from server.http.conftest import ANNE
 from server.http.running_server import Running

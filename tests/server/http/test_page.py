@@ -10,15 +10,20 @@ import httpx2
 import pytest
 
 from larder import Engine
-from larder.models.loader import LoadedModel
+from larder.models import LoadedModel
+from larder.server import (
+    LOCAL,
+    ApiKeyAuth,
+    Archive,
+    ChatMessage,
+    HttpSettings,
+    LocalEngineClient,
+    LoopbackAuth,
+    Principal,
+    create_app,
+)
 from larder.server.http import middleware
-from larder.server.http.app import create_app
-from larder.server.http.app_state import HttpSettings
-from larder.server.http.archive import Archive
-from larder.server.http.auth import LOCAL, ApiKeyAuth, LoopbackAuth, Principal
-from larder.server.local_engine_client import LocalEngineClient
-from larder.server.request import ChatMessage
-from larder.store.ledger import ByteBudgets, Tier
+from larder.store import ByteBudgets, Tier
 from server.fake_engine_client import NAME
 from server.http.browser import CHROMIUM, browser
 from server.http.running_server import Running, listening, running

@@ -11,10 +11,8 @@ import openai
 import pytest
 from openai import OpenAI
 
-from larder.core.errors import Damaged, StoreError
-from larder.server.http.archive import RESPONSE, Archive, ConversationItem
-from larder.server.http.auth import LoopbackAuth
-from larder.server.request import ApiError, ChatMessage
+from larder.core import Damaged, StoreError
+from larder.server import RESPONSE, ApiError, Archive, ChatMessage, ConversationItem, LoopbackAuth
 from server.fake_engine_client import NAME
 from server.http.running_server import Running, running
 

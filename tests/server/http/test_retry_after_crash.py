@@ -11,14 +11,16 @@ import httpx2
 import pytest
 
 from larder import Engine
-from larder.models.loader import LoadedModel
-from larder.server.http.app import create_app
-from larder.server.http.app_state import HttpSettings
-from larder.server.http.archive import Archive
-from larder.server.http.archive_rows import ArchiveRows
-from larder.server.http.auth import LoopbackAuth
-from larder.server.http.responses import RETRY_HEADER
-from larder.server.local_engine_client import LocalEngineClient
+from larder.models import LoadedModel
+from larder.server import (
+    RETRY_HEADER,
+    Archive,
+    ArchiveRows,
+    HttpSettings,
+    LocalEngineClient,
+    LoopbackAuth,
+    create_app,
+)
 from server.http.running_server import listening
 from server_core import characters
 from server_engine_clients import keeper_in

@@ -10,8 +10,7 @@ from contextlib import ExitStack, contextmanager
 import httpx2
 import pytest
 
-from larder.server.http.app_state import HttpSettings
-from larder.server.http.auth import ApiKeyAuth
+from larder.server import ApiKeyAuth, HttpSettings
 from server.fake_engine_client import NAME
 from server.http.conftest import BOB, KEYS
 from server.http.running_server import Running, awaited, connected, running

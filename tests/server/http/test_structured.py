@@ -15,11 +15,14 @@ from pydantic import BaseModel
 pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
 from larder import Engine
-from larder.server.http.app import create_app
-from larder.server.http.app_state import HttpSettings, Unsupported
-from larder.server.http.archive import Archive
-from larder.server.http.auth import LoopbackAuth
-from larder.server.local_engine_client import LocalEngineClient
+from larder.server import (
+    Archive,
+    HttpSettings,
+    LocalEngineClient,
+    LoopbackAuth,
+    Unsupported,
+    create_app,
+)
 from server.http.running_server import listening
 from server_core import LIMITED, byte_characters
 

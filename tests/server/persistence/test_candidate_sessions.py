@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from larder.models.loader import LoadedModel
-from larder.server.http.metrics import Metrics
-from larder.server.request import ApiError, ChatMessage
+from larder.models import LoadedModel
+from larder.server import ApiError, ChatMessage, Metrics
 from server_core import Served, answered, characters, told
 from server_engine_clients import ask, flip, hub_in, keeper_in
 

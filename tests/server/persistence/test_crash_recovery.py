@@ -18,19 +18,20 @@ import pytest
 import torch
 
 from larder import Engine
-from larder.engine.snapshots import ModelSnapshots
-from larder.models.loader import LoadedModel
-from larder.server.http.app import create_app
-from larder.server.http.app_state import HttpSettings
-from larder.server.http.archive import Archive
-from larder.server.http.auth import LoopbackAuth
-from larder.server.http.connections import ServerConfig
-from larder.server.local_engine_client import LocalEngineClient
-from larder.server.persistence.base import Durability
-from larder.server.persistence.store import StoreSessionPersistence
-from larder.server.tiers.disk import StoreDiskTier
-from larder.store.ledger import ByteBudgets, Tier
-from larder.store.store import Store
+from larder.engine import ModelSnapshots
+from larder.models import LoadedModel
+from larder.server import (
+    Archive,
+    Durability,
+    HttpSettings,
+    LocalEngineClient,
+    LoopbackAuth,
+    ServerConfig,
+    StoreDiskTier,
+    StoreSessionPersistence,
+    create_app,
+)
+from larder.store import ByteBudgets, Store, Tier
 from server_core import Served, characters, told, user
 
 KILLS = int(os.environ.get("LARDER_TEST_KILLS", "20"))

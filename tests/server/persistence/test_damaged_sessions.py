@@ -11,17 +11,18 @@ import httpx2
 import pytest
 
 from larder import Engine
-from larder.models.loader import LoadedModel
-from larder.server.http.app import create_app
-from larder.server.http.app_state import HttpSettings
-from larder.server.http.archive import Archive
-from larder.server.http.auth import LoopbackAuth
-from larder.server.http.metrics import Metrics
-from larder.server.local_engine_client import LocalEngineClient
-from larder.server.request import ApiError, ChatMessage
-from larder.store.blobs.blob_store import blob_path
-from larder.store.components import MANIFEST_FILE
-from larder.store.sessions.records import Record
+from larder.models import LoadedModel
+from larder.server import (
+    ApiError,
+    Archive,
+    ChatMessage,
+    HttpSettings,
+    LocalEngineClient,
+    LoopbackAuth,
+    Metrics,
+    create_app,
+)
+from larder.store import MANIFEST_FILE, Record, blob_path
 from server.http.running_server import listening
 from server_chats import HISTORY, asked
 from server_core import Served, answered, told, user

@@ -12,16 +12,18 @@ import httpx2
 import pytest
 
 from larder import Engine, LarderError
-from larder.core.errors import BudgetError, Damaged, StoreError, StoreFull, StoreSlow
-from larder.models.loader import LoadedModel
-from larder.server.http.app import create_app
-from larder.server.http.app_state import HttpSettings
-from larder.server.http.archive import Archive
-from larder.server.http.auth import LoopbackAuth
-from larder.server.local_engine_client import LocalEngineClient
-from larder.server.persistence.base import Durability
-from larder.server.request import ApiError
-from larder.store.fs import open_file_system
+from larder.core import BudgetError, Damaged, StoreError, StoreFull, StoreSlow
+from larder.models import LoadedModel
+from larder.server import (
+    ApiError,
+    Archive,
+    Durability,
+    HttpSettings,
+    LocalEngineClient,
+    LoopbackAuth,
+    create_app,
+)
+from larder.store import open_file_system
 from server.http.running_server import listening
 from server_core import answered, told
 from server_engine_clients import failing

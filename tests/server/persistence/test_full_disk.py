@@ -16,13 +16,9 @@ import pytest
 import torch
 
 from larder import Engine
-from larder.models.loader import LoadedModel
-from larder.server.local_engine_client import LocalEngineClient
-from larder.server.persistence.base import Durability
-from larder.server.request import ApiError, Request
-from larder.store.fs import open_file_system
-from larder.store.fs.base import FileSystem
-from larder.store.fs.local import LocalFileSystem
+from larder.models import LoadedModel
+from larder.server import ApiError, Durability, LocalEngineClient, Request
+from larder.store import FileSystem, LocalFileSystem, open_file_system
 from server_core import told
 from server_engine_clients import Waiting
 from server_stores import Stored

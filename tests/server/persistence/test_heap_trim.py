@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from larder.server import trim_heap
 from larder.server.persistence import sweeper
-from larder.server.persistence.sweeper import trim_heap
 
 MIB = 1 << 20
 

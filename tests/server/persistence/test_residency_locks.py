@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from larder.models.loader import LoadedModel
-from larder.server.local_engine_client import LocalEngineClient
-from larder.server.persistence.restore import ResidencyLocks
+from larder.models import LoadedModel
+from larder.server import LocalEngineClient, ResidencyLocks
 from server_core import told
 from server_engine_clients import ask, flip, hub_in
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import StoreSlow
-from larder.models.loader import LoadedModel
-from larder.server.persistence.store import StoreSessionPersistence
-from larder.store.sessions.records import Record
-from larder.store.store import Store
+from larder.core import StoreSlow
+from larder.models import LoadedModel
+from larder.server import StoreSessionPersistence
+from larder.store import Record, Store
 from server_core import Served, answered, told
 
 

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import StoreFull
-from larder.models.loader import LoadedModel
-from larder.server.persistence.store import MAX_CANDIDATES, StoreSessionPersistence
-from larder.server.request import ApiError, ChatMessage
-from larder.store.store import Store
+from larder.core import StoreFull
+from larder.models import LoadedModel
+from larder.server import MAX_CANDIDATES, ApiError, ChatMessage, StoreSessionPersistence
+from larder.store import Store
 from server_core import Served, answered, told, user
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import StoreSlow
-from larder.server.persistence.sweeper import StoreSweeper
-from larder.store.store import Store
+from larder.core import StoreSlow
+from larder.server import StoreSweeper
+from larder.store import Store
 
 
 def test_a_store_is_swept_until_the_end_and_a_slow_disk_does_not_stop_that(

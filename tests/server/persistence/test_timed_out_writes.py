@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import StoreError, StoreFull
-from larder.models.loader import LoadedModel
-from larder.server.cluster.leases import LeasedSessionLocks, SessionLeases
-from larder.server.persistence.store import StoreSessionPersistence
-from larder.server.request import ApiError, ChatMessage
-from larder.store.fs import open_file_system
-from larder.store.store import Store
+from larder.core import StoreError, StoreFull
+from larder.models import LoadedModel
+from larder.server import (
+    ApiError,
+    ChatMessage,
+    LeasedSessionLocks,
+    SessionLeases,
+    StoreSessionPersistence,
+)
+from larder.store import Store, open_file_system
 from server_core import Served, answered, told
 from server_engine_clients import SLOW, ask, failing, hub_in, keeper_in, unheard
 from server_stores import Stored

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from larder.core.errors import StoreFull
-from larder.models.loader import LoadedModel
+from larder.core import StoreFull
+from larder.models import LoadedModel
+from larder.server import ServerStats
 from larder.server.http.metrics import _counters
-from larder.server.stats import ServerStats
-from larder.store.manifest import Manifest
+from larder.store import Manifest
 from server_core import answered, told
 from server_engine_clients import failing
 from server_stores import Stored

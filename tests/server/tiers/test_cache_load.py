@@ -7,8 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from larder.models.loader import LoadedModel
-from larder.store.ledger import Tier
+from larder.models import LoadedModel
+from larder.store import Tier
 from server_chats import asked
 from server_core import answered, told
 from server_stores import Stored

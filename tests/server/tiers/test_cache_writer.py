@@ -10,12 +10,9 @@ from pathlib import Path
 import pytest
 
 from larder import Engine
-from larder.models.loader import LoadedModel
-from larder.server.local_engine_client import LocalEngineClient
-from larder.server.persistence.base import Durability
-from larder.server.request import ChatMessage
-from larder.store.fs.local import LocalFileSystem
-from larder.store.throughput import RestorePath, ThroughputEstimates
+from larder.models import LoadedModel
+from larder.server import ChatMessage, Durability, LocalEngineClient
+from larder.store import LocalFileSystem, RestorePath, ThroughputEstimates
 from server_core import Served, answered, told
 from server_stores import Stored
 

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from larder.models.loader import LoadedModel
-from larder.server.admission import chat_turn_demand
-from larder.server.persistence.base import Durability
-from larder.server.request import ChatMessage
-from larder.session.presets import PRESETS
+from larder.models import LoadedModel
+from larder.server import ChatMessage, Durability, chat_turn_demand
+from larder.session import PRESETS
 from server_chats import HISTORY, KINDS, REFUSED, SAID, TOKENS, WIDE, asked, ways
 from server_core import Served, answered, characters, user
 from server_stores import Stored

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from larder.core.errors import BudgetError
-from larder.server.tiers.device import DeviceReservations, MemoryDemand
-from larder.store.ledger import ByteBudgets, ByteLedger, Tier
+from larder.core import BudgetError
+from larder.server import DeviceReservations, MemoryDemand
+from larder.store import ByteBudgets, ByteLedger, Tier
 
 LIMIT, OWN = 100, 70
 NEEDS = some.builds(MemoryDemand, some.integers(0, 60), some.integers(0, 30))

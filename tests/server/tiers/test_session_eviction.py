@@ -11,9 +11,8 @@ from threading import Event
 import pytest
 
 from larder import Engine
-from larder.models.loader import LoadedModel
-from larder.server.local_engine_client import LocalEngineClient
-from larder.server.request import Request
+from larder.models import LoadedModel
+from larder.server import LocalEngineClient, Request
 from server_core import Client, Served, answered, told
 from server_stores import Stored
 

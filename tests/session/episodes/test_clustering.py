@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from larder.core.errors import BadParameter
-from larder.session.episodes.clustering import choose_cluster_count, cluster, representatives
+from larder.core import BadParameter
+from larder.session import choose_cluster_count, cluster, representatives
 from references.session.clustering import (
     best_labels,
     cosine,

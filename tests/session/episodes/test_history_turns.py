@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from larder import Conversation, Message
-from larder.core.conversation import PromptLayout
-from larder.session.episodes.segments import cut_segments, history_turns
-from larder.session.files.dialogue import DialogueSession, Utterance, messages
+from larder.core import PromptLayout
+from larder.session import DialogueSession, Utterance, cut_segments, history_turns, messages
 
 
 def test_a_question_goes_with_its_answer_and_the_system_prompt_with_none() -> None:

@@ -1,6 +1,6 @@
 """Words that tell episodes apart."""
 
-from larder.session.episodes.clustering import episode_keywords
+from larder.session import episode_keywords
 
 
 def test_a_word_that_all_have_names_none() -> None:

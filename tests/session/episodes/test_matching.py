@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from larder.core.errors import BadParameter
-from larder.session.episodes.clustering import cluster
-from larder.session.episodes.matching import (
+from larder.core import BadParameter
+from larder.session import (
     EpisodeMatch,
     MatchRule,
     calibrate_tau,
+    cluster,
     is_new_topic,
     match_episode,
 )

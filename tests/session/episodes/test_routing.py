@@ -11,13 +11,16 @@ import torch
 from jaxtyping import Float32
 
 from larder import Conversation, Message, Policy
-from larder.core.errors import UsageError
-from larder.core.spec import LayerSpec, ModelSpec
-from larder.session.arrangements.episodes import Episodes
-from larder.session.arrangements.single import Single
-from larder.session.capacity import resolve_budget_without_context
-from larder.session.embedders.base import Embedder
-from larder.session.episodes.matching import Episode, MatchRule, NearestEpisodeRouter
+from larder.core import LayerSpec, ModelSpec, UsageError
+from larder.session import (
+    Embedder,
+    Episode,
+    Episodes,
+    MatchRule,
+    NearestEpisodeRouter,
+    Single,
+    resolve_budget_without_context,
+)
 from topic_embedder import TopicEmbedder
 
 SPEC = ModelSpec(

@@ -9,9 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from larder import Conversation, Message, read_conversation
-from larder.core.conversation import PromptLayout
-from larder.core.errors import BadParameter
-from larder.session.episodes.segments import (
+from larder.core import BadParameter, PromptLayout
+from larder.session import (
     LONG_CHARACTERS,
     SHORT_CHARACTERS,
     MessageSpan,

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from larder import Conversation, Message, Question, read_conversation
-from larder.core.conversation import PromptLayout
-from larder.core.errors import InputError
-from larder.session.files import Adversarial, find_files
+from larder.core import Adversarial, InputError, PromptLayout
+from larder.session import find_files
 
 LOCOMO = {
     "conversation": {

@@ -10,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from larder import Conversation, Message, Question, read_conversation
-from larder.core.conversation import PromptLayout
-from larder.core.errors import InputError
-from larder.session.files import find_files
-from larder.session.files.loader import read_document
+from larder.core import InputError, PromptLayout
+from larder.session import find_files, read_document
 
 
 def write(folder: Path, content: object, name: str = "talk.json") -> Path:

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from larder import Conversation, Message
-from larder.core.conversation import PromptLayout
-from larder.core.errors import InputError
-from larder.session.transcript.chat_log import ChatLog, ChatTurn
-from larder.session.transcript.chat_log_file import (
+from larder.core import InputError, PromptLayout
+from larder.session import (
     ChatIdentity,
+    ChatLog,
     ChatLogFile,
+    ChatTurn,
     chat_log_path,
     seal_chat_logs,
 )
-from larder.store.encryption import encryption_for
+from larder.store import encryption_for
 
 STAMP = ChatIdentity("seed", "abc", "single() > whole()")
 LOG = ChatLog(

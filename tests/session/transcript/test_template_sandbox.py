@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 
-from larder.core.errors import ModelError
-from larder.models.loader import seed_tokenizer
-from larder.session.transcript.chat_template import ChatTemplate, PromptEnd, TemplateMessage
-from larder.session.transcript.template_sandbox import compile_template, render_template
+from larder.core import ModelError
+from larder.models import seed_tokenizer
+from larder.session import (
+    ChatTemplate,
+    PromptEnd,
+    TemplateMessage,
+    compile_template,
+    render_template,
+)
 
 TURNS = [
     TemplateMessage("system", "Be brief."),

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from larder import Conversation, Message
-from larder.core.conversation import PromptLayout
-from larder.models.loader import LoadedModel
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.core import PromptLayout
+from larder.models import LoadedModel
+from larder.session import TokenizerAdapter
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from larder.core.errors import InputError
-from larder.core.family import Family, public_name
+from larder.core import Family, InputError, public_name
 from larder_bench.plots.policy_styles import PolicyStyle
 from larder_bench.plots.style import Drawing
 from larder_bench.results.rows import Results

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from larder.core.errors import BadParameter
+from larder.core import BadParameter
 from larder_bench.plots import score_groups
 from larder_bench.plots.figures.base import Figure, PolicyStyles, drawing_name, panel_policies
 from larder_bench.plots.heatmap import ColorScale, draw_color_key, draw_heatmap

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from larder.evaluation.bootstrap import Interval
+from larder.evaluation import Interval
 from larder_bench.plots import score_groups
 from larder_bench.plots.figures.base import CountedBytes, Figure, PolicyStyles, drawing_name
 from larder_bench.plots.line_panels import (
