@@ -87,6 +87,20 @@ def test_the_index_has_the_metric_of_the_loop() -> None:
         ]
 
 
+@pytest.mark.parametrize("count", [1, 9])
+def test_fewer_queries_than_dimensions_have_a_metric(count: int) -> None:
+    """Where the second moment is singular but for the ridge."""
+    layer = replace(a_layer(), head_dim=256, radians=(0.1,) * 128)
+    index = A2ats().index(layer)
+    for seed in range(5):
+        queries = torch.randn(4, count, 256, generator=torch.Generator().manual_seed(seed))
+        root = index._metric(queries).double()
+        for head, rows in enumerate(index._clipped(queries).view(2, -1, 256).double()):
+            moment = rows.mT @ rows
+            moment /= moment.square().mean().sqrt()
+            assert torch.allclose(root[head] @ root[head].mT, moment, atol=1e-5)
+
+
 def test_a_code_per_key_ranks_exactly_at_the_clipped_distance() -> None:
     """And at the true distance, where that is the clipped one."""
     part = A2ats(codes=100, clip=11)

@@ -103,11 +103,12 @@ class A2atsIndex(UnrotatedIndex):
             queries: before rotation.
         """
         clipped = self._clipped(queries.float()).view(self.layer.kv_heads, -1, queries.shape[2])
+        clipped = clipped.double()  # of few queries, rounding in float32 exceeds the ridge
         moments = clipped.mT @ clipped  # [K, D, D]
         scale = moments.square().mean((1, 2), keepdim=True).sqrt()
         moments = moments / scale.clamp(min=torch.finfo(torch.float32).tiny)
         moments.diagonal(dim1=1, dim2=2).add_(RIDGE)
-        roots: Tensor = torch.linalg.cholesky(moments.double())  # pyright: ignore
+        roots: Tensor = torch.linalg.cholesky(moments)  # pyright: ignore
         return roots.float().contiguous()
 
     def _clipped(self, queries: Float[Tensor, "H Q D"]) -> Float[Tensor, "H Q D"]:
