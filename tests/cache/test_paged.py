@@ -121,6 +121,22 @@ def test_a_full_arena_says_what_to_do_and_changes_nothing() -> None:
         an_arena(layer, num_pages=0)
 
 
+def test_evicting_from_shared_pages_takes_pages_for_kept_entries_alone() -> None:
+    layer = a_layer(2, 2)
+    arena = an_arena(layer, num_pages=10)
+    store, new = a_store(layer, arena), draw(layer, 16)
+    append(store, new)  # 4 pages per head: 8 of 10
+    fork = store.fork()
+    fork.evict(a_plan([range(1, 16, 4), range(2, 16, 4)], fork.lengths))
+    assert fork.lengths == (4, 4) and arena.pages[0].free_pages == 0
+    for head, first in enumerate((1, 2)):
+        expected = new.keys[head, first::4]
+        assert torch.equal(fork.entries().head_keys(head), expected)
+        assert torch.equal(store.entries().head_keys(head), new.keys[head])
+    with pytest.raises(CacheError, match="2 more pages"):
+        store.fork().evict(a_plan([range(1, 16, 4), range(2, 16, 4)], store.lengths))
+
+
 def test_truncating_takes_tokens_back() -> None:
     layer = a_layer(2, 2)
     arena = an_arena(layer)

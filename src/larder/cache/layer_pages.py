@@ -219,10 +219,14 @@ class PageLease:
 
     def own_all(self) -> None:
         """Copy the pages that other leases hold too. Raises: CacheError: the pool is full."""
+        self._own_first(list(map(len, self._pages)))
+
+    def _own_first(self, counts: Sequence[int]) -> None:
+        """Copy those of the first `counts` pages of each head that other leases hold too."""
         shared = [
             (head, number)
             for head, pages in enumerate(self._pages)
-            for number, page in enumerate(pages)
+            for number, page in enumerate(pages[: counts[head]])
             if self.pool.is_shared(page)
         ]
         fresh = self.pool.take([number for _, number in shared])
@@ -265,8 +269,12 @@ class PageLease:
         Args:
             kept: packed indices, ascending.
             lengths: how many of each head.
+
+        Raises:
+            CacheError: shared pages are written to, and the pool has too few for their copies;
+                nothing has changed.
         """
-        self.own_all()
+        self._own_first([-(-length // self.pool.page_tokens) for length in lengths])
         counts, heads = np.array(lengths, np.int64), len(lengths)
         device, widest = self.pool.keys.device, max(int(counts.max()), 1)
         starts = self.lengths.cumsum() - self.lengths
