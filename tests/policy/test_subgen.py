@@ -9,7 +9,7 @@ import torch
 
 from builders import a_plan
 from larder.cache import merge_entries
-from larder.core import LOG_COUNT, BadParameter, Entries
+from larder.core import LOG_COUNT, BadParameter, Entries, ScoreError
 from larder.policy import CLUSTER, DRAWS, MASS, Subgen, systematic
 from scalar_entries import judged
 
@@ -155,3 +155,11 @@ def test_half_precision_values_stay_finite() -> None:
 def test_parameters(wrong: dict[str, float]) -> None:
     with pytest.raises(BadParameter, match="subgen."):
         Subgen(**wrong)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_keys_that_are_not_finite_are_refused(bad: float) -> None:
+    keys = torch.randn(8, 4)
+    keys[3, 1] = bad
+    with pytest.raises(ScoreError, match="or take drop"):
+        settled(Subgen(), one_head(keys, torch.randn(8, 4)), 4)

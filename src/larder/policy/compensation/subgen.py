@@ -30,7 +30,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.errors import BadParameter, ScoreError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Folds, Plan
@@ -240,8 +240,16 @@ def fitting_clusters(
 
     Args:
         former: cluster of former samples, from 1 on; 0 for new keys.
+
+    Raises:
+        ScoreError: a key is not finite.
     """
     radius = delta * float((keys - keys.mean(0)).square().sum(1).mean().sqrt())
+    if not math.isfinite(radius):
+        raise ScoreError(
+            "subgen cannot cluster keys that are not finite numbers: load the model in float32 or "
+            "bfloat16, or take drop()."
+        )
     radius = max(radius, torch.finfo(torch.float32).tiny)
     while True:
         own = clusters_within(keys, former, radius, room)
