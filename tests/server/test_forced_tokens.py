@@ -80,7 +80,14 @@ def test_forced_tokens_are_those_of_the_mask() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "temperature"), [("full", 0.0), ("full", 1.0), ("limited", 1.0), ("stepwise", 0.0)]
+    ("policy", "temperature"),
+    [
+        ("full", 0.0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("full", 1.0), ("limited", 1.0), ("stepwise", 0.0))
+        ),
+    ],
 )
 def test_a_server_reads_forced_tokens_together(
     loaded: LoadedModel, policy: str, temperature: float
@@ -134,7 +141,9 @@ def test_an_answer_ends_inside_forced_tokens(loaded: LoadedModel) -> None:
     assert exact.told.reason == "stop"
 
 
-@pytest.mark.parametrize("policy", ["full", LIMITED, STEPWISE])
+@pytest.mark.parametrize(
+    "policy", ["full", STEPWISE, pytest.param(LIMITED, marks=pytest.mark.slow)]
+)
 def test_an_engine_reads_forced_tokens_together(loaded: LoadedModel, policy: str) -> None:
     budget = None if policy == "full" else 64
     engine = Engine(loaded, policy=policy, budget=budget)

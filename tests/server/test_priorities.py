@@ -14,6 +14,7 @@ from larder.store import Tier
 from server_core import POLICIES, Client, Served, answered, told
 
 LONG = told(2, 12)
+REST = ((1, None), (1, 0), (30, 0))  # steps before an urgent request, and room on the host
 
 
 def room(loaded: LoadedModel, policy: str, turns: Any, new_tokens: int) -> int:
@@ -70,8 +71,9 @@ def test_equal_numbers_share_by_tokens_served(small: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("steps", [1, 30])
-@pytest.mark.parametrize("host", [None, 0])
+@pytest.mark.parametrize(
+    ("steps", "host"), [(30, None), *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)]
+)
 def test_a_preempted_answer_goes_on_as_if_nothing_had_been(
     small: LoadedModel, policy: str, steps: int, host: int | None
 ) -> None:
@@ -100,7 +102,7 @@ def test_a_preempted_answer_goes_on_as_if_nothing_had_been(
     assert served.ask(following, "x").text == alone.ask(following, "x").text
 
 
-@pytest.mark.parametrize("policy", ["full", "limited"])
+@pytest.mark.parametrize("policy", ["full", pytest.param("limited", marks=pytest.mark.slow)])
 def test_a_preempted_request_that_is_cancelled_leaves_nothing(
     small: LoadedModel, policy: str
 ) -> None:
@@ -149,7 +151,14 @@ def prompt_tokens(served: Served) -> Iterator[list[int]]:
         yield counts
 
 
-@pytest.mark.parametrize(("policy", "chunk"), [("full", 7), ("full", None), ("limited", None)])
+@pytest.mark.parametrize(
+    ("policy", "chunk"),
+    [
+        ("full", None),
+        pytest.param("full", 7, marks=pytest.mark.slow),
+        pytest.param("limited", None, marks=pytest.mark.slow),
+    ],
+)
 def test_few_tokens_of_prompts_are_read_between_tokens_of_answers(
     small: LoadedModel, policy: str, chunk: int | None
 ) -> None:
