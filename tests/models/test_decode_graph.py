@@ -10,7 +10,7 @@ from torch import Tensor
 
 from builders import a_plan
 from larder.cache import PageArena, SequenceCache
-from larder.core import CacheError, Mode, ModelError
+from larder.core import CacheError, Ledger, Mode, ModelError
 from larder.models import BatchSegment, DecodeGraphs, Decoder, EagerCapture, GraphContractError
 from larder.models.tiny import tiny
 from larder.ops import AttentionBackend
@@ -65,6 +65,16 @@ def test_a_replay_writes_into_the_same_memory(decoder) -> None:
     caches = some_caches(decoder)
     places = {graphs.step(caches, (5, 6, 7)).data_ptr() for _ in range(12)}
     assert len(places) == 1
+
+
+def test_caches_outside_the_arena_are_refused(decoder) -> None:
+    graphs, former = DecodeGraphs(decoder, EagerCapture(), width=8), some_caches(decoder, 1)
+    decoder.use_pages(PageArena(decoder.spec, 90, PAGE, AttentionBackend.GATHERED))
+    with_columns = SequenceCache(decoder.spec, "ragged", Ledger(("mass",)))
+    for caches in (some_caches(decoder, 1), [with_columns]):
+        with pytest.raises(CacheError, match="make other DecodeGraphs after another use_pages"):
+            graphs.step(caches, (5,))
+    assert graphs.step(former, (5,)).isfinite().all()
 
 
 def test_padding_changes_no_cache(decoder) -> None:

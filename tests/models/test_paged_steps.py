@@ -216,6 +216,18 @@ def test_a_full_arena_refuses_a_step_before_any_layer(decoder_over) -> None:
     assert step(decoder, caches, 40).isfinite().all()
 
 
+def test_caches_of_two_arenas_are_in_one_batch(decoder_over) -> None:
+    alike, decoder = decoder_over(None), decoder_over(AttentionBackend.CPU)
+    caches = some_caches(decoder, "dense", 1)
+    decoder.use_pages(PageArena(decoder.spec, 60, 8, AttentionBackend.CPU))
+    caches, expected = [*caches, *some_caches(decoder, "dense")], some_caches(alike, "dense", 1)
+    expected += some_caches(alike, "dense")
+    for order in (slice(None), slice(None, None, -1)):
+        for token in range(20, 30):
+            found, plain = step(decoder, caches[order], token), step(alike, expected[order], token)
+            torch.testing.assert_close(found, plain, atol=1e-5, rtol=1e-4)
+
+
 class _RecordedLogits:
     """Context that records the logits of every pass of a decoder."""
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from larder.cache.layer_pages import PageLease
 from larder.cache.page_arena import PageArena
 from larder.cache.sequence import SequenceCache
 from larder.cache.step_tables import StepTables, reserve_step
@@ -208,10 +209,10 @@ class DecodeGraphs:
         """Append a token to each cache, and return its float32 logits, valid until the next step.
 
         Raises:
-            CacheError: no pages are left, a head has more than `width`, or there are more caches
-                than the largest batch size.
+            CacheError: no pages are left, a head has more than `width`, there are more caches than
+                the largest batch size, or a cache is not in pages of the decoder's arena.
         """
-        leases = [cache.page_leases() for cache in caches]
+        leases = [self._leases(cache) for cache in caches]
         reserve_step(leases)
         bucket = self._bucket(len(caches))
         widest = max(lease.table.shape[1] for own in leases for lease in own)
@@ -234,6 +235,17 @@ class DecodeGraphs:
                 cache.step_layer(layer.index).count_step(position)
             cache.advance(1)
         return logits[: len(caches)]
+
+    def _leases(self, cache: SequenceCache) -> list[PageLease]:
+        """Pages of all layers of a cache."""
+        leases = cache.page_leases()
+        if cache.spec.arena is not self._arena or len(leases) != len(self._arena.pages):
+            raise CacheError(
+                "A cache has entries outside the pages of the arena that graphs were captured for: "
+                "make it after Decoder.use_pages(), without columns or codecs, or make other "
+                "DecodeGraphs after another use_pages()."
+            )
+        return leases
 
     def _bucket(self, count: int) -> _Bucket:
         """Buffers of the smallest batch size that holds `count` sequences."""

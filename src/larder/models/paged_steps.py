@@ -30,7 +30,9 @@ class SteppedSegments(NamedTuple):
 
 
 class PagedSteps:
-    """Segments of a batch with one new token each, whose caches are in pages.
+    """Segments of a batch with one new token each, whose caches are in pages of one arena.
+
+    It is the arena of the first segment; segments in pages of another one are attended to apart.
 
     Args:
         segments: of the batch.
@@ -44,8 +46,9 @@ class PagedSteps:
         self._arena = cast("PageArena | None", segments[0].cache.spec.arena)
         self._indices: list[int] = []
         if self._arena is not None:
-            held = {index: segments[index].cache.page_leases() for index in steps}
-            self._indices = [index for index, own in held.items() if own]
+            caches = ((index, segments[index].cache) for index in steps)
+            held = {i: own.page_leases() for i, own in caches if own.spec.arena is self._arena}
+            self._indices = [index for index, leases in held.items() if leases]
             self._leases = [held[index] for index in self._indices]
         self._caches = [segments[index].cache for index in self._indices]
         self._columns = [firsts[index] for index in self._indices]
