@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -154,6 +154,7 @@ class Served:
         embedder: Embedder | None = None,
         eviction: str = "lru",
         prefill_chunk: int | None = None,
+        quotas: Mapping[Tier, int] | None = None,
     ) -> None:
         limited = policy not in ("full", "cacheblend", "ape")
         budget, size = (str(tokens), block) if limited else (None, None)
@@ -161,7 +162,8 @@ class Served:
         if embedder is not None:
             engine.runtime = replace(engine.runtime, embedder=lambda name: embedder)
         totals = {Tier.DEVICE: device, Tier.HOST: host}
-        budgets = ByteBudgets({tier: size for tier, size in totals.items() if size is not None})
+        limits = {tier: size for tier, size in totals.items() if size is not None}
+        budgets = ByteBudgets(limits, quotas or {})
         times, self.news = count(1_700_000_000), Event()
         self.core = LoadingCore(
             engine,

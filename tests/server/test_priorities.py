@@ -24,6 +24,14 @@ def room(loaded: LoadedModel, policy: str, turns: Any, new_tokens: int) -> int:
     return served.core.reservations.peak
 
 
+def reserved(loaded: LoadedModel, policy: str, turns: Any, new_tokens: int) -> int:
+    """Device bytes that count on the quota of the tenant of such a request."""
+    served = Served(loaded, policy)
+    served.submit(turns, max_new_tokens=new_tokens)
+    served.step()
+    return served.core.ledger.used(Tier.DEVICE, "a")
+
+
 def finished(served: Served, clients: dict[str, Client]) -> list[str]:
     """Names of requests in the order in which they end."""
     order = list[str]()
@@ -134,6 +142,37 @@ def test_a_request_is_not_preempted_for_one_of_its_own_number(small: LoadedModel
     second, _ = served.submit(told(4, 10), tenant="b", priority=1)
     assert finished(served, {"first": first, "second": second}) == ["first", "second"]
     assert served.core.scheduler.preemptions == 0
+
+
+@pytest.mark.parametrize("policy", ["full", "limited"])
+def test_a_used_up_quota_of_one_tenant_holds_up_and_preempts_no_other(
+    small: LoadedModel, policy: str
+) -> None:
+    quota = int(1.2 * reserved(small, policy, LONG, 40))
+    served = Served(small, policy, quotas={Tier.DEVICE: quota})
+    first, _ = served.submit(LONG, tenant="a", max_new_tokens=40)
+    other, _ = served.submit(told(3), tenant="b", priority=5, max_new_tokens=40)
+    served.step()
+    waiting, _ = served.submit(told(5, 12), tenant="a", max_new_tokens=40)
+    late, _ = served.submit(told(6), tenant="c", priority=5, max_new_tokens=4)
+    served.step()
+    assert sorted(job.session.tenant for job in served.core.scheduler.running) == ["a", "b", "c"]
+    clients = {"first": first, "other": other, "waiting": waiting, "late": late}
+    order = finished(served, clients)
+    assert order.index("first") < order.index("waiting")
+    assert served.core.scheduler.preemptions == 0
+
+
+def test_a_tenant_preempts_its_own_requests_for_its_quota(small: LoadedModel) -> None:
+    quota = int(1.2 * reserved(small, "full", LONG, 40))
+    served = Served(small, quotas={Tier.DEVICE: quota})
+    slow, _ = served.submit(LONG, tenant="a", priority=1, max_new_tokens=40)
+    other, _ = served.submit(told(3), tenant="b", priority=9, max_new_tokens=60)
+    served.step()
+    urgent, _ = served.submit(told(5, 12), tenant="a", max_new_tokens=4)
+    order = finished(served, {"slow": slow, "urgent": urgent, "other": other})
+    assert order.index("urgent") < order.index("slow")
+    assert served.core.scheduler.preemptions == 1
 
 
 @contextmanager

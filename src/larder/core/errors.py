@@ -69,6 +69,10 @@ class BudgetError(LarderError):
     exit_code = 2
 
 
+class TenantBudgetError(BudgetError):
+    """Budget of one tenant that is used up; memory of other tenants does not help."""
+
+
 class InputError(LarderError):
     """File or conversation that cannot be read."""
 

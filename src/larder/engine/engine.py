@@ -49,7 +49,7 @@ class Engine:
         policy: name of a preset, spelling of parts, or a `Policy`; None takes
             `larder.default_policy` of what is read: `kvzip` for a text, `epicache_pooled` for
             messages, `cacheblend` for contexts without a budget, `snapkv` for prompts of `generate`
-            and `stream`.
+            and `stream`; `engine.policy` is then that of messages, `memory.policy` what acted.
         budget: budget of each cache (episodes have one cache each): 512 (tokens per kv head,
             averaged over layers), `"20%"`, `"1/5"` or 0.2 of the context, `"64MiB"`; None takes
             that of the policy, else 20%.
@@ -299,7 +299,7 @@ class Engine:
         Examples:
             >>> first, second = engine.ask(memory, ["Who?", "Where?"], max_new_tokens=8)
         """
-        check_type("memory", memory, ConversationMemory, "what Engine.read returned")
+        check_type("memory", memory, ConversationMemory, "what engine.read(text) returned")
         check_count("max_new_tokens", max_new_tokens)
         question_types = "a question as a string, or a list of questions"
         check_type("question", question, (str, list, tuple), question_types)
@@ -390,7 +390,10 @@ class Engine:
         from larder.engine.completion import CompletionOptions
 
         options = CompletionOptions(params_of(sampling), max_new_tokens, stop)
-        types = "a prompt as a string, or a list of prompts (a chat template makes one of messages)"
+        types = (
+            "a prompt as a string, or a list of prompts (a chat template makes one of messages, "
+            "tokenizer.decode one of ids)"
+        )
         check_type("prompts", prompts, (str, list, tuple), types)
         several = [prompts] if isinstance(prompts, str) else list(prompts)
         for prompt in several:

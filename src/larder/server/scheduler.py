@@ -20,7 +20,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from larder.core.errors import BudgetError, LarderError
+from larder.core.errors import BudgetError, LarderError, TenantBudgetError
 from larder.server.api_errors import kv_budget_exceeded
 from larder.server.model_runner import ModelRunner
 from larder.server.model_thread import CompletionQueue
@@ -117,17 +117,25 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Admit requests while there is memory, first those of the lowest priority number, and
-        among them those of the tenant with the least service."""
-        while self.queue and len(self.running) < self._tasks:
-            firsts = [self.queue.first(tenant) for tenant in self.queue.tenants]
+        among them those of the tenant with the least service. A tenant that waits for memory of its
+        own budget holds up no other."""
+        full = set[str]()  # tenants whose own budget is used up
+        while len(self.running) < self._tasks:
+            firsts = [self.queue.first(each) for each in self.queue.tenants if each not in full]
+            if not firsts:
+                return
             job = min(firsts, key=self._rank)
             try:
                 self._start(job)
             except BudgetError as error:
-                if self._preempt_for(job):
+                is_own = isinstance(error, TenantBudgetError)
+                if self._preempt_for(job, is_own):
                     continue
-                if self.running or self.finishing or self._tiers.is_writing:
-                    return
+                if self._holders(job, is_own) or self._tiers.is_writing:
+                    if not is_own:
+                        return
+                    full.add(job.session.tenant)
+                    continue
                 if job.session.residency.is_resident:  # its own cache, beside that of the turn
                     self._tiers.drop(job.session)
                     continue
@@ -149,13 +157,29 @@ class Scheduler:
         """Order in which requests of different tenants come."""
         return job.request.priority, self._served[job.session.tenant]
 
-    def _preempt_for(self, job: RequestState) -> bool:
+    def _holders(self, job: RequestState, is_own: bool) -> list[RequestState]:
+        """Requests that hold memory which a waiting one could have.
+
+        Args:
+            is_own: the budget of its tenant is used up, so that only those of this tenant do.
+        """
+        tenant = job.session.tenant
+        holding = (*self.running, *self.finishing)
+        return [each for each in holding if not is_own or each.session.tenant == tenant]
+
+    def _preempt_for(self, job: RequestState, is_own: bool) -> bool:
         """Take the memory of a running request that comes after another one; False if there is
-        none."""
+        none.
+
+        Args:
+            is_own: as for `_holders`.
+        """
         later = [
             each
-            for each in self.running
-            if each.request.priority > job.request.priority and each.can_be_preempted
+            for each in self._holders(job, is_own)
+            if each.request.priority > job.request.priority
+            and each.can_be_preempted
+            and each in self.running
         ]
         if not later:
             return False

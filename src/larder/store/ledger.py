@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType, TracebackType
 
-from larder.core.errors import BadParameter, BudgetError
+from larder.core.errors import BadParameter, BudgetError, TenantBudgetError
 
 UNLIMITED = 2**62
 NO_TENANT = ""  # to which the index is charged, and data of unknown tenants
@@ -218,7 +218,9 @@ class ByteLedger:
             else ("this tenant", self.tenant_limit(tier, tenant))
         )
         held = self._used[tier] if of_all else self._held(tier, tenant)
-        return BudgetError(
+        is_own_full = self.tenant_limit(tier, tenant) - self._held(tier, tenant) < count
+        kind = TenantBudgetError if is_own_full else BudgetError
+        return kind(
             f"{count} bytes more do not fit in the {tier.value} tier, where {whose} may hold "
             f"{limit} and hold {held}: remove sessions, save in fewer bits, or raise the budget."
         )
