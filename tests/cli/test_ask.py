@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from cli_results import CAT, SMALL, WINDOW, Run, complaint, document, write
 from larder import Answer, Engine
-from larder.cli.question_run import seed_model_line
 
-SEED_LINE = f"{seed_model_line()}\n"
 ONE_FILE = {
     "schema",
     "policy",
@@ -33,7 +33,17 @@ ONE_FILE = {
 
 def test_stdout_is_the_answer_alone(run: Run, talk: Path) -> None:
     result = run("ask", talk, "-q", CAT, "--policy", "full", "--max-new-tokens", "8")
-    assert (result.exit_code, result.stdout, result.stderr) == (0, "Mira\n", SEED_LINE)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "Mira\n", "")
+
+
+def test_a_terminal_is_told_which_model_answered(
+    run: Run, talk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = "larder.cli.ask.progress_console"
+    monkeypatch.setattr(console, lambda: Console(file=sys.stderr, width=300))
+    result = run("ask", talk, "-q", CAT, "--policy", "full", "--max-new-tokens", "8")
+    assert result.stdout == "Mira\n"
+    assert "the model is seed" in result.stderr and "--model smollm2" in result.stderr
 
 
 def test_several_answers_stand_under_their_questions(run: Run, talk: Path) -> None:
@@ -241,7 +251,7 @@ def test_a_reading_is_kept_and_restored_when_asked(
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "read", lambda *_: pytest.fail("read anew"))
         again = run(*words, "--keep")
-    assert (again.exit_code, again.stdout, again.stderr) == (0, first.stdout, SEED_LINE)
+    assert (again.exit_code, again.stdout, again.stderr) == (0, first.stdout, "")
     run("ask", talk, "-q", CAT, "--policy", "snapkv", "--budget", "56", "--keep")
     assert len(document(run("cache", "list", "--json"))["sessions"]) == 2, "another budget"
     assert "--keep" in complaint(run(*words, "--codec", "int4"), 2)

@@ -118,7 +118,7 @@ def _print_run(run: QuestionRun, options: ModelOptions) -> None:
     else:
         _print_errors(run)
     if options.model == SEED:
-        print(seed_model_line(), file=sys.stderr)
+        progress_console().print(seed_model_line())
     _print_figures(run)
 
 

@@ -104,7 +104,7 @@ class Subgen(Compensation):
             lengths=kept.lengths,
             folds=Folds(*(part.to(device) for part in vars(folds).values())),
             columns={name: column[kept.kept].to(device) for name, column in columns.items()},
-            scalars={MASS: torch.tensor(masses, device=device)},
+            scalars={**plan.scalars, MASS: torch.tensor(masses, device=device)},
         )
 
     def _sketch(

@@ -92,11 +92,20 @@ class CapKV(Scorer):
 
 def _capacity_scores(logits: Float[Tensor, "R S"], values: Float[Tensor, "S D"]) -> Packed:
     relevance = (logits - logits.amax(-1, keepdim=True)).exp()
-    weighed = values * (relevance + FLOOR)[..., None]  # [R, S, D]
-    capacity = weighed.mT @ values + torch.eye(values.shape[1], device=values.device)
-    solved: Tensor = torch.linalg.solve(capacity, values.T)  # pyright: ignore
+    weights = relevance + FLOOR
+    solved, failures = _solved(weights, values)
+    if bool(failures.any()):  # values so large, such as SubGen's, that the identity is lost
+        solved = _solved(weights.double(), values.double())[0].float()
     leverage = torch.einsum("rds,sd->rs", solved, values)
     return (relevance * leverage).mean(0)
+
+
+def _solved(weights: Float[Tensor, "R S"], values: Float[Tensor, "S D"]) -> tuple[Tensor, Tensor]:
+    """Values over the capacity of each query [R, D, S], and which solutions failed."""
+    weighed = values * weights[..., None]  # [R, S, D]
+    capacity = weighed.mT @ values + torch.eye(values.shape[1]).to(values)
+    solved, failures = torch.linalg.solve_ex(capacity, values.T)
+    return solved, failures
 
 
 Part = CapKV
