@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from larder.cache.block_tables import BlockTables, reserve_step
 from larder.cache.layer_pages import LayerPages, PageLease
-from larder.cache.step_tables import StepTables, reserve_step
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.ops.paged_attention import PAGE_TOKENS, AttentionBackend, choose_backend
@@ -48,14 +48,14 @@ class PageArena:
             form = spec.device, spec.dtype, layer.head_dim, page_tokens
             own = backend or choose_backend(*form)
             self.pages[layer.index] = LayerPages(layer, spec.dtype, positions, own)
-        self._steps: dict[int, StepTables] = {}
+        self._steps: dict[int, BlockTables] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the pages of all layers."""
         return sum(pages.num_pages * pages.page_bytes for pages in self.pages.values())
 
-    def step_tables(self, batch_len: int, width: int) -> StepTables:
+    def block_tables(self, batch_len: int, width: int) -> BlockTables:
         """Tables of steps of `batch_len` sequences, the same ones until they get too narrow.
 
         Args:
@@ -63,13 +63,13 @@ class PageArena:
         """
         held = self._steps.get(batch_len)
         if held is None or held.width < width:
-            held = StepTables(self.positions, list(self.pages.values()), batch_len, 2 * width)
+            held = BlockTables(self.positions, list(self.pages.values()), batch_len, 2 * width)
             self._steps[batch_len] = held
         return held
 
     def prepare_step(
         self, leases: Sequence[Sequence[PageLease]], positions: Sequence[int]
-    ) -> StepTables:
+    ) -> BlockTables:
         """Tables for one more entry of some sequences, whose pages are reserved.
 
         Args:
@@ -81,7 +81,7 @@ class PageArena:
         """
         reserve_step(leases)
         width = max(lease.table.shape[1] for own in leases for lease in own)
-        tables = self.step_tables(len(leases), width)
+        tables = self.block_tables(len(leases), width)
         tables.update(leases, positions)
         return tables
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from larder.cache.block_tables import BlockTables, reserve_step
 from larder.cache.layer_pages import PageLease
 from larder.cache.page_arena import PageArena
 from larder.cache.sequence import SequenceCache
-from larder.cache.step_tables import StepTables, reserve_step
 from larder.core.errors import CacheError, LarderError, ModelError
 from larder.core.types import Queries
 from larder.models.attention_backend import CONTEXT_KEYWORD, NO_MASK, AttentionInputs
@@ -143,7 +143,7 @@ def _address(tensor: Tensor) -> int:
 class _StepAttention:
     """Attention of every layer of a step, by its tables."""
 
-    def __init__(self, decoder: Decoder, tables: StepTables) -> None:
+    def __init__(self, decoder: Decoder, tables: BlockTables) -> None:
         self._spec, self._layers = decoder.spec, tables.layers
 
     def attend(self, inputs: AttentionInputs) -> Queries:
@@ -155,7 +155,7 @@ class _StepAttention:
 class _Bucket:
     """Static buffers of one batch size, and its graph once it is captured."""
 
-    tables: StepTables
+    tables: BlockTables
     ids: Int64[Tensor, "1 B"]
     positions: Int64[Tensor, "1 B"]
     replay: Callable[[], Tensor] | None = None
@@ -259,7 +259,7 @@ class DecodeGraphs:
         if size not in self._buckets:
             arena, device = self._arena, self._arena.positions.device
             pages = list(arena.pages.values())
-            tables = StepTables(arena.positions, pages, size, self._width)
+            tables = BlockTables(arena.positions, pages, size, self._width)
             ids, positions = torch.zeros(2, 1, size, dtype=torch.int64, device=device)
             self._buckets[size] = _Bucket(tables, ids, positions)
         return self._buckets[size]

@@ -12,8 +12,8 @@ from larder.core.types import Keys, Queries, Values
 from larder.ops.host_copy import device_tensor
 
 if TYPE_CHECKING:
+    from larder.cache.block_tables import BlockTables
     from larder.cache.page_arena import PageArena
-    from larder.cache.step_tables import StepTables
     from larder.models.forward_batch import BatchSegment
 
 
@@ -52,7 +52,7 @@ class PagedSteps:
             self._leases = [held[index] for index in self._indices]
         self._caches = [segments[index].cache for index in self._indices]
         self._columns = [firsts[index] for index in self._indices]
-        self._tables: StepTables | None = None
+        self._tables: BlockTables | None = None
         self._positions: list[int] = []
         self._selected: Tensor | None = None
 

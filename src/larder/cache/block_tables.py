@@ -62,7 +62,7 @@ class LayerStep(NamedTuple):
         return apply_sinks(heads, lse.reshape(shape).T, pages.sinks).to(queries.dtype)
 
 
-class StepTables:
+class BlockTables:
     """Tables of steps of up to `batch_len` sequences, at fixed addresses.
 
     Missing sequences are padded by segments of one entry in the null page.
