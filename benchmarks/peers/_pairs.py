@@ -80,7 +80,7 @@ PAIRS = (
     _press("expected", _EXPECTED, "expected", f"{_OUR_EXPECTED} > uniform()"),
     _press("observed", "ObservedAttentionPress()", "column_mass", "column_mass() > uniform()"),
     _press("leverage", "LeverageScorePress()", "leverage", "leverage() > uniform()"),
-    _press("compactor", "CompactorPress()", "leverage", "leverage() > uniform()"),
+    _press("compactor", "CompactorPress()", "compactor", "compactor() > uniform()"),
     _press(
         "pyramidkv",
         "PyramidKVPress(window_size=32, kernel_size=7)",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import pipeline
 
 import larder
 from interop.replay import assert_same_entries, decoder_of, replay
@@ -123,6 +124,20 @@ class Recorded:
 
     def end(self) -> None:
         pass
+
+
+def test_a_pipeline_answers_as_the_model_does(llama: Any) -> None:
+    tokenizer = characters().tokenizer
+    pipe = pipeline("text-generation", model=llama, tokenizer=tokenizer)
+    text = "the cat sat on the mat " * 10
+    options = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
+    expected = pipe(text, **options)
+    with larder.applied(llama, "full") as run:
+        assert pipe(text, **options) == expected
+    assert run.cache is not None and run.cache.nbytes
+    with larder.applied(llama, POLICIES["keydiff"], budget=BUDGET) as evicted:
+        pipe(text, **options)
+    assert evicted.cache is not None and evicted.cache.nbytes < run.cache.nbytes
 
 
 def test_sampling_and_streaming(llama: Any) -> None:

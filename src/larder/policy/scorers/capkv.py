@@ -104,8 +104,7 @@ def _solved(weights: Float[Tensor, "R S"], values: Float[Tensor, "S D"]) -> tupl
     """Values over the capacity of each query [R, D, S], and which solutions failed."""
     weighed = values * weights[..., None]  # [R, S, D]
     capacity = weighed.mT @ values + torch.eye(values.shape[1]).to(values)
-    solved, failures = torch.linalg.solve_ex(capacity, values.T)
-    return solved, failures
+    return torch.linalg.solve_ex(capacity, values.T)  # pyright: ignore
 
 
 Part = CapKV
