@@ -21,7 +21,7 @@ from torch import Tensor
 
 from larder.core.errors import CacheError
 from larder.core.spec import POSITION_BYTES, LayerSpec
-from larder.ops.host_copy import copy_to_device
+from larder.ops.packing import copy_to_device
 from larder.ops.paged_attention import AttentionBackend, SegmentTables
 from larder.ops.pages import append_rows, compact_pages, gather_pages
 

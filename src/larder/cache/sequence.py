@@ -13,11 +13,10 @@ from torch import Tensor
 from larder.cache.forms.base import CacheLayer
 from larder.cache.forms.tiered import TieredLayer, tiered_layers
 from larder.cache.latest_activations import LatestActivations
-from larder.cache.layer_creation import create_layer, form_of
 from larder.cache.memory_usage import MemoryUsage
 from larder.cache.model_positions import ModelPositions
 from larder.cache.recurrent_state import NO_STATE, CacheCheckpoint, RecurrentState
-from larder.cache.spec import CacheSpec
+from larder.cache.spec import CacheSpec, create_layer, form_of
 from larder.cache.state_dict import move_state, restore_layers, state_dict
 from larder.core.codec import Codec, TransformSpec
 from larder.core.errors import BudgetError, CacheError

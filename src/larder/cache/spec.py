@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ from larder.core.errors import CacheError
 from larder.core.family import Family
 from larder.core.ledger import Ledger
 from larder.core.recall import OffloadSpec
-from larder.core.spec import LayerPairing, ModelSpec, RecomputeSpec
+from larder.core.spec import LayerPairing, LayerSpec, ModelSpec, RecomputeSpec
+
+if TYPE_CHECKING:
+    from larder.cache.forms.base import CacheLayer
 
 FORMS = Family("cache form", "larder.cache.forms")
 
@@ -129,3 +133,29 @@ def text_tensor(text: str) -> Tensor:
 def text_of(saved: Tensor) -> str:
     """Text of a tensor, the inverse of `text_tensor`."""
     return bytes(saved.cpu().tolist()).decode()
+
+
+def form_of(spec: CacheSpec) -> type[CacheLayer]:
+    """Class of the form of a cache."""
+    return FORMS.load(spec.form)
+
+
+def create_layer(layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CacheLayer:
+    """Empty layer: of the specified form, a sliding window, or one that shares entries."""
+    kind: type[CacheLayer]
+    if layer.kv_source is not None:
+        kind = FORMS.load("shared_kv")
+    elif layer.sliding_window is not None:
+        kind = FORMS.load("window")
+    else:
+        kind = form_of(spec)
+        if kind.can_page and model.arena is not None and _can_page(layer, spec):
+            kind = FORMS.load("paged")
+    return kind.create(layer, model, spec)
+
+
+def _can_page(layer: LayerSpec, spec: CacheSpec) -> bool:
+    """True if a plain layer needs nothing beside keys, values and positions."""
+    ledger = spec.ledger
+    has_more = ledger.columns or ledger.scalars or spec.codecs or spec.transform is not None
+    return not has_more and not layer.latent_rank

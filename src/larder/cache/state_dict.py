@@ -10,9 +10,8 @@ from torch import Tensor
 from larder.cache.entry_columns import column_names
 from larder.cache.forms.base import CacheLayer
 from larder.cache.latest_activations import is_latest_queries
-from larder.cache.layer_creation import create_layer
 from larder.cache.quantized_tier import saved_codecs
-from larder.cache.spec import CacheSpec
+from larder.cache.spec import CacheSpec, create_layer
 from larder.cache.validation import check_ledger
 from larder.core.errors import CacheError
 from larder.core.spec import ModelSpec

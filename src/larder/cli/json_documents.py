@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from larder.cli.errors import SCHEMA, error_record
-from larder.cli.evaluation import Evaluation, FileEvaluation
 from larder.cli.question_run import QuestionOutcome, QuestionRun
 from larder.engine.answer import Answer
 from larder.engine.engine import Engine
-from larder.evaluation.answer_metrics import can_stem
-from larder.evaluation.bootstrap import Bootstrap, Interval, questions_as_clusters
 from larder.prefill.base import ContextReuse
+
+if TYPE_CHECKING:
+    from larder.cli.evaluation import Evaluation, FileEvaluation
+    from larder.evaluation.bootstrap import Interval
 
 METRICS = ("exact", "contains", "f1", "f1_stemmed")
 
 
 def metrics() -> tuple[str, ...]:
     """Names of the metrics that can be computed: `f1_stemmed` needs the extra `bench`."""
+    from larder.evaluation.answer_metrics import can_stem
+
     return METRICS if can_stem() else METRICS[:-1]
 
 
@@ -176,6 +179,8 @@ def mean_intervals(files: Sequence[Sequence[QuestionOutcome]]) -> dict[str, Inte
     """Mean and bootstrap interval per metric; empty without expected answers."""
     if not any(scored_questions(asked) for asked in files):
         return {}
+    from larder.evaluation.bootstrap import Bootstrap
+
     return {name: Bootstrap().mean(_clusters(files, name)) for name in metrics()}
 
 
@@ -185,6 +190,8 @@ def paired_differences(
     """Mean difference per metric, first minus second, paired by question."""
     if not any(scored_questions(one) for one, _ in pairs):
         return {}
+    from larder.evaluation.bootstrap import Bootstrap
+
     ones, others = [one for one, _ in pairs], [other for _, other in pairs]
     return {
         name: Bootstrap().difference(_clusters(ones, name), _clusters(others, name))
@@ -194,6 +201,8 @@ def paired_differences(
 
 def _clusters(files: Sequence[Sequence[QuestionOutcome]], metric: str) -> list[list[float]]:
     """Scores by file; of a single file each question is a cluster of its own."""
+    from larder.evaluation.bootstrap import questions_as_clusters
+
     return (
         questions_as_clusters(scores(files[0], metric))
         if len(files) == 1

@@ -26,7 +26,7 @@ from larder.core.errors import CacheError, LarderError, ModelError
 from larder.core.types import Queries
 from larder.models.attention_backend import CONTEXT_KEYWORD, NO_MASK, AttentionInputs
 from larder.models.decoder import Decoder
-from larder.ops.host_copy import write_to_device
+from larder.ops.packing import write_to_device
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 WARM_UPS = 2  # runs before a capture, in which libraries allocate what they need

@@ -36,7 +36,7 @@ from larder.models.recompute_hooks import (
 )
 from larder.models.recurrent import recurrent_layers
 from larder.models.rope_frequencies import rope_limit
-from larder.ops.host_copy import device_tensor
+from larder.ops.packing import device_tensor
 from larder.policy.providers.base import ActivationProvider, TokenProvider, column_providers
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Int64
@@ -21,11 +21,13 @@ from larder.core.errors import ModelError
 from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.types import AppendKind, Keys, Mode, Queries, Values
 from larder.models.attention_backend import AttentionInputs
-from larder.models.paged_steps import PagedSteps, SteppedSegments
 from larder.ops.attention import apply_sinks, sink_logits
 from larder.ops.cpu.decode_attention import decode_step, supports_step
-from larder.ops.host_copy import device_tensor
+from larder.ops.packing import device_tensor
 from larder.policy.providers.base import ImageProvider, column_providers
+
+if TYPE_CHECKING:
+    from larder.models.paged_steps import PagedSteps
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,18 @@ class BatchSegment:
     def num_tokens(self) -> int:
         """Tokens that the model computes, re-read ones included."""
         return len(self.reread_ids) + len(self.ids)
+
+
+class SteppedSegments(NamedTuple):
+    """Attention of segments that were attended to in one call.
+
+    Args:
+        segments: their indices.
+        out: a token of each.
+    """
+
+    segments: list[int]
+    out: Float[Tensor, "H N D"]
 
 
 @dataclass(frozen=True)
@@ -128,10 +142,18 @@ class ForwardBatch:
         self._steps = [n for n, width in enumerate(self._widths) if width == 1]
         if mode is not Mode.APPEND:
             self._steps = []
-        self._paged = PagedSteps(segments, self._steps, self._firsts)
+        self._paged = self._steps_over_pages()
         for segment in segments:
             for tier in segment.cache.tiers:
                 tier.expect(segment.append_kind)
+
+    def _steps_over_pages(self) -> PagedSteps | None:
+        """Decode steps over pages; None, without their modules, where the model has no arena."""
+        if all(segment.cache.spec.arena is None for segment in self.segments):
+            return None
+        from larder.models.paged_steps import PagedSteps
+
+        return PagedSteps(self.segments, self._steps, self._firsts)
 
     def ids(self) -> list[int]:
         """Tokens that the model computes, packed."""
@@ -172,12 +194,14 @@ class ForwardBatch:
 
     def prepare(self) -> None:
         """Reserve the pages of decode steps, for all layers. Raises: CacheError: none are left."""
-        self._paged.prepare(self._places)
+        if self._paged is not None:
+            self._paged.prepare(self._places)
 
     @property
     def is_paged(self) -> bool:
         """True if all tokens are decode steps over pages, of a model with attention alone."""
-        return self._paged.segment_count == len(self.segments) and not self._spec.recurrent
+        count = 0 if self._paged is None else self._paged.segment_count
+        return count == len(self.segments) and not self._spec.recurrent
 
     def narrow(self, rows: Int64[Tensor, " N"]) -> None:
         """Continue with some tokens of the only segment: later layers get these alone.
@@ -196,7 +220,8 @@ class ForwardBatch:
         if inputs.temperature is not None:
             queries = inputs.queries_at(torch.cat(self._positions))
         sides = queries, inputs.keys, inputs.values
-        stepped = self._paged.attend(layer, *sides) or self._attend_steps(layer, *sides)
+        paged = None if self._paged is None else self._paged.attend(layer, *sides)
+        stepped = SteppedSegments(*paged) if paged else self._attend_steps(layer, *sides)
         if stepped is not None and len(stepped.segments) == len(self.segments):
             self._observe_all(layer, queries, inputs.keys, inputs.values)
             return stepped.out

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, cast
 
-from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.types import Keys, Queries, Values
-from larder.ops.host_copy import device_tensor
+from larder.ops.packing import device_tensor
 
 if TYPE_CHECKING:
     from larder.cache.block_tables import BlockTables
     from larder.cache.page_arena import PageArena
     from larder.models.forward_batch import BatchSegment
-
-
-class SteppedSegments(NamedTuple):
-    """Attention of segments that were attended to in one call.
-
-    Args:
-        segments: their indices.
-        out: a token of each.
-    """
-
-    segments: list[int]
-    out: Float[Tensor, "H N D"]
 
 
 class PagedSteps:
@@ -77,8 +64,8 @@ class PagedSteps:
 
     def attend(
         self, layer: int, queries: Queries, keys: Keys, values: Values
-    ) -> SteppedSegments | None:
-        """Attention of the segments in one call; None where the layer has no pages."""
+    ) -> tuple[list[int], Tensor] | None:
+        """Indices and attention [H, N, D] of the segments, in one call; None without pages."""
         if self._tables is None or layer not in self._tables.layers:
             return None
         sides = queries, keys, values
@@ -89,4 +76,4 @@ class PagedSteps:
         out = self._tables.layers[layer].attend(*sides)
         for cache, position in zip(self._caches, self._positions, strict=True):
             cache.step_layer(layer).count_step(position)
-        return SteppedSegments(self._indices, out)
+        return self._indices, out

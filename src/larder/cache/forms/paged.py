@@ -31,8 +31,7 @@ from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
-from larder.ops.host_copy import copy_to_device
-from larder.ops.packing import sorted_places
+from larder.ops.packing import copy_to_device, sorted_places
 from larder.ops.paged_attention import paged_attention
 from larder.ops.pages import append_rows
 
