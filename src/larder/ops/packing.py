@@ -1,4 +1,4 @@
-"""Packed indices: the entries of all heads end to end, without padding; and their copies to a device.
+"""Packed indices: the entries of all heads end to end, without padding, copied to a device.
 
 Copies from host memory do not wait for the device.
 """
