@@ -21,7 +21,7 @@ from architectures.families_vision import IMAGE, PATCH, SIDE
 from interop.image_prompts import IMAGE_TOKENS, NAMES, Prompt, inputs_of, model_of
 from interop.replay import assert_same_entries
 from larder.core import BadParameter, DependencyError, InputError, Mode, ModelError, UsageError
-from larder.engine import encode_image_prompts, prefill_prompt
+from larder.engine import EncodedPrompt, encode_image_prompts, prefill_prompt
 from larder.interop import LarderCache
 from larder.models import PROCESSOR_FILES, BatchSegment
 
@@ -88,7 +88,8 @@ def test_a_full_budget_is_the_model_itself(name: str, policy: str) -> None:
 def test_a_policy_keeps_what_it_keeps_in_generate(name: str) -> None:
     engine = engine_of(name, FREED, 14)
     runtime, processor = engine.runtime, FakeProcessor(name, None)
-    (prompt,) = encode_image_prompts(runtime, processor, [words(PROMPT, name)], [[PROMPT]])
+    (read,) = encode_image_prompts(runtime, processor, [words(PROMPT, name)], [[PROMPT]])
+    prompt = EncodedPrompt("x", *read)
     read = prefill_prompt(runtime, engine.policy, engine.sizes, prompt)
     shorter = Prompt((*PROMPT.parts[:-1], 6))
     cache = LarderCache(model_of(name), FREED, 14)
@@ -103,7 +104,8 @@ def test_a_policy_keeps_what_it_keeps_in_generate(name: str) -> None:
 def test_logits_behind_images_are_those_of_the_model(name: str) -> None:
     engine = engine_of(name)
     runtime, processor = engine.runtime, FakeProcessor(name, None)
-    (prompt,) = encode_image_prompts(runtime, processor, ["x"], [[PROMPT]])
+    (read,) = encode_image_prompts(runtime, processor, ["x"], [[PROMPT]])
+    prompt = EncodedPrompt("x", *read)
     assert prompt.merged is not None
     lengths = [stop - start for start, stop in prompt.merged.images.spans]
     assert lengths == [IMAGE_TOKENS[name]] * 2

@@ -18,7 +18,8 @@ from torch import Tensor
 from larder.cache.layer_pages import LayerPages, PageLease
 from larder.ops.attention import apply_sinks
 from larder.ops.packing import write_to_device
-from larder.ops.paged_attention import SegmentTables, paged_attention
+from larder.ops.paged_attention import paged_attention
+from larder.ops.pages import SegmentTables
 
 PADDING_LENGTH = 1  # entries of a padded segment, in the null page: kernels see no empty one
 

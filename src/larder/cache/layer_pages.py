@@ -22,8 +22,8 @@ from torch import Tensor
 from larder.core.errors import CacheError
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.ops.packing import copy_to_device
-from larder.ops.paged_attention import AttentionBackend, SegmentTables
-from larder.ops.pages import append_rows, compact_pages, gather_pages
+from larder.ops.paged_attention import AttentionBackend
+from larder.ops.pages import SegmentTables, append_rows, compact_pages, gather_pages
 
 NULL_PAGE = 0
 IntArray = NDArray[np.int64]

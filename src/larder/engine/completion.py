@@ -287,7 +287,9 @@ class PromptCompleter:
         if images is not None:
             from larder.engine.image_prompts import encode_image_prompts
 
-            return encode_image_prompts(self._runtime, self._processor, named, images)
+            read = encode_image_prompts(self._runtime, self._processor, named, images)
+            pairs = zip(named, read, strict=True)
+            return [EncodedPrompt(text, ids, merged) for text, (ids, merged) in pairs]
         encoded = [EncodedPrompt(prompt, encode(prompt)) for prompt in named]
         for number, prompt in enumerate(encoded, start=1):
             if not prompt.ids:

@@ -19,12 +19,13 @@ from larder.models.calibration import calibrate
 from larder.models.loader import SEED, DeviceMap, LoadedModel, load
 from larder.prefill.base import Progress
 from larder.session.capacity import beyond_budget
+from larder.session.conversation_prefill import prefill_conversation
 from larder.session.default_policy import TextKind, policy_for_kind, text_kind
 from larder.session.embedders.base import Embedder, load_embedder
 from larder.session.files import ConversationLike, conversation_of
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy, parsed_policy
-from larder.session.prefill import ModelRuntime, SizeOptions, prefill_conversation
+from larder.session.prefill import ModelRuntime, SizeOptions
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 if TYPE_CHECKING:

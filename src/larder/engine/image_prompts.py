@@ -7,15 +7,14 @@ from typing import Any
 
 from larder.core.arguments import check_type
 from larder.core.errors import BadParameter, InputError
-from larder.engine.completion import EncodedPrompt
-from larder.models.merged_images import merge_images
+from larder.models.merged_images import MergedText, merge_images
 from larder.session.prefill import ModelRuntime
 
 
 def encode_image_prompts(
     runtime: ModelRuntime, processor: Any, prompts: Sequence[str], images: Sequence[Sequence[Any]]
-) -> list[EncodedPrompt]:
-    """Encode prompts with their images, which the model merges into embeddings.
+) -> list[tuple[tuple[int, ...], MergedText | None]]:
+    """Token ids of prompts, and the texts with images that the model merges into embeddings.
 
     Args:
         images: images of each prompt, in the order of its image tokens; empty for none.
@@ -48,14 +47,14 @@ def encode_image_prompts(
 
 def _encoded(
     runtime: ModelRuntime, processor: Any, prompt: str, images: Sequence[Any], number: int
-) -> EncodedPrompt:
-    """Encoded prompt `number`, with its images merged."""
+) -> tuple[tuple[int, ...], MergedText | None]:
+    """Token ids of prompt `number`, and its text with images; None where it has none."""
     check_type("images", images, (list, tuple), "a list of images, or one for each prompt")
     if not images:
         ids = runtime.tokenizer.encode_prompt(prompt)
         if not ids:
             raise InputError(f"Prompt {number} has no tokens: give it at least one character.")
-        return EncodedPrompt(prompt, ids)
+        return ids, None
     for image in images:
         # A processor reads paths and fetches addresses, which the caller is to decide about.
         if isinstance(image, (str, bytes)):
@@ -79,7 +78,7 @@ def _encoded(
         raise _mismatch(number, images, error) from error
     if merged.images.spans[-1][1] == len(merged.ids):
         raise InputError(f"Prompt {number} ends with an image: give text behind it.")
-    return EncodedPrompt(prompt, merged.ids, merged)
+    return merged.ids, merged
 
 
 def _mismatch(number: int, images: Sequence[Any], error: ValueError) -> InputError:

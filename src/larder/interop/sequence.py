@@ -30,9 +30,10 @@ from larder.session.capacity import (
     entries_per_head,
     resolve_budget,
 )
+from larder.session.default_policy import with_measured_recall
 from larder.session.embedders.base import Embedder
 from larder.session.image_prefill import check_images
-from larder.session.policy import Policy, with_measured_recall
+from larder.session.policy import Policy
 from larder.session.prefill import (
     ModelRuntime,
     SizeOptions,

@@ -153,7 +153,7 @@ class ForwardBatch:
             return None
         from larder.models.paged_steps import PagedSteps
 
-        return PagedSteps(self.segments, self._steps, self._firsts)
+        return PagedSteps([own.cache for own in self.segments], self._steps, self._firsts)
 
     def ids(self) -> list[int]:
         """Tokens that the model computes, packed."""

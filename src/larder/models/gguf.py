@@ -24,7 +24,6 @@ from blake3 import blake3
 
 from larder.core.errors import ModelError
 from larder.core.home import home
-from larder.models.packaged import GGUF_SUFFIX
 
 FOLDER = "models"  # below `$LARDER_HOME`
 DIGEST_LENGTH = 16  # hexadecimal digits of the file's digest in the name of its folder
@@ -84,7 +83,7 @@ def convert_gguf(path: Path) -> Path:
             does not read; a needed package is missing; the folder cannot be written.
     """
     _check_requirements()
-    folder = home() / FOLDER / f"{path.name.removesuffix(GGUF_SUFFIX)}-{_digest(path)}"
+    folder = home() / FOLDER / f"{path.stem}-{_digest(path)}"
     if (folder / WEIGHTS).is_file():
         return folder
     try:
@@ -92,7 +91,7 @@ def convert_gguf(path: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             made = Path(scratch) / "model"
             made.mkdir()
-            _convert(path, made, Path(scratch) / f"header{GGUF_SUFFIX}")
+            _convert(path, made, Path(scratch) / "header.gguf")
             _move(made, folder)
     except OSError as error:
         raise ModelError(

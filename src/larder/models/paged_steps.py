@@ -13,7 +13,7 @@ from larder.ops.packing import device_tensor
 if TYPE_CHECKING:
     from larder.cache.block_tables import BlockTables
     from larder.cache.page_arena import PageArena
-    from larder.models.forward_batch import BatchSegment
+    from larder.cache.sequence import SequenceCache
 
 
 class PagedSteps:
@@ -22,22 +22,22 @@ class PagedSteps:
     It is the arena of the first segment; segments in pages of another one are attended to apart.
 
     Args:
-        segments: of the batch.
+        batch: cache of each segment of the batch.
         steps: indices of those that append one token.
         firsts: place of the first token of each segment in the batch.
     """
 
     def __init__(
-        self, segments: Sequence[BatchSegment], steps: Sequence[int], firsts: Sequence[int]
+        self, batch: Sequence[SequenceCache], steps: Sequence[int], firsts: Sequence[int]
     ) -> None:
-        self._arena = cast("PageArena | None", segments[0].cache.spec.arena)
+        self._arena = cast("PageArena | None", batch[0].spec.arena)
         self._indices: list[int] = []
         if self._arena is not None:
-            caches = ((index, segments[index].cache) for index in steps)
+            caches = ((index, batch[index]) for index in steps)
             held = {i: own.page_leases() for i, own in caches if own.spec.arena is self._arena}
             self._indices = [index for index, leases in held.items() if leases]
             self._leases = [held[index] for index in self._indices]
-        self._caches = [segments[index].cache for index in self._indices]
+        self._caches = [batch[index] for index in self._indices]
         self._columns = [firsts[index] for index in self._indices]
         self._tables: BlockTables | None = None
         self._positions: list[int] = []

@@ -42,10 +42,10 @@ from .packing import mask_until as mask_until
 from .packing import unmasked_indices as unmasked_indices
 from .paged_attention import PAGE_TOKENS as PAGE_TOKENS
 from .paged_attention import AttentionBackend as AttentionBackend
-from .paged_attention import SegmentTables as SegmentTables
 from .paged_attention import choose_backend as choose_backend
 from .paged_attention import gathered_attention as gathered_attention
 from .paged_attention import reference_paged_attention as reference_paged_attention
+from .pages import SegmentTables as SegmentTables
 from .pages import add_column_mass as add_column_mass
 from .pages import append_rows as append_rows
 from .pages import compact_pages as compact_pages

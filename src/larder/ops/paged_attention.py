@@ -11,34 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from importlib import import_module
-from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 from torch import Tensor
 
 from larder.ops.attention import attention, cap_logits
-from larder.ops.pages import padded_rows
+from larder.ops.pages import SegmentTables, padded_rows
 
 # Tokens of a page that every kernel takes: FlashAttention 2 requires a multiple of 256.
 PAGE_TOKENS = 256
-
-
-class SegmentTables(NamedTuple):
-    """Layout of some segments over the pages of one layer, on the device of the pages.
-
-    Args:
-        table: pages of each segment, in order, 0 behind its last one.
-        lengths: entries of each segment.
-        query_offsets: s * Q, and key_offsets: s * W * P, for each s up to S.
-        order: of each page of the pool, its number within the segments that have it.
-    """
-
-    table: Int32[Tensor, "S W"]
-    lengths: Int32[Tensor, " S"]
-    query_offsets: Int32[Tensor, " S1"]
-    key_offsets: Int32[Tensor, " S1"]
-    order: Int32[Tensor, " N"]
 
 
 class AttentionBackend(Enum):

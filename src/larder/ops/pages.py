@@ -14,12 +14,30 @@ from __future__ import annotations
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from larder.ops.column_statistics import GroupReduction
+
+
+class SegmentTables(NamedTuple):
+    """Layout of some segments over the pages of one layer, on the device of the pages.
+
+    Args:
+        table: pages of each segment, in order, 0 behind its last one.
+        lengths: entries of each segment.
+        query_offsets: s * Q, and key_offsets: s * W * P, for each s up to S.
+        order: of each page of the pool, its number within the segments that have it.
+    """
+
+    table: Int32[Tensor, "S W"]
+    lengths: Int32[Tensor, " S"]
+    query_offsets: Int32[Tensor, " S1"]
+    key_offsets: Int32[Tensor, " S1"]
+    order: Int32[Tensor, " N"]
 
 
 def append_rows(

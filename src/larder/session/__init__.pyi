@@ -13,7 +13,9 @@ from .capacity import resolve_budget as resolve_budget
 from .capacity import resolve_budget_without_context as resolve_budget_without_context
 from .chat_cache import ChatCache as ChatCache
 from .chat_state import ChatState as ChatState
+from .conversation_prefill import prefill_conversation as prefill_conversation
 from .default_policy import TextKind as TextKind
+from .default_policy import with_measured_recall as with_measured_recall
 from .embedders._encoder import BATCH as BATCH
 from .embedders._encoder import unit_rows as unit_rows
 from .embedders.base import EMBEDDERS as EMBEDDERS
@@ -61,7 +63,6 @@ from .files.loader import read_document as read_document
 from .memory import CacheFigures as CacheFigures
 from .memory import ConversationMemory as ConversationMemory
 from .policy import Policy as Policy
-from .policy import with_measured_recall as with_measured_recall
 from .policy_validation import check_narrowing as check_narrowing
 from .policy_validation import needs_scratch_prompts as needs_scratch_prompts
 from .prefill import ModelRuntime as ModelRuntime
@@ -73,7 +74,6 @@ from .prefill import common_prompts as common_prompts
 from .prefill import decode_planner as decode_planner
 from .prefill import episode_prompt as episode_prompt
 from .prefill import planner_with_quotas as planner_with_quotas
-from .prefill import prefill_conversation as prefill_conversation
 from .prefill import prefill_memory as prefill_memory
 from .prefill import prefill_reader as prefill_reader
 from .presets import PRESETS as PRESETS

@@ -18,7 +18,7 @@ from larder.core.conversation import Conversation, PromptLayout
 from larder.core.errors import UnknownName
 from larder.core.family import unknown_name_message
 from larder.core.spec import ModelSpec
-from larder.session.policy import Policy, with_measured_recall
+from larder.session.policy import Policy
 
 
 class TextKind(Enum):
@@ -75,6 +75,15 @@ def policy_for_kind(given: Policy | None, spec: ModelSpec, kind: TextKind) -> Po
     """Policy that was given, else the default one of a kind of text, for a model."""
     policy = Policy.parse(default_policy(kind)) if given is None else given
     return with_measured_recall(policy, spec)
+
+
+def with_measured_recall(policy: Policy, spec: ModelSpec) -> Policy:
+    """Policy whose recall reads all offloaded entries up to the break-even of this machine."""
+    if policy.recall is None:
+        return policy
+    from larder.session.recall_break_even import with_break_even
+
+    return with_break_even(policy, spec)
 
 
 def text_kind(conversation: Conversation, has_budget: bool) -> TextKind:

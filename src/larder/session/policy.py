@@ -20,7 +20,7 @@ from typing import Any
 from larder.core.arguments import check_type
 from larder.core.errors import BudgetError, SpellingError
 from larder.core.recall import OffloadSpec, RecallPart
-from larder.core.spec import ModelSpec, RecomputeSpec
+from larder.core.spec import RecomputeSpec
 from larder.core.spelling import Call, build, spell, spell_briefly
 from larder.policy.aggregation.base import Aggregation
 from larder.policy.attention_reduction import AttentionReduction, NoAggregation, NoHeadRule
@@ -312,15 +312,6 @@ class Policy:
         host_mib = getattr(self.compensation, "host_mib", None)
         is_gapless = self.storage.rerotates_keys
         return OffloadSpec(self.recall, host_mib, self.storage.parked, is_gapless)
-
-
-def with_measured_recall(policy: Policy, spec: ModelSpec) -> Policy:
-    """Policy whose recall reads all offloaded entries up to the break-even of this machine."""
-    if policy.recall is None:
-        return policy
-    from larder.session.recall_break_even import with_break_even
-
-    return with_break_even(policy, spec)
 
 
 def with_searched_recall(policy: Policy) -> Policy:

@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from larder.cache.sequence import SequenceCache
 from larder.core.arguments import check_count
 from larder.core.conversation import Conversation, PromptLayout
-from larder.core.errors import InputError, UsageError
+from larder.core.errors import UsageError
 from larder.core.memory_budget import MemoryBudget
 from larder.core.observation import Calibration, Prompts
 from larder.models.decoder import Decoder
@@ -24,7 +23,6 @@ from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillReader, PrefillSequence
 from larder.prefill.turn_reader import OpenBlock, TurnReader
-from larder.session.arrangements.single import Single
 from larder.session.caches import SessionCaches
 from larder.session.capacity import (
     block_tokens,
@@ -36,16 +34,12 @@ from larder.session.capacity import (
     entry_bound,
     prefill_allowance,
     recall_budget_tokens,
-    resolve_budget,
 )
 from larder.session.embedders.base import Embedder
 from larder.session.episodes.routing import Router
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.transcript.tokenizer_adapter import TokenizedTranscript, TokenizerAdapter
-
-if TYPE_CHECKING:  # imported where contexts are read
-    from larder.prefill.contexts import ChunkSource
 
 
 @dataclass(frozen=True)
@@ -120,40 +114,6 @@ class PrefillInput:
         read = len(self.transcript.ids)
         later = accumulate(self.turn_lens, initial=read)
         return tuple(sorted({*starts, *later} - {0}))
-
-
-def prefill_conversation(
-    runtime: ModelRuntime,
-    conversation: Conversation,
-    policy: Policy,
-    sizes: SizeOptions,
-    prompts: Prompts,
-    progress: Progress = no_progress,
-    chunks: ChunkSource | None = None,
-) -> ConversationMemory:
-    """Prefill a conversation into one cache, or one per episode.
-
-    Args:
-        prompts: token ids of further prompts by name, such as the question for an oracle policy.
-        chunks: contexts that were read before, for a document in `PromptLayout.CONTEXTS`.
-
-    Raises:
-        InputError: the conversation is empty.
-        UsageError, BudgetError: sizes contradict each other or do not fit.
-    """
-    if conversation.form is PromptLayout.CONTEXTS and isinstance(policy.session, Single):
-        from larder.session.context_prefill import prefill_contexts
-
-        return prefill_contexts(runtime, conversation, policy, sizes, prompts, chunks, progress)
-    transcript = runtime.tokenizer.encode_conversation(conversation)
-    context = len(transcript.ids)
-    if not conversation.messages or not context:
-        raise InputError(f"{conversation.name} holds no messages: give it at least one.")
-    tokens = resolve_budget(policy, sizes.budget, context, runtime.decoder.spec)
-    source = PrefillInput(conversation, transcript)
-    return prefill_memory(
-        runtime, source, policy.with_sizes(tokens, sizes.block, context), prompts, progress
-    )
 
 
 def prefill_memory(

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from larder.cli.errors import INTERRUPTED_EXIT_CODE, SCHEMA, print_document
-from larder.cli.options import OutputOptions, command
+from larder.cli.options import command
 from larder.core import UsageError
+from larder_bench.cli.bench_options import BenchOptions, context_loader
 
 if TYPE_CHECKING:
     from larder_bench.execution.resumable_run import RunProgress
-    from larder_bench.execution.runner import ContextLoader, StudyRunner
+    from larder_bench.execution.runner import StudyRunner
     from larder_bench.results.rows import Row
-    from larder_bench.studies.model_context import ModelContext
     from larder_bench.studies.study import Study
 
 Names = list[str]
@@ -34,108 +33,6 @@ OVERRIDABLE_FIELDS = {
     "wording": "wording",
 }
 FIELD_OF_OPTION = {"policy": "policies", "control": "controls", **OVERRIDABLE_FIELDS}
-
-
-@dataclass(frozen=True)
-class BenchOptions(OutputOptions):
-    """Overrides of a study on the command line; None keeps the study's value."""
-
-    study: Annotated[
-        str | None, typer.Option(metavar="FILE|NAME", help="Study in TOML, or one of studies/.")
-    ] = None
-    tokens: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="Lengths.  Default: 1500.")
-    ] = None
-    files: Annotated[
-        int | None, typer.Option(help="Conversations per task and length.  Default: 9.")
-    ] = None
-    first_seed: Annotated[int | None, typer.Option(help="Seed of the first conversation.")] = None
-    policy: Annotated[
-        Names | None, typer.Option(metavar="SPELLING", help="May be given many times.")
-    ] = None
-    control: Annotated[
-        Names | None,
-        typer.Option(
-            metavar="NAME",
-            help="full, random, oracle, exact_topk, rag_2k, rag_episodic; none.  Default: all six.",
-        ),
-    ] = None
-    budget: Annotated[
-        Names | None,
-        typer.Option(metavar="SIZE", help="1/4, 12.5%, 512 (tokens per kv head), 64MiB."),
-    ] = None
-    matched: Annotated[
-        Names | None,
-        typer.Option(
-            metavar="WHAT",
-            help="Quantity held equal: bytes, tokens, or total (of all caches).  Default: bytes "
-            "and tokens, separately.",
-        ),
-    ] = None
-    question: Annotated[
-        Names | None,
-        typer.Option(
-            metavar="after|inside",
-            help="Place of the question: after the compressed context, or inside it, read and "
-            "compressed with it.  Default: after.",
-        ),
-    ] = None
-    wording: Annotated[
-        str | None,
-        typer.Option(
-            metavar="seed|instruct|plain", help="Of the prompts.  Default: what the model follows."
-        ),
-    ] = None
-    measure: Annotated[
-        Names | None,
-        typer.Option(
-            metavar="SPELLING",
-            help="forced, generated, answer_kl, fidelity, similarity, prompts, recall, decode, "
-            "reading, stages.",
-        ),
-    ] = None
-    name: Annotated[str | None, typer.Option(help="Name of the study.  Default: bench.")] = None
-    model: Annotated[
-        Names | None,
-        typer.Option(metavar="NAME_OR_PATH", help="Also random:qwen3-0.6b.  Default: seed."),
-    ] = None
-    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, mps.")] = (
-        "cpu"
-    )
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="float32, bfloat16 or float16.  Default: that of the weights where the CPU is "
-            "fast at it, else float32."
-        ),
-    ] = None
-    corpus: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Prose and dialogues to build tasks from.")
-    ] = None
-    data: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Folder with one folder per public data set."),
-    ] = None
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Default: results/STUDY.jsonl.")
-    ] = None
-    ray: Annotated[
-        bool,
-        typer.Option(
-            "--ray", help="Measure on all machines of a Ray cluster; workers use as many threads."
-        ),
-    ] = False
-    estimate: Annotated[
-        bool, typer.Option("--estimate", help="Only print the estimated duration.")
-    ] = False
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check",
-            help="Measure the cheapest committed cell of the study, or of --policy, again and "
-            "compare; without --study one of each study on a packaged model.",
-        ),
-    ] = False
 
 
 @command
@@ -251,29 +148,6 @@ def _known_names() -> str:
 
     studies = ", ".join(study_names()) or "none here"
     return f"Tasks: {', '.join(TASKS.names())}. Studies: {studies}."
-
-
-def context_loader(study: Study, options: BenchOptions) -> ContextLoader:
-    """Loader of a study's models, worded as the study asks."""
-    from larder.engine import Engine
-    from larder.engine.progress_bar import progress_bar
-    from larder_bench.datasets.sources import TaskSources
-    from larder_bench.datasets.wording import Wording
-    from larder_bench.studies.model_context import ModelContext
-
-    def load_context(model: str) -> ModelContext:
-        from larder_bench.random_models import open_model
-
-        with progress_bar(f"Loading {model}"):
-            engine = Engine(open_model(model, options.device, options.dtype), policy="full")
-        template = engine.tokenizer.tokenizer.chat_template
-        wording = (
-            Wording(study.wording) if study.wording else Wording.of_model(model, bool(template))
-        )
-        count = engine.tokenizer.count_tokens
-        return ModelContext(engine, TaskSources(count, options.corpus, options.data, wording))
-
-    return load_context
 
 
 def _study_run(study: Study, options: BenchOptions) -> StudyRunner:

@@ -12,7 +12,7 @@ import typer
 from larder.cli.errors import SCHEMA, print_document
 from larder.core import LarderError, UsageError
 from larder.models import PACKAGED_MODELS
-from larder_bench.cli.bench import BenchOptions, context_loader
+from larder_bench.cli.bench_options import BenchOptions, context_loader
 from larder_bench.execution.committed_rows import cheapest_cell, check_cell, rounding_of
 from larder_bench.reports.study_index import RESULTS
 from larder_bench.results.environment import environment_row

@@ -10,8 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.ops.attention import ragged_attention
-from larder.ops.paged_attention import SegmentTables
-from larder.ops.pages import gather_pages
+from larder.ops.pages import SegmentTables, gather_pages
 
 
 def paged_attention(

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.ops.paged_attention import SegmentTables
+from larder.ops.pages import SegmentTables
 
 QUERY_BLOCK = 128
 PAGE_MULTIPLE = 128  # blocks of keys that the compiled kernel reads lie within a page

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.ops.paged_attention import SegmentTables
+from larder.ops.pages import SegmentTables
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256

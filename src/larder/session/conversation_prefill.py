@@ -1,15 +1,17 @@
-"""Prefill of several contexts into one cache, with chunks that were read before."""
+"""Prefill of a conversation, or of several contexts with chunks that were read before."""
 
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
-from larder.core.conversation import Conversation
+from larder.core.conversation import Conversation, PromptLayout
+from larder.core.errors import InputError
 from larder.core.observation import Prompts
-from larder.prefill.base import ContextText, Progress, run_steps
-from larder.prefill.contexts import ChunkSource, NoChunks
+from larder.prefill.base import ContextText, Progress, no_progress, run_steps
 from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillSequence
+from larder.session.arrangements.single import Single
 from larder.session.caches import SessionCaches
 from larder.session.capacity import (
     cache_figures,
@@ -22,7 +24,9 @@ from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.prefill import (
     ModelRuntime,
+    PrefillInput,
     SizeOptions,
+    prefill_memory,
     prefill_reader,
     prompts_per_cache,
     require_prompts,
@@ -30,8 +34,43 @@ from larder.session.prefill import (
 )
 from larder.session.transcript.tokenizer_adapter import TokenizedTranscript
 
+if TYPE_CHECKING:  # imported where contexts are read
+    from larder.prefill.contexts import ChunkSource
 
-def prefill_contexts(
+
+def prefill_conversation(
+    runtime: ModelRuntime,
+    conversation: Conversation,
+    policy: Policy,
+    sizes: SizeOptions,
+    prompts: Prompts,
+    progress: Progress = no_progress,
+    chunks: ChunkSource | None = None,
+) -> ConversationMemory:
+    """Prefill a conversation into one cache, or one per episode.
+
+    Args:
+        prompts: token ids of further prompts by name, such as the question for an oracle policy.
+        chunks: contexts that were read before, for a document in `PromptLayout.CONTEXTS`.
+
+    Raises:
+        InputError: the conversation is empty.
+        UsageError, BudgetError: sizes contradict each other or do not fit.
+    """
+    if conversation.form is PromptLayout.CONTEXTS and isinstance(policy.session, Single):
+        return _prefill_contexts(runtime, conversation, policy, sizes, prompts, chunks, progress)
+    transcript = runtime.tokenizer.encode_conversation(conversation)
+    context = len(transcript.ids)
+    if not conversation.messages or not context:
+        raise InputError(f"{conversation.name} holds no messages: give it at least one.")
+    tokens = resolve_budget(policy, sizes.budget, context, runtime.decoder.spec)
+    source = PrefillInput(conversation, transcript)
+    return prefill_memory(
+        runtime, source, policy.with_sizes(tokens, sizes.block, context), prompts, progress
+    )
+
+
+def _prefill_contexts(
     runtime: ModelRuntime,
     document: Conversation,
     policy: Policy,
@@ -50,6 +89,8 @@ def prefill_contexts(
     Raises:
         LarderError: sizes contradict each other, or as the schedule of the policy raises.
     """
+    from larder.prefill.contexts import NoChunks
+
     spec, tokenizer = runtime.decoder.spec, runtime.tokenizer
     transcript = tokenizer.encode_conversation(document)
     text = _context_text(transcript, tokenizer.num_prefix_tokens(document))
