@@ -72,7 +72,7 @@ def train(
         raise UnknownName(unknown_name_message("method to train", method, [*known, LABELS]))
     loaded = _load(model, device, dtype)
     if weights is not None and method != LABELS:
-        from larder.training.published import adopt_published
+        from larder.training.base import adopt_published
 
         learned = adopt_published(weights, method, loaded.decoder.spec)
         _save_and_print(learned, method, loaded, options)

@@ -31,5 +31,5 @@ from .sampler import SamplingParams as SamplingParams
 from .sampler import TokenSampler as TokenSampler
 from .snapshots import ModelSnapshots as ModelSnapshots
 from .snapshots import identity_of_model as identity_of_model
-from .store_chunks import StoreChunks as StoreChunks
+from .store_persistence import StoreChunks as StoreChunks
 from .store_persistence import StorePersistence as StorePersistence

@@ -11,16 +11,19 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from larder.cache.chunk_entries import ChunkEntries
+from larder.cache.sequence import SequenceCache
 from larder.core.conversation import Conversation, PromptLayout
 from larder.core.errors import LarderError
 from larder.core.home import LOCAL_PRINCIPAL
+from larder.core.spec import ModelSpec
 from larder.engine.engine import Engine
 from larder.engine.persistence import NOT_SAVED, ChatPersistence, ResumeResult
-from larder.engine.snapshots import ModelSnapshots
+from larder.engine.snapshots import ModelSnapshots, identity_of_model
 from larder.models.loader import LoadedModel
 from larder.prefill.base import Progress, no_progress
+from larder.prefill.contexts import ChunkSource
 from larder.session.capacity import resolve_budget
 from larder.session.chat_state import ChatState, chat_state_record, restore_chat_state
 from larder.session.default_policy import text_kind
@@ -33,9 +36,6 @@ from larder.store.blobs.cache_state import RAW_CODEC
 from larder.store.digests import key_of
 from larder.store.encryption import Encryption, NoEncryption
 from larder.store.store import Store
-
-if TYPE_CHECKING:  # imported where contexts are read
-    from larder.prefill.contexts import ChunkSource
 
 
 class StorePersistence(ChatPersistence):
@@ -95,8 +95,6 @@ class StorePersistence(ChatPersistence):
         self._snapshots.save_rates(str(memory.policy))
 
     def chunks(self) -> ChunkSource:
-        from larder.engine.store_chunks import StoreChunks
-
         return StoreChunks(self._store, self._loaded, self._principal)
 
 
@@ -137,3 +135,41 @@ def prefill_or_restore(
     keeper.record_prefill_time(memory)
     keeper.save(name, ChatState(memory, log))
     return memory, resumed
+
+
+NO_TOKEN = 0  # stands behind a chunk: a store never answers with the last token of a text
+
+
+class StoreChunks(ChunkSource):
+    """Chunks of one tenant and one model in a store. Safe from threads and processes.
+
+    What cannot be written is counted by the store, and read again the next time.
+
+    Args:
+        principal: tenant that owns the chunks.
+
+    Examples:
+        >>> chunks = StoreChunks(store, engine.loaded)
+        >>> memory = engine.under("cacheblend").read(contexts=texts, chunks=chunks)
+    """
+
+    def __init__(self, store: Store, loaded: LoadedModel, principal: str = LOCAL_PRINCIPAL) -> None:
+        self._store, self._principal = store, principal
+        self._identity = identity_of_model(loaded)
+
+    def find(
+        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
+    ) -> ChunkEntries | None:
+        text = prefix + ids
+        cache = self._store.prefixes.match_prefix(
+            self._principal, (*text, NO_TOKEN), self._identity, spec
+        )
+        if cache is None or cache.next_position < len(text):
+            return None
+        return ChunkEntries.of(cache, len(prefix), len(text))
+
+    def add(self, prefix: tuple[int, ...], ids: tuple[int, ...], cache: SequenceCache) -> None:
+        try:
+            self._store.prefixes.save_text(self._principal, prefix + ids, cache, self._identity)
+        except LarderError as error:
+            self._store.parts.unwritten.note_error(error)

@@ -94,9 +94,9 @@ from .tiers.device import DeviceReservations as DeviceReservations
 from .tiers.device import MemoryDemand as MemoryDemand
 from .tiers.disk import DiskTier as DiskTier
 from .tiers.disk import StoreDiskTier as StoreDiskTier
-from .tiers.move_rates import MIN_MOVES as MIN_MOVES
-from .tiers.move_rates import PROBE_INTERVAL as PROBE_INTERVAL
-from .tiers.move_rates import HostMoveRates as HostMoveRates
+from .tiers.host import MIN_MOVES as MIN_MOVES
+from .tiers.host import PROBE_INTERVAL as PROBE_INTERVAL
+from .tiers.host import HostMoveRates as HostMoveRates
 from .token_logprobs import TokenTexts as TokenTexts
 from .tool_parsers.base import TOOL_PARSERS as TOOL_PARSERS
 from .tool_parsers.base import ToolCall as ToolCall

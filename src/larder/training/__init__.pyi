@@ -1,6 +1,11 @@
 from .base import METHODS as METHODS
 from .base import LayerData as LayerData
 from .base import Method as Method
+from .base import adopt_published as adopt_published
+from .base import agreement as agreement
+from .base import explained as explained
+from .base import rank_correlation as rank_correlation
+from .base import top_overlap as top_overlap
 from .base import train as train
 from .corpus import Corpus as Corpus
 from .corpus import Document as Document
@@ -17,8 +22,3 @@ from .labels import LabelSettings as LabelSettings
 from .labels import Shard as Shard
 from .labels import make_labels as make_labels
 from .methods.kvzap import ridge as ridge
-from .metrics import agreement as agreement
-from .metrics import explained as explained
-from .metrics import rank_correlation as rank_correlation
-from .metrics import top_overlap as top_overlap
-from .published import adopt_published as adopt_published

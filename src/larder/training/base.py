@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from larder.core.errors import ModelError
 from larder.core.family import Family, public_name
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.models.learned_weights import Card, LayerTensors, LearnedWeights
+from larder.models.learned_weights import (
+    SUFFIX,
+    Card,
+    LayerTensors,
+    LearnedWeights,
+    check_learned,
+    split_layers,
+)
 from larder.policy.providers.base import PROVIDERS, GateProvider
 from larder.prefill.base import Progress
 from larder.training.corpus import Split
 from larder.training.label_pass import STATES
 from larder.training.labels import LabelFile, Shard
-from larder.training.metrics import agreement
 
 METHODS = Family("method", "larder.training.methods")
 
@@ -162,3 +171,82 @@ def _mean_metrics(
 
 def _settings(method: Method) -> dict[str, Any]:
     return asdict(method)  # pyright: ignore
+
+
+QUARTER, TENTH = 4, 10
+
+
+def agreement(predicted: Float[Tensor, "N K"], targets: Float[Tensor, "N K"]) -> dict[str, float]:
+    """Means over heads: R2, rank correlation, and overlap of the best quarter and tenth."""
+    return {
+        "r2": float(explained(predicted, targets).mean()),
+        "spearman": float(rank_correlation(predicted, targets).mean()),
+        "top_quarter": float(top_overlap(predicted, targets, QUARTER).mean()),
+        "top_tenth": float(top_overlap(predicted, targets, TENTH).mean()),
+    }
+
+
+def explained(
+    predicted: Float[Tensor, "N K"], targets: Float[Tensor, "N K"]
+) -> Float[Tensor, " K"]:
+    """R2: share of the variance of the targets that the predictions explain."""
+    errors = (targets - predicted).double().square().sum(0)
+    spread = (targets - targets.mean(0)).double().square().sum(0)
+    return (1 - errors / spread.clamp(min=1e-30)).float()
+
+
+def rank_correlation(
+    predicted: Float[Tensor, "N K"], targets: Float[Tensor, "N K"]
+) -> Float[Tensor, " K"]:
+    """Spearman's rho; ties are ranked by position."""
+    ranks = [values.argsort(0).argsort(0).double() for values in (predicted, targets)]
+    centered = [rank - rank.mean(0) for rank in ranks]
+    lengths = [rank.square().sum(0).sqrt().clamp(min=1e-30) for rank in centered]
+    return ((centered[0] * centered[1]).sum(0) / (lengths[0] * lengths[1])).float()
+
+
+def top_overlap(
+    predicted: Float[Tensor, "N K"], targets: Float[Tensor, "N K"], part: int
+) -> Float[Tensor, " K"]:
+    """Share of the best 1 / `part` by targets that are among the best by predictions."""
+    count = max(len(targets) // part, 1)
+    marks = [
+        torch.zeros_like(values, dtype=torch.bool).scatter_(0, values.topk(count, 0).indices, True)
+        for values in (predicted, targets)
+    ]
+    return (marks[0] & marks[1]).sum(0) / count
+
+
+# First parts of the names of tensors in released files; NVIDIA's KVzap uses both.
+PREFIXES = ("layers", "module_list")
+
+
+def adopt_published(path: Path, method: str, spec: ModelSpec) -> LearnedWeights:
+    """Weights of a published file, with a card that names the file.
+
+    Tensors are named `layers.<n>.<tensor>` or `module_list.<n>.<tensor>`. Whether they were made
+    for this model cannot be seen from the file; their shapes must fit.
+
+    Raises:
+        ModelError: the file cannot be read, or has other tensors.
+    """
+    if path.suffix != SUFFIX:
+        raise ModelError(
+            f"{path} does not end in {SUFFIX}: other formats can run code, convert it where you "
+            "trust it."
+        )
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        with safe_open(path, "pt") as tensors:
+            given = {key: tensors.get_tensor(key).float() for key in tensors.keys()}  # noqa: SIM118
+        prefix = next(each for each in PREFIXES if all(k.startswith(f"{each}.") for k in given))
+        layers = split_layers(given, prefix)
+    except (SafetensorError, OSError, ValueError, StopIteration) as error:
+        raise ModelError(
+            f"{path} holds no weights by layer ({error}): tensors must be named "
+            "layers.<n>.<tensor>."
+        ) from error
+    card = Card(method, (spec.fingerprint,), f"sha256:{digest}")
+    learned = LearnedWeights(card, layers)
+    check_learned(learned, spec, method, METHODS.load(method)().gate())
+    return learned

@@ -6,8 +6,10 @@ offloaded count as host memory, too.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, MutableMapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from time import perf_counter
 
 from larder.core.errors import BudgetError
 from larder.server.session_state import SessionState
@@ -175,3 +177,38 @@ class TranscriptMemory:
         idle = [each for each in self._charged.values() if each.can_leave_memory]
         idle = [each for each in idle if not each.residency.is_resident]
         return sorted(idle, key=lambda each: (each.usage.is_pinned, each.usage.last_used))
+
+
+MIN_MOVES, MAX_MOVES = 3, 16  # measurements that an estimate needs, and those that are kept
+PROBE_INTERVAL = 16  # decisions after which a slow move is measured again
+
+
+class HostMoveRates:
+    """Measured rates of moves between the device and host memory.
+
+    The quickest of the latest moves counts: the others waited for something else.
+    """
+
+    def __init__(self) -> None:
+        self._rates = deque[float](maxlen=MAX_MOVES)  # bytes a second
+        self._decisions = 0
+
+    @contextmanager
+    def measure(self, count: int) -> Iterator[None]:
+        """Measure a move of `count` bytes."""
+        started = perf_counter()
+        yield
+        seconds = perf_counter() - started
+        if count > 0 and seconds > 0:
+            self.note(count, seconds)
+
+    def note(self, count: int, seconds: float) -> None:
+        """Record a move."""
+        self._rates.append(count / seconds)
+
+    def is_slower(self, count: int, seconds: float) -> bool:
+        """True if a move of `count` bytes takes longer than `seconds`, as far as is known."""
+        if len(self._rates) < MIN_MOVES or count <= seconds * max(self._rates):
+            return False
+        self._decisions += 1
+        return self._decisions % PROBE_INTERVAL != 0

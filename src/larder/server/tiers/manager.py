@@ -19,8 +19,7 @@ from larder.server.persistence.base import Durability
 from larder.server.session_state import COPIES, SavedCache, SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.disk import DiskTier, DiskTierWriter, LoadedCaches, install_caches
-from larder.server.tiers.host import ChatHostMemory, TranscriptMemory
-from larder.server.tiers.move_rates import HostMoveRates
+from larder.server.tiers.host import ChatHostMemory, HostMoveRates, TranscriptMemory
 from larder.store.eviction.base import Candidate, CandidateColumns, EvictionPolicy
 from larder.store.ledger import NO_TENANT, ByteLedger, Reservation, Tier
 
