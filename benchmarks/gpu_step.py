@@ -5,9 +5,10 @@
 
 Caches hold random entries, in ragged ones half to one and a half of a quarter per head. Cases:
 `eager` and `graph` are Larder over pages, step by step and captured; `DynamicCache` is transformers
-with sdpa; `kvpress` is its KnormPress at a quarter, where it is installed. Medians in milliseconds,
-in brackets times the limit, which is bytes over the bandwidth of a copy measured first. Without a
-GPU it exits with 2. `--check` only looks for the GPU and compares logits.
+with sdpa; `StaticCache` is transformers compiled, at the batch sizes of `--compiled`; `kvpress` is
+its KnormPress at a quarter, where it is installed. Medians in milliseconds, in brackets times the
+limit, which is bytes over the bandwidth of a copy measured first. Without a GPU it exits with 2.
+`--check` only looks for the GPU and compares logits; `--profile` lists the kernels of one step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from larder.cache import PageArena, SequenceCache
 from larder.core import Mode
@@ -102,6 +103,9 @@ def larder_times(
         for layer, own in zip(decoder.spec.layers, cache.lengths(), strict=True)
     )
     ids = (TOKEN,) * rows
+    if options.profile:
+        graphs.step(caches, ids)
+        print_kernels(lambda: graphs.step(caches, ids))
     return {
         "bytes": held,
         "eager": milliseconds(eager_step(decoder, caches), device, options.steps),
@@ -122,6 +126,39 @@ def dynamic_step(model: Any, cache: DynamicCache, rows: int, position: int) -> S
     return step
 
 
+@torch.no_grad()
+def compiled_step(model: Any, rows: int, entries: int) -> Step:
+    """Compiled steps of transformers over a StaticCache, each at the next place of the cache."""
+    device = model.device
+    cache = StaticCache(config=model.config, max_cache_len=entries + ROOM)
+    ids = torch.randint(3, model.config.vocab_size, (rows, entries), device=device)
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False)
+    tokens = torch.full((rows, 1), TOKEN, device=device)
+    places = iter(range(entries, entries + ROOM))
+
+    @torch.no_grad()
+    def step() -> None:
+        at = torch.full((rows, 1), next(places), device=device)
+        compiled(tokens, position_ids=at, past_key_values=cache, logits_to_keep=1)
+
+    return step
+
+
+def print_kernels(step: Step) -> None:
+    """Print the kernels of a step that take the most time of the GPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    step()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        step()
+        torch.cuda.synchronize()
+    table = seen.key_averages().table(
+        sort_by="cuda_time_total", row_limit=14, max_name_column_width=60
+    )
+    print(table)
+
+
 def random_dynamic_cache(decoder: Decoder, rows: int, entries: int) -> DynamicCache:
     cache, spec = DynamicCache(config=decoder.module.config), decoder.spec
     for layer in spec.layers:
@@ -139,7 +176,8 @@ def pressed_cache(model: Any, rows: int, entries: int) -> DynamicCache:
     ids = torch.randint(3, model.config.vocab_size, (1, entries), device=model.device)
     cache = DynamicCache(config=model.config)
     with KnormPress(compression_ratio=1 - 1 / KEPT)(model):
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        places = torch.arange(entries, device=model.device)  # which later transformers do not pass
+        model(ids, past_key_values=cache, logits_to_keep=1, cache_position=places)
     cache.batch_repeat_interleave(rows)
     return cache
 
@@ -152,6 +190,9 @@ def peer_times(
     cache = random_dynamic_cache(decoder, rows, entries)
     step = dynamic_step(model, cache, rows, entries)
     times = {"DynamicCache": milliseconds(step, device, options.steps)}
+    if rows in options.compiled:
+        step = compiled_step(model, rows, entries)
+        times["StaticCache"] = milliseconds(step, device, options.steps)
     if find_spec("kvpress") is not None:
         step = dynamic_step(model, pressed_cache(model, rows, entries), rows, entries)
         times["kvpress"] = milliseconds(step, device, options.steps)
@@ -214,7 +255,7 @@ def measure(decoder: Decoder, options: argparse.Namespace) -> None:
         whole = larder_times(decoder, "dense", rows, options.entries, options)
         quarter = larder_times(decoder, "ragged", rows, options.entries // KEPT, options)
         peers = peer_times(decoder, rows, options.entries, options)
-        whole["DynamicCache"] = peers["DynamicCache"]
+        whole |= {name: peers[name] for name in ("DynamicCache", "StaticCache") if name in peers}
         quarter |= {name: peers[name] for name in ("kvpress",) if name in peers}
         limits = [1000 * (weights + times["bytes"]) / speed for times in (whole, quarter)]
         print_row(rows, whole, quarter, (limits[0], limits[1]))
@@ -227,6 +268,8 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--entries", type=int, default=1024, help="of a head before steps")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--compiled", type=int, nargs="*", default=[1, 8], help="of StaticCache")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of each step")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=400.0, help="no further batch after it")
     parser.add_argument("--page-tokens", type=int, default=PAGE_TOKENS)
@@ -235,6 +278,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.tiny:
         options.model, options.entries, options.rows = "random:qwen3-tiny", 64, [1, 2]
+        options.compiled = [1]
         options.steps, options.page_tokens = 3, 16
     return options
 

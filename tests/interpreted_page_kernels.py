@@ -11,13 +11,14 @@ import torch
 
 from larder.ops import GroupReduction, SegmentTables, reference_paged_attention
 from larder.ops import pages as torch_pages
-from larder.ops.gpu import page_kernels
+from larder.ops.gpu import attention_kernel, page_kernels
 from paged_segments import PagedSegments, kept_places, padded_places, some_segments
 
 LENGTHS = (70, 0, 33, 1)
 CASES = (
     {"page_tokens": 16, "head_dim": 12, "queries": (3, 2)},
     {"page_tokens": 64, "head_dim": 64, "queries": (1, 1), "dtype": torch.bfloat16},
+    {"page_tokens": 32, "head_dim": 16, "queries": (2, 40)},  # several programs, none cut
 )
 
 
@@ -27,8 +28,21 @@ def on_device(segments: PagedSegments, device: str) -> PagedSegments:
     return PagedSegments(*(own.to(device) for own in sides), tables, segments.scaling)
 
 
+def check_append(own: PagedSegments) -> None:
+    kv_heads, head_dim = 2, own.keys.shape[2]
+    entries = torch.randn(2, 3, kv_heads, head_dim, device=own.keys.device).to(own.keys.dtype)
+    keys, values = entries.transpose(1, 2)  # as projections come, not contiguous
+    slots = torch.tensor([9, 3, 40, 17, 21, 5], device=own.keys.device)
+    pools = [(own.keys.clone(), own.values.clone()) for _ in range(2)]
+    page_kernels.append_step(pools[0], slots, keys, values)
+    torch_form(torch_pages.append_step, pools[1], slots, keys, values)
+    for one, other in zip(*pools, strict=True):
+        assert torch.equal(one, other)
+        assert not torch.equal(one, own.keys)
+
+
 def check_gather(own: PagedSegments) -> None:
-    layout = *own.layout, own.starts, sum(LENGTHS)
+    layout = *own.layout, own.starts, int(own.tables.lengths.sum())
     for stored in (own.keys, own.bias.unsqueeze(2)):
         got = page_kernels.gather_pages(stored, *layout)
         assert torch.equal(got, torch_form(torch_pages.gather_pages, stored, *layout))
@@ -36,7 +50,10 @@ def check_gather(own: PagedSegments) -> None:
 
 def check_compact(own: PagedSegments) -> None:
     for kept in (0.98, 0.4, 0.0):
-        padded, counts = (t.to(own.keys.device) for t in padded_places(kept_places(LENGTHS, kept)))
+        padded, counts = (
+            t.to(own.keys.device)
+            for t in padded_places(kept_places(own.tables.lengths.tolist(), kept))
+        )
         table, (one, other) = own.tables.table, (own.keys.clone(), own.keys.clone())
         page_kernels.compact_pages(one, table, table, padded, counts)
         torch_form(torch_pages.compact_pages, other, table, table, padded, counts)
@@ -58,6 +75,16 @@ def check_mass(own: PagedSegments) -> None:
             torch.testing.assert_close(one[1:], other[1:], atol=1e-4, rtol=1e-4)
 
 
+def check_attention(own: PagedSegments) -> None:
+    stored = own.queries, own.keys, own.values, own.tables, own.scaling
+    tolerance = 0.02 if own.keys.dtype == torch.bfloat16 else 1e-5
+    for bias, softcap in ((None, None), (own.bias, 1.5)):
+        got = attention_kernel.paged_attention(*stored, bias, softcap)
+        expected = reference_paged_attention(*stored, bias, softcap)
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one.float(), other, atol=tolerance, rtol=tolerance)
+
+
 def torch_form(form, *args):
     """The readable twin, also on a GPU."""
     former, torch_pages._kernels = torch_pages._kernels, lambda pool: None
@@ -69,7 +96,16 @@ def torch_form(form, *args):
 
 def main(device: str) -> None:
     cases = [on_device(some_segments(LENGTHS, **case), device) for case in CASES]
-    for name, check in (("gather", check_gather), ("compact", check_compact), ("mass", check_mass)):
+    # A segment of several pieces, whose parts are joined.
+    cases.append(on_device(some_segments((700, 300), page_tokens=128, head_dim=16), device))
+    checks = {
+        "append": check_append,
+        "gather": check_gather,
+        "compact": check_compact,
+        "mass": check_mass,
+        "attention": check_attention,
+    }
+    for name, check in checks.items():
         for own in cases:
             check(own)
         print(name)

@@ -45,11 +45,9 @@ def some_segments(
     num_pages, width = sum(counts) + 3, max(1, *counts)
     free = (1 + torch.randperm(num_pages - 1, generator=source)).tolist()
     table = torch.zeros(len(lengths), width, dtype=torch.int32)
-    order = torch.zeros(num_pages, dtype=torch.int32)
     for segment, count in enumerate(counts):
         pages, free = free[:count], free[count:]
         table[segment, :count] = torch.tensor(pages, dtype=torch.int32)
-        order[pages] = torch.arange(count, dtype=torch.int32)
     shape = num_pages, page_tokens, head_dim
     keys, values = torch.randn(2, *shape, generator=source).to(dtype)
     asked = torch.randn(len(lengths), *queries, head_dim, generator=source).to(dtype)
@@ -57,7 +55,7 @@ def some_segments(
     ahead = torch.arange(len(lengths) + 1, dtype=torch.int32)
     held = torch.tensor(lengths, dtype=torch.int32)
     offsets = ahead * queries[1], ahead * width * page_tokens
-    tables = SegmentTables(table, held, *offsets, order)
+    tables = SegmentTables(table, held, *offsets)
     return PagedSegments(keys, values, asked, bias, tables)
 
 

@@ -106,6 +106,8 @@ def checked(target: Any) -> Any:
         return target
     if not isinstance(target, FunctionType) or not target.__annotations__:
         return target
+    if "tl.constexpr" in target.__annotations__.values():  # Triton compiles the function itself
+        return target
     if isgeneratorfunction(target) or isasyncgenfunction(target):
         return jaxtyped(target, typechecker=beartype)
     return _when_called(target)

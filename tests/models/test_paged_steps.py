@@ -205,7 +205,7 @@ def test_a_full_arena_refuses_a_step_before_any_layer(decoder_over) -> None:
     decoder = decoder_over(AttentionBackend.CPU)
     caches = some_caches(decoder, "dense")
     pages = decoder.spec.arena.pages[1]
-    held = pages.take([0] * pages.free_pages)
+    held = pages.take(pages.free_pages)
     before = caches[0].next_position, caches[0].lengths()
     with pytest.raises(CacheError, match="larger num_pages"):
         for token in range(20, 20 + 9):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 
@@ -15,6 +18,7 @@ from larder.ops import (
     gathered_attention,
     reference_paged_attention,
 )
+from larder.ops import paged_attention as paged_attention_module
 from larder.ops.attention import attention
 from larder.ops.gpu import varlen
 from larder.ops.paged_attention import paged_attention
@@ -22,8 +26,6 @@ from paged_segments import PagedSegments, some_segments
 
 LENGTHS = (9, 0, 4, 1, 12)
 LONG = (300, 1, 512, 77)
-# On a CPU flex_attention computes all logits, which torch warns of.
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
 def stored(own: PagedSegments) -> tuple:
@@ -61,15 +63,6 @@ def test_backends_equal_the_loop(queries, softcap, is_biased, backend) -> None:
     assert_close(got, reference_paged_attention(*stored(own), bias, softcap))
 
 
-@pytest.mark.slow  # torch imports its compiler
-@pytest.mark.parametrize("is_biased", [False, True])
-def test_flex_equals_the_loop(is_biased) -> None:
-    own = some_segments(LENGTHS, page_tokens=4, queries=(2, 3))
-    bias, softcap = (own.bias, 1.5) if is_biased else (None, None)
-    got = paged_attention(*stored(own), AttentionBackend.FLEX, bias, softcap)
-    assert_close(got, reference_paged_attention(*stored(own), bias, softcap))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("queries", [(2, 1), (3, 4)])
 def test_varlen_is_called_as_it_requires(queries) -> None:
@@ -88,7 +81,7 @@ def test_pages_that_varlen_does_not_take_are_noticed() -> None:
 
 
 def test_biases_and_softcaps_go_where_they_are_taken() -> None:
-    assert AttentionBackend.VARLEN.with_bias() is AttentionBackend.FLEX
+    assert AttentionBackend.VARLEN.with_bias() is AttentionBackend.GATHERED
     assert AttentionBackend.CPU.with_bias() is AttentionBackend.CPU
 
 
@@ -97,13 +90,27 @@ def test_the_backend_of_a_device(monkeypatch) -> None:
     assert choose_backend(torch.device("cpu"), *form) is AttentionBackend.CPU
     assert choose_backend(torch.device("mps"), *form) is AttentionBackend.GATHERED
     gpu = torch.device("cuda")
-    assert choose_backend(gpu, torch.float32, 64, PAGE_TOKENS) is AttentionBackend.FLEX
-    assert choose_backend(gpu, torch.bfloat16, 64, 128) is AttentionBackend.FLEX
-    assert choose_backend(gpu, torch.bfloat16, 64, 16) is AttentionBackend.GATHERED
+    monkeypatch.setattr(paged_attention_module, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "larder.ops.gpu.attention_kernel", kernels_for(16))
+    assert choose_backend(gpu, *form) is AttentionBackend.TRITON
+    assert choose_backend(gpu, torch.bfloat16, 64, 8) is AttentionBackend.GATHERED
+    monkeypatch.setattr(paged_attention_module, "find_spec", lambda name: None)
+    assert choose_backend(gpu, torch.float32, 64, PAGE_TOKENS) is AttentionBackend.GATHERED
+    assert choose_backend(gpu, torch.bfloat16, 64, 128) is AttentionBackend.GATHERED
     assert choose_backend(gpu, torch.bfloat16, 12, PAGE_TOKENS) is AttentionBackend.GATHERED
-    for is_there, expected in ((True, AttentionBackend.VARLEN), (False, AttentionBackend.FLEX)):
+    for is_there, expected in (
+        (True, AttentionBackend.VARLEN),
+        (False, AttentionBackend.GATHERED),
+    ):
         monkeypatch.setattr(varlen, "_is_available", lambda found=is_there: found)
         assert choose_backend(gpu, *form) is expected
+
+
+def kernels_for(smallest_page: int) -> ModuleType:
+    """Stand-in of the module of Triton kernels, which is importable where Triton is."""
+    module = ModuleType("attention_kernel")
+    vars(module)["supports"] = lambda page_tokens: page_tokens >= smallest_page
+    return module
 
 
 @torch.no_grad()

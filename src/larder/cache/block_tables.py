@@ -47,7 +47,7 @@ class LayerStep(NamedTuple):
         """
         kv_heads, batch_len, _ = keys.shape
         pages, layer = self.pages, self.pages.layer
-        pages.append(self.slots, *(side.transpose(0, 1).flatten(0, 1) for side in (keys, values)))
+        pages.append_step(self.slots, keys, values)
         own = queries.unflatten(0, (kv_heads, -1)).permute(2, 0, 1, 3)  # [B, K, R, D]
         out, lse = paged_attention(
             own.flatten(0, 1).unsqueeze(2),
@@ -155,4 +155,4 @@ def _layer_step(pages: LayerPages, slots: Tensor, table: Tensor, lengths: Tensor
     """Tables of one layer as views, with offsets that never change."""
     ahead = torch.arange(len(slots) + 1, dtype=torch.int32, device=table.device)
     room = table.shape[1] * pages.page_tokens
-    return LayerStep(pages, slots, SegmentTables(table, lengths, ahead, ahead * room, pages.order))
+    return LayerStep(pages, slots, SegmentTables(table, lengths, ahead, ahead * room))

@@ -23,7 +23,7 @@ from larder.core.errors import CacheError
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.ops.packing import copy_to_device
 from larder.ops.paged_attention import AttentionBackend
-from larder.ops.pages import SegmentTables, append_rows, compact_pages, gather_pages
+from larder.ops.pages import SegmentTables, append_rows, append_step, compact_pages, gather_pages
 
 NULL_PAGE = 0
 IntArray = NDArray[np.int64]
@@ -50,12 +50,9 @@ class LayerPages:
         shape = num_pages, page_tokens, layer.head_dim
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
-        # Number of each page within the segments that have it.
-        self.order = torch.zeros(num_pages, dtype=torch.int32, device=device)
         self.page_bytes = page_tokens * (2 * layer.head_dim * dtype.itemsize + POSITION_BYTES)
         self.sinks = torch.tensor(layer.sinks, dtype=torch.float32, device=device)
         self.serials = count()  # of leases
-        self._order = np.zeros(num_pages, np.int32)
         self._holders = [0] * num_pages
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))
 
@@ -69,24 +66,21 @@ class LayerPages:
         """Pages that no lease holds."""
         return len(self._free)
 
-    def take(self, numbers: Sequence[int]) -> list[int]:
-        """Free pages, for the given numbers within their segments.
+    def take(self, wanted: int) -> list[int]:
+        """Free pages, as many as wanted.
 
         Raises:
             CacheError: there are not as many; nothing was taken.
         """
-        if len(numbers) > len(self._free):
+        if wanted > len(self._free):
             raise CacheError(
-                f"Layer {self.layer.index} needs {len(numbers)} more pages of {self.page_tokens} "
+                f"Layer {self.layer.index} needs {wanted} more pages of {self.page_tokens} "
                 f"entries, but {len(self._free)} of {self.num_pages - 1} are free: give PageArena "
                 "a larger num_pages, drop caches, or take a smaller budget."
             )
-        pages = [self._free.pop() for _ in numbers]
-        for page, number in zip(pages, numbers, strict=True):
+        pages = [self._free.pop() for _ in range(wanted)]
+        for page in pages:
             self._holders[page] = 1
-            if self._order[page] != number:
-                self._order[page] = number
-                self.order[page] = number
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
@@ -116,6 +110,15 @@ class LayerPages:
         """Write keys and values of new entries into rows of the pool."""
         append_rows(self.keys, slots, keys)
         append_rows(self.values, slots, values)
+
+    def append_step(
+        self,
+        slots: Int64[Tensor, " S"],
+        keys: Float[Tensor, "K B D"],
+        values: Float[Tensor, "K B D"],
+    ) -> None:
+        """Write one entry of each head of B sequences; segment b * K + k is head k of b."""
+        append_step((self.keys, self.values), slots, keys, values)
 
 
 class PageLease:
@@ -168,7 +171,7 @@ class PageLease:
         missing = [range(have, want) for have, want in zip(counts, wanted, strict=True)]
         written = [self._written_pages(head) for head in range(len(counts))]
         copied = [[n for n in own if self._is_shared(head, n)] for head, own in enumerate(written)]
-        taken = iter(self.pool.take([n for group in (*missing, *copied) for n in group]))
+        taken = iter(self.pool.take(sum(map(len, (*missing, *copied)))))
         for pages, numbers in zip(self._pages, missing, strict=True):
             pages += [next(taken) for _ in numbers]
         for head, numbers in enumerate(copied):
@@ -229,7 +232,7 @@ class PageLease:
             for number, page in enumerate(pages[: counts[head]])
             if self.pool.is_shared(page)
         ]
-        fresh = self.pool.take([number for _, number in shared])
+        fresh = self.pool.take(len(shared))
         for (head, number), page in zip(shared, fresh, strict=True):
             self._replace(head, number, page)
         self._changed()
@@ -252,7 +255,7 @@ class PageLease:
         offsets = torch.arange(heads + 1, dtype=torch.int32, device=device)
         table = copy_to_device(self.table, device)
         lengths = copy_to_device(self.lengths.astype(np.int32), device)
-        return SegmentTables(table, lengths, offsets * query_len, offsets * room, self.pool.order)
+        return SegmentTables(table, lengths, offsets * query_len, offsets * room)
 
     def gather(self) -> tuple[Tensor, Tensor, Int[Tensor, " T"]]:
         """Copies of keys, values and positions of all heads, end to end."""

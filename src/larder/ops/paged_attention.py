@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from jaxtyping import Float
@@ -29,15 +30,15 @@ class AttentionBackend(Enum):
     REFERENCE: one segment after the other, the readable loop.
     CPU: the compiled kernel of `ops.cpu`.
     GATHERED: torch on padded copies of the pages; on any device, without a kernel.
+    TRITON: kernels of our own over the pages in place, which take biases and a softcap.
     VARLEN: `varlen_attn` of torch (FlashAttention) over the pages in place.
-    FLEX: `flex_attention` of torch over the pages in place, which takes biases and a softcap.
     """
 
     REFERENCE = "reference"
     CPU = "cpu"
     GATHERED = "gathered"
+    TRITON = "triton"
     VARLEN = "varlen"
-    FLEX = "flex"
 
     @property
     def is_capturable(self) -> bool:
@@ -46,7 +47,7 @@ class AttentionBackend(Enum):
 
     def with_bias(self) -> AttentionBackend:
         """Backend for logits with biases or a softcap: `varlen_attn` takes neither."""
-        return AttentionBackend.FLEX if self is AttentionBackend.VARLEN else self
+        return AttentionBackend.GATHERED if self is AttentionBackend.VARLEN else self
 
 
 def choose_backend(
@@ -57,12 +58,15 @@ def choose_backend(
         return AttentionBackend.CPU
     if device.type != "cuda":
         return AttentionBackend.GATHERED
-    from larder.ops.gpu import flex, varlen
+    if find_spec("triton") is not None:
+        from larder.ops.gpu import attention_kernel
 
-    if varlen.supports(dtype, head_dim, page_tokens):
-        return AttentionBackend.VARLEN
-    fits = flex.supports(head_dim, page_tokens)
-    return AttentionBackend.FLEX if fits else AttentionBackend.GATHERED
+        if attention_kernel.supports(page_tokens):
+            return AttentionBackend.TRITON
+    from larder.ops.gpu import varlen
+
+    fits = varlen.supports(dtype, head_dim, page_tokens)
+    return AttentionBackend.VARLEN if fits else AttentionBackend.GATHERED
 
 
 def paged_attention(
@@ -143,5 +147,5 @@ _FORMS: dict[AttentionBackend, Callable[[], Form]] = {
     AttentionBackend.GATHERED: lambda: gathered_attention,
     AttentionBackend.CPU: _form("larder.ops.cpu.paged_attention", "paged_attention"),
     AttentionBackend.VARLEN: _form("larder.ops.gpu.varlen", "paged_attention"),
-    AttentionBackend.FLEX: _form("larder.ops.gpu.flex", "paged_attention"),
+    AttentionBackend.TRITON: _form("larder.ops.gpu.attention_kernel", "paged_attention"),
 }

@@ -30,14 +30,12 @@ class SegmentTables(NamedTuple):
         table: pages of each segment, in order, 0 behind its last one.
         lengths: entries of each segment.
         query_offsets: s * Q, and key_offsets: s * W * P, for each s up to S.
-        order: of each page of the pool, its number within the segments that have it.
     """
 
     table: Int32[Tensor, "S W"]
     lengths: Int32[Tensor, " S"]
     query_offsets: Int32[Tensor, " S1"]
     key_offsets: Int32[Tensor, " S1"]
-    order: Int32[Tensor, " N"]
 
 
 def append_rows(
@@ -45,6 +43,19 @@ def append_rows(
 ) -> None:
     """Write rows of new entries into their slots, rows of the pool without repeats."""
     pool.flatten(0, 1).index_copy_(0, slots, rows)
+
+
+def append_step(
+    pools: tuple[Shaped[Tensor, "N P D"], Shaped[Tensor, "N P D"]],
+    slots: Int64[Tensor, " S"],
+    keys: Float[Tensor, "K B D"],
+    values: Float[Tensor, "K B D"],
+) -> None:
+    """Write one key and value of each head of each sequence; segment b * K + k is head k of b."""
+    if (kernels := _kernels(pools[0])) is not None:
+        return kernels.append_step(pools, slots, keys, values)
+    for pool, rows in zip(pools, (keys, values), strict=True):
+        append_rows(pool, slots, rows.transpose(0, 1).flatten(0, 1))
 
 
 def place_rows(

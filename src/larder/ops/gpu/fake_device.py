@@ -162,7 +162,7 @@ def _answer_varlen(
     _require(len(queries) == segments * query_len, "as many queries as the offsets say")
     _require(table.shape[1] * pages == key_len, "room of the table as max_k")
     own = queries.unflatten(0, (segments, query_len)).transpose(1, 2)
-    tables = SegmentTables(table, lengths, query_offsets, key_offsets, lengths)
+    tables = SegmentTables(table, lengths, query_offsets, key_offsets)
     out, lse = reference_paged_attention(own, keys[:, :, 0], values[:, :, 0], tables, scaling)
     rows = out.transpose(1, 2).flatten(0, 1).to(queries.dtype)
     state = torch.zeros(2, dtype=torch.uint64)

@@ -1,4 +1,4 @@
-"""Triton kernels over pages: gather, eviction gather and column statistics.
+"""Triton kernels over pages: appending, gather, eviction gather and column statistics.
 
 They have the signatures of `ops.pages`, whose torch forms are their readable twins. One program
 handles a block of rows of one segment; the eviction gather one segment from front to back, because
@@ -18,6 +18,22 @@ from larder.ops.column_statistics import GroupReduction
 
 BLOCK = 64  # rows of a program
 REDUCTIONS = {GroupReduction.SUM: 0, GroupReduction.MEAN: 1, GroupReduction.MAX: 2}
+
+
+def append_step(
+    pools: tuple[Shaped[Tensor, "N P D"], Shaped[Tensor, "N P D"]],
+    slots: Int64[Tensor, " S"],
+    keys: Float[Tensor, "K B D"],
+    values: Float[Tensor, "K B D"],
+) -> None:
+    """One entry of each head of each sequence; see `ops.pages.append_step`."""
+    kv_heads, batch_len, head_dim = keys.shape
+    strides = *keys.stride(), *values.stride()
+    padded = triton.next_power_of_2(head_dim)
+    grid = (kv_heads * batch_len,)
+    _launch(
+        _append, grid, *pools, slots, keys, values, kv_heads, *strides, D=head_dim, PADDED=padded
+    )
 
 
 def gather_pages(
@@ -93,6 +109,34 @@ def _sizes(pool: Tensor) -> dict[str, Any]:
     page_tokens, head_dim = pool.shape[1:]
     padded = triton.next_power_of_2(head_dim)
     return {"P": page_tokens, "D": head_dim, "PADDED": padded, "BLOCK": BLOCK}
+
+
+@triton.jit
+def _append(
+    key_pool,
+    value_pool,
+    slots,
+    keys,
+    values,
+    kv_heads,
+    key_head,
+    key_row,
+    key_dim,
+    value_head,
+    value_row,
+    value_dim,
+    D: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    segment = tl.program_id(0)
+    row, head = segment // kv_heads, segment % kv_heads
+    slot = tl.load(slots + segment)
+    dims = tl.arange(0, PADDED)
+    mask = dims < D
+    own = tl.load(keys + head * key_head + row * key_row + dims * key_dim, mask=mask)
+    tl.store(key_pool + slot * D + dims, own, mask=mask)
+    own = tl.load(values + head * value_head + row * value_row + dims * value_dim, mask=mask)
+    tl.store(value_pool + slot * D + dims, own, mask=mask)
 
 
 @triton.jit
