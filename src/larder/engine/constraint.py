@@ -32,7 +32,7 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True)
 class Constraint:
-    """What an answer must match.
+    """Grammar that an answer must match.
 
     Args:
         grammar: grammar in the form of llguidance; `json_constraint` and others make it.

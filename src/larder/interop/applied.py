@@ -23,7 +23,7 @@ GIVEN_BY_CALLER = "_is_user_defined"
 
 
 class AppliedPolicy:
-    """What `applied` yields: the cache of the latest `generate()`, None before it.
+    """Holder of the cache of the latest `generate()` inside `applied`; None before it.
 
     Args:
         create: makes an empty cache.

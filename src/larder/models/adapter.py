@@ -29,7 +29,7 @@ LOAD_FAILURES = (
 
 
 class AdapterMode(Enum):
-    """How an adapter is applied.
+    """Way in which an adapter is applied.
 
     MERGED: added to the weights once; a step takes no longer than without it.
     LIVE: computed beside the weights, which stay as they are and can be quantized.

@@ -350,7 +350,7 @@ class ForwardBatch:
             self._observer(index, layer, seen)
 
     def _inputs(self, index: int) -> dict[str, Tensor]:
-        """What was captured of the new tokens of one segment, and numbers of its images."""
+        """Captured inputs of the new tokens of one segment, and numbers of its images."""
         inputs = _image_inputs(self.segments[index], self._positions[index].device)
         if not self.captured:
             return inputs

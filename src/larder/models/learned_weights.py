@@ -101,7 +101,7 @@ class LearnedWeights:
 
 
 def learned_file(fingerprint: str, name: str) -> Path:
-    """Where weights are written."""
+    """Path that weights are written to."""
     return home() / fingerprint / f"{name}{SUFFIX}"
 
 

@@ -25,7 +25,7 @@ PAGE_TOKENS = 256
 
 
 class AttentionBackend(Enum):
-    """What attends.
+    """Implementation of attention over pages.
 
     REFERENCE: one segment after the other, the readable loop.
     CPU: the compiled kernel of `ops.cpu`.

@@ -65,7 +65,7 @@ class ContextText:
 
 @dataclass(frozen=True)
 class ContextReuse:
-    """What was reused of the contexts of a prefill.
+    """Reuse of the contexts of a prefill.
 
     Args:
         tokens: number of tokens of each context.
@@ -136,7 +136,7 @@ class Schedule(ABC):
 
     @property
     def scoring(self) -> ReducedScorer | None:
-        """What chooses the tokens that go deeper; None for the scorer of the policy."""
+        """Scorer of the tokens that go deeper; None for the scorer of the policy."""
         return None
 
     @property
@@ -156,7 +156,7 @@ class Schedule(ABC):
 
     @property
     def turn_rule(self) -> TurnRule:
-        """What the end of a turn of a conversation changes."""
+        """Changes at the end of a turn of a conversation."""
         return TurnRule()
 
     @abstractmethod

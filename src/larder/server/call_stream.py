@@ -29,7 +29,7 @@ class CallDelta:
 
 
 class _CallStage(Enum):
-    """What the next characters are."""
+    """Kind of the next characters."""
 
     CONTENT = auto()  # or the beginning of the first call
     CALL = auto()

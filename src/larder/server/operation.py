@@ -104,7 +104,7 @@ class Operation(Generic[P, R]):
 
     @property
     def description(self) -> str:
-        """What the operation does, in the OpenAPI document."""
+        """Description of the operation in the OpenAPI document."""
         return inspect.getdoc(self.run) or ""
 
     @property

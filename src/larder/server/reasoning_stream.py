@@ -9,7 +9,7 @@ from larder.server.tool_parsers.base import marker_start
 
 
 class _ReasoningStage(Enum):
-    """What the next characters are."""
+    """Kind of the next characters."""
 
     START = auto()
     REASONING = auto()

@@ -296,7 +296,7 @@ class Policy:
 
     @property
     def turn_rule(self) -> TurnRule:
-        """What the end of a turn of a conversation changes for entries."""
+        """Changes to entries at the end of a turn of a conversation."""
         return self.schedule.turn_rule.protecting(self.protect.sinks)
 
     @property

@@ -58,7 +58,7 @@ class Method(ABC):
 
     @abstractmethod
     def target(self, labels: Float[Tensor, "N K"]) -> Float[Tensor, "N K"]:
-        """What the gate is fitted to."""
+        """Targets that the gate is fitted to."""
 
     @abstractmethod
     def fit(self, data: LayerData, layer: LayerSpec, seed: int) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ PASSAGE_TOKENS = 768  # KVzap's texts have 750 to 1,250: softmax shares depend o
 
 @dataclass(frozen=True)
 class LabelSettings:
-    """How much of a corpus is labelled, and how it is cut.
+    """Size of the labelled part of a corpus, and of its passages.
 
     Args:
         tokens: labelled tokens, at least; all passages where the corpus has fewer.

@@ -39,7 +39,7 @@ ITEMS = "items"
 
 
 class Rounding(Enum):
-    """Whether this processor rounds as that of a committed row; `OTHER` if that one is unknown."""
+    """Comparison of roundings of this processor and that of a committed row; `OTHER` if unknown."""
 
     SAME = "same"
     OTHER = "other"

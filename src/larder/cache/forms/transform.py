@@ -286,7 +286,7 @@ class TransformLayer(MixedLayer):
         return {index: done.get(index, plan) for index, plan in plans.items()}
 
     def fit_layer(self, plan: Plan) -> FitLayer:
-        """What the fit of a plan with grades needs of the layer."""
+        """Figures of the layer that the fit of a plan with grades needs."""
         grades = self._new_grades(plan, self.entries(), no_merges(self._ragged.entries().keys))
         coded, tiers = plan.kept.cpu()[grades > 0], (grades[grades > 0] - TIER_GRADE).char()
 

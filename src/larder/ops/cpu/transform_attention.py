@@ -43,7 +43,7 @@ class TransformAttentionCall(Structure):
 
 @dataclass(frozen=True)
 class TransformedHeads:
-    """What attention to coded entries of a layer needs beside them.
+    """Matrices that attention to the coded entries of a layer needs.
 
     Args:
         inverse: matrices from components to keys (0) and values (1).

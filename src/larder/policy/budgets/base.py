@@ -107,7 +107,7 @@ class Budget(PolicyPart, ABC):
     def step_quota(
         self, scalars: Mapping[str, Float[Tensor, " K"]], quota: int, tokens: int
     ) -> StepQuota | None:
-        """What `choose` does in a decode step, if each head keeps its own best; else None.
+        """Quota form of `choose` in a decode step, if each head keeps its own best; else None.
 
         Args:
             scalars: ledger scalars of the layer.

@@ -114,7 +114,7 @@ def _kept(scores: Float[Tensor, " S"], protected: Bool[Tensor, " S"]) -> Bool[Te
 
 
 def _cheapest(own: HeadPolicies, threshold: float) -> Bool[Tensor, " S"]:
-    """What the first policy keeps that recovers the threshold."""
+    """Entries kept by the first policy that recovers the threshold."""
     fits = (number for number, share in enumerate(own.shares) if share >= threshold)
     return own.marks[next(fits, len(own.shares) - 1)]
 

@@ -116,7 +116,7 @@ class Subgen(Compensation):
         packed: Int64[Tensor, " F"],
         mass: float,
     ) -> Sketch:
-        """What is known of the unprotected entries of a head.
+        """Sketch of the unprotected entries of a head.
 
         Args:
             free: their numbers in the head.

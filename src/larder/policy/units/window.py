@@ -28,7 +28,7 @@ EVEN = 1e-9  # 100 * 0.29 is a little less than 29
 
 
 class Task(Enum):
-    """Whether to locate or to gather: as `best` says, or as the end of the text does."""
+    """Source of the task, to locate or to gather: `best`, or the end of the text."""
 
     GIVEN = "given"
     FOUND = "found"

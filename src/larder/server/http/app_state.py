@@ -30,8 +30,7 @@ SESSION_HEADERS = (
 
 
 class Unsupported(Enum):
-    """What becomes of fields and parts of schemas that are not supported, but would change the
-    answer."""
+    """Treatment of unsupported fields and parts of schemas that would change the answer."""
 
     REFUSED = "refused with 400"
     IGNORED = "ignored, and named in the warnings of the answer"

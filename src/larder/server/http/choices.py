@@ -203,7 +203,7 @@ async def chunk_events(
 
 @dataclass
 class _ChoiceText:
-    """What there is of one answer.
+    """Text and log-probabilities of one answer so far.
 
     Args:
         text: text so far, the echoed prompt included.
@@ -238,7 +238,7 @@ class _ChoiceText:
             self.report = item
 
     def choice(self, form: AnswerFormat) -> dict[str, Any]:
-        """What the choice of a whole answer has of its text."""
+        """Fields of the choice of a whole answer that its text fills."""
         if self.answer_form.is_plain:
             return form.choice(self.text)
         return {"message": message_json(self.answer_form.parse(self.text))}

@@ -81,7 +81,7 @@ class AnswerRequest(GenerationRequest):
     structured_outputs: dict[str, Any] | None = None
 
     def constraint(self, unsupported: Unsupported) -> Constraint | None:
-        """What the answer must match; of what is not enforced a warning says so.
+        """Constraint that the answer must match; warnings name what is not enforced.
 
         Raises:
             ApiError: 400 for a constraint that is malformed or cannot be enforced.

@@ -237,7 +237,7 @@ class MessagesRequest(CountRequest):
     stop_sequences: Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
 
     def constraint(self, unsupported: Unsupported) -> Constraint | None:
-        """What the answer must match, by `output_config.format`.
+        """Constraint that the answer must match, by `output_config.format`.
 
         Raises:
             ApiError: 400 for a format that is malformed or cannot be enforced.

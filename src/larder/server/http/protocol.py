@@ -112,7 +112,7 @@ class GenerationRequest(JsonBody):
 
     @property
     def warnings(self) -> list[str]:
-        """What the answer says was ignored, a sentence each."""
+        """Warnings of the answer about what was ignored, a sentence each."""
         unknown = (f"{name[:100]!r} is no field of this endpoint" for name in self.unknown_fields)
         return [*(f"{each} and was ignored." for each in unknown), *self._warnings]
 

@@ -83,7 +83,7 @@ class ResponsesRequest(GenerationRequest):
         return given
 
     def constraint(self, unsupported: Unsupported) -> Constraint | None:
-        """What the answer must match, by `text.format`.
+        """Constraint that the answer must match, by `text.format`.
 
         Raises:
             ApiError: 400 for a format that is malformed or cannot be enforced.

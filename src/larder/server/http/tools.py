@@ -130,7 +130,7 @@ def chosen_form(
 def tool_constraint(
     tools: Sequence[Any] | None, choice: Any, form: AnswerForm
 ) -> Constraint | None:
-    """What forces the chosen calls; None where the model may choose.
+    """Constraint that forces the chosen calls; None where the model may choose.
 
     Raises:
         ApiError: 400: the choice is malformed, names no tool, or cannot be forced.

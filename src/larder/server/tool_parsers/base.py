@@ -85,7 +85,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class CallPlace:
-    """Where a call begins in a text, or where the search for one goes on once there is more text.
+    """Start of a call in a text, or the index from which the search continues with more text.
 
     Args:
         start: index of the JSON of the call, or the index before which none begins.
