@@ -89,7 +89,7 @@ $(DOCS_STAMP): $(STAMP)
 
 bench: $(STAMP) ## every benchmark that needs no GPU, one JSONL file each in results/
 	mkdir -p results
-	set -e; for file in $(filter-out benchmarks/gpu_step.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python "$$file"; done
+	set -e; for file in $(filter-out benchmarks/gpu_step.py benchmarks/engine_pages.py,$(wildcard benchmarks/[a-z]*.py)); do $(BIN)/python "$$file"; done
 
 studies: $(STAMP) ## measure every study anew into results/studies/ (CORPUS=FOLDER DATA=FOLDER)
 	set -e; for file in studies/*.toml; do name=$$(basename "$$file" .toml); \

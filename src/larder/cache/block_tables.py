@@ -43,7 +43,8 @@ class LayerStep(NamedTuple):
     ) -> Float[Tensor, "H B D"]:
         """Append an entry to every head, and attend: no read on the host, at fixed addresses.
 
-        The output is under the sinks of the layer, in the dtype of the queries.
+        The addresses are those of the pages until the arena grows. The output is under the sinks of
+        the layer, in the dtype of the queries.
         """
         kv_heads, batch_len, _ = keys.shape
         pages, layer = self.pages, self.pages.layer

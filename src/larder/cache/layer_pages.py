@@ -9,7 +9,7 @@ Not thread-safe.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from weakref import finalize
 
@@ -53,6 +53,8 @@ class LayerPages:
         self.page_bytes = page_tokens * (2 * layer.head_dim * dtype.itemsize + POSITION_BYTES)
         self.sinks = torch.tensor(layer.sinks, dtype=torch.float32, device=device)
         self.serials = count()  # of leases
+        # Called where pages are missing, with their number.
+        self.grow_arena: Callable[[int], None] = lambda missing: None
         self._holders = [0] * num_pages
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))
 
@@ -66,12 +68,30 @@ class LayerPages:
         """Pages that no lease holds."""
         return len(self._free)
 
+    def grow(self, num_pages: int) -> None:
+        """Have at least `num_pages` pages, in new memory with the entries of the present ones.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for them; nothing has changed.
+        """
+        held, stored = self.num_pages, (self.keys, self.values)
+        if held >= num_pages:
+            return
+        fresh = [own.new_zeros(num_pages, *own.shape[1:]) for own in stored]
+        for target, source in zip(fresh, stored, strict=True):
+            target[:held] = source
+        self.keys, self.values = fresh
+        self._holders += [0] * (num_pages - held)
+        self._free = [*range(num_pages - 1, held - 1, -1), *self._free]
+
     def take(self, wanted: int) -> list[int]:
         """Free pages, as many as wanted.
 
         Raises:
             CacheError: there are not as many; nothing was taken.
         """
+        if wanted > len(self._free):
+            self.grow_arena(wanted - len(self._free))
         if wanted > len(self._free):
             raise CacheError(
                 f"Layer {self.layer.index} needs {wanted} more pages of {self.page_tokens} "

@@ -1,11 +1,13 @@
 """Arena of pages: keys and values of all sequences of a model, in pages per layer.
 
-It is allocated once, so that addresses stay valid in a captured graph. Not thread-safe.
+Addresses stay valid in a captured graph until the arena grows. Not thread-safe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from weakref import WeakMethod
 
 import torch
 
@@ -23,6 +25,8 @@ class PageArena:
         num_pages: pages of each layer; a sequence takes at least one per kv head.
         page_tokens: entries of a page; FlashAttention 2 requires a multiple of 256.
         backend: attention over the pages; None for the fastest one of the device.
+        max_pages: pages of each layer that the arena grows to where none are free; None for
+            `num_pages`.
 
     Raises:
         CacheError: `num_pages` or `page_tokens` is below 1.
@@ -34,6 +38,7 @@ class PageArena:
         num_pages: int,
         page_tokens: int = PAGE_TOKENS,
         backend: AttentionBackend | None = None,
+        max_pages: int | None = None,
     ) -> None:
         if num_pages < 1 or page_tokens < 1:
             raise CacheError(
@@ -41,6 +46,7 @@ class PageArena:
                 f"page_tokens={page_tokens}."
             )
         layers = [layer for layer in spec.layers if can_page(layer)]
+        self._max_pages = max(num_pages, max_pages or 0)
         shape = len(layers), num_pages + 1, page_tokens
         self.positions = torch.zeros(shape, dtype=torch.int32, device=spec.device)
         self.pages: dict[int, LayerPages] = {}
@@ -49,11 +55,20 @@ class PageArena:
             own = backend or choose_backend(*form)
             self.pages[layer.index] = LayerPages(layer, spec.dtype, positions, own)
         self._steps: dict[int, BlockTables] = {}
+        if self._max_pages > num_pages:
+            grow = WeakMethod(self._grow)  # an arena in a cycle would be freed late
+            for own in self.pages.values():
+                own.grow_arena = partial(_call, grow)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the pages of all layers."""
         return sum(pages.num_pages * pages.page_bytes for pages in self.pages.values())
+
+    @property
+    def page_tokens(self) -> int:
+        """P, entries of a page."""
+        return self.positions.shape[2]
 
     def block_tables(self, batch_len: int, width: int) -> BlockTables:
         """Tables of steps of `batch_len` sequences, the same ones until they get too narrow.
@@ -84,6 +99,40 @@ class PageArena:
         tables = self.block_tables(len(leases), width)
         tables.update(leases, positions)
         return tables
+
+    def _grow(self, missing: int) -> None:
+        """Have twice as many pages of every layer, or `missing` more than now, up to the most.
+
+        Tables of steps, and graphs that were captured with them, are not valid afterwards.
+        """
+        num_pages = min(own.num_pages for own in self.pages.values())
+        wanted = min(max(2 * num_pages, num_pages + missing), self._max_pages + 1)
+        if wanted < num_pages + missing:
+            return
+        try:
+            self._move_positions(wanted)
+            for own in self.pages.values():
+                own.grow(wanted)
+        except torch.OutOfMemoryError:  # layers that have not grown keep what they had
+            return
+
+    def _move_positions(self, num_pages: int) -> None:
+        """Have positions of at least as many pages, in new memory."""
+        layers, held, page_tokens = self.positions.shape
+        if held >= num_pages:
+            return
+        positions = self.positions.new_zeros(layers, num_pages, page_tokens)
+        positions[:, :held] = self.positions
+        for own, view in zip(self.pages.values(), positions, strict=True):
+            own.positions = view
+        self.positions = positions
+        self._steps.clear()
+
+
+def _call(grow: WeakMethod[Callable[[int], None]], missing: int) -> None:
+    """Call the method of an arena that is still there."""
+    if (method := grow()) is not None:
+        method(missing)
 
 
 def can_page(layer: LayerSpec) -> bool:

@@ -71,6 +71,12 @@ class ModelOptions(OutputOptions):
             "is fast at it, else float32."
         ),
     ] = None
+    pages: Annotated[
+        str,
+        typer.Option(
+            help="on holds caches in pages of one arena, off does not.  Default: auto, on for CUDA."
+        ),
+    ] = "auto"
     adapter: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="LoRA adapter of the model, as peft saves it."),

@@ -20,9 +20,11 @@ from larder.engine.engine import Engine
 from larder.engine.generate import StoppingCriteria
 from larder.engine.progress_bar import progress_bar
 from larder.engine.sampler import SamplingParams
+from larder.models.captured_steps import describe_steps
 from larder.models.loader import SEED, LoadedModel, load
 from larder.models.packaged import PACKAGED_MODELS
-from larder.session.capacity import beyond_budget_line
+from larder.models.page_use import page_use
+from larder.session.capacity import beyond_budget_line, empty_cache
 from larder.session.default_policy import TextKind, default_policy, text_kind
 from larder.session.memory import CacheFigures, ConversationMemory, Coverage
 from larder.session.policy import Policy
@@ -166,7 +168,8 @@ def seed_model_line() -> str:
 def load_model(options: ModelOptions, adapter: str | None) -> LoadedModel:
     """Model of the options under an adapter."""
     with progress_bar(f"Loading {options.model}"):
-        return load(options.model, options.device, options.dtype, adapter, options.adapter_mode)
+        kind = options.device, options.dtype, adapter, options.adapter_mode
+        return load(options.model, *kind, pages=options.pages)
 
 
 def engine_over(options: ModelOptions, loaded: LoadedModel) -> Engine:
@@ -200,6 +203,7 @@ def check_model_options(options: ModelOptions) -> Policy:
     )
     _check_sizes(options)
     _check_decoding(options)
+    page_use(options.pages, "--pages")
     return policy
 
 
@@ -263,6 +267,10 @@ def prefill_run(
             memory, resumed = prefill_or_restore(engine, keeper, conversation, prompts, watch)
     if resumed is not None:
         print_resume_result(conversation.name, resumed)
+    if engine.loaded.decoder.spec.device.type != "cpu":
+        decoder = engine.loaded.decoder
+        how = describe_steps(decoder, empty_cache(memory.policy, decoder.spec))
+        progress_console().print(f"Decode steps run {how}.", soft_wrap=True)
     return QuestionRun(engine, memory, memory.figures.peak_kv_bytes)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Protocol, TypeVar, runtime_checkable
@@ -119,6 +119,11 @@ class EntryArena(Protocol):
         """Bytes of the arena."""
         ...
 
+    @property
+    def page_tokens(self) -> int:
+        """Entries of one kv head that are allocated together."""
+        ...
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -141,6 +146,11 @@ class ModelSpec:
     numbers: tuple[int, ...] = ()
     recurrent: tuple[RecurrentSpec, ...] = ()
     arena: EntryArena | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def on_host(self) -> ModelSpec:
+        """Specification of caches in host memory, each with storage of its own."""
+        return replace(self, device=torch.device("cpu"), arena=None)
 
     def index_of(self, number: int) -> int:
         """Index in `layers` of the layer with a number in the model."""

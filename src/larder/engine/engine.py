@@ -116,6 +116,7 @@ class Engine:
         device_map: DeviceMap | None = None,
         tokenizer: Any = None,
         processor: Any = None,
+        pages: str = "auto",
     ) -> Engine:
         """Load a model under a policy; the bundled model is the default.
 
@@ -146,6 +147,8 @@ class Engine:
             processor: a processor of transformers, or the name or folder of one, for a model with
                 a vision tower; None for the one that was saved with it, which is loaded when
                 images are first given. It needs the extra `larder[vision]`.
+            pages: `"on"` to hold caches in pages of one arena, `"off"` not to, `"auto"` for pages
+                on CUDA; `larder.models.describe_steps` tells how steps then run.
 
         Returns:
             Engine with the verified model: its logits through Larder's attention equal its own.
@@ -161,7 +164,7 @@ class Engine:
         SizeOptions(budget, block)  # validated before a model is loaded
         hub = {"revision": revision, "device_map": device_map, "tokenizer": tokenizer}
         kind = (device, dtype, adapter, adapter_mode)
-        loaded = load(model, *kind, **hub, processor=processor)
+        loaded = load(model, *kind, **hub, processor=processor, pages=pages)
         return cls(loaded, policy=chosen, budget=budget, block=block)
 
     @checked_call

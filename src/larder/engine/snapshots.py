@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -40,7 +39,7 @@ class ModelSnapshots:
     def __init__(self, store: Store, loaded: LoadedModel, codec: str = RAW_CODEC) -> None:
         self.store, self.codec = store, codec
         # Snapshots lie in host memory, whatever device the caches are used on.
-        self.host_spec = replace(loaded.decoder.spec, device=torch.device("cpu"))
+        self.host_spec = loaded.decoder.spec.on_host
         self.identity = identity_of_model(loaded)
 
     def snapshot(

@@ -13,6 +13,8 @@ from .cacheblend import ContextChunk as ContextChunk
 from .cacheblend import blend as blend
 from .calibration import MEASUREMENTS as MEASUREMENTS
 from .calibration import calibrate as calibrate
+from .captured_steps import CapturedSteps as CapturedSteps
+from .captured_steps import describe_steps as describe_steps
 from .decode_graph import CudaGraphCapture as CudaGraphCapture
 from .decode_graph import DecodeGraphs as DecodeGraphs
 from .decode_graph import EagerCapture as EagerCapture
@@ -21,10 +23,10 @@ from .decoder import NO_INPUTS as NO_INPUTS
 from .decoder import Decoder as Decoder
 from .decoder import Inputs as Inputs
 from .decoder import TokenNumbers as TokenNumbers
-from .decoder import TorchProducts as TorchProducts
 from .decoder_stack import DecoderStack as DecoderStack
 from .decoder_stack import FewRowsHead as FewRowsHead
 from .few_rows import FewRows as FewRows
+from .few_rows import TorchProducts as TorchProducts
 from .forward_batch import BatchSegment as BatchSegment
 from .forward_batch import ForwardBatch as ForwardBatch
 from .forward_batch import LayerActivations as LayerActivations
@@ -80,6 +82,8 @@ from .measurements.squeeze import SqueezeMeasurement as SqueezeMeasurement
 from .measurements.streaming_error import StreamingError as StreamingError
 from .packaged import ADAPTER_WEIGHTS as ADAPTER_WEIGHTS
 from .packaged import PACKAGED_MODELS as PACKAGED_MODELS
+from .page_use import PageUse as PageUse
+from .page_use import set_pages as set_pages
 from .prefetch import attention_modules as attention_modules
 from .processor import PROCESSOR_FILES as PROCESSOR_FILES
 from .recompute import BLOCK_TOKENS as BLOCK_TOKENS

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,10 +23,14 @@ from larder.cache.layer_pages import PageLease
 from larder.cache.page_arena import PageArena
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, LarderError, ModelError
-from larder.core.types import Queries
+from larder.core.spec import ModelSpec
+from larder.core.types import Keys, Queries, Values
 from larder.models.attention_backend import CONTEXT_KEYWORD, NO_MASK, AttentionInputs
-from larder.models.decoder import Decoder
+from larder.models.forward_batch import LayerActivations, Observer
 from larder.ops.packing import write_to_device
+
+if TYPE_CHECKING:
+    from larder.models.decoder import Decoder
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 WARM_UPS = 2  # runs before a capture, in which libraries allocate what they need
@@ -68,6 +72,45 @@ class CudaGraphCapture:
             return out
 
         return replay
+
+
+class ObservedStep:
+    """Queries, keys and values of all layers in one buffer at a fixed address.
+
+    Args:
+        spec: of the model.
+        batch_len: sequences of a step.
+    """
+
+    def __init__(self, spec: ModelSpec, batch_len: int) -> None:
+        self._layers, self._batch_len = spec.layers, batch_len
+        numbers = sum(
+            (layer.query_heads + 2 * layer.kv_heads) * layer.head_dim for layer in spec.layers
+        )
+        self._buffer = torch.zeros(batch_len * numbers, dtype=spec.dtype, device=spec.device)
+        self._sides = self._views(self._buffer)
+
+    def write(self, layer: int, queries: Queries, keys: Keys, values: Values) -> None:
+        """Write those of one layer."""
+        for target, source in zip(self._sides[layer], (queries, keys, values), strict=True):
+            target.copy_(source)
+
+    def copies(self) -> list[list[Tensor]]:
+        """Those of every layer, in memory that later steps do not change."""
+        return self._views(self._buffer.clone())
+
+    def _views(self, buffer: Float[Tensor, " _"]) -> list[list[Tensor]]:
+        heads = [(own.query_heads, own.kv_heads, own.kv_heads) for own in self._layers]
+        sizes = [
+            count * self._batch_len * own.head_dim
+            for own, counts in zip(self._layers, heads, strict=True)
+            for count in counts
+        ]
+        parts = iter(buffer.split(sizes))
+        return [
+            [next(parts).view(count, self._batch_len, own.head_dim) for count in counts]
+            for own, counts in zip(self._layers, heads, strict=True)
+        ]
 
 
 class GraphContractError(LarderError):
@@ -140,37 +183,46 @@ def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class _StepAttention:
-    """Attention of every layer of a step, by its tables."""
-
-    def __init__(self, decoder: Decoder, tables: BlockTables) -> None:
-        self._spec, self._layers = decoder.spec, tables.layers
-
-    def attend(self, inputs: AttentionInputs) -> Queries:
-        step = self._layers[self._spec.index_of(inputs.layer)]
-        return step.attend(inputs.queries, inputs.keys, inputs.values)
-
-
 @dataclass
 class _Bucket:
-    """Static buffers of one batch size, and its graph once it is captured."""
+    """Static buffers of one batch size, and its graph once it is captured.
+
+    Args:
+        seen: queries, keys and values of each layer in a step that is observed.
+    """
 
     tables: BlockTables
     ids: Int64[Tensor, "1 B"]
     positions: Int64[Tensor, "1 B"]
+    seen: ObservedStep | None = None
     replay: Callable[[], Tensor] | None = None
+
+
+class _StepAttention:
+    """Attention of every layer of a step, by its tables."""
+
+    def __init__(self, decoder: Decoder, bucket: _Bucket) -> None:
+        self._spec, self._bucket = decoder.spec, bucket
+
+    def attend(self, inputs: AttentionInputs) -> Queries:
+        layer, bucket = self._spec.index_of(inputs.layer), self._bucket
+        queries = inputs.queries_at(bucket.positions[0])
+        if bucket.seen is not None:
+            bucket.seen.write(layer, queries, inputs.keys, inputs.values)
+        return bucket.tables.layers[layer].attend(queries, inputs.keys, inputs.values)
 
 
 class DecodeGraphs:
     """Decode steps of caches in pages, captured once per batch size.
 
-    Policies evict between steps, by plans; nothing observes a step. A step that fails has changed
-    no cache.
+    Policies evict between steps, by plans. A step that fails has changed no cache, but one whose
+    observer fails is rolled back as a forward batch is.
 
     Args:
         decoder: decoder after `use_pages`.
         capture: capture of the device.
-        width: most pages of a kv head; a step reads tables of this width.
+        width: most pages of a kv head; a step reads tables of this width. None captures a step
+            again for each power of two.
         batch_sizes: numbers of sequences to capture, ascending.
 
     Raises:
@@ -182,7 +234,7 @@ class DecodeGraphs:
         self,
         decoder: Decoder,
         capture: GraphCapture,
-        width: int,
+        width: int | None = None,
         batch_sizes: Sequence[int] = BATCH_SIZES,
     ) -> None:
         arena, spec = decoder.spec.arena, decoder.spec
@@ -202,25 +254,29 @@ class DecodeGraphs:
             )
         self._decoder, self._arena, self._capture = decoder, arena, capture
         self._width, self._sizes = width, tuple(batch_sizes)
-        self._buckets: dict[int, _Bucket] = {}
+        self._buckets: dict[tuple[int, int, bool], _Bucket] = {}
+        self._positions = arena.positions  # of the arena that graphs were captured for
 
     @torch.no_grad()
-    def step(self, caches: Sequence[SequenceCache], ids: Sequence[int]) -> Float[Tensor, "B V"]:
+    def step(
+        self,
+        caches: Sequence[SequenceCache],
+        ids: Sequence[int],
+        observer: Observer | None = None,
+    ) -> Float[Tensor, "B V"]:
         """Append a token to each cache, and return its float32 logits, valid until the next step.
+
+        Args:
+            observer: called for each layer of each cache once the step is done.
 
         Raises:
             CacheError: no pages are left, a head has more than `width`, there are more caches than
                 the largest batch size, or a cache is not in pages of the decoder's arena.
+            GraphContractError: the step cannot be captured; nothing has changed.
         """
         leases = [self._leases(cache) for cache in caches]
         reserve_step(leases)
-        bucket = self._bucket(len(caches))
-        widest = max(lease.table.shape[1] for own in leases for lease in own)
-        if widest > self._width:
-            raise CacheError(
-                f"A kv head has {widest} pages, but graphs were captured for {self._width}: make "
-                "DecodeGraphs with a larger width."
-            )
+        bucket = self._bucket(len(caches), leases, observer is not None)
         positions = [cache.next_position for cache in caches]
         bucket.tables.update(leases, positions)
         for buffer, numbers in ((bucket.ids, ids), (bucket.positions, positions)):
@@ -228,13 +284,52 @@ class DecodeGraphs:
             padded[0, : len(numbers)] = numbers
             write_to_device(buffer, padded)
         if bucket.replay is None:
-            bucket.replay = self._capture.capture(lambda: self._forward(bucket))
+            bucket.replay = self._captured(bucket)
         logits = bucket.replay()
+        layers = self._decoder.spec.layers
         for cache, position in zip(caches, positions, strict=True):
-            for layer in self._decoder.spec.layers:
+            for layer in layers:
                 cache.step_layer(layer.index).count_step(position)
+        if observer is not None and bucket.seen is not None:
+            self._observe(caches, observer, bucket.seen, bucket.positions[0].clone())
+        for cache in caches:
             cache.advance(1)
         return logits[: len(caches)]
+
+    def _captured(self, bucket: _Bucket) -> Callable[[], Tensor]:
+        """Replay of a step in a bucket.
+
+        Raises:
+            GraphContractError: the device cannot capture it.
+        """
+        try:
+            return self._capture.capture(lambda: self._forward(bucket))
+        except RuntimeError as error:
+            raise GraphContractError(f"A step of the model cannot be captured: {error}") from error
+
+    def _observe(
+        self,
+        caches: Sequence[SequenceCache],
+        observer: Observer,
+        seen: ObservedStep,
+        positions: Int64[Tensor, " B"],
+    ) -> None:
+        """Report all layers of a step; caches return to where they were if that fails."""
+        plans = [cache.plans for cache in caches]
+        try:
+            for layer, sides in enumerate(seen.copies()):
+                for row in range(len(caches)):
+                    place = slice(row, row + 1)
+                    queries, keys, values = (side[:, place] for side in sides)
+                    own = LayerActivations(queries, keys, values, positions[place])
+                    observer(row, layer, own)
+        except BaseException:
+            for cache, before in zip(caches, plans, strict=True):
+                if cache.plans != before:
+                    cache.invalidate()
+                else:
+                    cache.truncate(cache.next_position)
+            raise
 
     def _leases(self, cache: SequenceCache) -> list[PageLease]:
         """Pages of all layers of a cache."""
@@ -247,7 +342,9 @@ class DecodeGraphs:
             )
         return leases
 
-    def _bucket(self, count: int) -> _Bucket:
+    def _bucket(
+        self, count: int, leases: Sequence[Sequence[PageLease]], is_observed: bool
+    ) -> _Bucket:
         """Buffers of the smallest batch size that holds `count` sequences."""
         fitting = [size for size in self._sizes if size >= count]
         if not fitting:
@@ -255,18 +352,34 @@ class DecodeGraphs:
                 f"{count} caches are more than the largest batch size, {self._sizes[-1]}: give "
                 "DecodeGraphs larger batch_sizes."
             )
-        size = fitting[0]
-        if size not in self._buckets:
-            arena, device = self._arena, self._arena.positions.device
-            pages = list(arena.pages.values())
-            tables = BlockTables(arena.positions, pages, size, self._width)
+        arena, size, width = self._arena, fitting[0], self._table_width(leases)
+        if self._positions is not arena.positions:  # the arena has grown into other memory
+            self._buckets.clear()
+            self._positions = arena.positions
+        key = size, width, is_observed
+        if key not in self._buckets:
+            tables = BlockTables(arena.positions, list(arena.pages.values()), size, width)
+            device, spec = arena.positions.device, self._decoder.spec
             ids, positions = torch.zeros(2, 1, size, dtype=torch.int64, device=device)
-            self._buckets[size] = _Bucket(tables, ids, positions)
-        return self._buckets[size]
+            seen = ObservedStep(spec, size) if is_observed else None
+            self._buckets[key] = _Bucket(tables, ids, positions, seen)
+        return self._buckets[key]
+
+    def _table_width(self, leases: Sequence[Sequence[PageLease]]) -> int:
+        """Pages of a kv head that the tables of a step are as wide as."""
+        widest = max(lease.table.shape[1] for own in leases for lease in own)
+        if self._width is None:
+            return 1 << (widest - 1).bit_length()
+        if widest > self._width:
+            raise CacheError(
+                f"A kv head has {widest} pages, but graphs were captured for {self._width}: make "
+                "DecodeGraphs with a larger width."
+            )
+        return self._width
 
     def _forward(self, bucket: _Bucket) -> Float[Tensor, "B V"]:
         decoder = self._decoder
-        context = {CONTEXT_KEYWORD: _StepAttention(decoder, bucket.tables)}
+        context = {CONTEXT_KEYWORD: _StepAttention(decoder, bucket)}
         with decoder.attention:
             out = decoder.module(
                 input_ids=bucket.ids,

@@ -23,7 +23,13 @@ from larder.models.attention_backend import (
     PrivateConfigs,
     RenumberedAttention,
 )
-from larder.models.forward_batch import BatchSegment, ForwardBatch, Observer
+from larder.models.few_rows import FewRows, TorchProducts
+from larder.models.forward_batch import (
+    BatchSegment,
+    ForwardBatch,
+    Observer,
+    new_token_indices,
+)
 from larder.models.introspection import call_uncached, check_unchanged, survey_model
 from larder.models.lm_head import LMHead, text_body_of
 from larder.models.placement import loaded_tensor
@@ -41,7 +47,8 @@ from larder.policy.providers.base import ActivationProvider, TokenProvider, colu
 
 if TYPE_CHECKING:
     from larder.cache.page_arena import PageArena
-    from larder.models.few_rows import FewRows
+    from larder.models.captured_steps import CapturedSteps
+    from larder.models.decode_graph import GraphCapture
     from larder.models.kv_cost import ModelShape
     from larder.models.learned_weights import LearnedGates
     from larder.models.recompute import KVRecompute
@@ -60,17 +67,6 @@ def check_not_held(module: Any) -> None:
             f"This {type(module).__name__} is held by another decoder: use that one, or call "
             "its release() first."
         )
-
-
-class TorchProducts:
-    """Contexts of calls that run the model as it is, whatever their number of tokens."""
-
-    def matrices(self, num_tokens: int) -> AbstractContextManager[None]:
-        """Context of torch's matrix products."""
-        del num_tokens
-        return nullcontext()
-
-    layers = head = matrices
 
 
 class Decoder:
@@ -99,6 +95,7 @@ class Decoder:
         self._rope_limit = rope_limit(module.config)
         # Context of a call of the model on Larder's attention.
         self.attention: AbstractContextManager[None] = nullcontext()
+        self.captured: CapturedSteps | None = None  # decode steps as graphs
         try:
             _switch_attention(module, attention_backend.NAME)
             self._latent_hooks = _latent_hooks(self.body)
@@ -117,13 +114,21 @@ class Decoder:
         """Layers of the language model, without the head and without a vision tower."""
         return text_body_of(self.module)
 
-    def use_pages(self, arena: PageArena) -> None:
+    def use_pages(self, arena: PageArena | None, capture: GraphCapture | None = None) -> None:
         """Hold the entries of caches that are made from now on in pages of an arena.
 
         Decode steps of several sequences are then one attention call per layer, on any device.
         Caches with columns or codecs, and layers with a window, stay as they are.
+
+        Args:
+            arena: None for storage of each cache's own.
+            capture: capture of whole steps as graphs; None to run them layer by layer.
         """
-        self.spec = replace(self.spec, arena=arena)
+        self.spec, self.captured = replace(self.spec, arena=arena), None
+        if arena is not None and capture is not None:
+            from larder.models.captured_steps import CapturedSteps
+
+            self.captured = CapturedSteps(self, capture)
 
     def embedding_table(self) -> Float[Tensor, "V hidden"]:
         """Input embeddings, by reference unless they are offloaded."""
@@ -199,11 +204,14 @@ class Decoder:
         observer: Observer | None = None,
     ) -> Float[Tensor, "N V"]:
         """Forward, and float32 logits at the given indices of the packed segments."""
+        if self.captured is not None and mode is Mode.APPEND:
+            if (step := self.captured.logits(segments, wanted, observer)) is not None:
+                return step
         places = device_tensor(wanted, self.spec.device)
         if mode is Mode.APPEND and any(_keeps_tail(segment) for segment in segments):
             return self._head.logits(torch.cat(self._hidden(segments, mode, observer))[places])
         segments = _with_earlier_tokens(segments, mode)
-        behind = device_tensor(_new_token_indices(segments), self.spec.device)
+        behind = device_tensor(new_token_indices(segments), self.spec.device)
         out = self._run(self.module, segments, mode, observer, logits_to_keep=behind[places])
         return out.logits[0].float()
 
@@ -278,8 +286,6 @@ class Decoder:
         """Choice of what multiplies the tokens of a call with the weights."""
         if self.spec.device.type != "cpu" or self.spec.dtype != torch.bfloat16:
             return TorchProducts()
-        from larder.models.few_rows import FewRows
-
         return FewRows(self.module, self.body, self.spec)
 
     @cached_property
@@ -360,7 +366,7 @@ class Decoder:
     ) -> Iterator[ForwardBatch]:
         """Context of one call of the model; it rolls the caches back if the call fails."""
         batch = ForwardBatch(segments, mode, self.spec.device, observer)
-        self._check(batch)
+        self.check(batch.segments)
         try:
             batch.prepare()
             hooks = RecomputeHooks(
@@ -389,16 +395,21 @@ class Decoder:
             batch.roll_back()
             raise
 
-    def _check(self, batch: ForwardBatch) -> None:
+    def check(self, segments: Sequence[BatchSegment]) -> None:
+        """Check a batch before it changes anything.
+
+        Raises:
+            ModelError: others have changed the model.
+            CacheError: a cache was made for another model.
+            InputError: there are no tokens, or some that the model does not read.
+        """
         check_unchanged(self.module, self.spec)
-        if any(
-            segment.cache.spec.fingerprint != self.spec.fingerprint for segment in batch.segments
-        ):
+        if any(segment.cache.spec.fingerprint != self.spec.fingerprint for segment in segments):
             raise CacheError(
                 f"The cache was made for another model than the {type(self.module).__name__} that "
                 "is to continue it: read the text again with this one."
             )
-        ids, length = batch.ids(), batch.longest()
+        ids = [token for each in segments for token in (*each.reread_ids, *each.ids)]
         if not ids:
             raise InputError("The text has no tokens: give at least one.")
         wrong = [token for token in (min(ids), max(ids)) if not 0 <= token < self.vocab_size]
@@ -407,6 +418,7 @@ class Decoder:
                 f"Token id {wrong[0]} is outside the model's vocabulary of {self.vocab_size}: "
                 "use the tokenizer that came with the model."
             )
+        length = max((1 + place for each in segments for place in each.positions()), default=0)
         if self._rope_limit is not None and length > self._rope_limit:
             raise InputError(
                 f"The text reaches {length} tokens, but the RoPE frequencies of the model change "
@@ -463,15 +475,6 @@ def _save_tails(
     for segment, part in zip(segments, parts, strict=True):
         if _keeps_tail(segment):
             segment.cache.latest.tail = part[-1].clone()
-
-
-def _new_token_indices(segments: Sequence[BatchSegment]) -> list[int]:
-    """Indices, in the packed batch, of the tokens that are not re-read."""
-    places, start = list[int](), 0
-    for segment in segments:
-        places += range(start + len(segment.reread_ids), start + segment.num_tokens)
-        start += segment.num_tokens
-    return places
 
 
 def _keeps_tail(segment: BatchSegment) -> bool:

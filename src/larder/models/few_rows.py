@@ -15,6 +15,17 @@ if TYPE_CHECKING:
     from larder.models.decoder_stack import DecoderStack
 
 
+class TorchProducts:
+    """Contexts of calls that run the model as it is, whatever their number of tokens."""
+
+    def matrices(self, num_tokens: int) -> AbstractContextManager[None]:
+        """Context of torch's matrix products."""
+        del num_tokens
+        return nullcontext()
+
+    layers = head = matrices
+
+
 class FewRows:
     """Contexts of calls of a model by their number of tokens. Not thread-safe.
 

@@ -164,10 +164,6 @@ class ForwardBatch:
         """Tokens that the model computes."""
         return sum(segment.num_tokens for segment in self.segments)
 
-    def longest(self) -> int:
-        """Tokens up to the last position of the batch; 0 for no tokens."""
-        return 1 + max((place for each in self.segments for place in each.positions()), default=-1)
-
     def positions(self) -> Int[Tensor, "*axes 1 Q"]:
         """`position_ids` of all tokens: true ones, or in A numbers where a cache knows those."""
         if all(segment.cache.model_positions.are_true for segment in self.segments):
@@ -357,6 +353,15 @@ class ForwardBatch:
         first, stop = self._firsts[index : index + 2]
         rows = slice(first + len(self.segments[index].reread_ids), stop)
         return inputs | {name: captured[rows] for name, captured in self.captured.items()}
+
+
+def new_token_indices(segments: Sequence[BatchSegment]) -> list[int]:
+    """Indices, in the packed batch, of the tokens that are not re-read."""
+    places, start = list[int](), 0
+    for segment in segments:
+        places += range(start + len(segment.reread_ids), start + segment.num_tokens)
+        start += segment.num_tokens
+    return places
 
 
 def _spread(

@@ -21,6 +21,7 @@ from larder.core.arguments import check_type
 from larder.core.errors import BadParameter, DependencyError, ModelError
 from larder.models.decoder import Decoder, check_not_held
 from larder.models.packaged import GGUF_SUFFIX, PACKAGED_MODELS
+from larder.models.page_use import PageUse, page_use, set_pages
 from larder.models.placement import check_placement
 from larder.models.rope_frequencies import check_rope
 from larder.models.transformers_logging import silence_transformers
@@ -86,6 +87,7 @@ def load(
     device_map: DeviceMap | None = None,
     tokenizer: Any = None,
     processor: Any = None,
+    pages: str = "auto",
 ) -> LoadedModel:
     """Verified model by name.
 
@@ -107,14 +109,15 @@ def load(
             model.
         processor: processor of transformers, or the name or folder of one; None for that of the
             model, which is loaded when images are first given.
+        pages: `on` to hold caches in pages of one arena, `off` not to, `auto` for pages on CUDA.
 
     Returns:
         Model with its tokenizer and name. Its module has Larder's attention: for other uses, such
         as its own `generate`, call `decoder.release()` first.
 
     Raises:
-        BadParameter: unknown device, dtype or mode; arguments that contradict each other; a
-            tokenizer with another vocabulary.
+        BadParameter: unknown device, dtype, mode or use of pages; arguments that contradict each
+            other; a tokenizer with another vocabulary.
         DependencyError: `device_map` without accelerate.
         ModelError: the model or its adapter cannot be loaded, or uses an unsupported feature.
 
@@ -130,7 +133,7 @@ def load(
         raise BadParameter(
             f"adapter_mode must be {' or '.join(ADAPTER_MODES)}, got {adapter_mode!r}."
         )
-    placement = _placement(device, device_map)
+    placement, use = _placement(device, device_map), page_use(pages)
     with silence_transformers():
         source = _source(name)
         _check_folder(source)
@@ -148,7 +151,7 @@ def load(
             check_tokenizer(own, module)
         chosen = _processor(source, module.config, hub, processor)
         adapters = () if adapter is None else (adapter,)
-        return LoadedModel(wrap_model(module.eval()), own, name, chosen, adapters)
+        return LoadedModel(wrap_model(module.eval(), use), own, name, chosen, adapters)
 
 
 def with_adapters(
@@ -167,16 +170,17 @@ def with_adapters(
 
     loaded.decoder.release()
     module = loaded.decoder.module
+    use = PageUse.OFF if loaded.decoder.spec.arena is None else PageUse.ON
     copies = {name: adapted_copy(module, folder) for name, folder in folders.items()}
     adapted = {
         name: replace(
             loaded,
-            decoder=wrap_model(copy),
+            decoder=wrap_model(copy, use),
             adapters=(*loaded.adapters, folders[name]),
         )
         for name, copy in copies.items()
     }
-    return replace(loaded, decoder=wrap_model(module)), adapted
+    return replace(loaded, decoder=wrap_model(module, use)), adapted
 
 
 def _processor(source: str, config: Any, hub: dict[str, str], processor: Any) -> Any:
@@ -307,7 +311,7 @@ def seed_tokenizer() -> Any:
         return AutoTokenizer.from_pretrained(str(files("larder.models") / "seed"))
 
 
-def wrap_model(module: Any) -> Decoder:
+def wrap_model(module: Any, pages: PageUse = PageUse.AUTO) -> Decoder:
     """Verified decoder around a module, which it holds until `release`.
 
     Raises:
@@ -322,6 +326,7 @@ def wrap_model(module: Any) -> Decoder:
     except BaseException:
         decoder.release()
         raise
+    set_pages(decoder, pages)
     return decoder
 
 

@@ -86,6 +86,11 @@ def check_placement(model: nn.Module) -> None:
         )
 
 
+def is_offloaded(module: nn.Module) -> bool:
+    """True if accelerate loads weights of a module when it is called."""
+    return bool(_offloading_hooks(module))
+
+
 def _offload(model: nn.Module, name: str) -> tuple[Any, str] | None:
     """Hook of accelerate that loads a weight, on its module or one around it, and its name there;
     None if no hook does.

@@ -227,6 +227,8 @@ class ServingPolicy:
         entries = per_head if layer in self._layers else length + new_tokens
         if layer.sliding_window is not None:
             entries = min(length + new_tokens, layer.sliding_window + self.block + new_tokens)
+        if spec.arena is not None:  # the last page of each head is held whole
+            entries = -(-entries // spec.arena.page_tokens) * spec.arena.page_tokens
         extra = layer.kv_heads * (POSITION_BYTES + NUMBER_BYTES * columns)
         return entries * (layer.bytes_per_token(spec.dtype) + extra)
 

@@ -7,7 +7,7 @@ was appended to it; if it is interrupted, no cache is lost.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -55,8 +55,7 @@ class OffloadedCache:
 
     def shown(self, spec: ModelSpec) -> SequenceCache:
         """Read-only view in host memory that shares the tensors."""
-        host_spec = replace(spec, device=torch.device("cpu"))
-        return SequenceCache.adopt(host_spec, dict(self.state), self.meta)
+        return SequenceCache.adopt(spec.on_host, dict(self.state), self.meta)
 
     def copied(self, spec: ModelSpec) -> SequenceCache:
         """Copy of the cache on the device, with tensors of its own."""
@@ -143,7 +142,7 @@ class SessionCaches:
 
     def copies(self) -> Iterator[SequenceCache]:
         """Copy every cache by number into host memory; the originals stay where they are."""
-        spec = replace(self._spec, device=torch.device("cpu"))
+        spec = self._spec.on_host
         for number in range(len(self)):
             if self._active is not None and self._active[0] == number:
                 cache = self._active[1]
@@ -158,7 +157,7 @@ class SessionCaches:
         The active cache is copied. Offloaded ones share their tensors, and are copied only if they
         are activated meanwhile.
         """
-        host_spec = replace(self._spec, device=torch.device("cpu"))
+        host_spec = self._spec.on_host
         caches = {number: each.shown(self._spec) for number, each in self._offloaded.items()}
         self._lent_caches = dict(self._offloaded)
         if self._active is not None:
