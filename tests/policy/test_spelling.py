@@ -137,6 +137,7 @@ WRONG = {
     'form(name="dens")': (UnknownName, "No cache form named 'dens'. Did you mean 'dense',"),
     'form(name="tiered")': (SpellingError, "gives the cache form 'tiered' none of what it needs"),
     'form(name="compact")': (SpellingError, "gives the cache form 'compact' none of what it"),
+    'blockwise() > snapkv() > window(task="found")': (SpellingError, "judges by the end of the"),
     "flat()": (SpellingError, "flat() recalls offloaded entries, but drop() offloads none: write"),
     "recompute() > quantized()": (SpellingError, "recomputes entries as the model made them"),
     "recompute(depth=0)": (BadParameter, "recompute.depth must be at least 1, got 0: the input"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from larder.models import LoadedModel
-from larder.server import MIN_MOVES, PROBE_INTERVAL, HostMoveRates
+from larder.server import MIN_MOVES, PROBE_INTERVAL, ChatMessage, HostMoveRates
 from larder.store import Tier
 from server_core import POLICIES, Client, Served, answered, told
 
@@ -173,6 +173,34 @@ def test_a_tenant_preempts_its_own_requests_for_its_quota(small: LoadedModel) ->
     order = finished(served, {"slow": slow, "urgent": urgent, "other": other})
     assert order.index("urgent") < order.index("slow")
     assert served.core.scheduler.preemptions == 1
+
+
+def test_nobody_stops_on_the_device_where_host_memory_is_short(small: LoadedModel) -> None:
+    """A turn of a chat counts on host memory; an exact answer has none to give."""
+
+    def begun(host: int | None) -> tuple[Served, list[list[ChatMessage]]]:
+        served = Served(small, "limited", host=host)
+        return served, [
+            answered(told(n), served.ask(told(n), name), "Why?") for n, name in ((1, "c"), (2, "j"))
+        ]
+
+    ample, turns = begun(None)
+    idle = ample.core.ledger.used(Tier.HOST)
+    ample.submit(turns[0], "c", max_new_tokens=30)
+    ample.step()
+    turn = ample.core.ledger.used(Tier.HOST) - idle
+    served, turns = begun(idle + int(1.7 * turn))
+    exact, _ = served.submit(LONG, "e", priority=5, exact=True, max_new_tokens=60)
+    first, _ = served.submit(turns[0], "c", max_new_tokens=30)
+    served.step()
+    assert len(served.core.scheduler.running) == 2
+    second, _ = served.submit(turns[1], "j", max_new_tokens=4)
+    served.step()
+    assert [job.session.name for job in served.core.scheduler.queue] == ["j"]
+    clients = {"exact": exact, "first": first, "second": second}
+    order = finished(served, clients)
+    assert order.index("first") < order.index("second")
+    assert served.core.scheduler.preemptions == 0
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from larder import Engine, Policy
+from larder import Chat, Engine, Policy
 from larder.models import LoadedModel
 from larder.session import beyond_budget
 from server_core import characters
@@ -45,3 +45,12 @@ def test_a_model_whose_layers_all_slide_says_that_policies_change_nothing(senten
     sliding = characters("gemma3", layers=1)  # its full layers come later
     [clause] = Engine(sliding, policy=sentence).beyond_budget
     assert clause == "all 1 layers slide: policy and budget change nothing here"
+
+
+def test_kinds_of_texts_are_told_where_their_default_policies_differ() -> None:
+    clauses = Engine.load().beyond_budget
+    assert [each for each in clauses if each.startswith("whole()")] == [
+        "whole() holds a whole context until all of it is read (text: prompt, document)"
+    ]
+    assert Chat(Engine.load()).beyond_budget == ()
+    assert all("(text:" not in each for each in Engine.load(policy="snapkv").beyond_budget)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from larder.store import GRACE_SECONDS, Store, Tier
+from larder.core import Refused
+from larder.store import GRACE_SECONDS, PrefixChunk, Store, Tier
 from store.caches import (
     IDS,
     SPEC,
@@ -22,6 +25,7 @@ from store.caches import (
     load,
     read,
     save,
+    snapshot,
     store_at,
 )
 
@@ -179,3 +183,53 @@ def test_21_a_name_that_was_taken_anew_outlives_the_sweep(tmp_path: Path) -> Non
     clock.passes(store)
     assert [record.name for record in store.sessions.indexed_heads(WHO)] == [TALK]
     assert is_exact(load(store)) and load(store).cache is not None
+
+
+def test_21_a_cache_that_is_written_while_its_session_is_removed_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    store = store_at(tmp_path)
+    store.sessions.save(WHO, TALK, IDS)
+    with (
+        pytest.raises(Refused),
+        store.sessions.stage(WHO, IDS, snapshot(read(IDS))) as staged,
+    ):
+        assert store.parts.chunks.all()
+        store.sessions.remove(WHO, TALK)
+        store.sessions.attach(WHO, TALK, staged, expected=1)
+    assert nothing_is_left(tmp_path, store)
+
+
+def test_21_a_chunk_that_another_save_is_about_to_use_stays(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    with store.sessions.stage(WHO, IDS, snapshot(read(IDS))):
+        save(store, LONGER, name="other")
+        store.sessions.remove(WHO, "other")
+        assert store.parts.chunks.all()
+    assert nothing_is_left(tmp_path, store)
+    with store.sessions.stage(WHO, IDS, snapshot(read(IDS))):
+        save(store, LONGER, name="other")
+    assert is_exact(load(store, "other"), LONGER) and load(store, "other").cache is not None
+
+
+def test_21_chunks_that_two_threads_have_written_at_once_are_of_one_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both saves write the record of a chunk before either has it in the index."""
+    store, both = store_at(tmp_path), threading.Barrier(2)
+    chunks = store.parts.chunks
+    insert = chunks._insert
+
+    def inserted_together(chunk: PrefixChunk, *rest: str) -> PrefixChunk | None:
+        if not chunk.start:
+            both.wait(10)
+        return insert(chunk, *rest)
+
+    monkeypatch.setattr(chunks, "_insert", inserted_together)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda name: save(store, name=name), ("one", "other")))
+    assert not [each for each in files(tmp_path, "store/chunks") if each.suffix == ".shared"]
+    store.sessions.remove(WHO, "one")
+    assert load(store, "other").cache is not None
+    store.sessions.remove(WHO, "other")
+    assert nothing_is_left(tmp_path, store)

@@ -64,9 +64,17 @@ class TooLittle(BadParameter):
 
 
 class BudgetError(LarderError):
-    """Budget too small for the protected entries."""
+    """Budget too small for the protected entries, or for the bytes that are asked for.
+
+    Args:
+        tier: name of the memory tier that is full; empty for other budgets.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str, tier: str = "") -> None:
+        super().__init__(message)
+        self.tier = tier
 
 
 class TenantBudgetError(BudgetError):

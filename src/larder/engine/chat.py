@@ -15,6 +15,7 @@ from larder.engine.persistence import NOT_SAVED, ChatPersistence, NoPersistence,
 from larder.engine.sampler import SamplingParams
 from larder.prefill.base import Progress, no_progress, run_steps
 from larder.session.capacity import (
+    beyond_budget,
     block_tokens,
     budget_tokens,
     budgeted_layers,
@@ -248,8 +249,8 @@ class Chat:
 
     @property
     def beyond_budget(self) -> tuple[str, ...]:
-        """Exceptions from the budget bound, as `Engine.beyond_budget`."""
-        return self._engine.beyond_budget
+        """Exceptions from the budget bound, a clause each, as `Engine.beyond_budget`."""
+        return beyond_budget(self.policy, self._engine.loaded.decoder.spec)
 
     @property
     def former_policy(self) -> str | None:

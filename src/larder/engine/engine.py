@@ -18,9 +18,13 @@ from larder.engine.sampler import SamplingKeywords, SamplingParams, params_of
 from larder.models.calibration import calibrate
 from larder.models.loader import SEED, DeviceMap, LoadedModel, load
 from larder.prefill.base import Progress
-from larder.session.capacity import beyond_budget
 from larder.session.conversation_prefill import prefill_conversation
-from larder.session.default_policy import TextKind, policy_for_kind, text_kind
+from larder.session.default_policy import (
+    TextKind,
+    beyond_budget_by_kind,
+    policy_for_kind,
+    text_kind,
+)
 from larder.session.embedders.base import Embedder, load_embedder
 from larder.session.files import ConversationLike, conversation_of
 from larder.session.memory import ConversationMemory
@@ -448,8 +452,9 @@ class Engine:
 
     @property
     def beyond_budget(self) -> tuple[str, ...]:
-        """Exceptions from the budget bound, a clause each; empty where it bounds everything."""
-        return beyond_budget(self.policy, self.loaded.decoder.spec)
+        """Exceptions from the budget bound, a clause each; empty where it bounds everything. A
+        clause that holds for some kinds of texts alone, under default policies, names them."""
+        return beyond_budget_by_kind(self.policy_for, self.loaded.decoder.spec)
 
     @cached_property
     def runtime(self) -> ModelRuntime:

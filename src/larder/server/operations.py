@@ -34,6 +34,7 @@ from larder.server.session_info import (
 )
 from larder.server.session_state import SessionState
 from larder.server.stats import ServerStats, collect_stats, sum_stats
+from larder.session.capacity import beyond_budget
 
 SESSIONS = "/v1/sessions"
 SESSION = f"{SESSIONS}/{{name:path}}"
@@ -52,7 +53,7 @@ def models(context: EngineContext) -> tuple[ServedModel, ...]:
         context_tokens=core.context,
         made=context.made,
         budget_tokens=core.rule.budget_tokens,
-        beyond_budget=core.engine.beyond_budget,
+        beyond_budget=beyond_budget(core.engine.policy, core.engine.loaded.decoder.spec),
         template_variables=core.engine.tokenizer.template_variables,
         takes_images=core.images.takes_images,
         takes_tools=core.engine.tokenizer.takes_tools,

@@ -32,6 +32,7 @@ from larder.server.request_state import RequestState
 from larder.server.session_index import SessionIndex
 from larder.server.session_state import SessionState
 from larder.server.tiers.manager import TierManager
+from larder.store.ledger import Tier
 
 # Errors of a step or a listener that end one request, not the server.
 FAILURES = (LarderError, RuntimeError, ValueError, TypeError, LookupError, MemoryError)
@@ -129,9 +130,10 @@ class Scheduler:
                 self._start(job)
             except BudgetError as error:
                 is_own = isinstance(error, TenantBudgetError)
-                if self._preempt_for(job, is_own):
+                if self._preempt_for(job, is_own, error.tier):
                     continue
-                if self._holders(job, is_own) or self._tiers.is_writing:
+                whose = job.session.tenant if is_own else None
+                if self._holders(job, is_own) or self._tiers.is_writing(whose):
                     if not is_own:
                         return
                     full.add(job.session.tenant)
@@ -167,12 +169,13 @@ class Scheduler:
         holding = (*self.running, *self.finishing)
         return [each for each in holding if not is_own or each.session.tenant == tenant]
 
-    def _preempt_for(self, job: RequestState, is_own: bool) -> bool:
+    def _preempt_for(self, job: RequestState, is_own: bool, tier: str) -> bool:
         """Take the memory of a running request that comes after another one; False if there is
         none.
 
         Args:
             is_own: as for `_holders`.
+            tier: name of the tier that is full.
         """
         later = [
             each
@@ -180,6 +183,8 @@ class Scheduler:
             if each.request.priority > job.request.priority
             and each.can_be_preempted
             and each in self.running
+            # Host memory is short: one that holds none of it would stop for nothing.
+            and (tier != Tier.HOST.value or each.session.residency.reserved_bytes)
         ]
         if not later:
             return False

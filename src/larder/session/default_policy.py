@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from types import MappingProxyType
 
@@ -18,6 +18,7 @@ from larder.core.conversation import Conversation, PromptLayout
 from larder.core.errors import UnknownName
 from larder.core.family import unknown_name_message
 from larder.core.spec import ModelSpec
+from larder.session.capacity import beyond_budget
 from larder.session.policy import Policy
 
 
@@ -95,3 +96,23 @@ def text_kind(conversation: Conversation, has_budget: bool) -> TextKind:
     if conversation.form is PromptLayout.CONTEXTS and not has_budget:
         return TextKind.CONTEXTS
     return TextKind.DOCUMENT if conversation.form.is_document else TextKind.CONVERSATION
+
+
+def beyond_budget_by_kind(
+    policy_for: Callable[[TextKind], Policy], spec: ModelSpec
+) -> tuple[str, ...]:
+    """Exceptions from the budget bound, a clause each; one that does not hold for every kind of
+    text names its kinds.
+
+    Args:
+        policy_for: policy of a kind of text.
+    """
+    clauses = dict[str, list[str]]()
+    for kind in TextKind:
+        for clause in beyond_budget(policy_for(kind), spec):
+            clauses.setdefault(clause, []).append(kind.value)
+    every = len(TextKind)
+    return tuple(
+        clause if len(kinds) == every else f"{clause} (text: {', '.join(kinds)})"
+        for clause, kinds in clauses.items()
+    )

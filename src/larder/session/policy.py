@@ -52,6 +52,7 @@ from larder.session.policy_validation import (
     check_single_cut,
     check_timing,
     check_turn_rule,
+    check_unit,
     check_weights,
     with_block_size,
 )
@@ -155,6 +156,7 @@ class Policy:
             check_weights(scorer, chosen["values"])
             check_query_positions(scorer, chosen["storage"])
         check_single_cut(chosen["schedule"], chosen["compensation"])
+        check_unit(chosen["schedule"], chosen["unit"])
         check_turn_rule(chosen["schedule"], chosen)
         check_heads(chosen["budget"], chosen["compensation"])
         check_recompute(chosen["compensation"], chosen["storage"])

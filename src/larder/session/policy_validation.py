@@ -24,6 +24,7 @@ from larder.policy.scorers.base import Scorer
 from larder.policy.storage.base import Storage
 from larder.policy.storage.exact import Exact
 from larder.policy.timing.base import Timing
+from larder.policy.units.base import Unit
 from larder.policy.values.base import ValueRule
 from larder.prefill.base import Schedule
 
@@ -96,6 +97,20 @@ def check_single_cut(schedule: Schedule, compensation: Compensation) -> None:
         raise SpellingError(
             f"{spell(compensation)} cuts a text once, when all of it was read, but "
             f"{spell(schedule)} plans in between: take whole(), or park() without a cut."
+        )
+
+
+def check_unit(schedule: Schedule, unit: Unit) -> None:
+    """Validate that a unit that judges by the end of a text is asked when it is there.
+
+    Raises:
+        SpellingError: the schedule makes plans between blocks.
+    """
+    if unit.needs_whole_text and schedule.has_blocks:
+        raise SpellingError(
+            f"{spell(unit)} judges by the end of the text, but {spell(schedule)} plans at the end "
+            "of every block: take whole(), or a unit that is told what the text asks for, such as "
+            'window(task="given").'
         )
 
 

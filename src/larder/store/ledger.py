@@ -222,5 +222,6 @@ class ByteLedger:
         kind = TenantBudgetError if is_own_full else BudgetError
         return kind(
             f"{count} bytes more do not fit in the {tier.value} tier, where {whose} may hold "
-            f"{limit} and hold {held}: remove sessions, save in fewer bits, or raise the budget."
+            f"{limit} and hold {held}: remove sessions, save in fewer bits, or raise the budget.",
+            tier.value,
         )

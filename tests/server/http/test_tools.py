@@ -4,6 +4,7 @@ write."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,6 +57,27 @@ def test_a_call_is_streamed(client: OpenAI, write: Write) -> None:
     ]
     told = [c.delta.model_extra for [c] in deltas if c.delta.model_extra]
     assert "".join(extra.get("reasoning_content", "") for extra in told) == "Hm."
+
+
+def test_a_streamed_call_that_breaks_ends_as_the_answer_did(client: OpenAI, write: Write) -> None:
+    """A client that hears `tool_calls` would run the call, whose arguments are no JSON."""
+    broken = ('{"name": "look", "arguments": {"at": }}', '{"name": "look", "arguments": {"at')
+    for number, text in enumerate(broken):
+        answer = f"I look.<tool_call>{text}"
+        for new_tokens, expected in ((None, "stop"), (len(answer) - 1, "length")):
+            write(answer)
+            messages = [user(f"Look {number} {expected}.")]
+            more = {} if new_tokens is None else {"max_tokens": new_tokens}
+            *_, last = asked(client, messages, stream=True, **more)
+            assert [choice.finish_reason for choice in last.choices] == [expected]
+            write(answer)
+            names = {"parameters": "input_schema"}
+            tool = {names.get(key, key): value for key, value in TOOL["function"].items()}
+            given = {"model": "characters", "tools": [tool], "stream": True, "messages": messages}
+            given |= {"max_tokens": new_tokens or len(answer) + 9}
+            reply = httpx2.post(f"{client.base_url}messages", json=given, timeout=60)
+            [ending] = re.findall(r'"stop_reason":"(\w+)"', reply.text)
+            assert ending == {"stop": "end_turn", "length": "max_tokens"}[expected]
 
 
 @pytest.mark.parametrize("is_streamed", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -35,6 +35,7 @@ from larder.store import ByteBudgets, Store, Tier
 from server_core import Served, characters, told, user
 
 KILLS = int(os.environ.get("LARDER_TEST_KILLS", "20"))
+START_SECONDS = 60
 TALKS, NEW_TOKENS, MOST_TURNS = 5, 5, 6
 SECRET = b"s" * 32
 # Of which the caches of two and of three conversations take about all.
@@ -121,12 +122,31 @@ def expected(
     return said
 
 
+def received(port: Connection) -> int:
+    """The port that a server has sent; an error if it ends, or hangs, before."""
+    assert port.poll(START_SECONDS), f"the server sent no port in {START_SECONDS} s"
+    return port.recv()
+
+
 def _wait(talks: list[Talk], answers: int, seconds: float) -> None:
     """Until so many answers more have come, or it takes too long; and some time."""
     until, before = time.monotonic() + 20, sum(talk.heard for talk in talks)
     while sum(talk.heard for talk in talks) < before + answers and time.monotonic() < until:
         time.sleep(0.01)
     time.sleep(seconds)
+
+
+@pytest.mark.stress
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_server_that_ends_before_it_serves_is_not_waited_for() -> None:
+    processes = multiprocessing.get_context("fork")
+    mine, its = processes.Pipe()
+    process = processes.Process(target=os._exit, args=(1,))
+    process.start()
+    its.close()
+    with pytest.raises(EOFError):
+        received(mine)
+    process.join()
 
 
 @pytest.mark.stress
@@ -146,7 +166,8 @@ def test_3_a_server_that_is_killed_loses_nothing_it_has_told(
         mine, its = processes.Pipe()
         process = processes.Process(target=serve, args=(loaded, tmp_path, durability, its))
         process.start()
-        url = f"http://127.0.0.1:{mine.recv()}"
+        its.close()  # so that the end of the process is the end of the pipe
+        url = f"http://127.0.0.1:{received(mine)}"
         threads = [threading.Thread(target=talk.go_on, args=(url,)) for talk in talks]
         for thread in threads:
             thread.start()

@@ -12,7 +12,7 @@ import pytest
 from larder import Engine
 from larder.models import LoadedModel
 from larder.server import ChatMessage, Durability, LocalEngineClient
-from larder.store import LocalFileSystem, RestorePath, ThroughputEstimates
+from larder.store import LocalFileSystem, RestorePath, ThroughputEstimates, Tier
 from server_core import Served, answered, told
 from server_stores import Stored
 
@@ -171,6 +171,29 @@ def test_25_a_full_tier_before_a_slow_disk_has_requests_wait(
     stored.run()
     assert late.told.new_tokens == 4 and not stored.core.tiers.dropped
     assert stored.ask(turns[0], "n0").told.recomputed_tokens == 0
+
+
+def test_25_a_write_of_one_tenant_holds_up_no_other_at_its_quota(
+    small: LoadedModel, tmp_path: Path, gate: Gate
+) -> None:
+    one = Served(small)
+    one.ask(told(0), "x")
+    size = one.core.sessions.find("a", "x").residency.nbytes
+    quotas = {Tier.DEVICE: 5 * size, Tier.HOST: 3 * size}
+    stored = Stored(small, tmp_path, Durability.NONE, place=gate, quotas=quotas)
+    stored.ask(told(0), "n0")
+    for number in range(4):
+        stored.ask(told(number), f"b{number}", tenant="b")
+    gate.is_open.clear()
+    tiers = stored.core.tiers
+    assert tiers.save(stored.core.sessions.find("a", "n0")) is not None
+    assert tiers.is_writing() and not tiers.is_writing("b")
+    late = [stored.served.submit(told(n), f"late{n}", tenant="b")[0] for n in range(5)]
+    for _ in range(100):
+        stored.served.step()
+    assert all(each.report for each in late) and tiers.dropped and tiers.is_writing("a")
+    gate.is_open.set()
+    stored.run()
 
 
 def test_nothing_is_waited_for_unless_asked(small: LoadedModel, tmp_path: Path, gate: Gate) -> None:

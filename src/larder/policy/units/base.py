@@ -24,6 +24,11 @@ class Unit(PolicyPart, ABC):
         """
         return 1
 
+    @property
+    def needs_whole_text(self) -> bool:
+        """True if it judges by the end of a text, so that all of it must have been read."""
+        return False
+
     @abstractmethod
     def pool(self, scores: Packed, seen: Observation) -> Packed:
         """Scores of the same shape, equal within a unit; infinite scores do not change."""

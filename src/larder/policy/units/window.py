@@ -43,7 +43,8 @@ class Window(Unit):
         best: the share of `size` that is averaged, in (0, 1]; at least one score. 0.5 to locate, 1
             to gather.
         layers: consecutive layers that share the scores of the first of them.
-        task: `given`, or `found`: all scores are averaged unless the text ends with a question.
+        task: `given`, or `found`: all scores are averaged unless the text ends with a question;
+            refused where plans are made between blocks, which end anywhere.
     """
 
     size: int = 8
@@ -62,6 +63,10 @@ class Window(Unit):
     @property
     def layers_together(self) -> int:
         return self.layers
+
+    @property
+    def needs_whole_text(self) -> bool:
+        return self.task is Task.FOUND
 
     def required_providers(self) -> frozenset[str]:
         return frozenset({MARKS}) if self.task is Task.FOUND else frozenset()

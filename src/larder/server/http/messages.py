@@ -334,7 +334,7 @@ async def _events(
                 for event in [*blocks.of(parser.finish()), *blocks.end()]:
                     yield event
                 told = {"usage": _usage(item), "kv": kv_usage(item), **warnings}
-                ending = _ending(item, parser.num_calls > 0)
+                ending = _ending(item, parser.num_calls > 0 and not parser.is_broken)
                 yield _event("message_delta", delta=ending, **told)
                 yield _event("message_stop")
     except LarderError as error:

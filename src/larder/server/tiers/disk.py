@@ -217,12 +217,17 @@ class DiskTierWriter:
         self._ledger, self._disk, self._completions, self._ended = ledger, disk, completions, ended
         self._reservations: dict[int, list[Reservation]] = {}
         self._futures: dict[int, Future[SavedCache]] = {}
+        self._tenants: dict[int, str] = {}
         self.saved = 0
 
     @property
     def is_busy(self) -> bool:
         """True while a write is in progress."""
         return bool(self._reservations)
+
+    def is_writing(self, tenant: str | None) -> bool:
+        """True if a write of this tenant is in progress; None stands for any tenant."""
+        return self.is_busy if tenant is None else tenant in self._tenants.values()
 
     def write_in_progress(self, session: SessionState) -> Future[SavedCache] | None:
         """The write of this session's caches, if it is in progress."""
@@ -278,6 +283,7 @@ class DiskTierWriter:
         residency.is_saving = True
         session.durability.pending_writes += 1
         self._reservations[session.key] = [reservation]
+        self._tenants[session.key] = session.tenant
         future = self._futures[session.key] = self._disk.save(session, caches, beside)
         self._completions.when_done(
             future, partial(self._on_written, session, len(residency.cached_ids))
@@ -290,7 +296,7 @@ class DiskTierWriter:
         session.durability.pending_writes -= 1
         if residency.caches is not None:
             residency.caches.end_lending()
-        del self._futures[session.key]
+        del self._futures[session.key], self._tenants[session.key]
         for reservation in self._reservations.pop(session.key):
             reservation.release()
         if future.exception() is None:

@@ -58,10 +58,13 @@ class TierManager:
         self.restored: Counter[str] = Counter()
         self.dropped = 0
 
-    @property
-    def is_writing(self) -> bool:
-        """True if a cache is being written, whose memory will then be free."""
-        return self._writer.is_busy
+    def is_writing(self, tenant: str | None = None) -> bool:
+        """True if a cache is being written, whose memory will then be free.
+
+        Args:
+            tenant: only one of this tenant; None for any.
+        """
+        return self._writer.is_writing(tenant)
 
     def grant(self, session: SessionState, demand: MemoryDemand) -> None:
         """Reserve device memory, evicting idle sessions if necessary.
@@ -255,8 +258,9 @@ class TierManager:
             return True
         if self.offload(session):
             return True
-        may_fit = 0 < session.residency.idle_bytes <= self._host_limit(session.tenant)
-        if may_fit and self.is_writing and not session.residency.is_saved:
+        count = session.residency.idle_bytes
+        may_fit = 0 < count <= self._host_limit(session.tenant)
+        if may_fit and self._awaits_write(session, count) and not session.residency.is_saved:
             return False
         self.evict(session)
         return True
@@ -279,7 +283,7 @@ class TierManager:
         while not self._free_written_host(session, count):
             self.write_next()
             missing = self._missing_host(session, count)
-            if self.is_writing or not self._evict_from_host(
+            if self._awaits_write(session, count) or not self._evict_from_host(
                 session, self.in_host.values(), count, missing
             ):
                 return False
@@ -311,12 +315,20 @@ class TierManager:
         self, session: SessionState, sessions: Iterable[SessionState], count: int, missing: int
     ) -> bool:
         """Evict sessions from host memory; true if any was evicted."""
-        is_own = self._ledger.limit(Tier.HOST) - self._ledger.used(Tier.HOST) >= count
-        whose = session.tenant if is_own else None
+        whose = self._whose_host(session, count)
         leaving = self._order.first(Tier.HOST, sessions, session, missing, whose)
         for each in leaving:
             self.evict(each)
         return bool(leaving)
+
+    def _whose_host(self, session: SessionState, count: int) -> str | None:
+        """Tenant whose sessions must leave host memory for some bytes; None for those of any."""
+        is_own = self._ledger.limit(Tier.HOST) - self._ledger.used(Tier.HOST) >= count
+        return session.tenant if is_own else None
+
+    def _awaits_write(self, session: SessionState, count: int) -> bool:
+        """True if a write in progress will free host memory that a session could have."""
+        return self.is_writing(self._whose_host(session, count))
 
     def _missing_host(self, session: SessionState, count: int) -> int:
         return count - self._ledger.room(Tier.HOST, session.tenant)

@@ -151,10 +151,13 @@ class DiskEviction:
         return states
 
     def _evict(self, victim: _Victim) -> None:
+        dropped = list[PrefixChunk]()
         if victim.chunk is not None:
-            self._chunks.drop(victim.chunk, victim.tenant)
+            dropped = self._chunks.drop(victim.chunk, victim.tenant)
         self._blobs.index.release(victim.refs)
         self._blobs.evict(victim.refs)
+        # Chunks behind it that were saved since the candidates were listed.
+        self._blobs.drop(chunk.ref for chunk in dropped if chunk.ref not in victim.refs)
 
 
 class GarbageCollection:
@@ -162,19 +165,28 @@ class GarbageCollection:
 
     def __init__(self, chunks: ChunkIndex, blobs: TenantBlobs) -> None:
         self._chunks, self._blobs = chunks, blobs
+        blobs.collect = self.unreferenced
 
     def states(self, dropped: Iterable[Record]) -> int:
         """Delete what only forgotten states referred to; return the bytes freed."""
         ordered = sorted(dropped, key=lambda record: record.tenant)
         freed = 0
         for tenant, records in groupby(ordered, key=lambda record: record.tenant):
-            refs = list(dict.fromkeys(ref for record in records for ref in record.refs))
-            unused = self._chunks.unused(tenant, refs)
-            free = parallel_map(lambda chunk, tenant=tenant: self._is_free(chunk, tenant), unused)
-            unneeded = [c for c, is_free in zip(unused, free, strict=True) if is_free]
-            self._chunks.remove_unreferenced(tenant, unneeded)
-            freed += self._blobs.drop(refs)
+            freed += self.unreferenced(tenant, [ref for each in records for ref in each.refs])
         return freed
+
+    def unreferenced(self, tenant: str, refs: Collection[BlobRef]) -> int:
+        """Delete those of some blobs that nothing needs; return the bytes freed.
+
+        Prefix chunks of the blobs that no session refers to are removed from the index first,
+        unless they are retained, or shared by another machine, or being saved.
+        """
+        refs = list(dict.fromkeys(refs))
+        unused = self._chunks.unused(tenant, refs)
+        free = parallel_map(lambda chunk: self._is_free(chunk, tenant), unused)
+        unneeded = [c for c, is_free in zip(unused, free, strict=True) if is_free]
+        self._chunks.remove_unreferenced(tenant, unneeded)
+        return self._blobs.drop(r for r in refs if not self._blobs.index.is_referenced(r.digest))
 
     def sweep(self, needed: Collection[str], since: float) -> set[str]:
         """Forget chunks that no session of any machine refers to.

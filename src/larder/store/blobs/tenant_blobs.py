@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from larder.core.errors import BudgetError, StoreError
 from larder.store.blobs.blob_index import BlobIndex, PendingDeletions
@@ -53,6 +53,8 @@ class TenantBlobs:
         wait_seconds = min(guard.limits.seconds, BUSY_SECONDS)
         self._deletions = PendingDeletions(files, self.index, manifest.clock, wait_seconds)
         self.make_room: Callable[[str, int], None] = lambda tenant, count: None
+        # Deletes what nothing refers to at the end of a save; of several parts of the store.
+        self.collect: Callable[[str, Collection[BlobRef]], object] = lambda _, refs: self.drop(refs)
         self._written_bytes = written_bytes
         self._lock = threading.RLock()
         self._pins: Counter[str] = Counter()  # digests that are not to be deleted now
@@ -70,7 +72,9 @@ class TenantBlobs:
 
     @contextmanager
     def saving(self, tenant: str) -> Iterator[BlobTransaction]:
-        """Transaction of one save: its blobs are pinned until the end, and dropped if it fails."""
+        """Transaction of one save: its blobs are pinned until the end. Those that nothing refers to
+        then are deleted, with prefix chunks that no session refers to: the save has failed, or its
+        session was removed meanwhile."""
         transaction = BlobTransaction(self, tenant)
         try:
             yield transaction
@@ -78,7 +82,7 @@ class TenantBlobs:
             with self._lock:
                 self._pins.subtract(ref.digest for ref in transaction.refs)
                 self._pins = +self._pins
-            self._drop_quietly(transaction.refs)
+            self._collect_quietly(tenant, transaction.refs)
 
     def put(self, data: bytes, tenant: str, register: Callable[[BlobRef], None]) -> BlobRef:
         """Encrypt and write a blob under the budget, unless it exists.
@@ -255,12 +259,10 @@ class TenantBlobs:
             self._pins[self._finished_writes.popleft()] -= 1
         self._pins = +self._pins
 
-    def _drop_quietly(self, refs: Iterable[BlobRef]) -> None:
-        """Drop blobs after a failed save; errors are ignored, because a sweep drops them later."""
-        try:
-            self.drop(ref for ref in refs if not self.index.is_referenced(ref.digest))
-        except StoreError:
-            return
+    def _collect_quietly(self, tenant: str, refs: Collection[BlobRef]) -> None:
+        """Delete what nothing refers to; errors are ignored, because a sweep deletes it later."""
+        with suppress(StoreError):
+            self.collect(tenant, refs)
 
     def _recount(self, grace_seconds: float = GRACE_SECONDS) -> None:
         self._usage.recount(self._pins, self._clock() - grace_seconds)

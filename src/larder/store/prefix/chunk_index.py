@@ -9,8 +9,10 @@ row, not to a digest of the prefix: texts whose digests collide stay separate.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from larder.store.blobs.blob_store import BlobRef
@@ -60,6 +62,7 @@ class ChunkIndex:
     ) -> None:
         self._manifest, self._sealing = manifest, sealing
         self._records = ChunkRecords(place, guard, secret)
+        self._adding = _ConcurrentKeys()
 
     def match_prefix(self, tenant: str, identity: str, ids: Sequence[int]) -> list[ChunkMatch]:
         """Chunks of the longest stored prefix of a text.
@@ -118,12 +121,13 @@ class ChunkIndex:
         before = prefix_digest(ids[:start]) if start else ""
         # Where digests collide, other machines do without it.
         fields = chunk_to_dict(made, tenant, identity, before)
-        is_new = self._records.write(tenant, made.key, fields)
-        added = self._insert(made, tenant, identity, before)
-        if not is_new:
-            self._records.share(tenant, made.key)
-        elif added is None:
-            self._records.remove(tenant, [made.key])
+        with self._adding.of(made.key):
+            is_new = self._records.write(tenant, made.key, fields)
+            if not is_new and not self._is_own(tenant, made.key, self._adding.count(made.key) - 1):
+                self._records.share(tenant, made.key)
+            added = self._insert(made, tenant, identity, before)
+            if is_new and added is None:
+                self._records.remove(tenant, [made.key])
         return added
 
     def drop(self, chunk: PrefixChunk, tenant: str) -> list[PrefixChunk]:
@@ -259,7 +263,8 @@ class ChunkIndex:
         chunk = chunk_from_dict(fields, parent)
         if (chunk.tokens, chunk.start, chunk.prefix) != (wanted, start, prefix):
             return None
-        self._records.share(tenant, chunk.key)
+        if not self._is_own(tenant, chunk.key, self._adding.count(chunk.key)):
+            self._records.share(tenant, chunk.key)
         inserted = self._insert(chunk, tenant, identity, fields["before"])
         return None if inserted is None else ChunkMatch(inserted, CHUNK_TOKENS)
 
@@ -292,6 +297,17 @@ class ChunkIndex:
             )
         return _chunk_from_row(row)
 
+    def _is_own(self, tenant: str, key: str, num_adding: int) -> bool:
+        """True if a recorded chunk is in the index, or is about to be.
+
+        Args:
+            num_adding: other threads that are adding it, counted before the index is read.
+        """
+        if num_adding:
+            return True
+        with self._manifest.reading() as rows:
+            return bool(rows("SELECT 1 FROM chunks WHERE tenant = ? AND key = ?", (tenant, key)))
+
     def _digest(self, tenant: str, key: str) -> str:
         """Digest of a recorded chunk's blob; empty if unknown."""
         fields = self._records.read(tenant, key)
@@ -299,6 +315,29 @@ class ChunkIndex:
 
     def _key(self, tenant: str, identity: str, parent: str, tokens: bytes) -> str:
         return self._sealing.tag(tenant, chunk_key(tenant, identity, parent, tokens))
+
+
+class _ConcurrentKeys:
+    """Keys that threads of this process are adding. Safe from threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._counts = threading.Lock(), Counter[str]()
+
+    def count(self, key: str) -> int:
+        """Number of threads that are adding a key."""
+        return self._counts[key]
+
+    @contextmanager
+    def of(self, key: str) -> Iterator[None]:
+        """Context in which a key is being added."""
+        with self._lock:
+            self._counts[key] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._counts[key] -= 1
+                self._counts = +self._counts
 
 
 def _digest_before(prefix: Any, start: int) -> str:
