@@ -154,6 +154,17 @@ def test_exact_search_over_single_entries_recalls_what_is_largest(
     assert "h2o offloads nothing" in refused["refused"]
 
 
+def test_studies_search_where_attention_to_all_is_faster(
+    bench: ModelContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or rows of a policy that recalls would be those of the full cache."""
+    asked = dict(measure=("recall(questions=1, steps=2, first=0)",), budgets=("64",))
+    (searched,) = run(bench, tmp_path / "searched.jsonl", (PARKED,), **asked)
+    monkeypatch.setenv("LARDER_RECALL_BREAK_EVEN", "100000")
+    (faster,) = run(bench, tmp_path / "faster.jsonl", (PARKED,), **asked)
+    assert searched["items"] and faster["items"] == searched["items"]
+
+
 def test_recall_is_compared_over_the_same_layers_by_the_same_rule_of_sharing(
     bench: ModelContext, tmp_path: Path
 ) -> None:

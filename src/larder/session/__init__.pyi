@@ -63,6 +63,7 @@ from .files.loader import read_document as read_document
 from .memory import CacheFigures as CacheFigures
 from .memory import ConversationMemory as ConversationMemory
 from .policy import Policy as Policy
+from .policy import with_searched_recall as with_searched_recall
 from .policy_validation import check_narrowing as check_narrowing
 from .policy_validation import needs_scratch_prompts as needs_scratch_prompts
 from .prefill import ModelRuntime as ModelRuntime

@@ -41,7 +41,7 @@ from larder.policy import (
     Sensitivity,
 )
 from larder.prefill import Blockwise, Whole
-from larder.session import PRESETS, ConversationMemory, Policy
+from larder.session import PRESETS, ConversationMemory, Policy, with_searched_recall
 from larder_bench.results.budget_labels import OWN, WHOLE, MatchedQuantity
 from larder_bench.retrievals.base import RetrievalBaseline
 from larder_bench.studies.model_context import ModelContext
@@ -147,7 +147,8 @@ class PolicyMethod(ComparedMethod):
         tokens: int | None,
         question: Question,
     ) -> ConversationMemory:
-        engine = bench.engine.under(self.variant.policy, None if tokens is None else str(tokens))
+        policy = with_searched_recall(self.variant.policy)
+        engine = bench.engine.under(policy, None if tokens is None else str(tokens))
         prompts = {"question": question.question} if self.variant.needs_question else {}
         return engine.read(conversation, prompts)
 
