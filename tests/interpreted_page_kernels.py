@@ -76,7 +76,8 @@ def check_mass(own: PagedSegments) -> None:
 
 
 def check_attention(own: PagedSegments) -> None:
-    stored = own.queries, own.keys, own.values, own.tables, own.scaling
+    scattered = own.queries.transpose(1, 2).contiguous().transpose(1, 2)  # as projections come
+    stored = scattered, own.keys, own.values, own.tables, own.scaling
     tolerance = 0.02 if own.keys.dtype == torch.bfloat16 else 1e-5
     for bias, softcap in ((None, None), (own.bias, 1.5)):
         got = attention_kernel.paged_attention(*stored, bias, softcap)

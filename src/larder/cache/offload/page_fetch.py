@@ -31,6 +31,7 @@ from larder.core.recall import (
 from larder.core.spec import LayerSpec
 from larder.core.types import Queries
 from larder.ops.attention import ragged_attention
+from larder.ops.packing import packed_rows, starts_of
 from larder.ops.search import interleaved
 
 GROWTH = 2  # times the slots, when there are more pages than slots
@@ -278,10 +279,13 @@ def attend_behind(
     queries: Queries, entries: Entries, indexed: tuple[int, ...], layer: LayerSpec
 ) -> AttentionState:
     """Attention to the entries behind the first `indexed` of each head."""
-    starts, lengths = entries.layout
-    first = torch.tensor(indexed)
-    rows = entries.keys, entries.values, starts + first, lengths - first
-    return ragged_attention(queries, *rows, layer.scaling, softcap=layer.softcap)
+    first, (starts, lengths) = torch.tensor(indexed), entries.layout
+    starts, lengths = starts + first, lengths - first
+    sides = entries.keys, entries.values
+    if queries.device != sides[0].device:  # entries are in host memory
+        rows = packed_rows(starts, lengths)
+        sides, starts = tuple(side[rows].to(queries.device) for side in sides), starts_of(lengths)
+    return ragged_attention(queries, *sides, starts, lengths, layer.scaling, softcap=layer.softcap)
 
 
 def _count_common_pages(own: Int64[Tensor, "N P"], ahead: Int64[Tensor, "N Q"]) -> tuple[int, int]:

@@ -26,7 +26,7 @@ REPETITIONS = 3
 def supports(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     """True for contiguous storage of one supported dtype in host memory, and an even head size."""
     return (
-        keys.device.type == "cpu"
+        queries.device.type == keys.device.type == "cpu"
         and keys.dtype in SUPPORTED_DTYPES
         and queries.dtype is values.dtype is keys.dtype
         and keys.shape == values.shape

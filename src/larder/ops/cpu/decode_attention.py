@@ -40,7 +40,7 @@ _launch_lock = Lock()
 def supports(queries: Tensor, keys: Tensor, values: Tensor, num_kv_heads: int) -> bool:
     """True for few query rows over contiguous CPU storage of a supported dtype."""
     return (
-        keys.device.type == "cpu"
+        queries.device.type == keys.device.type == "cpu"
         and keys.dtype in SUPPORTED_DTYPES
         and values.dtype == keys.dtype
         and queries.shape[0] // num_kv_heads * queries.shape[1] <= MAX_QUERY_ROWS
@@ -173,7 +173,7 @@ class EvictedLayer(NamedTuple):
 def supports_step(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     """True if `decode_step` takes new tokens of these shapes, dtype and device."""
     return (
-        keys.device.type == "cpu"
+        queries.device.type == keys.device.type == "cpu"
         and keys.dtype in SUPPORTED_DTYPES
         and values.dtype == keys.dtype
         and queries.shape[0] // keys.shape[0] <= MAX_QUERY_ROWS

@@ -41,13 +41,14 @@ def paged_attention(
 
     The output has the dtype of the queries.
     """
+    queries = queries.contiguous()
     segments, group_len, query_len, head_dim = queries.shape
     page_tokens, rows = keys.shape[1], group_len * query_len
     room = tables.table.shape[1] * page_tokens
     is_cut = rows <= SPLIT_ROWS
     split_tokens = SPLIT_TOKENS if is_cut else room
     splits = triton.cdiv(room, split_tokens)
-    padded = triton.next_power_of_2(head_dim)
+    padded = max(MIN_ROWS, triton.next_power_of_2(head_dim))
     block = min(BLOCK, page_tokens, max(16, MAX_BLOCK_NUMBERS // padded))
     row_block = min(MAX_ROWS, max(MIN_ROWS, triton.next_power_of_2(rows)))
     out, lse = torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=torch.float32)
@@ -59,7 +60,7 @@ def paged_attention(
     _launch(
         _attend,
         (segments, splits, triton.cdiv(rows, row_block)),
-        queries.contiguous(),
+        queries,
         keys,
         values,
         tables.table,
