@@ -8,13 +8,22 @@ from __future__ import annotations
 import sys
 
 import torch
+from torch import Tensor
 
+from larder.cache import SequenceCache
+from larder.core import Mode
+from larder.models import BatchSegment, Decoder, StackedRows, TorchProducts, decoder_stack
+from larder.models.tiny import tiny
 from larder.ops import GroupReduction, SegmentTables, reference_paged_attention
 from larder.ops import pages as torch_pages
-from larder.ops.gpu import attention_kernel, page_kernels
+from larder.ops.gpu import attention_kernel, decoder_layer, page_kernels
+from model_runs import some_ids
 from paged_segments import PagedSegments, kept_places, padded_places, some_segments
 
 LENGTHS = (70, 0, 33, 1)
+GPU_KERNELS = decoder_stack.LayerKernels(
+    decoder_layer.DeviceLayerRows, lambda tensors: tensors, decoder_layer.are_supported
+)
 CASES = (
     {"page_tokens": 16, "head_dim": 12, "queries": (3, 2)},
     {"page_tokens": 64, "head_dim": 64, "queries": (1, 1), "dtype": torch.bfloat16},
@@ -86,6 +95,29 @@ def check_attention(own: PagedSegments) -> None:
             torch.testing.assert_close(one.float(), other, atol=tolerance, rtol=tolerance)
 
 
+def check_layers(device: str) -> None:
+    """Steps of the decoder stack with Triton's kernels against the model's own layers."""
+    for name in ("llama", "mistral", "qwen2", "qwen3"):
+        module = tiny(name, dtype=torch.bfloat16).to(device)
+        with Decoder(module) as decoder:
+            decoder.products = TorchProducts()
+            expected = stepped(decoder)
+            stack = StackedRows(decoder.body, decoder.spec)
+            decoder.products = stack
+            got = stepped(decoder)
+            assert stack._stack is not None, f"{name} is not served"
+        assert (got - expected).square().mean().sqrt() < 0.05 * expected.std(), name
+
+
+def stepped(decoder: Decoder) -> Tensor:
+    """Logits of three tokens of two texts behind a prompt."""
+    caches = [SequenceCache(decoder.spec, "dense") for _ in range(2)]
+    for seed, cache in enumerate(caches):
+        decoder.read([BatchSegment(cache, some_ids(9 + seed, seed=seed))], Mode.APPEND)
+    segments = [BatchSegment(cache, (5, 6, 7)) for cache in caches]
+    return decoder.forward_logits(segments, Mode.APPEND, [0, 2, 3, 5])
+
+
 def torch_form(form, *args):
     """The readable twin, also on a GPU."""
     former, torch_pages._kernels = torch_pages._kernels, lambda pool: None
@@ -110,6 +142,9 @@ def main(device: str) -> None:
         for own in cases:
             check(own)
         print(name)
+    decoder_stack._kernels_of = lambda device: GPU_KERNELS
+    check_layers(device)
+    print("layers")
     own = cases[0]
     one = page_kernels.gather_pages(own.keys, *own.layout, own.starts, sum(LENGTHS))
     if not torch.equal(

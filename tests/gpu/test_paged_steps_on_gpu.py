@@ -16,7 +16,14 @@ from torch import Tensor
 from builders import a_plan
 from larder.cache import PageArena, SequenceCache
 from larder.core import Mode
-from larder.models import BatchSegment, CudaGraphCapture, DecodeGraphs, Decoder
+from larder.models import (
+    BatchSegment,
+    CudaGraphCapture,
+    DecodeGraphs,
+    Decoder,
+    StackedRows,
+    TorchProducts,
+)
 from larder.models.tiny import tiny
 from larder.ops import (
     PAGE_TOKENS,
@@ -144,6 +151,15 @@ def test_captured_steps_equal_forward_batches(decoder) -> None:
         expected = step(decoder, theirs, token)
         got = graphs.step(ours, (token, token))
         torch.testing.assert_close(got, expected, atol=0.05, rtol=0.05)
+
+
+def test_the_decoder_stack_runs_the_layers(decoder) -> None:
+    got = step(decoder, some_caches(decoder), 5)
+    assert isinstance(decoder.products, StackedRows)
+    assert decoder.products._stack is not None
+    decoder.products = TorchProducts()
+    expected = step(decoder, some_caches(decoder), 5)
+    assert (got - expected).square().mean().sqrt() < 0.05 * expected.std()
 
 
 def test_pages_change_few_bits_of_the_logits(decoder) -> None:

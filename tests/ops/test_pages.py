@@ -102,4 +102,5 @@ def test_triton_kernels_equal_torch() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["append", "gather", "compact", "mass", "attention", "noticed"]
+    kinds = ["append", "gather", "compact", "mass", "attention", "layers", "noticed"]
+    assert done.stdout.split() == kinds

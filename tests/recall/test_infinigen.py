@@ -60,7 +60,9 @@ def test_channels_are_those_in_which_queries_are_largest() -> None:
     index.add(tier.entries(), rows)
     query = ways.repeat_interleave(2, 0)
     found, exact = (look(query, tier.entries(), 29) for look in (index.find, index.exact))
-    assert torch.equal(found.pages, exact.pages)
+    logits = torch.tensor(loop.logits(query.tolist(), keys_of(tier), LAYER.scaling))[::2]
+    there, best = (logits.gather(1, pages.pages) for pages in (found, exact))
+    torch.testing.assert_close(there, best)  # the same pages, but for ties within rounding
 
 
 def test_it_fetches_no_more_than_a_share() -> None:

@@ -26,6 +26,7 @@ from .decoder import TokenNumbers as TokenNumbers
 from .decoder_stack import DecoderStack as DecoderStack
 from .decoder_stack import FewRowsHead as FewRowsHead
 from .few_rows import FewRows as FewRows
+from .few_rows import StackedRows as StackedRows
 from .few_rows import TorchProducts as TorchProducts
 from .forward_batch import BatchSegment as BatchSegment
 from .forward_batch import ForwardBatch as ForwardBatch

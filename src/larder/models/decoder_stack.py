@@ -1,17 +1,18 @@
-"""Decoder stack: the layers of a model in few calls, for the few tokens of decode steps on a CPU.
+"""Decoder stack: the layers of a model in few calls, for bfloat16 tokens of decode steps.
 
-While a call of few bfloat16 tokens runs, one module stands in the place of the model's layers and
-reads their weights where they are. Nothing is copied, and outside such calls the model is as it
-was. The stack serves layers that it knows whole: classes of transformers, without adapters, hooks
-or replaced methods. Every other model, and every other call, runs the model's own layers.
+On a CPU it serves calls of few tokens, on a GPU with Triton all. While such a call runs, one module
+stands in the place of the model's layers and reads their weights where they are. Nothing is copied,
+and outside such calls the model is as it was. The stack serves layers that it knows whole: classes
+of transformers, without adapters, hooks or replaced methods. Every other model, and every other
+call, runs the model's own layers.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import BFloat16
@@ -25,21 +26,30 @@ from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Queries
 from larder.models.attention_backend import AttentionInputs, LayerAttention
 from larder.models.introspection import TOLERANCE, relative_difference
-from larder.ops.cpu.decoder_layer import (
-    LayerPointers,
-    LayerRows,
-    LayerSizes,
-    LayerTensors,
-    few_rows_linear,
-    is_supported,
-    max_rows,
-)
+from larder.ops.cpu import decoder_layer as cpu_layer
+from larder.ops.cpu.decoder_layer import few_rows_linear, is_supported, max_rows
+from larder.ops.decoder_layer import LayerSizes, LayerTensors
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # prefixes of transformers' classes
 ACTIVATIONS = ("SiLU", "SiLUActivation")
+CPU = torch.device("cpu")
 PROBED_POSITION = 7  # of the token on which the first layer is compared with the model's own
 
 Angles = tuple[BFloat16[Tensor, "1 N D"], BFloat16[Tensor, "1 N D"]]  # cosines and sines
+
+
+class LayerKernels(NamedTuple):
+    """Kernels of layers on one kind of device.
+
+    Args:
+        rows: class of states on their way through the layers.
+        weights: form in which its methods take the weights of a layer.
+        support: True for sizes that they take.
+    """
+
+    rows: Callable[..., Any]
+    weights: Callable[[LayerTensors], Any]
+    support: Callable[[LayerSizes], bool]
 
 
 class EchoAttention:
@@ -67,7 +77,8 @@ class DecoderStack(nn.Module):
         self._owner = (body,)  # in a tuple, so that the model does not become a part of this module
         self._spec = spec
         self._sizes = _layer_sizes(body, spec.layers[0])
-        self._pointers = [LayerPointers.of(each) for each in tensors]
+        self._kernels = _kernels_of(spec.device)
+        self._weights = [self._kernels.weights(each) for each in tensors]
         self._layers = list(body.layers)
         self._parts = [
             (part, type(part), _children(part), _parameter_ids(part))
@@ -90,10 +101,10 @@ class DecoderStack(nn.Module):
             if not _is_known_layer(layer, own):
                 return None
             tensors.append(_layer_tensors(layer))
-        if not all(_are_supported(each) for each in tensors):
+        if not all(_are_supported(each, spec.device) for each in tensors):
             return None
         sizes = {_layer_sizes(body, own) for own in spec.layers}
-        if len(sizes) > 1 or not sizes.pop().are_supported:
+        if len(sizes) > 1 or not _kernels_of(spec.device).support(sizes.pop()):
             return None
         stack = DecoderStack(body, spec, tensors)
         return stack if stack._equals_first_layer() else None
@@ -139,7 +150,7 @@ class DecoderStack(nn.Module):
     ) -> BFloat16[Tensor, "1 N hidden"]:
         """States behind the last layer."""
         del rest
-        return self._run(hidden_states, position_embeddings, larder, len(self._pointers))
+        return self._run(hidden_states, position_embeddings, larder, len(self._weights))
 
     def _run(
         self,
@@ -149,20 +160,24 @@ class DecoderStack(nn.Module):
         num_layers: int,
     ) -> BFloat16[Tensor, "1 N hidden"]:
         """States behind the first layers."""
-        rows = LayerRows(self._sizes, states[0], angles[0][0], angles[1][0])
-        for pointers, layer in zip(self._pointers[:num_layers], self._spec.layers, strict=False):
-            number, sides = self._spec.number_of(layer.index), rows.attention_inputs(pointers)
-            inputs = AttentionInputs(number, *sides, layer.scaling, layer.sliding_window)
-            rows.finish_layer(pointers, attention.attend(inputs))
+        rows = self._kernels.rows(self._sizes, states[0], angles[0][0], angles[1][0])
+        for weights, layer in zip(self._weights[:num_layers], self._spec.layers, strict=False):
+            number = self._spec.number_of(layer.index)
+            queries, keys, values = rows.attention_inputs(weights)
+            inputs = AttentionInputs(
+                number, queries, keys, values, layer.scaling, layer.sliding_window
+            )
+            rows.finish_layer(weights, attention.attend(inputs))
         return rows.states[None]
 
     @torch.no_grad()
     def _equals_first_layer(self) -> bool:
         """True if the first layer gives what the model's own gives, as far as rounding allows."""
-        body, device = self._owner[0], torch.device("cpu")
-        random = torch.Generator(device).manual_seed(0)
-        states = torch.randn(1, 1, self._sizes.hidden, generator=random).to(torch.bfloat16)
-        positions = torch.full((1, 1), PROBED_POSITION)
+        body, device = self._owner[0], self._spec.device
+        random = torch.Generator().manual_seed(0)
+        drawn = torch.randn(1, 1, self._sizes.hidden, generator=random)
+        states = drawn.to(device, torch.bfloat16)
+        positions = torch.full((1, 1), PROBED_POSITION, device=device)
         angles = body.rotary_emb(states, positions)
         if angles[0].shape[-1] != self._sizes.head_dim:
             return False
@@ -197,7 +212,7 @@ class FewRowsHead:
     def __enter__(self) -> None:
         head = self._head
         if type(head) is nn.Linear and head.bias is None and not _is_hooked(head):
-            if _is_plain(head.weight) and is_supported(*head.weight.shape):
+            if _is_plain(head.weight, CPU) and is_supported(*head.weight.shape):
                 before = head.register_forward_pre_hook(self._before)
                 self._hooks = [before, head.register_forward_hook(self._after)]
 
@@ -224,6 +239,15 @@ class FewRowsHead:
         """True for as few bfloat16 rows as the kernel takes."""
         is_few = 0 < self._states.shape[:-1].numel() <= max_rows()
         return is_few and self._states.dtype is torch.bfloat16
+
+
+def _kernels_of(device: torch.device) -> LayerKernels:
+    if device.type != "cuda":
+        pointers = cpu_layer.LayerPointers.of
+        return LayerKernels(cpu_layer.LayerRows, pointers, cpu_layer.are_supported)
+    from larder.ops.gpu import decoder_layer as gpu_layer  # imports Triton
+
+    return LayerKernels(gpu_layer.DeviceLayerRows, lambda tensors: tensors, gpu_layer.are_supported)
 
 
 def _is_known_body(body: Any) -> bool:
@@ -277,17 +301,17 @@ def _layer_tensors(layer: Any) -> LayerTensors:
     )
 
 
-def _are_supported(tensors: LayerTensors) -> bool:
-    """True for plain contiguous bfloat16 weights on the CPU."""
+def _are_supported(tensors: LayerTensors, device: torch.device) -> bool:
+    """True for plain contiguous bfloat16 weights on the device."""
     given = [each for each in vars(tensors).values() if each is not None]
-    return all(_is_plain(each) for each in given)
+    return all(_is_plain(each, device) for each in given)
 
 
-def _is_plain(weight: Tensor) -> bool:
+def _is_plain(weight: Tensor, device: torch.device) -> bool:
     return (
         type(weight) is nn.Parameter
         and weight.dtype == torch.bfloat16
-        and weight.device.type == "cpu"
+        and weight.device == device
         and weight.is_contiguous()
     )
 

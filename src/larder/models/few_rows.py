@@ -1,7 +1,8 @@
-"""Choice of what multiplies the tokens of a call with the weights of a model on a CPU.
+"""Choice of what runs the layers of a model for the bfloat16 tokens of a call.
 
-Calls of few bfloat16 tokens take as long as reading the weights: they run the decoder stack and its
+On a CPU calls of few tokens take as long as reading the weights: they run the decoder stack and its
 product for the head where these serve the model, and torch's faster kernel for one row elsewhere.
+On a GPU the stack saves most launches of a layer, for any number of tokens.
 """
 
 from __future__ import annotations
@@ -26,18 +27,42 @@ class TorchProducts:
     layers = head = matrices
 
 
-class FewRows:
-    """Contexts of calls of a model by their number of tokens. Not thread-safe.
+class StackedRows(TorchProducts):
+    """Contexts of calls of a model on a GPU, which run the decoder stack. Not thread-safe.
 
     Args:
-        module: bfloat16 model with a head, on a CPU.
+        body: layers of a bfloat16 model with embedding and norm.
+        spec: of its caches.
+    """
+
+    def __init__(self, body: Any, spec: ModelSpec) -> None:
+        self._body, self._spec = body, spec
+        self._stack: DecoderStack | None = None
+
+    def layers(self, num_tokens: int) -> AbstractContextManager[None]:
+        """Context of the layers that a call runs, to be entered once all hooks are set."""
+        del num_tokens
+        if self._stack is None or not self._stack.is_current:
+            from larder.models.decoder_stack import DecoderStack
+
+            if (stack := DecoderStack.of(self._body, self._spec)) is None:
+                return nullcontext()
+            self._stack = stack
+        return self._stack.in_place_of_layers()
+
+
+class FewRows(StackedRows):
+    """Contexts of calls of a model on a CPU by their number of tokens. Not thread-safe.
+
+    Args:
+        module: bfloat16 model with a head.
         body: its layers with embedding and norm.
         spec: of its caches.
     """
 
     def __init__(self, module: Any, body: Any, spec: ModelSpec) -> None:
-        self._module, self._body, self._spec = module, body, spec
-        self._stack: DecoderStack | None = None
+        super().__init__(body, spec)
+        self._module = module
 
     def matrices(self, num_tokens: int) -> AbstractContextManager[None]:
         """Context of torch's matrix products of a call with so many tokens."""
@@ -51,15 +76,7 @@ class FewRows:
 
     def layers(self, num_tokens: int) -> AbstractContextManager[None]:
         """Context of the layers that a call runs, to be entered once all hooks are set."""
-        if not self._are_few(num_tokens):
-            return nullcontext()
-        if self._stack is None or not self._stack.is_current:
-            from larder.models.decoder_stack import DecoderStack
-
-            if (stack := DecoderStack.of(self._body, self._spec)) is None:
-                return nullcontext()
-            self._stack = stack
-        return self._stack.in_place_of_layers()
+        return super().layers(num_tokens) if self._are_few(num_tokens) else nullcontext()
 
     def head(self, num_tokens: int) -> AbstractContextManager[None]:
         """Context in which the model's head multiplies the states of a call once."""

@@ -13,7 +13,7 @@ import ctypes
 import time
 from collections.abc import Callable
 from ctypes import byref
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cache
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from larder.ops.cpu.c_library import INTEGER, POINTER, c_library
+from larder.ops.decoder_layer import LayerSizes, LayerTensors
 
 MAX_ROWS = 16  # from there on matrix units win
 OUTPUT_MULTIPLE, INPUT_MULTIPLE = 16, 32  # of the sizes that the kernel multiplies
@@ -30,27 +31,6 @@ REPETITIONS = 3
 MOST_SLOWDOWN = 1.25  # of the products alone; the layer saves more than that around them
 
 Product = Callable[[Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class LayerTensors:
-    """Weights of one layer, by reference; None where the architecture has none."""
-
-    input_norm: Tensor
-    output_norm: Tensor
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    output: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
-    query_bias: Tensor | None
-    key_bias: Tensor | None
-    value_bias: Tensor | None
-    output_bias: Tensor | None
-    query_norm: Tensor | None
-    key_norm: Tensor | None
 
 
 class LayerPointers(ctypes.Structure):
@@ -74,30 +54,6 @@ class RowPointers(ctypes.Structure):
         ("epsilon", ctypes.c_float),
         ("threads", ctypes.c_int32),
     ]
-
-
-@dataclass(frozen=True)
-class LayerSizes:
-    """Sizes of a layer.
-
-    Args:
-        hidden, inner: numbers of a state, and of an activation inside the gated layers.
-        epsilon: of its norms.
-    """
-
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    epsilon: float
-
-    @property
-    def are_supported(self) -> bool:
-        """True if the kernel multiplies such matrices."""
-        wide = self.heads * self.head_dim
-        products = (self.head_dim, self.hidden), (self.hidden, wide), (self.inner, self.hidden)
-        return all(is_supported(*each) for each in (*products, (self.hidden, self.inner)))
 
 
 class LayerRows:
@@ -149,6 +105,13 @@ class LayerRows:
         attended = attended.contiguous()
         self._call.attended = attended.data_ptr()
         _check(self._library.larder_layer_output(byref(layer), byref(self._call)))
+
+
+def are_supported(sizes: LayerSizes) -> bool:
+    """True if the kernel multiplies the matrices of layers of such sizes."""
+    wide = sizes.heads * sizes.head_dim
+    products = (sizes.head_dim, sizes.hidden), (sizes.hidden, wide), (sizes.inner, sizes.hidden)
+    return all(is_supported(*each) for each in (*products, (sizes.hidden, sizes.inner)))
 
 
 def is_supported(outputs: int, inputs: int) -> bool:
